@@ -1,0 +1,223 @@
+"""Every collective of the engine, and the backward that belongs to each.
+
+The only file that calls collectives of torch.distributed. Blocks are always stacked in a new leading dim, so that what
+travels is contiguous: `all_gather` turns [...] into [p, ...] and `reduce_scatter` turns [p, ...] into [...], p being the
+number of ranks of the group. A group of one rank costs nothing.
+
+Two meanings of "the same on every rank" keep the backward passes right:
+
+    partial      each rank's gradient is its own share of a sum still to be taken
+    replicated   each rank's gradient is already the whole, because every rank repeated the same work
+
+    function             forward          backward          the gradient of the result is
+    all_gather           all-gather       reduce-scatter    partial
+    reduce_scatter       reduce-scatter   all-gather        of this rank's block
+    all_to_all           all-to-all       all-to-all        of this rank's block
+    all_reduce           all-reduce       identity          replicated
+    all_reduce_backward  identity         all-reduce        partial
+    all_reduce_both      all-reduce       all-reduce        partial
+    gather_replicated    all-gather       own block         replicated
+    take_replicated      own block        all-gather        of this rank's block
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+# torch 2.13 renamed these two; the old names warn there, the new ones are missing before.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A result that may still be under way. `wait()` returns it, any number of times."""
+
+    def __init__(self, result: Tensor, work: dist.Work | None = None, finish: Callable[[Tensor], Tensor] | None = None):
+        self._result = result
+        self._work = work
+        self._finish = finish
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._finish is not None:
+            self._result = self._finish(self._result)
+            self._finish = None
+        return self._result
+
+
+def start_all_gather(block: Tensor, group: ProcessGroup) -> Pending:
+    """Begin to stack every rank's `block` [...] into [p, ...]. One all-gather over `group`."""
+    size = group.size()
+    if size == 1:
+        return Pending(block.unsqueeze(0))
+    block = block.contiguous()
+    result = block.new_empty((size, *block.shape))
+    work = _all_gather_single(result.view(size * block.shape[0], *block.shape[1:]) if block.dim() else result, block,
+                              group=group, async_op=True)  # fmt: skip
+    return Pending(result, work)
+
+
+def start_reduce_scatter(blocks: Tensor, group: ProcessGroup) -> Pending:
+    """Begin to sum block i of `blocks` [p, ...] over the ranks and leave it, [...], on rank i of `group`.
+
+    One reduce-scatter; on gloo an all-to-all and a local sum, because gloo's own reduce-scatter is several times slower.
+    """
+    if group.size() == 1:
+        return Pending(blocks[0])
+    blocks = blocks.contiguous()
+    if dist.get_backend(group) == "gloo":
+        received = torch.empty_like(blocks)
+        work = dist.all_to_all_single(received, blocks, group=group, async_op=True)
+        # The closure keeps `blocks` alive until the send is over.
+        return Pending(received, work, lambda received, _sent=blocks: received.sum(dim=0))
+    result = blocks.new_empty(blocks.shape[1:])
+    work = _reduce_scatter_single(result, blocks.flatten(0, 1), group=group, async_op=True)
+    return Pending(result, work, lambda result, _sent=blocks: result)
+
+
+def exchange(blocks: Tensor, group: ProcessGroup) -> Tensor:
+    """Send block i of `blocks` [p, ...] to rank i; returns what arrived, stacked by sender. One all-to-all."""
+    if group.size() == 1:
+        return blocks
+    blocks = blocks.contiguous()
+    received = torch.empty_like(blocks)
+    dist.all_to_all_single(received, blocks, group=group)
+    return received
+
+
+def reduce_(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> Tensor:
+    """Reduce `value` over `group` in place and return it. `op` is sum, max or mean. One all-reduce."""
+    if group.size() > 1:
+        ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "mean": dist.ReduceOp.AVG}
+        dist.all_reduce(value, op=ops[op], group=group)
+    return value
+
+
+def broadcast_(value: Tensor) -> Tensor:
+    """Overwrite `value` with that of rank 0 of the world and return it. One broadcast over the world."""
+    dist.broadcast(value, src=0)
+    return value
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, group):
+        ctx.group = group
+        return start_all_gather(block, group).wait()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return start_reduce_scatter(grad, ctx.group).wait(), None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, blocks, group):
+        ctx.group = group
+        return start_reduce_scatter(blocks, group).wait()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return start_all_gather(grad, ctx.group).wait(), None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, blocks, group):
+        ctx.group = group
+        return exchange(blocks, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return exchange(grad, ctx.group), None
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, group):
+        return reduce_(value.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _AllReduceBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, group):
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
+
+
+class _GatherReplicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, group):
+        ctx.index = dist.get_group_rank(group, dist.get_rank())
+        return start_all_gather(block, group).wait()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad[ctx.index], None
+
+
+class _TakeReplicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, blocks, group):
+        ctx.group = group
+        return blocks[dist.get_group_rank(group, dist.get_rank())].clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return start_all_gather(grad, ctx.group).wait(), None
+
+
+def all_gather(block: Tensor, group: ProcessGroup) -> Tensor:
+    """[...] -> [p, ...]. Backward: reduce-scatter."""
+    return block.unsqueeze(0) if group.size() == 1 else _AllGather.apply(block, group)
+
+
+def reduce_scatter(blocks: Tensor, group: ProcessGroup) -> Tensor:
+    """[p, ...] -> [...]: the sum of this rank's block. Backward: all-gather."""
+    return blocks.squeeze(0) if group.size() == 1 else _ReduceScatter.apply(blocks, group)
+
+
+def all_to_all(blocks: Tensor, group: ProcessGroup) -> Tensor:
+    """[p, ...] by receiver -> [p, ...] by sender. Backward: all-to-all."""
+    return blocks if group.size() == 1 else _AllToAll.apply(blocks, group)
+
+
+def all_reduce(value: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over the ranks, which go on to repeat the same work. Backward: identity."""
+    return value if group.size() == 1 else _AllReduce.apply(value, group)
+
+
+def all_reduce_backward(value: Tensor, group: ProcessGroup) -> Tensor:
+    """Identity on a value that all ranks hold and use for different work. Backward: all-reduce."""
+    return value if group.size() == 1 else _AllReduceBackward.apply(value, group)
+
+
+def all_reduce_both(value: Tensor, group: ProcessGroup) -> Tensor:
+    """Sum over the ranks, which go on to different work. Backward: all-reduce."""
+    return all_reduce_backward(all_reduce(value, group), group)
+
+
+def gather_replicated(block: Tensor, group: ProcessGroup) -> Tensor:
+    """[...] -> [p, ...], on which all ranks repeat the same work. Backward: this rank's block."""
+    return block.unsqueeze(0) if group.size() == 1 else _GatherReplicated.apply(block, group)
+
+
+def take_replicated(blocks: Tensor, group: ProcessGroup) -> Tensor:
+    """[p, ...], the same on all ranks -> this rank's block [...]. Backward: all-gather."""
+    return blocks.squeeze(0) if group.size() == 1 else _TakeReplicated.apply(blocks, group)

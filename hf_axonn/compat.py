@@ -1,0 +1,120 @@
+"""Everything of torch, accelerate and transformers that is private or may change, in one place.
+
+Checked with torch 2.11 and 2.13, transformers 5.23.0, accelerate 1.15.0, peft 0.21.2. setup.cfg pins what is not
+proven on other versions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tensor) -> DeviceMesh:
+    """A DeviceMesh over process groups that exist, without axis names (`DeviceMesh.from_group` insists on them).
+
+    Args:
+        groups: one for each dim of `ranks`, this rank's own.
+        ranks: global ranks by position.
+    """
+    mesh = DeviceMesh(device_type, ranks, _init_backend=False)
+    mesh._dim_group_names = [group.group_name for group in groups]
+    registry = getattr(mesh, "_pg_registry", None)  # absent before torch 2.13
+    if registry is not None:
+        registry.update({group.group_name: group for group in groups})
+    return mesh
+
+
+def quiet_redistribution() -> None:
+    """Silence torch's advice to flatten a mesh for `full_tensor()`: it repeats on every rank and names nothing to do."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    if not logger.filters:
+        logger.addFilter(lambda record: "While redistributing from" not in record.getMessage())
+
+
+def without_peft(model: nn.Module) -> nn.Module:
+    """The Transformers model inside of a PeftModel; any other model as it is."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+def default_device_type() -> str:
+    """The device type on which this process trains: that of accelerate if it has decided, else torch's accelerator."""
+    from accelerate import PartialState
+
+    if PartialState._shared_state:
+        return PartialState().device.type
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else "cpu"
+
+
+def input_embedding(model: nn.Module) -> nn.Module | None:
+    """`get_input_embeddings()`, None where a model does not have one."""
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+
+
+def output_embedding(model: nn.Module) -> nn.Module | None:
+    """`get_output_embeddings()`, None where a model does not have one."""
+    try:
+        return model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def head_counts(config) -> tuple[int, int]:
+    """Numbers of query and kv heads of a decoder's config."""
+    query = config.num_attention_heads
+    return query, getattr(config, "num_key_value_heads", None) or query
+
+
+def set_kv_groups(attention: nn.Module, groups: int | None) -> None:
+    """Set how many query heads of this rank share a kv head; None leaves it as it is."""
+    if groups is not None:
+        attention.num_key_value_groups = groups
+
+
+def has_causal_lm_loss(model: nn.Module) -> bool:
+    """Whether the model takes Transformers' causal LM loss, which ours may then replace."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    try:
+        return model.loss_function is ForCausalLMLoss
+    except (AttributeError, KeyError, ValueError):
+        return False
+
+
+@contextlib.contextmanager
+def distribute_when_built(distribute: Callable[[nn.Module], None]) -> Iterator[dict]:
+    """Let `from_pretrained` call `distribute(model)` on the model it has just built on the meta device.
+
+    Yields the keyword arguments to pass to `from_pretrained`. Transformers' loader then reads only the local slice of
+    every DTensor parameter (core_model_loading.py, `DtensorShardOperation`). The hook is the one that its own
+    `distributed_config` uses (modeling_utils.py, `maybe_distribute_model`); we need no mesh of its making.
+    """
+    from transformers import PreTrainedModel
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    class _Mesh:  # from_pretrained asks its mesh manager for a mesh and passes it on; the loader does not read it
+        def get_mesh(self, names):
+            return None
+
+    def distribute_model(model, distributed_config, mesh_manager):
+        model.config.distributed_config = None
+        distribute(model)
+        return model
+
+    before = PreTrainedModel.prepare_distribute_model, PreTrainedModel.maybe_distribute_model
+    PreTrainedModel.prepare_distribute_model = staticmethod(lambda config, device_map=None: (config, device_map, _Mesh()))
+    PreTrainedModel.maybe_distribute_model = staticmethod(distribute_model)
+    try:
+        yield {"distributed_config": DistributedConfig()}
+    finally:
+        PreTrainedModel.prepare_distribute_model, PreTrainedModel.maybe_distribute_model = before

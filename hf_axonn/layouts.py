@@ -1,0 +1,130 @@
+"""Activations between their layouts: who holds which tokens and which features.
+
+Legend: T = tokens of this (data, z) position, padded to a multiple of x * y; H = hidden size; N = out_features.
+The two layouts of the residual stream:
+
+    sharded      [1, T/(x*y), H]   every rank owns its tokens; norms, dropout, residuals touch nothing else
+    replicated   [B, S, H]         every rank of (x, y) holds all; used for decoding one token at a time
+
+Tokens are numbered batch-major and cut over x, then y, as ranks are. Features are padded with zeros so that every rank
+holds the same number; zeros meet zero weights, so results stay exact.
+
+Source: DESIGN 2.3; the reduce-scatter and all-gather halves of each all-reduce of AxoNN (arXiv 2502.08145).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_axonn.collectives import (
+    all_gather,
+    all_to_all,
+    gather_replicated,
+    take_replicated,
+)
+from hf_axonn.grid import GridMesh
+
+
+def ceil_div(size: int, parts: int) -> int:
+    """Length of the longest of `parts` pieces of `size`."""
+    return -(-size // parts)
+
+
+def bounds(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Where piece `index` of `parts` begins and ends, as torch.chunk and DTensor cut: all of the longest length first."""
+    step = ceil_div(size, parts)
+    return min(index * step, size), min((index + 1) * step, size)
+
+
+def pad_dim(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """`tensor` with zeros after the end of `dim`, up to `size`; itself if it is that long already."""
+    missing = size - tensor.shape[dim]
+    if missing == 0:
+        return tensor
+    dim = dim % tensor.dim()
+    return F.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, missing))
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The batch that is passing through the model.
+
+    Args:
+        batch: B, rows of this (data, z) position.
+        seq: S, tokens a row.
+        sharded: whether the residual stream is sharded or replicated.
+    """
+
+    batch: int
+    seq: int
+    sharded: bool
+
+    @property
+    def count(self) -> int:
+        """Tokens before padding, B * S."""
+        return self.batch * self.seq
+
+    def padded(self, mesh: GridMesh) -> int:
+        """Tokens after padding to a multiple of x * y."""
+        parts = mesh.size("x", "y")
+        return ceil_div(self.count, parts) * parts
+
+
+def take_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
+    """[B, S, H], the same on all (x, y) -> this rank's tokens [1, T/(x*y), H].
+
+    Backward: all-gather over (x, y), so the gradient of the full tensor is whole on every rank.
+    """
+    flat = pad_dim(hidden.reshape(tokens.count, -1), 0, tokens.padded(mesh))
+    blocks = flat.view(mesh.size("x", "y"), -1, flat.shape[-1])
+    return take_replicated(blocks, mesh.group("x", "y")).unsqueeze(0)
+
+
+def gather_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
+    """This rank's tokens [1, T/(x*y), H] -> [B, S, H] on all (x, y), which then repeat the same work.
+
+    All-gather over (x, y). Backward: this rank's tokens of a gradient that is whole on every rank.
+    """
+    flat = gather_replicated(hidden.squeeze(0), mesh.group("x", "y")).flatten(0, 1)
+    return flat[: tokens.count].view(tokens.batch, tokens.seq, -1)
+
+
+def tokens_to_features(hidden: Tensor, mesh: GridMesh) -> Tensor:
+    """[1, T/(x*y), H] -> [T/x, H/y]: the first step into a block. All-to-all over y, both ways."""
+    y = mesh.size("y")
+    features = ceil_div(hidden.shape[-1], y)
+    blocks = pad_dim(hidden.squeeze(0), 1, y * features).view(-1, y, features).transpose(0, 1)
+    return all_to_all(blocks, mesh.group("y")).flatten(0, 1)
+
+
+def features_to_tokens(hidden: Tensor, hidden_size: int, mesh: GridMesh) -> Tensor:
+    """[T/x, H/y] -> [1, T/(x*y), H]: the way out of a block. All-to-all over y, both ways."""
+    y = mesh.size("y")
+    blocks = hidden.reshape(y, -1, hidden.shape[-1])
+    mine = all_to_all(blocks, mesh.group("y")).transpose(0, 1).flatten(1, 2)
+    return mine[:, :hidden_size].unsqueeze(0)
+
+
+def take_features(hidden: Tensor, mesh: GridMesh, axis: str) -> Tensor:
+    """[..., K], the same on all ranks of `axis` -> [..., K/axis]. Backward: all-gather over `axis`."""
+    parts = mesh.size(axis)
+    if parts == 1:
+        return hidden
+    features = ceil_div(hidden.shape[-1], parts)
+    blocks = pad_dim(hidden, -1, parts * features).unflatten(-1, (parts, features)).movedim(-2, 0)
+    return take_replicated(blocks, mesh.group(axis))
+
+
+def gather_features(hidden: Tensor, size: int, mesh: GridMesh, axis: str, *, replicated: bool = True) -> Tensor:
+    """[..., N/axis] -> [..., N], `size` being N. All-gather over `axis`.
+
+    Backward: this rank's block if the ranks then repeat the same work (`replicated`), else the reduce-scatter of
+    gradients that are each rank's own share.
+    """
+    if mesh.size(axis) == 1:
+        return hidden[..., :size]
+    gather = gather_replicated if replicated else all_gather
+    return gather(hidden, mesh.group(axis)).movedim(0, -2).flatten(-2)[..., :size]

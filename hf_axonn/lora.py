@@ -1,0 +1,100 @@
+"""PEFT's LoRA on a sharded layer: A and B follow the layer that they adapt.
+
+Both are small and stored whole on every rank; each rank multiplies with its own slice. For a column layer,
+
+    h[T, r]{U_y} = x[T, K/y] @ A[:, K/y].T      reduced over y
+    o[T, own features] = h @ B[own features].T
+
+and for a row layer,
+
+    h[T, r]{U_xy} = x[T, K/(x*y)] @ A[:, own].T  reduced over (x, y), or over x where heads are divided over x alone
+    o[T/x, N/y] = h[T/x] @ B[N/y].T
+
+so that o has the layout of the layer's own output and PEFT's addition needs no change.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_axonn.collectives import all_reduce, all_reduce_backward
+from hf_axonn.layouts import pad_dim
+from hf_axonn.state import ModelState, replicated_local, scale_gradient
+from hf_axonn.styles import Column, Row, feature_slice, take_slice, wrap_forward
+
+
+def lora_parts(layer: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
+    """The (A, B) pairs of a layer that PEFT has wrapped.
+
+    Raises:
+        ValueError: the adapter is of a kind that is not plain LoRA.
+    """
+    unsupported = [kind for kind in ("lora_magnitude_vector", "lora_variant") if getattr(layer, kind, None)]
+    if unsupported or not hasattr(layer, "lora_A"):
+        kind = unsupported[0] if unsupported else type(layer).__name__
+        raise ValueError(
+            f"PEFT's {kind} cannot be sharded over a grid: use plain LoRA or rsLoRA (LoraConfig without use_dora)."
+        )
+    pairs = []
+    for adapter in layer.lora_A:
+        a, b = layer.lora_A[adapter], layer.lora_B[adapter]
+        if type(a) is not nn.Linear or a.bias is not None or b.bias is not None:
+            raise ValueError(f"LoRA adapter {adapter!r} has biases: set lora_bias=False in LoraConfig.")
+        pairs.append((a, b))
+    return pairs
+
+
+class ColumnLora:
+    """A and B of a column layer. Collectives: all-reduce of [T, r] over y, forward and backward."""
+
+    def __init__(self, state: ModelState, column: Column, linear: nn.Linear, pair: tuple[nn.Linear, nn.Linear]) -> None:
+        self.state, self.column, self.linear = state, column, linear
+        self.a, self.b = pair
+        self.a_axes = ("x", "y") if "x" in column.axes else ("y",)
+        wrap_forward(self.a, functools.partial(ColumnLora._down, self))
+        wrap_forward(self.b, functools.partial(ColumnLora._up, self))
+
+    def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
+        mesh, axes = self.state.mesh, self.column.axes
+        own, padded = feature_slice(self.a.in_features, mesh, "y")
+        weight = pad_dim(replicated_local(self.a.weight, mesh, self.a_axes)[:, own], 1, padded)
+        if "x" not in axes:  # the same on all ranks of x, where the block's entrance takes a sum
+            hidden = scale_gradient(hidden, 1 / mesh.size("x"))
+        down = all_reduce(F.linear(hidden, weight), mesh.group("y"))
+        return all_reduce_backward(down, mesh.group("y")) if "y" in axes else down
+
+    def _up(self, _original: Callable, down: Tensor) -> Tensor:
+        weight = replicated_local(self.b.weight, self.state.mesh, self.column.axes)
+        up = F.linear(down, weight[self.column.feature_index(self.linear)])
+        return pad_dim(up, -1, self.column.output_size(self.linear))
+
+
+class RowLora:
+    """A and B of a row layer. Collectives: all-reduce of [T, r] over the axes of its input; backward: over (x, y)."""
+
+    def __init__(self, state: ModelState, row: Row, pair: tuple[nn.Linear, nn.Linear]) -> None:
+        self.state, self.row = state, row
+        self.a, self.b = pair
+        wrap_forward(self.a, functools.partial(RowLora._down, self))
+        wrap_forward(self.b, functools.partial(RowLora._up, self))
+
+    def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
+        mesh, axes = self.state.mesh, self.row.axes
+        own, padded = feature_slice(self.a.in_features, mesh, *axes)
+        weight = pad_dim(replicated_local(self.a.weight, mesh, axes)[:, own], 1, padded)
+        down = F.linear(hidden, weight)
+        if axes:
+            down = all_reduce(down, mesh.group(*axes))
+        return all_reduce_backward(down, mesh.group("x", "y"))
+
+    def _up(self, _original: Callable, down: Tensor) -> Tensor:
+        mesh, tokens = self.state.mesh, self.state.tokens
+        weight = take_slice(replicated_local(self.b.weight, mesh, ("x", "y")), self.b.out_features, mesh, "y")
+        if tokens.sharded:
+            flat = pad_dim(down.reshape(tokens.count, -1), 0, tokens.padded(mesh))
+            down = flat.view(mesh.size("x"), -1, flat.shape[-1])[mesh.index("x")].unsqueeze(0)
+        return F.linear(down, weight)

@@ -1,0 +1,270 @@
+"""THE algorithm: one Linear, or several with one input, multiplied on the (z, y, x) part of the grid.
+
+    I_z = the dim is split over z; {U_y} = every rank of y holds a partial sum still to be reduced.
+    M = tokens, K = in_features, N = out_features. Column layer; a row layer swaps x and y.
+
+    forward    W[N_x,K_y]        = all_gather_z(W_shard)
+               O[M_z,N_x]{U_y}   = I[M_z,K_y] @ W.T           -> reduced over y by the caller (layouts)
+    backward   dI[M_z,K_y]{U_x}  = dO[M_z,N_x] @ W            -> reduced over x by the caller (layouts)
+               dW[N_x,K_y]{U_z}  = dO.T @ I                   -> reduce_scatter over z, divided by z
+
+Only the z shard is saved for backward and it is gathered again there. Shards are cast to the compute dtype before
+the gather, so a bf16 run moves bf16 bytes; gradients travel in `reduce_dtype` and end in the dtype of the shard.
+
+The reduction of O over y is a reduce-scatter of features, and the input of a row layer is an all-gather of features.
+So that no block has to be copied for them, features that such a collective cuts are a leading dim here:
+
+    input    [P, T, k]       P = y in a row layer, else 1
+    weight   [Q, n, P, k]    padded with zeros where sizes do not divide
+    output   [Q, T, n]       Q = y in a column layer, else 1
+
+Source: AxoNN (arXiv 2502.08145), algorithm for one layer; AxoNN, 2305.13525.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hf_axonn.collectives import Pending, start_all_gather, start_reduce_scatter
+from hf_axonn.grid import GridMesh
+from hf_axonn.layouts import bounds, ceil_div, pad_dim
+from hf_axonn.overlap import placeholder
+
+
+if TYPE_CHECKING:
+    from hf_axonn.state import ModelState, ShardedWeight
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one weight [N, K] lies on this rank.
+
+    Args:
+        rows, cols: this rank's block of [N, K] before the cut over z; 0 where the dim has run out.
+        out_blocks, out_size: Q and n of the product.
+        in_blocks, in_size: P and k of the product.
+        z, z_index: ranks that divide the rows of the block, and which of them this is.
+    """
+
+    rows: int
+    cols: int
+    out_blocks: int
+    out_size: int
+    in_blocks: int
+    in_size: int
+    z: int
+    z_index: int
+
+    @property
+    def z_rows(self) -> int:
+        """Rows that travel for each z rank; the last ones may be padding."""
+        return ceil_div(self.rows, self.z)
+
+    @property
+    def own_rows(self) -> int:
+        start, stop = bounds(self.rows, self.z, self.z_index)
+        return stop - start
+
+    @property
+    def travels(self) -> int:
+        """Elements of one rank's padded shard."""
+        return self.z_rows * self.cols
+
+    def block(self, gathered: Tensor) -> Tensor:
+        """[z * z_rows * cols] or the shard itself -> the zero-padded [Q, n, P, k] of the product."""
+        weight = gathered.view(-1, self.cols)[: self.rows]
+        weight = pad_dim(pad_dim(weight, 1, self.in_blocks * self.in_size), 0, self.out_blocks * self.out_size)
+        return weight.view(self.out_blocks, self.out_size, self.in_blocks, self.in_size)
+
+    def unblock(self, grad: Tensor) -> Tensor:
+        """[Q, n, P, k] -> [z, z_rows * cols], what each z rank is to receive."""
+        flat = grad.reshape(self.out_blocks * self.out_size, -1)[: self.rows, : self.cols]
+        return pad_dim(flat, 0, self.z * self.z_rows).reshape(self.z, self.travels)
+
+    def own(self, reduced: Tensor) -> Tensor:
+        """[z_rows * cols] -> this rank's shard [own_rows, cols]."""
+        return reduced.view(-1, self.cols)[: self.own_rows] if self.cols else reduced.new_empty(self.own_rows, 0)
+
+
+def start_gather(weights: list[ShardedWeight], cuts: list[Cut], dtype: torch.dtype, mesh: GridMesh) -> Pending:
+    """Begin to bring the z shards of several weights together, in one all-gather over z. Result: flat [z, elements]."""
+    shards = [pad_dim(weight.shard.to(dtype), 0, cut.z_rows) for weight, cut in zip(weights, cuts, strict=True)]
+    flat = [shard.reshape(-1) for shard in shards]
+    return start_all_gather(torch.cat(flat) if len(flat) > 1 else flat[0], mesh.group("z"))
+
+
+def split_gathered(gathered: Tensor, cuts: list[Cut]) -> list[Tensor]:
+    """[z, elements] -> one [Q, n, P, k] for each weight."""
+    parts = gathered.split([cut.travels for cut in cuts], dim=1)
+    return [cut.block(part.reshape(-1)) for part, cut in zip(parts, cuts, strict=True)]
+
+
+def start_reduction(grads: list[Tensor], cuts: list[Cut], reduce_dtype: torch.dtype, mesh: GridMesh) -> Pending:
+    """Begin to sum weight gradients [Q, n, P, k] over z, in one reduce-scatter. Result: flat, this rank's elements."""
+    dtype = torch.promote_types(grads[0].dtype, reduce_dtype)
+    blocks = [cut.unblock(grad).to(dtype) for grad, cut in zip(grads, cuts, strict=True)]
+    return start_reduce_scatter(torch.cat(blocks, dim=1) if len(blocks) > 1 else blocks[0], mesh.group("z"))
+
+
+def multiply(input_: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """[P, T, k] x [Q, n_i, P, k] -> [Q, T, n_i] for each weight; where Q > 1, one [Q, T, sum of n_i] for all."""
+    in_blocks, tokens, _ = input_.shape
+    out_blocks = weights[0].shape[0]
+    sizes = [weight.shape[1] for weight in weights]
+    if out_blocks > 1:
+        merged = input_.new_empty(out_blocks, tokens, sum(sizes))
+        outputs = merged.split(sizes, dim=2)
+    else:
+        outputs = [input_.new_empty(1, tokens, size) for size in sizes]
+    for output, weight in zip(outputs, weights, strict=True):
+        for q in range(out_blocks):
+            torch.mm(input_[0], weight[q, :, 0].t(), out=output[q])
+            for p in range(1, in_blocks):
+                output[q].addmm_(input_[p], weight[q, :, p].t())
+    return [merged] if out_blocks > 1 else outputs
+
+
+def input_gradient(grads: list[Tensor], weights: list[Tensor]) -> Tensor:
+    """Sum over the weights of [Q, T, n] x [Q, n, P, k] -> [P, T, k]."""
+    _, _, in_blocks, k = weights[0].shape
+    result = grads[0].new_empty(in_blocks, grads[0].shape[1], k)
+    terms = [(grad[q], weight[q]) for grad, weight in zip(grads, weights, strict=True) for q in range(len(weight))]
+    for p in range(in_blocks):
+        torch.mm(terms[0][0], terms[0][1][:, p], out=result[p])
+        for grad, weight in terms[1:]:
+            result[p].addmm_(grad, weight[:, p])
+    return result
+
+
+def weight_gradient(grad: Tensor, input_: Tensor) -> Tensor:
+    """[Q, T, n] x [P, T, k] -> [Q, n, P, k]."""
+    result = grad.new_empty(grad.shape[0], grad.shape[2], input_.shape[0], input_.shape[2])
+    for q in range(grad.shape[0]):
+        for p in range(input_.shape[0]):
+            torch.mm(grad[q].t(), input_[p], out=result[q, :, p])
+    return result
+
+
+class Product:
+    """One multiplication by the weights of a group, from the moment its gradients have a place in the graph.
+
+    `begin` and `run` are apart because the nodes have to be created in the order wait, weight gradient, enter, matmul
+    (overlap.py): `begin` creates the weight-gradient node, then the caller enters the block, then `run` multiplies.
+    """
+
+    def __init__(self, state: ModelState, weights: list[ShardedWeight], cuts: list[Cut]) -> None:
+        self.state = state
+        self.weights = weights
+        self.cuts = cuts
+        self.stashed: tuple[list[Tensor], Tensor] | None = None
+
+    def begin(self) -> Tensor | None:
+        """The handle to pass to `run`: it ties the weight-gradient node to the matmul. None if nothing is trained."""
+        shards = [weight.local() for weight in self.weights]
+        if not (torch.is_grad_enabled() and any(shard.requires_grad for shard in shards)):
+            return None
+        return _WeightGradient.apply(self, *shards)
+
+    def run(self, input_: Tensor, handle: Tensor | None) -> list[Tensor]:
+        """[P, T, k] -> what `multiply` returns. One all-gather over z; backward as in the head of this file."""
+        dtype = self.state.compute_dtype(input_)
+        return list(_Matmul.apply(input_.to(dtype), handle, self, *[weight.local() for weight in self.weights]))
+
+    def gather(self, dtype: torch.dtype) -> list[Tensor]:
+        """One [Q, n, P, k] for each weight, in `dtype`. One all-gather over z for all of them."""
+        mesh = self.state.mesh
+        if mesh.size("z") == 1:
+            return [cut.block(weight.shard.to(dtype)) for weight, cut in zip(self.weights, self.cuts, strict=True)]
+        start = partial(start_gather, self.weights, self.cuts, dtype, mesh)
+        key = (tuple(id(weight) for weight in self.weights), dtype)
+        return split_gathered(self.state.gather_ahead.take(key, start), self.cuts)
+
+
+class _WeightGradient(torch.autograd.Function):
+    """Computes dW of a product and launches its reduction over z; the shards' own nodes wait for it."""
+
+    @staticmethod
+    def forward(ctx, product, *shards):
+        ctx.product = product
+        ctx.needed = [shard.requires_grad for shard in shards]
+        ctx.like = [placeholder(shard) for shard in shards]
+        return shards[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        product, state = ctx.product, ctx.product.state
+        (grads, input_), product.stashed = product.stashed, None
+        chosen = [i for i, needed in enumerate(ctx.needed) if needed]
+        cuts = [product.cuts[i] for i in chosen]
+        with torch.autocast(input_.device.type, enabled=False):
+            weight_grads = [weight_gradient(grads[i], input_) for i in chosen]
+        leave_gradients(state, [product.weights[i] for i in chosen], cuts, weight_grads)
+        return None, *[like if needed else None for like, needed in zip(ctx.like, ctx.needed, strict=True)]
+
+
+def leave_gradients(
+    state: ModelState, weights: list[ShardedWeight], cuts: list[Cut], grads: list[Tensor]
+) -> None:
+    """Launch the reduction over z of gradients [Q, n, P, k] and promise each to the slot of its weight (ORS)."""
+    pending = state.reductions.add(start_reduction(grads, cuts, state.reduce_dtype, state.mesh))
+    offset = 0
+    for weight, cut in zip(weights, cuts, strict=True):
+        weight.slot.add(partial(finish_reduction, pending, offset, cut, weight.shard.dtype))
+        offset += cut.travels
+
+
+def finish_reduction(pending: Pending, offset: int, cut: Cut, dtype: torch.dtype) -> Tensor:
+    """This rank's gradient of one weight: its part of a finished reduction, averaged over z. Waits."""
+    mine = cut.own(pending.wait()[offset : offset + cut.travels])
+    return (mine / cut.z if cut.z > 1 else mine).to(dtype)
+
+
+class _Matmul(torch.autograd.Function):
+    """O = I @ W.T on gathered weights; backward gathers them again for dI and stashes what dW needs."""
+
+    @staticmethod
+    def forward(ctx, input_, handle, product, *shards):
+        ctx.product = product
+        ctx.save_for_backward(input_, *shards)  # the shards, so that a change before backward is noticed
+        with torch.autocast(input_.device.type, enabled=False):
+            weights = product.gather(input_.dtype)
+            return tuple(multiply(input_, weights))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        input_, *shards = ctx.saved_tensors
+        needs_input, needs_handle = ctx.needs_input_grad[:2]
+        if len(grads) < len(ctx.product.cuts):  # one merged output; its parts are views
+            grads = grads[0].split([cut.out_size for cut in ctx.product.cuts], dim=2)
+        dinput = None
+        if needs_input:
+            with torch.autocast(input_.device.type, enabled=False):
+                dinput = input_gradient(grads, ctx.product.gather(input_.dtype))
+        if needs_handle:
+            ctx.product.stashed = (grads, input_)
+        return dinput, (shards[0].new_zeros(()) if needs_handle else None), None, *[None for _ in shards]
+
+
+class _GatheredWeight(torch.autograd.Function):
+    """The zero-padded block of one weight for code that is not a matmul (an embedding look-up)."""
+
+    @staticmethod
+    def forward(ctx, product, shard):
+        ctx.product, ctx.like = product, placeholder(shard)
+        return product.gather(shard.dtype)[0].flatten(2).flatten(0, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        product = ctx.product
+        leave_gradients(product.state, product.weights, product.cuts, [grad])
+        return None, ctx.like
+
+
+def gathered_weight(product: Product) -> Tensor:
+    """[N/.., K/..], the block of a product of one weight. All-gather over z; backward: reduce-scatter over z."""
+    return _GatheredWeight.apply(product, product.weights[0].local())

@@ -1,0 +1,153 @@
+"""Communication that is under way while the GPU computes: the paper's three overlaps.
+
+    OAG  `GatherAhead`      the gather of the next weights begins while this layer multiplies; the order is what the
+                            previous pass did, so it needs no knowledge of the model
+    OAR  `Reduction`        the reduction of dI is launched, the weight gradients are computed, then it is waited for
+    ORS  `ReductionQueue`   the reduce-scatter of dW runs on while earlier layers compute; at most two are in flight
+
+Autograd runs the newest ready node first. A reduction is split over two nodes: the newer one launches it and returns
+a placeholder, the older one waits and returns the result, and whatever was created between them runs in between.
+
+Source: AxoNN (arXiv 2502.08145), section on overlapping communication; DESIGN 2.2.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from hf_axonn.collectives import Pending, start_all_gather, start_reduce_scatter
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def placeholder(like: Tensor) -> Tensor:
+    """A gradient of the right shape that holds no memory, for the node that will replace it."""
+    return like.new_zeros(()).expand(like.shape)
+
+
+class GatherAhead:
+    """Starts the gather that the previous pass did next. Forward and backward have an order of their own.
+
+    A wrong guess costs one unused gather, never a wrong result. Every rank runs the same modules in the same order, so
+    every rank guesses alike.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self._learned: dict[bool, list[object]] = {False: [], True: []}
+        self._seen: dict[bool, list[object]] = {False: [], True: []}
+        self._starters: dict[object, Callable[[], Pending]] = {}
+        self._ahead: dict[object, Pending] = {}
+
+    def begin_pass(self) -> None:
+        """Drop what was started for a pass that is over (its weights may change now), and learn its order."""
+        for pending in self._ahead.values():
+            pending.wait()
+        self._ahead.clear()
+        for phase, seen in self._seen.items():
+            if seen:
+                self._learned[phase], self._seen[phase] = seen, []
+
+    def take(self, key: object, start: Callable[[], Pending]) -> Tensor:
+        """The gathered weights of `key`; begins those that come next. `start` must read the weights as they then are."""
+        pending = self._ahead.pop(key, None) or start()
+        if self.enabled:
+            self._starters[key] = start
+            phase = in_backward()
+            seen, learned = self._seen[phase], self._learned[phase]
+            position = len(seen)
+            seen.append(key)
+            if position + 1 < len(learned) and learned[position] == key:
+                following = learned[position + 1]
+                if following in self._starters and following not in self._ahead:
+                    self._ahead[following] = self._starters[following]()
+        return pending.wait()
+
+
+class ReductionQueue:
+    """Weight-gradient reductions in flight: a third one waits for the first, so memory stays bounded."""
+
+    def __init__(self, *, enabled: bool, depth: int = 2) -> None:
+        self._depth = depth if enabled else 0
+        self._in_flight: deque[Pending] = deque()
+
+    def add(self, pending: Pending) -> Pending:
+        self._in_flight.append(pending)
+        while len(self._in_flight) > self._depth:
+            self._in_flight.popleft().wait()
+        return pending
+
+
+class GradientSlot:
+    """Where the finished gradients of one weight shard wait for the node that hands them to autograd."""
+
+    def __init__(self) -> None:
+        self._parts: list[Callable[[], Tensor]] = []
+
+    def add(self, part: Callable[[], Tensor]) -> None:
+        self._parts.append(part)
+
+    def clear(self) -> None:
+        self._parts = []
+
+    def take(self) -> Tensor | None:
+        """The sum of all that was left here, None if nothing was. Waits."""
+        total = None
+        for part in self._parts:
+            total = part() if total is None else total + part()
+        self._parts = []
+        return total
+
+
+class _WaitGradient(torch.autograd.Function):
+    """Identity; its backward replaces the placeholder by the gradient that the slot has been promised."""
+
+    @staticmethod
+    def forward(ctx, value, slot):
+        ctx.slot = slot
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        arrived = ctx.slot.take()
+        return (grad if arrived is None else arrived), None
+
+
+def wait_gradient(value: Tensor, slot: GradientSlot) -> Tensor:
+    """`value` itself; in backward, the gradient that later nodes leave in `slot`. No communication of its own."""
+    return _WaitGradient.apply(value, slot)
+
+
+class _GatherTokens(torch.autograd.Function):
+    """All-gather whose backward only launches the reduce-scatter and leaves it in the slot of an older node."""
+
+    @staticmethod
+    def forward(ctx, block, group, slot, overlap):
+        ctx.group, ctx.slot, ctx.overlap = group, slot, overlap
+        return start_all_gather(block, group).wait()
+
+    @staticmethod
+    def backward(ctx, grad):
+        pending = start_reduce_scatter(grad, ctx.group)
+        if not ctx.overlap:
+            pending.wait()
+        ctx.slot.add(pending.wait)
+        return placeholder(grad[0]), None, None, None
+
+
+def gather_with_slot(block: Tensor, group, slot: GradientSlot, *, overlap: bool) -> Tensor:
+    """[...] -> [p, ...]. All-gather over `group`.
+
+    Backward: a reduce-scatter that runs on until the node made by `wait_gradient(..., slot)` needs it, which has to be
+    older than the weight-gradient nodes that are to run meanwhile (OAR).
+    """
+    if group.size() == 1:
+        return block.unsqueeze(0)
+    return _GatherTokens.apply(block, group, slot, overlap)

@@ -1,0 +1,50 @@
+"""Compare in float64: Transformers casts to float32 inside (norms, softmax, loss), this turns those casts into float64.
+
+Both sides of a comparison run under `Float64()`. Nothing here may change what is computed otherwise.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+_CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
+
+
+class Float64(TorchFunctionMode):
+    """Every explicit cast of a float64 tensor to a smaller float type leaves it as it is."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func in _CASTS and args[0].dtype == torch.float64:
+            return args[0]
+        if func is torch.Tensor.to and args[0].dtype == torch.float64:
+            args = tuple(torch.float64 if is_small_float(arg) else arg for arg in args)
+            if is_small_float(kwargs.get("dtype")):
+                kwargs["dtype"] = torch.float64
+        elif is_small_float(kwargs.get("dtype")) and any(_is_float64(arg) for arg in args):
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def is_small_float(value: object) -> bool:
+    return value in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _is_float64(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float64
+
+
+def relative_errors(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
+    """|difference| / max(|g|, 1e-3 * |all g| / sqrt(number of parameters)) for each name (DESIGN section 8).
+
+    Some gradients are zero by mathematics (a key bias), so each is measured against a floor that all of them set.
+    """
+    assert ours.keys() == truth.keys(), ours.keys() ^ truth.keys()
+    total = torch.sqrt(sum((value.double() ** 2).sum() for value in truth.values()))
+    floor = 1e-3 * total / sum(value.numel() for value in truth.values()) ** 0.5
+    return {
+        name: float((ours[name] - value).abs().max() / torch.maximum(value.abs().max(), floor))
+        for name, value in truth.items()
+    }
