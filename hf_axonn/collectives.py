@@ -38,7 +38,9 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 class Pending:
     """A result that may still be under way. `wait()` returns it, any number of times."""
 
-    def __init__(self, result: Tensor, work: dist.Work | None = None, finish: Callable[[Tensor], Tensor] | None = None):
+    def __init__(
+        self, result: Tensor, work: dist.Work | None = None, finish: Callable[[Tensor], Tensor] | None = None
+    ):
         self._result = result
         self._work = work
         self._finish = finish

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -101,20 +102,47 @@ def distribute_when_built(distribute: Callable[[nn.Module], None]) -> Iterator[d
     """
     from transformers import PreTrainedModel
     from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.sharding_utils import DtensorShardOperation
 
-    class _Mesh:  # from_pretrained asks its mesh manager for a mesh and passes it on; the loader does not read it
+    class _NoMesh:  # from_pretrained asks its mesh manager for a mesh and passes it on; the loader does not read it
         def get_mesh(self, names):
             return None
 
     def distribute_model(model, distributed_config, mesh_manager):
-        model.config.distributed_config = None
+        vars(model.config).pop("distributed_config", None)  # else it would be saved in config.json
         distribute(model)
         return model
 
-    before = PreTrainedModel.prepare_distribute_model, PreTrainedModel.maybe_distribute_model
-    PreTrainedModel.prepare_distribute_model = staticmethod(lambda config, device_map=None: (config, device_map, _Mesh()))
-    PreTrainedModel.maybe_distribute_model = staticmethod(distribute_model)
+    replaced = {
+        (PreTrainedModel, "prepare_distribute_model"): staticmethod(
+            lambda config, device_map=None: (config, device_map, _NoMesh())
+        ),
+        (PreTrainedModel, "maybe_distribute_model"): staticmethod(distribute_model),
+        # It looks axes up by name, and the storage mesh has none.
+        (DtensorShardOperation, "_get_sub_mesh"): lambda operation, dim: _MeshDim(operation.device_mesh, dim),
+    }
+    before = {(owner, name): vars(owner).get(name) for owner, name in replaced}
     try:
+        for (owner, name), value in replaced.items():
+            setattr(owner, name, value)
         yield {"distributed_config": DistributedConfig()}
     finally:
-        PreTrainedModel.prepare_distribute_model, PreTrainedModel.maybe_distribute_model = before
+        for (owner, name), value in before.items():
+            if value is None:  # inherited before
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+@dataclass(frozen=True)
+class _MeshDim:
+    """One dim of a mesh without names, as far as the loader asks."""
+
+    mesh: DeviceMesh
+    dim: int
+
+    def get_local_rank(self) -> int:
+        return self.mesh.get_local_rank(self.dim)
+
+    def size(self) -> int:
+        return self.mesh.size(self.dim)

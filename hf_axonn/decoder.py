@@ -33,7 +33,9 @@ def install_decoder(state: ModelState, model: nn.Module, plan: Plan) -> None:
     wrap_forward(model.get_submodule(plan.decoder), functools.partial(_decoder, state))
 
 
-def _layer(state: ModelState, layer: nn.Module, first: bool, original: Callable, hidden_states: Tensor, *args, **kwargs):
+def _layer(
+    state: ModelState, layer: nn.Module, first: bool, original: Callable, hidden_states: Tensor, *args, **kwargs
+):
     if first:
         batch, seq = hidden_states.shape[:2]
         state.tokens = Tokens(batch, seq, sharded=torch.is_grad_enabled() or seq > 1)

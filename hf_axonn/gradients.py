@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_axonn.collectives import reduce_
@@ -70,5 +69,6 @@ def _average(grads: Iterable[Tensor], group) -> None:
 
 
 def _average_bucket(bucket: list[Tensor], group) -> None:
-    flat = reduce_(_flatten_dense_tensors(bucket), group, op="mean")
-    torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))
+    flat = reduce_(torch.cat([grad.reshape(-1) for grad in bucket]), group, op="mean")
+    for grad, mean in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+        grad.copy_(mean.view_as(grad))

@@ -205,7 +205,10 @@ class GridMesh:
         here = self.coordinates
         ranks = torch.tensor(
             [
-                [[self.grid.rank(data=here["data"], z=z, y=y, x=x) for z in range(self.grid.z)] for x in range(self.grid.x)]
+                [
+                    [self.grid.rank(data=here["data"], z=z, y=y, x=x) for z in range(self.grid.z)]
+                    for x in range(self.grid.x)
+                ]
                 for y in range(self.grid.y)
             ]
         )

@@ -21,10 +21,11 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_axonn.blocks import Column, Row
 from hf_axonn.collectives import all_reduce, all_reduce_backward
 from hf_axonn.layouts import pad_dim
 from hf_axonn.state import ModelState, replicated_local, scale_gradient
-from hf_axonn.styles import Column, Row, feature_slice, take_slice, wrap_forward
+from hf_axonn.styles import feature_slice, take_slice, wrap_forward
 
 
 def lora_parts(layer: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
@@ -51,7 +52,9 @@ def lora_parts(layer: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
 class ColumnLora:
     """A and B of a column layer. Collectives: all-reduce of [T, r] over y, forward and backward."""
 
-    def __init__(self, state: ModelState, column: Column, linear: nn.Linear, pair: tuple[nn.Linear, nn.Linear]) -> None:
+    def __init__(
+        self, state: ModelState, column: Column, linear: nn.Linear, pair: tuple[nn.Linear, nn.Linear]
+    ) -> None:
         self.state, self.column, self.linear = state, column, linear
         self.a, self.b = pair
         self.a_axes = ("x", "y") if "x" in column.axes else ("y",)

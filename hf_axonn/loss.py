@@ -144,7 +144,9 @@ class _ChunkedLoss(torch.autograd.Function):
         )
 
 
-def _cross_entropy(logits: Tensor, target: Tensor, start: int, own: int, group) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _cross_entropy(
+    logits: Tensor, target: Tensor, start: int, own: int, group
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Negative log-likelihood [T] of targets, and the softmax [T, v] of this rank's columns (in place of the logits).
 
     Also which targets are this rank's, and their columns. Two all-reduces over `group`.

@@ -207,9 +207,7 @@ class _WeightGradient(torch.autograd.Function):
         return None, *[like if needed else None for like, needed in zip(ctx.like, ctx.needed, strict=True)]
 
 
-def leave_gradients(
-    state: ModelState, weights: list[ShardedWeight], cuts: list[Cut], grads: list[Tensor]
-) -> None:
+def leave_gradients(state: ModelState, weights: list[ShardedWeight], cuts: list[Cut], grads: list[Tensor]) -> None:
     """Launch the reduction over z of gradients [Q, n, P, k] and promise each to the slot of its weight (ORS)."""
     pending = state.reductions.add(start_reduction(grads, cuts, state.reduce_dtype, state.mesh))
     offset = 0

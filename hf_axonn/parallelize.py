@@ -9,11 +9,14 @@ place where a model is changed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_axonn import compat
+from hf_axonn.blocks import Block, Column, Heads, Row
 from hf_axonn.collectives import broadcast_
 from hf_axonn.config import AxonnConfig
 from hf_axonn.decoder import install_causal_lm, install_decoder
@@ -24,7 +27,7 @@ from hf_axonn.loss import ShardedCausalLMLoss
 from hf_axonn.plans import Plan, adapted, plan_for
 from hf_axonn.report import Entry, Report
 from hf_axonn.state import ModelState, is_parallelized, shard_placements
-from hf_axonn.styles import Block, Column, FullLinear, Heads, Replicated, Row
+from hf_axonn.styles import FullLinear, Replicated
 from hf_axonn.vocabulary import Embedding, Head
 
 
@@ -64,8 +67,64 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     kinds = _kinds(inner, plan)
     _shard_parameters(inner, kinds, state)
     _install(inner, plan, kinds, state, report)
+    state.report = report
     inner.axonn = state
     return model, report
+
+
+def from_pretrained(
+    name_or_path: str, *, grid: Grid, config: AxonnConfig | None = None, auto_class: type | None = None, **kwargs: Any
+) -> nn.Module:
+    """Load a causal LM so that every rank reads only its own slices of the weights.
+
+    The model is built on the meta device, parallelized, and filled by Transformers' own loader, from an ordinary HF
+    directory, the hub, or a sharded checkpoint of any grid. `model.axonn.report` says what was sharded.
+
+    Args:
+        name_or_path: what `AutoModelForCausalLM.from_pretrained` takes.
+        grid: sizes of the axes. A grid of one rank gives the plain model.
+        config: overlap switches and reduce_dtype; defaults if None.
+        auto_class: AutoModelForCausalLM if None.
+        kwargs: for `from_pretrained`: dtype, attn_implementation, revision and so on.
+    Returns:
+        The model, in eval mode as from_pretrained leaves it, on this rank's device.
+    Raises:
+        ValueError: GGUF or quantized weights, device_map or tp_plan among the arguments, or weights are missing in the
+            checkpoint (they could only be filled with numbers that differ from rank to rank).
+    Collectives: creation of the process groups; those of torch.distributed.checkpoint for a sharded checkpoint.
+    """
+    from transformers import AutoModelForCausalLM
+
+    auto_class = auto_class or AutoModelForCausalLM
+    refused = [
+        key for key in ("device_map", "tp_plan", "tp_size", "distributed_config") if kwargs.get(key) is not None
+    ]
+    if refused:
+        raise ValueError(f"{', '.join(refused)}: the grid decides where weights lie; leave {refused[0]} away.")
+    if grid.size == 1:
+        return auto_class.from_pretrained(name_or_path, **kwargs)
+    if kwargs.get("gguf_file") or kwargs.get("quantization_config") is not None:
+        raise ValueError(
+            "GGUF and quantized weights cannot be read slice by slice: convert them once, with "
+            "AutoModelForCausalLM.from_pretrained(..., gguf_file=..., quantization_config=GgufConfig(dequantize=True))"
+            ".save_pretrained(DIR) on one process, and load DIR."
+        )
+    device = torch.device(compat.default_device_type())
+    if device.type != "cpu":
+        kwargs["device_map"] = {"": torch.get_device_module(device).current_device()}
+
+    def distribute(model: nn.Module) -> None:
+        parallelize(model, grid, config=config)
+
+    with compat.distribute_when_built(distribute) as extra:
+        model, info = auto_class.from_pretrained(name_or_path, output_loading_info=True, **extra, **kwargs)
+    missing = sorted(set(info["missing_keys"]) - set(getattr(model, "all_tied_weights_keys", {})))
+    if missing:
+        raise ValueError(
+            f"{name_or_path} has no weights for {len(missing)} parameters, among them {', '.join(missing[:3])}: load it "
+            "with AutoModelForCausalLM.from_pretrained and shard the result with hf_axonn.parallelize."
+        )
+    return model
 
 
 def _kinds(model: nn.Module, plan: Plan) -> dict[int, str]:
@@ -226,4 +285,4 @@ def _why(heads: Heads | None, state: ModelState) -> str:
 def _why_replicated(module: nn.Module) -> str:
     if isinstance(module, nn.Linear):
         return f"a {type(module).__name__}, whose weight is used in more than one way or that is a class of its own"
-    return f"{type(module).__name__} has no matrix product that is known: every rank holds it whole"
+    return f"a {type(module).__name__}, whose parameters every rank holds whole"

@@ -16,6 +16,7 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.grid import Grid, GridMesh
 from hf_axonn.layouts import Tokens
 from hf_axonn.overlap import GatherAhead, GradientSlot, ReductionQueue, wait_gradient
+from hf_axonn.report import Report
 
 
 class ModelState:
@@ -24,6 +25,7 @@ class ModelState:
     Attributes:
         mesh: the process groups; `grid` and `coordinates` are short for its own.
         tokens: the batch passing through the decoder layers, None outside of them.
+        report: what parallelize did to the model.
         defer_head: whether the head is to leave the logits to the loss (training with labels).
     """
 
@@ -34,6 +36,7 @@ class ModelState:
         self.gather_ahead = GatherAhead(enabled=config.overlap.all_gather and mesh.size("z") > 1)
         self.reductions = ReductionQueue(enabled=config.overlap.reduce_scatter)
         self.overlap_all_reduce = config.overlap.all_reduce
+        self.report: Report | None = None
         self.weights: list[ShardedWeight] = []
         self._weight_of_parameter: dict[int, ShardedWeight] = {}
         self.tokens: Tokens | None = None

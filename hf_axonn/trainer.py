@@ -1,0 +1,302 @@
+"""`GoldfishTrainer`: Transformers' Trainer, which leaves one label in k out of the loss so that nothing is memorized.
+
+    trainer = GoldfishTrainer(model=model, args=GoldfishConfig(output_dir="out", goldfish_k=4), train_dataset=...)
+
+The way of a training batch: it is masked where it is born (`get_batch_samples`), before the Trainer counts the tokens
+it will divide by, so that the mean is over kept tokens for any gradient accumulation and number of ranks. The labels
+as they were travel beside it and are put into the model's `CausalLMLoss` for the one call (`compute_loss`); they never
+pass through the model's forward, which a wrapper or a strict signature could stop. The loss object sums what kept,
+dropped and all tokens cost; `log` adds the sums over ranks.
+
+Evaluation is never masked, and its loss is the total negative log-likelihood over the total number of target tokens.
+The stock Trainer reports the mean over batches of each batch's mean, which depends on how the batches are cut.
+
+It works with one process and a plain model, and with a model that is sharded over a grid; the latter carries its own
+subclass of `CausalLMLoss`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_utils import EvalLoopOutput
+
+from hf_axonn.goldfish import IGNORE_INDEX, check_options, count_unprotected, find_document_ids, goldfish_mask
+from hf_axonn.token_loss import CausalLMLoss, install_causal_lm_loss, mean_losses, widest_float
+
+
+logger = logging.getLogger(__name__)
+
+UNMASKED_LABELS = "unmasked_labels"  # the private key: labels before goldfish, aligned with what the loss reads
+DOCUMENT_KEYS = ("position_ids", "seq_idx", "attention_mask", "cu_seq_lens_q")
+HASHES = ("hash-table", "hash")
+
+
+@dataclass
+class GoldfishConfig(TrainingArguments):
+    """Training arguments with the goldfish loss. With TRL: `class C(GoldfishConfig, SFTConfig)`, as a dataclass.
+
+    Raises:
+        ValueError: an option is out of range.
+    """
+
+    goldfish: bool = field(
+        default=True,
+        metadata={"help": "Leave labels out of the training loss. False: ordinary loss, with the same logs."},
+    )
+    goldfish_strategy: Literal["hash-table", "hash", "static", "random"] = field(
+        default="hash-table",
+        metadata={
+            "help": "How labels are chosen: hash-table (the reference implementation), hash (the paper), static "
+            "(every k-th of a document), random (a baseline that does not protect)."
+        },
+    )
+    goldfish_k: int = field(default=4, metadata={"help": "One label in k is dropped; at least 2."})
+    goldfish_context_width: int = field(
+        default=13,
+        metadata={"help": "Tokens a hash looks at. As many labels at the start of a document are never dropped."},
+    )
+    goldfish_seed: int | None = field(
+        default=None, metadata={"help": "Seed of the strategy random. Default: the seed of the run."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_options(strategy=self.goldfish_strategy, k=self.goldfish_k, context_width=self.goldfish_context_width)
+
+
+class GoldfishMixin:
+    """The goldfish loss and the token-weighted evaluation loss for `Trainer` or a subclass, mixed in before it.
+
+    Its `args` must be a `GoldfishConfig`. Collectives beyond the stock Trainer's, all over the whole world: one sum at
+    each training log and at the end of training, and in evaluation one gather for every batch.
+
+    Raises:
+        ValueError: args of another class, a model without the causal language model's loss, or an option that does
+            not go together with the goldfish loss (named in the message).
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.args, GoldfishConfig):
+            raise ValueError(
+                f"{type(self).__name__} got args of class {type(self.args).__name__}: pass "
+                "args=GoldfishConfig(output_dir=...), a TrainingArguments with the goldfish options."
+            )
+        if self.args.goldfish:
+            self._refuse_what_bypasses_the_loss()
+        self._eval_totals: Tensor | None = None
+        self._documents: Tensor | None = None
+        self._warned_unprotected = False
+        self._warned_no_rows = False
+        self._token_loss()
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as `Trainer.train` does; the logged token losses start from nothing."""
+        self._token_loss().record.pop()
+        self._documents = None
+        return super().train(*args, **kwargs)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, Tensor | int | None]:
+        """Mask the micro-batches of an optimizer step, then let the Trainer count their kept tokens."""
+        return super().get_batch_samples(map(self._mask_batch, itertools.count(), epoch_iterator), num_batches, device)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Tensor | tuple[Tensor, Any]:
+        """Compute the loss as the Trainer does, with the unmasked labels handed to the loss function alone."""
+        unmasked = inputs.get(UNMASKED_LABELS)
+        inputs = {name: value for name, value in inputs.items() if name != UNMASKED_LABELS}
+        loss = self._token_loss()
+        calls = loss.calls
+        # nn.DataParallel cuts the batch in the model's forward, where the loss's own labels would not be cut with it.
+        with loss.watch(unmasked if self.args.n_gpu <= 1 else None):
+            result = super().compute_loss(
+                model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+            )
+        if unmasked is not None and self.args.goldfish and loss.calls == calls:
+            raise ValueError(
+                f"{type(self._base_model()).__name__} computes its loss without calling model.loss_function, so it is "
+                "not known which label belongs to which token. Train it with goldfish=False, or choose a decoder-only "
+                "model of Transformers."
+            )
+        return result
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """Evaluate a batch as the Trainer does, and add up what its samples cost."""
+        with self._token_loss().capture() as rows:
+            result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        if rows and self._eval_totals is not None:
+            # One row a sample: like the Trainer's own gathering of losses, gather_for_metrics leaves out the samples
+            # that the data loader repeated to fill the last batch. Rows of a short batch are filled with zeros.
+            own = torch.cat([part.to(self.args.device) for part in rows])
+            every = self.accelerator.gather_for_metrics(self.accelerator.pad_across_processes(own))
+            self._eval_totals += every.to(self._eval_totals.dtype).sum(dim=0)
+        return result
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluate as the Trainer does, with `{metric_key_prefix}_loss` in nats a token over all target tokens.
+
+        A loss that is not a number stays one: `logging_nan_inf_filter` does not apply to it. If the model's loss does
+        not come from `model.loss_function` (label smoothing, a `compute_loss_func`), the stock number stands, and a
+        warning says so.
+
+        One row of a batch is one sample. A collator that flattens a batch into one row breaks this on several ranks,
+        where the last batch is filled up with repeated samples: evaluate with per_device_eval_batch_size=1 there.
+        """
+        self._eval_totals = torch.zeros(2, dtype=widest_float(self.args.device), device=self.args.device)
+        try:
+            output = super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+            total, tokens = self._eval_totals.tolist()
+        finally:
+            self._eval_totals = None
+        key = f"{metric_key_prefix}_loss"
+        if tokens:
+            output.metrics[key] = total / tokens
+        elif key in output.metrics and not self._warned_no_rows:
+            self._warned_no_rows = True
+            logger.warning(
+                f"{key} is the stock Trainer's mean over batches, not weighted by tokens: this loss is not computed "
+                "by model.loss_function."
+            )
+        return output
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as the Trainer does; to the training loss add what `mean_losses` returns (not under nn.DataParallel).
+
+        Every rank calls this for the losses of training (with a start_time) and at its end; a call of a user's own on
+        one rank alone issues no collective.
+        """
+        if self.is_in_train and (("loss" in logs and start_time is not None) or "train_loss" in logs):
+            sums = self._world_sums()
+            if "train_loss" not in logs:
+                logs.update(mean_losses(sums))
+            self._warn_unprotected(sums["unprotected"], sums["documents"])
+        super().log(logs, start_time)
+
+    def _mask_batch(self, micro_batch: int, batch: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the batch with goldfish labels, and the labels as they were under `UNMASKED_LABELS`."""
+        labels, input_ids = batch.get("labels"), batch.get("input_ids")
+        if labels is None or input_ids is None:
+            raise ValueError(
+                f"a training batch has the keys {sorted(batch)}, but the goldfish loss needs input_ids and labels: "
+                "use DataCollatorForLanguageModeling(tokenizer, mlm=False), or add labels to the data set."
+            )
+        shifted = batch.get("shift_labels")
+        unmasked = labels if shifted is None else shifted
+        if not self.args.goldfish:
+            return {**batch, UNMASKED_LABELS: unmasked}
+        document_ids = find_document_ids(input_ids, **{key: batch.get(key) for key in DOCUMENT_KEYS})
+        args = self.args
+        mask = goldfish_mask(
+            input_ids,
+            labels,
+            document_ids,
+            strategy=args.goldfish_strategy,
+            k=args.goldfish_k,
+            context_width=args.goldfish_context_width,
+            seed=args.seed if args.goldfish_seed is None else args.goldfish_seed,
+            step=self.state.global_step,
+            sample_ids=self._sample_ids(micro_batch, input_ids),
+        )
+        if args.goldfish_strategy in HASHES:
+            counts = torch.stack(count_unprotected(labels, document_ids, context_width=args.goldfish_context_width))
+            self._documents = counts if self._documents is None else self._documents + counts
+        masked = {**batch, "labels": labels.masked_fill(mask, IGNORE_INDEX), UNMASKED_LABELS: unmasked}
+        if shifted is not None:
+            masked["shift_labels"] = shifted.masked_fill(F.pad(mask[:, 1:], (0, 1)), IGNORE_INDEX)
+        return masked
+
+    def _sample_ids(self, micro_batch: int, input_ids: Tensor) -> Tensor:
+        """[B] place of each sample in the optimizer step over all ranks; the same however the step is cut."""
+        axonn = getattr(self._base_model(), "axonn", None)
+        if axonn is None:
+            rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
+        else:
+            at, grid = axonn.coordinates, axonn.grid
+            rank, ranks = at["data"] * grid.z + at["z"], grid.data * grid.z
+        rows = len(input_ids)
+        first = (micro_batch * ranks + rank) * max(self.args.train_batch_size, rows)
+        return torch.arange(first, first + rows, device=input_ids.device)
+
+    def _world_sums(self) -> dict[str, float]:
+        """Sum the record and the counts of documents over ranks with different samples, and reset the record."""
+        sums = self._token_loss().record.pop()
+        unprotected, documents = (0, 0) if self._documents is None else self._documents.tolist()
+        sums |= {"unprotected": unprotected, "documents": documents}
+        axonn = getattr(self._base_model(), "axonn", None)
+        speaks = axonn is None or (axonn.coordinates["x"] == 0 and axonn.coordinates["y"] == 0)
+        own = [value if speaks else 0.0 for value in sums.values()]
+        device = self.accelerator.device
+        world = self.accelerator.reduce(torch.tensor(own, dtype=widest_float(device), device=device), reduction="sum")
+        return dict(zip(sums, world.tolist(), strict=True))
+
+    def _warn_unprotected(self, unprotected: float, documents: float) -> None:
+        if unprotected and not self._warned_unprotected:
+            self._warned_unprotected = True
+            if self.is_world_process_zero():
+                width = self.args.goldfish_context_width
+                logger.warning(
+                    f"{unprotected:.0f} of the {documents:.0f} documents trained on up to step "
+                    f"{self.state.global_step} are not protected: with goldfish_context_width={width} no label of a "
+                    f"document shorter than {width + 1} tokens is dropped. Take longer documents, or lower the width."
+                )
+
+    def _refuse_what_bypasses_the_loss(self) -> None:
+        cut = getattr(self.accelerator, "parallelism_config", None)
+        refused = {
+            "compute_loss_func": self.compute_loss_func is not None,
+            "label_smoothing_factor": self.args.label_smoothing_factor != 0,
+            "use_liger_kernel": self.args.use_liger_kernel,
+            "context parallelism": (getattr(cut, "cp_size", None) or 1) > 1,
+            "sequence parallelism": (getattr(cut, "sp_size", None) or 1) > 1,
+        }
+        for name, asked in refused.items():
+            if asked:
+                raise ValueError(
+                    f"{name} does not go together with the goldfish loss, which needs every token's loss from "
+                    f"model.loss_function: leave {name} out, or train with goldfish=False."
+                )
+
+    def _base_model(self) -> nn.Module:
+        """The model without DDP, torch.compile or PEFT around it."""
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def _token_loss(self) -> CausalLMLoss:
+        """The model's loss object, installed if it is not there: `model_init` makes a new model in every `train`."""
+        return install_causal_lm_loss(self._base_model())
+
+
+class GoldfishTrainer(GoldfishMixin, Trainer):
+    """`Trainer` with the goldfish loss; takes a `GoldfishConfig` as args and is otherwise used like it."""

@@ -1,0 +1,186 @@
+"""The hook that torch runs on import: which processes it acts in, what it costs, and the post-import hook."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from hf_axonn import _autoload
+
+
+def run_python(code, *arguments, **environment):
+    """A fresh interpreter that sees this one's packages."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "orig_argv", "start"),
+    [
+        (["/usr/bin/accelerate", "launch", "--config", "a.yaml", "t.py"], None, 2),
+        (["/usr/bin/accelerate-launch", "--config", "a.yaml", "t.py"], None, 1),
+        (["-m", "--config", "a.yaml"], ["python", "-u", "-m", "accelerate.commands.launch", "--config", "a.yaml"], 1),
+        (["-m", "--config", "a.yaml"], ["python", "-maccelerate.commands.launch", "--config", "a.yaml"], 1),
+        (["-m", "launch", "t.py"], ["python", "-m", "accelerate.commands.accelerate_cli", "launch", "t.py"], 2),
+        (["/site/accelerate/commands/launch.py", "--config", "a.yaml"], None, 1),
+        (["/site/accelerate/commands/accelerate_cli.py", "launch"], None, 2),
+        (["/usr/bin/accelerate", "config", "launch"], None, None),
+        (["/usr/bin/accelerate"], None, None),
+        (["-m", "launch", "t.py"], ["python", "-m", "mine.tool", "launch", "t.py"], None),
+        (["train.py", "--config", "a.yaml"], None, None),
+        (["/home/me/launch.py", "--config", "a.yaml"], None, None),
+        (["-c"], None, None),
+        ([""], None, None),
+        ([], None, None),
+    ],
+)
+def test_only_accelerate_launch_is_taken_for_a_launcher(monkeypatch, argv, orig_argv, start):
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", orig_argv or ["python", *argv])
+    assert _autoload._launch_arguments_start(_autoload._program()) == start
+
+
+@pytest.mark.parametrize(
+    ("argv", "orig_argv"),
+    [(["/usr/bin/axonn-launch", "t.py"], None), (["-m", "t.py"], ["python", "-m", "hf_axonn.launch", "t.py"])],
+)
+def test_our_own_launcher_is_left_alone(monkeypatch, argv, orig_argv):
+    monkeypatch.setattr(sys, "argv", list(argv))
+    monkeypatch.setattr(sys, "orig_argv", orig_argv or ["python", *argv])
+    monkeypatch.setenv("AXONN_CONFIG", '{"grid": {"x": 2}}')
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    before = list(sys.meta_path)
+    _autoload.autoload()
+    assert sys.argv == argv
+    assert sys.meta_path == before
+
+
+def test_importing_torch_loads_the_hook_and_nothing_heavy():
+    result = run_python(
+        """
+        import sys
+        import torch
+        loaded = {name.partition(".")[0] for name in sys.modules}
+        assert "hf_axonn._autoload" in sys.modules, "torch did not call the entry point: is the package installed?"
+        assert not loaded & {"transformers", "accelerate", "peft", "datasets", "yaml"}, loaded
+        assert not [n for n in sys.modules if n.startswith("hf_axonn.") and n != "hf_axonn._autoload"]
+        """
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("worker", ["", '{"grid": {"x": 2}}'])
+def test_it_costs_under_five_milliseconds(worker):
+    # importlib.metadata is torch's own cost: it looks for entry points whether there are any or not.
+    code = """
+        import time
+        from importlib.metadata import EntryPoint
+        hook = EntryPoint(name="hf_axonn", group="torch.backends", value="hf_axonn._autoload:autoload")
+        start = time.perf_counter()
+        hook.load()()
+        print(time.perf_counter() - start)
+        """
+    # The quickest of several fresh interpreters: what the hook costs, without what else the machine was doing.
+    seconds = min(float(run_python(code, AXONN_CONFIG=worker).stdout) for _ in range(5))
+    assert seconds < 0.005
+
+
+def test_whatever_goes_wrong_does_not_reach_torch(monkeypatch, capsys):
+    def broken():
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(_autoload, "_program", broken)
+    _autoload.autoload()
+    assert "on purpose" in capsys.readouterr().err
+
+
+@pytest.fixture
+def target(tmp_path, monkeypatch):
+    """A package with a module that nobody has imported yet."""
+    (tmp_path / "fake_target").mkdir()
+    (tmp_path / "fake_target" / "__init__.py").write_text("")
+    (tmp_path / "fake_target" / "part.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    yield "fake_target.part"
+    for name in ("fake_target", "fake_target.part"):
+        sys.modules.pop(name, None)
+
+
+def test_the_callback_runs_once_right_after_the_module(target):
+    seen = []
+    before = list(sys.meta_path)
+    _autoload.after_import(target, lambda: seen.append(sys.modules[target].VALUE))
+    import fake_target
+
+    assert seen == []
+    from fake_target import part
+
+    assert seen == [1]
+    assert sys.meta_path == before
+    assert part.__loader__ is part.__spec__.loader
+    assert type(part.__loader__) is type(fake_target.__loader__)
+    assert part.__loader__.get_source(target) == "VALUE = 1\n"
+
+
+def test_a_module_that_is_already_there_calls_at_once(target):
+    import fake_target.part  # noqa: F401
+
+    seen = []
+    _autoload.after_import(target, lambda: seen.append(1))
+    assert seen == [1]
+
+
+def test_an_error_of_the_callback_surfaces_at_every_import_until_it_succeeds(target):
+    problems = [RuntimeError("first"), RuntimeError("second")]
+
+    def callback():
+        if problems:
+            raise problems.pop(0)
+
+    _autoload.after_import(target, callback)
+    for message in ("first", "second"):
+        with pytest.raises(RuntimeError, match=message):
+            __import__(target)
+        assert target not in sys.modules
+    __import__(target)
+    assert sys.modules[target].VALUE == 1
+
+
+def test_two_hooks_on_one_module_both_run(target):
+    seen = []
+    _autoload.after_import(target, lambda: seen.append("inner"))
+    _autoload.after_import(target, lambda: seen.append("outer"))
+    __import__(target)
+    assert seen == ["inner", "outer"]
+
+
+def test_other_modules_are_left_to_the_other_finders(target):
+    _autoload.after_import("fake_target.absent", lambda: None)
+    with pytest.raises(ModuleNotFoundError):
+        __import__("fake_target.absent")
+    __import__(target)
+
+
+def test_a_worker_gets_the_plugin_when_accelerate_is_imported():
+    code = """
+        import sys
+        import types
+        calls = []
+        plugin = types.ModuleType("hf_axonn.plugin")
+        plugin.install_default = lambda: calls.append("accelerate.parallelism_config" in sys.modules)
+        sys.modules["hf_axonn.plugin"] = plugin
+        import torch
+        assert calls == []
+        import accelerate
+        print(calls)
+        """
+    assert run_python(code, AXONN_CONFIG='{"grid": {"x": 2}}').stdout.strip() == "[True]"
+    assert run_python(code, AXONN_CONFIG="").stdout.strip() == "[]"

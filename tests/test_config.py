@@ -1,0 +1,96 @@
+"""The section axonn_config: what is accepted, and that every refusal says what to write instead."""
+
+import json
+import re
+
+import pytest
+
+from hf_axonn.config import AxonnConfig, Overlap
+from hf_axonn.grid import Grid
+
+
+GRID = {"data": 1, "z": 2, "y": 1, "x": 2}
+
+
+def test_a_full_section_and_its_defaults():
+    section = {"grid": GRID, "overlap": {"all_gather": False}, "reduce_dtype": "bfloat16"}
+    assert AxonnConfig.from_mapping(section, num_processes=4) == AxonnConfig(
+        grid=Grid(z=2, x=2), overlap=Overlap(all_gather=False), reduce_dtype="bfloat16"
+    )
+    assert AxonnConfig.from_mapping({"grid": {"x": 3}}) == AxonnConfig(grid=Grid(x=3))
+
+
+def test_json_in_the_environment_reads_back_as_the_same():
+    config = AxonnConfig(grid=Grid(data=2, y=3), overlap=Overlap(all_reduce=False), reduce_dtype="float64")
+    assert AxonnConfig.from_env({"AXONN_CONFIG": config.to_json()}) == config
+    assert json.loads(config.to_json())["grid"] == {"data": 2, "z": 1, "y": 3, "x": 1}
+
+
+def test_no_variable_means_no_config():
+    assert AxonnConfig.from_env({}) is None
+    assert AxonnConfig.from_env({"AXONN_CONFIG": ""}) is None
+
+
+@pytest.mark.parametrize("text", ["x=2", "[1]", '{"grid": {"x": 0}}', '{"grid": {"x": 2}, "extra": 1}'])
+def test_a_wrong_variable_is_named(text):
+    with pytest.raises(ValueError, match=r"environment variable AXONN_CONFIG cannot be used: .+ by hand it looks"):
+        AxonnConfig.from_env({"AXONN_CONFIG": text})
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("4", "axonn_config is '4', but it holds keys: write grid: {data: 1, z: 2, y: 1, x: 2} under it."),
+        (None, "axonn_config is None"),
+        ({}, "axonn_config has no grid: write"),
+        ({"x": 2, "z": 2}, "axonn_config.z is out of place: sizes stand under grid"),
+        ({"gird": GRID}, "unknown key 'gird'; it may hold grid, overlap, reduce_dtype: did you mean grid?"),
+        ({"grid": GRID, "zzz": 1}, "unknown key 'zzz'; it may hold grid, overlap, reduce_dtype: remove it."),
+        ({"grid": "auto"}, "axonn_config.grid is auto, but this version has no planner"),
+        ({"grid": [1, 2, 1, 2]}, "axonn_config.grid is [1, 2, 1, 2], but it maps axes to sizes: write grid:"),
+        ({"grid": 4}, "axonn_config.grid is 4, but it maps"),
+        (
+            {"grid": {"dat": 2}},
+            "axonn_config.grid has an unknown key 'dat'; it may hold data, z, y, x: did you mean data?",
+        ),
+        ({"grid": {"x": 2.5}}, "axonn_config: grid axis x is 2.5, but"),
+        ({"grid": {"x": 2.0}}, "grid axis x is 2.0, but"),
+        ({"grid": {"y": -2}}, "grid axis y is -2, but"),
+        ({"grid": {"z": 0}}, "grid axis z is 0, but"),
+        ({"grid": {"data": True}}, "grid axis data is True, but"),
+        ({"grid": {"x": "2"}}, "grid axis x is '2', but"),
+        ({"grid": {"x": None}}, "grid axis x is None, but"),
+        (
+            {"grid": GRID, "overlap": True},
+            "axonn_config.overlap is True, but it holds switches: write overlap: {all_gather:",
+        ),
+        ({"grid": GRID, "overlap": {"gather": True}}, "axonn_config.overlap has an unknown key 'gather'"),
+        (
+            {"grid": GRID, "overlap": {"all_gather": "yes"}},
+            "overlap.all_gather is 'yes', but it is a switch: write true",
+        ),
+        ({"grid": GRID, "overlap": {"all_gather": 1}}, "overlap.all_gather is 1, but"),
+        (
+            {"grid": GRID, "reduce_dtype": "float16"},
+            "reduce_dtype is 'float16', but it is one of float32, bfloat16, float64.",
+        ),
+        ({"grid": GRID, "reduce_dtype": None}, "reduce_dtype is None, but"),
+    ],
+)
+def test_wrong_sections(section, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        AxonnConfig.from_mapping(section, num_processes=4)
+
+
+def test_a_product_that_is_not_the_number_of_processes_names_both_remedies():
+    with pytest.raises(ValueError) as error:
+        AxonnConfig.from_mapping({"grid": {"z": 2, "x": 4}}, num_processes=4)
+    assert "num_processes: 8" in str(error.value)
+    assert "product is 4" in str(error.value)
+
+
+def test_values_given_in_code_are_checked_too():
+    with pytest.raises(ValueError, match="grid is 4, but it is a Grid"):
+        AxonnConfig(grid=4)
+    with pytest.raises(ValueError, match="reduce_dtype is 'int8'"):
+        AxonnConfig(grid=Grid(), reduce_dtype="int8")

@@ -1,0 +1,216 @@
+"""The command line of a launch, and real launches through stock accelerate."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_axonn.launch import Command, accelerate_options, prepare
+
+
+BIN = Path(sys.executable).parent
+LAUNCHERS = {
+    "accelerate launch": [BIN / "accelerate", "launch"],
+    "accelerate-launch": [BIN / "accelerate-launch"],
+    "python -m launch": [sys.executable, "-m", "accelerate.commands.launch"],
+    "python -m cli": [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"],
+    "axonn-launch": [BIN / "axonn-launch"],
+    "python -m hf_axonn.launch": [sys.executable, "-m", "hf_axonn.launch"],
+}
+GOOD = """\
+distributed_type: MULTI_CPU
+num_processes: 2
+mixed_precision: no
+axonn_config:
+  grid: {x: 2}
+"""
+# The processes need no torch: what they were given is in their environment and their arguments.
+SCRIPT = """\
+import json, os, sys
+names = ("AXONN_CONFIG", "WORLD_SIZE", "ACCELERATE_USE_CPU", "OMP_NUM_THREADS", "ACCELERATE_MIXED_PRECISION")
+names += ("TORCH_DEVICE_BACKEND_AUTOLOAD",)
+with open("rank" + os.environ["RANK"] + ".json", "w") as file:
+    json.dump({**{name: os.environ.get(name) for name in names}, "argv": sys.argv[1:]}, file)
+"""
+
+
+def start(directory, *words, file=GOOD, **environment):
+    """Run a command in `directory`, where axonn.yaml and script.py are, and return it with what its ranks wrote."""
+    (directory / "axonn.yaml").write_text(file)
+    (directory / "script.py").write_text(SCRIPT)
+    (directory / "tmp").mkdir()
+    inherited = {key: value for key, value in os.environ.items() if key not in ("AXONN_CONFIG", "OMP_NUM_THREADS")}
+    done = subprocess.run(
+        [str(word) for word in words],
+        cwd=directory,
+        env={**inherited, "HF_HOME": str(directory / "home"), "TMPDIR": str(directory / "tmp"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    ranks = [yaml.safe_load(path.read_text()) for path in sorted(directory.glob("rank*.json"))]
+    return done, ranks
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """A good launch file; nothing that prepare() does outlives the test."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    for variable in ("AXONN_CONFIG", "ACCELERATE_USE_CPU", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(variable, "")
+    path = tmp_path / "axonn.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_option_arities_are_those_of_the_real_parser():
+    from accelerate.commands.launch import launch_command_parser
+
+    actions = launch_command_parser()._actions
+    assert accelerate_options() == {name: action.nargs != 0 for action in actions for name in action.option_strings}
+
+
+@pytest.mark.parametrize(
+    ("words", "values", "rest"),
+    [
+        ("--config a.yaml t.py --config b.yaml", {"config": "a.yaml"}, "t.py --config b.yaml"),
+        ("--config=a.yaml t.py", {"config": "a.yaml"}, "t.py"),
+        ("--num-processes 4 --num_processes=8 t.py", {"num_processes": "8"}, "t.py"),
+        ("--multi_gpu -m mine.train --config b", {"multi_gpu": None, "m": None}, "mine.train --config b"),
+        ("-q --tee 3 t.py", {"q": None, "tee": "3"}, "t.py"),
+        ("--cpu -- --odd.py --config b", {"cpu": None}, "-- --odd.py --config b"),
+        ("t.py --config_file b", {}, "t.py --config_file b"),
+        ("--unknown t.py --config b", {"unknown": None}, "t.py --config b"),
+        ("--config", {"config": ""}, ""),
+    ],
+)
+def test_a_command_line_is_divided_where_the_script_begins(words, values, rest):
+    command = Command.parse(words.split())
+    assert command.values() == values
+    assert list(command.rest) == rest.split()
+    assert command.arguments() == words.split()
+
+
+def test_prepare_writes_a_copy_without_the_section(file):
+    words = prepare(["--cpu", "--config", str(file), "--debug", "t.py", "--config", "mine"])
+    option, _, copy = words[0].partition("=")
+    assert option == "--config_file"
+    assert words[1:] == ["--debug", "t.py", "--config", "mine"]
+    assert "axonn_config" not in yaml.safe_load(Path(copy).read_text())
+    assert yaml.safe_load(file.read_text())["axonn_config"] == {"grid": {"x": 2}}
+    assert os.environ["AXONN_CONFIG"].startswith('{"grid": {"data": 1, "z": 1, "y": 1, "x": 2}')
+
+
+def test_prepare_without_the_section_only_respells_the_option(file):
+    file.write_text("{distributed_type: 'NO', num_processes: 1}")
+    assert prepare(["--config", str(file), "t.py"]) == [f"--config_file={file}", "t.py"]
+    assert prepare(["--config-file", str(file), "t.py"]) == [f"--config_file={file}", "t.py"]
+    assert prepare(["--cpu", "t.py", "--config", "none.yaml"]) == ["--cpu", "t.py", "--config", "none.yaml"]
+    assert os.environ["AXONN_CONFIG"] == ""
+
+
+def test_accelerates_default_file_may_have_the_section(file):
+    default = Path(os.environ["HF_HOME"]) / "accelerate" / "default_config.yaml"
+    default.parent.mkdir(parents=True)
+    default.write_text(GOOD)
+    words = prepare(["t.py"])
+    assert words[0].startswith("--config_file=") and words[1:] == ["t.py"]
+    assert os.environ["AXONN_CONFIG"]
+
+
+def test_unreadable_launch_files(file):
+    with pytest.raises(ValueError, match=r"launch file nowhere.yaml cannot be read: No such file"):
+        prepare(["--config", "nowhere.yaml", "t.py"])
+    file.write_text("a: [1\n")
+    with pytest.raises(ValueError, match="is not YAML"):
+        prepare(["--config", str(file), "t.py"])
+    file.write_text("")
+    with pytest.raises(ValueError, match="holds no settings"):
+        prepare(["--config", str(file), "t.py"])
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_every_launcher_starts_the_ranks(launcher, tmp_path):
+    option = ["--config_file=axonn.yaml"] if "-m" in launcher else ["--config", "axonn.yaml"]
+    autoload = "0" if launcher == "axonn-launch" else "1"
+    words = [*LAUNCHERS[launcher], *option, "script.py", "--config", "mine"]
+    done, ranks = start(tmp_path, *words, TORCH_DEVICE_BACKEND_AUTOLOAD=autoload)
+    assert done.returncode == 0, done.stderr
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert rank["AXONN_CONFIG"].startswith('{"grid": {"data": 1, "z": 1, "y": 1, "x": 2}')
+        assert rank["argv"] == ["--config", "mine"]
+        assert (rank["WORLD_SIZE"], rank["ACCELERATE_USE_CPU"], rank["ACCELERATE_MIXED_PRECISION"]) == (
+            "2",
+            "true",
+            "no",
+        )
+        assert 1 <= int(rank["OMP_NUM_THREADS"]) <= max(1, os.cpu_count() // 2)
+        assert rank["TORCH_DEVICE_BACKEND_AUTOLOAD"] == "1"
+    assert list((tmp_path / "tmp").glob("axonn-*")) == []
+
+
+WRONG = {
+    "unknown key": (
+        "grid: {x: 2}\n  overlp: {}",
+        "unknown key 'overlp'; it may hold grid, overlap, reduce_dtype: did you",
+    ),
+    "product": ("grid: {x: 4}", "= 4, but 2 process(es) are to run: start 4 processes (num_processes: 4), or choose"),
+    "fraction": ("grid: {x: 2.5}", "grid axis x is 2.5, but the size of an axis is a whole number"),
+    "negative": ("grid: {x: -2}", "grid axis x is -2, but the size of an axis is a whole number"),
+}
+
+
+def test_a_wrong_file_ends_the_launch_before_any_process_starts(tmp_path):
+    def run(name):
+        directory = tmp_path / name
+        directory.mkdir()
+        words = [*LAUNCHERS["accelerate launch"], "--config", "axonn.yaml", "script.py"]
+        return start(directory, *words, file=GOOD.replace("grid: {x: 2}", WRONG[name][0]))
+
+    with ThreadPoolExecutor(2) as pool:
+        for name, (done, ranks) in zip(WRONG, pool.map(run, WRONG), strict=True):
+            assert done.returncode == 2, done.stderr
+            assert ranks == []
+            assert done.stderr.startswith("hf_axonn: nothing was started. axonn.yaml: axonn_config")
+            assert WRONG[name][1] in done.stderr
+            assert "Traceback" not in done.stderr
+
+
+def test_axonn_launch_refuses_alike(tmp_path):
+    done, ranks = start(tmp_path, BIN / "axonn-launch", "--config", "axonn.yaml", "--num_processes", "3", "script.py")
+    assert (done.returncode, ranks) == (2, [])
+    assert "but 3 process(es) are to run" in done.stderr
+
+
+def test_two_machines_make_one_world(tmp_path):
+    """Two launchers on this machine stand for two machines, each with one of the two ranks."""
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def run(rank):
+        directory = tmp_path / str(rank)
+        directory.mkdir()
+        nodes = [
+            "--num_machines=2",
+            "--machine_rank",
+            rank,
+            "--main_process_ip=127.0.0.1",
+            "--main_process_port",
+            port,
+        ]
+        words = [*LAUNCHERS["accelerate launch"], "--config", "axonn.yaml", "--same_network", *nodes, "script.py"]
+        return start(directory, *words)
+
+    with ThreadPoolExecutor(2) as pool:
+        for rank, (done, ranks) in enumerate(pool.map(run, range(2))):
+            assert done.returncode == 0, done.stderr
+            assert [path.name for path in (tmp_path / str(rank)).glob("rank*")] == [f"rank{rank}.json"]
+            assert ranks[0]["WORLD_SIZE"] == "2"

@@ -1,0 +1,200 @@
+"""What is refused in a launch file, what is mended, and what accelerate and the processes get. No processes."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_axonn import launch_file
+from hf_axonn.grid import Grid
+from hf_axonn.launch_file import check_spelling, resolve
+
+
+SCRIPTS = Path(__file__).parents[1] / "training_scripts"
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch):
+    """A machine with eight GPUs and eight cores, whatever this one has."""
+    for variable in ("ACCELERATE_USE_CPU", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(launch_file, "_gpus", lambda: 8)
+    monkeypatch.setattr(launch_file, "_cores", lambda: 8)
+    return monkeypatch
+
+
+def settings(**changes):
+    return {
+        "distributed_type": "MULTI_GPU",
+        "num_processes": 4,
+        "mixed_precision": "bf16",
+        "axonn_config": {"grid": {"z": 2, "x": 2}},
+        **changes,
+    }
+
+
+def test_accelerate_gets_the_file_without_the_section():
+    given = settings(num_machines=1, machine_rank=0)
+    launch = resolve(given, {})
+    assert launch.config.grid == Grid(z=2, x=2)
+    assert launch.settings == {
+        "distributed_type": "MULTI_GPU",
+        "num_processes": 4,
+        "num_machines": 1,
+        "machine_rank": 0,
+        "mixed_precision": "bf16",
+        "use_cpu": False,
+        "main_process_port": 0,
+    }
+    assert launch.environment == {"AXONN_CONFIG": launch.config.to_json()}
+    assert launch.notes == ()
+    assert "axonn_config" in given
+
+
+@pytest.mark.parametrize("changes", [{"use_cpu": True}, {"distributed_type": "MULTI_CPU"}, {"--cpu": None}])
+def test_on_cpus_every_rank_gets_its_process_and_its_share_of_cores(changes):
+    options = {"cpu": None} if "--cpu" in changes else {}
+    launch = resolve(settings(**{key: value for key, value in changes.items() if key != "--cpu"}), options)
+    assert launch.settings["distributed_type"] == "MULTI_GPU"
+    assert launch.settings["use_cpu"] is True
+    assert launch.environment["ACCELERATE_USE_CPU"] == "true"
+    assert launch.environment["OMP_NUM_THREADS"] == "2"
+
+
+def test_threads_are_per_machine_at_least_one_and_the_users_if_given(machine):
+    nodes = {"num_machines": 4, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
+    assert resolve(settings(use_cpu=True, **nodes), {}).environment["OMP_NUM_THREADS"] == "8"
+    machine.setattr(launch_file, "_cores", lambda: 2)
+    assert resolve(settings(use_cpu=True), {}).environment["OMP_NUM_THREADS"] == "1"
+    options = {"num_cpu_threads_per_process": "3"}
+    assert "OMP_NUM_THREADS" not in resolve(settings(use_cpu=True), options).environment
+    machine.setenv("OMP_NUM_THREADS", "5")
+    assert "OMP_NUM_THREADS" not in resolve(settings(use_cpu=True), {}).environment
+
+
+def test_without_use_cpu_the_machine_decides(machine):
+    assert resolve(settings(), {}).settings["use_cpu"] is False
+    machine.setattr(launch_file, "_gpus", lambda: 0)
+    launch = resolve(settings(), {})
+    assert launch.settings["use_cpu"] is True
+    assert launch.notes == ("no GPU was found on this machine: the 4 processes run on its CPU.",)
+    with pytest.raises(
+        ValueError, match="use_cpu is false, but no GPU was found on this machine: write use_cpu: true"
+    ):
+        resolve(settings(use_cpu=False), {})
+    machine.setenv("ACCELERATE_USE_CPU", "true")
+    assert resolve(settings(use_cpu=False), {}).settings["use_cpu"] is True
+
+
+def test_words_that_yaml_reads_as_false():
+    launch = resolve(
+        yaml.safe_load("{distributed_type: NO, num_processes: 1, mixed_precision: no, axonn_config: {grid: {x: 1}}}"),
+        {},
+    )
+    assert (launch.settings["distributed_type"], launch.settings["mixed_precision"]) == ("NO", "no")
+
+
+def test_the_command_line_holds_over_the_file():
+    options = {
+        "num_processes": "8",
+        "num_machines": "2",
+        "machine_rank": "1",
+        "main_process_ip": "a",
+        "mixed_precision": "no",
+    }
+    launch = resolve(
+        settings(axonn_config={"grid": {"x": 8}}, mixed_precision="fp16", machine_rank=7, main_process_port=29500),
+        options,
+    )
+    assert (launch.settings["num_processes"], launch.settings["num_machines"]) == (8, 2)
+    with pytest.raises(ValueError, match="= 4, but 8"):
+        resolve(settings(), {"num_processes": "8"})
+
+
+@pytest.mark.parametrize("section", launch_file.REFUSED_SECTIONS)
+def test_other_ways_to_split_a_model_are_refused_by_name(section):
+    with pytest.raises(ValueError, match=f"^{section} cannot stand beside axonn_config"):
+        resolve(settings(**{section: {"key": 1}}), {})
+    resolve(settings(**{section: {}}), {})  # accelerate writes empty sections itself
+    switch = launch_file.REFUSED_SECTIONS[section]
+    with pytest.raises(ValueError, match=f"^--{switch} cannot stand beside axonn_config"):
+        resolve(settings(), {switch: None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        (
+            {"mixed_precision": "fp16"},
+            {},
+            "mixed_precision is 'fp16', which is not supported yet: write bf16, or 'no'.",
+        ),
+        ({"mixed_precision": "fp8"}, {}, "mixed_precision is 'fp8'"),
+        ({}, {"mixed_precision": "fp16"}, "mixed_precision is 'fp16'"),
+        ({"mixed_precision": None, "fp16": True}, {}, "mixed_precision is 'fp16'"),
+        ({"dynamo_backend": "INDUCTOR"}, {}, "dynamo_backend is 'INDUCTOR', but torch.compile is not supported yet"),
+        ({"dynamo_config": {"dynamo_backend": "EAGER"}}, {}, "dynamo_backend is 'EAGER'"),
+        ({"dynamo_config": {"backend": "EAGER"}}, {}, "dynamo_backend is 'EAGER'"),
+        ({}, {"dynamo_backend": "inductor"}, "dynamo_backend is 'inductor'"),
+        ({"compute_environment": "AMAZON_SAGEMAKER"}, {}, "compute_environment is 'AMAZON_SAGEMAKER'; with"),
+        (
+            {"distributed_type": "FSDP"},
+            {},
+            "distributed_type is FSDP, which cannot stand beside axonn_config: write MULTI_GPU",
+        ),
+        ({"distributed_type": "MULTI_GPUS"}, {}, "distributed_type is MULTI_GPUS"),
+        ({}, {"tpu": None}, "distributed_type is TPU"),
+        (
+            {"distributed_type": "NO"},
+            {},
+            "distributed_type is NO, with which accelerate starts one process, but num_proc",
+        ),
+        ({"use_cpu": "false"}, {}, "use_cpu is 'false', but it is a switch: write true or false."),
+        ({"use_cpu": 1}, {}, "use_cpu is 1, but it is a switch"),
+        ({"num_processes": None}, {}, "num_processes is missing: write the number"),
+        ({"num_processes": -1}, {}, "num_processes is -1, but it is a whole number of at least 1."),
+        ({"num_processes": 4.5}, {}, "num_processes is 4.5, but"),
+        ({"num_processes": True}, {}, "num_processes is True, but"),
+        ({}, {"num_processes": "four"}, "num_processes is 'four', but"),
+        ({}, {"num_machines": "3"}, "num_machines is 3: write a multiple of 3, so that every machine starts as many."),
+        (
+            {},
+            {"num_machines": "2", "machine_rank": "2"},
+            "machine_rank is 2, but with num_machines 2 ranks go from 0 to 1.",
+        ),
+        ({"num_machines": 2}, {}, "num_machines is 2, but main_process_ip is missing"),
+        ({"num_machines": 2, "main_process_ip": "a"}, {}, "num_machines is 2, but main_process_port is missing"),
+    ],
+)
+def test_what_is_refused(changes, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        resolve(settings(**changes), options)
+
+
+def test_a_misspelt_section_is_not_left_to_accelerate():
+    for key in ("axon_config", "axonn-config", "axonn_cfg"):
+        with pytest.raises(ValueError, match=f"file.yaml: unknown key '{key}': did you mean axonn_config?"):
+            check_spelling("file.yaml", {"num_processes": 4, key: {}})
+    check_spelling("file.yaml", {"num_processes": 4, "fsdp_config": {}, "dynamo_config": {}, 3: None})
+    check_spelling("file.yaml", {"axonn_config": {}})
+
+
+FILES = [SCRIPTS / "axonn.yaml", *sorted((SCRIPTS / "grids").glob("*.yaml"))]
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.name for path in FILES])
+def test_the_launch_files_of_this_repository(path):
+    given = yaml.safe_load(path.read_text())
+    options = {"main_process_ip": "a", "machine_rank": "1"} if given["num_machines"] > 1 else {}
+    launch = resolve(given, options)
+    assert launch.settings["use_cpu"] is path.name.startswith("cpu")
+    if path.parent.name == "grids":  # the name tells the number of processes, and the axes in use
+        kind, count, *axes = path.stem.split("_")
+        assert int(count) == launch.config.grid.size
+        sizes = launch.config.grid.as_dict().items()
+        assert axes in ([f"{axis}{size}" for axis, size in sizes if size > 1], ["two", "machines"])
+
+
+def test_there_are_launch_files():
+    assert len(FILES) > 5
