@@ -22,6 +22,7 @@ _EXPORTS = {
     "export_hf": "checkpoint",
     "from_pretrained": "parallelize",
     "goldfish_mask": "goldfish",
+    "load_sharded": "checkpoint",
     "parallelize": "parallelize",
     "save_sharded": "checkpoint",
     "sync_gradients": "gradients",

@@ -109,6 +109,17 @@ def broadcast_(value: Tensor) -> Tensor:
     return value
 
 
+def barrier() -> None:
+    """Wait for all ranks of the world; nothing on one process."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def world_rank() -> int:
+    """This process' rank, 0 on one process."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, block, group):

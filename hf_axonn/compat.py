@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 
 def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tensor) -> DeviceMesh:
@@ -146,3 +149,97 @@ class _MeshDim:
 
     def size(self) -> int:
         return self.mesh.size(self.dim)
+
+
+def save_shards(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+    """Write tensors and DTensors as safetensors, every rank its own file. Collective over the world."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="torch.distributed.*")
+        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(path=str(directory), save_distributed=True))
+
+
+def load_shards(tensors: dict[str, torch.Tensor], directory: Path) -> None:
+    """Fill tensors and DTensors in place from what `save_shards` wrote, on any grid. Collective over the world."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="torch.distributed.*")
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)))
+
+
+def save_model_shards(model: nn.Module, directory: Path) -> list[str]:
+    """`save_shards` of a model's parameters and persistent buffers, by their names in the plain model.
+
+    Returns the names that are second names of a tied tensor. They are written too, because Transformers' loader of
+    sharded checkpoints asks for every name, but as copies: safetensors refuses tensors that share memory.
+    """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    tensors = get_model_state_dict(model)
+    seen: set[int] = set()
+    tied = []
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        key = (local.untyped_storage().data_ptr(), local.storage_offset(), local.shape)
+        if local.numel() and key in seen:
+            tied.append(name)
+            tensors[name] = tensor.detach().clone()
+        seen.add(key)
+    save_shards(tensors, directory)
+    return tied
+
+
+def load_model_shards(model: nn.Module, directory: Path) -> None:
+    """`load_shards` into a model's parameters and persistent buffers."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    tensors = get_model_state_dict(model)
+    load_shards(tensors, directory)
+    set_model_state_dict(model, tensors)
+
+
+def flat_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict]:
+    """An optimizer's state by parameter name: (tensors, numbers and other plain values).
+
+    An optimizer that has not stepped yet gets its state made by a step that changes nothing (torch does that).
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    flat = get_optimizer_state_dict(model, getattr(optimizer, "optimizer", optimizer), options=options)
+    tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
+    return tensors, {key: value for key, value in flat.items() if key not in tensors}
+
+
+def set_flat_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict, values: dict) -> None:
+    """Give an optimizer what `flat_optimizer_state` returned."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    set_optimizer_state_dict(model, getattr(optimizer, "optimizer", optimizer), {**values, **tensors}, options=options)
+
+
+def consolidate_shards(directory: Path, output: Path, *, shard_bytes: int, leave_out: list[str]) -> None:
+    """Join sharded safetensors into ordinary ones of at most `shard_bytes` each, with an index. No collective."""
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    metadata = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
+    index, used = 1, 0
+    file_of = {}
+    for name, tensor in metadata.items():
+        if name in leave_out:
+            continue
+        nbytes = tensor.size.numel() * tensor.properties.dtype.itemsize
+        if used and used + nbytes > shard_bytes:
+            index, used = index + 1, 0
+        used += nbytes
+        file_of[name] = index
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="torch.distributed.*")
+        consolidate_safetensors_files(input_dir=str(directory), output_dir=str(output), fqn_to_index_mapping=file_of)

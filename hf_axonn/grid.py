@@ -192,6 +192,16 @@ class GridMesh:
         return torch.device(self.device_type, torch.get_device_module(self.device_type).current_device())
 
     @cached_property
+    def sample_mesh(self) -> DeviceMesh:
+        """The mesh (dp_shard, tp) by which Accelerate tells who gets which samples; no communicator of its own."""
+        import torch
+        from torch.distributed.device_mesh import DeviceMesh
+
+        ranks = torch.arange(self.grid.size).view(self.size("data", "z"), self.size("x", "y"))
+        groups = [self.group("data", "z"), self.group("x", "y")]
+        return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=("dp_shard", "tp"))
+
+    @cached_property
     def storage_mesh(self) -> DeviceMesh:
         """The mesh (y, x, z) on which sharded parameters are stored as DTensors.
 
@@ -213,3 +223,20 @@ class GridMesh:
             ]
         )
         return unnamed_mesh([self._groups[(axis,)] for axis in WEIGHT_AXES], self.device_type, ranks)
+
+
+_meshes: dict[tuple[Grid, str], tuple[ProcessGroup, GridMesh]] = {}
+
+
+def grid_mesh(grid: Grid, device_type: str) -> GridMesh:
+    """The GridMesh of a grid, made once in a process: every model on the same grid shares its communicators.
+
+    Collective over the world the first time. A world that was destroyed and initialized anew gets a new one.
+    """
+    import torch.distributed as dist
+
+    world, mesh = _meshes.get((grid, device_type), (None, None))
+    if mesh is None or not dist.is_initialized() or world is not dist.group.WORLD:
+        mesh = GridMesh(grid, device_type)
+        _meshes[grid, device_type] = (dist.group.WORLD, mesh)
+    return mesh

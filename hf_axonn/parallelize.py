@@ -20,7 +20,7 @@ from hf_axonn.blocks import Block, Column, Heads, Row
 from hf_axonn.collectives import broadcast_
 from hf_axonn.config import AxonnConfig
 from hf_axonn.decoder import install_causal_lm, install_decoder
-from hf_axonn.grid import Grid, GridMesh
+from hf_axonn.grid import Grid, GridMesh, grid_mesh
 from hf_axonn.layouts import bounds
 from hf_axonn.lora import ColumnLora, RowLora, lora_parts
 from hf_axonn.loss import ShardedCausalLMLoss
@@ -60,7 +60,7 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
         raise ValueError("a quantized model cannot be sharded over a grid: load it without quantization_config.")
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     device_type = compat.default_device_type() if device.type == "meta" else device.type
-    state = ModelState(GridMesh(grid, device_type), config)
+    state = ModelState(grid_mesh(grid, device_type), config)
     compat.quiet_redistribution()
     plan = plan_for(inner)
     report = Report(str(grid), plan.reason or f"{len(plan.layers)} decoder layers cut by blocks")

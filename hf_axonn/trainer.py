@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
+from hf_axonn import trainer_hooks
 from hf_axonn.goldfish import IGNORE_INDEX, check_options, count_unprotected, find_document_ids, goldfish_mask
 from hf_axonn.token_loss import CausalLMLoss, install_causal_lm_loss, mean_losses, widest_float
 
@@ -300,3 +301,7 @@ class GoldfishMixin:
 
 class GoldfishTrainer(GoldfishMixin, Trainer):
     """`Trainer` with the goldfish loss; takes a `GoldfishConfig` as args and is otherwise used like it."""
+
+
+# Also without a launch file: a sharded checkpoint resumes on one process, too.
+trainer_hooks.install(Trainer)

@@ -1,26 +1,52 @@
-"""Run a function on several gloo ranks: started by fork (importing transformers again would cost seconds a rank),
-meeting through a file (no port to race for), with a time limit, the first failure of any rank raised here."""
+"""Run a function on several gloo ranks, and grids to run it on.
+
+Ranks are started by fork (importing transformers again would cost seconds a rank), meet through a file (no port to
+race for), have a time limit, and the first failure of any rank is raised in the test.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
+import pickle
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from hf_axonn.grid import Grid, GridMesh
+
+
+def all_grids(size: int) -> list[Grid]:
+    """Every grid of `size` ranks."""
+    sizes = itertools.product(range(1, size + 1), repeat=4)
+    return [Grid(data=d, z=z, y=y, x=x) for d, z, y, x in sizes if d * z * y * x == size]
+
+
+def paper_mesh(grid: Grid, rank: int) -> GridMesh:
+    """What `GridMesh` knows without processes: sizes, coordinates and indices, but no groups."""
+    mesh = GridMesh.__new__(GridMesh)
+    mesh.grid, mesh.rank, mesh.device_type = grid, rank, "cpu"
+    mesh.coordinates = grid.coordinates(rank)
+    return mesh
+
 
 def _run(rank: int, world: int, folder: str, function: Callable, args: tuple) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    # accelerate asks for these two, though the process group is there already.
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
-        function(*args)
+        result = function(*args)
         dist.barrier()
+        with open(f"{folder}/result-{rank}", "wb") as file:
+            pickle.dump(result, file)
     except BaseException:
         with open(f"{folder}/failed-{rank}", "w") as file:
             file.write(traceback.format_exc())
@@ -28,8 +54,8 @@ def _run(rank: int, world: int, folder: str, function: Callable, args: tuple) ->
     os._exit(0)
 
 
-def run_ranks(function: Callable, world: int, *args, timeout: float = 240) -> None:
-    """Call `function(*args)` on each of `world` ranks.
+def run_ranks(function: Callable, world: int, *args, timeout: float = 240) -> list[Any]:
+    """Call `function(*args)` on each of `world` ranks; returns what each of them returned.
 
     Raises:
         AssertionError: a rank failed (with its traceback) or the time was up; all ranks are ended then.
@@ -62,3 +88,8 @@ def run_ranks(function: Callable, world: int, *args, timeout: float = 240) -> No
             elif process.exitcode != 0:
                 messages.append(f"rank {rank} ended with {process.exitcode}" + (" (stopped)" if rank in late else ""))
         assert not messages, "\n".join(sorted(messages, key=lambda text: "stopped" in text))
+        results = []
+        for rank in range(world):
+            with open(f"{folder}/result-{rank}", "rb") as file:
+                results.append(pickle.load(file))
+        return results

@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[1]
 FLOORS = [
     {"goldfish", "grid", "collectives", "compat", "config", "report"},
     {"layouts", "matmul3d", "overlap", "state", "token_loss"},
-    {"styles", "plans", "loss", "vocabulary", "lora", "decoder"},
+    {"styles", "blocks", "plans", "loss", "vocabulary", "lora", "decoder"},
     {"parallelize", "gradients", "checkpoint"},
-    {"plugin", "launch", "launch_file", "_autoload"},
+    {"plugin", "trainer_hooks", "launch", "launch_file", "_autoload"},
     {"trainer", "cli"},
 ]
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
