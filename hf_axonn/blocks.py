@@ -91,7 +91,7 @@ class Column:
         return ("x", "y") if "y" in self.axes else ("x",)
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Tokens of this rank -> [B, S, H/y]. All-to-all over y, all-gather over x (backward: launched, then awaited)."""
+        """This rank's tokens -> [B, S, H/y]. All-to-all over y, all-gather over x (in backward launched, then awaited)."""
         state, tokens = self.state, self.state.tokens
         if not tokens.sharded:
             return take_features(hidden, state.mesh, "y")
@@ -237,8 +237,8 @@ class Block:
     def _forward(self, original: Callable, *args, **kwargs):
         if self.state.tokens is None:
             raise RuntimeError(
-                "a parallelized attention or MLP block was called outside of its decoder: its input is laid out by the "
-                "first decoder layer, so call the model (or its base model) instead."
+                "a parallelized attention or MLP block was called outside of its decoder: its input is laid out by "
+                "the first decoder layer, so call the model (or its base model) instead."
             )
         if args:
             args = (self.column.enter(args[0]), *args[1:])

@@ -74,7 +74,7 @@ def load_sharded(model: nn.Module, directory: str | Path, *, optimizer: torch.op
     The model may be parallelized over any grid, or be a plain one on one process.
 
     Raises:
-        ValueError: the directory is not a complete checkpoint of ours, or has no optimizer state where one is asked for.
+        ValueError: the directory is not a complete checkpoint of ours, or lacks the optimizer state that is asked for.
     """
     directory = Path(directory)
     check_complete(directory)
@@ -192,7 +192,9 @@ def _save_adapters(model: nn.Module, directory: Path) -> None:
     adapters = {}
     for name in model.peft_config:
         # Adapters lie whole on every rank, so nothing is gathered here.
-        adapters[name] = {key: _whole(value) for key, value in get_peft_model_state_dict(model, adapter_name=name).items()}
+        adapters[name] = {
+            key: _whole(value) for key, value in get_peft_model_state_dict(model, adapter_name=name).items()
+        }
     if world_rank() == 0:
         from safetensors.torch import save_file
 
@@ -212,7 +214,9 @@ def _load_adapters(model: nn.Module, directory: Path) -> None:
         weights = load_file(source / "adapter_model.safetensors")
         own = get_peft_model_state_dict(model, adapter_name=name)
         if own.keys() != weights.keys():
-            raise ValueError(f"{source} holds other adapters than the model has: {sorted(own.keys() ^ weights.keys())[:3]}")
+            raise ValueError(
+                f"{source} holds other adapters than the model has: {sorted(own.keys() ^ weights.keys())[:3]}"
+            )
         with torch.no_grad():
             for key, value in own.items():
                 (value.to_local() if isinstance(value, DTensor) else value).copy_(weights[key])

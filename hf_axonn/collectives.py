@@ -1,8 +1,8 @@
 """Every collective of the engine, and the backward that belongs to each.
 
-The only file that calls collectives of torch.distributed. Blocks are always stacked in a new leading dim, so that what
-travels is contiguous: `all_gather` turns [...] into [p, ...] and `reduce_scatter` turns [p, ...] into [...], p being the
-number of ranks of the group. A group of one rank costs nothing.
+The only file that calls collectives of torch.distributed. Blocks are always stacked in a new leading dim, so that
+what travels is contiguous: `all_gather` turns [...] into [p, ...] and `reduce_scatter` turns [p, ...] into [...], p
+being the number of ranks of the group. A group of one rank costs nothing.
 
 Two meanings of "the same on every rank" keep the backward passes right:
 
@@ -70,7 +70,7 @@ def start_all_gather(block: Tensor, group: ProcessGroup) -> Pending:
 def start_reduce_scatter(blocks: Tensor, group: ProcessGroup) -> Pending:
     """Begin to sum block i of `blocks` [p, ...] over the ranks and leave it, [...], on rank i of `group`.
 
-    One reduce-scatter; on gloo an all-to-all and a local sum, because gloo's own reduce-scatter is several times slower.
+    One reduce-scatter; on gloo an all-to-all and a local sum, as gloo's own reduce-scatter is several times slower.
     """
     if group.size() == 1:
         return Pending(blocks[0])

@@ -36,7 +36,7 @@ def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tens
 
 
 def quiet_redistribution() -> None:
-    """Silence torch's advice to flatten a mesh for `full_tensor()`: it repeats on every rank and names nothing to do."""
+    """Silence torch's advice to flatten a mesh for `full_tensor()`: every rank repeats it, and nobody can act on it."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     if not logger.filters:
         logger.addFilter(lambda record: "While redistributing from" not in record.getMessage())

@@ -1,8 +1,8 @@
 """Gradients after backward: averaged over the ranks that saw different samples.
 
 After a backward pass the gradient of a sharded weight is averaged over z already (matmul3d.py); what is left is the
-average over data. The gradient of a replicated parameter is this rank's share, multiplied so that the *average* over the
-whole world is right (state.py). Both are averages: doing it twice changes nothing.
+average over data. The gradient of a replicated parameter is this rank's share, multiplied so that the *average* over
+the whole world is right (state.py). Both are averages: doing it twice changes nothing.
 """
 
 from __future__ import annotations

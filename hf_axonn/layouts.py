@@ -34,7 +34,7 @@ def ceil_div(size: int, parts: int) -> int:
 
 
 def bounds(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Where piece `index` of `parts` begins and ends, as torch.chunk and DTensor cut: all of the longest length first."""
+    """Where piece `index` of `parts` begins and ends, cut as torch.chunk and DTensor do: the longest pieces first."""
     step = ceil_div(size, parts)
     return min(index * step, size), min((index + 1) * step, size)
 

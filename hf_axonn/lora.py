@@ -29,11 +29,13 @@ from hf_axonn.styles import feature_slice, take_slice, wrap_forward
 
 
 def lora_parts(layer: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
-    """The (A, B) pairs of a layer that PEFT has wrapped.
+    """The (A, B) pairs of a layer that PEFT has wrapped, none of a plain layer.
 
     Raises:
         ValueError: the adapter is of a kind that is not plain LoRA.
     """
+    if not hasattr(layer, "get_base_layer"):
+        return []
     unsupported = [kind for kind in ("lora_magnitude_vector", "lora_variant") if getattr(layer, kind, None)]
     if unsupported or not hasattr(layer, "lora_A"):
         kind = unsupported[0] if unsupported else type(layer).__name__

@@ -63,8 +63,8 @@ class ShardedCausalLMLoss(CausalLMLoss):
         )
 
     def normalize(self, weighted_sum: Tensor, kept_count: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """As the base class. In training without num_items_in_batch: sum * data * z / kept tokens of all ranks, so that
-        the average over data and z that gradients get is right for unequal counts (DESIGN 2.4)."""
+        """As the base class. In training without num_items_in_batch: sum * data * z / kept tokens of all ranks, so
+        that the average over data and z that gradients get is right for unequal counts (DESIGN 2.4)."""
         if num_items_in_batch is not None or not torch.is_grad_enabled():
             return super().normalize(weighted_sum, kept_count, num_items_in_batch)
         mesh = self.state.mesh

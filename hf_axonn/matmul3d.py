@@ -92,7 +92,7 @@ class Cut:
 
 
 def start_gather(weights: list[ShardedWeight], cuts: list[Cut], dtype: torch.dtype, mesh: GridMesh) -> Pending:
-    """Begin to bring the z shards of several weights together, in one all-gather over z. Result: flat [z, elements]."""
+    """Begin to join the z shards of several weights, in one all-gather over z. Result: flat [z, elements]."""
     shards = [pad_dim(weight.shard.to(dtype), 0, cut.z_rows) for weight, cut in zip(weights, cuts, strict=True)]
     flat = [shard.reshape(-1) for shard in shards]
     return start_all_gather(torch.cat(flat) if len(flat) > 1 else flat[0], mesh.group("z"))

@@ -1,4 +1,4 @@
-"""Accelerate's view of a grid: a ParallelismConfig that stock Accelerate takes, and what it rebinds on one Accelerator.
+"""Accelerate's view of a grid: a ParallelismConfig that it takes, and what that rebinds on one Accelerator.
 
     accelerator = Accelerator(parallelism_config=AxonnPlugin(grid=Grid(z=2, x=2)))
     accelerator = Accelerator()                        # under `accelerate launch --config axonn.yaml`

@@ -26,6 +26,7 @@ class ModelState:
         mesh: the process groups; `grid` and `coordinates` are short for its own.
         tokens: the batch passing through the decoder layers, None outside of them.
         report: what parallelize did to the model.
+        random_seed, random_count: of the `keyed_random` that is open (dropout.py).
         defer_head: whether the head is to leave the logits to the loss (training with labels).
     """
 
@@ -41,6 +42,8 @@ class ModelState:
         self._weight_of_parameter: dict[int, ShardedWeight] = {}
         self.tokens: Tokens | None = None
         self.defer_head = False
+        self.random_seed: int | None = None
+        self.random_count = 0
 
     @property
     def grid(self) -> Grid:

@@ -27,7 +27,7 @@ def wrap_forward(module: nn.Module, forward: Callable) -> None:
 
 
 def cut_weight(kind: str, rows: int, cols: int, mesh: GridMesh, *, whole_input: bool = False) -> Cut:
-    """How a weight [N, K] = [rows, cols] of a kind lies on this rank. `whole_input`: a row layer's features are on x only.
+    """How a weight [N, K] = [rows, cols] of a kind lies on this rank. `whole_input`: a row layer's input is on x only.
 
     Kinds as in state.shard_placements, and "full": a column weight whose output is not cut over y.
     """
@@ -58,7 +58,7 @@ def feature_slice(size: int, mesh: GridMesh, *axes: str) -> tuple[slice, int]:
     """The features of `size` that lie on this rank when cut over `axes` in turn, and their number with padding."""
     start, stop, padded = 0, size, size
     for axis in axes:
-        # Cut the padded length, as the activations are, so that every rank's features begin where its padding does not.
+        # Cut the padded length, as the activations are: then padding is at the end of every piece.
         padded = ceil_div(padded, mesh.size(axis))
         start = start + mesh.index(axis) * padded
         stop = min(start + padded, stop)

@@ -61,8 +61,8 @@ def create_accelerator_and_postprocess(self, original: Callable) -> None:
     if plugin is None:
         if isinstance(self.model, nn.Module) and find_state(self.model) is not None:
             raise ValueError(
-                "the model is sharded over a grid, but this Trainer does not know of one: start with accelerate launch "
-                "--config axonn.yaml, or pass parallelism_config=AxonnPlugin(grid=...) in the training arguments."
+                "the model is sharded over a grid, but this Trainer does not know of one: start with accelerate "
+                "launch --config axonn.yaml, or pass parallelism_config=AxonnPlugin(grid=...) in the training arguments."
             )
         return
     refused = {
@@ -122,7 +122,9 @@ def _save_optimizer_and_scheduler(self, original: Callable, output_dir: str) -> 
         torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
 
-def _load_from_checkpoint(self, original: Callable, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+def _load_from_checkpoint(
+    self, original: Callable, resume_from_checkpoint: str, model: nn.Module | None = None
+) -> None:
     """A sharded checkpoint is read by all ranks, on whatever grid they are now."""
     model = self.model if model is None else model
     if is_sharded_checkpoint(resume_from_checkpoint):

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = [
     {"goldfish", "grid", "collectives", "compat", "config", "report"},
     {"layouts", "matmul3d", "overlap", "state", "token_loss"},
-    {"styles", "blocks", "plans", "loss", "vocabulary", "lora", "decoder"},
+    {"styles", "blocks", "dropout", "install", "plans", "loss", "vocabulary", "lora", "decoder"},
     {"parallelize", "gradients", "checkpoint"},
     {"plugin", "trainer_hooks", "launch", "launch_file", "_autoload"},
     {"trainer", "cli"},

@@ -1,0 +1,81 @@
+"""Dropout masks that are keyed by who owns what.
+
+Ranks that own different samples, tokens, features or heads must drop independently; ranks that repeat the same work
+must drop the same. Every rank draws a seed from its global generator, which all ranks have in the same state (Trainer
+and `set_seed` see to that), and mixes in its coordinates on the axes that divide the work. A checkpointed layer draws
+the same seed when it is recomputed, and a resumed run goes on where the generator stood.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from hf_axonn.state import ModelState
+from hf_axonn.styles import wrap_forward
+
+
+def mix(*values: int) -> int:
+    """A 63-bit number that depends on all values and their order."""
+    digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextlib.contextmanager
+def keyed_random(state: ModelState, axes: tuple[str, ...]) -> Iterator[None]:
+    """Random numbers inside differ along data, z and `axes`, and agree along the others. No communication.
+
+    Nested uses derive their seed from the outer one and not from the generator, which is out of step inside.
+    """
+    outer = state.random_seed
+    if outer is None:
+        seed = int(torch.randint(2**62, ()))
+    else:
+        state.random_count += 1
+        seed = mix(outer, state.random_count)
+    coordinates = [state.coordinates[axis] for axis in ("data", "z", *axes)]
+    device = state.mesh.device
+    before = state.random_seed, state.random_count
+    state.random_seed, state.random_count = seed, 0
+    try:
+        # fork_rng puts the generators back, so that ranks are in step again afterwards.
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_device_type(device)):
+            torch.manual_seed(mix(seed, *coordinates))
+            yield
+    finally:
+        state.random_seed, state.random_count = before
+
+
+def _device_type(device: torch.device) -> str:
+    return "cuda" if device.type == "cpu" else device.type
+
+
+def install_dropout(state: ModelState, module: nn.Module, axes: tuple[str, ...], active: Callable[[], bool]) -> None:
+    """Let a module's forward use `keyed_random` in training wherever `active()`."""
+
+    def forward(original: Callable, *args, **kwargs):
+        if not (module.training and active()):
+            return original(*args, **kwargs)
+        with keyed_random(state, axes):
+            return original(*args, **kwargs)
+
+    wrap_forward(module, forward)
+
+
+def is_dropout(module: nn.Module) -> bool:
+    """Whether a module is one of torch's dropout layers (whose p may be set later)."""
+    return isinstance(module, nn.modules.dropout._DropoutNd)
+
+
+def probability(module: nn.Module, name: str) -> Callable[[], bool]:
+    """Whether attribute `name` of a module is above 0 at the time of the call."""
+    return functools.partial(_is_positive, module, name)
+
+
+def _is_positive(module: nn.Module, name: str) -> bool:
+    return (getattr(module, name, 0.0) or 0.0) > 0.0
