@@ -91,7 +91,7 @@ class Column:
         return ("x", "y") if "y" in self.axes else ("x",)
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """This rank's tokens -> [B, S, H/y]. All-to-all over y, all-gather over x (in backward launched, then awaited)."""
+        """This rank's tokens -> [B, S, H/y]. All-to-all over y, all-gather over x, which backward only launches."""
         state, tokens = self.state, self.state.tokens
         if not tokens.sharded:
             return take_features(hidden, state.mesh, "y")

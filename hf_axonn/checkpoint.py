@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from hf_axonn import compat
 from hf_axonn.collectives import barrier, world_rank
 from hf_axonn.gradients import find_state
+from hf_axonn.grid import Grid
 
 
 MANIFEST = "axonn_checkpoint.json"
@@ -115,14 +116,20 @@ def check_complete(directory: str | Path) -> dict:
             f"{directory} is not a complete checkpoint: it has no {MANIFEST}, which is written last. If a run was "
             "stopped while it saved, resume from the checkpoint before."
         )
-    manifest = json.loads((directory / MANIFEST).read_text())
-    for name, size in manifest["files"].items():
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text())
+        files, tied, grid = manifest["files"].items(), list(manifest["tied"]), Grid(**manifest["grid"])
+    except (ValueError, TypeError, KeyError, AttributeError) as problem:
+        raise ValueError(f"{directory / MANIFEST} is not a manifest of ours: {problem!r}") from problem
+    for name, size in files:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"{directory / MANIFEST} names {name}, which lies outside of the checkpoint.")
         path = directory / name
         found = path.stat().st_size if path.is_file() else None
         if found != size:
             what = "is missing" if found is None else f"has {found} bytes and not {size}"
             raise ValueError(f"{directory} is a damaged checkpoint: {name} {what}. Resume from another one.")
-    return manifest
+    return {**manifest, "tied": tied, "grid": grid.as_dict()}
 
 
 def export_hf(directory: str | Path, output: str | Path, *, shard_bytes: int = 5 * 2**30) -> None:

@@ -36,7 +36,7 @@ def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tens
 
 
 def quiet_redistribution() -> None:
-    """Silence torch's advice to flatten a mesh for `full_tensor()`: every rank repeats it, and nobody can act on it."""
+    """Silence torch's advice to flatten a mesh for `full_tensor()`: every rank repeats it, none can act on it."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     if not logger.filters:
         logger.addFilter(lambda record: "While redistributing from" not in record.getMessage())
@@ -202,6 +202,20 @@ def load_model_shards(model: nn.Module, directory: Path) -> None:
     set_model_state_dict(model, tensors)
 
 
+@contextlib.contextmanager
+def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Yield the optimizer under accelerate's wrapper, without groups of no parameters, which torch cannot flatten."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    empty = [(place, group) for place, group in enumerate(optimizer.param_groups) if not group["params"]]
+    for _, group in empty:
+        optimizer.param_groups.remove(group)
+    try:
+        yield optimizer
+    finally:
+        for place, group in empty:
+            optimizer.param_groups.insert(place, group)
+
+
 def flat_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict]:
     """An optimizer's state by parameter name: (tensors, numbers and other plain values).
 
@@ -210,7 +224,8 @@ def flat_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    flat = get_optimizer_state_dict(model, getattr(optimizer, "optimizer", optimizer), options=options)
+    with _without_empty_groups(optimizer) as inner:
+        flat = get_optimizer_state_dict(model, inner, options=options)
     tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
     return tensors, {key: value for key, value in flat.items() if key not in tensors}
 
@@ -221,7 +236,8 @@ def set_flat_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer,
 
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     options = StateDictOptions(flatten_optimizer_state_dict=True)
-    set_optimizer_state_dict(model, getattr(optimizer, "optimizer", optimizer), {**values, **tensors}, options=options)
+    with _without_empty_groups(optimizer) as inner:
+        set_optimizer_state_dict(model, inner, {**values, **tensors}, options=options)
 
 
 def consolidate_shards(directory: Path, output: Path, *, shard_bytes: int, leave_out: list[str]) -> None:

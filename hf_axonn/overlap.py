@@ -56,7 +56,7 @@ class GatherAhead:
                 self._learned[phase], self._seen[phase] = seen, []
 
     def take(self, key: object, start: Callable[[], Pending]) -> Tensor:
-        """The gathered weights of `key`; begins those that come next. `start` must read the weights when it is called."""
+        """The gathered weights of `key`; begins those that come next. `start` reads the weights when called."""
         pending = self._ahead.pop(key, None) or start()
         if self.enabled:
             self._starters[key] = start

@@ -25,7 +25,7 @@ class Entry:
 
 @dataclass
 class Report:
-    """The result of `parallelize`. `print(report)` shows a line for each kind of module; `lines()` one for each module.
+    """The result of `parallelize`. `print(report)` shows a line a kind of module; `lines()` one for each module.
 
     Attributes:
         grid: the grid as text.

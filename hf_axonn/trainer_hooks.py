@@ -62,7 +62,7 @@ def create_accelerator_and_postprocess(self, original: Callable) -> None:
         if isinstance(self.model, nn.Module) and find_state(self.model) is not None:
             raise ValueError(
                 "the model is sharded over a grid, but this Trainer does not know of one: start with accelerate "
-                "launch --config axonn.yaml, or pass parallelism_config=AxonnPlugin(grid=...) in the training arguments."
+                "launch --config axonn.yaml, or pass parallelism_config=AxonnPlugin(grid=...) in its arguments."
             )
         return
     refused = {

@@ -1,0 +1,105 @@
+"""Dropout masks: different where ranks own different things, the same where they repeat work, the same again later."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from models import tiny_batch, tiny_model
+from ranks import run_ranks
+
+from hf_axonn import Grid, parallelize, sync_gradients
+from hf_axonn.dropout import keyed_random, mix
+
+
+def gathered(value: torch.Tensor) -> list[torch.Tensor]:
+    every = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, value)
+    return every
+
+
+def test_mix_depends_on_every_value_and_their_order():
+    values = {mix(1, 2), mix(2, 1), mix(1, 2, 0), mix(12), mix(1), mix(-1)}
+    assert len(values) == 6 and all(0 <= value < 2**63 for value in values)
+
+
+def test_masks_are_keyed_by_owner():
+    run_ranks(_keyed, 4)
+
+
+def _keyed() -> None:
+    grid = Grid(z=2, y=2)
+    model, _ = parallelize(tiny_model("llama"), grid)
+    state = model.axonn
+    for axes, alike in (((), "y"), (("x",), "y"), (("y",), None), (("x", "y"), None)):
+        torch.manual_seed(1)
+        with keyed_random(state, axes):
+            mine = torch.rand(8)
+            with keyed_random(state, ()):
+                nested = torch.rand(8)
+            assert not torch.equal(mine, nested)
+        after = torch.rand(3)
+        draws = gathered(mine)
+        for rank in range(4):
+            for other in range(rank):
+                same = alike is not None and grid.coordinates(rank)["z"] == grid.coordinates(other)["z"]
+                assert torch.equal(draws[rank], draws[other]) == same, (axes, rank, other)
+        # Nested along no axis: alike on y whatever the outer one was keyed by.
+        inner = gathered(nested)
+        assert torch.equal(inner[0], inner[1]) and not torch.equal(inner[0], inner[2])
+        assert all(torch.equal(after, value) for value in gathered(after))  # in step again
+        torch.manual_seed(1)
+        with keyed_random(state, axes):
+            assert torch.equal(mine, torch.rand(8))
+        with keyed_random(state, axes):
+            assert not torch.equal(mine, torch.rand(8))
+
+
+def test_a_model_with_dropout_trains_alike_on_repeating_ranks():
+    run_ranks(_model, 4)
+
+
+def _model() -> None:
+    # 9 heads on x = 2: every rank computes attention on all heads, so its masks must agree on all of them.
+    for kind, grid, repeats in (("smollm2", Grid(x=4), True), ("llama", Grid(y=2, x=2), False)):
+        model, _ = parallelize(tiny_model(kind, attention_dropout=0.5, dtype=torch.float32, attention="eager"), grid)
+        model.train()
+        batch = tiny_batch(2, 8)
+        masks = []
+        attention = model.model.layers[0].self_attn
+        probe = attention.o_proj.register_forward_pre_hook(
+            lambda module, args, masks=masks: masks.append(args[0].detach().clone())
+        )
+        torch.manual_seed(3)
+        first = model(**batch).loss
+        again = masks.pop()
+        torch.manual_seed(3)
+        assert torch.equal(first, model(**batch).loss)  # the same seed, the same bits
+        assert torch.equal(again, masks.pop())
+        assert not torch.equal(first, model(**batch).loss)
+        probe.remove()
+        copies = gathered(again)
+        assert all(torch.equal(copies[0], value) for value in copies) == repeats
+        # Recomputed layers must draw what they drew: then both ways give the same gradients.
+        grads = []
+        for checkpointing in (False, True):
+            if checkpointing:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            model.zero_grad()
+            torch.manual_seed(4)
+            model(**batch).loss.backward()
+            sync_gradients(model)
+            grads.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+        for plain, recomputed in zip(*grads, strict=True):
+            torch.testing.assert_close(plain, recomputed, rtol=1e-5, atol=1e-6)
+
+
+def test_evaluation_draws_nothing():
+    run_ranks(_evaluation, 2)
+
+
+def _evaluation() -> None:
+    model, _ = parallelize(tiny_model("llama", attention_dropout=0.5), Grid(x=2))
+    before = torch.get_rng_state()
+    with torch.no_grad():
+        model.eval()(input_ids=torch.ones(1, 4, dtype=torch.long))
+    assert torch.equal(before, torch.get_rng_state())

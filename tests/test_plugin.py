@@ -1,0 +1,150 @@
+"""AxonnPlugin with a plain Accelerate loop: equal to one process, nothing gathered twice, wrong use refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from float64 import Float64
+from models import tiny_model
+from ranks import run_ranks
+from torch.utils.data import DataLoader, IterableDataset
+from training import collate, token_data
+
+from hf_axonn import AxonnPlugin, Grid, from_pretrained
+from hf_axonn.config import VARIABLE
+
+
+GRIDS = [Grid(z=2, x=2), Grid(data=2, y=2)]
+
+
+def loop(plugin: AxonnPlugin | None, *, model=None, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """A loop as one writes it: (norms before clipping, parameters afterwards). The optimizer comes before prepare."""
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, parallelism_config=plugin, gradient_accumulation_steps=2)
+    model = (model or tiny_model("llama")).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    samples = plugin.grid.samples_size if plugin else 1
+    loader = DataLoader(token_data(24, seed=2), batch_size=4 // samples, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    norms = []
+    with Float64():
+        for batch in loader:
+            with accelerator.accumulate(model):
+                # The rows of a batch differ in length: a sum over a known count does not depend on how they are cut.
+                loss = model(**batch, num_items_in_batch=50).loss * samples
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+                optimizer.step()
+                optimizer.zero_grad()
+            if len(norms) == steps:
+                break
+    values = {name: value.detach() for name, value in accelerator.unwrap_model(model).named_parameters()}
+    return norms, {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in values.items()}
+
+
+@pytest.fixture(scope="module")
+def truth():
+    return loop(None)
+
+
+def test_a_plain_loop_equals_one_process(truth, tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    run_ranks(_loops, 4, truth, tmp_path)
+
+
+def _loops(truth, folder) -> None:
+    for grid in GRIDS:
+        for model in (None, from_pretrained(folder, grid=grid, dtype=torch.float64)):
+            if model is not None:  # plain loading computes the rotary frequencies in float32, so must the truth
+                model.model.rotary_emb.inv_freq = tiny_model("llama").model.rotary_emb.inv_freq
+            norms, parameters = loop(AxonnPlugin(grid=grid), model=model)
+            assert norms == pytest.approx(truth[0], rel=1e-9)
+            for name, value in parameters.items():
+                difference = float((value - truth[1][name]).abs().max())
+                assert difference < 1e-9, (grid, name, difference)
+
+
+def test_gathering_takes_each_sample_once():
+    run_ranks(_gather, 4)
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(16))
+
+
+def _gather() -> None:
+    for grid in GRIDS:
+        AcceleratorState._reset_state(True)
+        accelerator = Accelerator(cpu=True, parallelism_config=AxonnPlugin(grid=grid))
+        for dataset, size in ((torch.arange(11), 11), (Numbers(), 16)):
+            loader = accelerator.prepare(DataLoader(dataset, batch_size=2))
+            seen = [accelerator.gather_for_metrics(batch) for batch in loader]
+            assert sorted(torch.cat(seen).tolist()) == list(range(size))
+        place = grid.coordinates(accelerator.process_index)
+        sample = place["data"] * grid.z + place["z"]
+        assert accelerator.gather(torch.tensor([sample, 7])).tolist() == [0, 7, 1, 7]
+        assert accelerator.gather(torch.tensor(sample)).tolist() == [0, 1]
+        assert accelerator.gather_for_metrics([f"text {sample}"], use_gather_object=True) == ["text 0", "text 1"]
+        nested = accelerator.gather({"a": (torch.tensor([sample]),)})
+        assert nested["a"][0].tolist() == [0, 1]
+
+
+def test_what_is_not_supported_is_refused_by_name():
+    run_ranks(_refusals, 2)
+
+
+def _refusals() -> None:
+    def accelerator(x: int = 2, **options) -> Accelerator:
+        AcceleratorState._reset_state(True)
+        return Accelerator(cpu=True, parallelism_config=AxonnPlugin(grid=Grid(x=x)), **options)
+
+    with pytest.raises(ValueError, match="= 4, but 2 process"):
+        accelerator(x=4)
+    with pytest.raises(ValueError, match="dynamo_backend"):
+        accelerator(dynamo_backend="eager")
+    with pytest.raises(ValueError, match="save_sharded"):
+        accelerator().save_state("anywhere")
+    with pytest.raises(ValueError, match="join_uneven_inputs"):
+        accelerator().join_uneven_inputs([])
+    from accelerate.utils import DataLoaderConfiguration
+
+    dispatching = accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+    with pytest.raises(ValueError, match="dispatch_batches"):
+        dispatching.prepare(DataLoader(torch.arange(4)))
+    model = tiny_model("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(input_ids=torch.ones(1, 4, dtype=torch.long), labels=torch.ones(1, 4, dtype=torch.long)).loss.backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="taken steps"):
+        accelerator().prepare(model, optimizer)
+
+
+def test_the_grid_of_the_launch_file(monkeypatch):
+    monkeypatch.setenv(VARIABLE, json.dumps({"grid": {"z": 2, "x": 2}, "overlap": {"all_reduce": False}}))
+    plugin = AxonnPlugin()
+    assert plugin.grid == Grid(z=2, x=2) and not plugin.config.overlap.all_reduce
+    assert (plugin.tp_size, plugin.dp_shard_size, plugin.dp_replicate_size) == (2, 2, 1)
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(ValueError, match="accelerate launch --config axonn.yaml"):
+        AxonnPlugin()
+
+
+def test_a_plugin_survives_pickle_and_copy():
+    plugin = AxonnPlugin(grid=Grid(z=2), reduce_dtype="bfloat16")
+    for twin in (pickle.loads(pickle.dumps(plugin)), copy.deepcopy(plugin)):
+        assert twin.config == plugin.config and twin.dp_shard_size == 2
+
+
+def test_a_grid_of_one_rank_is_stock_accelerate():
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, parallelism_config=AxonnPlugin(grid=Grid()))
+    model = accelerator.prepare(tiny_model("llama"))
+    assert not hasattr(model, "axonn") and "prepare" not in vars(accelerator)

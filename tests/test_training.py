@@ -1,0 +1,189 @@
+"""Trainer and GoldfishTrainer on a grid: every logged number equals one process, and checkpoints resume anywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models import tiny_model
+from ranks import run_ranks
+from training import make_trainer, numbers, train, worst_difference
+from transformers import AutoModelForCausalLM
+
+from hf_axonn import Grid
+from hf_axonn.checkpoint import MANIFEST, check_complete, export_hf, is_sharded_checkpoint
+
+
+GRIDS = [Grid(z=2, x=2), Grid(y=2, x=2), Grid(data=2, y=2), Grid(data=2, z=2), Grid(x=4)]
+# The truth and the grids sum in different orders; six AdamW steps carry 1e-16 to well below this.
+TOLERANCE = 1e-9
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory) -> tuple[Path, list[dict]]:
+    output = tmp_path_factory.mktemp("truth")
+    return output, train(output)
+
+
+@pytest.fixture(scope="module")
+def runs(truth, tmp_path_factory) -> Path:
+    """One folder for each grid with the checkpoints of an unbroken run, and its history beside it."""
+    folder = tmp_path_factory.mktemp("runs")
+    run_ranks(_train_all, 4, folder, truth[1])
+    return folder
+
+
+def _train_all(folder: Path, truth: list[dict]) -> None:
+    for index, grid in enumerate(GRIDS):
+        history = train(folder / str(index), grid)
+        assert worst_difference(history, truth) < TOLERANCE, (grid, history, truth)
+
+
+def test_goldfish_training_logs_what_one_process_logs(runs):
+    for index in range(len(GRIDS)):
+        assert check_complete(runs / str(index) / "checkpoint-6")["grid"] == GRIDS[index].as_dict()
+
+
+def test_the_logs_are_of_a_goldfish_run(truth):
+    first = truth[1][0]
+    assert 0.1 < first["goldfish_dropped_fraction"] < 0.5
+    assert first["loss"] == pytest.approx(first["loss_kept"], rel=3e-7)
+    assert abs(first["loss_kept"] - first["loss_all"]) > 1e-3
+
+
+def test_a_broken_run_resumes_on_another_grid(runs, truth):
+    run_ranks(_resume_all, 4, runs, truth[1])
+
+
+def _resume_all(folder: Path, truth: list[dict]) -> None:
+    for index, grid in enumerate(GRIDS[:3]):
+        other = folder / str((index + 1) % len(GRIDS)) / "checkpoint-3"
+        history = train(folder / f"resumed-{index}", grid, resume=other)
+        # The last entry of a run sums up its own steps only.
+        assert worst_difference(history[:-1], truth[:-1]) < TOLERANCE, (grid, history)
+
+
+def test_a_run_of_a_grid_resumes_on_one_process(runs, truth, tmp_path):
+    history = train(tmp_path, resume=runs / "0" / "checkpoint-3")
+    assert worst_difference(history[:-1], truth[1][:-1]) < TOLERANCE
+
+
+def test_plain_transformers_reads_a_sharded_checkpoint(runs, truth, tmp_path):
+    expected = AutoModelForCausalLM.from_pretrained(truth[0] / "checkpoint-6", dtype=torch.float64).state_dict()
+    for index in range(len(GRIDS)):
+        sharded = AutoModelForCausalLM.from_pretrained(runs / str(index) / "checkpoint-6", dtype=torch.float64)
+        for name, value in sharded.state_dict().items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-8, atol=1e-9)
+    export_hf(runs / "1" / "checkpoint-6", tmp_path / "plain", shard_bytes=20_000)
+    assert not is_sharded_checkpoint(tmp_path / "plain")
+    assert len(list((tmp_path / "plain").glob("*.safetensors"))) > 2
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float64)
+    sharded = AutoModelForCausalLM.from_pretrained(runs / "1" / "checkpoint-6", dtype=torch.float64)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, sharded.state_dict()[name]), name
+
+
+def test_damaged_checkpoints_are_refused_by_name(runs, tmp_path):
+    import shutil
+
+    broken = tmp_path / "checkpoint-3"
+    shutil.copytree(runs / "0" / "checkpoint-3", broken)
+    victim = next(broken.glob("shard-*.safetensors"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"{victim.name} has"):
+        train(tmp_path / "a", resume=broken)
+    victim.unlink()
+    with pytest.raises(ValueError, match=f"{victim.name} is missing"):
+        train(tmp_path / "b", resume=broken)
+    (broken / MANIFEST).unlink()
+    with pytest.raises(ValueError, match="not a complete checkpoint"):
+        train(tmp_path / "c", resume=broken)
+
+
+# Recomputation runs outside of Float64, so this one is in float32: six AdamW steps at this rate make 2e-5 of 1e-7.
+CHECKPOINTED = dict(stock=True, activation_checkpointing=True)
+FLOAT32_TOLERANCE = 1e-4
+
+
+def _checkpointed(output: Path, grid: Grid | None) -> list[dict]:
+    trainer = make_trainer(output, grid, model=tiny_model("smollm2", dtype=torch.float32), **CHECKPOINTED)
+    trainer.train()
+    # The stock Trainer's evaluation loss is a mean over batches, which are cut differently on one process.
+    return [
+        {key: value for key, value in entry.items() if key != "eval_loss"}
+        for entry in numbers(trainer.state.log_history)
+    ]
+
+
+def test_stock_trainer_and_options(truth, tmp_path):
+    stock = _checkpointed(tmp_path / "one", None)
+    run_ranks(_options, 4, tmp_path, truth[0], stock)
+
+
+def _options(folder: Path, plain: Path, stock: list[dict]) -> None:
+    grid = Grid(z=2, x=2)
+    history = _checkpointed(folder / "grid", grid)
+    assert worst_difference(history, stock) < FLOAT32_TOLERANCE, (history, stock)
+    with pytest.raises(ValueError, match="cannot be resumed on a grid"):
+        train(folder / "a", grid, resume=plain / "checkpoint-3")
+    with pytest.raises(ValueError, match="torch_compile|torch.compile"):
+        make_trainer(folder / "b", grid, torch_compile=True)
+    with pytest.raises(ValueError, match="fp16"):
+        make_trainer(folder / "c", grid, fp16=True)
+    with pytest.raises(ValueError, match="data \\* z \\* y \\* x = 1 \\* 1 \\* 1 \\* 2 = 2, but 4 process"):
+        make_trainer(folder / "d", Grid(x=2))
+
+
+def test_bf16_autocast_is_close_to_one_process(tmp_path):
+    """bf16 has 8 bits: products of one process and of a grid differ by rounding, not by more than a few parts in 1e2."""
+    options = dict(bf16=True, max_steps=3, save_strategy="no")
+    one = make_trainer(tmp_path / "one", None, **options)
+    one.model.float()
+    one.train()
+    truth = [entry["loss"] for entry in one.state.log_history if "loss" in entry]
+    run_ranks(_bf16, 4, tmp_path, options, truth)
+
+
+def _bf16(folder: Path, options: dict, truth: list[float]) -> None:
+
+    for index, grid in enumerate((Grid(z=2, x=2), Grid(y=2, x=2))):
+        trainer = make_trainer(folder / str(index), grid, model=tiny_model("qwen3", dtype=torch.float32), **options)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert losses == pytest.approx(truth, rel=5e-3), (grid, losses, truth)
+        assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
+
+
+def test_lora_trains_saves_and_resumes_on_another_grid(tmp_path):
+    one = _lora_run(tmp_path / "one", None)
+    run_ranks(_lora, 4, tmp_path, one)
+
+
+def _lora_run(output: Path, grid: Grid | None, resume: Path | None = None) -> list[dict]:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    lora = LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    model = get_peft_model(tiny_model("qwen3"), lora).to(torch.float64)
+    return train(output, grid, resume=resume, model=model)
+
+
+def _lora(folder: Path, truth: list[dict]) -> None:
+    from peft import PeftModel
+
+    for grid, resume in ((Grid(z=2, x=2), None), (Grid(y=2, x=2), folder / "0" / "checkpoint-3")):
+        history = _lora_run(folder / ("1" if resume else "0"), grid, resume)
+        assert worst_difference(history[:-1], truth[:-1]) < TOLERANCE, (grid, history)
+    saved = PeftModel.from_pretrained(tiny_model("qwen3"), folder / "0" / "checkpoint-6")
+    expected = PeftModel.from_pretrained(tiny_model("qwen3"), folder / "one" / "checkpoint-6")
+    values = {name: value for name, value in expected.named_parameters() if "lora" in name}
+    assert values
+    for name, value in saved.named_parameters():
+        if "lora" in name:
+            torch.testing.assert_close(value, values[name], rtol=1e-6, atol=1e-7)
+
+
+def test_the_history_is_json(truth):
+    assert json.loads(json.dumps(truth[1])) == truth[1]
