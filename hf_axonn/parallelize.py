@@ -33,7 +33,7 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     Args:
         model: a Transformers model, with or without PEFT adapters, or any nn.Module.
         grid: sizes of the axes; their product is the number of ranks.
-        config: overlap switches and reduce_dtype; defaults if None.
+        config: overlap switches and reduce_dtype; None takes those of the launch file if it has this grid.
     Returns:
         (the model itself, a report of what was sharded and what was not and why).
     Raises:
@@ -42,7 +42,7 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
         RuntimeError: torch.distributed is not initialized.
     Collectives: creation of the process groups and one broadcast of each parameter and buffer, over the world.
     """
-    config = config or AxonnConfig(grid=grid)
+    config = config or _launched_config(grid)
     if grid.size == 1:
         return model, Report(str(grid), "one rank, the model is untouched")
     inner = compat.without_peft(model)
@@ -64,6 +64,12 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     return model, report
 
 
+def _launched_config(grid: Grid) -> AxonnConfig:
+    """The settings of the launch file if it launched this grid, else the defaults."""
+    launched = AxonnConfig.from_env()
+    return launched if launched is not None and launched.grid == grid else AxonnConfig(grid=grid)
+
+
 def from_pretrained(
     name_or_path: str, *, grid: Grid, config: AxonnConfig | None = None, auto_class: type | None = None, **kwargs: Any
 ) -> nn.Module:
@@ -75,7 +81,7 @@ def from_pretrained(
     Args:
         name_or_path: what `AutoModelForCausalLM.from_pretrained` takes.
         grid: sizes of the axes. A grid of one rank gives the plain model.
-        config: overlap switches and reduce_dtype; defaults if None.
+        config: overlap switches and reduce_dtype; None takes those of the launch file if it has this grid.
         auto_class: AutoModelForCausalLM if None.
         kwargs: for `from_pretrained`: dtype, attn_implementation, revision and so on.
     Returns:

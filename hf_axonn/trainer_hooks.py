@@ -25,10 +25,18 @@ from hf_axonn.plugin import AxonnPlugin, shard_plain_model
 
 
 def install_when_imported() -> None:
-    """Wrap Trainer now if it has been imported, else as soon as it is."""
+    """Wrap Trainer now if it has been imported, else as soon as it is.
+
+    A script that begins with `from transformers import Trainer` imports accelerate, and so comes here, while Trainer's
+    own module is half executed. Then nothing is done: every AxonnPlugin comes here again when it is made.
+    """
     from hf_axonn._autoload import after_import
 
-    after_import("transformers.trainer", lambda: install(sys.modules["transformers.trainer"].Trainer))
+    module = sys.modules.get("transformers.trainer")
+    if module is None:
+        after_import("transformers.trainer", lambda: install(sys.modules["transformers.trainer"].Trainer))
+    elif hasattr(module, "Trainer"):
+        install(module.Trainer)
 
 
 def install(trainer_class: type) -> None:
@@ -55,8 +63,19 @@ def _plugin(trainer) -> AxonnPlugin | None:
 
 
 def create_accelerator_and_postprocess(self, original: Callable) -> None:
-    """A grid refuses what it cannot do, and a plain model is sharded before anything else looks at it."""
+    """A plain model is sharded before anything else looks at it."""
     original()
+    _make_ready(self)
+
+
+def _prepare_for_training(self, original: Callable, *args, **kwargs):
+    """The first Trainer of a process may have been made before this class was wrapped."""
+    _make_ready(self)
+    return original(*args, **kwargs)
+
+
+def _make_ready(self) -> None:
+    """Refuse what a grid cannot do, and shard a model that is not."""
     plugin = _plugin(self)
     if plugin is None:
         if isinstance(self.model, nn.Module) and find_state(self.model) is not None:
@@ -168,6 +187,7 @@ def _load_rng_state(self, original: Callable, checkpoint: str | None) -> None:
 
 WRAPPERS = (
     create_accelerator_and_postprocess,
+    _prepare_for_training,
     call_model_init,
     _get_num_items_in_batch,
     _save,

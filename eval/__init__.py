@@ -1,0 +1,50 @@
+"""Measure how much of its training data a causal language model gives back verbatim.
+
+Installed as `hf_axonn_eval` (a top-level package called `eval` would shadow users' own). In Python:
+
+    from hf_axonn_eval import build_samples, extract, load_model, summarize
+
+    loaded = load_model("runs/my-model")
+    samples = build_samples(documents, tokenizer=loaded.tokenizer, prefix_length=32, suffix_length=32)
+    results = extract(loaded.model, loaded.tokenizer, samples)
+    summary = summarize(results)
+
+and from a shell `python -m hf_axonn_eval samples | extract | report`; docs/evaluation.md defines every metric.
+"""
+
+from importlib import import_module
+
+
+_HOME = {  # public name -> module; resolved on first use, so that --help does not wait for torch
+    "Sample": "samples",
+    "build_samples": "samples",
+    "read_documents": "samples",
+    "read_samples": "samples",
+    "write_samples": "samples",
+    "samples_digest": "samples",
+    "load_model": "models",
+    "LoadedModel": "models",
+    "extract": "extraction",
+    "SampleResult": "results",
+    "read_run": "results",
+    "document_nll": "scoring",
+    "summarize": "summary",
+    "compare": "summary",
+    "write_report": "report",
+    "wilson": "stats",
+    "bootstrap": "stats",
+}
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(f"{__name__}.{_HOME[name]}")
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

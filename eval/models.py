@@ -1,0 +1,162 @@
+"""Load what is to be measured: an HF model, or a sharded checkpoint, on one process or on a grid."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_axonn_eval import weights
+from hf_axonn_eval.division import Division
+
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model in eval mode, its tokenizer, and what identifies it in the record of a run."""
+
+    model: Any
+    tokenizer: Any
+    record: dict[str, Any]
+
+
+def load_model(
+    path: str | os.PathLike,
+    *,
+    grid=None,
+    tokenizer: str | os.PathLike | None = None,
+    dtype: str = "auto",
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Load a causal LM and its tokenizer.
+
+    Args:
+        path: an HF directory, the sharded checkpoint of a training run, a directory with a PEFT adapter, or a name on
+            the hub.
+        grid: an `hf_axonn.Grid` over which to shard the model; each rank then reads only its own slices. None, or a
+            grid of size 1: the whole model on every process.
+        tokenizer: where the tokenizer is, if not at `path`.
+        dtype: "auto" for that of the checkpoint, or one of DTYPES.
+        attn_implementation: as for `AutoModelForCausalLM.from_pretrained`.
+        trust_remote_code: whether to execute code that comes with the model.
+    Raises:
+        ValueError: nothing there, weights missing, a grid that is not the number of processes, or no tokenizer. On
+            every rank alike.
+    Collectives: over the world; with a grid, those of `hf_axonn.from_pretrained`.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}, but it must be one of {', '.join(DTYPES)}.")
+    start_distributed()
+    division = Division.of(None)
+    if grid is not None:
+        grid.check(division.world_size)
+    directory = _directory(path)
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    # before loading: shards that are missing would be read as noise, on a grid by every rank its own
+    if directory is not None and weights.is_sharded(directory):
+        division.on_rank_zero(lambda: weights.check_complete(directory, _shapes(directory, trust_remote_code)))
+
+    from transformers import AutoTokenizer
+
+    try:
+        loaded_tokenizer = AutoTokenizer.from_pretrained(tokenizer or path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no tokenizer at {tokenizer or path}; name its directory with tokenizer=... (--tokenizer). {error}"
+        ) from error
+    model = _on_grid(path, grid, options) if grid is not None and grid.size > 1 else _whole(path, options)
+    model.eval()
+    directory = directory or _hub_directory(path)
+    return LoadedModel(
+        model=model,
+        tokenizer=loaded_tokenizer,
+        record={
+            "path": str(path),
+            "fingerprint": division.on_rank_zero(lambda: weights.fingerprint(directory)),
+            "architecture": type(model).__name__,
+            "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+            "attn_implementation": getattr(model.config, "_attn_implementation", None),
+            "tokenizer": str(tokenizer or path),
+        },
+    )
+
+
+def start_distributed() -> None:
+    """Join the processes that accelerate launch or torchrun started; nothing happens in a single process."""
+    import torch.distributed as dist
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
+        import torch
+        from accelerate import PartialState
+
+        PartialState(cpu=not torch.cuda.is_available())
+
+
+def _directory(path: str | os.PathLike) -> Path | None:
+    """The local directory, or None for a name on the hub.
+
+    Raises:
+        ValueError: there is no such directory, or it holds no model.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        if directory.is_absolute() or directory.exists() or str(path).startswith(".") or str(path).count("/") > 1:
+            raise ValueError(f"{path} is not a directory.")
+        return None
+    if not any((directory / name).is_file() for name in ("config.json", "adapter_config.json")):
+        inside = sorted(entry.parent.name for entry in directory.glob("*/config.json"))
+        remedy = f" Name one of those inside it: {', '.join(inside)}." if inside else ""
+        raise ValueError(f"{path} holds no model: there is no config.json.{remedy}")
+    return directory
+
+
+def _shapes(directory: Path, trust_remote_code: bool) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+    """Names and full shape of every weight, from the configuration alone."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: (tuple(names[id(weight)]), tuple(weight.shape)) for name, weight in model.named_parameters()}
+
+
+def _whole(path: str | os.PathLike, options: dict[str, Any]):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, report = AutoModelForCausalLM.from_pretrained(
+        path, use_safetensors=True, output_loading_info=True, **options
+    )
+    if report["missing_keys"] or report["mismatched_keys"]:
+        raise ValueError(
+            f"{path} lacks weights of its own model, which would be random: missing {sorted(report['missing_keys'])}, "
+            f"of the wrong shape {sorted(map(str, report['mismatched_keys']))}."
+        )
+    if torch.cuda.is_available():
+        model.to(torch.device("cuda", torch.cuda.current_device()))
+    return model
+
+
+def _on_grid(path: str | os.PathLike, grid, options: dict[str, Any]):
+    if (Path(path) / "adapter_config.json").is_file():
+        raise ValueError(
+            f"{path} is a PEFT adapter, which is not loaded on a grid: merge it into its base model "
+            "(PeftModel.merge_and_unload, save_pretrained), or measure it on one process."
+        )
+    import hf_axonn
+
+    return hf_axonn.from_pretrained(path, grid=grid, **options)
+
+
+def _hub_directory(path: str | os.PathLike) -> Path:
+    from transformers.utils import cached_file
+
+    return Path(cached_file(path, "config.json")).parent

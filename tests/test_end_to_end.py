@@ -1,0 +1,157 @@
+"""The product as a user starts it: stock `accelerate launch --config GRID.yaml finetune.py`, processes and files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from eval_support import documents, tiny_llama, topics_tokenizer
+from training import numbers, worst_difference
+
+from hf_axonn.cli import main as hf_axonn_cli
+
+
+ROOT = Path(__file__).resolve().parents[1]
+FINETUNE = ROOT / "training_scripts" / "finetune.py"
+# float32 on both sides: rounding of 6e-8 grows to a few 1e-6 in six AdamW steps at this rate.
+TOLERANCE = 1e-4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A tiny model with its tokenizer, documents, and a launch file for a second grid."""
+    folder = tmp_path_factory.mktemp("end-to-end")
+    tiny_llama().save_pretrained(folder / "model")
+    topics_tokenizer().save_pretrained(folder / "model")
+    texts = [{"text": document["text"][:1500]} for document in documents()]
+    (folder / "documents.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    settings = yaml.safe_load((ROOT / "training_scripts" / "grids" / "cpu_2_x2.yaml").read_text())
+    settings["axonn_config"] = {"grid": {"y": 2}, "overlap": {"all_gather": False}}
+    (folder / "y2.yaml").write_text(yaml.safe_dump(settings))
+    return folder
+
+
+def arguments(folder: Path, output: str, *, rows: int, **options) -> list[str]:
+    """A finetune.py command line with 8 rows in a global step, of which each process takes `rows`."""
+    settings = dict(
+        model=folder / "model",
+        data=folder / "documents.jsonl",
+        output_dir=folder / output,
+        sequence_length=48,
+        held_out=0.2,
+        per_device_train_batch_size=rows,
+        per_device_eval_batch_size=3,
+        max_steps=6,
+        save_steps=3,
+        eval_steps=3,
+        eval_strategy="steps",
+        logging_steps=1,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        goldfish_k=3,
+        goldfish_context_width=4,
+        report_to="none",
+        use_cpu=True,
+        seed=1,
+    )
+    return [str(FINETUNE), *(f"--{name}={value}" for name, value in {**settings, **options}.items())]
+
+
+def launch(launch_file: Path, command: list[str]) -> list[str]:
+    return [sys.executable, "-m", "accelerate.commands.launch", "--config", str(launch_file), *command]
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    return done
+
+
+def history(folder: Path, output: str, checkpoint: int = 6) -> list[dict]:
+    return numbers(
+        json.loads((folder / output / f"checkpoint-{checkpoint}" / "trainer_state.json").read_text())["log_history"]
+    )
+
+
+@pytest.fixture(scope="module")
+def one_process(folder) -> list[dict]:
+    run([sys.executable, *arguments(folder, "one", rows=8)], folder)
+    return history(folder, "one")
+
+
+def test_a_launch_on_four_ranks_logs_what_one_process_logs(folder, one_process):
+    grid = ROOT / "training_scripts" / "grids" / "cpu_4_z2_x2.yaml"
+    done = run(launch(grid, arguments(folder, "four", rows=4)), folder)
+    assert worst_difference(history(folder, "four"), one_process) < TOLERANCE
+    assert done.stderr.count("100%") >= 1, "the progress bar of Trainer is missing"
+    # The final model, read by plain Transformers after conversion and straight from its shards.
+    assert hf_axonn_cli(["convert", str(folder / "four"), str(folder / "plain")]) == 0
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    sharded = AutoModelForCausalLM.from_pretrained(folder / "four").state_dict()
+    plain = AutoModelForCausalLM.from_pretrained(folder / "plain").state_dict()
+    assert all((plain[name] == value).all() for name, value in sharded.items())
+    assert AutoTokenizer.from_pretrained(folder / "plain").vocab_size == topics_tokenizer().vocab_size
+
+
+def test_a_run_killed_after_a_save_resumes_on_another_grid(folder, one_process):
+    grid = ROOT / "training_scripts" / "grids" / "cpu_4_z2_x2.yaml"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        launch(grid, arguments(folder, "killed", rows=4, max_steps=100_000)),
+        env=environment,
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        saved = folder / "killed" / "checkpoint-3" / "trainer_state.json"
+        end = time.monotonic() + 240
+        while not saved.is_file() and process.poll() is None and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(0.2)  # it is being written
+        assert saved.is_file() and process.poll() is None, "the run ended before it could be killed"
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    resume = folder / "killed" / "checkpoint-3"
+    run(launch(folder / "y2.yaml", arguments(folder, "resumed", rows=8, resume_from_checkpoint=resume)), folder)
+    assert worst_difference(history(folder, "resumed"), one_process) < TOLERANCE
+
+
+STOCK = """
+import sys
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from datasets import Dataset
+
+model, output, rows = sys.argv[1], sys.argv[2], int(sys.argv[3])
+data = Dataset.from_list([{"input_ids": list(range(i, i + 20)), "labels": list(range(i, i + 20))} for i in range(64)])
+arguments = TrainingArguments(
+    output_dir=output, per_device_train_batch_size=rows, max_steps=4, save_steps=4, logging_steps=1, learning_rate=1e-3,
+    report_to="none", use_cpu=True,
+)
+trainer = Trainer(model=AutoModelForCausalLM.from_pretrained(model), args=arguments, train_dataset=data)
+trainer.train()
+print("sharded" if hasattr(trainer.model, "axonn") else "whole")
+"""
+
+
+def test_an_unmodified_script_of_stock_trainer(folder):
+    """It imports Trainer before anything of ours, so our wrapping of Trainer comes while that import is under way."""
+    (folder / "stock.py").write_text(STOCK)
+    command = [str(folder / "stock.py"), str(folder / "model")]
+    one = run([sys.executable, *command, str(folder / "stock-1"), "8"], folder)
+    grid = run(launch(folder / "y2.yaml", [*command, str(folder / "stock-2"), "8"]), folder)
+    assert "whole" in one.stdout and "sharded" in grid.stdout and "whole" not in grid.stdout
+    assert worst_difference(history(folder, "stock-2", 4), history(folder, "stock-1", 4)) < TOLERANCE
+    assert "hf_axonn.from_pretrained(name, grid=...)" in grid.stderr  # the advice of the warning
+    assert (folder / "stock-2" / "checkpoint-4" / "axonn_checkpoint.json").is_file()

@@ -1,0 +1,111 @@
+"""Who measures what: first as plain loops over all ranks, then with real processes."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from eval_support import samples, tiny_llama, topics_tokenizer, trained_llama
+from ranks import run_ranks
+
+from hf_axonn import Grid
+from hf_axonn_eval import document_nll, extract, scoring
+from hf_axonn_eval.division import Division
+
+
+GRIDS = [Grid(), Grid(data=2), Grid(z=3), Grid(x=2, y=2), Grid(data=2, z=2, y=1, x=2), Grid(data=1, z=2, y=3, x=1)]
+
+
+def division_of(grid: Grid, rank: int, monkeypatch) -> Division:
+    monkeypatch.setattr("hf_axonn_eval.division._world", lambda: (rank, grid.size))
+    return Division.of(SimpleNamespace(axonn=SimpleNamespace(grid=grid, coordinates=grid.coordinates(rank))))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("batches", [0, 1, 4, 7])
+def test_every_batch_is_reported_once_and_all_ranks_make_the_same_calls(grid, batches, monkeypatch):
+    names = [f"batch {number}" for number in range(batches)]
+    reported, calls, by_samples = [], set(), {}
+    for rank in range(grid.size):
+        rounds = list(division_of(grid, rank, monkeypatch).rounds(names))
+        calls.add(len(rounds))
+        reported += [batch for batch, counts in rounds if counts]
+        here = grid.coordinates(rank)
+        by_samples.setdefault((here["data"], here["z"]), set()).add(tuple(batch for batch, _ in rounds))
+    assert sorted(reported) == names
+    assert len(calls) == 1
+    assert all(len(seen) == 1 for seen in by_samples.values()), "ranks of one (data, z) must be fed the same samples"
+
+
+def test_a_plain_model_is_divided_over_the_processes(monkeypatch):
+    monkeypatch.setattr("hf_axonn_eval.division._world", lambda: (2, 3))
+    division = Division.of(object())
+    assert (division.index, division.count, division.reports) == (2, 3, True)
+
+
+def test_without_processes_nothing_is_communicated():
+    division = Division()
+    assert division.gather([1, 2]) == [1, 2]
+    assert division.maximum(3) == 3
+    assert division.total([1.5, 2.0]) == [1.5, 2.0]
+    assert division.on_rank_zero(lambda: "value") == "value"
+
+
+def worker(directory: str) -> tuple:
+    rank, division = dist.get_rank(), Division.of(None)
+
+    assert division.gather([rank, rank]) == ([0, 0, 1, 1] if rank == 0 else [])
+    assert division.maximum(10 * rank) == 10
+    assert division.total([rank + 1.0, 2.0]) == [3.0, 4.0]
+    with pytest.raises(ValueError, match="told to all"):  # on both ranks: neither waits for the other
+
+        def fail():
+            raise ValueError("told to all")
+
+        division.on_rank_zero(fail)
+
+    # 11 samples in batches of 2 are 6 batches; the second run goes on where a stop left the first
+    model, calls = trained_llama(), []
+    decode = scoring.continue_greedily
+
+    def counted(*args, steps, **kwargs):
+        calls.append(steps)
+        return decode(*args, steps=steps, **kwargs)
+
+    scoring.continue_greedily = counted
+    record, output = {"fingerprint": "trained"}, os.path.join(directory, "run")
+    some = samples()[:11]
+    options = {"output": output, "model_record": record, "batch_size": 2, "progress": False}
+    results = extract(model, topics_tokenizer(), some, **options)
+    steps: list = [None, None]
+    dist.all_gather_object(steps, calls)
+    assert steps[0] == steps[1] and steps[0], "ranks that decode different numbers of steps hang on a grid with z > 1"
+    if rank == 0:
+        file = Path(output, "results.jsonl")
+        lines = file.read_text().splitlines(keepends=True)
+        assert len(lines) == 11
+        file.write_text("".join(lines[:3]) + lines[3][:40])
+    again = extract(model, topics_tokenizer(), some, **options)
+    with pytest.raises(ValueError, match="holds another run"):
+        extract(model, topics_tokenizer(), some[:10], **options)
+
+    loss = document_nll(model, [sample.prefix + sample.suffix[: 3 + i % 4] for i, sample in enumerate(some)])
+    return results, again, loss
+
+
+def test_two_processes_measure_what_one_does(tmp_path):
+    trained_llama(), topics_tokenizer(), samples(), tiny_llama()  # made before the fork, shared after it
+    (first, first_again, first_loss), (second, second_again, second_loss) = run_ranks(worker, 2, str(tmp_path))
+    some = samples()[:11]
+    alone = extract(trained_llama(), topics_tokenizer(), some, batch_size=2, progress=False)
+    assert second == second_again == []
+    for results in (first, first_again):
+        assert [result.sample_id for result in results] == [sample.sample_id for sample in some]
+        assert [result.generated for result in results] == [result.generated for result in alone]
+        for result, expected in zip(results, alone, strict=True):
+            assert result.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+    expected = document_nll(
+        trained_llama(), [sample.prefix + sample.suffix[: 3 + i % 4] for i, sample in enumerate(some)]
+    )
+    assert first_loss == second_loss == (pytest.approx(expected.nll, rel=1e-6), expected.tokens)

@@ -1,0 +1,118 @@
+"""The command line, from documents to a report, and its exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from eval_support import LEARNT, documents, samples, tiny_llama, topics_tokenizer, trained_llama
+
+from hf_axonn_eval.__main__ import main
+from hf_axonn_eval.samples import samples_digest
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with documents, a base model and a trained one."""
+    place = tmp_path_factory.mktemp("place")
+    lines = [json.dumps({"title": d["id"], "body": d["text"], "seen": d["bucket"]}) for d in documents()]
+    (place / "documents.jsonl").write_text("\n".join(lines) + "\n")
+    for name, model in (("base", tiny_llama()), ("trained", trained_llama())):
+        model.save_pretrained(place / name)
+        topics_tokenizer().save_pretrained(place / name)
+    return place
+
+
+def build(place, output):
+    fields = ["--id_key", "title", "--text_key", "body", "--bucket_key", "seen"]
+    lengths = ["--prefix_length", "12", "--suffix_length", "12"]
+    files = ["--documents", place / "documents.jsonl", "--tokenizer", place / "base", "--output", output]
+    return main(["samples", *map(str, files), *fields, *lengths])
+
+
+def test_from_documents_to_a_report(place, tmp_path, capsys):
+    assert build(place, tmp_path / "samples.jsonl") == 0
+    told = capsys.readouterr().out
+    assert f"trained on 40x: {LEARNT}" in told and samples_digest(samples()) in told
+    for name in ("base", "trained"):
+        asked = ["--model", place / name, "--samples", tmp_path / "samples.jsonl", "--output", tmp_path / name]
+        assert main(["extract", *map(str, asked)]) == 0
+    assert f"{LEARNT} of {LEARNT}" in capsys.readouterr().out
+    runs = [f"{name}={tmp_path / name}" for name in ("base", "trained")]
+    assert main(["report", "--runs", *runs, "--output", str(tmp_path / "report")]) == 0
+    assert "plot.png" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "report" / "summary.json").read_text())
+    counts = {
+        (name, bucket): summary["runs"][name]["buckets"][bucket]["metrics"]["exact_match"]["count"]
+        for name in ("base", "trained")
+        for bucket in ("0", "40")
+    }
+    assert counts == {("base", "0"): 0, ("base", "40"): 0, ("trained", "0"): 0, ("trained", "40"): LEARNT}
+    assert summary["runs"]["trained"]["run"]["model"]["path"] == str(place / "trained")
+    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == ["plot.png", "report.md", "summary.json"]
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("samples --documents {place}/absent --tokenizer {place}/base --output {out}/s", "absent is not a file"),
+        ("samples --documents {place}/documents.jsonl --tokenizer {place}/base --output {out}/s", "no field 'id'"),
+        ("extract --model {place}/absent --samples {samples} --output {out}/run", "absent is not a directory"),
+        (
+            "extract --model {place}/base --samples {place}/documents.jsonl --output {out}/run",
+            "line 1 is not a sample",
+        ),
+        ("extract --model {place}/base --samples {samples} --output {out}/run --grid z=2", "= 2, but 1 process"),
+        ("extract --model {place}/base --samples {samples} --output {out}/run --grid two", "--grid two is not like"),
+        ("report --runs base={place}/base --output {out}", "holds no run.json"),
+        ("report --runs {place}/base --output {out}", "NAME=DIRECTORY"),
+    ],
+)
+def test_bad_input_is_exit_code_2_with_a_message(place, tmp_path, capsys, command, message):
+    build(place, tmp_path / "samples.jsonl")
+    capsys.readouterr()
+    words = command.format(place=place, samples=tmp_path / "samples.jsonl", out=tmp_path / "out").split()
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and message in told and "Traceback" not in told
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("wrong", [["--batch_size", "0"], ["--confidence", "95"], ["--confidence", "0"]])
+def test_numbers_are_checked_before_anything_is_loaded(wrong, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["extract", "--model", "absent", "--samples", "absent", "--output", "absent", *wrong])
+    assert end.value.code == 2
+    assert f"argument {wrong[0]}: {wrong[1]} is not" in capsys.readouterr().err
+
+
+def test_the_grid_of_the_launcher_is_used(place, tmp_path, capsys, monkeypatch):
+    build(place, tmp_path / "samples.jsonl")
+    monkeypatch.setenv("AXONN_CONFIG", json.dumps({"grid": {"data": 1, "z": 2, "y": 1, "x": 2}}))
+    asked = ["--model", place / "base", "--samples", tmp_path / "samples.jsonl", "--output", tmp_path / "out"]
+    assert main(["extract", *map(str, asked)]) == 2
+    assert "= 4, but 1 process" in capsys.readouterr().err
+
+
+def test_help_needs_no_torch_and_tells_the_commands():
+    code = (
+        "import runpy, sys; sys.argv = ['x', '--help']\n"
+        "try:\n    runpy.run_module('hf_axonn_eval', run_name='__main__')\n"
+        "except SystemExit as end:\n    assert end.code == 0, end.code\n"
+        "assert 'torch' not in sys.modules"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=dict(os.environ)
+    )
+    assert told.returncode == 0, told.stderr
+    for command in ("samples", "extract", "report"):
+        assert command in told.stdout
+
+
+@pytest.mark.parametrize("command", ["samples", "extract", "report"])
+def test_every_option_has_help(command, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    assert "--output" in capsys.readouterr().out

@@ -1,0 +1,88 @@
+"""Metrics against cases worked out by hand."""
+
+import random
+
+import pytest
+
+from hf_axonn_eval import metrics
+
+
+def test_exact_match_needs_every_id_and_the_same_length():
+    assert metrics.exact_match([5, 6, 7], (5, 6, 7))
+    assert not metrics.exact_match([5, 6, 8], [5, 6, 7])
+    assert not metrics.exact_match([5, 6], [5, 6, 7])
+
+
+@pytest.mark.parametrize(
+    ("hits", "accuracy", "divergence", "strength"),
+    [
+        ([True, True, True, True], 1.0, 4, 1.0),
+        ([False, False, False, False], 0.0, 0, 0.0),
+        ([True, False, True, True], 0.75, 1, 0.5),  # two shown tokens, then both others are right
+        ([False, True, True, True], 0.75, 0, 0.75),
+        ([True, True, True, False], 0.75, 3, 0.0),  # the last one is wrong whatever is shown
+    ],
+)
+def test_teacher_forced_metrics(hits, accuracy, divergence, strength):
+    assert metrics.token_accuracy(hits) == accuracy
+    assert metrics.divergence_point(hits) == divergence
+    assert metrics.extraction_strength(hits) == strength
+
+
+def test_free_running_accuracy_compares_position_by_position():
+    # the continuation skips token 2 and is one place early from there on: only the first token counts
+    assert metrics.free_running_accuracy([1, 3, 4, 5], [1, 2, 3, 4]) == 0.25
+    with pytest.raises(ValueError, match="3 tokens and the suffix 4"):
+        metrics.free_running_accuracy([1, 3, 4], [1, 2, 3, 4])
+
+
+def test_longest_common_run_may_lie_at_other_places():
+    assert metrics.longest_common_run([9, 1, 2, 3, 8], [1, 2, 3, 7, 9]) == 3
+    assert metrics.longest_common_run([1, 2, 3], [4, 5, 6]) == 0
+    # a token that fills more than 1% of a long text is "popular" to difflib, which by default looks for no run there
+    assert metrics.longest_common_run([7] + [0] * 300, [0] * 300 + [8]) == 300
+
+
+def test_edit_distance_is_levenshtein_over_the_length_of_the_suffix():
+    assert metrics.edit_distance([1, 2, 3, 4], [1, 2, 3, 4]) == 0
+    assert metrics.edit_distance([1, 3, 4, 5], [1, 2, 3, 4]) == 0.5  # one deletion, one insertion
+    assert metrics.edit_distance([9, 9, 9, 9], [1, 2, 3, 4]) == 1
+    assert metrics.near_verbatim(1 / 10) and not metrics.near_verbatim(1 / 9)
+
+
+def test_edit_distance_equals_the_textbook_recurrence():
+    rng = random.Random(0)
+    for _ in range(50):
+        one = [rng.randrange(6) * 70_000 for _ in range(rng.randrange(1, 12))]
+        other = [rng.randrange(6) * 70_000 for _ in range(rng.randrange(1, 12))]
+        row = list(range(len(other) + 1))
+        for i, left in enumerate(one, start=1):
+            diagonal, row[0] = row[0], i
+            for j, right in enumerate(other, start=1):
+                diagonal, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, diagonal + (left != right))
+        assert metrics.edit_distance(one, other) == row[-1] / len(other)
+
+
+def test_rouge_f1_by_hand():
+    scores = metrics.rouge("the cat sat there", "The cat was sitting, the mat. Sat!")
+    # reference: the cat was sitting the mat sat (7 words); overlap the, cat, sat = 3; P = 3/4, R = 3/7
+    assert scores["rouge1"] == pytest.approx(2 * (3 / 4) * (3 / 7) / (3 / 4 + 3 / 7))
+    # bigrams: (the cat) is the only one shared; P = 1/3, R = 1/6
+    assert scores["rouge2"] == pytest.approx(2 * (1 / 3) * (1 / 6) / (1 / 3 + 1 / 6))
+    # longest common subsequence: the cat sat = 3
+    assert scores["rougeL"] == scores["rouge1"]
+
+
+def test_rouge_does_not_stem():
+    assert metrics.rouge("sitting cats", "sit cat")["rouge1"] == 0
+
+
+def test_rouge_of_a_text_without_latin_letters_is_undefined_not_zero():
+    assert metrics.rouge("\u4f60\u597d", "\u4f60\u597d") == {"rouge1": None, "rouge2": None, "rougeL": None}
+    assert metrics.rouge("word", "word") == {"rouge1": 1.0, "rouge2": None, "rougeL": 1.0}
+
+
+@pytest.mark.parametrize("metric", [metrics.token_accuracy, metrics.extraction_strength])
+def test_an_empty_suffix_has_no_score(metric):
+    with pytest.raises(ValueError, match="without tokens"):
+        metric([])

@@ -1,0 +1,82 @@
+"""The directory of a run: what survives a crash, and what is refused."""
+
+import json
+
+import pytest
+from eval_support import result
+
+from hf_axonn_eval.results import RunDirectory, read_results, read_run
+
+
+RECORD = {"identity": {"samples": 2, "model_fingerprint": "a"}}
+
+
+def test_what_is_appended_is_read_back(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    assert run.begin(RECORD) == []
+    whole = result("b", generated=[1, 2], generated_text="\u00e9", rougeL=0.25, near_verbatim=True)
+    run.append([result("a")])
+    run.append([whole])
+    assert RunDirectory(tmp_path / "run").begin(RECORD) == [result("a"), whole]
+    assert read_run(tmp_path / "run") == (RECORD, [result("a"), whole])
+
+
+def test_a_line_that_a_crash_cut_short_is_measured_again(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.begin(RECORD)
+    run.append([result("a"), result("b")])
+    file = tmp_path / "results.jsonl"
+    file.write_bytes(file.read_bytes()[:-20])
+    assert run.begin(RECORD) == [result("a")]
+    run.append([result("b")])
+    assert read_run(tmp_path)[1] == [result("a"), result("b")]
+
+
+def test_an_unfinished_run_is_not_reported(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.begin(RECORD)
+    with pytest.raises(ValueError, match="0 of 2 samples: run the same extract command again"):
+        read_run(tmp_path)
+    run.append([result("a")])
+    with pytest.raises(ValueError, match="1 of 2 samples"):
+        read_run(tmp_path)
+
+
+def test_another_run_is_not_gone_on_with(tmp_path):
+    RunDirectory(tmp_path).begin(RECORD)
+    with pytest.raises(ValueError, match="model_fingerprint was 'a' and is 'b'"):
+        RunDirectory(tmp_path).begin({"identity": {"samples": 2, "model_fingerprint": "b"}})
+    assert json.loads((tmp_path / "run.json").read_text()) == RECORD
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "holds no run.json"),
+        ({"run.json": "{"}, "run.json is damaged"),
+        ({"run.json": "[]"}, "run.json is damaged"),
+    ],
+)
+def test_what_is_no_run_is_named(tmp_path, files, message):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_run(tmp_path)
+
+
+def test_results_without_a_record_are_not_written_over(tmp_path):
+    (tmp_path / "results.jsonl").write_text("something of the user's\n")
+    with pytest.raises(ValueError, match="name another output directory"):
+        RunDirectory(tmp_path).begin(RECORD)
+    assert (tmp_path / "results.jsonl").read_text() == "something of the user's\n"
+
+
+def test_damaged_lines_are_named(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.begin(RECORD)
+    run.append([result("a"), result("a")])
+    with pytest.raises(ValueError, match="line 2: sample 'a' is there twice"):
+        read_results(tmp_path / "results.jsonl")
+    (tmp_path / "results.jsonl").write_text('{"sample_id": "a"}\n')
+    with pytest.raises(ValueError, match="line 1 is damaged"):
+        read_results(tmp_path / "results.jsonl")
