@@ -13,11 +13,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_axonn.collectives import gather_replicated
 from hf_axonn.layouts import Tokens, gather_tokens, take_tokens
 from hf_axonn.loss import ShardedCausalLMLoss
 from hf_axonn.plans import Plan
@@ -67,30 +67,37 @@ def _keep_tokens_for_recomputation(state: ModelState, layer: nn.Module) -> None:
 
 def _decoder(state: ModelState, original: Callable, *args, **kwargs):
     output = original(*args, **kwargs)
+    if isinstance(output, dict) and output.get("attentions") is not None:
+        output["attentions"] = tuple(_all_heads(state, weights) for weights in output["attentions"])
     tokens = state.tokens
     if tokens is None or not tokens.sharded:
         state.tokens = None
         return output
-    local_shape = (1, tokens.padded(state.mesh) // state.mesh.size("x", "y"))
 
-    def whole(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            local = value.dim() == 3 and value.shape[:2] == local_shape and local_shape != (tokens.batch, tokens.seq)
-            return gather_tokens(value, tokens, state.mesh) if local else value
-        return tuple(whole(item) for item in value) if type(value) is tuple else value
+    def whole(hidden: Tensor) -> Tensor:
+        return gather_tokens(hidden, tokens, state.mesh)
 
     if isinstance(output, dict):
-        last = output["last_hidden_state"]
         if not state.defer_head:
-            output["last_hidden_state"] = gather_tokens(last, tokens, state.mesh)
-        if output.get("hidden_states") is not None:
-            output["hidden_states"] = whole(output["hidden_states"])
+            output["last_hidden_state"] = whole(output["last_hidden_state"])
+        if output.get("hidden_states") is not None:  # the first is what came out of the embedding
+            first, *others = output["hidden_states"]
+            output["hidden_states"] = (first, *map(whole, others))
+    elif any(isinstance(value, tuple) for value in output):
+        raise ValueError("output_hidden_states and output_attentions of a parallelized model need return_dict=True.")
     else:
-        first = output[0] if state.defer_head else gather_tokens(output[0], tokens, state.mesh)
-        output = (first, *(whole(value) for value in output[1:]))
+        output = (output[0] if state.defer_head else whole(output[0]), *output[1:])
     if not state.defer_head:
         state.tokens = None
     return output
+
+
+def _all_heads(state: ModelState, weights: Tensor) -> Tensor:
+    """Attention weights [B, own heads, S, S] -> [B, heads, S, S]. All-gather over the axes that divide the heads."""
+    if not state.attention_axes:
+        return weights
+    blocks = gather_replicated(weights, state.mesh.group(*state.attention_axes))
+    return blocks.movedim(0, 1).flatten(1, 2)
 
 
 def install_causal_lm(state: ModelState, model: nn.Module) -> None:
@@ -99,12 +106,14 @@ def install_causal_lm(state: ModelState, model: nn.Module) -> None:
 
     def forward(original: Callable, *args, **kwargs):
         state.begin_forward()
+        state.in_forward = True
         given = signature.bind_partial(*args, **kwargs).arguments
         logits_to_keep = given.get("logits_to_keep", 0)
         state.defer_head = (
             model.training
             and torch.is_grad_enabled()
             and given.get("labels") is not None
+            and state.has_head
             and isinstance(logits_to_keep, int)
             and logits_to_keep == 0
             and isinstance(getattr(model, "loss_function", None), ShardedCausalLMLoss)
@@ -112,11 +121,21 @@ def install_causal_lm(state: ModelState, model: nn.Module) -> None:
         try:
             return original(*args, **kwargs)
         finally:
-            state.tokens, state.defer_head = None, False
+            state.tokens, state.defer_head, state.in_forward = None, False, False
 
     wrap_forward(model, forward)
+    base = getattr(model, getattr(model, "base_model_prefix", None) or "", None)
+    if isinstance(base, nn.Module) and base is not model:
+        wrap_forward(base, functools.partial(_base_model, state))
     if state.mesh.size("z") > 1 and hasattr(model, "generate"):
         model.generate = functools.partial(_generate, model.generate)
+
+
+def _base_model(state: ModelState, original: Callable, *args, **kwargs):
+    """The model without its head, which may also be called on its own."""
+    if not state.in_forward:
+        state.begin_forward()
+    return original(*args, **kwargs)
 
 
 def _generate(original: Callable, *args, **kwargs):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -34,23 +35,39 @@ def sync_gradients(model: nn.Module) -> None:
     `accelerator.backward` and Trainer do this by themselves. Every rank must call it. With gradient accumulation call
     it once, after the last micro-batch. Calling it again changes nothing.
 
-    Collectives: all-reduces over data of sharded gradients, over the world of replicated ones, in buckets of 64 MiB.
+    Collectives: an all-reduce over the world of one number a parameter; all-reduces over data of sharded gradients,
+    and over the world of replicated ones, in buckets of 64 MiB.
     """
     state = find_state(model)
     if state is None:
         return
     sharded, replicated = [], []
-    for parameter in model.parameters():
-        grad = parameter.grad
-        if grad is None:
-            if parameter.requires_grad:  # a rank whose samples did not reach it must still take part
-                parameter.grad = grad = torch.zeros_like(parameter)
-            else:
-                continue
+    for grad in _agreed_gradients(model, state):
         is_sharded = isinstance(grad, DTensor) and any(isinstance(place, Shard) for place in grad.placements)
         (sharded if is_sharded else replicated).append(grad.to_local() if isinstance(grad, DTensor) else grad)
     _average(sharded, state.mesh.group("data"))
-    _average(replicated, torch.distributed.group.WORLD)
+    _average(replicated, dist.group.WORLD)
+
+
+def _agreed_gradients(model: nn.Module, state: ModelState) -> list[Tensor]:
+    """The gradients that some rank has; a rank whose samples did not reach a parameter gets zeros for it.
+
+    A parameter that no rank's samples reached keeps None, so that the optimizer leaves it alone as on one process.
+    One all-reduce of a number a parameter, over the world.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        return []
+    has = torch.tensor(
+        [parameter.grad is not None for parameter in trained], dtype=torch.int32, device=state.mesh.device
+    )
+    grads = []
+    for parameter, somewhere in zip(trained, reduce_(has, dist.group.WORLD, op="max").tolist(), strict=True):
+        if somewhere and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        if somewhere:
+            grads.append(parameter.grad)
+    return grads
 
 
 def _average(grads: Iterable[Tensor], group) -> None:

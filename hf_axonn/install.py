@@ -143,6 +143,7 @@ def install_styles(model: nn.Module, plan: Plan, kinds: dict[int, str], state: M
         Block(state, parent, column, row)
         axes_of[block.name] = row.axes
         if heads is not None:
+            state.attention_axes = heads.axes
             compat.set_kv_groups(parent, 1 if heads.expand else None)
             install_dropout(state, parent, heads.axes, probability(parent, "attention_dropout"))
     for name in (*plan.layers, *plan.final):

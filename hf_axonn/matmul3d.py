@@ -182,7 +182,10 @@ class Product:
             return [cut.block(weight.shard.to(dtype)) for weight, cut in zip(self.weights, self.cuts, strict=True)]
         start = partial(start_gather, self.weights, self.cuts, dtype, mesh)
         key = (tuple(id(weight) for weight in self.weights), dtype)
-        return split_gathered(self.state.gather_ahead.take(key, start), self.cuts)
+        return split_gathered(self.state.gather_ahead.take(key, start, self._version), self.cuts)
+
+    def _version(self) -> int:
+        return sum(weight.shard._version for weight in self.weights)
 
 
 class _WeightGradient(torch.autograd.Function):

@@ -43,23 +43,33 @@ class GatherAhead:
         self.enabled = enabled
         self._learned: dict[bool, list[object]] = {False: [], True: []}
         self._seen: dict[bool, list[object]] = {False: [], True: []}
-        self._starters: dict[object, Callable[[], Pending]] = {}
-        self._ahead: dict[object, Pending] = {}
+        self._starters: dict[object, tuple[Callable[[], Pending], Callable[[], int]]] = {}
+        self._ahead: dict[object, tuple[Pending, int]] = {}
 
     def begin_pass(self) -> None:
         """Drop what was started for a pass that is over (its weights may change now), and learn its order."""
-        for pending in self._ahead.values():
+        for pending, _ in self._ahead.values():
             pending.wait()
         self._ahead.clear()
         for phase, seen in self._seen.items():
             if seen:
                 self._learned[phase], self._seen[phase] = seen, []
 
-    def take(self, key: object, start: Callable[[], Pending]) -> Tensor:
-        """The gathered weights of `key`; begins those that come next. `start` reads the weights when called."""
-        pending = self._ahead.pop(key, None) or start()
+    def take(self, key: object, start: Callable[[], Pending], version: Callable[[], int]) -> Tensor:
+        """The gathered weights of `key`; begins those that come next.
+
+        Args:
+            key: the same whenever these weights are gathered.
+            start: begins the gather, of the weights as they then are.
+            version: changes when the weights change; what was begun before that is not used.
+        """
+        pending, begun_at = self._ahead.pop(key, (None, None))
+        if pending is not None and begun_at != version():
+            pending.wait()
+            pending = None
+        pending = pending or start()
         if self.enabled:
-            self._starters[key] = start
+            self._starters[key] = (start, version)
             phase = in_backward()
             seen, learned = self._seen[phase], self._learned[phase]
             position = len(seen)
@@ -67,7 +77,8 @@ class GatherAhead:
             if position + 1 < len(learned) and learned[position] == key:
                 following = learned[position + 1]
                 if following in self._starters and following not in self._ahead:
-                    self._ahead[following] = self._starters[following]()
+                    start_following, version_of_following = self._starters[following]
+                    self._ahead[following] = (start_following(), version_of_following())
         return pending.wait()
 
 

@@ -9,6 +9,8 @@ place where a model is changed.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,6 +64,42 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     state.report = report
     inner.axonn = state
     return model, report
+
+
+@contextlib.contextmanager
+def auto_parallelize(grid: Grid, *, config: AxonnConfig | None = None) -> Iterator[None]:
+    """AxoNN's easy API: the modules that are built inside are sharded when the block ends.
+
+        with auto_parallelize(grid):
+            net = MyModule()
+
+    Every outermost module with parameters is given to `parallelize`: each Linear is cut on its own, takes whole
+    activations and returns whole activations, so the module's code needs no change. After backward call
+    `sync_gradients(net)`. Ranks with the same (data, z) must get the same inputs.
+
+    Args:
+        grid: sizes of the axes; their product is the number of ranks.
+        config: overlap switches and reduce_dtype; None takes those of the launch file if it has this grid.
+    Raises:
+        As `parallelize`.
+    Collectives: those of `parallelize`, for each such module.
+    """
+    built: list[nn.Module] = []
+    initialize = nn.Module.__init__
+
+    def recording(module: nn.Module, *args, **kwargs) -> None:
+        initialize(module, *args, **kwargs)
+        built.append(module)
+
+    nn.Module.__init__ = recording
+    try:
+        yield
+    finally:
+        nn.Module.__init__ = initialize
+    inside = {id(child) for module in built for child in module.modules() if child is not module}
+    for module in built:
+        if id(module) not in inside and any(True for _ in module.parameters()):
+            parallelize(module, grid, config=config)
 
 
 def _launched_config(grid: Grid) -> AxonnConfig:

@@ -27,7 +27,10 @@ class ModelState:
         tokens: the batch passing through the decoder layers, None outside of them.
         report: what parallelize did to the model.
         random_seed, random_count: of the `keyed_random` that is open (dropout.py).
-        defer_head: whether the head is to leave the logits to the loss (training with labels).
+        in_forward: whether a pass of the whole model is under way.
+        has_head: whether the head is one of ours, which can leave the logits to the loss.
+        defer_head: whether it is to do so in this pass (training with labels).
+        attention_axes: the axes that divide the heads of attention blocks.
     """
 
     def __init__(self, mesh: GridMesh, config: AxonnConfig) -> None:
@@ -41,7 +44,10 @@ class ModelState:
         self.weights: list[ShardedWeight] = []
         self._weight_of_parameter: dict[int, ShardedWeight] = {}
         self.tokens: Tokens | None = None
+        self.in_forward = False
+        self.has_head = False
         self.defer_head = False
+        self.attention_axes: tuple[str, ...] = ()
         self.random_seed: int | None = None
         self.random_count = 0
 

@@ -79,6 +79,7 @@ class Head:
         self.linear = linear
         self.weights = [state.weight_of(linear)]
         self.cuts = [cut_weight("vocabulary", linear.out_features, linear.in_features, state.mesh)]
+        state.has_head = True
         wrap_forward(linear, self._forward)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor | DeferredLogits:

@@ -28,6 +28,17 @@ class Float64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def recompute_in_float64(module: torch.nn.Module) -> None:
+    """Let a checkpointed module enter the mode by itself: autograd leaves it, and recomputes in backward."""
+    forward = module.forward
+
+    def with_mode(*args, **kwargs):
+        with Float64():
+            return forward(*args, **kwargs)
+
+    module.forward = with_mode
+
+
 def is_small_float(value: object) -> bool:
     return value in (torch.float32, torch.float16, torch.bfloat16)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from eval_support import documents, tiny_llama, topics_tokenizer
@@ -111,7 +111,6 @@ def test_a_run_killed_after_a_save_resumes_on_another_grid(folder, one_process):
         cwd=folder,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
     )
     try:
         saved = folder / "killed" / "checkpoint-3" / "trainer_state.json"
@@ -121,7 +120,10 @@ def test_a_run_killed_after_a_save_resumes_on_another_grid(folder, one_process):
         time.sleep(0.2)  # it is being written
         assert saved.is_file() and process.poll() is None, "the run ended before it could be killed"
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        # torchrun starts each rank in a session of its own, so the launcher's group is not enough.
+        family = [*psutil.Process(process.pid).children(recursive=True), process]
+        for member in family:
+            member.kill()
         process.wait()
     resume = folder / "killed" / "checkpoint-3"
     run(launch(folder / "y2.yaml", arguments(folder, "resumed", rows=8, resume_from_checkpoint=resume)), folder)
@@ -136,8 +138,8 @@ from datasets import Dataset
 model, output, rows = sys.argv[1], sys.argv[2], int(sys.argv[3])
 data = Dataset.from_list([{"input_ids": list(range(i, i + 20)), "labels": list(range(i, i + 20))} for i in range(64)])
 arguments = TrainingArguments(
-    output_dir=output, per_device_train_batch_size=rows, max_steps=4, save_steps=4, logging_steps=1, learning_rate=1e-3,
-    report_to="none", use_cpu=True,
+    output_dir=output, per_device_train_batch_size=rows, max_steps=4, save_steps=4, logging_steps=1,
+    learning_rate=1e-3, report_to="none", use_cpu=True,
 )
 trainer = Trainer(model=AutoModelForCausalLM.from_pretrained(model), args=arguments, train_dataset=data)
 trainer.train()
