@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hf_axonn import compat
+from hf_axonn.checkpoint import check_complete, is_sharded_checkpoint
 from hf_axonn.config import AxonnConfig
 from hf_axonn.grid import Grid, grid_mesh
 from hf_axonn.install import install_styles, shard_parameters, weight_kinds
@@ -125,8 +126,9 @@ def from_pretrained(
     Returns:
         The model, in eval mode as from_pretrained leaves it, on this rank's device.
     Raises:
-        ValueError: GGUF or quantized weights, device_map or tp_plan among the arguments, or weights are missing in the
-            checkpoint (they could only be filled with numbers that differ from rank to rank).
+        ValueError: GGUF or quantized weights, device_map or tp_plan among the arguments, an incomplete sharded
+            checkpoint, or weights that the checkpoint lacks (they would be filled with numbers that differ from rank
+            to rank).
     Collectives: creation of the process groups; those of torch.distributed.checkpoint for a sharded checkpoint.
     """
     from transformers import AutoModelForCausalLM
@@ -145,6 +147,8 @@ def from_pretrained(
             "AutoModelForCausalLM.from_pretrained(..., gguf_file=..., quantization_config=GgufConfig(dequantize=True))"
             ".save_pretrained(DIR) on one process, and load DIR."
         )
+    if is_sharded_checkpoint(name_or_path):
+        check_complete(name_or_path)
     device = torch.device(compat.default_device_type())
     if device.type != "cpu":
         kwargs["device_map"] = {"": torch.get_device_module(device).current_device()}

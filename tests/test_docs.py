@@ -1,0 +1,251 @@
+"""The documents say what is there: their code parses, and the names, options, files and headings in them exist."""
+
+import ast
+import contextlib
+import functools
+import importlib
+import inspect
+import io
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+import hf_axonn
+from hf_axonn.cli import main as hf_axonn_main
+from hf_axonn.config import AxonnConfig
+from hf_axonn.launch import accelerate_options
+from hf_axonn_eval.__main__ import main as eval_main
+
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ROOT / "training_scripts"
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGES = ("hf_axonn", "hf_axonn_eval")
+FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+OPTION = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
+DOTTED = re.compile(r"\bhf_axonn(?:_eval)?(?:\.[A-Za-z_]\w*)+")
+SHELL = ("bash", "console", "sh")
+# Programs by the words that begin them in a command line; the longest that fits counts.
+FINETUNE, EVAL, LAUNCH, CLI = "finetune", "hf_axonn_eval", "launch", "hf-axonn"
+PROGRAMS = {
+    ("accelerate", "launch"): LAUNCH,
+    ("accelerate-launch",): LAUNCH,
+    ("axonn-launch",): LAUNCH,
+    ("python", "-m", "accelerate.commands.launch"): LAUNCH,
+    ("python", "-m", "hf_axonn_eval"): EVAL,
+    ("-m", "hf_axonn_eval"): EVAL,
+    ("hf-axonn-eval",): EVAL,
+    ("hf-axonn",): CLI,
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block, and where it stands."""
+
+    place: str
+    language: str
+    text: str
+
+
+def blocks(*languages: str) -> list[Block]:
+    """All fenced blocks in one of the languages."""
+    found = []
+    for document in DOCUMENTS:
+        text = document.read_text(encoding="utf-8")
+        for match in FENCE.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            body = inspect.cleandoc(match[3])
+            found.append(Block(f"{document.relative_to(ROOT)}:{line}", match[2], body))
+    return [block for block in found if block.language in languages]
+
+
+def prose(document: Path) -> str:
+    """A document without its fenced blocks."""
+    return FENCE.sub("", document.read_text(encoding="utf-8"))
+
+
+def inline_code() -> Iterator[tuple[str, str]]:
+    for document in DOCUMENTS:
+        for match in INLINE.finditer(prose(document)):
+            yield str(document.relative_to(ROOT)), match[1]
+
+
+def cases(items):
+    return [pytest.param(item, id=item.place) for item in items]
+
+
+def look_up(dotted: str):
+    """The object that `package.module.name.attribute` names."""
+    module, *rest = dotted.split(".")
+    value = importlib.import_module(module)
+    for part in rest:
+        if inspect.ismodule(value) and not hasattr(value, part):
+            value = importlib.import_module(f"{value.__name__}.{part}")
+        else:
+            value = getattr(value, part)
+    return value
+
+
+def resolve(dotted: str):
+    """`look_up`, with an AssertionError where there is no such thing."""
+    try:
+        return look_up(dotted)
+    except (ImportError, AttributeError) as problem:
+        raise AssertionError(f"{dotted} is not there: {problem}") from problem
+
+
+def test_every_document_is_found():
+    names = {document.name for document in DOCUMENTS}
+    assert {"README.md", "CHANGELOG.md", "algorithm.md", "usage.md", "design.md", "evaluation.md"} <= names
+    assert len(blocks("python")) >= 5 and len(blocks("yaml")) >= 1 and len(blocks(*SHELL)) >= 5
+
+
+@pytest.mark.parametrize("block", cases(blocks("python")))
+def test_python_uses_what_exists(block):
+    tree = ast.parse(block.text, filename=block.place)
+    known: dict[str, str] = {}  # name in the block -> what it stands for
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            known |= {item.asname or item.name.partition(".")[0]: item.name for item in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] in PACKAGES:
+            for item in node.names:
+                resolve(f"{node.module}.{item.name}")
+                known[item.asname or item.name] = f"{node.module}.{item.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and (name := _ours(node, known)):
+            resolve(name)
+        if isinstance(node, ast.Call) and (name := _ours(node.func, known)):
+            accepted = inspect.signature(resolve(name)).parameters
+            if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values()):
+                unknown = {keyword.arg for keyword in node.keywords} - {*accepted, None}
+                assert not unknown, f"{name} takes no {', '.join(unknown)}"
+
+
+def _ours(node: ast.expr, known: dict[str, str]) -> str | None:
+    """The full dotted name of an expression of our packages, None of any other."""
+    first, dot, rest = ast.unparse(node).partition(".")
+    name = known.get(first, "") + dot + rest
+    return name if re.fullmatch(r"hf_axonn(_eval)?(\.\w+)*", name) else None
+
+
+@pytest.mark.parametrize("block", cases(blocks("yaml")))
+def test_yaml_is_a_launch_file_that_would_be_taken(block):
+    settings = yaml.safe_load(block.text)
+    assert AxonnConfig.from_mapping(settings["axonn_config"], num_processes=settings["num_processes"])
+    known = {option.lstrip("-") for option in accelerate_options()}
+    extra = {"compute_environment", "distributed_type", "axonn_config", "use_cpu"}
+    assert not set(settings) - known - extra
+
+
+def test_dotted_names_in_the_text_exist():
+    names = {name for _, code in inline_code() for name in DOTTED.findall(code)}
+    assert len(names) > 5
+    for name in sorted(names):
+        resolve(name)
+
+
+def test_names_of_files_in_the_text_exist():
+    folders = ("hf_axonn/", "training_scripts/", "tests/", "docs/", "eval/")
+    paths = {code for _, code in inline_code() if code.startswith(folders) and re.fullmatch(r"[\w./]+", code)}
+    assert len(paths) > 5
+    assert not sorted(path for path in paths if not (ROOT / path).exists())
+
+
+@functools.cache
+def anchors(document: Path) -> set[str]:
+    """The anchors of a document's headings, made as GitHub makes them."""
+    headings = re.findall(r"^#+ +(.+?) *$", prose(document), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
+    wrong = []
+    for target in LINK.findall(prose(document)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path).resolve() if path else document
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            wrong.append(target)
+    assert not wrong
+
+
+def options_in(text: str) -> set[str]:
+    return {option.replace("-", "_").replace("__", "--", 1) for option in OPTION.findall(text)}
+
+
+@pytest.fixture(scope="module")
+def options() -> dict[str, set[str]]:
+    """What each program takes, with underscores, as its own --help says."""
+    known = {CLI: _help(hf_axonn_main, "", "convert", "verify", "env")}
+    known[EVAL] = _help(eval_main, "", "samples", "extract", "report")
+    known[LAUNCH] = options_in(" ".join(accelerate_options())) | {"--config"}
+    pytest.importorskip("datasets", reason="training scripts need the extra `data`")
+    sys.path.insert(0, str(SCRIPTS))
+    try:
+        known[FINETUNE] = _help(importlib.import_module("finetune").parse, "")
+    finally:
+        sys.path.remove(str(SCRIPTS))
+    return known
+
+
+def _help(main, *commands: str) -> set[str]:
+    text = io.StringIO()
+    for command in commands:
+        with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
+            main([*command.split(), "--help"])
+    return options_in(text.getvalue())
+
+
+def command_lines(block: Block) -> list[list[str]]:
+    """The words of every command of a shell block."""
+    text = block.text.replace("\\\n", " ")
+    return [words for line in text.splitlines() if (words := shlex.split(line, comments=True))]
+
+
+def uses(words: list[str]) -> Iterator[tuple[str | None, str]]:
+    """(program, option) for every option of a command line; None for a program that is not ours."""
+    program = None
+    for position, word in enumerate(words):
+        here = {length: tuple(words[position : position + length]) for length in (3, 2, 1)}
+        begun = next((PROGRAMS[part] for part in here.values() if part in PROGRAMS), None)
+        if word.endswith("finetune.py"):
+            begun = FINETUNE
+        elif word.endswith(".py"):
+            begun, program = None, None
+        program = begun or program
+        if OPTION.match(word):
+            yield program, OPTION.match(word)[0]
+
+
+@pytest.mark.parametrize("block", cases(blocks(*SHELL)))
+def test_options_in_commands_exist(block, options):
+    for words in command_lines(block):
+        for program, option in uses(words):
+            if program is not None:
+                assert options_in(option) <= options[program], f"{program} takes no {option}"
+
+
+def test_options_in_the_text_exist(options):
+    every = set().union(*options.values()) | {"--help"}
+    # pip's, and the placeholder of a script's own
+    every |= {"--extra_index_url"}
+    wrong = {(place, option) for place, code in inline_code() for option in options_in(code) if option not in every}
+    assert not wrong
+
+
+def test_every_public_name_is_there_and_named_in_the_documents():
+    text = "".join(document.read_text(encoding="utf-8") for document in DOCUMENTS)
+    for name in hf_axonn._EXPORTS:
+        resolve(f"hf_axonn.{name}")
+        assert re.search(rf"\b{name}\b", text), f"{name} is not documented"
