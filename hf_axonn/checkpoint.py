@@ -80,14 +80,14 @@ def load_sharded(model: nn.Module, directory: str | Path, *, optimizer: torch.op
     directory = Path(directory)
     check_complete(directory)
     if hasattr(model, "peft_config"):
-        _load_adapters(model, directory)
+        load_adapters(model, directory)
     else:
         compat.load_model_shards(model, directory)
     if optimizer is not None:
-        load_optimizer(model, directory, optimizer)
+        load_optimizer(model, optimizer, directory)
 
 
-def load_optimizer(model: nn.Module, directory: str | Path, optimizer: torch.optim.Optimizer) -> None:
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, directory: str | Path) -> None:
     """The optimizer's half of `load_sharded`, without its check of the files."""
     source = Path(directory) / OPTIMIZER
     if not (source / VALUES).is_file():
@@ -212,7 +212,8 @@ def _save_adapters(model: nn.Module, directory: Path) -> None:
             model.peft_config[name].save_pretrained(target)
 
 
-def _load_adapters(model: nn.Module, directory: Path) -> None:
+def load_adapters(model: nn.Module, directory: Path) -> None:
+    """Fill PEFT adapters, which lie whole on every rank, from the files that PEFT itself writes. No communication."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import load_file
 

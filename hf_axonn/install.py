@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from hf_axonn import compat
 from hf_axonn.blocks import Block, Column, Heads, Row
 from hf_axonn.collectives import broadcast_
 from hf_axonn.decoder import install_causal_lm, install_decoder
 from hf_axonn.dropout import install_dropout, is_dropout, probability
-from hf_axonn.grid import GridMesh
+from hf_axonn.grid import WEIGHT_AXES, GridMesh
 from hf_axonn.layouts import bounds
 from hf_axonn.lora import ColumnLora, RowLora, lora_parts
 from hf_axonn.loss import ShardedCausalLMLoss
@@ -61,13 +63,20 @@ def _vocabulary(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def shard_of(tensor: Tensor, placements: list, mesh: GridMesh) -> Tensor:
-    """This rank's piece of a full tensor, as DTensor would cut it on the storage mesh (y, x, z). No communication."""
-    for axis, placement in zip(("y", "x", "z"), placements, strict=True):
+def shard_slices(shape: torch.Size, placements: Sequence[Placement], mesh: GridMesh) -> tuple[slice, ...]:
+    """Where this rank's piece of a full tensor lies, as DTensor cuts it on the storage mesh (y, x, z)."""
+    spans = [(0, size) for size in shape]
+    for axis, placement in zip(WEIGHT_AXES, placements, strict=True):
         if isinstance(placement, Shard):
-            start, stop = bounds(tensor.shape[placement.dim], mesh.size(axis), mesh.index(axis))
-            tensor = tensor.narrow(placement.dim, start, stop - start)
-    return tensor
+            begin, end = spans[placement.dim]
+            start, stop = bounds(end - begin, mesh.size(axis), mesh.index(axis))
+            spans[placement.dim] = (begin + start, begin + stop)
+    return tuple(slice(*span) for span in spans)
+
+
+def shard_of(tensor: Tensor, placements: Sequence[Placement], mesh: GridMesh) -> Tensor:
+    """This rank's piece of a full tensor, as a view. No communication."""
+    return tensor[shard_slices(tensor.shape, placements, mesh)]
 
 
 def shard_parameters(model: nn.Module, kinds: dict[int, str], state: ModelState) -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from hf_axonn.checkpoint import is_sharded_checkpoint, load_optimizer, load_sharded, save_sharded
 from hf_axonn.collectives import barrier
 from hf_axonn.gradients import find_state
+from hf_axonn.plain_checkpoint import load_plain_optimizer, load_plain_weights
 from hf_axonn.plugin import AxonnPlugin, shard_plain_model
 
 
@@ -144,15 +145,12 @@ def _save_optimizer_and_scheduler(self, original: Callable, output_dir: str) -> 
 def _load_from_checkpoint(
     self, original: Callable, resume_from_checkpoint: str, model: nn.Module | None = None
 ) -> None:
-    """A sharded checkpoint is read by all ranks, on whatever grid they are now."""
+    """All ranks read a sharded checkpoint, on whatever grid they are now; a plain one is cut while it is read."""
     model = self.model if model is None else model
     if is_sharded_checkpoint(resume_from_checkpoint):
         return load_sharded(model, resume_from_checkpoint)
     if find_state(model) is not None:
-        raise ValueError(
-            f"{resume_from_checkpoint} is a checkpoint of one process, which cannot be resumed on a grid: load its "
-            "weights with hf_axonn.from_pretrained and start anew, or resume on one process."
-        )
+        return load_plain_weights(model, resume_from_checkpoint)
     return original(resume_from_checkpoint, model=model)
 
 
@@ -160,25 +158,29 @@ def _load_best_model(self, original: Callable) -> None:
     """As `_load_from_checkpoint`."""
     if is_sharded_checkpoint(self.state.best_model_checkpoint):
         return load_sharded(self.model, self.state.best_model_checkpoint)
+    if find_state(self.model) is not None:  # training began on one process
+        return load_plain_weights(self.model, self.state.best_model_checkpoint)
     return original()
 
 
 def _load_optimizer_and_scheduler(self, original: Callable, checkpoint: str | None) -> None:
     """As `_load_from_checkpoint`; the scheduler is read by every rank."""
-    if checkpoint is None or not is_sharded_checkpoint(checkpoint):
+    if checkpoint is None or not (is_sharded_checkpoint(checkpoint) or find_state(self.model) is not None):
         return original(checkpoint)
-    load_optimizer(self.model, checkpoint, self.optimizer)
+    load = load_optimizer if is_sharded_checkpoint(checkpoint) else load_plain_optimizer
+    load(self.model, self.optimizer, checkpoint)
     scheduler = os.path.join(checkpoint, "scheduler.pt")
     self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
 
 def _load_rng_state(self, original: Callable, checkpoint: str | None) -> None:
     """On another number of ranks a rank without a file of its own takes that of rank 0: all started from one seed."""
-    if checkpoint is None or not is_sharded_checkpoint(checkpoint):
+    if checkpoint is None or not (is_sharded_checkpoint(checkpoint) or find_state(self.model) is not None):
         return original(checkpoint)
     wanted = f"rng_state_{self.args.process_index}.pth" if self.args.world_size > 1 else "rng_state.pth"
-    first = Path(checkpoint, "rng_state_0.pth")
-    if Path(checkpoint, wanted).is_file() or not first.is_file():
+    saved = [Path(checkpoint, name) for name in (wanted, "rng_state_0.pth", "rng_state.pth")]
+    first = next((path for path in saved if path.is_file()), saved[0])
+    if first == saved[0]:
         return original(checkpoint)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, wanted).symlink_to(first.resolve())

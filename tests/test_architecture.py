@@ -15,7 +15,7 @@ FLOORS = [
     {"goldfish", "grid", "collectives", "compat", "config", "report"},
     {"layouts", "matmul3d", "overlap", "state", "token_loss"},
     {"styles", "blocks", "dropout", "install", "plans", "loss", "vocabulary", "lora", "decoder"},
-    {"parallelize", "gradients", "checkpoint"},
+    {"parallelize", "gradients", "checkpoint", "plain_checkpoint"},
     {"plugin", "trainer_hooks", "launch", "launch_file", "_autoload"},
     {"trainer", "cli"},
 ]

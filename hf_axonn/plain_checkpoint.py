@@ -1,0 +1,111 @@
+"""Checkpoints of one process, read by a grid: Trainer's model.safetensors and optimizer.pt, slice by slice.
+
+The way from one rank to many. The other way needs nothing: one process reads sharded checkpoints as any grid does.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_axonn.checkpoint import load_adapters
+from hf_axonn.gradients import find_state
+from hf_axonn.grid import GridMesh
+from hf_axonn.install import shard_of, shard_slices
+
+
+WEIGHTS = "model.safetensors"
+OPTIMIZER = "optimizer.pt"
+
+
+def load_plain_weights(model: nn.Module, directory: str | Path) -> None:
+    """Fill a parallelized model from a checkpoint of one process; of a model with adapters, the adapters.
+
+    Every rank reads its own slices. No communication.
+
+    Raises:
+        ValueError: the directory has no safetensors weights, or lacks some of the model's.
+    """
+    directory = Path(directory)
+    if hasattr(model, "peft_config"):
+        return load_adapters(model, directory)
+    mesh = find_state(model).mesh
+    files = _file_of_each(directory)
+    tied = set(getattr(model, "all_tied_weights_keys", {}))
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    persistent = model.state_dict().keys()
+    missing = [name for name in tensors if name in persistent and name not in files and name not in tied]
+    if missing:
+        raise ValueError(
+            f"{directory} lacks {len(missing)} weights of the model, among them {', '.join(missing[:3])}."
+        )
+    from safetensors import safe_open
+
+    with torch.no_grad():
+        for file in sorted(set(files.values())):
+            with safe_open(file, framework="pt") as reader:
+                for name in (name for name, its in files.items() if its == file and name in tensors):
+                    own = tensors[name]
+                    local = own.to_local() if isinstance(own, DTensor) else own
+                    local.copy_(reader.get_slice(name)[_slices(own, mesh)])
+
+
+def load_plain_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, directory: str | Path) -> None:
+    """Give the optimizer of a parallelized model the state that a Trainer on one process saved. No communication.
+
+    Raises:
+        ValueError: there is none, or it is of other parameters.
+    """
+    file = Path(directory) / OPTIMIZER
+    if not file.is_file():
+        raise ValueError(f"{directory} has no optimizer state: it was saved without (save_only_model?).")
+    mesh = find_state(model).mesh
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    saved = torch.load(file, map_location="cpu", weights_only=True)
+    groups = optimizer.param_groups
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved["param_groups"]]:
+        raise ValueError(f"{file} is of other parameters than this run trains.")
+    for group, before in zip(groups, saved["param_groups"], strict=True):
+        group.update({key: value for key, value in before.items() if key != "params"})
+        for parameter, index in zip(group["params"], before["params"], strict=True):
+            state = saved["state"].get(index, {})
+            optimizer.state[parameter] = {key: _like(value, parameter, mesh) for key, value in state.items()}
+
+
+def _like(value: object, parameter: Tensor, mesh: GridMesh) -> object:
+    """A moment of the parameter's shape is cut as the parameter is; a step count stays what it is."""
+    if not isinstance(value, Tensor) or value.shape != parameter.shape or not isinstance(parameter, DTensor):
+        return value
+    local = shard_of(value, parameter.placements, mesh).to(parameter.to_local().device, copy=True)
+    return DTensor.from_local(
+        local.contiguous(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _slices(tensor: Tensor, mesh: GridMesh) -> tuple[slice, ...]:
+    if isinstance(tensor, DTensor):
+        return shard_slices(tensor.shape, tensor.placements, mesh)
+    return tuple(slice(0, size) for size in tensor.shape)
+
+
+def _file_of_each(directory: Path) -> dict[str, Path]:
+    """Which safetensors file of an ordinary HF directory holds each tensor."""
+    from safetensors import safe_open
+
+    index = directory / f"{WEIGHTS}.index.json"
+    if index.is_file():
+        names = json.loads(index.read_text())["weight_map"]
+        return {name: directory / Path(file).name for name, file in names.items()}
+    if not (directory / WEIGHTS).is_file():
+        raise ValueError(f"{directory} is no checkpoint: it has neither {WEIGHTS} nor shards that a grid wrote.")
+    with safe_open(directory / WEIGHTS, framework="pt") as reader:
+        return dict.fromkeys(reader.keys(), directory / WEIGHTS)
