@@ -26,7 +26,7 @@ from hf_axonn.token_loss import CausalLMLoss
 from hf_axonn.vocabulary import DeferredLogits, vocabulary_range
 
 
-CHUNK_TOKENS = 4096  # tokens whose logits exist at once, counted after the gather over (x, y)
+CHUNK_LOGITS = 2**26  # logits of one rank that exist at once: 256 MiB in float32
 
 
 class ShardedCausalLMLoss(CausalLMLoss):
@@ -94,7 +94,8 @@ class _ChunkedLoss(torch.autograd.Function):
         # Token t of rank r is token r * T/(x*y) + t of the batch.
         targets, weights = targets.view(parts, -1), weights.view(parts, -1)
         nlls = []
-        step = max(1, CHUNK_TOKENS // parts)
+        # The padded width is the same on every rank, and so is the number of chunks.
+        step = max(1, CHUNK_LOGITS // weight.shape[0] // parts)
         with torch.autocast(hidden.device.type, enabled=False):
             for begin in range(0, hidden.shape[0], step):
                 span = slice(begin, begin + step)

@@ -77,7 +77,9 @@ class Cut:
 
     def block(self, gathered: Tensor) -> Tensor:
         """[z * z_rows * cols] or the shard itself -> the zero-padded [Q, n, P, k] of the product."""
-        weight = gathered.view(-1, self.cols)[: self.rows]
+        # Not view(-1, cols): a rank whose dim has run out has no columns.
+        weight = gathered.reshape(gathered.numel() // self.cols if self.cols else self.rows, self.cols)
+        weight = weight[: self.rows]
         weight = pad_dim(pad_dim(weight, 1, self.in_blocks * self.in_size), 0, self.out_blocks * self.out_size)
         return weight.view(self.out_blocks, self.out_size, self.in_blocks, self.in_size)
 
