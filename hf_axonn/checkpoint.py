@@ -23,6 +23,7 @@ from hf_axonn import compat
 from hf_axonn.collectives import barrier, world_rank
 from hf_axonn.gradients import find_state
 from hf_axonn.grid import Grid
+from hf_axonn.install import shard_of
 
 
 MANIFEST = "axonn_checkpoint.json"
@@ -213,7 +214,7 @@ def _save_adapters(model: nn.Module, directory: Path) -> None:
 
 
 def load_adapters(model: nn.Module, directory: Path) -> None:
-    """Fill PEFT adapters, which lie whole on every rank, from the files that PEFT itself writes. No communication."""
+    """Fill PEFT adapters, and modules saved with them, from the files that PEFT itself writes. No communication."""
     from peft import get_peft_model_state_dict
     from safetensors.torch import load_file
 
@@ -227,4 +228,7 @@ def load_adapters(model: nn.Module, directory: Path) -> None:
             )
         with torch.no_grad():
             for key, value in own.items():
-                (value.to_local() if isinstance(value, DTensor) else value).copy_(weights[key])
+                if isinstance(value, DTensor):  # adapters lie whole on every rank, what is saved beside them may not
+                    value.to_local().copy_(shard_of(weights[key], value.placements, find_state(model).mesh))
+                else:
+                    value.copy_(weights[key])

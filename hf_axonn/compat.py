@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,6 +46,17 @@ def quiet_redistribution() -> None:
 def without_peft(model: nn.Module) -> nn.Module:
     """The Transformers model inside of a PeftModel; any other model as it is."""
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+def adapter_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """PEFT's layers in a model: name, layer and a short name of its class, as in lora.Linear or ia3.Linear."""
+    if "peft" not in sys.modules:
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            yield name, module, f"{type(module).__module__.split('.')[-2]}.{type(module).__name__}"
 
 
 def default_device_type() -> str:

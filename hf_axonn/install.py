@@ -37,8 +37,9 @@ def weight_kinds(model: nn.Module, plan: Plan) -> dict[int, str]:
         kinds[id(adapted(modules[f"{block.name}.{block.row}"]).weight)] = "row"
     vocabulary = _vocabulary(model)
     if plan.reason:
+        whole = {*vocabulary, *_adapters(model)}
         for module in modules.values():
-            if type(module) is nn.Linear and module not in vocabulary:
+            if type(module) is nn.Linear and module not in whole:
                 # A weight that two modules use in different ways can only be held whole.
                 kinds[id(module.weight)] = "replicated" if id(module.weight) in kinds else "full"
         embedded = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
@@ -72,6 +73,11 @@ def shard_slices(shape: torch.Size, placements: Sequence[Placement], mesh: GridM
             start, stop = bounds(end - begin, mesh.size(axis), mesh.index(axis))
             spans[placement.dim] = (begin + start, begin + stop)
     return tuple(slice(*span) for span in spans)
+
+
+def _adapters(model: nn.Module) -> set[nn.Module]:
+    """The A and B of every LoRA layer. They are small, so every rank holds them whole."""
+    return {part for layer in model.modules() for pair in lora_parts(layer) for part in pair}
 
 
 def shard_of(tensor: Tensor, placements: Sequence[Placement], mesh: GridMesh) -> Tensor:
@@ -155,6 +161,7 @@ def install_styles(model: nn.Module, plan: Plan, kinds: dict[int, str], state: M
             state.attention_axes = heads.axes
             compat.set_kv_groups(parent, 1 if heads.expand else None)
             install_dropout(state, parent, heads.axes, probability(parent, "attention_dropout"))
+    adapters = _adapters(model)
     for name in (*plan.layers, *plan.final):
         axes_of[name] = ("x", "y")
     for name, module in model.named_modules():
@@ -168,7 +175,10 @@ def install_styles(model: nn.Module, plan: Plan, kinds: dict[int, str], state: M
             note(module, "full")
             continue
         Replicated(state, module, axes)
-        note(module, "replicated", _why_replicated(module))
+        if module in adapters:
+            note(module, "adapter")
+        else:
+            note(module, "replicated", _why_replicated(module))
     if plan.decoder is not None:
         install_decoder(state, model, plan)
     install_causal_lm(state, model)

@@ -21,6 +21,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_axonn import compat
 from hf_axonn.blocks import Column, Row
 from hf_axonn.collectives import all_reduce, all_reduce_backward
 from hf_axonn.layouts import pad_dim
@@ -28,27 +29,42 @@ from hf_axonn.state import ModelState, replicated_local, scale_gradient
 from hf_axonn.styles import feature_slice, take_slice, wrap_forward
 
 
-def lora_parts(layer: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
-    """The (A, B) pairs of a layer that PEFT has wrapped, none of a plain layer.
+def check_adapters(model: nn.Module) -> None:
+    """Refuse what PEFT can put into or around a model and nobody here can shard. Changes nothing.
 
     Raises:
-        ValueError: the adapter is of a kind that is not plain LoRA.
+        ValueError: an adapter is not plain LoRA on a Linear, or parameters lie outside of the model itself.
     """
-    if not hasattr(layer, "get_base_layer"):
-        return []
-    unsupported = [kind for kind in ("lora_magnitude_vector", "lora_variant") if getattr(layer, kind, None)]
-    if unsupported or not hasattr(layer, "lora_A"):
-        kind = unsupported[0] if unsupported else type(layer).__name__
+    inner = compat.without_peft(model)
+    own = {id(parameter) for parameter in inner.parameters()}
+    outside = [name for name, parameter in model.named_parameters() if id(parameter) not in own]
+    if outside:
         raise ValueError(
-            f"PEFT's {kind} cannot be sharded over a grid: use plain LoRA or rsLoRA (LoraConfig without use_dora)."
+            f"{outside[0]} lies outside of the model (PEFT's prompt or prefix tuning), which cannot be sharded over a "
+            "grid: use LoRA."
         )
-    pairs = []
-    for adapter in layer.lora_A:
-        a, b = layer.lora_A[adapter], layer.lora_B[adapter]
-        if type(a) is not nn.Linear or a.bias is not None or b.bias is not None:
-            raise ValueError(f"LoRA adapter {adapter!r} has biases: set lora_bias=False in LoraConfig.")
-        pairs.append((a, b))
-    return pairs
+    for name, layer, kind in compat.adapter_layers(inner):
+        if getattr(layer, "lora_magnitude_vector", None):
+            kind = "DoRA"
+        elif getattr(layer, "lora_variant", None):
+            kind = type(next(iter(layer.lora_variant.values()))).__name__
+        elif kind == "lora.Linear":
+            biased = [adapter for adapter, b in layer.lora_B.items() if b.bias is not None]
+            if biased:
+                raise ValueError(f"LoRA adapter {biased[0]!r} has biases: set lora_bias=False in LoraConfig.")
+            continue
+        raise ValueError(
+            f"{name}: PEFT's {kind} cannot be sharded over a grid: use plain LoRA or rsLoRA on Linear layers "
+            "(LoraConfig without use_dora, trainable_token_indices and target_parameters), and modules_to_save for "
+            "embeddings."
+        )
+
+
+def lora_parts(layer: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
+    """The (A, B) pairs of a layer that PEFT has wrapped, none of a plain layer."""
+    if not hasattr(layer, "lora_A"):
+        return []
+    return [(layer.lora_A[adapter], layer.lora_B[adapter]) for adapter in layer.lora_A]
 
 
 class ColumnLora:

@@ -21,6 +21,7 @@ from hf_axonn.checkpoint import check_complete, is_sharded_checkpoint
 from hf_axonn.config import AxonnConfig
 from hf_axonn.grid import Grid, grid_mesh
 from hf_axonn.install import install_styles, shard_parameters, weight_kinds
+from hf_axonn.lora import check_adapters
 from hf_axonn.plans import plan_for
 from hf_axonn.report import Report
 from hf_axonn.state import ModelState, is_parallelized
@@ -53,6 +54,7 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
         raise ValueError(f"this model is sharded over the grid {inner.axonn.grid} already.")
     if getattr(inner, "is_quantized", False) or getattr(inner, "hf_quantizer", None) is not None:
         raise ValueError("a quantized model cannot be sharded over a grid: load it without quantization_config.")
+    check_adapters(model)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     device_type = compat.default_device_type() if device.type == "meta" else device.type
     state = ModelState(grid_mesh(grid, device_type), config)

@@ -54,8 +54,11 @@ class Embedding:
 
     def _forward(self, _original: Callable, ids: Tensor) -> Tensor:
         mesh, module = self.state.mesh, self.module
-        if ids.device.type == "cpu" and ids.numel() and int(ids.max()) >= module.num_embeddings:
-            raise IndexError(f"token id {int(ids.max())} is outside of the vocabulary of {module.num_embeddings}.")
+        if ids.device.type == "cpu" and ids.numel():  # on a GPU the check would make the host wait
+            lowest, highest = (int(bound) for bound in ids.aminmax())
+            if lowest < 0 or highest >= module.num_embeddings:
+                wrong = lowest if lowest < 0 else highest
+                raise IndexError(f"token id {wrong} is outside of the vocabulary of {module.num_embeddings}.")
         own = vocabulary_range(module.num_embeddings, mesh)
         mine = (ids >= own.start) & (ids < own.stop)
         padding = module.padding_idx

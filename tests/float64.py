@@ -1,4 +1,4 @@
-"""Compare in float64: Transformers casts to float32 inside (norms, softmax, loss), this turns those casts into float64.
+"""Compare in float64: Transformers casts to float32 inside (norms, softmax, loss), this makes float64 of that.
 
 Both sides of a comparison run under `Float64()`. Nothing here may change what is computed otherwise.
 """

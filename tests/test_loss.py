@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+import torch.distributed as dist
+from equality import mean_over_world, rows_of
 from float64 import Float64, relative_errors
 from models import tiny_batch, tiny_model
 from ranks import run_ranks
@@ -110,3 +114,128 @@ def _outside() -> None:
     model, _ = parallelize(tiny_model("llama"), Grid(x=2))
     with pytest.raises(IndexError, match="131 is outside of the vocabulary of 131"):
         model(input_ids=torch.tensor([[1, 131]]))
+
+
+def run_model(model, batch, **more):
+    with Float64():
+        output = model(**batch, **more)
+        output.loss.backward()
+    return output
+
+
+def plain(batch, **changes):
+    model = tiny_model("llama", **changes).train()
+    output = run_model(model, batch)
+    return output, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def check(batch, truth, **changes):
+    for grid in GRIDS:
+        model = parallelize(tiny_model("llama", **changes), grid)[0].train()
+        output = run_model(model, rows_of(batch, grid, dist.get_rank()))
+        sync_gradients(model)
+        torch.testing.assert_close(mean_over_world(output.loss), truth[0].loss.detach(), rtol=1e-12, atol=0)
+        ours = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+        errors = relative_errors(ours, truth[1])
+        assert max(errors.values()) < 1e-10, errors
+
+
+def test_a_vocabulary_smaller_than_the_grid_leaves_ranks_without_any():
+    batch = tiny_batch(8, 7, vocab=5)
+    changes = dict(vocab_size=5)
+    run_ranks(functools.partial(check, batch, plain(batch, **changes), **changes), 4)
+
+
+def large_logits(batch, expected):
+    """Sums of exponentials must not overflow, on ranks whose part of the vocabulary has no large logit either."""
+    for grid in GRIDS:
+        model = parallelize(scaled_model(), grid)[0].train()
+        loss = model(**rows_of(batch, grid, dist.get_rank())).loss
+        torch.testing.assert_close(mean_over_world(loss).float(), expected, rtol=1e-5, atol=0)
+
+
+def scaled_model():
+    model = tiny_model("llama", dtype=torch.float32)
+    model.lm_head.weight.data *= 1e4
+    return model
+
+
+def test_large_logits_do_not_overflow():
+    batch = tiny_batch(8, 7)
+    expected = scaled_model().train()(**batch).loss.detach()
+    assert expected > 100 and torch.isfinite(expected)
+    run_ranks(large_logits, 4, batch, expected)
+
+
+def nothing_is_kept(batch):
+    for grid in GRIDS:
+        model = parallelize(tiny_model("llama"), grid)[0].train()
+        mine = rows_of(batch, grid, dist.get_rank())
+        output = run_model(model, mine | {"labels": torch.full_like(mine["labels"], -100)})
+        assert output.loss == 0
+        assert all(parameter.grad.to_local().count_nonzero() == 0 for parameter in model.parameters())
+        # kept on one rank of the samples only: the others add zero, the count is that of all
+        here = grid.coordinates(dist.get_rank())
+        if here["data"] == here["z"] == 0:
+            labels = mine["labels"]
+        else:
+            labels = torch.full_like(mine["labels"], -100)
+        loss = run_model(model, mine | {"labels": labels}).loss
+        first = rows_of(batch, grid, 0)
+        with Float64():
+            expected = tiny_model("llama").train()(**first).loss
+        torch.testing.assert_close(mean_over_world(loss), expected.detach(), rtol=1e-12, atol=0)
+
+
+def test_ranks_that_keep_nothing():
+    run_ranks(nothing_is_kept, 4, tiny_batch(8, 7))
+
+
+def recorded(batch, kept, expected):
+    for grid in GRIDS:
+        model = parallelize(tiny_model("llama"), grid)[0].train()
+        mine = rows_of(batch | {"kept": kept}, grid, dist.get_rank())
+        labels, mine["labels"] = mine["labels"], mine.pop("kept")
+        with model.loss_function.watch(labels):
+            run_model(model, mine)
+        record = model.loss_function.record.pop()
+        sums = torch.tensor(list(record.values()), dtype=torch.float64)
+        dist.all_reduce(sums)
+        sums /= grid.y * grid.x
+        torch.testing.assert_close(
+            sums, torch.tensor(list(expected.values()), dtype=torch.float64), rtol=1e-12, atol=0
+        )
+
+
+def test_losses_of_kept_and_dropped_tokens_are_those_of_one_process():
+    batch = tiny_batch(8, 7)
+    kept = batch["labels"].clone()
+    kept[:, ::3] = -100
+    model = tiny_model("llama").train()
+    model.loss_function = CausalLMLoss()
+    with model.loss_function.watch(batch["labels"]):
+        run_model(model, batch | {"labels": kept})
+    expected = model.loss_function.record.pop()
+    assert expected["all_count"] > expected["kept_count"] > 0
+    run_ranks(recorded, 4, batch, kept, expected)
+
+
+def evaluated(batch, expected):
+    """Without gradients a rank's loss is the mean of its own tokens, whichever way the model is called."""
+    for grid in GRIDS:
+        model = parallelize(tiny_model("llama"), grid)[0]
+        mine = rows_of(batch, grid, dist.get_rank())
+        counts = (mine["labels"][:, 1:] != -100).sum()
+        for training in (False, True):
+            with torch.no_grad(), Float64():
+                output = model.train(training)(**mine)
+            assert output.logits.shape == (*mine["input_ids"].shape, 131)
+            total = mean_over_world(output.loss * counts) / mean_over_world(counts)
+            torch.testing.assert_close(total, expected, rtol=1e-12, atol=0)
+
+
+def test_evaluation_loss():
+    batch = tiny_batch(8, 7)
+    with torch.no_grad(), Float64():
+        expected = tiny_model("llama")(**batch).loss
+    run_ranks(evaluated, 4, batch, expected)

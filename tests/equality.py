@@ -1,0 +1,161 @@
+"""The equality of DESIGN section 8: a model on a grid against the same model on one process, by the same few lines.
+
+`fit` trains either; `on_grid` parallelizes a copy, gives it this rank's rows and returns the relative errors of its
+losses, its gradients, their clipped norm and the parameters after several steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from float64 import Float64, relative_errors
+from models import tiny_batch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_axonn.config import AxonnConfig
+from hf_axonn.gradients import find_state, sync_gradients
+from hf_axonn.grid import Grid
+from hf_axonn.parallelize import parallelize
+
+
+Batch = dict[str, Tensor]
+Loss = Callable[[nn.Module, Batch, int], Tensor]
+
+
+@dataclass
+class Outcome:
+    """What a run of `fit` left: the loss of each micro-batch, gradients of the first step, norms, final parameters."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    norms: list[Tensor] = field(default_factory=list)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a DTensor; collective where it is sharded."""
+    return tensor.detach().full_tensor().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def model_loss(model: nn.Module, batch: Batch, samples_size: int) -> Tensor:
+    """The model's own loss. With num_items_in_batch a rank's loss is its share, which averaging divides once more."""
+    loss = model(**batch).loss
+    return loss * samples_size if "num_items_in_batch" in batch else loss
+
+
+def fit(
+    model: nn.Module,
+    micro_batches: list[Batch],
+    *,
+    steps: int = 1,
+    loss_of: Loss = model_loss,
+    max_norm: float = 0.5,
+    samples_size: int = 1,
+) -> Outcome:
+    """Train for some AdamW steps, each over all micro-batches, with clipping."""
+    outcome = Outcome()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, fused=False)
+    for step in range(steps):
+        for batch in micro_batches:
+            loss = loss_of(model, batch, samples_size)
+            loss.backward()
+            outcome.losses.append(loss.detach().clone())
+        sync_gradients(model)
+        if step == 0:
+            named = model.named_parameters()
+            outcome.gradients = {name: full(its.grad) for name, its in named if its.grad is not None}
+        outcome.norms.append(full(nn.utils.clip_grad_norm_(trained, max_norm)))
+        optimizer.step()
+        optimizer.zero_grad()
+    outcome.parameters = {name: full(parameter) for name, parameter in model.named_parameters()}
+    return outcome
+
+
+def rows_of(batch: Batch, grid: Grid, rank: int) -> Batch:
+    """The rows of a global batch that the (data, z) position of `rank` sees."""
+    here = grid.coordinates(rank)
+    index = here["data"] * grid.z + here["z"]
+    rows = len(next(value for value in batch.values() if value.dim())) // grid.samples_size
+    return {key: value[index * rows : (index + 1) * rows] if value.dim() else value for key, value in batch.items()}
+
+
+def mean_over_world(value: Tensor) -> Tensor:
+    total = value.detach().double().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+@contextlib.contextmanager
+def exact(dtype: torch.dtype = torch.float64) -> Iterator[None]:
+    """Casts to float32 inside of Transformers are left away where the comparison is in float64."""
+    with Float64() if dtype == torch.float64 else contextlib.nullcontext():
+        yield
+
+
+@dataclass
+class Case:
+    """One comparison: how the model is made (the same bits each time), what it sees, and how many steps it takes."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    batches: list[Batch] = field(default_factory=lambda: [tiny_batch(8, 7)])
+    steps: int = 1
+    loss_of: Loss = model_loss
+    config: Callable[[Grid], AxonnConfig | None] = lambda grid: None
+    before: Callable[[nn.Module], None] = lambda model: None
+    context: Callable[[], contextlib.AbstractContextManager] = exact
+
+    def truth(self) -> Outcome:
+        """The run on one process. Called before the ranks are started, which inherit it."""
+        model = self.make().train()
+        self.before(model)
+        with self.context():
+            return fit(model, self.batches, steps=self.steps, loss_of=self.loss_of)
+
+    def on_grid(self, grid: Grid) -> Outcome:
+        """The run on a grid, as every rank sees it; losses are averaged over the samples."""
+        model, _ = parallelize(self.make().train(), grid, config=self.config(grid))
+        assert (find_state(model) is None) == (grid.size == 1)
+        self.before(model)
+        mine = [rows_of(batch, grid, dist.get_rank()) for batch in self.batches]
+        with self.context():
+            ours = fit(model, mine, steps=self.steps, loss_of=self.loss_of, samples_size=grid.samples_size)
+        ours.losses = [mean_over_world(loss) for loss in ours.losses]
+        return ours
+
+    def errors(self, grid: Grid, truth: Outcome) -> dict[str, float]:
+        """The largest relative error of each kind on this grid; gradients and parameters by the name of the worst."""
+        ours = self.on_grid(grid)
+        errors = {"loss": worst_ratio(ours.losses, truth.losses), "norm": worst_ratio(ours.norms, truth.norms)}
+        for what in ("gradients", "parameters"):
+            each = relative_errors(getattr(ours, what), getattr(truth, what))
+            name = max(each, key=each.get)
+            errors[f"{what}: {name}"] = each[name]
+        return errors
+
+
+def worst_ratio(ours: list[Tensor], truth: list[Tensor]) -> float:
+    """Largest |difference| / |truth| of two lists of numbers."""
+    assert len(ours) == len(truth) > 0
+    return max(float((mine - its).abs() / its.abs()) for mine, its in zip(ours, truth, strict=True))
+
+
+def compare(cases: list[tuple[Case, Outcome]], grids: list[Grid]) -> dict[tuple[str, str], dict[str, float]]:
+    """Errors of each case on each grid by (case, grid); runs on every rank."""
+    return {(case.name, str(grid)): case.errors(grid, truth) for grid in grids for case, truth in cases}
+
+
+def too_large(table: dict[tuple[str, str], dict[str, float]], bound: float) -> list[str]:
+    """Lines about what is not equal; a number that is not finite is not equal either."""
+    return [
+        f"{case} on {grid}: {what} {error:.2e}"
+        for (case, grid), errors in table.items()
+        for what, error in errors.items()
+        if not error <= bound
+    ]

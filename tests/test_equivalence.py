@@ -1,0 +1,259 @@
+"""A grid changes where numbers live, never what they are: loss, gradients, clipped norm, parameters after 5 steps.
+
+`python tests/test_equivalence.py` prints the table of docs/numerics.md.
+"""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from equality import Case, compare, too_large, worst_ratio
+from float64 import recompute_in_float64, relative_errors
+from models import BLOCKWISE, tiny_batch, tiny_model
+from ranks import all_grids, run_ranks
+
+from hf_axonn.config import AxonnConfig, Overlap
+from hf_axonn.grid import Grid
+
+
+FIVE_STEPS = 5
+EIGHT_RANKS = [Grid(data=2, z=2, y=2), Grid(z=2, y=2, x=2), Grid(data=2, y=2, x=2), Grid(data=2, z=2, x=2)]
+SIX_RANKS = [Grid(y=2, x=3)]
+
+
+def five_steps(kind):
+    return Case(kind, functools.partial(tiny_model, kind), steps=FIVE_STEPS)
+
+
+def run(cases, grids, timeout=240):
+    """Each case on each grid, all in one launch; the errors by (case, grid)."""
+    world = grids[0].size
+    with_truth = [(case, case.truth()) for case in cases]
+    return run_ranks(compare, world, with_truth, grids, timeout=timeout)[0]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_five_steps_on_every_grid(world):
+    table = run([five_steps(kind) for kind in BLOCKWISE], all_grids(world))
+    assert len(table) == len(BLOCKWISE) * {1: 1, 2: 4, 4: 10}[world]
+    assert not too_large(table, 1e-10)
+
+
+def test_six_ranks_with_different_x_and_y():
+    assert not too_large(run([five_steps("llama"), five_steps("smollm2")], SIX_RANKS), 1e-10)
+
+
+def test_eight_ranks():
+    assert not too_large(run([five_steps("llama")], EIGHT_RANKS), 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grids", [SIX_RANKS, EIGHT_RANKS], ids=["six", "eight"])
+def test_six_and_eight_ranks_with_every_model(grids):
+    assert not too_large(run([five_steps(kind) for kind in BLOCKWISE], grids, timeout=560), 1e-10)
+
+
+def llama(**changes):
+    return functools.partial(tiny_model, "llama", **changes)
+
+
+def logits_loss(model, batch, samples_size, **more):
+    """A loss of the caller's own, on full logits."""
+    logits = model(input_ids=batch["input_ids"], **more).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, : logits.shape[1]].flatten())
+
+
+def hidden_states_loss(model, batch, samples_size):
+    output = model(**batch, output_hidden_states=True)
+    assert len(output.hidden_states) == 3
+    assert all(states.shape == (*batch["input_ids"].shape, 48) for states in output.hidden_states)
+    return output.loss + sum(weight * states.pow(2).mean() for weight, states in enumerate(output.hidden_states, 1))
+
+
+def hidden_states_only_loss(model, batch, samples_size):
+    states = model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states
+    return sum(weight * states.pow(2).mean() for weight, states in enumerate(states, 1))
+
+
+def attention_loss(model, batch, samples_size):
+    output = model(**batch, output_attentions=True)
+    heads = torch.arange(1.0, 13, dtype=torch.float64).view(-1, 1, 1)
+    assert all(weights.shape[1] == len(heads) for weights in output.attentions)
+    return output.loss + sum((weights.pow(2) * heads).mean() for weights in output.attentions)
+
+
+def two_shapes_loss(model, batch, samples_size):
+    """Two forward passes of different shapes, then one backward pass of both."""
+    short = {key: value[:, :4].contiguous() for key, value in batch.items()}
+    return model(**batch).loss + model(**short).loss
+
+
+def embeds_loss(model, batch, samples_size):
+    table = torch.randn(131, 48, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    rest = {key: value for key, value in batch.items() if key != "input_ids"}
+    return model(inputs_embeds=table[batch["input_ids"]], **rest).loss
+
+
+def eval_loss(model, batch, samples_size):
+    model.eval()
+    output = model(**batch)
+    assert output.logits.shape == (*batch["input_ids"].shape, 131)
+    return output.loss
+
+
+def base_model_loss(model, batch, samples_size):
+    return model.model(input_ids=batch["input_ids"]).last_hidden_state.pow(2).mean()
+
+
+def tuple_loss(model, batch, samples_size):
+    return model(**batch, return_dict=False)[0]
+
+
+def left_padded():
+    batch = tiny_batch(8, 7)
+    for row in range(8):
+        batch["attention_mask"][row] = (torch.arange(7) >= row % 3).long()
+    batch["labels"].masked_fill_(batch["attention_mask"] == 0, -100)
+    return batch
+
+
+def packed():
+    batch = tiny_batch(8, 7)
+    batch["position_ids"] = torch.tensor([0, 1, 2, 0, 1, 0, 1]).repeat(8, 1)
+    del batch["attention_mask"]
+    return batch
+
+
+def counted(batch):
+    """With num_items_in_batch, as Trainer passes it: all kept targets of the step."""
+    return batch | {"num_items_in_batch": (batch["labels"][:, 1:] != -100).sum()}
+
+
+def checkpointed(model, *, reentrant):
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    for layer in model.model.layers:
+        for child in layer.children():
+            recompute_in_float64(child)
+
+
+def frozen_start(model):
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[0].requires_grad_(False)
+
+
+def frozen_head(model):
+    model.lm_head.requires_grad_(False)
+
+
+def one_sided(grid):
+    return AxonnConfig(grid=grid, overlap=Overlap(all_gather=False, reduce_scatter=False, all_reduce=False))
+
+
+SITUATIONS = [
+    Case("num_items_in_batch", llama(), [counted(tiny_batch(8, 7))]),
+    Case("tokens not divisible", llama(), [tiny_batch(2, 7)]),
+    Case("one token a row", llama(), [tiny_batch(2, 1)], loss_of=logits_loss),
+    Case("left padding", llama(), [left_padded()]),
+    Case("eager attention", llama(attention="eager"), [left_padded()]),
+    Case("sliding window, eager", functools.partial(tiny_model, "mistral", attention="eager")),
+    Case("packed rows", llama(), [packed()]),
+    Case("packed rows, smollm2", functools.partial(tiny_model, "smollm2"), [packed()]),
+    Case("accumulation of two shapes", llama(), [tiny_batch(8, 7), tiny_batch(4, 5, seed=9)], steps=2),
+    Case("two forwards, one backward", llama(), loss_of=two_shapes_loss),
+    Case("checkpointing", llama(), before=functools.partial(checkpointed, reentrant=False), steps=2),
+    Case("reentrant checkpointing", llama(), before=functools.partial(checkpointed, reentrant=True), steps=2),
+    Case(
+        "checkpointing, two shapes",
+        llama(),
+        before=functools.partial(checkpointed, reentrant=False),
+        loss_of=two_shapes_loss,
+    ),
+    Case(
+        "reentrant checkpointing, two shapes",
+        llama(),
+        before=functools.partial(checkpointed, reentrant=True),
+        loss_of=two_shapes_loss,
+    ),
+    Case("inputs_embeds", llama(), loss_of=embeds_loss, steps=3),
+    Case("loss of one's own", llama(), loss_of=logits_loss),
+    Case("loss of one's own, logits_to_keep", llama(), loss_of=functools.partial(logits_loss, logits_to_keep=3)),
+    Case("loss on hidden states", llama(), loss_of=hidden_states_loss),
+    Case("loss on hidden states of one token", llama(), [tiny_batch(2, 1)], loss_of=hidden_states_only_loss),
+    Case("loss on attention weights", llama(attention="eager"), loss_of=attention_loss),
+    Case("loss on the base model", llama(), loss_of=base_model_loss, steps=3),
+    Case("loss in a tuple", llama(), loss_of=tuple_loss),
+    Case("loss in eval mode", llama(), loss_of=eval_loss),
+    Case("frozen start", llama(), before=frozen_start, steps=2),
+    Case("frozen head", llama(), before=frozen_head, steps=2),
+    Case("tied llama", llama(tie_word_embeddings=True), steps=2),
+    Case("untied smollm2", functools.partial(tiny_model, "smollm2", tie_word_embeddings=False), steps=2),
+    Case("biases everywhere", llama(attention_bias=True, mlp_bias=True), steps=2),
+    Case("no overlap", llama(), config=one_sided, steps=2),
+]
+
+
+def test_situations():
+    table = run(SITUATIONS, [Grid(y=2, x=2), Grid(z=2, x=2)])
+    assert not too_large(table, 1e-10)
+
+
+def rounded_model(dtype):
+    """A llama whose weights are numbers of `dtype`, so that a model of any wider dtype has the same."""
+    return tiny_model("llama").to(dtype)
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "narrowest", "context"),
+    [
+        (torch.float32, torch.float32, contextlib.nullcontext),
+        (torch.float32, torch.bfloat16, autocast),
+        (torch.bfloat16, torch.bfloat16, contextlib.nullcontext),
+    ],
+    ids=["float32", "bfloat16 autocast", "bfloat16 weights"],
+)
+def test_rounding_is_as_on_one_process(dtype, narrowest, context):
+    """A grid adds in another order. Its distance from the float64 truth is that of one process, up to a small factor.
+
+    Each number is a sum of some 50 rounded terms in either case; the largest of some thousand such errors varies by
+    less than a factor of three. Gradients that a grid reduces are summed in float32 (reduce_dtype), which is no worse.
+    The loss is one number, which may be right by luck on one process, so it is allowed two roundings more.
+    """
+    exact_truth = Case("float64", lambda: rounded_model(dtype).double()).truth()
+    case = Case(str(dtype), functools.partial(rounded_model, dtype), context=context)
+    alone = errors_of(case.truth(), exact_truth)
+    assert 1e-8 < alone["gradients"] < 0.2
+    errors = run_ranks(rounding_errors, 4, case, exact_truth, [Grid(y=2, x=2), Grid(z=2, x=2), Grid(data=2, z=2)])[0]
+    for grid, ours in errors.items():
+        assert ours["gradients"] <= 3 * alone["gradients"], grid
+        assert ours["loss"] <= 3 * alone["loss"] + 2 * torch.finfo(narrowest).eps, grid
+
+
+def errors_of(outcome, truth):
+    return {
+        "loss": worst_ratio([loss.double() for loss in outcome.losses], truth.losses),
+        "gradients": max(relative_errors(outcome.gradients, truth.gradients).values()),
+    }
+
+
+def rounding_errors(case, truth, grids):
+    return {str(grid): errors_of(case.on_grid(grid), truth) for grid in grids}
+
+
+def print_table():
+    """Largest relative errors by grid and model, as Markdown."""
+    print("| data,z,y,x | model | loss | norm | gradients | parameters |\n|---|---|---|---|---|---|")
+    models = [five_steps(kind) for kind in BLOCKWISE]
+    for grids in (all_grids(2), all_grids(4), SIX_RANKS, EIGHT_RANKS):
+        for (kind, grid), errors in run(models, grids, timeout=900).items():
+            sizes = ",".join(size.partition("=")[2] for size in grid.split(","))
+            numbers = " | ".join(f"{error:.1e}" for error in errors.values())
+            print(f"| {sizes} | {kind} | {numbers} |", flush=True)
+
+
+if __name__ == "__main__":
+    print_table()

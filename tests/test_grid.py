@@ -1,0 +1,113 @@
+"""The grid: who sits where, and what it says to a user who has miscounted."""
+
+import itertools
+
+import pytest
+import torch.distributed as dist
+from ranks import all_grids, run_ranks
+
+from hf_axonn.grid import AXES, Grid, GridMesh, grid_mesh
+
+
+GRIDS = [grid for size in range(1, 9) for grid in all_grids(size)]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_ranks_and_coordinates_are_a_bijection(grid):
+    seen = {tuple(grid.coordinates(rank).values()) for rank in range(grid.size)}
+    assert seen == set(itertools.product(*(range(getattr(grid, axis)) for axis in AXES)))
+    for rank in range(grid.size):
+        assert grid.rank(**grid.coordinates(rank)) == rank
+
+
+def test_y_varies_fastest_then_x_then_z_then_data():
+    grid = Grid(data=2, z=3, y=4, x=5)
+    assert [grid.rank(**{axis: 1}) for axis in ("y", "x", "z", "data")] == [1, 4, 20, 60]
+    assert grid.coordinates(60 + 40 + 4 * 3 + 2) == {"data": 1, "z": 2, "x": 3, "y": 2}
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("axes", [("y",), ("x", "y"), ("data", "z"), AXES], ids="-".join)
+def test_groups_part_the_ranks(grid, axes):
+    groups = {tuple(grid.ranks_along(axes, rank)) for rank in range(grid.size)}
+    assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
+    for group in groups:
+        assert list(group) == sorted(group)
+        others = {tuple(grid.coordinates(rank)[axis] for axis in AXES if axis not in axes) for rank in group}
+        assert len(others) == 1
+
+
+@pytest.mark.parametrize("size", [0, -2, 1.5, True, "2", None])
+def test_a_size_is_a_whole_number_of_ranks(size):
+    with pytest.raises(ValueError, match=rf"grid axis z is {size!r}.*write z=1"):
+        Grid(z=size)
+
+
+def test_sizes_are_given_by_name():
+    with pytest.raises(TypeError):
+        Grid(2, 2)
+
+
+def test_a_wrong_number_of_processes_is_answered_with_both_remedies():
+    with pytest.raises(ValueError, match=r"data \* z \* y \* x = 1 \* 2 \* 1 \* 3 = 6, but 4.*start 6.*product is 4"):
+        Grid(z=2, x=3).check(4)
+    Grid(z=2, x=2).check(4)
+
+
+def test_a_rank_that_is_not_on_the_grid():
+    with pytest.raises(ValueError, match="rank 4 is not on the grid data=1,z=2,y=1,x=2, whose ranks are 0 to 3"):
+        Grid(z=2, x=2).coordinates(4)
+
+
+def test_text_and_picture():
+    grid = Grid(z=2, y=2, x=3)
+    assert str(grid) == "data=1,z=2,y=2,x=3"
+    assert grid.picture().splitlines() == [
+        "grid data=1,z=2,y=2,x=3: 12 rank(s)",
+        "data=0 z=0   (x down, y across)",
+        "     0  1",
+        "     2  3",
+        "     4  5",
+        "data=0 z=1   (x down, y across)",
+        "     6  7",
+        "     8  9",
+        "    10 11",
+    ]
+
+
+def test_a_mesh_needs_a_world():
+    with pytest.raises(RuntimeError, match="torch.distributed is not initialized: start the script with"):
+        GridMesh(Grid(z=2), "cpu")
+
+
+def groups_are_right():
+    for grid in all_grids(4):
+        mesh = grid_mesh(grid, "cpu")
+        assert grid_mesh(grid, "cpu") is mesh
+        assert mesh.coordinates == grid.coordinates(dist.get_rank())
+        for axes in (*((axis,) for axis in AXES), ("x", "y"), ("data", "z")):
+            group = mesh.group(*axes)
+            assert dist.get_process_group_ranks(group) == grid.ranks_along(axes, mesh.rank)
+            assert dist.get_group_rank(group, mesh.rank) == mesh.index(*axes)
+            assert group.size() == mesh.size(*axes)
+        storage = mesh.storage_mesh
+        assert storage.mesh_dim_names is None
+        assert [storage.size(dim) for dim in range(3)] == [grid.y, grid.x, grid.z]
+        assert list(storage.get_coordinate()) == [mesh.coordinates[axis] for axis in ("y", "x", "z")]
+        assert [storage.get_group(dim) for dim in range(3)] == [mesh.group(axis) for axis in ("y", "x", "z")]
+        try:
+            mesh.group("z", "y")
+        except KeyError as error:
+            assert "no group along" in str(error)
+        else:
+            raise AssertionError("a group that was never made")
+    try:
+        grid_mesh(Grid(z=3), "cpu")
+    except ValueError as error:
+        assert "but 4 process(es)" in str(error)
+    else:
+        raise AssertionError("a grid of 3 ranks in a world of 4")
+
+
+def test_groups_on_four_ranks():
+    run_ranks(groups_are_right, 4)

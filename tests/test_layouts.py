@@ -1,0 +1,199 @@
+"""How weights and activations are cut: without processes for every grid of up to 8 ranks, then the moves between."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import all_grids, paper_mesh, run_ranks
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from hf_axonn.grid import Grid, grid_mesh
+from hf_axonn.install import shard_of
+from hf_axonn.layouts import (
+    Tokens,
+    bounds,
+    ceil_div,
+    features_to_tokens,
+    gather_features,
+    gather_tokens,
+    pad_dim,
+    take_features,
+    take_tokens,
+    tokens_to_features,
+)
+from hf_axonn.state import shard_placements
+from hf_axonn.styles import cut_weight, feature_slice, take_slice
+from hf_axonn.vocabulary import vocabulary_range
+
+
+GRIDS = [grid for size in range(1, 9) for grid in all_grids(size)]
+SHAPES = [(5, 3), (1, 1), (211, 48), (7, 2), (8, 8)]
+KINDS = ["column", "row", "vocabulary", "full"]
+
+
+def meshes(grid):
+    return [paper_mesh(grid, rank) for rank in range(grid.size)]
+
+
+@pytest.mark.parametrize("size", range(1, 12))
+@pytest.mark.parametrize("parts", range(1, 9))
+def test_bounds_are_those_of_chunk(size, parts):
+    pieces = [slice(*bounds(size, parts, index)) for index in range(parts)]
+    ours = [torch.arange(size)[piece] for piece in pieces]
+    theirs = torch.arange(size).chunk(parts)
+    assert torch.equal(torch.cat(ours), torch.arange(size))
+    assert [len(piece) for piece in ours if len(piece)] == [len(piece) for piece in theirs]
+    assert max(map(len, ours)) == ceil_div(size, parts)
+
+
+def test_pad_dim():
+    tensor = torch.ones(2, 3, 4)
+    assert pad_dim(tensor, 1, 3) is tensor
+    for dim in (0, 1, 2, -1):
+        padded = pad_dim(tensor, dim, 7)
+        assert padded.shape[dim] == 7 and padded.sum() == 24
+        assert torch.equal(padded.narrow(dim, 0, tensor.shape[dim]), tensor)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_shards_reassemble_to_the_weight(grid):
+    """Gathered over z as the engine does it, then summed over (y, x) at the places the matmuls take them to be."""
+    for rows, cols in SHAPES:
+        weight = torch.arange(1.0, rows * cols + 1).view(rows, cols)
+        for kind in KINDS:
+            placements = shard_placements("column" if kind == "full" else kind)
+            times_seen = torch.zeros_like(weight)
+            for mesh in meshes(grid):
+                cut = cut_weight(kind, rows, cols, mesh)
+                shard = shard_of(weight, placements, mesh)
+                assert shard.shape == (cut.own_rows, cut.cols)
+                mates = grid.ranks_along(("z",), mesh.rank)
+                shards = [shard_of(weight, placements, paper_mesh(grid, mate)) for mate in mates]
+                gathered = torch.cat([pad_dim(each, 0, cut.z_rows).reshape(-1) for each in shards])
+                block = cut.block(gathered)
+                assert block.shape == (cut.out_blocks, cut.out_size, cut.in_blocks, cut.in_size)
+                if mesh.index("data", "z") == 0:  # the others hold the same block
+                    times_seen += placed(block, kind, rows, cols, mesh)
+                # What each z rank gets back of a gradient is the place of its own shard.
+                own = cut.own(cut.unblock(block)[mesh.index("z")])
+                assert torch.equal(own, shard), (kind, rows, cols)
+            assert torch.equal(times_seen, weight), (kind, rows, cols)
+
+
+def placed(block, kind, rows, cols, mesh):
+    """The block of this rank at its place in [rows, cols]; padding must be zero."""
+    flat = block.flatten(2).flatten(0, 1)
+    if kind == "vocabulary":
+        own = vocabulary_range(rows, mesh)
+        row_at, col_at = own.start, 0
+    else:
+        row_axis, col_axis = ("y", "x") if kind == "row" else ("x", "y")
+        row_at = mesh.index(row_axis) * ceil_div(rows, mesh.size(row_axis))
+        col_at = mesh.index(col_axis) * ceil_div(cols, mesh.size(col_axis))
+    whole = torch.zeros(rows + flat.shape[0] + row_at, cols + flat.shape[1] + col_at)
+    whole[row_at : row_at + flat.shape[0], col_at : col_at + flat.shape[1]] = flat
+    assert whole[rows:].count_nonzero() == whole[:, cols:].count_nonzero() == 0
+    return whole[:rows, :cols]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("axes", [(), ("y",), ("x",), ("x", "y")], ids=["none", "y", "x", "x and y"])
+def test_feature_slices_are_those_of_padded_activations(grid, axes):
+    for size in (1, 5, 8, 13):
+        full = torch.arange(1.0, size + 1)
+        for mesh in meshes(grid):
+            mine = full
+            for axis in axes:  # as activations are cut: padded, one axis after the other
+                parts = mesh.size(axis)
+                mine = pad_dim(mine, 0, parts * ceil_div(len(mine), parts)).view(parts, -1)[mesh.index(axis)]
+            own, padded = feature_slice(size, mesh, *axes)
+            assert len(mine) == padded
+            assert torch.equal(full[own], mine[mine > 0])
+            assert torch.equal(take_slice(full, size, mesh, *axes), mine)
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_the_vocabulary_is_cut_once(grid):
+    for size in (1, 3, 131):
+        ids = [token for mesh in meshes(Grid(y=grid.y, x=grid.x)) for token in vocabulary_range(size, mesh)]
+        assert sorted(ids) == list(range(size))
+    mesh = paper_mesh(grid, grid.size - 1)
+    assert vocabulary_range(131, mesh, y=mesh.index("y"), x=mesh.index("x")) == vocabulary_range(131, mesh)
+
+
+def cut_as_dtensor_cuts():
+    for grid in (*all_grids(4), Grid(z=2, x=2)):
+        mesh = grid_mesh(grid, "cpu")
+        for shape in SHAPES:
+            weight = torch.arange(float(shape[0] * shape[1])).view(shape)
+            for kind in ("column", "row", "vocabulary", "replicated"):
+                placements = shard_placements(kind)
+                ours = shard_of(weight, placements, mesh)
+                theirs = distribute_tensor(weight, mesh.storage_mesh, placements, src_data_rank=None)
+                assert torch.equal(ours, theirs.to_local()), (grid, shape, kind)
+                whole = DTensor.from_local(
+                    ours.contiguous(), mesh.storage_mesh, placements, shape=weight.shape, stride=weight.stride()
+                )
+                assert torch.equal(whole.full_tensor(), weight), (grid, shape, kind)
+
+
+def check_moves(grid):
+    mesh = grid_mesh(grid, "cpu")
+    x, y = mesh.index("x"), mesh.index("y")
+    for batch, seq, hidden_size in ((2, 4, 8), (3, 5, 7), (1, 1, 1)):
+        generator = torch.Generator().manual_seed(batch)
+        hidden = torch.randn(batch, seq, hidden_size, generator=generator)
+        tokens = Tokens(batch, seq, sharded=True)
+        padded = tokens.padded(mesh)
+        assert padded % mesh.size("x", "y") == 0 and padded - tokens.count < mesh.size("x", "y")
+        flat = pad_dim(hidden.view(-1, hidden_size), 0, padded)
+        mine = take_tokens(hidden, tokens, mesh)
+        share = padded // mesh.size("x", "y")
+        start = (x * mesh.size("y") + y) * share
+        assert torch.equal(mine, flat[start : start + share].unsqueeze(0))
+        assert torch.equal(gather_tokens(mine, tokens, mesh), hidden)
+        features = ceil_div(hidden_size, mesh.size("y"))
+        wide = pad_dim(flat, 1, features * mesh.size("y"))
+        x_share = padded // mesh.size("x")
+        expected = wide[x * x_share : (x + 1) * x_share, y * features : (y + 1) * features]
+        moved = tokens_to_features(mine, mesh)
+        assert torch.equal(moved, expected)
+        assert torch.equal(features_to_tokens(moved, hidden_size, mesh), mine)
+        for axis in ("x", "y"):
+            for replicated in (True, False):
+                cut = take_features(hidden, mesh, axis)
+                assert cut.shape[-1] == ceil_div(hidden_size, mesh.size(axis))
+                assert torch.equal(gather_features(cut, hidden_size, mesh, axis, replicated=replicated), hidden)
+        check_gradients(hidden, tokens, mesh)
+
+
+def check_gradients(hidden, tokens, mesh):
+    """Ranks that divide the work and ranks that repeat it must both leave the gradient of one process."""
+    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(9))
+    leaf = hidden.clone().requires_grad_()
+    mine = take_tokens(leaf, tokens, mesh)
+    (gather_tokens(mine * 2, tokens, mesh) * weights).sum().backward()
+    torch.testing.assert_close(leaf.grad, 2 * weights)
+    for axis in ("x", "y"):
+        leaf = hidden.clone().requires_grad_()
+        cut = take_features(leaf, mesh, axis)
+        (gather_features(cut * 2, hidden.shape[-1], mesh, axis) * weights).sum().backward()
+        torch.testing.assert_close(leaf.grad, 2 * weights)
+        leaf = hidden.clone().requires_grad_()
+        cut = take_features(leaf, mesh, axis)  # each rank uses a share of what it has gathered
+        share = gather_features(cut * 2, hidden.shape[-1], mesh, axis, replicated=False) / mesh.size(axis)
+        (share * weights).sum().backward()
+        torch.testing.assert_close(leaf.grad, 2 * weights)
+
+
+def moves():
+    for grid in (g for g in all_grids(dist.get_world_size()) if g.samples_size == 1):
+        check_moves(grid)
+
+
+def test_cuts_agree_with_dtensor():
+    run_ranks(cut_as_dtensor_cuts, 4)
+
+
+@pytest.mark.parametrize("world", [4, 6])
+def test_moves_between_layouts(world):
+    run_ranks(moves, world)

@@ -1,0 +1,186 @@
+"""The matrix product of DESIGN 2.2 on its own, against a dense one."""
+
+import pytest
+import torch
+from ranks import all_grids, run_ranks
+from torch import nn
+
+from hf_axonn.config import AxonnConfig
+from hf_axonn.grid import Grid, grid_mesh
+from hf_axonn.install import shard_parameters
+from hf_axonn.layouts import bounds, ceil_div, pad_dim
+from hf_axonn.matmul3d import Product, gathered_weight, input_gradient, multiply, weight_gradient
+from hf_axonn.state import ModelState
+from hf_axonn.styles import cut_weight
+
+
+SIZES = [(6, 10, 14), (5, 7, 3), (3, 1, 1), (4, 2, 5)]  # M, K, N: all different, some smaller than an axis
+
+
+@pytest.mark.parametrize("in_blocks", [1, 3])
+@pytest.mark.parametrize("out_blocks", [1, 2])
+def test_blocked_products_are_einsums(in_blocks, out_blocks):
+    torch.manual_seed(0)
+    input_ = torch.randn(in_blocks, 5, 4, dtype=torch.float64)
+    weights = [torch.randn(out_blocks, size, in_blocks, 4, dtype=torch.float64) for size in (3, 2)]
+    expected = [torch.einsum("ptk,qnpk->qtn", input_, weight) for weight in weights]
+    outputs = multiply(input_, weights)
+    if out_blocks > 1:
+        assert len(outputs) == 1  # one reduction serves all
+        outputs = outputs[0].split([3, 2], dim=2)
+    for output, its in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(output, its)
+    grads = [torch.randn_like(output) for output in expected]
+    terms = [torch.einsum("qtn,qnpk->ptk", grad, weight) for grad, weight in zip(grads, weights, strict=True)]
+    torch.testing.assert_close(input_gradient(grads, weights), sum(terms))
+    for grad in grads:
+        torch.testing.assert_close(weight_gradient(grad, input_), torch.einsum("qtn,ptk->qnpk", grad, input_))
+
+
+def dense(tokens, k, n, samples):
+    """Inputs and output gradients of every samples rank, a weight, and what one process makes of them."""
+    generator = torch.Generator().manual_seed(tokens * 100 + k * 10 + n)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    inputs, weight, grads = random(samples, tokens, k), random(n, k), random(samples, tokens, n)
+    return inputs, weight, grads
+
+
+def axis_slice(size, mesh, axis):
+    return slice(*bounds(size, mesh.size(axis), mesh.index(axis)))
+
+
+def check_product(grid, tokens, k, n, kind):
+    """`column` and `row`: the caller's part, reductions and the cuts they make, is done with plain slices here."""
+    mesh = grid_mesh(grid, "cpu")
+    state = ModelState(mesh, AxonnConfig(grid=grid, reduce_dtype="float64"))
+    inputs, weight, grads = dense(tokens, k, n, grid.samples_size)
+    linear = nn.Linear(k, n, bias=False, dtype=torch.float64)
+    linear.weight.data = weight.clone()
+    shard_parameters(linear, {id(linear.weight): kind}, state)
+    cut = cut_weight(kind, n, k, mesh)
+    state.begin_forward()
+    product = Product(state, [state.weight_of(linear)], [cut])
+    sample = mesh.index("data", "z")
+    in_axis, out_axis = ("x", "y") if kind == "row" else ("y", "x")
+    cols, rows = axis_slice(k, mesh, in_axis), axis_slice(n, mesh, out_axis)
+    mine = pad_dim(inputs[sample][:, cols], 1, cut.in_blocks * cut.in_size)
+    blocks = mine.view(tokens, cut.in_blocks, cut.in_size).transpose(0, 1).clone().requires_grad_()
+    handle = product.begin()
+    (output,) = product.run(blocks, handle)
+    # output: a partial sum over in_axis of the features on out_axis, blocked and padded
+    partial = inputs[sample][:, cols] @ weight[rows, cols].T
+    expected = pad_dim(partial, 1, cut.out_blocks * cut.out_size)
+    expected = expected.view(tokens, cut.out_blocks, cut.out_size).transpose(0, 1)
+    torch.testing.assert_close(output, expected)
+    given = pad_dim(grads[sample][:, rows], 1, cut.out_blocks * cut.out_size)
+    output.backward(given.view(tokens, cut.out_blocks, cut.out_size).transpose(0, 1).contiguous())
+    dinput = pad_dim(grads[sample][:, rows] @ weight[rows, cols], 1, cut.in_blocks * cut.in_size)
+    dinput = dinput.view(tokens, cut.in_blocks, cut.in_size).transpose(0, 1)
+    torch.testing.assert_close(blocks.grad, dinput)
+    # dW: averaged over z; the average over data is sync_gradients'
+    same_data = [mesh.index("data") * grid.z + z for z in range(grid.z)]
+    mean = sum(grads[other].T @ inputs[other] for other in same_data) / grid.z
+    shard = mean[rows, cols]
+    shard = shard[slice(*bounds(len(shard), grid.z, mesh.index("z")))]
+    torch.testing.assert_close(linear.weight.grad.to_local(), shard)
+    torch.testing.assert_close(linear.weight.grad.shape, linear.weight.shape)
+
+
+def check_gathered(grid, n, k):
+    """An embedding's way: the block itself, and its gradient scattered again."""
+    mesh = grid_mesh(grid, "cpu")
+    state = ModelState(mesh, AxonnConfig(grid=grid, reduce_dtype="float64"))
+    table = nn.Embedding(n, k, dtype=torch.float64)
+    table.weight.data = torch.arange(float(n * k), dtype=torch.float64).view(n, k)
+    whole = table.weight.data.clone()
+    shard_parameters(table, {id(table.weight): "vocabulary"}, state)
+    cut = cut_weight("vocabulary", n, k, mesh)
+    state.begin_forward()
+    block = gathered_weight(Product(state, [state.weight_of(table)], [cut]))
+    y_rows = whole[slice(*bounds(n, grid.y, mesh.index("y")))]
+    rows = y_rows[slice(*bounds(len(y_rows), grid.x, mesh.index("x")))]
+    assert block.shape[0] == ceil_div(ceil_div(n, grid.y), grid.x)
+    torch.testing.assert_close(block[: len(rows)], rows)
+    factor = 1.0 + mesh.index("z")
+    (block[: len(rows)] * factor).sum().backward()
+    mean = sum(1.0 + z for z in range(grid.z)) / grid.z
+    assert torch.all(table.weight.grad.to_local() == mean) and table.weight.grad.to_local().shape[1] == k
+
+
+def products(grids):
+    for grid in grids:
+        for tokens, k, n in SIZES:
+            for kind in ("column", "row"):
+                check_product(grid, tokens, k, n, kind)
+        check_gathered(grid, 7, 3)
+
+
+def test_products_on_four_ranks():
+    run_ranks(products, 4, [grid for grid in all_grids(4) if grid.data == 1 or grid.z == 2])
+
+
+def test_products_on_six_ranks():
+    """2 x 3: an exchange of x and y cannot pass unseen."""
+    run_ranks(products, 6, [Grid(y=2, x=3), Grid(y=3, x=2), Grid(z=2, y=3)])
+
+
+def a_group():
+    """Several weights with one input: one gather, one output for one reduction, the sum of their input gradients."""
+    grid = Grid(z=2, y=2)
+    mesh = grid_mesh(grid, "cpu")
+    state = ModelState(mesh, AxonnConfig(grid=grid, reduce_dtype="float64"))
+    torch.manual_seed(0)
+    linears = nn.ModuleList([nn.Linear(6, n, bias=False, dtype=torch.float64) for n in (4, 2, 5)])
+    whole = [linear.weight.data.clone() for linear in linears]
+    linears[1].weight.requires_grad_(False)
+    shard_parameters(linears, {id(linear.weight): "column" for linear in linears}, state)
+    cuts = [cut_weight("column", len(weight), 6, mesh) for weight in whole]
+    state.begin_forward()
+    product = Product(state, [state.weight_of(linear) for linear in linears], cuts)
+    input_ = torch.randn(1, 5, 3, dtype=torch.float64, requires_grad=True)
+    handle = product.begin()
+    (merged,) = product.run(input_, handle)
+    assert merged.shape == (2, 5, sum(cut.out_size for cut in cuts))
+    merged.sum().backward()
+    cols = axis_slice(6, mesh, "y")
+    torch.testing.assert_close(input_.grad[0], sum(weight[:, cols].sum(0) for weight in whole).expand(5, 3))
+    assert linears[1].weight.grad is None
+    assert linears[0].weight.grad is not None and linears[2].weight.grad is not None
+    with torch.no_grad():
+        assert product.begin() is None
+
+
+def test_several_weights_are_multiplied_as_one_group():
+    run_ranks(a_group, 4)
+
+
+def gradients_of_bfloat16():
+    """Weights travel in the compute dtype, gradients are summed in reduce_dtype and end in the dtype of the shard."""
+    grid = Grid(z=4)
+    mesh = grid_mesh(grid, "cpu")
+    for reduce_dtype, expected in (("float32", 1 + 3 * 2**-9), ("bfloat16", 1.0)):
+        state = ModelState(mesh, AxonnConfig(grid=grid, reduce_dtype=reduce_dtype))
+        linear = nn.Linear(1, 4, bias=False)
+        linear.weight.data.fill_(1.0)
+        shard_parameters(linear, {id(linear.weight): "column"}, state)
+        state.begin_forward()
+        product = Product(state, [state.weight_of(linear)], [cut_weight("column", 4, 1, mesh)])
+        handle = product.begin()
+        # one large and three small terms, whose sum bfloat16 rounds to the large one
+        scale = 4.0 if mesh.rank == 0 else 2**-7 * 1.0
+        input_ = torch.full((1, 1, 1), scale, dtype=torch.bfloat16)
+        (output,) = product.run(input_, handle)
+        assert output.dtype == torch.bfloat16
+        output.sum().backward()
+        gradient = linear.weight.grad.to_local()
+        assert gradient.dtype == torch.float32
+        assert abs(gradient.item() - expected) < (1e-6 if reduce_dtype == "float32" else 1e-2), gradient.item()
+        if reduce_dtype == "float32":
+            assert gradient.item() > 1
+
+
+def test_gradients_are_summed_in_reduce_dtype():
+    run_ranks(gradients_of_bfloat16, 4)

@@ -1,0 +1,78 @@
+"""Embedding and head on their own: look-ups, logits, the padding word, and words that are none."""
+
+import pytest
+import torch
+from models import tiny_model
+from ranks import run_ranks
+from torch import nn
+
+from hf_axonn.gradients import sync_gradients
+from hf_axonn.grid import Grid
+from hf_axonn.parallelize import parallelize
+
+
+GRIDS = [Grid(y=2, x=2), Grid(z=2, x=2), Grid(z=2, y=2)]
+
+
+class WordModel(nn.Module):
+    """An embedding and a head with a bias, which no model of ours has."""
+
+    def __init__(self, size=11, width=6, padding_idx=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(size, width, padding_idx=padding_idx, dtype=torch.float64)
+        self.head = nn.Linear(width, size, dtype=torch.float64)
+
+    def get_input_embeddings(self):
+        return self.table
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, ids):
+        return self.head(self.table(ids))
+
+
+def same_as_one_process(size, padding_idx):
+    ids = torch.tensor([[0, 1, 2, size - 1], [2, 2, 1, 0]])
+    truth = WordModel(size, padding_idx=padding_idx)
+    expected = truth(ids)
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (expected * weights).sum().backward()
+    for grid in GRIDS:
+        model, report = parallelize(WordModel(size, padding_idx=padding_idx), grid)
+        assert [(entry.name, entry.style) for entry in report.entries] == [
+            ("table", "vocabulary"),
+            ("head", "vocabulary"),
+        ]
+        output = model(ids)
+        torch.testing.assert_close(output, expected)
+        (output * weights).sum().backward()
+        sync_gradients(model)
+        for (name, parameter), its in zip(model.named_parameters(), truth.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), its.grad, msg=f"{name} {grid}")
+
+
+@pytest.mark.parametrize("size", [11, 3])
+def test_look_up_and_logits(size):
+    """With 3 words on 4 ranks some hold none."""
+    run_ranks(same_as_one_process, 4, size, None)
+
+
+def test_the_padding_word_gets_no_gradient():
+    run_ranks(same_as_one_process, 4, 11, 2)
+
+
+def outside_of_the_vocabulary():
+    model, _ = parallelize(tiny_model("llama"), Grid(x=2))
+    for ids in ([[1, 131]], [[-1, 2]]):
+        try:
+            model(input_ids=torch.tensor(ids))
+        except IndexError as error:
+            assert "outside of the vocabulary of 131" in str(error)
+        else:
+            raise AssertionError("an id that is no word was looked up")
+
+
+def test_an_id_outside_of_the_vocabulary_is_an_error_on_every_rank():
+    run_ranks(outside_of_the_vocabulary, 2)
