@@ -140,5 +140,8 @@ def _base_model(state: ModelState, original: Callable, *args, **kwargs):
 
 def _generate(original: Callable, *args, **kwargs):
     """Every forward gathers weights over z, so all ranks go on until the longest row of all is done."""
+    if kwargs.get("use_cache") is False:
+        # Transformers then lengthens the mask of a rank that is done, but not its tokens, and fails.
+        raise ValueError("generate(use_cache=False) is not supported on a grid with z > 1: leave use_cache away.")
     kwargs.setdefault("synced_gpus", True)
     return original(*args, **kwargs)

@@ -130,6 +130,11 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, _):
+        if ctx.gradients is None:
+            raise RuntimeError(
+                "backward through the loss of a parallelized model a second time: its gradients are formed in the "
+                "forward pass and given away once, so call the model again instead of retain_graph=True."
+            )
         (dhidden, dweight, dbias), ctx.gradients = ctx.gradients, None
         product = ctx.product
         if dweight is not None:

@@ -99,6 +99,8 @@ def _contract() -> None:
         loss = model(**nothing).loss
         loss.backward()
         assert loss == 0
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
         assert all((parameter.grad.to_local() == 0).all() for parameter in model.parameters())
 
 
