@@ -1,83 +1,230 @@
-"""`generate` on a grid: token for token what one process generates, and no rank waits for one that is done."""
+"""`generate` on a grid writes what one process writes, whatever divides the model, and nobody waits for ever."""
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+import torch.distributed as dist
+from equality import exact
 from models import tiny_batch, tiny_model
-from ranks import run_ranks
+from peft import LoraConfig, get_peft_model
+from ranks import all_grids, run_ranks
+from transformers import OPTConfig, OPTForCausalLM
 
-from hf_axonn import Grid, parallelize
-
-
-# 12 and 9 query heads: divided over (x, y), over x alone, with kv heads gathered, and not divided at all.
-CASES = [
-    ("llama", Grid(z=2, x=2)),
-    ("smollm2", Grid(z=2, y=2)),
-    ("qwen3", Grid(y=2, x=2)),
-    ("smollm2", Grid(x=4)),
-    ("llama", Grid(data=2, y=2)),
-    ("qwen2", Grid(z=4)),
-]
+from hf_axonn.grid import Grid
+from hf_axonn.parallelize import parallelize
 
 
-def _generate() -> None:
-    for kind, grid in CASES:
-        truth = tiny_model(kind).eval()
-        model, _ = parallelize(tiny_model(kind), grid)
-        model.eval()
-        place = model.axonn.coordinates
-        # Ranks with other samples have another number of rows, other prompts and other lengths to go.
-        sample = place["data"] * grid.z + place["z"]
-        ids = tiny_batch(4, 6 + sample, seed=sample)["input_ids"][: 1 + sample % 3]
-        mask = torch.ones_like(ids)
-        mask[0, :2] = 0  # left padding
-        options = {"attention_mask": mask, "max_new_tokens": 8 + 3 * sample}
-        plain = truth.generate(ids, do_sample=False, **options)
-        ends_early = int(plain[0, -5])
-        for more in (
-            {"do_sample": False},
-            {"do_sample": False, "eos_token_id": ends_early},
-            {"do_sample": False, "num_beams": 2},
-            {"do_sample": True, "top_k": 5, "temperature": 2.0},
-        ):
-            torch.manual_seed(3)
-            expected = truth.generate(ids, **options, **more)
-            torch.manual_seed(3)
-            assert torch.equal(model.generate(ids, **options, **more), expected), (kind, grid, more)
+GRIDS = [Grid(x=4), Grid(y=4), Grid(y=2, x=2), Grid(z=2, x=2), Grid(z=2, y=2), Grid(z=4), Grid(data=2, x=2)]
+NEW = {"max_new_tokens": 8, "eos_token_id": None, "pad_token_id": 0}
+# 6 query heads divide by x = 2 and not by x * y = 4; 3 kv heads do not divide by x = 2 either.
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}
 
 
-def _without_cache() -> None:
-    ids = tiny_batch(2, 6)["input_ids"]
-    expected = tiny_model("llama").generate(ids, max_new_tokens=5, use_cache=False)
-    model, _ = parallelize(tiny_model("llama"), Grid(data=2, y=2))
-    assert torch.equal(model.generate(ids, max_new_tokens=5, use_cache=False), expected)
-    model, _ = parallelize(tiny_model("llama"), Grid(z=2, x=2))
-    with pytest.raises(ValueError, match="use_cache=False"):
-        model.generate(ids, max_new_tokens=5, use_cache=False)
+def llama(**changes):
+    """Larger than usual numbers in the head, so that probabilities are far from even."""
+    model = tiny_model("llama", **changes).eval()
+    model.lm_head.weight.data.mul_(5)
+    return model
 
 
-def test_without_a_cache():
-    run_ranks(_without_cache, 4)
+def opt():
+    """A model that has no block plan."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=24, ffn_dim=20, num_hidden_layers=2, num_attention_heads=3, vocab_size=131)
+    return OPTForCausalLM(OPTConfig(word_embed_proj_dim=24, max_position_embeddings=64, **sizes)).double().eval()
 
 
-def test_every_way_of_decoding_equals_one_process():
-    run_ranks(_generate, 4)
+def adapted_llama():
+    model = llama()
+    return get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)).eval()
 
 
-def _after_training() -> None:
-    """A step between two generations: weights that were gathered ahead must not be used again."""
-    grid = Grid(z=2, x=2)
-    truth, model = tiny_model("llama"), parallelize(tiny_model("llama"), grid)[0]
-    batch = tiny_batch(2, 6)
-    for which in (truth, model):
-        optimizer = torch.optim.SGD(which.parameters(), lr=0.5)
-        which.train()(**batch).loss.backward()
-        optimizer.step()
-        which.eval()
-    ids = batch["input_ids"]
-    assert torch.equal(model.generate(ids, max_new_tokens=6), truth.generate(ids, max_new_tokens=6))
+def left_padded(rows, seq):
+    """Prompts of unequal length."""
+    ids = tiny_batch(rows, seq)["input_ids"]
+    mask = (torch.arange(seq) >= torch.arange(rows).unsqueeze(1) % 3).long()
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
 
 
-def test_generation_after_a_step():
-    run_ranks(_after_training, 4)
+def write(model, prompt, **options):
+    """The tokens that a model generates; the seed is that of every rank."""
+    torch.manual_seed(11)
+    with torch.no_grad(), exact():
+        return model.generate(**prompt, **(NEW | options))
+
+
+PROMPTS = left_padded(3, 5)
+ONE_PROMPT = {"input_ids": torch.tensor([[7, 8, 9, 7, 8, 9, 7, 8]])}
+WAYS = {
+    "greedy": functools.partial(write, prompt=PROMPTS, do_sample=False),
+    "sampling": functools.partial(write, prompt=PROMPTS, do_sample=True, top_k=0),
+    "several samples": functools.partial(write, prompt=PROMPTS, do_sample=True, top_p=0.9, num_return_sequences=2),
+    "beams": functools.partial(write, prompt=PROMPTS, do_sample=False, num_beams=2),
+    "without cache": functools.partial(write, prompt=PROMPTS, do_sample=False, use_cache=False),
+    "static cache": functools.partial(write, prompt=PROMPTS, do_sample=False, cache_implementation="static"),
+    "prompt of one token": functools.partial(write, prompt={"input_ids": torch.tensor([[5], [9]])}, do_sample=False),
+    "prompt lookup": functools.partial(write, prompt=ONE_PROMPT, do_sample=False, prompt_lookup_num_tokens=3),
+}
+MODELS = {
+    "six heads": functools.partial(llama, **SIX_HEADS),
+    "smollm2": lambda: tiny_model("smollm2").eval(),
+    "mistral": lambda: tiny_model("mistral").eval(),
+    "qwen2": lambda: tiny_model("qwen2").eval(),
+    "qwen3": lambda: tiny_model("qwen3").eval(),
+    "opt": opt,
+    "adapted llama": adapted_llama,
+}
+
+
+def _generate(ways, models):
+    """On each grid, llama in every way and every model greedily; what differs from one process."""
+    wrong = []
+    for grid in GRIDS:
+        model, _ = parallelize(llama(), grid)
+        wrong += [f"{way} on {grid}" for way, truth in ways.items() if not torch.equal(WAYS[way](model), truth)]
+        for name, truth in models.items():
+            model, _ = parallelize(MODELS[name](), grid)
+            if not torch.equal(WAYS["greedy"](model), truth):
+                wrong.append(f"{name} on {grid}")
+    return wrong
+
+
+def test_every_way_and_every_model_as_on_one_process():
+    model = llama()
+    ways = {way: function(model) for way, function in WAYS.items()}
+    assert not torch.equal(ways["greedy"], ways["sampling"])
+    assert not torch.equal(ways["greedy"], ways["beams"])
+    models = {name: WAYS["greedy"](make()) for name, make in MODELS.items()}
+    for rank, wrong in enumerate(run_ranks(_generate, 4, ways, models)):
+        assert not wrong, (rank, wrong)
+
+
+def own_kv_heads(query, kv, grid, here):
+    """The kv head that each cached head of a rank must be, from the sizes alone."""
+    for axes in (("x", "y"), ("x",), ()):
+        parts = {"x": grid.x if "x" in axes else 1, "y": grid.y if "y" in axes else 1}
+        if query % (parts["x"] * parts["y"]) == 0:
+            break
+    own = query // (parts["x"] * parts["y"])
+    first = own * ((here["x"] if "x" in axes else 0) * parts["y"] + (here["y"] if "y" in axes else 0))
+    read = [head // (query // kv) for head in range(first, first + own)]
+    return read if kv % (parts["x"] * parts["y"]) else sorted(set(read))
+
+
+def _cached_heads(kinds, truths):
+    for grid in all_grids(4):
+        here = grid.coordinates(dist.get_rank())
+        for (make, query, kv), truth in zip(kinds, truths, strict=True):
+            model, _ = parallelize(make(), grid)
+            heads = own_kv_heads(query, kv, grid, here)
+            for cached, layer in zip(keys_and_values(model), truth, strict=True):
+                for ours, whole in zip(cached, layer, strict=True):
+                    torch.testing.assert_close(ours, whole[:, heads], rtol=1e-10, atol=1e-10)
+
+
+def keys_and_values(model):
+    with torch.no_grad(), exact():
+        cache = model(**PROMPTS, use_cache=True).past_key_values
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+KINDS = [(llama, 12, 6), (MODELS["six heads"], 6, 3), (MODELS["smollm2"], 9, 3)]
+
+
+def test_a_rank_caches_the_kv_heads_of_its_queries_and_no_others():
+    assert own_kv_heads(12, 6, Grid(x=2), {"x": 1, "y": 0}) == [3, 4, 5]
+    assert own_kv_heads(12, 6, Grid(y=2, x=2), {"x": 1, "y": 0}) == [3, 3, 4]
+    assert own_kv_heads(6, 3, Grid(y=2, x=2), {"x": 1, "y": 0}) == [1, 2, 2]
+    assert own_kv_heads(9, 3, Grid(y=2, x=2), {"x": 1, "y": 0}) == [0, 1, 2]
+    run_ranks(_cached_heads, 4, KINDS, [keys_and_values(make()) for make, _, _ in KINDS])
+
+
+UNEQUAL = [Grid(z=2, x=2), Grid(z=2, y=2), Grid(z=4), Grid(data=2, z=2), Grid(data=2, x=2)]
+UNEQUAL_WAYS = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "top_k": 0},
+    "beams": {"do_sample": False, "num_beams": 2},
+    "with scores": {"do_sample": False, "return_dict_in_generate": True, "output_scores": True},
+}
+# Each (data, z) position its own prompt, of its own length.
+UNEQUAL_PROMPTS = [{"input_ids": tiny_batch(1, 3 + place, seed=place)["input_ids"]} for place in range(4)]
+
+
+def end_at_different_lengths(model, options):
+    """A token to end with, so that the four prompts need different numbers of steps, and what each of them gives."""
+    candidates = write(model, UNEQUAL_PROMPTS[0], do_sample=options["do_sample"], max_new_tokens=16)[0, 3:].unique()
+    for end in candidates.tolist():
+        given = [write(model, prompt, **(options | {"eos_token_id": end})) for prompt in UNEQUAL_PROMPTS]
+        new = [
+            len(sequences(each)[0]) - prompt["input_ids"].shape[1]
+            for each, prompt in zip(given, UNEQUAL_PROMPTS, strict=True)
+        ]
+        if new[0] != new[1] and len(set(new)) > 1:
+            return end, given
+    raise AssertionError("no token ends the prompts at different lengths: choose another seed")
+
+
+def sequences(given):
+    return given if isinstance(given, torch.Tensor) else given.sequences
+
+
+def _generate_unequally(truths):
+    wrong = []
+    for grid in UNEQUAL:
+        here = grid.coordinates(dist.get_rank())
+        place = here["data"] * grid.z + here["z"]
+        for name, make in (("llama", llama), ("opt", opt), ("adapted llama", adapted_llama)):
+            model, _ = parallelize(make(), grid)
+            for way, (end, given) in truths[name].items():
+                ours = write(model, UNEQUAL_PROMPTS[place], **(UNEQUAL_WAYS[way] | {"eos_token_id": end}))
+                if not torch.equal(sequences(ours), sequences(given[place])):
+                    wrong.append(f"{name}, {way}, {grid}")
+                if way == "with scores" and len(ours.scores) != len(given[place].scores):
+                    wrong.append(f"{name}, scores, {grid}")
+    return wrong
+
+
+def test_rows_of_z_that_end_at_different_lengths_do_not_hang():
+    makers = {"llama": llama, "opt": opt, "adapted llama": adapted_llama}
+    truths = {}
+    for name, make in makers.items():
+        ways = UNEQUAL_WAYS if name == "llama" else {"greedy": UNEQUAL_WAYS["greedy"]}
+        truths[name] = {way: end_at_different_lengths(make(), options) for way, options in ways.items()}
+    for rank, wrong in enumerate(run_ranks(_generate_unequally, 4, truths, timeout=120)):
+        assert not wrong, (rank, wrong)
+
+
+def _may_be_told_otherwise():
+    """All ranks see the same prompt, so nobody needs to wait; the caller's own word counts."""
+    model, _ = parallelize(llama(), Grid(z=2))
+    reduced = []
+    original = dist.all_reduce
+
+    def counting(value, *args, **kwargs):
+        reduced.append(value.numel() == 1 and value.dim() == 0)
+        return original(value, *args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        write(model, PROMPTS, do_sample=False, synced_gpus=False)
+        asked_to_leave = sum(reduced)
+        write(model, PROMPTS, do_sample=False)
+    finally:
+        dist.all_reduce = original
+    return asked_to_leave, sum(reduced) - asked_to_leave
+
+
+def test_the_ranks_of_z_agree_after_every_token_unless_told_otherwise():
+    left, agreed = run_ranks(_may_be_told_otherwise, 2)[0]
+    assert left == 0
+    assert agreed >= NEW["max_new_tokens"]
+
+
+@pytest.mark.parametrize("grid", [Grid(), Grid(data=1, z=1)])
+def test_one_rank_keeps_the_plain_generate(grid):
+    model = llama()
+    before = model.generate
+    assert parallelize(model, grid)[0].generate == before

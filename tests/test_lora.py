@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 from equality import Case, compare, exact, fit, full, rows_of, too_large
-from float64 import relative_errors
 from models import tiny_batch, tiny_model
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from ranks import all_grids, run_ranks
@@ -182,26 +181,37 @@ def half_model():
     return model
 
 
-def adapter_errors(gradients, truth):
-    return max(relative_errors({name: grad.double() for name, grad in gradients.items()}, truth).values())
+def squared_distance(gradients, truth) -> float:
+    """|difference|^2 / |truth|^2 over all gradients together."""
+    difference = sum((gradients[name].double() - value).square().sum() for name, value in truth.items())
+    return float(difference / sum(value.square().sum() for value in truth.values()))
 
 
-def _rounding(batch, truth):
+def _rounding(batches, truths):
     errors = {}
     for grid in ONE_OF_EACH:
-        model, _ = parallelize(half_model().train(), grid)
-        gradients = fit(model, [rows_of(batch, grid, model.get_base_model().axonn.mesh.rank)]).gradients
-        assert {grad.dtype for grad in gradients.values()} == {torch.float32}
-        errors[str(grid)] = adapter_errors(gradients, truth)
+        errors[str(grid)] = 0.0
+        for batch, truth in zip(batches, truths, strict=True):
+            model, _ = parallelize(half_model().train(), grid)
+            mine = rows_of(batch, grid, model.get_base_model().axonn.mesh.rank)
+            gradients = fit(model, [mine]).gradients
+            assert {grad.dtype for grad in gradients.values()} == {torch.float32}
+            errors[str(grid)] += squared_distance(gradients, truth)
     return errors
 
 
 def test_float32_adapters_on_a_bfloat16_model():
-    """As far from the float64 truth as one process is, up to the scatter of the largest of many roundings."""
-    batch = tiny_batch(8, 7)
-    wide = half_model().double().train()  # the same numbers
-    with exact():
-        truth = fit(wide, [batch]).gradients
-    alone = adapter_errors(fit(half_model().train(), [batch]).gradients, truth)
-    assert 1e-4 < alone < 0.2
-    assert max(run_ranks(_rounding, 4, batch, truth)[0].values()) <= 3 * alone
+    """As far from the float64 truth as one process is.
+
+    In so small a model the distance of one batch scatters by a factor of 3 either way, so four are taken together.
+    Sums over y and x add a rounding each: measured up to 2 times the distance of one process, allowed 3 times.
+    """
+    batches = [tiny_batch(8, 7, seed=seed) for seed in (3, 11, 12, 14)]
+    truths, alone = [], 0.0
+    for batch in batches:
+        wide = half_model().double().train()  # the same numbers
+        with exact():
+            truths.append(fit(wide, [batch]).gradients)
+        alone += squared_distance(fit(half_model().train(), [batch]).gradients, truths[-1])
+    assert 1e-6 < alone < 0.04
+    assert max(run_ranks(_rounding, 4, batches, truths)[0].values()) <= 3**2 * alone
