@@ -128,9 +128,9 @@ def from_pretrained(
     Returns:
         The model, in eval mode as from_pretrained leaves it, on this rank's device.
     Raises:
-        ValueError: GGUF or quantized weights, device_map or tp_plan among the arguments, an incomplete sharded
-            checkpoint, or weights that the checkpoint lacks (they would be filled with numbers that differ from rank
-            to rank).
+        ValueError: GGUF or quantized weights, device_map, tp_plan or ignore_mismatched_sizes among the arguments, an
+            incomplete sharded checkpoint, PEFT adapters in the directory, or weights that the checkpoint lacks (they
+            would be filled with numbers that differ from rank to rank).
     Collectives: creation of the process groups; those of torch.distributed.checkpoint for a sharded checkpoint.
     """
     from transformers import AutoModelForCausalLM
@@ -149,6 +149,10 @@ def from_pretrained(
             "AutoModelForCausalLM.from_pretrained(..., gguf_file=..., quantization_config=GgufConfig(dequantize=True))"
             ".save_pretrained(DIR) on one process, and load DIR."
         )
+    if kwargs.get("ignore_mismatched_sizes"):
+        raise ValueError(
+            "ignore_mismatched_sizes: every rank would fill such weights with other numbers; leave it away."
+        )
     if is_sharded_checkpoint(name_or_path):
         check_complete(name_or_path)
     device = torch.device(compat.default_device_type())
@@ -160,6 +164,11 @@ def from_pretrained(
 
     with compat.distribute_when_built(distribute) as extra:
         model, info = auto_class.from_pretrained(name_or_path, output_loading_info=True, **extra, **kwargs)
+    if any(compat.adapter_layers(model)):
+        raise ValueError(
+            f"{name_or_path} holds PEFT adapters, which must be in a model before it is sharded: load it on every "
+            "rank with AutoModelForCausalLM.from_pretrained and shard the result with hf_axonn.parallelize."
+        )
     missing = sorted(set(info["missing_keys"]) - set(getattr(model, "all_tied_weights_keys", {})))
     if missing:
         raise ValueError(

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from models import tiny_model
+from equality import exact, fit, rows_of
+from float64 import relative_errors
+from models import tiny_batch, tiny_model
+from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
+from transformers.distributed.sharding_utils import DtensorShardOperation
 
-from hf_axonn import Grid, from_pretrained, load_sharded, save_sharded
+from hf_axonn import Grid, from_pretrained, load_sharded, parallelize, save_sharded
 
 
 GRIDS = [Grid(z=2, x=2), Grid(y=2, x=2), Grid(data=2, z=2), Grid(y=4)]
+IDS = torch.arange(3, 13).view(2, 5)
 
 
 @pytest.fixture(scope="module")
@@ -37,9 +43,8 @@ def _equal(folder: Path) -> None:
             tied = model.lm_head.weight is model.model.embed_tokens.weight
             assert tied == (kind == "smollm2")
             assert model.config.to_dict() == plain.config.to_dict()
-            ids = torch.arange(3, 13).view(2, 5)
             with torch.no_grad():
-                torch.testing.assert_close(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(model(IDS).logits, plain(IDS).logits, rtol=1e-4, atol=1e-5)
 
 
 def test_bit_for_bit_what_plain_loading_gives(folder):
@@ -48,8 +53,6 @@ def test_bit_for_bit_what_plain_loading_gives(folder):
 
 def _reads(folder: Path) -> None:
     """Count the elements that leave the file, by the tensors that Transformers' loader makes of its slices."""
-    from transformers.distributed.sharding_utils import DtensorShardOperation
-
     read = []
     stock = DtensorShardOperation.shard_tensor
 
@@ -98,16 +101,106 @@ def test_refusals_name_what_to_do(folder):
     run_ranks(_refusals, 2, folder)
 
 
-def test_the_hooks_in_transformers_are_taken_away_again(folder):
-    before = {name: vars(LlamaForCausalLM.__mro__[-1]).get(name) for name in ("maybe_distribute_model",)}
-    run_ranks(_plain_afterwards, 2, folder)
-    assert before == {name: vars(LlamaForCausalLM.__mro__[-1]).get(name) for name in before}
+def _hooks() -> dict[str, object]:
+    """What two classes of Transformers hold themselves; a hook is there or is not."""
+    return {**vars(PreTrainedModel), **vars(DtensorShardOperation)}
 
 
 def _plain_afterwards(folder: Path) -> None:
+    before = _hooks()
     from_pretrained(folder / "qwen3", grid=Grid(x=2))
+    assert _hooks() == before
+    with pytest.raises(OSError, match="nowhere"):
+        from_pretrained(folder / "nowhere", grid=Grid(x=2))
+    assert _hooks() == before
     plain = AutoModelForCausalLM.from_pretrained(folder / "qwen3")
     assert not hasattr(plain, "axonn") and type(plain.lm_head.weight) is torch.nn.Parameter
+
+
+def test_the_hooks_in_transformers_are_taken_away_again(folder):
+    run_ranks(_plain_afterwards, 2, folder)
+
+
+def _trains(folder: Path, truths: dict) -> None:
+    for (kind, attention), truth in truths.items():
+        for grid in GRIDS[:2]:
+            options = {"dtype": torch.float64, "attn_implementation": attention}
+            model = from_pretrained(folder / kind, grid=grid, **options).train()
+            with exact():
+                ours = fit(model, [rows_of(tiny_batch(4, 7), grid, model.axonn.mesh.rank)])
+            for what in ("gradients", "parameters"):
+                errors = relative_errors(getattr(ours, what), getattr(truth, what))
+                assert max(errors.values()) < 1e-10, (kind, grid, what, errors)
+
+
+def test_a_loaded_model_trains_as_a_plainly_loaded_one(folder):
+    """Rotary frequencies are computed in float32 by `from_pretrained`, here and there, so the truth is loaded too."""
+    truths = {}
+    for kind, attention in (("qwen3", "sdpa"), ("smollm2", "eager")):
+        options = {"dtype": torch.float64, "attn_implementation": attention}
+        with exact():
+            model = AutoModelForCausalLM.from_pretrained(folder / kind, **options).train()
+            truths[kind, attention] = fit(model, [tiny_batch(4, 7)])
+    run_ranks(_trains, 4, folder, truths)
+
+
+def _other_forms(folder: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(folder / "qwen3")
+    for form in ("many", "bin"):
+        model = from_pretrained(str(folder / form), grid=Grid(y=2, x=2))
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(model.get_parameter(name).full_tensor(), parameter), (form, name)
+    model = from_pretrained(folder / "bfloat16", grid=Grid(y=2, x=2), auto_class=LlamaForCausalLM)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_several_files_pickled_weights_and_the_dtype_of_the_file(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder / "qwen3")
+    model.save_pretrained(folder / "many", max_shard_size="20KB")
+    assert len(list((folder / "many").glob("*.safetensors"))) > 2
+    model.config.save_pretrained(folder / "bin")
+    torch.save(model.state_dict(), folder / "bin" / "pytorch_model.bin")
+    tiny_model("llama", dtype=torch.bfloat16).save_pretrained(folder / "bfloat16")
+    run_ranks(_other_forms, 4, folder)
+
+
+def _adapters(folder: Path, expected: torch.Tensor) -> None:
+    grid = Grid(y=2, x=2)
+    with pytest.raises(ValueError, match="holds PEFT adapters, which must be in a model before it is sharded"):
+        from_pretrained(folder / "adapter", grid=grid)
+    model, _ = parallelize(AutoModelForCausalLM.from_pretrained(folder / "adapter", dtype=torch.float64), grid)
+    with torch.no_grad(), exact():
+        torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_adapters_in_the_directory_are_refused_and_the_remedy_works(folder):
+    base = AutoModelForCausalLM.from_pretrained(folder / "qwen3")
+    adapted = get_peft_model(base, LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+    adapted.save_pretrained(folder / "adapter")
+    with torch.no_grad(), exact():
+        plain = AutoModelForCausalLM.from_pretrained(folder / "qwen3", dtype=torch.float64)(IDS).logits
+        expected = AutoModelForCausalLM.from_pretrained(folder / "adapter", dtype=torch.float64)(IDS).logits
+    assert (plain - expected).abs().max() > 1e-2
+    run_ranks(_adapters, 4, folder, expected)
+
+
+def _other_sizes(folder: Path) -> None:
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        from_pretrained(folder / "resized", grid=Grid(x=2))
+    with pytest.raises(ValueError, match="every rank would fill such weights with other numbers"):
+        from_pretrained(folder / "resized", grid=Grid(x=2), ignore_mismatched_sizes=True)
+    with pytest.raises(ValueError, match="a quantized model cannot be sharded"):
+        from_pretrained(folder / "quantized", grid=Grid(x=2))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_other_sizes_and_quantized_weights_are_refused(folder):
+    changes = {"resized": {"vocab_size": 140}, "quantized": {"quantization_config": {"quant_method": "fp8"}}}
+    for name, change in changes.items():
+        shutil.copytree(folder / "qwen3", folder / name)
+        config = json.loads((folder / name / "config.json").read_text())
+        (folder / name / "config.json").write_text(json.dumps(config | change))
+    run_ranks(_other_sizes, 2, folder)
 
 
 def _round_trip(folder: Path, output: Path) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from equality import exact
 from models import tiny_batch, tiny_model
 from peft import LoraConfig, get_peft_model
-from ranks import all_grids, run_ranks
+from ranks import run_ranks
 from transformers import OPTConfig, OPTForCausalLM
 
 from hf_axonn.gradients import sync_gradients
@@ -115,7 +115,7 @@ def own_kv_heads(query, kv, grid, here):
 
 
 def _cached_heads(kinds, truths):
-    for grid in all_grids(4):
+    for grid in HEAD_GRIDS:
         here = grid.coordinates(dist.get_rank())
         for (make, query, kv), truth in zip(kinds, truths, strict=True):
             model, _ = parallelize(make(), grid)
@@ -131,6 +131,7 @@ def keys_and_values(model):
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
+HEAD_GRIDS = [Grid(x=4), Grid(y=4), Grid(y=2, x=2), Grid(z=2, x=2), Grid(z=2, y=2)]
 KINDS = [(llama, 12, 6), (MODELS["six heads"], 6, 3), (MODELS["smollm2"], 9, 3)]
 
 
