@@ -1,8 +1,8 @@
 """Attention and MLP, cut as whole blocks.
 
-    Block    the module around them; its input becomes [B, S, H/y], its output this rank's tokens again
+    Block    the module at whose input this rank's tokens become [B, S, H/y]: attention, an MLP, or a lone Linear
     Column   q, k, v, or gate, up: the projections that share the block's input, multiplied as one group
-    Row      o, or down: the projection that ends the block
+    Row      o, or down: the projection that ends the block; its output is this rank's tokens again
 
 The heads of an attention block may be divided over ("x", "y"), over ("x",) or not at all, see `Heads`; an MLP's
 intermediate features are always divided over both.
@@ -12,15 +12,17 @@ Source: DESIGN 2.3; AxoNN (arXiv 2502.08145) for the alternation of column and r
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from hf_axonn.collectives import all_gather, all_reduce, all_reduce_backward, reduce_scatter
-from hf_axonn.grid import GridMesh
+from hf_axonn.heads import Heads, Selection
 from hf_axonn.layouts import (
     ceil_div,
     features_to_tokens,
@@ -31,37 +33,12 @@ from hf_axonn.layouts import (
 )
 from hf_axonn.matmul3d import Product
 from hf_axonn.overlap import GradientSlot, gather_with_slot, wait_gradient
-from hf_axonn.state import ModelState, replicated_local
+from hf_axonn.state import ModelState, linear_size, replicated_local
 from hf_axonn.styles import cut_weight, feature_slice, take_slice, wrap_forward
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Over which axes the query heads of an attention block are divided, and how its kv heads follow.
-
-    Args:
-        query, kv: numbers of heads in the whole model.
-        axes: ("x", "y"), ("x",) or (): the longest whose product divides `query`.
-        expand: kv heads do not divide as the query heads do; every rank gets one kv head for each of its query heads.
-    """
-
-    query: int
-    kv: int
-    axes: tuple[str, ...]
-    expand: bool
-
-    @classmethod
-    def divide(cls, query: int, kv: int, mesh: GridMesh) -> Heads:
-        for axes in (("x", "y"), ("x",), ()):
-            if query % mesh.size(*axes) == 0:
-                return cls(query, kv, axes, expand=bool(axes) and kv % mesh.size(*axes) != 0)
-        raise AssertionError("the empty product divides every number")
-
-    def kv_of_own_queries(self, mesh: GridMesh) -> list[int]:
-        """For each query head of this rank the kv head that it reads."""
-        own = self.query // mesh.size(*self.axes)
-        first = mesh.index(*self.axes) * own
-        return [head // (self.query // self.kv) for head in range(first, first + own)]
+if TYPE_CHECKING:
+    from hf_axonn.plans import BlockPlan
 
 
 class Column:
@@ -73,13 +50,27 @@ class Column:
     called computes all of them.
     """
 
-    def __init__(self, state: ModelState, linears: list[nn.Linear], heads: Heads | None = None) -> None:
+    def __init__(
+        self,
+        state: ModelState,
+        linears: list[nn.Module],
+        heads: Heads | None = None,
+        segments: list[tuple[str, ...]] | None = None,
+    ) -> None:
         self.state = state
         self.linears = linears
         self.heads = heads
         self.axes = heads.axes if heads else ("x", "y")
+        if segments is None:
+            segments = [
+                ("query",) if heads and linear is linears[0] else ("kv" if heads else "own",) for linear in linears
+            ]
+        self.selections = [
+            Selection(linear_size(linear)[0], parts, heads, state.mesh)
+            for linear, parts in zip(linears, segments, strict=True)
+        ]
         self.weights = [state.weight_of(linear) for linear in linears]
-        self.cuts = [cut_weight("column", linear.out_features, linear.in_features, state.mesh) for linear in linears]
+        self.cuts = [cut_weight("column", *linear_size(linear), state.mesh) for linear in linears]
         self._entered: tuple[Tensor, Product, Tensor | None] | None = None
         self._computed: tuple[Tensor, dict[int, Tensor]] | None = None
         for index, linear in enumerate(linears):
@@ -91,12 +82,15 @@ class Column:
         return ("x", "y") if "y" in self.axes else ("x",)
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """This rank's tokens -> [B, S, H/y]. All-to-all over y, all-gather over x, which backward only launches."""
+        """This rank's tokens -> [B, S, H/y]. All-to-all over y (none in the feature layout), all-gather over x, which
+        backward only launches."""
         state, tokens = self.state, self.state.tokens
         if not tokens.sharded:
             return take_features(hidden, state.mesh, "y")
         slot = GradientSlot()
-        hidden = tokens_to_features(hidden.to(state.compute_dtype(hidden)), state.mesh)
+        hidden = hidden.reshape(1, -1, hidden.shape[-1])  # some layers hand their MLP flat tokens
+        hidden = hidden.to(state.compute_dtype(hidden))
+        hidden = hidden.squeeze(0) if tokens.features else tokens_to_features(hidden, state.mesh)
         hidden = wait_gradient(hidden, slot)
         product = Product(state, self.weights, self.cuts)
         handle = product.begin()
@@ -130,7 +124,7 @@ class Column:
             outputs = [all_reduce(output, mesh.group("y")) for output in outputs]
             outputs = outputs if len(outputs) == len(sizes) else outputs[0].split(sizes, dim=-1)
             outputs = [
-                output.movedim(0, -2).flatten(-2)[..., : ceil_div(linear.out_features, mesh.size("x"))]
+                output.movedim(0, -2).flatten(-2)[..., : ceil_div(linear_size(linear)[0], mesh.size("x"))]
                 for output, linear in zip(outputs, self.linears, strict=True)
             ]
         return [
@@ -138,49 +132,38 @@ class Column:
             for output, linear in zip(outputs, self.linears, strict=True)
         ]
 
-    def _place(self, output: Tensor, linear: nn.Linear) -> Tensor:
-        """[T, own features] -> the features that the heads of this rank need."""
-        mesh, size, heads = self.state.mesh, linear.out_features, self.heads
+    def _place(self, output: Tensor, linear: nn.Module) -> Tensor:
+        """[T, own features] -> the features that this rank works on."""
+        mesh, size, heads = self.state.mesh, linear_size(linear)[0], self.heads
+        selection = self.selections[self.linears.index(linear)]
         if linear.bias is not None:
             bias = replicated_local(linear.bias, mesh, self.bias_axes)
             output = output + take_slice(bias, size, mesh, *self.bias_axes).to(output.dtype)
-        if heads is None or (heads.axes and not (heads.expand and self._is_kv(linear))):
+        if heads is not None and not heads.axes:  # every rank of x goes on with all heads
+            return gather_features(output, size, mesh, "x")
+        if selection.is_slice:
             return output
-        shares = bool(heads.axes)  # each rank uses some of the gathered heads, so gradients are shares of a sum
-        if "y" in heads.axes:
+        # Each rank uses some of the gathered features, so gradients are shares of a sum.
+        if "y" in self.axes:
             x_size = ceil_div(size, mesh.size("x"))
             blocks = all_gather(output, mesh.group("x", "y")).unflatten(0, (mesh.size("x"), mesh.size("y")))
             output = blocks.movedim(1, 2).flatten(2)[..., :x_size].movedim(0, 1).flatten(1)[:, :size]
         else:
-            output = gather_features(output, size, mesh, "x", replicated=not shares)
-        return output[:, self.feature_index(linear)] if shares else output
+            output = gather_features(output, size, mesh, "x", replicated=False)
+        return selection.take(output)
 
-    def output_size(self, linear: nn.Linear) -> int:
-        """Features that this rank's projection returns, padding included."""
-        return (
-            self.cuts[self.linears.index(linear)].out_size if self.heads is None else len(self.feature_index(linear))
-        )
-
-    def _is_kv(self, linear: nn.Linear) -> bool:
-        return linear is not self.linears[0]
-
-    def feature_index(self, linear: nn.Linear) -> Tensor:
-        """Which features of the whole output this rank's projection returns (LoRA's B takes these rows)."""
-        mesh, size, heads = self.state.mesh, linear.out_features, self.heads
-        if heads is not None and heads.expand and self._is_kv(linear):
-            width = size // heads.kv
-            starts = torch.tensor(heads.kv_of_own_queries(mesh), device=mesh.device) * width
-            return (starts[:, None] + torch.arange(width, device=mesh.device)).flatten()
-        own, _ = feature_slice(size, mesh, *self.axes)
-        return torch.arange(own.start, own.stop, device=mesh.device)
+    def selection_of(self, linear: nn.Module) -> Selection:
+        """The features of a projection that this rank works on (LoRA's B takes these rows)."""
+        return self.selections[self.linears.index(linear)]
 
 
 class Row:
     """The row layer that ends a block.
 
-    Global: [B, S, K] -> [B, S, N]. Local: [B, S, K/(x*y)] -> [1, T/x, N/y] where the residual stream is sharded, else
-    [B, S, N/y]. Collectives: all-gather over y of the features (where heads are divided over y), all-gather over z,
-    reduce-scatter over x of the tokens (all-reduce where the residual stream is replicated).
+    Global: [B, S, K] -> [B, S, N]. Local: [B, S, K/(x*y)] -> this rank's tokens [1, T/(x*y), N], or [1, T/x, N/y] in
+    the feature layout, where the residual stream is sharded, else [B, S, N]. Collectives: all-gather over y of the
+    features (where heads are divided over y), all-gather over z, reduce-scatter over x of the tokens (all-reduce where
+    the residual stream is replicated), all-to-all over y (none in the feature layout, all-gather where replicated).
     """
 
     bias_axes = ("x", "y")
@@ -189,9 +172,10 @@ class Row:
         self.state = state
         self.linear = linear
         self.axes = heads.axes if heads else ("x", "y")
+        self.leading: torch.Size | None = None  # of the block's input, in which its output is handed on
         self.weights = [state.weight_of(linear)]
-        whole_input = "y" not in self.axes
-        self.cuts = [cut_weight("row", linear.out_features, linear.in_features, state.mesh, whole_input=whole_input)]
+        self.hidden_size = linear_size(linear)[0]
+        self.cuts = [cut_weight("row", *linear_size(linear), state.mesh, whole_input="y" not in self.axes)]
         wrap_forward(linear, self._forward)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor:
@@ -217,22 +201,24 @@ class Row:
             output = all_reduce(output, mesh.group("x"))
         if self.linear.bias is not None:
             bias = replicated_local(self.linear.bias, mesh, self.bias_axes)
-            output = output + take_slice(bias, self.linear.out_features, mesh, "y").to(output.dtype)
-        return output.unsqueeze(0) if tokens.sharded else output.view(tokens.batch, tokens.seq, -1)
+            output = output + take_slice(bias, self.hidden_size, mesh, "y").to(output.dtype)
+        if tokens.sharded:
+            output = output if tokens.features else features_to_tokens(output, self.hidden_size, mesh)
+            return output.view(*self.leading, -1)
+        return gather_features(output, self.hidden_size, mesh, "y").view(*self.leading, -1)
 
 
 class Block:
-    """An attention or MLP module: the way in to its column layers and out of its row layer.
+    """The way in to a group of column layers: the forward of `entry` sees [B, S, H/y] where it is given tokens.
 
-    Global [B, S, H] -> [B, S, H]; local as the residual stream of layouts.py. Collectives: those of Column.enter;
-    all-to-all over y on the way out (all-gather over y where the residual stream is replicated).
+    Collectives: those of Column.enter.
     """
 
-    def __init__(self, state: ModelState, module: nn.Module, column: Column, row: Row) -> None:
+    def __init__(self, state: ModelState, entry: nn.Module, column: Column, row: Row) -> None:
         self.state = state
         self.column = column
-        self.hidden_size = row.linear.out_features
-        wrap_forward(module, self._forward)
+        self.row = row
+        wrap_forward(entry, self._forward)
 
     def _forward(self, original: Callable, *args, **kwargs):
         if self.state.tokens is None:
@@ -241,19 +227,45 @@ class Block:
                 "the first decoder layer, so call the model (or its base model) instead."
             )
         if args:
-            args = (self.column.enter(args[0]), *args[1:])
+            args = (self._enter(args[0]), *args[1:])
         else:
-            kwargs["hidden_states"] = self.column.enter(kwargs["hidden_states"])
+            kwargs["hidden_states"] = self._enter(kwargs["hidden_states"])
         try:
-            output = original(*args, **kwargs)
+            return original(*args, **kwargs)
         finally:
             self.column.leave()
-        if isinstance(output, tuple):
-            return (self._leave(output[0]), *output[1:])
-        return self._leave(output)
 
-    def _leave(self, hidden: Tensor) -> Tensor:
-        mesh = self.state.mesh
-        if self.state.tokens.sharded:
-            return features_to_tokens(hidden.squeeze(0), self.hidden_size, mesh)
-        return gather_features(hidden, self.hidden_size, mesh, "y")
+    def _enter(self, hidden: Tensor) -> Tensor:
+        self.row.leading = hidden.shape[:-1]
+        return self.column.enter(hidden)
+
+
+def install_heads(state: ModelState, attention: nn.Module, heads: Heads, block: BlockPlan) -> None:
+    """Let attention see this rank's numbers of heads, and its own heads of arguments that have them all."""
+    mesh = state.mesh
+    query, kv = heads.own_query(mesh), heads.own_kv(mesh)
+    if heads.expand and hasattr(attention, "num_key_value_groups"):
+        attention.num_key_value_groups = query // kv
+    for name, kind in block.attributes.items():
+        owner, _, attribute = name.rpartition(".")
+        if owner:
+            # The config belongs to the whole model.
+            setattr(attention, owner, copy.copy(getattr(attention, owner)))
+        target = getattr(attention, owner) if owner else attention
+        whole, own = (heads.query, query) if kind == "query" else (heads.kv, kv)
+        setattr(target, attribute, getattr(target, attribute) * own // whole)
+    if block.arguments and heads.axes:
+        signature = inspect.signature(attention.forward)
+        rows, _ = feature_slice(heads.query, mesh, *heads.axes)
+
+        def forward(original: Callable, *args, **kwargs):
+            given = signature.bind(*args, **kwargs)
+            for name in block.arguments:
+                value = given.arguments.get(name)
+                if value is not None:
+                    by_head = value.view(-1, heads.query, *value.shape[1:])
+                    given.arguments[name] = by_head[:, rows].flatten(0, 1)
+            return original(*given.args, **given.kwargs)
+
+        wrap_forward(attention, forward)
+    state.attention_axes = heads.axes

@@ -3,6 +3,7 @@
     DIR/shard-0000R-model-*.safetensors    weights, one file a rank that owns any (torch.distributed.checkpoint)
     DIR/optimizer/shard-*.safetensors      optimizer state, likewise; DIR/optimizer/values.json its plain numbers
     DIR/config.json, generation_config.json
+    DIR/matmul_layouts.json                what kernel tuning has chosen (tuning.py), where it is on
     DIR/axonn_checkpoint.json              written last: the grid, and the size of every file above
 
 Plain `AutoModelForCausalLM.from_pretrained(DIR)` reads such a directory on one process. The manifest is what makes a
@@ -24,12 +25,14 @@ from hf_axonn.collectives import barrier, world_rank
 from hf_axonn.gradients import find_state
 from hf_axonn.grid import Grid
 from hf_axonn.install import shard_of
+from hf_axonn.state import ModelState
 
 
 MANIFEST = "axonn_checkpoint.json"
 OPTIMIZER = "optimizer"
 VALUES = "values.json"
 SHARDS = "shard-*.safetensors"
+LAYOUTS = "matmul_layouts.json"
 
 
 def save_sharded(model: nn.Module, directory: str | Path, *, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -66,6 +69,8 @@ def save_sharded(model: nn.Module, directory: str | Path, *, optimizer: torch.op
         _save_optimizer(model, optimizer, directory / OPTIMIZER)
     barrier()
     if world_rank() == 0:
+        if state.tuner is not None:
+            (directory / LAYOUTS).write_text(state.tuner.to_json())
         _write_manifest(directory, state.grid.as_dict(), tied)
     barrier()
 
@@ -79,13 +84,24 @@ def load_sharded(model: nn.Module, directory: str | Path, *, optimizer: torch.op
         ValueError: the directory is not a complete checkpoint of ours, or lacks the optimizer state that is asked for.
     """
     directory = Path(directory)
-    check_complete(directory)
+    manifest = check_complete(directory)
+    state = find_state(model)
+    if state is not None and state.tuner is not None and LAYOUTS in manifest["files"]:
+        _load_layouts(state, directory / LAYOUTS, manifest["grid"])
     if hasattr(model, "peft_config"):
         load_adapters(model, directory)
     else:
         compat.load_model_shards(model, directory)
     if optimizer is not None:
         load_optimizer(model, optimizer, directory)
+
+
+def _load_layouts(state: ModelState, path: Path, grid: dict[str, int]) -> None:
+    """Go on with the matmul layouts of the run that was saved, so that it repeats to the bit. No communication."""
+    try:
+        state.tuner.adopt(path.read_text(), same_grid=grid == state.grid.as_dict())
+    except ValueError as problem:
+        raise ValueError(f"{path}: {problem}. Remove tune_matmuls, or resume from another checkpoint.") from problem
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, directory: str | Path) -> None:
@@ -156,13 +172,15 @@ def export_hf(directory: str | Path, output: str | Path, *, shard_bytes: int = 5
             shutil.copy2(path, output / path.name)
 
 
-NOT_EXPORTED = {MANIFEST, "trainer_state.json"}
+NOT_CHECKED = {MANIFEST, "trainer_state.json"}
+NOT_EXPORTED = {*NOT_CHECKED, LAYOUTS}
 
 
 def _clear(directory: Path) -> None:
     """Take away what an earlier save left, the manifest first: half a checkpoint must not pass for one."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / MANIFEST).unlink(missing_ok=True)
+    (directory / LAYOUTS).unlink(missing_ok=True)
     for path in directory.glob(SHARDS):
         path.unlink()
     shutil.rmtree(directory / OPTIMIZER, ignore_errors=True)
@@ -175,7 +193,7 @@ def _write_manifest(directory: Path, grid: dict[str, int], tied: list[str]) -> N
     sizes = {
         str(path.relative_to(directory)): path.stat().st_size
         for path in sorted(written)
-        if path.name not in NOT_EXPORTED
+        if path.name not in NOT_CHECKED
     }
     text = json.dumps({"version": 1, "grid": grid, "tied": tied, "files": sizes}, indent=1)
     partial = directory / (MANIFEST + ".partial")

@@ -18,11 +18,15 @@ Two meanings of "the same on every rank" keep the backward passes right:
     all_reduce_both      all-reduce       all-reduce        partial
     gather_replicated    all-gather       own block         replicated
     take_replicated      own block        all-gather        of this rank's block
+
+`observe` tells a callback of every collective that this process issues (traffic.py counts bytes with it).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,17 +39,39 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+# Called with (kind, payload bytes, group) before each collective; see `observe`.
+_observers: list[Callable[[str, int, ProcessGroup], None]] = []
+
+
+@contextmanager
+def observe(callback: Callable[[str, int, ProcessGroup], None]) -> Iterator[None]:
+    """Call `callback(kind, payload, group)` before every collective of more than one rank that is issued inside.
+
+    `kind` is all_gather, reduce_scatter, all_to_all, all_reduce or broadcast, whatever the backend makes of it. The
+    payload is in bytes: the block that an all-gather sends or a reduce-scatter leaves on each rank, the whole tensor
+    of the others. Backward passes may run on a thread of autograd; the callback then does too.
+    """
+    _observers.append(callback)
+    try:
+        yield
+    finally:
+        _observers.remove(callback)
+
+
+def _report(kind: str, payload: int, group: ProcessGroup) -> None:
+    for callback in _observers:
+        callback(kind, payload, group)
+
+
 class Pending:
     """A result that may still be under way. `wait()` returns it, any number of times."""
 
-    def __init__(
-        self, result: Tensor, work: dist.Work | None = None, finish: Callable[[Tensor], Tensor] | None = None
-    ):
+    def __init__(self, result: Any, work: dist.Work | None = None, finish: Callable[[Any], Any] | None = None):
         self._result = result
         self._work = work
         self._finish = finish
 
-    def wait(self) -> Tensor:
+    def wait(self) -> Any:
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -54,6 +80,12 @@ class Pending:
             self._finish = None
         return self._result
 
+    def then(self, finish: Callable[[Any], Any]) -> Pending:
+        """The same work, whose result is `finish` of this one's."""
+        first = self._finish
+        both = finish if first is None else lambda result: finish(first(result))
+        return Pending(self._result, self._work, both)
+
 
 def start_all_gather(block: Tensor, group: ProcessGroup) -> Pending:
     """Begin to stack every rank's `block` [...] into [p, ...]. One all-gather over `group`."""
@@ -61,6 +93,8 @@ def start_all_gather(block: Tensor, group: ProcessGroup) -> Pending:
     if size == 1:
         return Pending(block.unsqueeze(0))
     block = block.contiguous()
+    if _observers:
+        _report("all_gather", block.nbytes, group)
     result = block.new_empty((size, *block.shape))
     work = _all_gather_single(result.view(size * block.shape[0], *block.shape[1:]) if block.dim() else result, block,
                               group=group, async_op=True)  # fmt: skip
@@ -75,6 +109,8 @@ def start_reduce_scatter(blocks: Tensor, group: ProcessGroup) -> Pending:
     if group.size() == 1:
         return Pending(blocks[0])
     blocks = blocks.contiguous()
+    if _observers:
+        _report("reduce_scatter", blocks.nbytes // group.size(), group)
     if dist.get_backend(group) == "gloo":
         received = torch.empty_like(blocks)
         work = dist.all_to_all_single(received, blocks, group=group, async_op=True)
@@ -90,23 +126,45 @@ def exchange(blocks: Tensor, group: ProcessGroup) -> Tensor:
     if group.size() == 1:
         return blocks
     blocks = blocks.contiguous()
+    if _observers:
+        _report("all_to_all", blocks.nbytes, group)
     received = torch.empty_like(blocks)
     dist.all_to_all_single(received, blocks, group=group)
     return received
 
 
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "mean": dist.ReduceOp.AVG}
+
+
+def start_all_reduce(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> Pending:
+    """Begin to reduce `value` over `group` in place. `op` is sum, max or mean. One all-reduce."""
+    if group.size() == 1:
+        return Pending(value)
+    if _observers:
+        _report("all_reduce", value.nbytes, group)
+    return Pending(value, dist.all_reduce(value, op=_REDUCE_OPS[op], group=group, async_op=True))
+
+
 def reduce_(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> Tensor:
     """Reduce `value` over `group` in place and return it. `op` is sum, max or mean. One all-reduce."""
-    if group.size() > 1:
-        ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "mean": dist.ReduceOp.AVG}
-        dist.all_reduce(value, op=ops[op], group=group)
-    return value
+    return start_all_reduce(value, group, op=op).wait()
 
 
 def broadcast_(value: Tensor) -> Tensor:
     """Overwrite `value` with that of rank 0 of the world and return it. One broadcast over the world."""
+    if _observers:
+        _report("broadcast", value.nbytes, dist.group.WORLD)
     dist.broadcast(value, src=0)
     return value
+
+
+def broadcast_text(text: str, device: torch.device) -> str:
+    """The text of rank 0 of the world; `device` is this rank's. Two broadcasts over the world: length and bytes."""
+    content = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+    length = broadcast_(torch.tensor(len(content), device=device))
+    if world_rank() != 0:
+        content = torch.empty(int(length), dtype=torch.uint8, device=device)
+    return bytes(broadcast_(content).tolist()).decode()
 
 
 def barrier() -> None:

@@ -85,16 +85,27 @@ def output_embedding(model: nn.Module) -> nn.Module | None:
         return None
 
 
-def head_counts(config) -> tuple[int, int]:
-    """Numbers of query and kv heads of a decoder's config."""
-    query = config.num_attention_heads
-    return query, getattr(config, "num_key_value_heads", None) or query
+def text_config(model: nn.Module):
+    """The config of a model's decoder: its own, or that of its language part."""
+    config = model.config
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
-def set_kv_groups(attention: nn.Module, groups: int | None) -> None:
-    """Set how many query heads of this rank share a kv head; None leaves it as it is."""
-    if groups is not None:
-        attention.num_key_value_groups = groups
+def head_counts(config, attention: nn.Module) -> tuple[int, int]:
+    """Numbers of query and kv heads of an attention module: its own, or else the config's; 0 unknown."""
+
+    def first(*names: str) -> int:
+        for owner in (attention, config):
+            for name in names:
+                with contextlib.suppress(AttributeError, RuntimeError, ValueError):  # a config whose layers differ may refuse
+                    if isinstance(getattr(owner, name), int):
+                        return getattr(owner, name)
+        return 0
+
+    query = first("num_heads", "num_attention_heads", "n_heads", "n_head", "decoder_attention_heads")
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return query, 1
+    return query, first("num_key_value_heads", "num_kv_heads") or query
 
 
 def has_causal_lm_loss(model: nn.Module) -> bool:
@@ -271,3 +282,8 @@ def consolidate_shards(directory: Path, output: Path, *, shard_bytes: int, leave
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="torch.distributed.*")
         consolidate_safetensors_files(input_dir=str(directory), output_dir=str(output), fqn_to_index_mapping=file_of)
+
+
+def saved_tensors_have_hooks() -> bool:
+    """Whether something decides what autograd keeps here (a checkpointed layer, offloading to the CPU)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

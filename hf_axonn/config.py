@@ -17,6 +17,7 @@ from hf_axonn.grid import AXES, Grid
 
 VARIABLE = "AXONN_CONFIG"
 REDUCE_DTYPES = ("float32", "bfloat16", "float64")
+LAYOUTS = ("auto", "token", "feature")
 GRID_EXAMPLE = "grid: {data: 1, z: 2, y: 1, x: 2}"
 
 
@@ -50,6 +51,11 @@ class AxonnConfig:
         grid: sizes of the four axes.
         overlap: which collectives run while the device computes.
         reduce_dtype: the dtype in which gradients are summed, one of REDUCE_DTYPES.
+        keep_gathered: which weights that were gathered over z in forward are kept for backward, instead of gathered
+            again: "none", "all", or of how many layers, the last ones.
+        tune_matmuls: whether operand layouts of matmuls are timed on the first steps and the fastest used (tuning.py).
+        layout: of the residual stream between blocks, one of LAYOUTS; auto takes feature wherever it is possible
+            (y > 1, norms that are RMSNorm or LayerNorm), else token.
     Raises:
         ValueError: a value is not of its kind; the message says what to write.
     """
@@ -57,6 +63,9 @@ class AxonnConfig:
     grid: Grid
     overlap: Overlap = field(default_factory=Overlap)
     reduce_dtype: str = "float32"
+    keep_gathered: str | int = "none"
+    tune_matmuls: bool = False
+    layout: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.grid, Grid):
@@ -65,13 +74,23 @@ class AxonnConfig:
             raise ValueError(f"overlap is {self.overlap!r}, but it is an Overlap, for instance Overlap().")
         if self.reduce_dtype not in REDUCE_DTYPES:
             raise ValueError(f"reduce_dtype is {self.reduce_dtype!r}, but it is one of {', '.join(REDUCE_DTYPES)}.")
+        keep = self.keep_gathered
+        if isinstance(keep, bool) or not (keep in ("none", "all") or (isinstance(keep, int) and keep >= 0)):
+            raise ValueError(
+                f"keep_gathered is {keep!r}, but it is none, all, or a number of layers that is not negative."
+            )
+        if not isinstance(self.tune_matmuls, bool):
+            raise ValueError(f"tune_matmuls is {self.tune_matmuls!r}, but it is a switch: write true or false.")
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout is {self.layout!r}, but it is one of {', '.join(LAYOUTS)}.")
 
     @classmethod
     def from_mapping(cls, section: Mapping[str, Any], *, num_processes: int | None = None) -> AxonnConfig:
         """Validate a section `axonn_config` as it stands in a launch file.
 
         Args:
-            section: keys grid (required; a mapping from axis to size), overlap (a mapping of switches), reduce_dtype.
+            section: keys grid (required; a mapping from axis to size), overlap (a mapping of switches), reduce_dtype,
+                keep_gathered, tune_matmuls, layout.
             num_processes: number of processes on all machines together, which the grid must have; None: not checked.
         Raises:
             ValueError: an unknown key, a value of the wrong kind, or a grid of another size than `num_processes`.

@@ -1,8 +1,9 @@
 """The model around its blocks: where the residual stream is divided among the ranks, and where it is whole again.
 
     embedding         [B, S, H] on every rank of (x, y)
-    first layer       takes this rank's tokens, [1, T/(x*y), H]
-    ... layers, last norm ...
+    first layer       takes this rank's tokens, [1, T/(x*y), H], or [1, T/x, H/y] in the feature layout
+    last layer        turns features into tokens, [1, T/(x*y), H]
+    last norm         on this rank's tokens
     decoder's output  whole again, unless the loss will take it as it is (training with labels)
 
 One token at a time without gradients (decoding) the residual stream stays whole: there is nothing to divide.
@@ -18,32 +19,77 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn.collectives import gather_replicated
-from hf_axonn.layouts import Tokens, gather_tokens, take_tokens
+from hf_axonn.layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
 from hf_axonn.loss import ShardedCausalLMLoss
 from hf_axonn.plans import Plan
+from hf_axonn.router_loss import whole_logits
 from hf_axonn.state import ModelState
 from hf_axonn.styles import wrap_forward
 
 
 def install_decoder(state: ModelState, model: nn.Module, plan: Plan) -> None:
-    """Divide the residual stream at the first decoder layer and gather it at the decoder's end."""
+    """Divide the residual stream at the first decoder layer and gather it at the decoder's end, or at the last layer's
+    where something other than a norm follows."""
     layers = [model.get_submodule(name) for name in plan.layers]
     for layer in layers:
-        wrap_forward(layer, functools.partial(_layer, state, layer, layer is layers[0]))
-    wrap_forward(model.get_submodule(plan.decoder), functools.partial(_decoder, state))
+        end = None if layer is not layers[-1] else "tokens" if plan.final is not None else "whole"
+        wrap_forward(layer, functools.partial(_layer, state, layer, layer is layers[0], end))
+    for name in plan.whole:
+        wrap_forward(model.get_submodule(name), functools.partial(_whole, state))
+    wrap_forward(model.get_submodule(plan.decoder), functools.partial(_decoder, state, plan.final is None))
 
 
-def _layer(
-    state: ModelState, layer: nn.Module, first: bool, original: Callable, hidden_states: Tensor, *args, **kwargs
-):
+def _layer(state: ModelState, layer: nn.Module, first: bool, end: str | None, original: Callable, *args, **kwargs):
+    """A decoder layer: the first takes this rank's tokens, the last hands on `tokens` or gathers the `whole`."""
     if first:
-        batch, seq = hidden_states.shape[:2]
-        state.tokens = Tokens(batch, seq, sharded=torch.is_grad_enabled() or seq > 1)
+        hidden, args, kwargs = pop_hidden(args, kwargs)
+        batch, seq = hidden.shape[:2]
+        sharded = torch.is_grad_enabled() or seq > 1
+        state.tokens = Tokens(batch, seq, sharded=sharded, features=state.features if sharded else 0)
         if state.tokens.sharded:
-            hidden_states = take_tokens(hidden_states, state.tokens, state.mesh)
+            hidden = take_tokens(hidden, state.tokens, state.mesh)
+        args = (hidden, *args)
     if layer.training and getattr(layer, "gradient_checkpointing", False):
         _keep_tokens_for_recomputation(state, layer)
-    return original(hidden_states, *args, **kwargs)
+    output = original(*args, **kwargs)
+    tokens, mesh = state.tokens, state.mesh
+    if end == "whole" and tokens.sharded:
+        return _map_first(output, lambda hidden: gather_tokens(hidden, tokens, mesh))
+    if end == "tokens" and tokens.sharded and tokens.features:
+        return _map_first(output, lambda hidden: features_to_tokens(hidden, tokens.features, mesh))
+    return output
+
+
+def pop_hidden(args: tuple, kwargs: dict) -> tuple[Tensor, tuple, dict]:
+    """The hidden states among a call's arguments, which come first or by name, and the other arguments."""
+    if args:
+        return args[0], args[1:], kwargs
+    return kwargs["hidden_states"], (), {name: value for name, value in kwargs.items() if name != "hidden_states"}
+
+
+def _map_first(output, function: Callable):
+    """Apply `function` to a module's output, or to the first of several."""
+    if isinstance(output, Tensor):
+        return function(output)
+    return type(output)((function(output[0]), *output[1:]))
+
+
+def _whole(state: ModelState, original: Callable, *args, **kwargs):
+    """A module that needs the whole sequence: tokens are gathered over (x, y) for it, every rank does all of its work
+    (but for its Linears), and takes its own tokens of the first result."""
+    tokens, mesh = state.tokens, state.mesh
+    if tokens is None or not tokens.sharded:
+        return original(*args, **kwargs)
+    shape = pop_hidden(args, kwargs)[0].shape
+
+    def whole(value):
+        if not (isinstance(value, Tensor) and value.shape == shape):
+            return value
+        return gather_tokens(value.reshape(1, -1, shape[-1]), tokens, mesh)
+
+    with state.passing(None):
+        output = original(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
+    return _map_first(output, lambda hidden: take_tokens(hidden, tokens, mesh).view(*shape[:-1], -1))
 
 
 def _keep_tokens_for_recomputation(state: ModelState, layer: nn.Module) -> None:
@@ -65,7 +111,7 @@ def _keep_tokens_for_recomputation(state: ModelState, layer: nn.Module) -> None:
     layer._gradient_checkpointing_func = with_tokens
 
 
-def _decoder(state: ModelState, original: Callable, *args, **kwargs):
+def _decoder(state: ModelState, ended: bool, original: Callable, *args, **kwargs):
     output = original(*args, **kwargs)
     if isinstance(output, dict) and output.get("attentions") is not None:
         output["attentions"] = tuple(_all_heads(state, weights) for weights in output["attentions"])
@@ -77,17 +123,20 @@ def _decoder(state: ModelState, original: Callable, *args, **kwargs):
     def whole(hidden: Tensor) -> Tensor:
         return gather_tokens(hidden, tokens, state.mesh)
 
+    leave = state.defer_head and not ended  # to the loss, which takes this rank's tokens
+    last = (lambda hidden: hidden) if leave or ended else whole
     if isinstance(output, dict):
-        if not state.defer_head:
-            output["last_hidden_state"] = whole(output["last_hidden_state"])
+        output["last_hidden_state"] = last(output["last_hidden_state"])
         if output.get("hidden_states") is not None:  # the first is what came out of the embedding
-            first, *others = output["hidden_states"]
-            output["hidden_states"] = (first, *map(whole, others))
+            first, *others, final = output["hidden_states"]
+            output["hidden_states"] = (first, *map(whole, others), final if ended else whole(final))
+        if output.get("router_logits") is not None:
+            output["router_logits"] = tuple(whole_logits(its, tokens, state.mesh) for its in output["router_logits"])
     elif any(isinstance(value, tuple) for value in output):
         raise ValueError("output_hidden_states and output_attentions of a parallelized model need return_dict=True.")
     else:
-        output = (output[0] if state.defer_head else whole(output[0]), *output[1:])
-    if not state.defer_head:
+        output = (last(output[0]), *output[1:])
+    if not leave:
         state.tokens = None
     return output
 
@@ -102,6 +151,7 @@ def _all_heads(state: ModelState, weights: Tensor) -> Tensor:
 
 def install_causal_lm(state: ModelState, model: nn.Module) -> None:
     """Mark where a pass of the whole model begins, and decide whether its head is left to the loss."""
+    state.choose_kept({module: name for name, module in model.named_modules()})
     signature = inspect.signature(model.forward)
 
     def forward(original: Callable, *args, **kwargs):
@@ -128,7 +178,7 @@ def install_causal_lm(state: ModelState, model: nn.Module) -> None:
     if isinstance(base, nn.Module) and base is not model:
         wrap_forward(base, functools.partial(_base_model, state))
     if state.mesh.size("z") > 1 and hasattr(model, "generate"):
-        model.generate = functools.partial(_generate, model.generate)
+        model.generate = functools.partial(_generate, state, model, model.generate)
 
 
 def _base_model(state: ModelState, original: Callable, *args, **kwargs):
@@ -138,10 +188,16 @@ def _base_model(state: ModelState, original: Callable, *args, **kwargs):
     return original(*args, **kwargs)
 
 
-def _generate(original: Callable, *args, **kwargs):
-    """Every forward gathers weights over z, so all ranks go on until the longest row of all is done."""
-    if kwargs.get("use_cache") is False:
+def _generate(state: ModelState, model: nn.Module, original: Callable, *args, **kwargs):
+    """Every forward uses weights gathered over z, so all ranks go on until the longest row of all is done.
+
+    The weights are gathered once for the whole call. Memory: those of a model on the same grid with z = 1.
+    """
+    settings = (kwargs.get("generation_config") or (args[1] if len(args) > 1 else None), model.generation_config)
+    choices = (kwargs.get("use_cache"), *(getattr(given, "use_cache", None) for given in settings))
+    if next((choice for choice in choices if choice is not None), None) is False:
         # Transformers then lengthens the mask of a rank that is done, but not its tokens, and fails.
-        raise ValueError("generate(use_cache=False) is not supported on a grid with z > 1: leave use_cache away.")
+        raise ValueError("generate with use_cache=False is not supported on a grid with z > 1: leave use_cache away.")
     kwargs.setdefault("synced_gpus", True)
-    return original(*args, **kwargs)
+    with state.kept.whole_call():
+        return original(*args, **kwargs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import re
 from collections.abc import Callable, Iterator
 
 import torch
@@ -67,15 +68,18 @@ def install_dropout(state: ModelState, module: nn.Module, axes: tuple[str, ...],
     wrap_forward(module, forward)
 
 
-def is_dropout(module: nn.Module) -> bool:
-    """Whether a module is one of torch's dropout layers (whose p may be set later)."""
-    return isinstance(module, nn.modules.dropout._DropoutNd)
+def dropout_names(module: nn.Module) -> list[str]:
+    """Attributes of a module that hold a dropout probability (which may be set later): p, attention_dropout ..."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return ["p"]
+    values = vars(module).items()
+    return [name for name, value in values if isinstance(value, float) and re.search("dropout|pdrop", name)]
 
 
-def probability(module: nn.Module, name: str) -> Callable[[], bool]:
-    """Whether attribute `name` of a module is above 0 at the time of the call."""
-    return functools.partial(_is_positive, module, name)
+def probability(module: nn.Module, *names: str) -> Callable[[], bool]:
+    """Whether one of these attributes of a module is above 0 at the time of the call."""
+    return functools.partial(_any_positive, module, names)
 
 
-def _is_positive(module: nn.Module, name: str) -> bool:
-    return (getattr(module, name, 0.0) or 0.0) > 0.0
+def _any_positive(module: nn.Module, names: tuple[str, ...]) -> bool:
+    return any((getattr(module, name, 0.0) or 0.0) > 0.0 for name in names)

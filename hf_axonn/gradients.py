@@ -3,22 +3,32 @@
 After a backward pass the gradient of a sharded weight is averaged over z already (matmul3d.py); what is left is the
 average over data. The gradient of a replicated parameter is this rank's share, multiplied so that the *average* over
 the whole world is right (state.py). Both are averages: doing it twice changes nothing.
+
+    sync_gradients(model)        after backward: everything at once
+    with syncing(model): ...     around the last backward of a step: the average over data of a bucket of gradients is
+                                 launched as soon as all of them are there, while backward goes on (ORS)
+
+Both use the same buckets, so they give the same bits. Buckets depend on nothing but the parameters: a gradient that
+this rank does not have travels as zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections import deque
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_axonn.collectives import reduce_
+from hf_axonn.collectives import Pending, start_all_reduce
 from hf_axonn.state import ModelState, is_parallelized
 
 
-BUCKET_BYTES = 64 * 2**20
+BUCKET_BYTES = 32 * 2**20
+MOST_IN_FLIGHT = 3  # buckets, each of which is a copy of its gradients
 
 
 def find_state(model: nn.Module) -> ModelState | None:
@@ -35,57 +45,183 @@ def sync_gradients(model: nn.Module) -> None:
     `accelerator.backward` and Trainer do this by themselves. Every rank must call it. With gradient accumulation call
     it once, after the last micro-batch. Calling it again changes nothing.
 
-    Collectives: an all-reduce over the world of one number a parameter; all-reduces over data of sharded gradients,
-    and over the world of replicated ones, in buckets of 64 MiB.
+    Collectives: all-reduces over data of sharded gradients and over the world of replicated ones, in buckets of about
+    32 MiB; one all-reduce over the world of one number a parameter. With `tune_matmuls`, those of `MatmulTuner.tune`.
     """
     state = find_state(model)
-    if state is None:
-        return
-    sharded, replicated = [], []
-    for grad in _agreed_gradients(model, state):
-        is_sharded = isinstance(grad, DTensor) and any(isinstance(place, Shard) for place in grad.placements)
-        (sharded if is_sharded else replicated).append(grad.to_local() if isinstance(grad, DTensor) else grad)
-    _average(sharded, state.mesh.group("data"))
-    _average(replicated, dist.group.WORLD)
+    if state is not None:
+        _Average(model, state).finish()
 
 
-def _agreed_gradients(model: nn.Module, state: ModelState) -> list[Tensor]:
-    """The gradients that some rank has; a rank whose samples did not reach a parameter gets zeros for it.
+@contextlib.contextmanager
+def syncing(*models: nn.Module) -> Iterator[None]:
+    """Around the last backward pass of a step: `sync_gradients` for each model, begun while the pass is under way.
 
-    A parameter that no rank's samples reached keeps None, so that the optimizer leaves it alone as on one process.
-    One all-reduce of a number a parameter, over the world.
+    If an exception leaves the block, some gradients are averaged and some are not. Every rank must enter it.
+    Collectives: as `sync_gradients`. With more than one parallelized model nothing is begun ahead: their collectives
+    could then get out of order between ranks that reach different parameters.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trained:
-        return []
-    has = torch.tensor(
-        [parameter.grad is not None for parameter in trained], dtype=torch.int32, device=state.mesh.device
-    )
-    grads = []
-    for parameter, somewhere in zip(trained, reduce_(has, dist.group.WORLD, op="max").tolist(), strict=True):
-        if somewhere and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if somewhere:
-            grads.append(parameter.grad)
-    return grads
+    averages = [_Average(model, state) for model in models if (state := find_state(model)) is not None]
+    if len(averages) == 1 and averages[0].state.config.overlap.reduce_scatter:
+        with averages[0].watching():
+            yield
+    else:
+        yield
+    for average in averages:
+        average.finish()
 
 
-def _average(grads: Iterable[Tensor], group) -> None:
-    if group.size() == 1:
-        return
-    bucket, size = [], 0
-    for grad in sorted(grads, key=lambda grad: str(grad.dtype)):  # sorting is stable: the same order on all ranks
-        nbytes = grad.numel() * grad.element_size()
-        if bucket and (size + nbytes > BUCKET_BYTES or bucket[0].dtype != grad.dtype):
-            _average_bucket(bucket, group)
-            bucket, size = [], 0
-        bucket.append(grad)
-        size += nbytes
-    if bucket:
-        _average_bucket(bucket, group)
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _average_bucket(bucket: list[Tensor], group) -> None:
-    flat = reduce_(torch.cat([grad.reshape(-1) for grad in bucket]), group, op="mean")
-    for grad, mean in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
-        grad.copy_(mean.view_as(grad))
+class _Bucket:
+    """Gradients that travel as one. The averages go into `.grad`, or into `unclaimed` where there is none."""
+
+    def __init__(self, group) -> None:
+        self.group = group
+        self.parameters: list[nn.Parameter] = []
+        self.nbytes = 0
+        self.awaited: set[int] = set()  # ids of parameters whose gradients backward has yet to bring
+        self.pending: Pending | None = None
+        self.unclaimed: dict[int, Tensor] = {}
+
+    def add(self, parameter: nn.Parameter) -> None:
+        self.parameters.append(parameter)
+        self.nbytes += _local(parameter).nbytes
+        self.awaited.add(id(parameter))
+
+    @torch.no_grad()
+    def launch(self) -> None:
+        """Begin the average. One all-reduce over the group."""
+        flat = [self._flat(parameter) for parameter in self.parameters]
+        self.pending = start_all_reduce(torch.cat(flat) if len(flat) > 1 else flat[0], self.group, op="mean")
+
+    def _flat(self, parameter: nn.Parameter) -> Tensor:
+        if parameter.grad is None:
+            return torch.zeros_like(_local(parameter)).reshape(-1)
+        return _local(parameter.grad).reshape(-1)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the average, if it was launched, and put it where it belongs."""
+        if self.pending is None:
+            return
+        means = self.pending.wait().split([_local(parameter).numel() for parameter in self.parameters])
+        self.pending = None
+        for parameter, mean in zip(self.parameters, means, strict=True):
+            if parameter.grad is None:
+                self.unclaimed[id(parameter)] = mean.clone()
+                continue
+            grad = _local(parameter.grad)
+            if grad.data_ptr() != mean.data_ptr():  # a bucket of one is averaged in place
+                grad.copy_(mean.view_as(grad))
+
+
+class _Average:
+    """The averages of one step.
+
+    All ranks of a group launch its buckets in one order, whether they do so during backward or after it. If a gradient
+    changes when it has been averaged (a layer that is used twice, under reentrant checkpointing), its bucket is
+    averaged once more by all ranks: the average of an average and a new part is that of both.
+    """
+
+    def __init__(self, model: nn.Module, state: ModelState) -> None:
+        self.state = state
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.over_data: list[_Bucket] = []
+        self.over_world: list[_Bucket] = []
+        self._of: dict[int, _Bucket] = {}
+        self._stale: set[_Bucket] = set()
+        self._launched = 0  # of `over_data`
+        self._in_flight: deque[_Bucket] = deque()
+        # Backward comes to the last parameters first. Sorting is stable: the same order on all ranks.
+        for parameter in sorted(reversed(self.trained), key=lambda parameter: str(parameter.dtype)):
+            placements = parameter.placements if isinstance(parameter, DTensor) else ()
+            if any(isinstance(placement, Shard) for placement in placements):
+                self._place(parameter, self.over_data, state.mesh.group("data"))
+            else:
+                self._place(parameter, self.over_world, dist.group.WORLD)
+
+    def _place(self, parameter: nn.Parameter, buckets: list[_Bucket], group) -> None:
+        if group.size() == 1:
+            return
+        size = _local(parameter).nbytes
+        last = buckets[-1] if buckets else None
+        if last is None or last.nbytes + size > BUCKET_BYTES or last.parameters[0].dtype != parameter.dtype:
+            buckets.append(_Bucket(group))
+        buckets[-1].add(parameter)
+        self._of[id(parameter)] = buckets[-1]
+
+    def _launch(self, bucket: _Bucket) -> None:
+        while len(self._in_flight) >= MOST_IN_FLIGHT:
+            self._in_flight.popleft().finish()
+        bucket.launch()
+        self._in_flight.append(bucket)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Launch averages over data inside, as gradients arrive."""
+        hooks = []
+        for bucket in self.over_data:
+            for parameter in bucket.parameters:
+                # A launched average must not be under way while its gradient is added to.
+                hooks.append(parameter.register_hook(lambda _, bucket=bucket: bucket.finish()))
+                hooks.append(parameter.register_post_accumulate_grad_hook(self._arrived))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _arrived(self, parameter: nn.Parameter) -> None:
+        bucket = self._of[id(parameter)]
+        if id(parameter) not in bucket.awaited:
+            if bucket in self.over_data[: self._launched]:
+                self._stale.add(bucket)
+            return
+        bucket.awaited.discard(id(parameter))
+        while self._launched < len(self.over_data) and not self.over_data[self._launched].awaited:
+            self._launch(self.over_data[self._launched])
+            self._launched += 1
+
+    def finish(self) -> None:
+        """Launch what is left, and wait for everything.
+
+        A parameter that some rank's samples reached counts as zeros on the others. One that no rank's samples reached
+        keeps None, so that the optimizer leaves it alone as on one process.
+        """
+        if self.trained:
+            for bucket in self.over_data[self._launched :]:
+                self._launch(bucket)
+            self._launched = len(self.over_data)
+            agreement = self._start_agreement()
+            for bucket in self.over_world:
+                self._launch(bucket)
+            while self._in_flight:
+                self._in_flight.popleft().finish()
+            self._end_agreement(agreement)
+        if self.state.tuner is not None:
+            self.state.tuner.tune(self.state.mesh.device)
+
+    def _start_agreement(self) -> Pending:
+        """Tell all ranks which gradients exist here, and which buckets have to be averaged again."""
+        flags = [parameter.grad is not None for parameter in self.trained]
+        flags += [bucket in self._stale for bucket in self.over_data]
+        flags = torch.tensor(flags, dtype=torch.int32, device=self.state.mesh.device)
+        return start_all_reduce(flags, dist.group.WORLD, op="max")
+
+    def _end_agreement(self, agreement: Pending) -> None:
+        flags = agreement.wait().tolist()
+        for parameter, somewhere in zip(self.trained, flags, strict=False):
+            if somewhere and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+                bucket = self._of.get(id(parameter))
+                if bucket is not None:
+                    grad = _local(parameter.grad)
+                    with torch.no_grad():
+                        grad.copy_(bucket.unclaimed[id(parameter)].view_as(grad))
+        for bucket, again in zip(self.over_data, flags[len(self.trained) :], strict=True):
+            if again:
+                bucket.launch()
+                bucket.finish()

@@ -34,6 +34,17 @@ AXES = ("data", "z", "x", "y")
 WEIGHT_AXES = ("y", "x", "z")  # the order in which a weight is cut: rectangles first, then z inside each
 
 
+def ceil_div(size: int, parts: int) -> int:
+    """Length of the longest of `parts` pieces of `size`."""
+    return -(-size // parts)
+
+
+def bounds(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Where piece `index` of `parts` begins and ends, cut as torch.chunk and DTensor do: the longest pieces first."""
+    step = ceil_div(size, parts)
+    return min(index * step, size), min((index + 1) * step, size)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Grid:
     """Sizes of the four axes; their product is the number of ranks.

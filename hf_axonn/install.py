@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -12,19 +13,25 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from hf_axonn import compat
-from hf_axonn.blocks import Block, Column, Heads, Row
+from hf_axonn.blocks import Block, Column, Row, install_heads
 from hf_axonn.collectives import broadcast_
 from hf_axonn.decoder import install_causal_lm, install_decoder
-from hf_axonn.dropout import install_dropout, is_dropout, probability
+from hf_axonn.dropout import dropout_names, install_dropout, probability
+from hf_axonn.experts import expert_weights, is_experts, style_of
+from hf_axonn.feature_layout import LayoutChoice
 from hf_axonn.grid import WEIGHT_AXES, GridMesh
+from hf_axonn.heads import Heads
 from hf_axonn.layouts import bounds
 from hf_axonn.lora import ColumnLora, RowLora, lora_parts
 from hf_axonn.loss import ShardedCausalLMLoss
+from hf_axonn.norms import FeatureNorm
 from hf_axonn.plans import Plan, adapted
+from hf_axonn.reads import find_readers
 from hf_axonn.report import Entry, Report
-from hf_axonn.state import ModelState, shard_placements
-from hf_axonn.styles import FullLinear, Replicated
-from hf_axonn.vocabulary import Embedding, Head
+from hf_axonn.router_loss import install_router_loss
+from hf_axonn.state import ModelState, is_conv1d, is_linear, shard_placements
+from hf_axonn.styles import FullLinear, Reading, Replicated, feature_slice
+from hf_axonn.vocabulary import Embedding, Head, is_vocabulary
 
 
 def weight_kinds(model: nn.Module, plan: Plan) -> dict[int, str]:
@@ -33,20 +40,22 @@ def weight_kinds(model: nn.Module, plan: Plan) -> dict[int, str]:
     kinds: dict[int, str] = {}
     for block in plan.blocks:
         for name in block.columns:
-            kinds[id(adapted(modules[f"{block.name}.{name}"]).weight)] = "column"
-        kinds[id(adapted(modules[f"{block.name}.{block.row}"]).weight)] = "row"
+            kinds[id(adapted(modules[name]).weight)] = "column"
+        kinds[id(adapted(modules[block.row]).weight)] = "row"
     vocabulary = _vocabulary(model)
-    if plan.reason:
-        whole = {*vocabulary, *_adapters(model)}
-        for module in modules.values():
-            if type(module) is nn.Linear and module not in whole:
-                # A weight that two modules use in different ways can only be held whole.
-                kinds[id(module.weight)] = "replicated" if id(module.weight) in kinds else "full"
-        embedded = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
-        kinds = {key: "replicated" if key in embedded else kind for key, kind in kinds.items()}
+    apart = {*vocabulary, *_adapters(model)}
+    for name, module in modules.items():
+        if is_linear(module) and module not in apart and plan.is_full(name):
+            # A weight that two modules use in different ways can only be held whole.
+            kinds[id(module.weight)] = "full" if kinds.get(id(module.weight), "full") == "full" else "replicated"
+    for module in filter(is_experts, modules.values()):
+        kinds |= {id(module._parameters[name]): "experts" for name in expert_weights(module)}
+    embedded = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
+    kinds = {key: "replicated" if key in embedded else kind for key, kind in kinds.items()}
     for module in vocabulary:
         kinds[id(module.weight)] = "vocabulary"
-    return kinds
+    _, changed = find_readers(model)
+    return kinds | {id(parameter): "replicated" for module in changed for parameter in module.parameters(False)}
 
 
 def _vocabulary(model: nn.Module) -> list[nn.Module]:
@@ -55,9 +64,8 @@ def _vocabulary(model: nn.Module) -> list[nn.Module]:
         return []
     embedding, head = compat.input_embedding(model), compat.output_embedding(model)
     found = []
-    if type(embedding) is nn.Embedding and embedding.max_norm is None and not embedding.sparse:
-        if not embedding.scale_grad_by_freq:
-            found.append(embedding)
+    if is_vocabulary(embedding):
+        found.append(embedding)
     if type(head) is nn.Linear:
         if embedding in found or head.weight is not getattr(embedding, "weight", None):
             found.append(head)
@@ -89,13 +97,15 @@ def shard_parameters(model: nn.Module, kinds: dict[int, str], state: ModelState)
     """Replace every parameter by a DTensor; a parameter that several modules share stays shared."""
     mesh = state.mesh
     made: dict[int, nn.Parameter] = {}
+    transposed = {id(module.weight) for module in model.modules() if is_conv1d(module)}
     for module in list(model.modules()):
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
             if id(parameter) not in made:
                 kind = kinds.get(id(parameter), "replicated")
-                placements = shard_placements("column" if kind == "full" else kind)
+                kept = "column" if kind == "full" else kind
+                placements = shard_placements(kept, transposed=id(parameter) in transposed)
                 full = parameter.detach()
                 if not full.is_meta:
                     full = broadcast_(full.contiguous())
@@ -121,8 +131,11 @@ def _strides(full: Tensor) -> tuple[int, ...]:
     return torch.empty(full.shape, device="meta").stride()
 
 
-def install_styles(model: nn.Module, plan: Plan, kinds: dict[int, str], state: ModelState, report: Report) -> None:
+def install_styles(
+    model: nn.Module, plan: Plan, kinds: dict[int, str], state: ModelState, report: Report, layout: LayoutChoice
+) -> None:
     """Give every module that has parameters the forward of its style, and write the report."""
+    state.features = layout.features
     done: set[nn.Module] = set()
     names = {module: name for name, module in model.named_modules()}
 
@@ -137,13 +150,16 @@ def install_styles(model: nn.Module, plan: Plan, kinds: dict[int, str], state: M
         style(state, module)
         note(module, "vocabulary")
     # On which of (x, y) the ranks do different work inside of a module, by name; on none where nothing is said.
-    axes_of: dict[str, tuple[str, ...]] = {}
+    axes_of: dict[str, tuple[str, ...]] = {name: ("x", "y") for name in (*plan.layers, *(plan.final or ()))}
+    axes_of |= {name: () for name in plan.whole}
+    experts = {name for name, module in model.named_modules() if is_experts(module)}
+    axes_of |= {name: ("x", "y") for name in experts}
+    rows_of: dict[str, slice] = {}  # of parameters that have one row for each query head
     for block in plan.blocks:
-        heads = Heads.divide(*compat.head_counts(model.config), state.mesh) if block.is_attention else None
-        parent = model.get_submodule(block.name)
-        columns = [parent.get_submodule(name) for name in block.columns]
-        last = parent.get_submodule(block.row)
-        column = Column(state, [adapted(layer) for layer in columns], heads)
+        heads = Heads.divide(block.query, block.kv, state.mesh) if block.query else None
+        columns = [model.get_submodule(name) for name in block.columns]
+        last = model.get_submodule(block.row)
+        column = Column(state, [adapted(layer) for layer in columns], heads, list(block.segments))
         row = Row(state, adapted(last), heads)
         for layer in (*columns, last):
             is_row = layer is last
@@ -154,34 +170,44 @@ def install_styles(model: nn.Module, plan: Plan, kinds: dict[int, str], state: M
             if layer is not adapted(layer):
                 # What PEFT drops of a column layer's input is whole on x; a row layer's is cut as its heads are.
                 axes_of[names[layer]] = row.axes if is_row else ("y",)
-            note(adapted(layer), "row" if is_row else "column", _why(heads, state))
-        Block(state, parent, column, row)
-        axes_of[block.name] = row.axes
+            note(adapted(layer), "row" if is_row else "column", heads.why(state.mesh) if heads else "")
+        entry = model.get_submodule(block.entry)
+        Block(state, entry, column, row)
+        axes_of[block.entry] = row.axes
         if heads is not None:
-            state.attention_axes = heads.axes
-            compat.set_kv_groups(parent, 1 if heads.expand else None)
-            install_dropout(state, parent, heads.axes, probability(parent, "attention_dropout"))
+            rows_of[block.entry], _ = feature_slice(heads.query, state.mesh, *heads.axes)
+            install_heads(state, entry, heads, block)
     adapters = _adapters(model)
-    for name in (*plan.layers, *plan.final):
-        axes_of[name] = ("x", "y")
     for name, module in model.named_modules():
         axes = next((axes_of[part] for part in _prefixes(name) if part in axes_of), ())
-        if is_dropout(module):
-            install_dropout(state, module, axes, probability(module, "p"))
+        dropouts = dropout_names(module)
+        if dropouts:
+            # What a block drops after its row layer are tokens.
+            own = ("x", "y") if axes and any(re.search("hidden|resid", its) for its in (name, *dropouts)) else axes
+            install_dropout(state, module, own, probability(module, *dropouts))
         if module in done or not any(parameter is not None for parameter in module._parameters.values()):
             continue
-        if type(module) is nn.Linear and kinds.get(id(module.weight)) == "full":
+        if name in experts:
+            style_of(module)(state, module)
+            note(module, "experts")
+            continue
+        if is_linear(module) and kinds.get(id(module.weight)) == "full":
             FullLinear(state, module)
             note(module, "full")
             continue
-        Replicated(state, module, axes)
+        Replicated(state, module, axes, own=rows_of.get(name))
         if module in adapters:
             note(module, "adapter")
         else:
             note(module, "replicated", _why_replicated(module))
+    for module, kind in layout.norms.items():
+        FeatureNorm(state, module, kind)
     if plan.decoder is not None:
         install_decoder(state, model, plan)
+    for reader in find_readers(model)[0]:
+        Reading(state, reader)
     install_causal_lm(state, model)
+    install_router_loss(state, model)
     if compat.has_causal_lm_loss(model):
         model.loss_function = ShardedCausalLMLoss(state)
 
@@ -190,18 +216,6 @@ def _prefixes(name: str) -> list[str]:
     """A module's name and those of the modules around it, innermost first."""
     parts = name.split(".")
     return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
-
-
-def _why(heads: Heads | None, state: ModelState) -> str:
-    """How an attention block is cut where it is not over all of (x, y)."""
-    if heads is None or (heads.axes == ("x", "y") and not heads.expand):
-        return ""
-    sizes = f"x*y = {state.mesh.size('x', 'y')}"
-    if heads.axes == ("x", "y"):
-        return f"{heads.kv} kv heads are not divisible by {sizes}: k and v are gathered, one kv head a query head"
-    if heads.axes:
-        return f"{heads.query} heads are divisible by x = {state.mesh.size('x')} but not by {sizes}: repeated over y"
-    return f"{heads.query} heads are not divisible by x = {state.mesh.size('x')}: attention on all heads on every rank"
 
 
 def _why_replicated(module: nn.Module) -> str:

@@ -1,10 +1,13 @@
 """Activations between their layouts: who holds which tokens and which features.
 
 Legend: T = tokens of this (data, z) position, padded to a multiple of x * y; H = hidden size; N = out_features.
-The two layouts of the residual stream:
+The layouts of the residual stream:
 
-    sharded      [1, T/(x*y), H]   every rank owns its tokens; norms, dropout, residuals touch nothing else
+    token        [1, T/(x*y), H]   every rank owns its tokens; norms, dropout, residuals touch nothing else
+    feature      [1, T/x, H/y]     what blocks take and give; norms reduce their statistics over y (norms.py)
     replicated   [B, S, H]         every rank of (x, y) holds all; used for decoding one token at a time
+
+The first two are one where y = 1. Both are called sharded.
 
 Tokens are numbered batch-major and cut over x, then y, as ranks are. Features are padded with zeros so that every rank
 holds the same number; zeros meet zero weights, so results stay exact.
@@ -25,18 +28,8 @@ from hf_axonn.collectives import (
     gather_replicated,
     take_replicated,
 )
-from hf_axonn.grid import GridMesh
-
-
-def ceil_div(size: int, parts: int) -> int:
-    """Length of the longest of `parts` pieces of `size`."""
-    return -(-size // parts)
-
-
-def bounds(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Where piece `index` of `parts` begins and ends, cut as torch.chunk and DTensor do: the longest pieces first."""
-    step = ceil_div(size, parts)
-    return min(index * step, size), min((index + 1) * step, size)
+from hf_axonn.grid import GridMesh, ceil_div
+from hf_axonn.grid import bounds as bounds  # how a dim is cut, for those who import layouts
 
 
 def pad_dim(tensor: Tensor, dim: int, size: int) -> Tensor:
@@ -56,11 +49,13 @@ class Tokens:
         batch: B, rows of this (data, z) position.
         seq: S, tokens a row.
         sharded: whether the residual stream is sharded or replicated.
+        features: H where the layers have it in the feature layout, else 0.
     """
 
     batch: int
     seq: int
     sharded: bool
+    features: int = 0
 
     @property
     def count(self) -> int:
@@ -74,22 +69,38 @@ class Tokens:
 
 
 def take_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
-    """[B, S, H], the same on all (x, y) -> this rank's tokens [1, T/(x*y), H].
+    """[B, S, H], the same on all (x, y) -> this rank's tokens [1, T/(x*y), H], or [1, T/x, H/y] of them.
 
     Backward: all-gather over (x, y), so the gradient of the full tensor is whole on every rank.
     """
     flat = pad_dim(hidden.reshape(tokens.count, -1), 0, tokens.padded(mesh))
+    if tokens.features:
+        x, y = mesh.size("x"), mesh.size("y")
+        features = ceil_div(tokens.features, y)
+        blocks = pad_dim(flat, 1, y * features).view(x, -1, y, features).transpose(1, 2).flatten(0, 1)
+        return take_replicated(blocks, mesh.group("x", "y")).unsqueeze(0)
     blocks = flat.view(mesh.size("x", "y"), -1, flat.shape[-1])
     return take_replicated(blocks, mesh.group("x", "y")).unsqueeze(0)
 
 
 def gather_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
-    """This rank's tokens [1, T/(x*y), H] -> [B, S, H] on all (x, y), which then repeat the same work.
+    """[1, T/(x*y), H] or [1, T/x, H/y] -> [B, S, H] on all (x, y), which then repeat the same work.
 
-    All-gather over (x, y). Backward: this rank's tokens of a gradient that is whole on every rank.
+    All-gather over (x, y). Backward: this rank's part of a gradient that is whole on every rank.
     """
-    flat = gather_replicated(hidden.squeeze(0), mesh.group("x", "y")).flatten(0, 1)
+    blocks = gather_replicated(hidden.squeeze(0), mesh.group("x", "y"))
+    if in_features(hidden, tokens, mesh):
+        flat = blocks.unflatten(0, (mesh.size("x"), -1)).transpose(1, 2).flatten(2).flatten(0, 1)
+        flat = flat[:, : tokens.features]
+    else:
+        flat = blocks.flatten(0, 1)
     return flat[: tokens.count].view(tokens.batch, tokens.seq, -1)
+
+
+def in_features(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> bool:
+    """Whether a part of the residual stream is [1, T/x, H/y] and not [1, T/(x*y), H]: the layers' is, but not what
+    comes after the last of them."""
+    return bool(tokens.features) and hidden.shape[1] * mesh.size("x") == tokens.padded(mesh)
 
 
 def tokens_to_features(hidden: Tensor, mesh: GridMesh) -> Tensor:

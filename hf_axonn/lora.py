@@ -8,7 +8,7 @@ Both are small and stored whole on every rank; each rank multiplies with its own
 and for a row layer,
 
     h[T, r]{U_xy} = x[T, K/(x*y)] @ A[:, own].T  reduced over (x, y), or over x where heads are divided over x alone
-    o[T/x, N/y] = h[T/x] @ B[N/y].T
+    o[T/(x*y), N] = h[T/(x*y)] @ B.T
 
 so that o has the layout of the layer's own output and PEFT's addition needs no change.
 """
@@ -90,8 +90,7 @@ class ColumnLora:
 
     def _up(self, _original: Callable, down: Tensor) -> Tensor:
         weight = replicated_local(self.b.weight, self.state.mesh, self.column.axes)
-        up = F.linear(down, weight[self.column.feature_index(self.linear)])
-        return pad_dim(up, -1, self.column.output_size(self.linear))
+        return F.linear(down, self.column.selection_of(self.linear).take(weight, dim=0))
 
 
 class RowLora:
@@ -114,8 +113,11 @@ class RowLora:
 
     def _up(self, _original: Callable, down: Tensor) -> Tensor:
         mesh, tokens = self.state.mesh, self.state.tokens
-        weight = take_slice(replicated_local(self.b.weight, mesh, ("x", "y")), self.b.out_features, mesh, "y")
+        weight = replicated_local(self.b.weight, mesh, ("x", "y"))
         if tokens.sharded:
+            axes = ("x",) if tokens.features else ("x", "y")
             flat = pad_dim(down.reshape(tokens.count, -1), 0, tokens.padded(mesh))
-            down = flat.view(mesh.size("x"), -1, flat.shape[-1])[mesh.index("x")].unsqueeze(0)
+            down = flat.view(mesh.size(*axes), -1, flat.shape[-1])[mesh.index(*axes)]
+            down = down.view(*self.row.leading, -1)
+            weight = take_slice(weight, self.b.out_features, mesh, "y") if tokens.features else weight
         return F.linear(down, weight)

@@ -26,7 +26,7 @@ from hf_axonn.token_loss import CausalLMLoss
 from hf_axonn.vocabulary import DeferredLogits, vocabulary_range
 
 
-CHUNK_LOGITS = 2**26  # logits of one rank that exist at once: 256 MiB in float32
+CHUNK_LOGITS = 2**26  # logits in a chunk of one rank: 256 MiB in float32. Head and loss need less than two of them
 
 
 class ShardedCausalLMLoss(CausalLMLoss):
@@ -52,7 +52,7 @@ class ShardedCausalLMLoss(CausalLMLoss):
         targets = targets.to(hidden.device)
         return _ChunkedLoss.apply(
             hidden.to(dtype),
-            product.weights[0].local(),
+            product.shards()[0],
             head.local_bias(),
             product,
             len(vocabulary_range(head.linear.out_features, mesh)),
@@ -60,6 +60,7 @@ class ShardedCausalLMLoss(CausalLMLoss):
             torch.nn.functional.pad(targets, (0, padded - len(targets)), value=IGNORE_INDEX),
             pad_dim(weights.to(hidden.device), 0, padded),
             len(targets),
+            logits.apply_steps if logits.steps else None,
         )
 
     def normalize(self, weighted_sum: Tensor, kept_count: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
@@ -81,7 +82,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, shard, bias, product, own, start, targets, weights, count):
+    def forward(ctx, hidden, shard, bias, product, own, start, targets, weights, count, steps):
         mesh = product.state.mesh
         group, parts = mesh.group("x", "y"), mesh.size("x", "y")
         ctx.product, ctx.like = product, placeholder(shard)
@@ -95,33 +96,43 @@ class _ChunkedLoss(torch.autograd.Function):
         targets, weights = targets.view(parts, -1), weights.view(parts, -1)
         nlls = []
         # The padded width is the same on every rank, and so is the number of chunks.
-        step = max(1, CHUNK_LOGITS // weight.shape[0] // parts)
+        step = max(1, CHUNK_LOGITS // weight.shape[0] // parts // (1 if steps is None else 3))
         with torch.autocast(hidden.device.type, enabled=False):
             for begin in range(0, hidden.shape[0], step):
                 span = slice(begin, begin + step)
                 tokens = start_all_gather(hidden[span], group).wait().flatten(0, 1)
                 target, kept = targets[:, span].reshape(-1), weights[:, span].reshape(-1, 1)
-                logits = torch.mm(tokens, weight.t())
-                if bias is not None:
-                    logits += bias.to(logits.dtype)
-                logits = logits.to(wide)
+                logits = _logits(tokens, weight, bias).to(wide)
+                if steps is not None:  # soft caps and scales, whose derivative autograd knows
+                    with torch.enable_grad():
+                        raw = logits.requires_grad_()
+                        stepped = steps(raw)
+                    logits = stepped.detach().clone()
                 logits[:, own:] = float("-inf")
                 nll, probabilities, mine, column = _cross_entropy(logits, target, start, own, group)
                 nlls.append(nll.view(parts, -1))
                 if not (grad_hidden or grad_shard or grad_bias):
+                    del logits, probabilities
                     continue
                 # softmax - one-hot, for kept tokens
                 rows = mine.nonzero().squeeze(-1)
                 probabilities[rows, column[rows]] -= 1
                 dlogits = probabilities.mul_(kept.to(wide))
+                if steps is not None:
+                    (dlogits,) = torch.autograd.grad(stepped, raw, dlogits)
                 if dbias is not None:
                     dbias += dlogits.sum(dim=0)
                 dlogits = dlogits.to(weight.dtype)
+                del logits, probabilities  # and what came of them: the next chunk needs the room
+                if steps is not None:
+                    del raw, stepped
                 if dweight is not None:
-                    dweight += torch.mm(dlogits.t(), tokens)
+                    _add_product(dweight, dlogits, tokens)
                 if dhidden is not None:
                     dtokens = torch.mm(dlogits, weight).view(parts, -1, hidden.shape[1])
                     dhidden[span] = start_reduce_scatter(dtokens, group).wait()
+                    del dtokens
+                del dlogits, tokens
         nll = torch.cat(nlls, dim=1).flatten()[:count]
         total = (nll * weights.flatten()[:count]).sum()
         ctx.gradients = (dhidden, dweight, dbias)
@@ -146,8 +157,24 @@ class _ChunkedLoss(torch.autograd.Function):
             dhidden * grad.to(dhidden.dtype) if dhidden is not None else None,
             ctx.like if dweight is not None else None,
             (dbias * grad) if dbias is not None else None,
-            *(None,) * 6,
+            *(None,) * 7,
         )
+
+
+def _logits(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[T, H] x [v, H] -> [T, v]."""
+    logits = torch.mm(tokens, weight.t())
+    return logits if bias is None else logits.add_(bias.to(logits.dtype))
+
+
+def _add_product(dweight: Tensor, dlogits: Tensor, tokens: Tensor) -> None:
+    """dweight[v, H] += dlogits[T, v].T @ tokens[T, H]; what it needs besides is no larger than `dlogits`."""
+    if dweight.dtype == dlogits.dtype:
+        dweight.addmm_(dlogits.t(), tokens)
+        return
+    rows = max(1, dlogits.numel() // tokens.shape[1])
+    for part, own in zip(dweight.split(rows), dlogits.split(rows, dim=1), strict=True):
+        part += torch.mm(own.t(), tokens)
 
 
 def _cross_entropy(

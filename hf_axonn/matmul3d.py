@@ -8,8 +8,9 @@
     backward   dI[M_z,K_y]{U_x}  = dO[M_z,N_x] @ W            -> reduced over x by the caller (layouts)
                dW[N_x,K_y]{U_z}  = dO.T @ I                   -> reduce_scatter over z, divided by z
 
-Only the z shard is saved for backward and it is gathered again there. Shards are cast to the compute dtype before
-the gather, so a bf16 run moves bf16 bytes; gradients travel in `reduce_dtype` and end in the dtype of the shard.
+Only the z shard is saved for backward and it is gathered again there, unless told to keep what was gathered (kept.py).
+Shards are cast to the compute dtype before the gather, so a bf16 run moves bf16 bytes; gradients travel in
+`reduce_dtype` and end in the dtype of the shard.
 
 The reduction of O over y is a reduce-scatter of features, and the input of a row layer is an all-gather of features.
 So that no block has to be copied for them, features that such a collective cuts are a leading dim here:
@@ -32,8 +33,10 @@ from torch import Tensor
 
 from hf_axonn.collectives import Pending, start_all_gather, start_reduce_scatter
 from hf_axonn.grid import GridMesh
+from hf_axonn.kept import Gathered
 from hf_axonn.layouts import bounds, ceil_div, pad_dim
 from hf_axonn.overlap import placeholder
+from hf_axonn.tuning import Matmul, plain
 
 
 if TYPE_CHECKING:
@@ -75,6 +78,10 @@ class Cut:
         """Elements of one rank's padded shard."""
         return self.z_rows * self.cols
 
+    def padded(self, shard: Tensor) -> Tensor:
+        """This rank's shard [own_rows, cols] -> what travels, [z_rows, cols]."""
+        return pad_dim(shard, 0, self.z_rows)
+
     def block(self, gathered: Tensor) -> Tensor:
         """[z * z_rows * cols] or the shard itself -> the zero-padded [Q, n, P, k] of the product."""
         # Not view(-1, cols): a rank whose dim has run out has no columns.
@@ -94,10 +101,11 @@ class Cut:
 
 
 def start_gather(weights: list[ShardedWeight], cuts: list[Cut], dtype: torch.dtype, mesh: GridMesh) -> Pending:
-    """Begin to join the z shards of several weights, in one all-gather over z. Result: flat [z, elements]."""
-    shards = [pad_dim(weight.shard.to(dtype), 0, cut.z_rows) for weight, cut in zip(weights, cuts, strict=True)]
+    """Begin to join the z shards of several weights, in one all-gather over z. Result: one [Q, n, P, k] for each."""
+    shards = [cut.padded(weight.shard.to(dtype)) for weight, cut in zip(weights, cuts, strict=True)]
     flat = [shard.reshape(-1) for shard in shards]
-    return start_all_gather(torch.cat(flat) if len(flat) > 1 else flat[0], mesh.group("z"))
+    pending = start_all_gather(torch.cat(flat) if len(flat) > 1 else flat[0], mesh.group("z"))
+    return pending.then(partial(split_gathered, cuts=cuts))
 
 
 def split_gathered(gathered: Tensor, cuts: list[Cut]) -> list[Tensor]:
@@ -110,10 +118,12 @@ def start_reduction(grads: list[Tensor], cuts: list[Cut], reduce_dtype: torch.dt
     """Begin to sum weight gradients [Q, n, P, k] over z, in one reduce-scatter. Result: flat, this rank's elements."""
     dtype = torch.promote_types(grads[0].dtype, reduce_dtype)
     blocks = [cut.unblock(grad).to(dtype) for grad, cut in zip(grads, cuts, strict=True)]
-    return start_reduce_scatter(torch.cat(blocks, dim=1) if len(blocks) > 1 else blocks[0], mesh.group("z"))
+    # A gradient with padding is copied, or its padding would live as long as the parameter's `.grad`.
+    alone = len(blocks) == 1 and blocks[0].numel() >= grads[0].numel()
+    return start_reduce_scatter(blocks[0] if alone else torch.cat(blocks, dim=1), mesh.group("z"))
 
 
-def multiply(input_: Tensor, weights: list[Tensor]) -> list[Tensor]:
+def multiply(input_: Tensor, weights: list[Tensor], matmul: Matmul = plain) -> list[Tensor]:
     """[P, T, k] x [Q, n_i, P, k] -> [Q, T, n_i] for each weight; where Q > 1, one [Q, T, sum of n_i] for all."""
     in_blocks, tokens, _ = input_.shape
     out_blocks = weights[0].shape[0]
@@ -125,30 +135,28 @@ def multiply(input_: Tensor, weights: list[Tensor]) -> list[Tensor]:
         outputs = [input_.new_empty(1, tokens, size) for size in sizes]
     for output, weight in zip(outputs, weights, strict=True):
         for q in range(out_blocks):
-            torch.mm(input_[0], weight[q, :, 0].t(), out=output[q])
-            for p in range(1, in_blocks):
-                output[q].addmm_(input_[p], weight[q, :, p].t())
+            for p in range(in_blocks):
+                matmul("forward", output[q], input_[p], weight[q, :, p].t(), accumulate=p > 0)
     return [merged] if out_blocks > 1 else outputs
 
 
-def input_gradient(grads: list[Tensor], weights: list[Tensor]) -> Tensor:
+def input_gradient(grads: list[Tensor], weights: list[Tensor], matmul: Matmul = plain) -> Tensor:
     """Sum over the weights of [Q, T, n] x [Q, n, P, k] -> [P, T, k]."""
     _, _, in_blocks, k = weights[0].shape
     result = grads[0].new_empty(in_blocks, grads[0].shape[1], k)
     terms = [(grad[q], weight[q]) for grad, weight in zip(grads, weights, strict=True) for q in range(len(weight))]
     for p in range(in_blocks):
-        torch.mm(terms[0][0], terms[0][1][:, p], out=result[p])
-        for grad, weight in terms[1:]:
-            result[p].addmm_(grad, weight[:, p])
+        for i, (grad, weight) in enumerate(terms):
+            matmul("dinput", result[p], grad, weight[:, p], accumulate=i > 0)
     return result
 
 
-def weight_gradient(grad: Tensor, input_: Tensor) -> Tensor:
+def weight_gradient(grad: Tensor, input_: Tensor, matmul: Matmul = plain) -> Tensor:
     """[Q, T, n] x [P, T, k] -> [Q, n, P, k]."""
     result = grad.new_empty(grad.shape[0], grad.shape[2], input_.shape[0], input_.shape[2])
     for q in range(grad.shape[0]):
         for p in range(input_.shape[0]):
-            torch.mm(grad[q].t(), input_[p], out=result[q, :, p])
+            matmul("dweight", result[q, :, p], grad[q].t(), input_[p])
     return result
 
 
@@ -165,9 +173,14 @@ class Product:
         self.cuts = cuts
         self.stashed: tuple[list[Tensor], Tensor] | None = None
 
+    def shards(self) -> list[Tensor]:
+        """This rank's shard of each weight, in the graph; marks that the pass has come to them."""
+        self.state.enter(self.weights)
+        return [weight.local() for weight in self.weights]
+
     def begin(self) -> Tensor | None:
         """The handle to pass to `run`: it ties the weight-gradient node to the matmul. None if nothing is trained."""
-        shards = [weight.local() for weight in self.weights]
+        shards = self.shards()
         if not (torch.is_grad_enabled() and any(shard.requires_grad for shard in shards)):
             return None
         return _WeightGradient.apply(self, *shards)
@@ -175,16 +188,42 @@ class Product:
     def run(self, input_: Tensor, handle: Tensor | None) -> list[Tensor]:
         """[P, T, k] -> what `multiply` returns. One all-gather over z; backward as in the head of this file."""
         dtype = self.state.compute_dtype(input_)
-        return list(_Matmul.apply(input_.to(dtype), handle, self, *[weight.local() for weight in self.weights]))
+        gathered = self.gathered(dtype)
+        if self.keeps:
+            with_graph = torch.is_grad_enabled()
+            # Without a graph in a pass that wants gradients: a checkpointed layer, which runs again in backward.
+            self.state.kept.add(self._key(dtype), gathered, hold=self.state.wants_gradients and not with_graph)
+            if with_graph:
+                self.state.kept.release(self._key(dtype))
+        shards = [weight.local() for weight in self.weights]
+        return list(_Matmul.apply(input_.to(dtype), handle, self, gathered, *shards))
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the gathered weights are kept from forward to backward."""
+        return self.state.mesh.size("z") > 1 and all(weight.keep for weight in self.weights)
 
     def gather(self, dtype: torch.dtype) -> list[Tensor]:
-        """One [Q, n, P, k] for each weight, in `dtype`. One all-gather over z for all of them."""
-        mesh = self.state.mesh
+        """One [Q, n, P, k] for each weight, in `dtype`. One all-gather over z for all of them, if none is kept."""
+        return self.gathered(dtype).blocks
+
+    def gathered(self, dtype: torch.dtype) -> Gathered:
+        """As `gather`, with the version of the weights."""
+        state, mesh, version = self.state, self.state.mesh, self._version()
         if mesh.size("z") == 1:
-            return [cut.block(weight.shard.to(dtype)) for weight, cut in zip(self.weights, self.cuts, strict=True)]
-        start = partial(start_gather, self.weights, self.cuts, dtype, mesh)
-        key = (tuple(id(weight) for weight in self.weights), dtype)
-        return split_gathered(self.state.gather_ahead.take(key, start, self._version), self.cuts)
+            blocks = [cut.block(weight.shard.to(dtype)) for weight, cut in zip(self.weights, self.cuts, strict=True)]
+            return Gathered(blocks, version)
+        key = self._key(dtype)
+        found = state.kept.find(key, version)
+        if found is None:
+            start = partial(start_gather, self.weights, self.cuts, dtype, mesh)
+            found = Gathered(state.gather_ahead.take(key, start, self._version), version)
+            if state.kept.everything:
+                state.kept.add(key, found)
+        return found
+
+    def _key(self, dtype: torch.dtype) -> tuple:
+        return tuple(id(weight) for weight in self.weights), dtype
 
     def _version(self) -> int:
         return sum(weight.shard._version for weight in self.weights)
@@ -206,14 +245,16 @@ class _WeightGradient(torch.autograd.Function):
         (grads, input_), product.stashed = product.stashed, None
         chosen = [i for i, needed in enumerate(ctx.needed) if needed]
         cuts = [product.cuts[i] for i in chosen]
+        state.reductions.make_room()
         with torch.autocast(input_.device.type, enabled=False):
-            weight_grads = [weight_gradient(grads[i], input_) for i in chosen]
+            weight_grads = [weight_gradient(grads[i], input_, state.matmul) for i in chosen]
         leave_gradients(state, [product.weights[i] for i in chosen], cuts, weight_grads)
         return None, *[like if needed else None for like, needed in zip(ctx.like, ctx.needed, strict=True)]
 
 
 def leave_gradients(state: ModelState, weights: list[ShardedWeight], cuts: list[Cut], grads: list[Tensor]) -> None:
     """Launch the reduction over z of gradients [Q, n, P, k] and promise each to the slot of its weight (ORS)."""
+    state.reductions.make_room()
     pending = state.reductions.add(start_reduction(grads, cuts, state.reduce_dtype, state.mesh))
     offset = 0
     for weight, cut in zip(weights, cuts, strict=True):
@@ -231,12 +272,12 @@ class _Matmul(torch.autograd.Function):
     """O = I @ W.T on gathered weights; backward gathers them again for dI and stashes what dW needs."""
 
     @staticmethod
-    def forward(ctx, input_, handle, product, *shards):
+    def forward(ctx, input_, handle, product, gathered, *shards):
         ctx.product = product
+        ctx.gathered = gathered if product.keeps and ctx.needs_input_grad[0] else None
         ctx.save_for_backward(input_, *shards)  # the shards, so that a change before backward is noticed
         with torch.autocast(input_.device.type, enabled=False):
-            weights = product.gather(input_.dtype)
-            return tuple(multiply(input_, weights))
+            return tuple(multiply(input_, gathered.blocks, product.state.matmul))
 
     @staticmethod
     def backward(ctx, *grads):
@@ -246,11 +287,12 @@ class _Matmul(torch.autograd.Function):
             grads = grads[0].split([cut.out_size for cut in ctx.product.cuts], dim=2)
         dinput = None
         if needs_input:
+            gathered, ctx.gathered = ctx.gathered or ctx.product.gathered(input_.dtype), None
             with torch.autocast(input_.device.type, enabled=False):
-                dinput = input_gradient(grads, ctx.product.gather(input_.dtype))
+                dinput = input_gradient(grads, gathered.blocks, ctx.product.state.matmul)
         if needs_handle:
             ctx.product.stashed = (grads, input_)
-        return dinput, (shards[0].new_zeros(()) if needs_handle else None), None, *[None for _ in shards]
+        return dinput, (shards[0].new_zeros(()) if needs_handle else None), None, None, *[None for _ in shards]
 
 
 class _GatheredWeight(torch.autograd.Function):
@@ -270,4 +312,4 @@ class _GatheredWeight(torch.autograd.Function):
 
 def gathered_weight(product: Product) -> Tensor:
     """[N/.., K/..], the block of a product of one weight. All-gather over z; backward: reduce-scatter over z."""
-    return _GatheredWeight.apply(product, product.weights[0].local())
+    return _GatheredWeight.apply(product, product.shards()[0])

@@ -1,9 +1,10 @@
 """Communication that is under way while the GPU computes: the paper's three overlaps.
 
-    OAG  `GatherAhead`      the gather of the next weights begins while this layer multiplies; the order is what the
-                            previous pass did, so it needs no knowledge of the model
-    OAR  `Reduction`        the reduction of dI is launched, the weight gradients are computed, then it is waited for
-    ORS  `ReductionQueue`   the reduce-scatter of dW runs on while earlier layers compute; at most two are in flight
+    OAG  `GatherAhead`       the gather of the next weights begins while this layer multiplies; the order is what the
+                             previous pass did, so it needs no knowledge of the model
+    OAR  `gather_with_slot`  the reduction of dI is launched, the weight gradients are computed, then it is waited for
+    ORS  `ReductionQueue`    the reduce-scatter of dW runs on while earlier layers compute; `DeliveryOrder` has the
+                             finished gradient handed over soon after, so that its average over data can begin
 
 Autograd runs the newest ready node first. A reduction is split over two nodes: the newer one launches it and returns
 a placeholder, the older one waits and returns the result, and whatever was created between them runs in between.
@@ -14,7 +15,8 @@ Source: AxoNN (arXiv 2502.08145), section on overlapping communication; DESIGN 2
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -37,10 +39,15 @@ class GatherAhead:
 
     A wrong guess costs one unused gather, never a wrong result. Every rank runs the same modules in the same order, so
     every rank guesses alike.
+
+    Args:
+        enabled: whether anything is begun ahead.
+        needless: whether the weights of a key are at hand without a gather.
     """
 
-    def __init__(self, *, enabled: bool) -> None:
+    def __init__(self, *, enabled: bool, needless: Callable[[object], bool] = lambda key: False) -> None:
         self.enabled = enabled
+        self._needless = needless
         self._learned: dict[bool, list[object]] = {False: [], True: []}
         self._seen: dict[bool, list[object]] = {False: [], True: []}
         self._starters: dict[object, tuple[Callable[[], Pending], Callable[[], int]]] = {}
@@ -55,8 +62,10 @@ class GatherAhead:
             if seen:
                 self._learned[phase], self._seen[phase] = seen, []
 
-    def take(self, key: object, start: Callable[[], Pending], version: Callable[[], int]) -> Tensor:
-        """The gathered weights of `key`; begins those that come next.
+    def take(self, key: object, start: Callable[[], Pending], version: Callable[[], int]) -> Any:
+        """The gathered weights of `key`; begins those that come next, when these have arrived and been unpacked.
+
+        Then the buffers of at most two groups exist: these weights, and the next ones on their way.
 
         Args:
             key: the same whenever these weights are gathered.
@@ -67,7 +76,7 @@ class GatherAhead:
         if pending is not None and begun_at != version():
             pending.wait()
             pending = None
-        pending = pending or start()
+        arrived = (pending or start()).wait()
         if self.enabled:
             self._starters[key] = (start, version)
             phase = in_backward()
@@ -75,25 +84,85 @@ class GatherAhead:
             position = len(seen)
             seen.append(key)
             if position + 1 < len(learned) and learned[position] == key:
-                following = learned[position + 1]
-                if following in self._starters and following not in self._ahead:
-                    start_following, version_of_following = self._starters[following]
-                    self._ahead[following] = (start_following(), version_of_following())
-        return pending.wait()
+                self._begin(learned[position + 1])
+        return arrived
+
+    def _begin(self, key: object) -> None:
+        if key in self._starters and key not in self._ahead and not self._needless(key):
+            start, version = self._starters[key]
+            self._ahead[key] = (start(), version())
 
 
 class ReductionQueue:
     """Weight-gradient reductions in flight: a third one waits for the first, so memory stays bounded."""
 
     def __init__(self, *, enabled: bool, depth: int = 2) -> None:
-        self._depth = depth if enabled else 0
+        self._enabled = enabled
+        self._depth = depth
         self._in_flight: deque[Pending] = deque()
 
-    def add(self, pending: Pending) -> Pending:
-        self._in_flight.append(pending)
-        while len(self._in_flight) > self._depth:
+    def make_room(self) -> None:
+        """Wait until one more fits in. Called before its gradient is computed, so that at most `depth` exist."""
+        while len(self._in_flight) >= self._depth:
             self._in_flight.popleft().wait()
+
+    def add(self, pending: Pending) -> Pending:
+        self.make_room()
+        if self._enabled:
+            self._in_flight.append(pending)
+        else:
+            pending.wait()
         return pending
+
+
+class Deliverable(Protocol):
+    """A weight whose node in the graph can be made ahead of its use."""
+
+    def make_node(self) -> None: ...
+
+
+class DeliveryOrder:
+    """When the nodes are made at which backward waits for finished weight gradients and hands them to autograd.
+
+    Autograd reaches a node the later, the earlier it was made. If all were made when the forward pass begins, every
+    gradient would be delivered at the very end of backward. Here the node of a group is made when the group
+    `distance` before it is entered, so it is reached when that one's weight gradients have been computed. The order is
+    that of the previous pass; after a wrong guess all nodes that are missing are made, which only delivers later. With
+    a distance of 0 nothing is made ahead: a weight's node is made where it is used.
+    """
+
+    def __init__(self, distance: int) -> None:
+        self._distance = distance
+        self._learned: list[tuple[Deliverable, ...]] = []
+        self._seen: list[tuple[Deliverable, ...]] = []
+
+    def begin_pass(self, weights: Sequence[Deliverable]) -> None:
+        """Learn the order of the pass before; weights that have no place in it get their nodes now."""
+        if not self._distance:
+            return
+        if self._seen:
+            self._learned, self._seen = self._seen, []
+        expected = {weight for group in self._learned[self._distance :] for weight in group}
+        for weight in weights:
+            if weight not in expected:
+                weight.make_node()
+        self._make(self._learned[: self._distance])
+
+    def enter(self, group: Sequence[Deliverable]) -> None:
+        """A group is about to multiply: make the nodes of the one that comes `distance` later."""
+        if not self._distance:
+            return
+        position, here = len(self._seen), tuple(group)
+        self._seen.append(here)
+        as_before = position < len(self._learned) and self._learned[position] == here
+        last = position + self._distance + 1 if as_before else len(self._learned)
+        self._make(self._learned[position:last])
+
+    @staticmethod
+    def _make(groups: Sequence[Sequence[Deliverable]]) -> None:
+        for group in groups:
+            for weight in group:
+                weight.make_node()
 
 
 class GradientSlot:

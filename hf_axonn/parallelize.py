@@ -19,6 +19,7 @@ from torch import nn
 from hf_axonn import compat
 from hf_axonn.checkpoint import check_complete, is_sharded_checkpoint
 from hf_axonn.config import AxonnConfig
+from hf_axonn.feature_layout import choose_layout
 from hf_axonn.grid import Grid, grid_mesh
 from hf_axonn.install import install_styles, shard_parameters, weight_kinds
 from hf_axonn.lora import check_adapters
@@ -60,10 +61,11 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     state = ModelState(grid_mesh(grid, device_type), config)
     compat.quiet_redistribution()
     plan = plan_for(inner)
-    report = Report(str(grid), plan.reason or f"{len(plan.layers)} decoder layers cut by blocks")
+    layout = choose_layout(inner, plan, y=grid.y, wanted=config.layout)
+    report = Report(str(grid), plan.summary(), layout.reason)
     kinds = weight_kinds(inner, plan)
     shard_parameters(inner, kinds, state)
-    install_styles(inner, plan, kinds, state, report)
+    install_styles(inner, plan, kinds, state, report, layout)
     state.report = report
     inner.axonn = state
     return model, report

@@ -1,31 +1,76 @@
 """Which module is what: from an architecture to a plan.
 
 The plan of a causal LM is derived from the tensor-parallel plan that Transformers ships with it (which layers are
-column and which row), for the architectures whose attention and MLP are known to read the number of local heads and
-features off their inputs. Everything else is sharded Linear by Linear, which is right for any module, and the plan
-says why. No communication, no change to the model.
+column and which row) or from our table (recipes.py), for the architectures that benchmarks/architectures.py has shown
+to be right. In a decoder layer every module is one of
+
+    a block      attention or MLP with its column layers and its row layer
+    whole        a module that needs the whole sequence and that nobody can cut: it gets [B, S, H], its Linears are cut
+                 one by one
+    per token    norms, routers, activations: they run on this rank's tokens unchanged
+
+Everything else is sharded Linear by Linear, which is right for any module, and the plan says why. No communication, no
+change to the model.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
 
+from hf_axonn import compat
+from hf_axonn.experts import is_experts
+from hf_axonn.recipes import CHECKED, LAYERS_OUTPUT_IS_RESHAPED, BlockRecipe, recipes_for
+from hf_axonn.state import is_linear, linear_size
 
-# Attention reshapes by head_dim and never by a number of heads, MLPs are elementwise between column and row layers,
-# `lm_head` hands its output to `loss_function` untouched: read in modeling_*.py of transformers 5.23.
-BLOCKWISE = ("llama", "mistral", "qwen2", "qwen3")
+
+# What attention reads when it reshapes by a number of heads of the whole model instead of by head_dim.
+WHOLE_NUMBERS = {
+    "num_heads",
+    "num_attention_heads",
+    "num_attn_heads",
+    "n_heads",
+    "n_head",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "kv_heads",
+    "kv_dim",
+    "embed_dim",
+    "hidden_size",
+    "all_head_size",
+    "split_size",
+    "inner_dim",
+}
+PER_TOKEN = re.compile(r"Norm|Rotary|Dropout|Identity|Router|Activation|Gate$|Experts$")
+ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """One attention or MLP: names of the block, of its column layers (queries first) and of its row layer."""
+    """One attention or MLP: full names of its modules, and what its heads are.
 
-    name: str
+    Attributes:
+        entry: the module at whose input tokens become features.
+        columns, segments: the projections (queries first) and what their outputs consist of (heads.py).
+        row: the projection that ends the block.
+        query, kv: numbers of heads; 0 for an MLP.
+        attributes: of the entry, which hold a number of the whole model and are to be made this rank's: name ->
+            "query" or "kv"; a name like config.x is set on a copy of the module's config.
+        arguments: of the entry, whose first dim is batch x query heads, or query heads.
+    """
+
+    entry: str
     columns: tuple[str, ...]
+    segments: tuple[tuple[str, ...], ...]
     row: str
-    is_attention: bool
+    query: int = 0
+    kv: int = 0
+    attributes: dict[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass
@@ -35,16 +80,38 @@ class Plan:
     Attributes:
         decoder: name of the module that runs the decoder layers (the base model); None Linear by Linear.
         layers: names of the decoder layers in order.
-        final: names of modules that run on tokens after the layers (the last norm).
+        final: names of modules that run on tokens after the layers (the last norm); None if what follows the layers
+            needs the whole sequence.
         blocks: the attention and MLP blocks.
+        whole: names of modules in the layers that get the whole sequence, with the reason.
         reason: why the model is sharded Linear by Linear; None where it is not.
     """
 
     decoder: str | None = None
     layers: list[str] = field(default_factory=list)
-    final: list[str] = field(default_factory=list)
+    final: list[str] | None = field(default_factory=list)
     blocks: list[BlockPlan] = field(default_factory=list)
+    whole: dict[str, str] = field(default_factory=dict)
     reason: str | None = None
+
+    def is_full(self, name: str) -> bool:
+        """Whether a module sees whole activations, the same on every rank of (x, y)."""
+        if self.reason or not is_inside(name, self.layers):
+            return True
+        return is_inside(name, self.whole)
+
+    def summary(self) -> str:
+        """One line for the report."""
+        if self.reason:
+            return self.reason
+        text = f"{len(self.layers)} decoder layers cut by {len(self.blocks)} blocks"
+        return f"{text}, {len(self.whole)} modules on whole sequences" if self.whole else text
+
+
+def is_inside(name: str, others) -> bool:
+    """Whether a module is one of `others` or lies in one, by their names."""
+    parts = name.split(".")
+    return any(".".join(parts[:length]) in others for length in range(1, len(parts) + 1))
 
 
 def adapted(module: nn.Module) -> nn.Module:
@@ -55,39 +122,192 @@ def adapted(module: nn.Module) -> nn.Module:
 def plan_for(model: nn.Module) -> Plan:
     """The plan of a model (without PEFT's outer wrapper)."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if model_type not in BLOCKWISE or not hasattr(model, "lm_head"):
-        what = f"{model_type} models" if model_type else f"{type(model).__name__}"
+    if model_type not in CHECKED:
+        what = f"{model_type} models" if model_type else type(model).__name__
         return Plan(reason=f"no block plan for {what}: every Linear on its own, activations whole on every (x, y)")
-    decoder = model.base_model_prefix
-    base = model.get_submodule(decoder)
-    layers = [f"{decoder}.layers.{index}" for index in range(len(base.layers))]
-    plan = Plan(decoder=decoder, layers=layers, final=[f"{decoder}.norm"])
-    styles = {name.rpartition("layers.*.")[2]: style for name, style in model.tp_plan.items() if "layers.*." in name}
-    for layer in layers:
-        for child in ("self_attn", "mlp"):
-            block = BlockPlan(
-                name=f"{layer}.{child}",
-                columns=_named(styles, child, "colwise"),
-                row=_named(styles, child, "rowwise")[0],
-                is_attention=child == "self_attn",
-            )
-            problem = _problem(model, block)
-            if problem:
-                return Plan(reason=f"{block.name}: {problem}; every Linear on its own instead")
-            plan.blocks.append(block)
+    return derive(model, model_type)
+
+
+def derive(model: nn.Module, model_type: str) -> Plan:
+    """The plan of a model, whether its type has been checked or not."""
+    recipes = recipes_for(model_type, getattr(model, "tp_plan", None) or {}, compat.text_config(model))
+    found = next(_layer_lists(model, recipes), None)
+    if found is None:
+        return Plan(reason="no list of decoder layers with a block was found: every Linear on its own")
+    list_name, layers = found
+    decoder = list_name.rpartition(".")[0]
+    plan = Plan(decoder=decoder, layers=[f"{list_name}.{index}" for index in range(len(layers))])
+    for name, layer in zip(plan.layers, layers, strict=True):
+        _plan_layer(model, plan, name, layer, recipes)
+    if not plan.blocks and not _has_experts(model):
+        return Plan(reason="no attention or MLP of this model can be cut as a block: every Linear on its own")
+    plan.final = _final(model, decoder, list_name, model_type)
     return plan
 
 
-def _named(styles: dict[str, str], block: str, style: str) -> tuple[str, ...]:
-    names = (name.rpartition(".") for name, its in styles.items() if its == style)
-    return tuple(child for parent, _, child in names if parent == block)
+def _layer_lists(model: nn.Module, recipes: list[BlockRecipe]) -> Iterator[tuple[str, nn.ModuleList]]:
+    """Lists of layers in which a recipe finds its row layer, or experts are found."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module):
+            if any(_has(layer, recipe.row) for layer in module for recipe in recipes) or _has_experts(module[-1]):
+                yield name, module
 
 
-def _problem(model: nn.Module, block: BlockPlan) -> str | None:
+def _has_experts(module: nn.Module) -> bool:
+    return any(is_experts(inner) for inner in module.modules())
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    try:
+        return isinstance(module.get_submodule(path), nn.Module)
+    except AttributeError:
+        return False
+
+
+def _plan_layer(model: nn.Module, plan: Plan, name: str, layer: nn.Module, recipes: list[BlockRecipe]) -> None:
+    problems: dict[str, str] = {}
+    inside: set[str] = set()  # entries, and rows and columns that lie outside of them
+    for recipe in recipes:
+        if not all(_has(layer, path) for path in (*recipe.columns, recipe.row)):
+            continue
+        problem = _problem(model, layer, recipe)
+        if problem:
+            problems[recipe.entry] = problem
+            continue
+        query, kv = _head_counts(model, layer, recipe) if recipe.is_attention else (0, 0)
+        plan.blocks.append(
+            BlockPlan(
+                entry=f"{name}.{recipe.entry}",
+                columns=tuple(f"{name}.{column}" for column in recipe.columns),
+                segments=tuple(recipe.columns.values()),
+                row=f"{name}.{recipe.row}",
+                query=query,
+                kv=kv,
+                attributes=recipe.attributes,
+                arguments=recipe.arguments,
+            )
+        )
+        inside |= {recipe.entry, recipe.row, *recipe.columns}
+    for path in _needs_whole(layer, "", inside):
+        plan.whole[f"{name}.{path}"] = problems.get(path, "not known as a block")
+
+
+def _needs_whole(module: nn.Module, prefix: str, planned: set[str]) -> Iterator[str]:
+    """Outermost modules that are neither planned nor per token."""
+    for child_name, child in module.named_children():
+        path = f"{prefix}{child_name}"
+        if path in planned or is_per_token(child):
+            continue
+        if is_experts(child):
+            continue
+        around = any(other.startswith(f"{path}.") for other in planned)
+        if around or _has_experts(child):
+            yield from _needs_whole(child, f"{path}.", planned)
+        else:
+            yield path
+
+
+def is_per_token(module: nn.Module) -> bool:
+    """Whether a module treats each token by itself: it may then run on any share of the tokens."""
+    kind = type(module)
+    if not any(True for _ in module.parameters()) and not any(True for _ in module.children()):
+        return True
+    return kind.__module__ in ACTIVATIONS or type(module) is nn.Linear or bool(PER_TOKEN.search(kind.__name__))
+
+
+def _problem(model: nn.Module, layer: nn.Module, recipe: BlockRecipe) -> str | None:
     """Why a block cannot be cut as one, if so."""
-    module = model.get_submodule(block.name)
-    for name in (*block.columns, block.row):
-        layer = adapted(module.get_submodule(name))
-        if type(layer) is not nn.Linear:
-            return f"{name} is a {type(layer).__name__}, not an nn.Linear"
+    for name in (*recipe.columns, recipe.row):
+        module = adapted(layer.get_submodule(name))
+        if not is_linear(module):
+            return f"{name} is a {type(module).__name__}, not an nn.Linear"
+    entry = layer.get_submodule(recipe.entry)
+    if recipe.is_attention:
+        read = (_names_read(entry) & WHOLE_NUMBERS) - {name.rpartition(".")[2] for name in recipe.attributes}
+        if read:
+            return f"its attention reads {', '.join(sorted(read))} of the whole model"
+        counts = _head_counts(model, layer, recipe)
+        if counts is None:
+            return "its numbers of heads do not explain the sizes of its projections"
+        return _unknown_parameters(entry, recipe, layer, counts[0])
+    return _unknown_parameters(entry, recipe, layer, 0)
+
+
+def _names_read(module: nn.Module) -> set[str]:
+    """Names of attributes in the code of a module's forward and of the methods that it calls."""
+    pending, seen, names = ["forward"], set(), set()
+    while pending:
+        method = inspect.unwrap(getattr(type(module), pending.pop(), None))
+        code = getattr(method, "__code__", None)
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        names |= set(code.co_names)
+        pending += [name for name in code.co_names if inspect.isfunction(getattr(type(module), name, None))]
+    return names
+
+
+def _head_counts(model: nn.Module, layer: nn.Module, recipe: BlockRecipe) -> tuple[int, int] | None:
+    """(query, kv) heads of an attention block, None if they do not fit the projections."""
+    entry = layer.get_submodule(recipe.entry)
+    counts = compat.head_counts(compat.text_config(model), entry)
+    row_in = linear_size(adapted(layer.get_submodule(recipe.row)))[1]
+    if recipe.grouped:
+        counts = (counts[1], counts[1])
+    width = getattr(entry, "v_head_dim", None) or getattr(entry, "head_dim", None)
+    if width and counts[0] * width != row_in and row_in % width == 0:  # layers with numbers of heads of their own
+        values = [name for name in recipe.columns if name.rpartition(".")[2].startswith("v_")]
+        if len(values) == 1:
+            counts = (row_in // width, linear_size(adapted(layer.get_submodule(values[0])))[0] // width)
+    units = {"query": counts[0], "kv": counts[1]}
+    for name, segments in recipe.columns.items():
+        size, total = linear_size(adapted(layer.get_submodule(name)))[0], sum(units.get(kind, 1) for kind in segments)
+        if total == 0 or size % total:
+            return None
+    return counts if counts[0] and counts[1] and row_in % counts[0] == 0 and counts[0] % counts[1] == 0 else None
+
+
+def _unknown_parameters(entry: nn.Module, recipe: BlockRecipe, layer: nn.Module, query: int) -> str | None:
+    """Parameters of a block that are neither a projection's nor one head's, one for each head or single numbers."""
+    known = [set(layer.get_submodule(name).modules()) for name in (*recipe.columns, recipe.row)]
+    own = () if adapted(entry) in (its for inner in known for its in inner) else entry.parameters(recurse=False)
+    if any(parameter.shape[:1] != (query,) for parameter in own):
+        return "it has parameters that are not one for each head"
+    names = ("head_dim", "head_size", "v_head_dim", "attention_head_size")
+    head_sizes = {getattr(entry, name, None) for name in names}
+    for name, module in entry.named_modules():
+        if any(module in inner for inner in known):
+            continue
+        sizes = {parameter.numel() for parameter in module.parameters(recurse=False)}
+        if module is not entry and not sizes <= (head_sizes - {None}) | {1}:
+            return f"its {name} has parameters of all heads" if query else f"its {name} needs all of its features"
     return None
+
+
+def _final(model: nn.Module, name: str, list_name: str, model_type: str) -> list[str] | None:
+    """What runs on tokens after the layers, if it is a norm and then the head, and nothing else."""
+    if model_type in LAYERS_OUTPUT_IS_RESHAPED or not _ends_in_head(model, name):
+        return None
+    children = list(model.get_submodule(name).named_children())
+    after = children[[child for child, _ in children].index(list_name.rpartition(".")[2]) + 1 :]
+    after = [child for child, module in after if any(True for _ in module.parameters())]
+    # A norm that stands before the list may be the last one too; what runs before the layers is seldom a norm.
+    norms = [child for child, module in children if "Norm" in type(module).__name__]
+    if not len(norms) == 1 or norms != after or norms == ["layernorm_embedding"]:  # that of BART's family comes first
+        return None
+    return [f"{name}.{norms[0]}" if name else norms[0]]
+
+
+def _ends_in_head(model: nn.Module, decoder: str) -> bool:
+    """Whether nothing with parameters stands between a decoder and the model's output but the head."""
+    head = compat.output_embedding(model)
+    parts = decoder.split(".") if decoder else []
+    around = model
+    for index, part in enumerate(parts):
+        names = [name for name, _ in around.named_children()]
+        for name in names[names.index(part) + 1 :]:
+            module = around.get_submodule(name)
+            if module is not head and any(True for _ in module.parameters()):
+                return False
+        around = model.get_submodule(".".join(parts[: index + 1]))
+    return True

@@ -10,6 +10,7 @@ live object and replaces the methods that must know the grid on it alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -35,13 +36,21 @@ class AxonnPlugin(ParallelismConfig):
         grid: sizes of the axes; None takes the settings of the launch file (the environment variable AXONN_CONFIG).
         overlap: which collectives run while the device computes; all if None.
         reduce_dtype: dtype in which gradients are summed.
+        keep_gathered: which gathered weights are kept from forward to backward: "none", "all", or of how many layers.
+        tune_matmuls: whether operand layouts of matmuls are timed on the first steps and the fastest used.
     Raises:
         ValueError: no grid is given and none was launched; later, when the Accelerator is made: the grid is not the
             number of processes, or fp16, fp8 or torch.compile is asked for.
     """
 
     def __init__(
-        self, grid: Grid | None = None, *, overlap: Overlap | None = None, reduce_dtype: str = "float32"
+        self,
+        grid: Grid | None = None,
+        *,
+        overlap: Overlap | None = None,
+        reduce_dtype: str = "float32",
+        keep_gathered: str | int = "none",
+        tune_matmuls: bool = False,
     ) -> None:
         if grid is None:
             config = AxonnConfig.from_env()
@@ -51,7 +60,13 @@ class AxonnPlugin(ParallelismConfig):
                     "with accelerate launch --config axonn.yaml, or pass grid=Grid(...)."
                 )
         else:
-            config = AxonnConfig(grid=grid, overlap=overlap or Overlap(), reduce_dtype=reduce_dtype)
+            config = AxonnConfig(
+                grid=grid,
+                overlap=overlap or Overlap(),
+                reduce_dtype=reduce_dtype,
+                keep_gathered=keep_gathered,
+                tune_matmuls=tune_matmuls,
+            )
         self.config = config
         if config.grid.size > 1:
             _install_trainer_hooks()
@@ -81,7 +96,14 @@ class AxonnPlugin(ParallelismConfig):
         return {**self.__dict__, "device_mesh": None}
 
     def __deepcopy__(self, memo: dict) -> AxonnPlugin:
-        return AxonnPlugin(self.grid, overlap=self.config.overlap, reduce_dtype=self.config.reduce_dtype)
+        config = self.config
+        return AxonnPlugin(
+            self.grid,
+            overlap=config.overlap,
+            reduce_dtype=config.reduce_dtype,
+            keep_gathered=config.keep_gathered,
+            tune_matmuls=config.tune_matmuls,
+        )
 
     def build_device_mesh(self, device_type: str):
         """The (dp_shard, tp) mesh that Accelerate's data loaders read, made of the grid's own process groups."""
@@ -187,12 +209,11 @@ def _prepare_data_loader(accelerator, plugin: AxonnPlugin, mesh: GridMesh, origi
 
 def _backward(accelerator, plugin: AxonnPlugin, mesh: GridMesh, original: Callable, loss, **kwargs) -> None:
     """Backward; after the last micro-batch of a step the gradients are averaged over data, and over the world."""
-    from hf_axonn.gradients import sync_gradients
+    from hf_axonn.gradients import syncing
 
-    original(loss, **kwargs)
-    if accelerator.sync_gradients:
-        for model in accelerator._models:
-            sync_gradients(model)
+    last = accelerator.sync_gradients
+    with syncing(*accelerator._models) if last else contextlib.nullcontext():
+        original(loss, **kwargs)
 
 
 def _gather(accelerator, plugin: AxonnPlugin, mesh: GridMesh, original: Callable, tensor):

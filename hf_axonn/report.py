@@ -30,11 +30,13 @@ class Report:
     Attributes:
         grid: the grid as text.
         summary: how the model as a whole was cut.
+        layout: how the residual stream is laid out between blocks, and why.
         entries: one for each module that has parameters of its own.
     """
 
     grid: str
     summary: str
+    layout: str = ""
     entries: list[Entry] = field(default_factory=list)
 
     def lines(self) -> list[str]:
@@ -58,6 +60,8 @@ class Report:
             counts[key] += 1
             sizes[key] += entry.parameters
         lines = [f"grid {self.grid}: {self.summary}"]
+        if self.layout:
+            lines.append(f"  {self.layout}")
         for (style, reason), count in counts.items():
             text = f"{reason}" if style == "replicated" else f"{style}{', ' + reason if reason else ''}"
             mark = "not sharded" if style == "replicated" else "sharded"

@@ -14,9 +14,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_axonn.config import AxonnConfig
 from hf_axonn.grid import Grid, GridMesh
+from hf_axonn.kept import KeptWeights
 from hf_axonn.layouts import Tokens
-from hf_axonn.overlap import GatherAhead, GradientSlot, ReductionQueue, wait_gradient
+from hf_axonn.overlap import DeliveryOrder, GatherAhead, GradientSlot, ReductionQueue, in_backward, wait_gradient
 from hf_axonn.report import Report
+from hf_axonn.tuning import Matmul, MatmulTuner, plain
 
 
 class ModelState:
@@ -25,9 +27,13 @@ class ModelState:
     Attributes:
         mesh: the process groups; `grid` and `coordinates` are short for its own.
         tokens: the batch passing through the decoder layers, None outside of them.
+        tuner: chooses operand layouts, None where that is off; `matmul` is what products are computed with.
         report: what parallelize did to the model.
+        styles: of modules whose parameters others may read (styles.Reading).
         random_seed, random_count: of the `keyed_random` that is open (dropout.py).
         in_forward: whether a pass of the whole model is under way.
+        wants_gradients: whether the pass that began last did so with gradients on.
+        features: H where the residual stream of the layers has the feature layout, else 0.
         has_head: whether the head is one of ours, which can leave the logits to the loss.
         defer_head: whether it is to do so in this pass (training with labels).
         attention_axes: the axes that divide the heads of attention blocks.
@@ -37,14 +43,23 @@ class ModelState:
         self.mesh = mesh
         self.config = config
         self.reduce_dtype = getattr(torch, config.reduce_dtype)
-        self.gather_ahead = GatherAhead(enabled=config.overlap.all_gather and mesh.size("z") > 1)
+        self.kept = KeptWeights()
+        ahead = config.overlap.all_gather and mesh.size("z") > 1
+        self.gather_ahead = GatherAhead(enabled=ahead, needless=self.kept.__contains__)
+        # Two groups behind, as many as `reductions` lets be in flight; without z there is no reduction to hide.
+        self.delivery = DeliveryOrder(distance=2 if mesh.size("z") > 1 else 0)
         self.reductions = ReductionQueue(enabled=config.overlap.reduce_scatter)
         self.overlap_all_reduce = config.overlap.all_reduce
+        self.tuner = MatmulTuner() if config.tune_matmuls else None
+        self.matmul: Matmul = self.tuner or plain
         self.report: Report | None = None
         self.weights: list[ShardedWeight] = []
         self._weight_of_parameter: dict[int, ShardedWeight] = {}
+        self.styles: dict[nn.Module, object] = {}
         self.tokens: Tokens | None = None
         self.in_forward = False
+        self.wants_gradients = False
+        self.features = 0
         self.has_head = False
         self.defer_head = False
         self.attention_axes: tuple[str, ...] = ()
@@ -59,19 +74,52 @@ class ModelState:
     def coordinates(self) -> dict[str, int]:
         return self.mesh.coordinates
 
-    def weight_of(self, module: nn.Module) -> ShardedWeight:
-        """The record of `module.weight`, one for all modules that share the parameter."""
-        key = id(module._parameters["weight"])
+    def weight_of(self, module: nn.Module, name: str = "weight") -> ShardedWeight:
+        """The record of one parameter of a module, one for all modules that share the parameter."""
+        key = id(module._parameters[name])
         if key not in self._weight_of_parameter:
-            self._weight_of_parameter[key] = ShardedWeight(module, "weight")
+            self._weight_of_parameter[key] = ShardedWeight(module, name, transposed=is_conv1d(module))
             self.weights.append(self._weight_of_parameter[key])
         return self._weight_of_parameter[key]
 
     def begin_forward(self) -> None:
-        """Start a pass: earlier gathers are dropped, and every trained shard gets its node in the new graph."""
+        """Start a pass: earlier gathers are dropped, and trained shards get their nodes in the new graph."""
+        self.wants_gradients = torch.is_grad_enabled()
         self.gather_ahead.begin_pass()
+        self.kept.begin_pass()
         for weight in self.weights:
             weight.begin_forward()
+        if self.wants_gradients:
+            self.delivery.begin_pass(self.weights)
+
+    def enter(self, group: list[ShardedWeight]) -> None:
+        """A forward pass has come to these weights."""
+        if torch.is_grad_enabled() and not in_backward():
+            self.delivery.enter(group)
+
+    def choose_kept(self, names: dict[nn.Module, str]) -> None:
+        """Mark the weights that `keep_gathered` keeps from forward to backward; `names` are those of all modules.
+
+        A layer is what stands in the outermost module list. Of n layers the last are kept: backward comes to them
+        first, so they are kept for the shortest time.
+
+        Raises:
+            ValueError: keep_gathered is a number and the model has no layers.
+        """
+        keep = self.config.keep_gathered
+        layers = [_layer_of(names[weight.module]) for weight in self.weights]
+        if keep in ("all", "none", 0):
+            chosen = set(layers) if keep == "all" else set()
+        else:
+            order = [layer for layer in dict.fromkeys(map(_layer_of, names.values())) if layer in layers and layer]
+            if not order:
+                raise ValueError(
+                    f"keep_gathered is {keep}, a number of layers, but this model has no list of layers whose weights "
+                    "are sharded: write all or none."
+                )
+            chosen = set(order[-keep:])
+        for weight, layer in zip(self.weights, layers, strict=True):
+            weight.keep = layer in chosen
 
     @contextlib.contextmanager
     def passing(self, tokens: Tokens | None) -> Iterator[None]:
@@ -93,41 +141,64 @@ class ModelState:
 class ShardedWeight:
     """One parameter [N, K] that is cut over (y, x, z); the modules that share the parameter share this.
 
-    The node of the shard in the graph is made at the start of the forward pass, so autograd comes to it last, when
-    nothing else is left to compute: until then the reductions of its gradient may be under way (ORS).
+    A `transposed` one is stored as [K, N] (Transformers' Conv1D) and seen as [N, K].
+
+    The node of the shard in the graph is made some way ahead of its use (`DeliveryOrder`), so autograd comes to it
+    some way behind: until then the reduction of its gradient may be under way (ORS).
+
+    Attributes:
+        keep: whether the gathered weight is kept from forward to backward.
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, name: str, *, transposed: bool = False) -> None:
+        self.module = module
+        self.keep = False
         self._name = name
+        self._transposed = transposed
         self._current: Tensor | None = None
         self.slot = GradientSlot()
 
     @property
     def parameter(self) -> nn.Parameter:
-        return self._module._parameters[self._name]
+        return self.module._parameters[self._name]
 
     @property
     def shard(self) -> Tensor:
         """This rank's shard [rows / z, cols] as it now is, outside the graph."""
-        return self.parameter.to_local().detach()
+        return self._view(self.parameter.to_local()).detach()
+
+    def _view(self, local: Tensor) -> Tensor:
+        return local.t() if self._transposed else local
 
     def _in_graph(self) -> Tensor:
         parameter = self.parameter
         if not (torch.is_grad_enabled() and parameter.requires_grad):
             return self.shard
-        return wait_gradient(parameter.to_local(), self.slot)
+        return wait_gradient(self._view(parameter.to_local()), self.slot)
 
     def begin_forward(self) -> None:
-        """Make the node of a new pass; what a broken backward pass left behind is dropped."""
+        """Forget the pass before; what a broken backward pass left behind is dropped."""
         self.slot.clear()
-        self._current = self._in_graph() if torch.is_grad_enabled() else None
+        self._current = None
+
+    def make_node(self) -> None:
+        """Make the node of this pass, if that has not been done."""
+        if self._current is None and torch.is_grad_enabled():
+            self._current = self._in_graph()
 
     def local(self) -> Tensor:
         """This rank's shard [rows / z, cols], in the graph where gradients are wanted."""
-        if self._current is not None and torch.is_grad_enabled():
-            return self._current
-        return self._in_graph()
+        if not torch.is_grad_enabled():
+            return self.shard
+        self.make_node()
+        return self._current
+
+
+def _layer_of(name: str) -> str:
+    """A module's name up to its first number, as in model.layers.3; empty if it has none."""
+    parts = name.split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdigit()), None)
+    return "" if number is None else ".".join(parts[: number + 1])
 
 
 class _ScaleGradient(torch.autograd.Function):
@@ -146,14 +217,39 @@ def scale_gradient(value: Tensor, factor: float) -> Tensor:
     return value if factor == 1 else _ScaleGradient.apply(value, factor)
 
 
-def shard_placements(kind: str) -> list:
-    """Placements on the storage mesh (y, x, z). Kinds: column, row, vocabulary, replicated."""
-    return {
+# Of transformers 5.23: multiplies and adds its bias, nothing else.
+PLAIN_LINEARS = ("FalconLinear",)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is Transformers' Conv1D: a Linear that stores its weight as [K, N]."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a Linear that can be cut: nn.Linear itself, Conv1D, or a subclass that is known to add
+    nothing. Others may do anything."""
+    return type(module) is nn.Linear or is_conv1d(module) or type(module).__name__ in PLAIN_LINEARS
+
+
+def linear_size(linear: nn.Module) -> tuple[int, int]:
+    """(N, K) = (out_features, in_features) of what `is_linear` accepts."""
+    return (linear.nf, linear.nx) if is_conv1d(linear) else (linear.out_features, linear.in_features)
+
+
+def shard_placements(kind: str, *, transposed: bool = False) -> list:
+    """Placements on the storage mesh (y, x, z). Kinds: column, row, vocabulary, experts, replicated.
+
+    `transposed`: of a weight that is stored as [K, N].
+    """
+    placements = {
         "column": [Shard(1), Shard(0), Shard(0)],
         "row": [Shard(0), Shard(1), Shard(0)],
         "vocabulary": [Shard(0), Shard(0), Shard(0)],
+        "experts": [Shard(0), Shard(0), Shard(2)],
         "replicated": [Replicate(), Replicate(), Replicate()],
     }[kind]
+    return [Shard(1 - its.dim) if transposed and isinstance(its, Shard) else its for its in placements]
 
 
 def is_parallelized(model: nn.Module) -> bool:

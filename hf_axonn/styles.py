@@ -1,29 +1,33 @@
-"""How a weight is cut, and the two styles that need no neighbours.
+"""How a weight is cut, and the styles that need no neighbours.
 
     FullLinear   a Linear on its own: full activations in, full activations out (AxoNN's easy API)
     Replicated   parameters that every rank holds: norms, biases, and what nothing is known about
+    Reading      a module whose own code uses the parameters of others (reads.py)
 
 The styles of attention and MLP blocks are in blocks.py, those of embedding and head in vocabulary.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
 from hf_axonn.collectives import all_reduce, all_reduce_backward
 from hf_axonn.grid import GridMesh
 from hf_axonn.layouts import bounds, ceil_div, gather_features, pad_dim, take_features
-from hf_axonn.matmul3d import Cut, Product
-from hf_axonn.state import ModelState, replicated_local
+from hf_axonn.matmul3d import Cut, Product, gathered_weight
+from hf_axonn.reads import Reader
+from hf_axonn.state import ModelState, is_conv1d, linear_size, replicated_local
 
 
-def wrap_forward(module: nn.Module, forward: Callable) -> None:
-    """Let `forward(original, *args, **kwargs)` run in place of the module's forward, under its signature."""
-    original = module.forward
-    module.forward = functools.wraps(original)(functools.partial(forward, original))
+def wrap_forward(module: nn.Module, forward: Callable, *, method: str = "forward") -> None:
+    """Let `forward(original, *args, **kwargs)` run in place of the module's forward (or of another method), under its
+    signature."""
+    original = getattr(module, method)
+    setattr(module, method, functools.wraps(original)(functools.partial(forward, original)))
 
 
 def cut_weight(kind: str, rows: int, cols: int, mesh: GridMesh, *, whole_input: bool = False) -> Cut:
@@ -78,11 +82,13 @@ class FullLinear:
     and all-gather over y of the input's gradient.
     """
 
-    def __init__(self, state: ModelState, linear: nn.Linear) -> None:
+    def __init__(self, state: ModelState, linear: nn.Module) -> None:
         self.state = state
         self.linear = linear
         self.weights = [state.weight_of(linear)]
-        self.cuts = [cut_weight("full", linear.out_features, linear.in_features, state.mesh)]
+        self.out_features, self.in_features = linear_size(linear)
+        self.cuts = [cut_weight("full", self.out_features, self.in_features, state.mesh)]
+        state.styles[linear] = self
         wrap_forward(linear, self._forward)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor:
@@ -92,32 +98,106 @@ class FullLinear:
         mine = all_reduce_backward(take_features(hidden, mesh, "y"), mesh.group("x"))
         (output,) = product.run(mine.reshape(1, -1, mine.shape[-1]), handle)
         output = all_reduce(output.squeeze(0), mesh.group("y"))
-        output = gather_features(output, self.linear.out_features, mesh, "x")
+        output = gather_features(output, self.out_features, mesh, "x")
         if self.linear.bias is not None:
             output = output + replicated_local(self.linear.bias, mesh, ()).to(output.dtype)
         return output.view(*hidden.shape[:-1], -1)
+
+    def whole_weight(self) -> Tensor:
+        """The weight as its module has it, for code that every rank of (x, y) repeats. All-gathers over z, y and x;
+        backward: reduce-scatter over z."""
+        mesh = self.state.mesh
+        block = gathered_weight(Product(self.state, self.weights, self.cuts))
+        rows = gather_features(block, self.in_features, mesh, "y")
+        columns = gather_features(rows.t(), self.out_features, mesh, "x")
+        return columns if is_conv1d(self.linear) else columns.t()
 
 
 class Replicated:
     """A module whose own parameters every rank holds; its forward sees them as plain tensors. No communication.
 
-    `partial_axes`: where the ranks do different work with them (see `replicated_local`).
+    `partial_axes`: where the ranks do different work with them (see `replicated_local`). `own`: the rows that this
+    rank works with, where not all (a number for each head).
     """
 
-    def __init__(self, state: ModelState, module: nn.Module, partial_axes: tuple[str, ...]) -> None:
+    def __init__(
+        self, state: ModelState, module: nn.Module, partial_axes: tuple[str, ...], *, own: slice | None = None
+    ) -> None:
         self.state = state
         self.module = module
         self.partial_axes = partial_axes
+        self.own = own
+        state.styles[module] = self
         wrap_forward(module, self._forward)
 
     def _forward(self, original: Callable, *args, **kwargs):
+        with self.shown():
+            return original(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """For a while, whoever reads the parameters from the module finds plain tensors."""
         module = self.module
-        names = [name for name, parameter in module._parameters.items() if parameter is not None]
+        names = [name for name, its in module._parameters.items() if its is not None and name not in module.__dict__]
         try:
             for name in names:
                 # An entry of __dict__ is found before nn.Module looks among its parameters.
-                module.__dict__[name] = replicated_local(module._parameters[name], self.state.mesh, self.partial_axes)
-            return original(*args, **kwargs)
+                local = replicated_local(module._parameters[name], self.state.mesh, self.partial_axes)
+                module.__dict__[name] = local if self.own is None else local[self.own]
+            yield
         finally:
             for name in names:
                 module.__dict__.pop(name, None)
+
+
+class Reading:
+    """A method of a module that uses the parameters of modules inside of it: it sees them as plain tensors.
+
+    Collectives: only where it uses a weight that is sharded, which is then gathered whole; `Linear`s that such code
+    calls as usual stay as they are.
+    """
+
+    def __init__(self, state: ModelState, reader: Reader) -> None:
+        self.state = state
+        self.read = reader.read
+        self.places = [
+            (parent, name, child)
+            for parent in reader.module.modules()
+            for name, child in parent._modules.items()
+            if child in reader.read
+        ]
+        wrap_forward(reader.module, self._call, method=reader.method)
+
+    def _call(self, original: Callable, *args, **kwargs):
+        styles = self.state.styles
+        with contextlib.ExitStack() as stack:
+            for child in self.read:
+                if isinstance(styles.get(child), Replicated):
+                    stack.enter_context(styles[child].shown())
+            for parent, name, child in self.places:
+                if hasattr(styles.get(child), "whole_weight") and parent._modules[name] is child:
+                    stack.callback(parent._modules.__setitem__, name, child)
+                    parent._modules[name] = _WholeWeight(child, styles[child], self.state)
+            return original(*args, **kwargs)
+
+
+class _WholeWeight:
+    """Stands in for a module while somebody reads its weight, which is gathered when it is asked for."""
+
+    def __init__(self, module: nn.Module, style: FullLinear, state: ModelState) -> None:
+        self._module = module
+        self._style = style
+        self._state = state
+
+    def __getattr__(self, name: str):
+        if name == "weight":
+            return self._style.whole_weight()
+        value = getattr(self._module, name)
+        return (
+            replicated_local(value, self._state.mesh, ())
+            if name in self._module._parameters and value is not None
+            else value
+        )
+
+    def __call__(self, *args, **kwargs):
+        return self._module(*args, **kwargs)

@@ -5,11 +5,12 @@ positions and masks off its shape. The head has two ways:
 
     full logits      [B, S, V] on every rank of (x, y), as from any HF model; callers repeat their work on them
     deferred         in training with labels: the loss takes hidden states and weight from `DeferredLogits` and forms
-                     logits chunk by chunk (loss.py), never whole
+                     logits chunk by chunk (loss.py), never whole, whether or not the decoder is cut by blocks
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_axonn.collectives import all_reduce, all_reduce_backward, gather_replicated
-from hf_axonn.layouts import bounds, gather_tokens, pad_dim
+from hf_axonn.layouts import Tokens, bounds, gather_tokens, pad_dim, take_tokens
 from hf_axonn.matmul3d import Product, gathered_weight
-from hf_axonn.state import replicated_local
+from hf_axonn.state import linear_size, replicated_local
 from hf_axonn.styles import cut_weight, wrap_forward
 
 
@@ -38,6 +39,32 @@ def vocabulary_range(size: int, mesh: GridMesh, *, y: int | None = None, x: int 
     return range(start + inner_start, start + inner_stop)
 
 
+def is_vocabulary(embedding: nn.Module) -> bool:
+    """Whether an embedding is a plain look-up, or one that is multiplied by its `embed_scale`."""
+    scaled = type(embedding).__name__.endswith("ScaledWordEmbedding") and hasattr(embedding, "embed_scale")
+    if not (type(embedding) is nn.Embedding or (isinstance(embedding, nn.Embedding) and scaled)):
+        return False
+    return embedding.max_norm is None and not embedding.sparse and not embedding.scale_grad_by_freq
+
+
+def _whole_weight(style: Embedding | Head, size: int) -> Tensor:
+    """[V, H], for code that every rank of (x, y) repeats. All-gathers over z and (x, y); backward: reduce-scatter
+    over z."""
+    block = gathered_weight(Product(style.state, style.weights, style.cuts))
+    return _in_order(gather_replicated(block, style.state.mesh.group("x", "y")), size, style.state.mesh)
+
+
+def _in_order(blocks: Tensor, size: int, mesh: GridMesh) -> Tensor:
+    """[x*y, V/(x*y), ...] as ranks hold it -> [V, ...]. No communication."""
+    # Ranks of (x, y) are numbered with y innermost, the vocabulary is cut over y first.
+    parts = [
+        blocks[x * mesh.size("y") + y][: len(vocabulary_range(size, mesh, y=y, x=x))]
+        for y in range(mesh.size("y"))
+        for x in range(mesh.size("x"))
+    ]
+    return torch.cat(parts)
+
+
 class Embedding:
     """Look-up in a vocabulary that is cut over (y, x, z). Ids [B, S] -> [B, S, H], the same on all ranks of (x, y).
 
@@ -50,6 +77,7 @@ class Embedding:
         self.module = module
         self.weights = [state.weight_of(module)]
         self.cuts = [cut_weight("vocabulary", module.num_embeddings, module.embedding_dim, state.mesh)]
+        state.styles[module] = self
         wrap_forward(module, self._forward)
 
     def _forward(self, _original: Callable, ids: Tensor) -> Tensor:
@@ -67,7 +95,15 @@ class Embedding:
             gathered_weight(Product(self.state, self.weights, self.cuts)),
             padding_idx=padding - own.start if padding is not None and padding in own else None,
         )
-        return all_reduce(torch.where(mine.unsqueeze(-1), rows, 0), mesh.group("x", "y"))
+        output = all_reduce(torch.where(mine.unsqueeze(-1), rows, 0), mesh.group("x", "y"))
+        scale = getattr(module, "embed_scale", None)
+        if scale is None:
+            return output
+        return output * (scale.to(output.dtype) if isinstance(scale, Tensor) else scale)
+
+    def whole_weight(self) -> Tensor:
+        """See `_whole_weight`."""
+        return _whole_weight(self, self.module.num_embeddings)
 
 
 class Head:
@@ -83,12 +119,19 @@ class Head:
         self.weights = [state.weight_of(linear)]
         self.cuts = [cut_weight("vocabulary", linear.out_features, linear.in_features, state.mesh)]
         state.has_head = True
+        state.styles[linear] = self
         wrap_forward(linear, self._forward)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor | DeferredLogits:
-        if self.state.defer_head and self.state.tokens is not None:
-            return DeferredLogits(self, hidden)
-        return self.full_logits(hidden)
+        state = self.state
+        if not state.defer_head:
+            return self.full_logits(hidden)
+        if state.tokens is not None:
+            return DeferredLogits(self, hidden, state.tokens)
+        if hidden.dim() != 3:
+            return self.full_logits(hidden)
+        tokens = Tokens(*hidden.shape[:2], sharded=True)
+        return DeferredLogits(self, take_tokens(hidden, tokens, state.mesh), tokens)
 
     def product(self) -> Product:
         return Product(self.state, self.weights, self.cuts)
@@ -112,34 +155,93 @@ class Head:
         if bias is not None:
             local = local + bias.to(local.dtype)
         blocks = gather_replicated(local.squeeze(0), mesh.group("x", "y"))
-        # Ranks of (x, y) are numbered with y innermost, the vocabulary is cut over y first.
-        parts = [
-            blocks[x * mesh.size("y") + y][:, : len(vocabulary_range(size, mesh, y=y, x=x))]
-            for y in range(mesh.size("y"))
-            for x in range(mesh.size("x"))
-        ]
-        return torch.cat(parts, dim=-1).view(*hidden.shape[:-1], size)
+        return _in_order(blocks.transpose(1, 2), size, mesh).t().reshape(*hidden.shape[:-1], size)
+
+    def whole_weight(self) -> Tensor:
+        """See `_whole_weight`."""
+        return _whole_weight(self, self.linear.out_features)
 
 
 class DeferredLogits:
     """Logits that nobody has formed yet: `hidden` [1, T/(x*y), H] of this rank's tokens, and the head to multiply by.
 
-    In training with labels a parallelized model returns this as `outputs.logits`. `full()` forms them.
+    In training with labels a parallelized model returns this as `outputs.logits`. Scaling and tanh (soft caps) are
+    kept for the loss, which applies them chunk by chunk; whatever else is done with it forms the logits first, as
+    `full()` does, a collective over (x, y).
     """
 
-    def __init__(self, head: Head, hidden: Tensor) -> None:
+    def __init__(self, head: Head, hidden: Tensor, tokens: Tokens, steps: tuple[Callable, ...] = ()) -> None:
         self.head = head
         self.hidden = hidden
-        self.tokens = head.state.tokens
+        self.tokens = tokens
+        self.steps = steps
+        self._full: Tensor | None = None
 
     def full(self) -> Tensor:
         """[B, S, V] on every rank of (x, y), each of which then repeats the same work. Collective over (x, y)."""
-        return self.head.full_logits(gather_tokens(self.hidden, self.tokens, self.head.state.mesh))
+        if self._full is None:
+            hidden = gather_tokens(self.hidden, self.tokens, self.head.state.mesh)
+            self._full = self.apply_steps(self.head.full_logits(hidden))
+        return self._full
+
+    def apply_steps(self, logits: Tensor) -> Tensor:
+        """What has been done elementwise to the logits so far."""
+        for step in self.steps:
+            logits = step(logits)
+        return logits
+
+    def then(self, step: Callable[[Tensor], Tensor]) -> DeferredLogits:
+        """The same logits with one more elementwise step."""
+        return DeferredLogits(self.head, self.hidden, self.tokens, (*self.steps, step))
+
+    def _scaled(self, operation: Callable, other) -> DeferredLogits | Tensor:
+        if isinstance(other, (int, float)):
+            return self.then(lambda logits: operation(logits, other))
+        return operation(self.full(), other)
+
+    def __mul__(self, other):
+        return self._scaled(operator.mul, other)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other):
+        return self._scaled(operator.truediv, other)
+
+    def tanh(self) -> DeferredLogits:
+        return self.then(torch.tanh)
+
+    def float(self) -> DeferredLogits:
+        return self.then(torch.Tensor.float)
+
+    def contiguous(self) -> DeferredLogits:
+        return self
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.tokens.batch, self.tokens.seq, linear_size(self.head.linear)[0]))
+
+    def __getitem__(self, key) -> Tensor:
+        return self.full()[key]
 
     def __getattr__(self, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(
-            f"outputs.logits.{name}: in training with labels the logits of a parallelized model are not formed; "
-            "call outputs.logits.full() for them (on every rank), or model.eval() first."
-        )
+        return getattr(self.full(), name)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.tanh and len(args) == 1 and not kwargs:
+            return args[0].tanh()
+
+        def formed(value):
+            return value.full() if isinstance(value, cls) else value
+
+        return func(*map(formed, args), **{name: formed(value) for name, value in (kwargs or {}).items()})

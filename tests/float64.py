@@ -19,7 +19,7 @@ class Float64(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func in _CASTS and args[0].dtype == torch.float64:
             return args[0]
-        if func is torch.Tensor.to and args[0].dtype == torch.float64:
+        if func in (torch.Tensor.to, torch.Tensor.type) and args[0].dtype == torch.float64:
             args = tuple(torch.float64 if is_small_float(arg) else arg for arg in args)
             if is_small_float(kwargs.get("dtype")):
                 kwargs["dtype"] = torch.float64

@@ -49,6 +49,11 @@ def tiny_model(kind: str, *, dtype=torch.float64, seed: int = 0, attention: str 
     return model
 
 
+def unplanned_model():
+    """A model that has no block plan: BitNet has norms over all features inside of its attention and MLP."""
+    return tiny_model("bitnet", num_attention_heads=3, num_key_value_heads=3, hidden_size=24, head_dim=8)
+
+
 def tiny_batch(rows: int, seq: int, vocab: int = 131, seed: int = 3) -> dict[str, torch.Tensor]:
     """A right-padded batch whose rows keep unequal numbers of labels."""
     generator = torch.Generator().manual_seed(seed)

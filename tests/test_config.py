@@ -13,15 +13,19 @@ GRID = {"data": 1, "z": 2, "y": 1, "x": 2}
 
 
 def test_a_full_section_and_its_defaults():
-    section = {"grid": GRID, "overlap": {"all_gather": False}, "reduce_dtype": "bfloat16"}
+    section = {"grid": GRID, "overlap": {"all_gather": False}, "reduce_dtype": "bfloat16", "tune_matmuls": True}
     assert AxonnConfig.from_mapping(section, num_processes=4) == AxonnConfig(
-        grid=Grid(z=2, x=2), overlap=Overlap(all_gather=False), reduce_dtype="bfloat16"
+        grid=Grid(z=2, x=2), overlap=Overlap(all_gather=False), reduce_dtype="bfloat16", tune_matmuls=True
     )
     assert AxonnConfig.from_mapping({"grid": {"x": 3}}) == AxonnConfig(grid=Grid(x=3))
+    for keep in ("none", "all", 0, 12):
+        assert AxonnConfig.from_mapping({"grid": GRID, "keep_gathered": keep}).keep_gathered == keep
 
 
 def test_json_in_the_environment_reads_back_as_the_same():
-    config = AxonnConfig(grid=Grid(data=2, y=3), overlap=Overlap(all_reduce=False), reduce_dtype="float64")
+    config = AxonnConfig(
+        grid=Grid(data=2, y=3), overlap=Overlap(all_reduce=False), reduce_dtype="float64", keep_gathered=3
+    )
     assert AxonnConfig.from_env({"AXONN_CONFIG": config.to_json()}) == config
     assert json.loads(config.to_json())["grid"] == {"data": 2, "z": 1, "y": 3, "x": 1}
 
@@ -44,8 +48,10 @@ def test_a_wrong_variable_is_named(text):
         (None, "axonn_config is None"),
         ({}, "axonn_config has no grid: write"),
         ({"x": 2, "z": 2}, "axonn_config.z is out of place: sizes stand under grid"),
-        ({"gird": GRID}, "unknown key 'gird'; it may hold grid, overlap, reduce_dtype: did you mean grid?"),
-        ({"grid": GRID, "zzz": 1}, "unknown key 'zzz'; it may hold grid, overlap, reduce_dtype: remove it."),
+        ({"gird": GRID}, "unknown key 'gird'; it may hold grid, overlap, reduce_dtype, keep_gathered, "),
+        ({"gird": GRID}, ": did you mean grid?"),
+        ({"grid": GRID, "zzz": 1}, "axonn_config has an unknown key 'zzz'; it may hold grid, overlap, "),
+        ({"grid": GRID, "zzz": 1}, ": remove it."),
         ({"grid": "auto"}, "axonn_config.grid is auto, but this version has no planner"),
         ({"grid": [1, 2, 1, 2]}, "axonn_config.grid is [1, 2, 1, 2], but it maps axes to sizes: write grid:"),
         ({"grid": 4}, "axonn_config.grid is 4, but it maps"),
@@ -75,6 +81,14 @@ def test_a_wrong_variable_is_named(text):
             "reduce_dtype is 'float16', but it is one of float32, bfloat16, float64.",
         ),
         ({"grid": GRID, "reduce_dtype": None}, "reduce_dtype is None, but"),
+        *(
+            (
+                {"grid": GRID, "keep_gathered": wrong},
+                f"keep_gathered is {wrong!r}, but it is none, all, or a number of",
+            )
+            for wrong in (True, None, -1, 1.5, "some", "2", [])
+        ),
+        ({"grid": GRID, "tune_matmuls": "auto"}, "tune_matmuls is 'auto', but it is a switch: write true or false."),
     ],
 )
 def test_wrong_sections(section, message):

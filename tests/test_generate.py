@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from equality import exact
-from models import tiny_batch, tiny_model
+from models import tiny_batch, tiny_model, unplanned_model
 from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
-from transformers import OPTConfig, OPTForCausalLM
 
 from hf_axonn.gradients import sync_gradients
 from hf_axonn.grid import Grid
@@ -31,11 +30,8 @@ def llama(**changes):
     return model
 
 
-def opt():
-    """A model that has no block plan."""
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=24, ffn_dim=20, num_hidden_layers=2, num_attention_heads=3, vocab_size=131)
-    return OPTForCausalLM(OPTConfig(word_embed_proj_dim=24, max_position_embeddings=64, **sizes)).double().eval()
+def unplanned():
+    return unplanned_model().eval()
 
 
 def adapted_llama():
@@ -74,7 +70,7 @@ MODELS = {
     "mistral": lambda: tiny_model("mistral").eval(),
     "qwen2": lambda: tiny_model("qwen2").eval(),
     "qwen3": lambda: tiny_model("qwen3").eval(),
-    "opt": opt,
+    "bitnet": unplanned,
     "adapted llama": adapted_llama,
 }
 
@@ -187,7 +183,7 @@ def _generate_unequally(truths):
     return wrong
 
 
-UNEQUAL_MODELS = {"llama": llama, "opt": opt, "adapted llama": adapted_llama}
+UNEQUAL_MODELS = {"llama": llama, "bitnet": unplanned, "adapted llama": adapted_llama}
 
 
 def test_no_rank_waits_for_one_that_is_done():

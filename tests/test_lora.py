@@ -7,11 +7,10 @@ import functools
 import pytest
 import torch
 from equality import Case, compare, exact, fit, full, rows_of, too_large
-from models import tiny_batch, tiny_model
+from models import tiny_batch, tiny_model, unplanned_model
 from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from ranks import all_grids, run_ranks
 from torch.distributed.tensor import DTensor
-from transformers import OPTConfig, OPTForCausalLM
 
 from hf_axonn.checkpoint import load_sharded, save_sharded
 from hf_axonn.grid import Grid
@@ -34,15 +33,8 @@ def adapted_model(kind, sizes=(), **options):
     return adapt(tiny_model(kind, **dict(sizes)), **options)
 
 
-def tiny_opt():
-    """A model that has no block plan."""
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=24, ffn_dim=20, num_hidden_layers=2, num_attention_heads=3, vocab_size=131)
-    return OPTForCausalLM(OPTConfig(word_embed_proj_dim=24, max_position_embeddings=32, dropout=0.0, **sizes)).double()
-
-
-def adapted_opt(**options):
-    return adapt(tiny_opt(), **options)
+def adapted_unplanned(**options):
+    return adapt(unplanned_model(), **options)
 
 
 def two_adapters():
@@ -73,8 +65,8 @@ SITUATIONS = [
     case("a projection saved whole", adapted_model, "llama", target_modules=["q_proj"], modules_to_save=["up_proj"]),
     case("a tied head saved whole", adapted_model, "smollm2", target_modules=["v_proj"], modules_to_save=["lm_head"]),
     case("two adapters", two_adapters),
-    case("no block plan", adapted_opt),
-    case("no block plan, a projection saved whole", adapted_opt, target_modules=["q_proj"], modules_to_save=["fc1"]),
+    case("no block plan", adapted_unplanned),
+    case("no block plan, a projection saved whole", adapted_unplanned, target_modules=["q_proj"], modules_to_save=["up_proj"]),
 ]
 
 
@@ -95,7 +87,7 @@ def test_every_gradient_is_as_on_one_process():
 
 REFUSED = [
     (lambda: adapted_model("llama", use_dora=True), "_proj: PEFT's DoRA cannot be sharded"),
-    (lambda: adapt(tiny_opt(), use_dora=True), "_proj: PEFT's DoRA cannot be sharded"),
+    (lambda: adapt(unplanned_model(), use_dora=True), "_proj: PEFT's DoRA cannot be sharded"),
     (lambda: adapted_model("llama", lora_bias=True), "set lora_bias=False"),
     (lambda: adapted_model("llama", target_modules=["embed_tokens"]), "embed_tokens: PEFT's lora.Embedding"),
     (lambda: adapted_model("llama", trainable_token_indices=[5, 6]), "PEFT's trainable_tokens.TrainableTokensLayer"),
@@ -125,8 +117,8 @@ def _report_and_switching_off(batch, plain, adapted):
             torch.testing.assert_close(model(**batch).logits, adapted, rtol=1e-10, atol=1e-10)
             with model.disable_adapter():
                 torch.testing.assert_close(model(**batch).logits, plain, rtol=1e-10, atol=1e-10)
-    model, report = parallelize(adapted_opt(), Grid(y=2, x=2))
-    assert sum(entry.style == "adapter" for entry in report.entries) == 2 * 2 * 6
+    model, report = parallelize(adapted_unplanned(), Grid(y=2, x=2))
+    assert sum(entry.style == "adapter" for entry in report.entries) == 2 * 2 * 7
     assert sum(entry.style == "full" for entry in report.entries) == 2 * 6
 
 
@@ -143,7 +135,7 @@ def test_the_report_names_adapters_and_they_can_be_switched_off():
 
 SAVED = {
     "llama": functools.partial(adapted_model, "llama", modules_to_save=["norm", "lm_head"]),
-    "opt": functools.partial(adapted_opt, target_modules=["q_proj", "fc2"], modules_to_save=["fc1"]),
+    "bitnet": functools.partial(adapted_unplanned, target_modules=["q_proj", "down_proj"], modules_to_save=["up_proj"]),
 }
 
 
@@ -162,7 +154,7 @@ def _save_and_load(folder):
 def test_adapters_saved_on_a_grid_load_on_another_and_in_plain_peft(tmp_path):
     run_ranks(_save_and_load, 4, tmp_path)
     for name, make in SAVED.items():
-        base = tiny_model("llama") if name == "llama" else tiny_opt()
+        base = tiny_model("llama") if name == "llama" else unplanned_model()
         loaded = PeftModel.from_pretrained(base, tmp_path / name, is_trainable=True)
         expected = make().train()
         with exact():

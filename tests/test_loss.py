@@ -78,8 +78,12 @@ def _contract() -> None:
         deferred = model.train()(**batch)
         torch.testing.assert_close(deferred.loss, plain.loss, rtol=1e-12, atol=0)
         torch.testing.assert_close(deferred.logits.full(), plain.logits, rtol=1e-10, atol=1e-12)
-        with pytest.raises(AttributeError, match="logits.full"):
-            _ = deferred.logits.shape
+        # What is done with logits that are not formed is done with the whole of them.
+        assert deferred.logits.shape == plain.logits.shape and deferred.logits.dtype == torch.float64
+        assert torch.equal(deferred.logits.argmax(-1), plain.logits.argmax(-1))
+        torch.testing.assert_close(deferred.logits[:, 2:] * 2, plain.logits[:, 2:] * 2, rtol=1e-10, atol=1e-12)
+        capped = torch.tanh(deferred.logits.float() / 3) * 3
+        torch.testing.assert_close(capped.full(), torch.tanh(plain.logits / 3) * 3, rtol=1e-10, atol=1e-12)
         # Without labels, in evaluation, or with logits_to_keep: whole logits, as from any model.
         for mode, inputs in (("train", {}), ("eval", {"labels": batch["labels"]}), ("train", {"logits_to_keep": 2})):
             getattr(model, mode)(), getattr(truth, mode)()

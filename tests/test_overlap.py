@@ -1,18 +1,26 @@
 """Communication under way: what is begun ahead, in which order things happen, and that none of it changes a number."""
 
+from __future__ import annotations
+
+import collections
+import contextlib
 import functools
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
+from equality import rows_of
 from models import tiny_batch, tiny_model
+from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
 
-from hf_axonn import collectives, matmul3d, overlap
+from hf_axonn import collectives, gradients, matmul3d, overlap
+from hf_axonn.compat import without_peft
 from hf_axonn.config import AxonnConfig, Overlap
-from hf_axonn.gradients import sync_gradients
+from hf_axonn.gradients import sync_gradients, syncing
 from hf_axonn.grid import Grid
-from hf_axonn.overlap import GatherAhead, GradientSlot, ReductionQueue, placeholder, wait_gradient
+from hf_axonn.overlap import DeliveryOrder, GatherAhead, GradientSlot, ReductionQueue, placeholder, wait_gradient
 from hf_axonn.parallelize import parallelize
 
 
@@ -99,6 +107,46 @@ def test_the_queue_keeps_only_so_many_in_flight(enabled, depth):
     for number, pending in enumerate(made):
         assert queue.add(pending) is pending
         assert Noted.waited == made[: max(0, number + 1 - (depth if enabled else 0))]
+    queue.make_room()  # for the gradient that is computed next
+    assert Noted.waited == made[: 5 - (depth - 1 if enabled else 0)]
+
+
+class Node:
+    """A weight; notes the step of the pass at which its node was made."""
+
+    def __init__(self):
+        self.made_at = None
+
+    def make_node(self):
+        self.made_at = Node.step if self.made_at is None else self.made_at
+
+
+def passes(order, groups, sequence):
+    """A forward pass over groups of weights; the step at which each node was made, in the order of `groups`."""
+    Node.step = 0
+    weights = [weight for group in groups.values() for weight in group]
+    for weight in weights:
+        weight.made_at = None
+    order.begin_pass(weights)
+    for step, name in enumerate(sequence, 1):
+        Node.step = step
+        order.enter(groups[name])
+    return [weight.made_at for weight in weights]
+
+
+def test_nodes_are_made_so_many_groups_ahead_once_the_order_is_known():
+    groups = {"a": [Node()], "b": [Node(), Node()], "c": [Node()], "d": [Node()], "e": [Node()]}
+    order = DeliveryOrder(distance=2)
+    assert passes(order, groups, "abcde") == [0] * 6
+    assert passes(order, groups, "abcde") == [0, 0, 0, 1, 2, 3]
+    assert passes(order, groups, "abced") == [0, 0, 0, 1, 2, 3]  # a wrong guess: d and e were made already
+    assert passes(order, groups, "bacde") == [0, 0, 0, 1, 1, 1]  # lost at once: all that are missing
+    order = DeliveryOrder(distance=1)
+    passes(order, groups, "abcd")
+    assert passes(order, groups, "abcd") == [0, 1, 1, 2, 3, 0]  # e has no place in the order
+    passes(order, groups, "cabc")
+    assert passes(order, groups, "cabc") == [1, 2, 2, 0, 0, 0]  # c is used twice: before the first time
+    assert passes(DeliveryOrder(distance=0), groups, "abcde") == [None] * 6
 
 
 def test_a_slot_sums_and_empties():
@@ -130,108 +178,220 @@ def test_the_waiting_node_hands_over_what_the_slot_was_promised():
     assert leaf.grad.tolist() == [5, 5, 5]
 
 
-def gradients(model, grid):
-    model.train()
-    batch = {key: value[: 4 // grid.samples_size] for key, value in tiny_batch(4, 7).items()}
-    for _ in range(3):  # the order of gathers is known from the second pass on
-        model.zero_grad()
-        model(**batch).loss.backward()
-    sync_gradients(model)
-    return {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+def frozen(model):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1.self_attn" not in name and "layers.0.mlp.up" not in name)
+    return model
 
 
-def switches_change_no_bit():
-    for grid in (Grid(z=2, x=2), Grid(z=2, y=2), Grid(y=2, x=2), Grid(z=4)):
-        results = []
-        for names in ((), ("all_gather",), ("reduce_scatter",), ("all_reduce",), tuple(vars(Overlap()))):
-            switches = Overlap(**{name: name in names for name in vars(Overlap())})
-            model, _ = parallelize(
-                tiny_model("qwen2", dtype=torch.float32), grid, config=AxonnConfig(grid=grid, overlap=switches)
-            )
-            assert model.axonn.gather_ahead.enabled == (switches.all_gather and grid.z > 1)
-            results.append(gradients(model, grid))
-        for other in results[1:]:
-            for name, gradient in results[0].items():
-                assert torch.equal(other[name], gradient), (grid, name)
+def adapted(model):
+    return get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
 
 
-def test_switches_change_no_bit():
-    run_ranks(switches_change_no_bit, 4)
+def checkpointed(model, *, use_reentrant):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    return model
 
 
-def events_of_backward(grid, switches):
-    """What one block's backward does, in order: launches and waits of reductions, and weight gradients."""
-    model, _ = parallelize(tiny_model("llama"), grid, config=AxonnConfig(grid=grid, overlap=switches))
-    model.train()
-    loss = model(**tiny_batch(4 // grid.samples_size, 8)).loss
-    events = []
-    replaced = {
-        (overlap, "start_reduce_scatter"): None,
-        (matmul3d, "weight_gradient"): None,
-        (matmul3d, "input_gradient"): None,
-    }
-
-    def noting(name, original):
-        def call(*args, **kwargs):
-            events.append(name)
-            result = original(*args, **kwargs)
-            if name == "launch":
-                wait = result.wait
-                result.wait = lambda: (events.append("wait"), wait())[1]
-            return result
-
-        return call
-
-    names = {"start_reduce_scatter": "launch", "weight_gradient": "dW", "input_gradient": "dI"}
-    try:
-        for owner, attribute in replaced:
-            replaced[owner, attribute] = getattr(owner, attribute)
-            setattr(owner, attribute, noting(names[attribute], getattr(owner, attribute)))
-        loss.backward()
-    finally:
-        for (owner, attribute), original in replaced.items():
-            setattr(owner, attribute, original)
-    return events
+MODES = {
+    "plain": lambda model: model,
+    "recomputed": functools.partial(checkpointed, use_reentrant=False),
+    "recomputed reentrantly": functools.partial(checkpointed, use_reentrant=True),
+    "frozen weights": frozen,
+    "LoRA": adapted,
+}
+SWITCHES = [
+    Overlap(**dict(zip(vars(Overlap()), on, strict=True))) for on in itertools.product([False, True], repeat=3)
+]
 
 
-def check_order():
-    """OAR: a reduction of dI is launched, then the weight gradients are computed, then it is waited for.
+def made(mode, grid, *, switches=SWITCHES[-1], keep="none", kind="llama"):
+    """A model in a mode, on a grid, in training."""
+    model = MODES[mode](tiny_model(kind, dtype=torch.float32))
+    parallelize(model, grid, config=AxonnConfig(grid=grid, overlap=switches, keep_gathered=keep))
+    return model.train()
 
-    x = 2: the entrance of a block is gathered over x. y = 2: the input of its row layer is gathered over y.
+
+def step(model, grid, *, number=0, micro_batches=2, ahead=True):
+    """The micro-batches of one optimizer step; returns their losses. With `ahead`, averages begin during backward."""
+    losses = []
+    for micro in range(micro_batches):
+        batch = rows_of(tiny_batch(4, 7, seed=10 * number + micro), grid, dist.get_rank())
+        loss = model(**batch).loss
+        losses.append(loss.detach())
+        with syncing(model) if ahead and micro + 1 == micro_batches else contextlib.nullcontext():
+            loss.backward()
+    if not ahead:
+        sync_gradients(model)
+    return losses
+
+
+def bits(model, grid, *, steps=3, **options):
+    """Everything that a few steps leave, as this rank holds it."""
+    trained = {name: its for name, its in model.named_parameters() if its.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    found = {}
+    for number in range(steps):
+        found |= {
+            f"loss {number}.{micro}": loss for micro, loss in enumerate(step(model, grid, number=number, **options))
+        }
+        found |= {f"gradient {number} {name}": its.grad.to_local().clone() for name, its in trained.items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | {f"parameter {name}": its.to_local().detach().clone() for name, its in trained.items()}
+
+
+def differences(truth, ours):
+    assert truth.keys() == ours.keys()
+    return [name for name, value in truth.items() if not torch.equal(value, ours[name])]
+
+
+def switches_change_no_bit(grids, modes):
+    """All eight combinations of the switches, averaging during backward or after it, and kept weights."""
+    wrong = []
+    gradients.BUCKET_BYTES = 20_000  # several buckets
+    for grid, mode in itertools.product(grids, modes):
+        truth = bits(made(mode, grid, switches=SWITCHES[0]), grid, ahead=False)
+        assert len(truth) > 6 and all(value.isfinite().all() for value in truth.values())
+        for switches in SWITCHES[1:]:
+            for name in differences(truth, bits(made(mode, grid, switches=switches), grid)):
+                wrong.append(f"{mode} on {grid}, {switches}: {name}")
+        for keep in ("all", 1) if grid.z > 1 else ():
+            for name in differences(truth, bits(made(mode, grid, keep=keep), grid)):
+                wrong.append(f"{mode} on {grid}, keep_gathered {keep}: {name}")
+    return wrong
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_switches_and_kept_weights_change_no_bit(mode):
+    for wrong in run_ranks(switches_change_no_bit, 4, [Grid(z=2, x=2), Grid(data=2, z=2)], [mode]):
+        assert not wrong
+
+
+@pytest.mark.slow
+def test_switches_and_kept_weights_change_no_bit_on_every_axis():
+    grids = [Grid(z=2, y=2, x=2), Grid(data=2, z=2, y=2), Grid(data=4, x=2)]
+    for wrong in run_ranks(switches_change_no_bit, 8, grids, list(MODES), timeout=1500):
+        assert not wrong
+
+
+class Events:
+    """What happens, in order: ("launch", kind, n), ("wait", kind, n) for the n-th collective of a kind, ("gemm", which).
+
+    Kinds: gather (weights over z), scatter (weight gradients over z), input (gradients of inputs over x or y) and data
+    (the average over data). Only the first wait for a collective counts.
     """
-    layer = {
-        Grid(x=2): ["dI", "dW", "dI", "launch", "dW", "dW", "wait"],  # MLP: down, then gate and up
-        Grid(y=2): ["dI", "launch", "dW", "wait", "dI", "dW", "dW"],
+
+    PLACES = {
+        (matmul3d, "start_gather"): "gather",
+        (matmul3d, "start_reduction"): "scatter",
+        (overlap, "start_reduce_scatter"): "input",
+        (gradients, "start_all_reduce"): "data",
     }
-    for grid, mlp in layer.items():
-        events = events_of_backward(grid, Overlap())
-        assert events[: len(mlp)] == mlp, (grid, events)
-        assert events.count("launch") == events.count("wait") == 4  # two layers of two blocks
-        events = events_of_backward(grid, Overlap(all_reduce=False))
-        # Without the overlap it is waited for at once (and, being done, once more where the result is taken).
-        assert all(events[place + 1] == "wait" for place, event in enumerate(events) if event == "launch")
+
+    def __init__(self, model):
+        self.state = without_peft(model).axonn
+        self.seen = []
+        self.count = collections.Counter()
+
+    def _noting(self, kind, original):
+        def start(*args, **kwargs):
+            if kind == "data" and kwargs.get("op") != "mean":
+                return original(*args, **kwargs)
+            event = (kind, self.count[kind])
+            self.count[kind] += 1
+            self.seen.append(("launch", *event))
+            pending = original(*args, **kwargs)
+            wait = pending.wait
+
+            def noted():
+                if ("wait", *event) not in self.seen:
+                    self.seen.append(("wait", *event))
+                return wait()
+
+            pending.wait = noted
+            return pending
+
+        return start
+
+    @contextlib.contextmanager
+    def recording(self):
+        originals = {place: getattr(*place) for place in self.PLACES}
+        matmul = self.state.matmul
+
+        def noted(which, *args, **kwargs):
+            self.seen.append(("gemm", which))
+            return matmul(which, *args, **kwargs)
+
+        try:
+            for place, kind in self.PLACES.items():
+                setattr(*place, self._noting(kind, originals[place]))
+            self.state.matmul = noted
+            yield self
+        finally:
+            for place, original in originals.items():
+                setattr(*place, original)
+            self.state.matmul = matmul
+
+    def during(self, kind):
+        """For each collective of a kind that was waited for: the GEMMs that ran while it was in flight."""
+        spans = []
+        for number in range(self.count[kind]):
+            assert ("wait", kind, number) in self.seen, f"{kind} {number} was never waited for"
+            begin, end = (self.seen.index((what, kind, number)) for what in ("launch", "wait"))
+            spans.append([event[1] for event in self.seen[begin:end] if event[0] == "gemm"])
+        return spans
 
 
-def test_all_reductions_hide_behind_weight_gradients():
-    run_ranks(check_order, 2)
+def events(mode, grid, switches):
+    """The events of the last micro-batch of a step, when the order of things has been learned."""
+    model = made(mode, grid, switches=switches)
+    step(model, grid, micro_batches=2)
+    recorded = Events(model)
+    with recorded.recording():
+        step(model, grid, number=1, micro_batches=1)
+    return recorded
 
 
-def reductions_in_flight():
-    """ORS: a reduce-scatter of dW is not waited for when it is launched, but by the third one or at the very end."""
-    grid = Grid(z=2)
-    for switches, most in ((Overlap(), 2), (Overlap(reduce_scatter=False), 0)):
-        model, _ = parallelize(tiny_model("llama"), grid, config=AxonnConfig(grid=grid, overlap=switches))
-        queue = model.axonn.reductions
-        depths = []
-        add = queue.add
-        queue.add = lambda pending, add=add, queue=queue, depths=depths: (
-            add(pending),
-            depths.append(len(queue._in_flight)),
-        )[0]
-        model.train()(**tiny_batch(2, 7)).loss.backward()
-        assert max(depths) == most and len(depths) == 2 * 4 + 2  # q k v, o, gate up, down; head and embedding
-    assert dist.get_world_size() == 2
+def check_events(mode):
+    gradients.BUCKET_BYTES = 8_000
+    on = Overlap()
+    for grid in (Grid(z=2), Grid(x=2), Grid(y=2), Grid(data=2)):
+        found = events(mode, grid, on)
+        if grid.z > 1:
+            gathers, scatters = found.during("gather"), found.during("scatter")
+            # All but the first of forward and the first of backward are begun during the GEMMs before them; the
+            # embedding's has no GEMM before it, and the head's is not gathered in backward.
+            assert sum(map(bool, gathers)) >= len(gathers) - 3, (mode, found.seen)
+            # A reduction runs during the two products of the group after it, but for the last group of the model and,
+            # with reentrant checkpointing, the last of each layer.
+            last = 3 if mode != "recomputed reentrantly" else 5
+            assert sum(map(bool, scatters)) >= len(scatters) - last, (mode, found.seen)
+            assert any({"dinput", "dweight"} <= set(gemms) for gemms in scatters)
+            off = events(mode, grid, Overlap(all_gather=False))
+            assert not any(off.during("gather")) and any(off.during("scatter"))
+            off = events(mode, grid, Overlap(reduce_scatter=False))
+            assert not any(off.during("scatter")) and any(off.during("gather"))
+        elif grid.data > 1:
+            averages = found.during("data")
+            # All but those of the last group of the model and of the embedding.
+            assert len(averages) > 6 and sum(map(bool, averages)) >= len(averages) - 5, (mode, found.seen)
+            assert all({"dinput", "dweight"} <= set(gemms) for gemms in averages[:3])
+            off = events(mode, grid, Overlap(reduce_scatter=False)).during("data")
+            assert len(off) == len(averages) and not any(off)
+        else:
+            inputs = found.during("input")
+            assert len(inputs) == 4 and all(gemms and set(gemms) == {"dweight"} for gemms in inputs), (
+                mode,
+                found.seen,
+            )
+            assert not any(events(mode, grid, Overlap(all_reduce=False)).during("input"))
 
 
-def test_reductions_of_weight_gradients_stay_in_flight():
-    run_ranks(reductions_in_flight, 2)
+def every_mode():
+    for mode in ("plain", "recomputed", "recomputed reentrantly"):
+        check_events(mode)
+
+
+def test_collectives_are_in_flight_while_gemms_run():
+    run_ranks(every_mode, 2)

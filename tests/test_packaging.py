@@ -101,6 +101,7 @@ def test_every_library_that_is_imported_is_declared(configuration):
         declared |= requirements(extra)
     for folder in [*FOLDERS.values(), ROOT / "training_scripts", ROOT / "tests"]:
         own = {path.stem for path in folder.rglob("*.py")} | {path.name for path in ROOT.iterdir() if path.is_dir()}
+        own |= {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
         for path in folder.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

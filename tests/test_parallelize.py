@@ -1,4 +1,4 @@
-"""`parallelize` itself: models without a block plan, its report, its refusals."""
+"""`parallelize` itself: models that differ from a Llama, its report, its refusals."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ OTHERS = {
     "gpt_neox": DECODER,  # fused query, key and value with biases
     "phi": DECODER,  # a head with a bias, parallel attention and MLP
     "gemma2": dict(num_key_value_heads=2, head_dim=4, **DECODER),  # scaled embeddings, capped logits
+    "bitnet": dict(num_key_value_heads=2, head_dim=4, **DECODER),  # no block plan
     "mixtral": dict(num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2, **DECODER),  # experts
 }
 
@@ -55,7 +56,7 @@ def _others(kinds: list[str]) -> None:
         truth, expected = gradients(other_model(kind), batch)
         for grid in GRIDS:
             model, report = parallelize(other_model(kind), grid)
-            assert "no block plan" in report.summary
+            assert ("no block plan" in report.summary) == (kind == "bitnet")
             rows = 4 // grid.samples_size
             first = model.axonn.coordinates["z"] * rows
             loss, ours = gradients(model, {name: value[first : first + rows] for name, value in batch.items()})
@@ -82,8 +83,8 @@ def _check_report(model, report) -> None:
     assert report.summary in str(report)
 
 
-@pytest.mark.parametrize("kinds", [["gpt2", "opt", "gpt_neox"], ["phi", "gemma2", "mixtral"]], ids=str)
-def test_every_other_model_linear_by_linear(kinds):
+@pytest.mark.parametrize("kinds", [["gpt2", "opt", "gpt_neox"], ["phi", "gemma2", "bitnet", "mixtral"]], ids=str)
+def test_every_other_model(kinds):
     run_ranks(_others, 4, kinds)
 
 
@@ -100,7 +101,8 @@ def _classifier() -> None:
     loss, ours = gradients(model, batch)
     torch.testing.assert_close(loss, truth, rtol=1e-12, atol=0)
     assert max(relative_errors(ours, expected).values()) < 1e-10
-    assert {"full", "vocabulary", "replicated"} == {entry.style for entry in report.entries}
+    assert {"column", "row", "full", "vocabulary", "replicated"} == {entry.style for entry in report.entries}
+    assert not any(entry.name.startswith("model.layers") for entry in report.entries if entry.style == "full")
 
 
 def test_a_model_with_another_head():
@@ -110,7 +112,7 @@ def test_a_model_with_another_head():
 def _reports_and_refusals() -> None:
     model, report = parallelize(tiny_model("qwen2"), Grid(y=2, x=2))
     _check_report(model, report)
-    assert "decoder layers cut by blocks" in report.summary
+    assert "2 decoder layers cut by 4 blocks" in report.summary
     assert "not sharded model.norm: " in "\n".join(report.lines())
     assert "6 kv heads are not divisible by x*y = 4" in str(report)
     with pytest.raises(ValueError, match="sharded over the grid data=1,z=1,y=2,x=2 already"):

@@ -1,0 +1,195 @@
+"""Mixture of experts: the experts of one layer, each on one position of (y, x).
+
+Transformers keeps the experts of a layer in one module, whose parameters [E, ., .] have a leading dim of experts and
+whose forward takes (hidden states, index of the chosen experts, their weights). E is cut over y, then x; z cuts the
+last dim of what is left, and is gathered for use as everywhere.
+
+    residual stream sharded      every rank gathers tokens and choices over (x, y), works on what its own experts are
+                                 chosen for, and the sums go back to the tokens' owners in a reduce-scatter
+    activations whole            every rank of (x, y) has all tokens: an all-reduce adds up the experts' sums
+
+The module's own forward does the work, on the (token, choice) pairs of this rank's experts and no others.
+
+Source: expert parallelism, Lepikhin et al. 2020 (arXiv 2006.16668), with the all-gather and reduce-scatter of DESIGN
+2.3 in place of its all-to-alls; z as in matmul3d.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hf_axonn.collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_backward,
+    all_to_all,
+    gather_replicated,
+    reduce_scatter,
+)
+from hf_axonn.expert_weights import ExpertsCut, call_with_gathered
+from hf_axonn.layouts import pad_dim
+from hf_axonn.matmul3d import Product
+from hf_axonn.state import ModelState, replicated_local
+from hf_axonn.styles import wrap_forward
+from hf_axonn.vocabulary import vocabulary_range
+
+
+_CHOICES = ("top_k_index", "router_indices", "selected_experts")
+_WEIGHTS = ("top_k_weights", "routing_weights")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds experts in parameters [E, ., .] and is called as the head of this file says."""
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    experts = getattr(module, "num_experts", None)
+    if not any(parameter.dim() == 3 for parameter in own) or module._buffers:
+        return False
+    if any(parameter.dim() < 2 or parameter.shape[0] != experts for parameter in own):
+        return False
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    return (len(names) == 3 and names[1] in _CHOICES and names[2] in _WEIGHTS) or _is_called_sorted(module)
+
+
+def _is_called_sorted(module: nn.Module) -> bool:
+    """Whether the hidden states of an experts module are [E * T, H]: all tokens for the first expert, and so on."""
+    return type(module).__name__ == "Llama4TextExperts"
+
+
+def expert_weights(module: nn.Module) -> list[str]:
+    """Names of the parameters of an experts module that are cut; the biases [E, N] are held whole, they are small."""
+    own = module._parameters.items()
+    return [name for name, parameter in own if parameter is not None and parameter.dim() == 3]
+
+
+class Experts:
+    """The experts of one layer. Hidden states [T, H], or [B, S, H], and choices [T, K] -> what they were given.
+
+    Collectives: all-gather over z of each weight, forward and backward, and reduce-scatter of its gradient; where the
+    residual stream is sharded an all-gather over (x, y) of hidden states, choices and their weights and a
+    reduce-scatter of the result, else an all-reduce of the result; backward: the conjugate of each.
+    """
+
+    def __init__(self, state: ModelState, module: nn.Module) -> None:
+        self.state = state
+        self.module = module
+        self.range = vocabulary_range(module.num_experts, state.mesh)
+        self.signature = inspect.signature(module.forward)
+        self.products = {}
+        for name in expert_weights(module):
+            _, rows, cols = module._parameters[name].shape
+            cut = ExpertsCut(len(self.range), rows, cols, state.mesh.size("z"), state.mesh.index("z"))
+            # One product for each, so that no weight has to be copied out of a gather of several.
+            self.products[name] = Product(state, [state.weight_of(module, name)], [cut])
+        wrap_forward(module, self._forward)
+
+    def _forward(self, original: Callable, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        hidden, choices, weights = self.signature.bind(*args, **kwargs).args
+        group = self.state.mesh.group("x", "y")
+        flat = hidden.reshape(-1, hidden.shape[-1]).to(self.state.compute_dtype(hidden))
+        enter = _gather if self._sharded else all_reduce_backward
+        flat, weights = enter(flat, group), enter(weights, group)
+        choices = _gather(choices, group) if self._sharded else choices
+        total = self._with_weights(functools.partial(self._chosen, original, choices), flat, weights)
+        if self._sharded:
+            total = reduce_scatter(total.unflatten(0, (group.size(), -1)), group)
+        else:
+            total = all_reduce(total, group)
+        return total.view(hidden.shape).to(hidden.dtype)
+
+    @property
+    def _sharded(self) -> bool:
+        return self.state.tokens is not None and self.state.tokens.sharded
+
+    def _with_weights(self, work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """`work(*inputs)` with this rank's experts in place."""
+
+        def with_gathered(gathered: Sequence[Tensor], *inputs: Tensor) -> Tensor:
+            with self._parameters(gathered):
+                return work(*inputs)
+
+        return call_with_gathered(list(self.products.values()), with_gathered, *inputs)
+
+    def _chosen(self, original: Callable, choices: Tensor, hidden: Tensor, weights: Tensor) -> Tensor:
+        """The sum over this rank's experts, for all tokens [T, H]."""
+        mine = (choices >= self.range.start) & (choices < self.range.stop)
+        # Ordered by the place of the choice, so that in one place every token occurs once: the sum is then taken in
+        # the same order each time, on a GPU too.
+        places, tokens = mine.t().nonzero(as_tuple=True)
+        counts = mine.sum(dim=0).tolist()
+        total = hidden.new_zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+        if len(tokens):
+            its = (tokens, places)
+            output = original(hidden[tokens], (choices[its] - self.range.start)[:, None], weights[its][:, None])
+            parts = output.reshape(len(tokens), -1).to(total.dtype).split(counts)
+            for part, at in zip(parts, tokens.split(counts), strict=True):
+                total.index_add_(0, at, part)
+        return total.to(hidden.dtype)
+
+    @contextlib.contextmanager
+    def _parameters(self, gathered: Sequence[Tensor]) -> Iterator[None]:
+        """Let the module see plain tensors of its own experts, and only as many experts as it has here."""
+        module, mesh = self.module, self.state.mesh
+        local = dict(zip(self.products, gathered, strict=True))
+        for name, parameter in module._parameters.items():
+            if parameter is not None and name not in local:
+                whole = replicated_local(parameter, mesh, ("x", "y"))
+                local[name] = whole[self.range.start : self.range.stop] if parameter.dim() > 1 else whole
+        experts = module.num_experts
+        try:
+            module.__dict__.update(local, num_experts=len(self.range))
+            yield
+        finally:
+            module.num_experts = experts
+            for name in local:
+                module.__dict__.pop(name, None)
+
+
+def _gather(block: Tensor, group) -> Tensor:
+    """[T/(x*y), ...] -> [T, ...]. All-gather; backward: reduce-scatter."""
+    return all_gather(block, group).flatten(0, 1)
+
+
+class SortedExperts(Experts):
+    """Experts that get all tokens, one expert after another, as Llama 4 has them. [E * T, H] -> [E * T, H].
+
+    Collectives: those of the weights as in `Experts`; where the residual stream is sharded an all-to-all over (x, y)
+    that takes tokens to their experts and one that takes them back, else an all-gather of the results over (x, y).
+    """
+
+    def _forward(self, original: Callable, hidden: Tensor) -> Tensor:
+        mesh, experts = self.state.mesh, self.module.num_experts
+        group, own = mesh.group("x", "y"), slice(self.range.start, self.range.stop)
+        # Ranks of (x, y) are numbered with y innermost, experts are cut over y first.
+        owners = [
+            vocabulary_range(experts, mesh, y=y, x=x) for x in range(mesh.size("x")) for y in range(mesh.size("y"))
+        ]
+        most = max(map(len, owners))
+        flat = hidden.view(experts, -1, hidden.shape[-1]).to(self.state.compute_dtype(hidden))
+        if self._sharded:
+            blocks = torch.stack([pad_dim(flat[its.start : its.stop], 0, most) for its in owners])
+            mine = all_to_all(blocks, group)[:, : len(self.range)].transpose(0, 1)  # [e, p, T, H]
+        else:
+            mine = all_reduce_backward(flat, group)[own].unsqueeze(1)
+        mine = self._with_weights(functools.partial(self._all, original), mine)
+        if self._sharded:
+            blocks = all_to_all(pad_dim(mine.transpose(0, 1), 1, most), group)
+        else:
+            blocks = gather_replicated(pad_dim(mine.squeeze(1), 0, most), group)
+        in_order = sorted(zip(owners, blocks, strict=True), key=lambda pair: pair[0].start)
+        return torch.cat([block[: len(its)] for its, block in in_order]).view(hidden.shape).to(hidden.dtype)
+
+    def _all(self, original: Callable, hidden: Tensor) -> Tensor:
+        if not hidden.numel():
+            return hidden.clone()
+        return original(hidden.reshape(-1, hidden.shape[-1])).view(hidden.shape)
+
+
+def style_of(module: nn.Module) -> type[Experts]:
+    """The style of a module that `is_experts`."""
+    return SortedExperts if _is_called_sorted(module) else Experts

@@ -1,0 +1,182 @@
+"""Whether the residual stream of a model can have the feature layout, [1, T/x, H/y] between its blocks.
+
+It can where y > 1, all blocks are cut, every norm between them is one that norms.py knows how to divide, and the code
+of the layers apart from blocks and norms treats every feature by itself. Both are found out by trial, not by name. No
+communication; the model is unchanged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from hf_axonn.norm_probe import EXACT, apart, close, norm_kind
+from hf_axonn.norms import NormKind
+from hf_axonn.plans import Plan, adapted, is_inside
+from hf_axonn.state import linear_size
+
+
+@dataclass
+class LayoutChoice:
+    """The layout of the residual stream.
+
+    Attributes:
+        reason: why it is the one, in a line.
+        features: H in the feature layout, 0 in the token layout.
+        norms: what each norm computes that has to work in the feature layout.
+    """
+
+    reason: str
+    features: int = 0
+    norms: dict[nn.Module, NormKind] = field(default_factory=dict)
+
+
+def choose_layout(model: nn.Module, plan: Plan, *, y: int, wanted: str) -> LayoutChoice:
+    """Decide between the token and the feature layout. No communication; the model is unchanged.
+
+    Call it before modules are given the forward of their style.
+
+    Args:
+        y: size of the axis; at 1 the two layouts are one.
+        wanted: auto, token or feature.
+    Raises:
+        ValueError: `feature` is wanted and the model cannot have it; the message names the module.
+    """
+    if y == 1:
+        return LayoutChoice("the token and the feature layout are one where y = 1")
+    if wanted == "token":
+        return LayoutChoice("token layout, as configured")
+    with apart():
+        size, problem, norms = _search(model, plan)
+    if problem is None:
+        kinds = " and ".join(sorted({str(kind) for kind in norms.values()}))
+        return LayoutChoice(f"feature layout: {len(norms)} norms verified ({kinds})", size, norms)
+    if wanted == "feature":
+        raise ValueError(
+            f"layout is feature, but this model cannot have it: {problem}. Leave layout at auto, which takes the "
+            "token layout for such a model."
+        )
+    return LayoutChoice(f"token layout: {problem}")
+
+
+def _search(model: nn.Module, plan: Plan) -> tuple[int, str | None, dict[nn.Module, NormKind]]:
+    """(H, what speaks against the feature layout, the norms on the residual stream)."""
+    norms: dict[nn.Module, NormKind] = {}
+    if plan.reason or plan.whole or not plan.blocks:
+        some = next(iter(plan.whole), None)
+        return 0, plan.reason or (f"{some} needs whole sequences" if some else "it has no blocks"), norms
+    sizes = [linear_size(adapted(model.get_submodule(block.row)))[0] for block in plan.blocks]
+    for block in plan.blocks:
+        for name in block.columns:
+            sizes.append(linear_size(adapted(model.get_submodule(name)))[1])
+    if len(set(sizes)) > 1:
+        return 0, f"its blocks are of several hidden sizes, {min(sizes)} to {max(sizes)}", norms
+    known: dict[tuple, NormKind | None] = {}
+    for name in plan.layers:
+        problem = _find_norms(model, plan, name, sizes[0], norms, known) or layer_problem(model, plan, name, norms)
+        if problem:
+            return sizes[0], problem, norms
+    return sizes[0], None, norms
+
+
+def _find_norms(
+    model: nn.Module, plan: Plan, layer: str, size: int, norms: dict[nn.Module, NormKind], known: dict
+) -> str | None:
+    """Add the norms on the residual stream of one layer to `norms`; returns what else has parameters there, if any."""
+    blocks = {name for block in plan.blocks for name in (block.entry, *block.columns, block.row)}
+    for name, module in model.get_submodule(layer).named_modules(prefix=layer):
+        if is_inside(name, blocks):
+            continue
+        leaf = next(module.children(), None) is None
+        key = _look(module)
+        if leaf and key not in known:
+            known[key] = norm_kind(module, size)
+        if leaf and known[key] is not None:
+            norms[module] = known[key]
+        elif any(parameter is not None for parameter in module._parameters.values()):
+            return f"{name}, a {type(module).__name__}, is neither an RMSNorm nor a LayerNorm of {size} features"
+    return None
+
+
+def _look(module: nn.Module) -> tuple:
+    """What two modules have in common if they compute the same: class, parameters and numbers."""
+    own = {name: value for name, value in vars(module).items() if name not in _PLAIN}
+    if all(isinstance(value, (int, float, str, tuple, torch.dtype, type(None))) for value in own.values()):
+        shapes = tuple((name, its if its is None else its.shape) for name, its in module._parameters.items())
+        return type(module), shapes, tuple(own.items())
+    return (module,)
+
+
+_PLAIN = frozenset(vars(nn.Module())) | {"training"}
+
+
+def layer_problem(model: nn.Module, plan: Plan, name: str, norms: dict[nn.Module, NormKind]) -> str | None:
+    """What keeps a decoder layer from running on some of the features, or None.
+
+    The layer's own code runs with an elementwise function in the place of every block and norm: then each feature of
+    its output may depend on the same feature of its input only.
+    """
+    layer = model.get_submodule(name)
+    attention: set[nn.Module] = set()
+    stubs: dict[nn.Module, Callable] = {norm: torch.sin for norm in norms}
+    for block in plan.blocks:
+        if block.entry.startswith(f"{name}."):
+            stubs |= {model.get_submodule(part): _stub(torch.cos, 0) for part in (*block.columns, block.row)}
+            stubs[model.get_submodule(block.entry)] = _stub(torch.tanh, 0)
+            attention |= {model.get_submodule(block.entry)} if block.query else set()
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1, 4, 6, generator=generator, dtype=torch.float64)
+    # What comes back from attention is known to its caller alone.
+    for extras in (1, 0, 2):
+        stubs |= {module: _stub(torch.tanh, extras) for module in attention}
+        try:
+            with _replaced(layer, stubs), torch.no_grad():
+                whole, parts = _call(layer, hidden), [_call(layer, part) for part in hidden.split((2, 4), dim=-1)]
+            if whole.shape == hidden.shape and close(whole, torch.cat(parts, dim=-1), EXACT):
+                return None
+        except Exception:  # another number of results, or code that needs all features or more inputs
+            continue
+    return f"{name}, a {type(layer).__name__}, does more than add up what its blocks and norms return"
+
+
+def _stub(function: Callable[[Tensor], Tensor], extras: int) -> Callable:
+    def forward(*args, **kwargs):
+        # More than one where a block adds the residual itself.
+        hidden = function(sum(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)))
+        return (hidden, *[None] * extras) if extras else hidden
+
+    return forward
+
+
+def _call(layer: nn.Module, hidden: Tensor) -> Tensor:
+    """The layer's own code, without hooks, and with None for every other input that it requires."""
+    first, *others = inspect.signature(layer.forward).parameters.values()
+    named = [its for its in others if its.kind in (its.POSITIONAL_OR_KEYWORD, its.KEYWORD_ONLY)]
+    output = layer.forward(hidden, **{its.name: None for its in named if its.default is its.empty})
+    return output[0] if isinstance(output, tuple) else output
+
+
+@contextlib.contextmanager
+def _replaced(layer: nn.Module, stubs: dict[nn.Module, Callable]) -> Iterator[None]:
+    """Give modules another forward for a while, and take the layer out of training mode: dropout is elementwise."""
+    training = {module: module.training for module in layer.modules()}
+    before = {module: vars(module).get("forward") for module in stubs}
+    try:
+        for module in training:
+            module.training = False
+        for module, stub in stubs.items():
+            module.forward = stub
+        yield
+    finally:
+        for module, was in training.items():
+            module.training = was
+        for module, forward in before.items():
+            if forward is None:
+                del module.forward
+            else:
+                module.forward = forward

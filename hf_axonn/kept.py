@@ -1,0 +1,78 @@
+"""Gathered weights that outlive the multiplication they were gathered for: memory for traffic over z.
+
+    training     `keep_gathered` in the settings: kept from forward to backward, instead of gathered again there
+    generate()   kept for the whole call, instead of gathered again for every token
+
+What is kept is what was gathered, so no number changes. Weights that have changed since are never used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+
+
+class Gathered:
+    """The blocks [Q, n, P, k] of one group of weights.
+
+    Args:
+        blocks: one for each weight.
+        version: changes when the weights change.
+    """
+
+    def __init__(self, blocks: list[Tensor], version: int) -> None:
+        self.blocks = blocks
+        self.version = version
+
+
+class KeptWeights:
+    """What of one model is kept. A graph holds what its own backward pass needs, this finds it and holds the rest.
+
+    The rest: all of it in `whole_call`, and in training what a layer gathers without a graph because it will be run
+    again in backward (reentrant gradient checkpointing), until then.
+
+    Attributes:
+        everything: whether a `whole_call` is under way.
+    """
+
+    def __init__(self) -> None:
+        self._alive: WeakValueDictionary[Hashable, Gathered] = WeakValueDictionary()
+        self._held: dict[Hashable, Gathered] = {}
+        self.everything = False
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._alive
+
+    def find(self, key: Hashable, version: int) -> Gathered | None:
+        """What was kept under this key, None if nothing was or the weights have changed."""
+        gathered = self._alive.get(key)
+        return gathered if gathered is not None and gathered.version == version else None
+
+    def add(self, key: Hashable, gathered: Gathered, *, hold: bool = False) -> None:
+        """Let `gathered` be found for as long as someone holds it; `hold` it here too."""
+        self._alive[key] = gathered
+        if hold or self.everything:
+            self._held[key] = gathered
+
+    def release(self, key: Hashable) -> None:
+        """No longer hold it here, unless for a whole call."""
+        if not self.everything:
+            self._held.pop(key, None)
+
+    def begin_pass(self) -> None:
+        """Release what no backward pass has come for."""
+        if not self.everything:
+            self._held.clear()
+
+    @contextlib.contextmanager
+    def whole_call(self) -> Iterator[None]:
+        """Keep all that is gathered inside, until the end. Memory: all weights of the model that this rank uses."""
+        before, self.everything = self.everything, True
+        try:
+            yield
+        finally:
+            self.everything = before
+            self.begin_pass()

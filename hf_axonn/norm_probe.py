@@ -1,0 +1,153 @@
+"""Is a module an RMSNorm or a LayerNorm in substance, whatever its class is called?
+
+Found out by trying it on random numbers on the CPU, on a copy whose parameters are random too: the weights of a model
+may be sharded, or not be there yet. In float64, where two formulas that differ at all differ visibly, results and
+gradients must be those of `norms.normalize`; then in low precision, what is rounded where. Every rank tries the same
+numbers and finds the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from hf_axonn.norms import ROUNDINGS, FeatureCut, NormKind, normalize
+
+
+ROWS = 8  # tokens of a trial
+USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0)  # of classes that keep theirs in the code
+SCALES = (1e-4, 1.0, 1e4)  # of the input: eps counts for the first, cancellation shows for the last
+EXACT = 1e-12
+SINGLE = 1e-5
+DIFFERENT_BITS = 0.02  # of the elements in 16 bits: sums in another order seldom round otherwise, other places often
+
+
+def norm_kind(module: nn.Module, size: int) -> NormKind | None:
+    """What a norm of `size` features computes, or None of a module that computes anything else."""
+    parameters = {name: its for name, its in module._parameters.items() if its is not None}
+    if len(parameters) > 2 or any(its.shape != (size,) for its in parameters.values()) or _has_more(module):
+        return None
+    generator = torch.Generator().manual_seed(size)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    try:
+        with apart():
+            values = {name: 0.5 + random(size) for name in parameters}
+            inputs = [scale * (random(1, ROWS, size) + 0.7) for scale in SCALES]
+            return _first_kind(module, size, values, inputs)
+    except Exception:  # a module that cannot be called with hidden states alone is no norm
+        return None
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """On the CPU even where models are being built on the meta device; random numbers and warnings leave no trace."""
+    with torch.device("cpu"), torch.random.fork_rng([]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _first_kind(module: nn.Module, size: int, values: dict[str, Tensor], inputs: list[Tensor]) -> NormKind | None:
+    for kind in _candidates(module, size):
+        if all(_agrees(module, kind, values, its) for its in inputs):
+            places = (replace(kind, rounding=place) for place in ROUNDINGS)
+            return next((its for its in places if _rounds_alike(module, its, values, inputs[1])), None)
+    return None
+
+
+def _has_more(module: nn.Module) -> bool:
+    """Whether a module has buffers or children."""
+    return any(True for _ in itertools.chain(module.buffers(), module.children()))
+
+
+def _candidates(module: nn.Module, size: int) -> Iterator[NormKind]:
+    """Every norm that a module could be, by its parameters and the small numbers among its attributes."""
+    names = [name for name, its in module._parameters.items() if its is not None]
+    own = [value for value in vars(module).values() if type(value) is float and 0 < value <= 1e-2]
+    orders = [(None, None)] if not names else [(names[0], None)]
+    if len(names) == 2:
+        orders = [tuple(names), tuple(reversed(names))]
+    every_eps = dict.fromkeys((*own, *USUAL_EPS))
+    for centered, (weight, bias), eps in itertools.product((False, True), orders, every_eps):
+        for offset in (0.0, 1.0) if weight else (0.0,):
+            yield NormKind(size, centered, eps, weight, bias, offset, rounding="result")
+
+
+def _trial(
+    module: nn.Module, kind: NormKind, values: dict[str, Tensor], input_: Tensor, dtype: torch.dtype
+) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+    """The same input and parameters for the module and for `normalize`: yields each one's leaves and result."""
+    clone = {name: nn.Parameter(value.to(dtype)) for name, value in values.items()}
+    memo = {id(module._parameters[name]): parameter for name, parameter in clone.items()}
+    theirs = {**clone, "input": input_.clone().requires_grad_()}
+    expected = copy.deepcopy(module, memo).eval()(theirs["input"])
+    yield theirs, expected
+    ours = {name: value.detach().clone().requires_grad_() for name, value in theirs.items()}
+    weight, bias = (ours[name] if name else None for name in (kind.weight, kind.bias))
+    yield ours, normalize(ours["input"], weight, bias, kind, FeatureCut((kind.size,)), expected.dtype)
+
+
+def _agrees(module: nn.Module, kind: NormKind, values: dict[str, Tensor], input_: Tensor) -> bool:
+    """Whether result and gradients are those of `kind`, in float64."""
+    results = []
+    with _Wide():
+        for leaves, result in _trial(module, kind, values, input_, torch.float64):
+            if not isinstance(result, Tensor) or result.shape != input_.shape:
+                return False
+            # A cotangent that is neither constant nor the result itself: both have special gradients.
+            cotangent = torch.linspace(-1, 2, result.numel(), dtype=torch.float64).view_as(result)
+            gradients = torch.autograd.grad(result, list(leaves.values()), cotangent)
+            results.append((result, *gradients))
+    return all(close(its, ours, EXACT) for its, ours in zip(*results, strict=True))
+
+
+def close(truth: Tensor, ours: Tensor, bound: float) -> bool:
+    return bool((truth - ours).abs().max() <= bound * truth.abs().max())
+
+
+def _rounds_alike(module: nn.Module, kind: NormKind, values: dict[str, Tensor], input_: Tensor) -> bool:
+    """Whether results have the dtype and the rounding of `kind` where inputs or parameters are of low precision."""
+    low, single = torch.bfloat16, torch.float32
+    for input_dtype, dtype in ((single, single), (low, low), (low, single)):
+        try:
+            (_, truth), (_, ours) = _trial(module, kind, values, input_.to(input_dtype), dtype)
+        except RuntimeError:
+            if input_dtype != dtype:  # a class that does not take two dtypes is not given two
+                continue
+            raise
+        if truth.dtype != ours.dtype:
+            return False
+        if truth.dtype == low and (truth != ours).double().mean() > DIFFERENT_BITS:
+            return False
+        if truth.dtype == single and not close(truth, ours, SINGLE):
+            return False
+    return True
+
+
+class _Wide(TorchFunctionMode):
+    """Casts of float64 to a smaller float type, which norms do inside, leave the tensor as it is."""
+
+    small = (torch.float32, torch.float16, torch.bfloat16)
+    casts = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(isinstance(arg, Tensor) and arg.dtype == torch.float64 for arg in args):
+            if func in self.casts:
+                return args[0]
+            args = [torch.float64 if self._is_small(arg) else arg for arg in args]
+            kwargs = {key: torch.float64 if self._is_small(value) else value for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _is_small(self, value: object) -> bool:
+        return isinstance(value, torch.dtype) and value in self.small

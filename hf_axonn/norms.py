@@ -1,0 +1,206 @@
+"""Norms in the feature layout: RMSNorm and LayerNorm of tokens whose features are cut over y.
+
+Legend: T = tokens of this (data, z) position; H = hidden size; h = H/y, this rank's features.
+
+    RMSNorm     s = sum of squares of own features [T/x, 1]            all-reduce over y of one number a token
+    LayerNorm   (mean, M2) of own features [2, T/x, 1]                  all-gather over y, merged as Chan et al. do
+    backward    sum of g * n (and of g) over own features               all-reduce over y of one (two) numbers a token
+
+where n is the normalized input and g the gradient of n. Statistics are float32 or wider, and are all that travels.
+Sums of squares would do for a LayerNorm too, but lose every digit where the mean is large.
+
+Source: DESIGN 2.3; Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from hf_axonn.collectives import reduce_, start_all_gather
+from hf_axonn.layouts import bounds, pad_dim
+from hf_axonn.state import ModelState, replicated_local
+from hf_axonn.styles import wrap_forward
+
+
+# What is rounded to a 16-bit dtype: the result alone, n before it is multiplied, or offset + weight before that.
+ROUNDINGS = ("result", "normal", "factor")
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """What a norm computes: n = (x - mean) / sqrt(mean square + eps), then n * (offset + weight) + bias.
+
+    Args:
+        size: H.
+        centered: whether the mean is taken off first (LayerNorm) or not (RMSNorm).
+        eps: added to the mean square.
+        weight, bias: names of the module's parameters [H]; None where it has none.
+        offset: 0, or 1 where the weight is stored as its difference from 1.
+        rounding: one of ROUNDINGS.
+    """
+
+    size: int
+    centered: bool
+    eps: float
+    weight: str | None
+    bias: str | None
+    offset: float
+    rounding: str
+
+    def __str__(self) -> str:
+        return "LayerNorm" if self.centered else "RMSNorm"
+
+
+@dataclass(frozen=True)
+class FeatureCut:
+    """How the features of a token lie on the ranks that share it.
+
+    Args:
+        counts: features of each rank of `group`, without padding.
+        index: which of them this rank is.
+        group: None where one rank has all of them.
+    """
+
+    counts: tuple[int, ...]
+    index: int = 0
+    group: ProcessGroup | None = None
+
+    @property
+    def own(self) -> slice:
+        start = sum(self.counts[: self.index])
+        return slice(start, start + self.counts[self.index])
+
+
+def normalize(
+    hidden: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind, cut: FeatureCut, dtype: torch.dtype
+) -> Tensor:
+    """Normalize every token. Global [..., H], local [..., h] zero-padded at the end; `weight` and `bias` without pads.
+
+    Args:
+        dtype: of the result where it is rounded last.
+    Collectives: those at the top of this file, over `cut.group`.
+    """
+    count = cut.counts[cut.index]
+    result = _Normalize.apply(hidden[..., :count], weight, bias, kind, cut, dtype)
+    return pad_dim(result, -1, hidden.shape[-1])
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, kind, cut, dtype):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        values, mean = hidden.to(wide), None
+        if kind.centered:
+            mean, square = _mean_and_square(values, kind.size, cut)
+            values = values - mean
+        else:
+            square = _sum_over(values.square().sum(dim=-1, keepdim=True), cut) / kind.size
+        inverse = torch.rsqrt(square + kind.eps)
+        normal = values * inverse
+        ctx.kind, ctx.cut = kind, cut
+        # Not `normal`: the input is half as large in bfloat16, and often saved by others as well.
+        ctx.save_for_backward(hidden, weight, bias, mean, inverse)
+        if kind.rounding == "normal":
+            result = normal.to(hidden.dtype)
+            result = result if weight is None else _factor(weight, kind) * result
+            return result if bias is None else result + bias
+        result = normal if weight is None else normal * _wide_factor(weight, kind, wide)
+        return (result if bias is None else result + bias.to(wide)).to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        hidden, weight, bias, mean, inverse = ctx.saved_tensors
+        kind, needs_input, needs_weight, needs_bias = ctx.kind, *ctx.needs_input_grad[:3]
+        wide = inverse.dtype
+        grad, normal = grad.to(wide), hidden.to(wide)
+        normal = (normal if mean is None else normal - mean) * inverse
+        dhidden = dweight = dbias = None
+        tokens = tuple(range(grad.dim() - 1))
+        if needs_bias:
+            dbias = grad.sum(dim=tokens).to(bias.dtype)
+        if needs_weight:
+            dweight = (grad * normal).sum(dim=tokens).to(weight.dtype)
+        if needs_input:
+            grad = grad if weight is None else grad * _wide_factor(weight, kind, wide)
+            sums = [(grad * normal).sum(dim=-1, keepdim=True)]
+            if kind.centered:
+                sums.append(grad.sum(dim=-1, keepdim=True))
+            means = _sum_over(torch.stack(sums), ctx.cut) / kind.size
+            dhidden = grad - normal * means[0]
+            dhidden = ((dhidden - means[1] if kind.centered else dhidden) * inverse).to(hidden.dtype)
+        return dhidden, dweight, dbias, None, None, None
+
+
+def _factor(weight: Tensor, kind: NormKind) -> Tensor:
+    return kind.offset + weight if kind.offset else weight
+
+
+def _wide_factor(weight: Tensor, kind: NormKind, wide: torch.dtype) -> Tensor:
+    return _factor(weight.to(wide), kind) if kind.rounding == "result" else _factor(weight, kind).to(wide)
+
+
+def _sum_over(value: Tensor, cut: FeatureCut) -> Tensor:
+    return value if cut.group is None else reduce_(value, cut.group)
+
+
+def _mean_and_square(values: Tensor, size: int, cut: FeatureCut) -> tuple[Tensor, Tensor]:
+    """Mean and mean squared deviation [..., 1] of whole tokens, from the moments of each rank's features."""
+    # A rank may have no features at all where y does not divide H.
+    mean = values.sum(dim=-1, keepdim=True) / max(values.shape[-1], 1)
+    square = (values - mean).square().sum(dim=-1, keepdim=True)
+    if cut.group is None:
+        return mean, square / size
+    means, squares = start_all_gather(torch.stack([mean, square]), cut.group).wait().unbind(dim=1)
+    counts = torch.tensor(cut.counts, dtype=values.dtype, device=values.device).view(-1, *[1] * values.dim())
+    mean = (means * counts).sum(dim=0) / size
+    return mean, (squares + (means - mean).square() * counts).sum(dim=0) / size
+
+
+class FeatureNorm:
+    """A norm on the residual stream, in either of its layouts. Local [1, T/x, H/y] -> the same; or as the module does.
+
+    Its parameters are replicated, and each rank has the gradient of its own features and tokens: partial on (x, y).
+    Collectives: see the top of this file; none where the residual stream is replicated.
+    """
+
+    def __init__(self, state: ModelState, module: nn.Module, kind: NormKind) -> None:
+        self.state = state
+        self.module = module
+        self.kind = kind
+        mesh, y = state.mesh, state.mesh.size("y")
+        pieces = [bounds(kind.size, y, index) for index in range(y)]
+        self.cut = FeatureCut(tuple(stop - start for start, stop in pieces), mesh.index("y"), mesh.group("y"))
+        self._dtypes: dict[tuple, torch.dtype] = {}
+        wrap_forward(module, self._forward)
+
+    def _forward(self, original: Callable, *args, **kwargs) -> Tensor:
+        tokens = self.state.tokens
+        if tokens is None or not tokens.features:
+            return original(*args, **kwargs)
+        (hidden,) = (*args, *kwargs.values())
+        weight, bias = self._own(self.kind.weight), self._own(self.kind.bias)
+        return normalize(hidden, weight, bias, self.kind, self.cut, self._dtype(original, hidden, weight))
+
+    def _own(self, name: str | None) -> Tensor | None:
+        if name is None:
+            return None
+        return replicated_local(self.module._parameters[name], self.state.mesh, ("x", "y"))[self.cut.own]
+
+    def _dtype(self, original: Callable, hidden: Tensor, weight: Tensor | None) -> torch.dtype:
+        """The dtype that the module itself would return here: autocast decides for some classes, on some devices."""
+        if self.kind.rounding == "normal":
+            return hidden.dtype
+        device_type = hidden.device.type
+        autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
+        key = (hidden.dtype, None if weight is None else weight.dtype, autocast)
+        if key not in self._dtypes:
+            with torch.no_grad():
+                self._dtypes[key] = original(hidden.new_zeros(1, 1, self.kind.size)).dtype
+        return self._dtypes[key]

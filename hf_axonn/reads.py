@@ -1,0 +1,131 @@
+"""Which modules use the parameters of other modules by themselves, as a mixer that reads `self.conv1d.weight`.
+
+A parameter that is a DTensor can be used by the module that has it, whose forward has a style. Whoever else uses it
+has to be shown a plain tensor, and so has a method other than forward (`self.experts.map(hidden)`). styles.py does
+that for the readers that are found here, in the source of their classes: in forward and in the methods that it calls.
+What only asks for a dtype, a device or a shape needs no care. No communication, no change to the model.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+
+# What a DTensor answers by itself.
+_ABOUT = {"dtype", "device", "shape", "ndim", "size", "dim", "requires_grad", "is_meta", "numel", "is_floating_point"}
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A method of a module that uses parameters of these modules (of itself only where it is not forward)."""
+
+    module: nn.Module
+    method: str
+    read: tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True)
+class _Use:
+    """`self.path.name` in the source of a class; `changed` where it is changed in place."""
+
+    path: tuple[str, ...]
+    name: str
+    changed: bool
+
+
+def find_readers(model: nn.Module) -> tuple[list[Reader], set[nn.Module]]:
+    """The readers of a model, and the modules whose parameters they change in place: those must be held whole."""
+    readers, changed = [], set()
+    todo = [(module, "forward") for module in model.modules()]
+    done = set(todo)
+    while todo:
+        module, method = todo.pop()
+        # A list of parameters is a module that nobody calls.
+        read = dict.fromkeys(its for its in module.children() if isinstance(its, (nn.ParameterList, nn.ParameterDict)))
+        for use in _uses(type(module), method):
+            for child in _descend(module, use.path):
+                if child._parameters.get(use.name) is not None:
+                    if child is not module or method != "forward":
+                        read[child] = None
+                    if use.changed:
+                        changed.add(child)
+                elif child is not module and use.name != "forward" and _function(type(child), use.name):
+                    if (child, use.name) not in done:
+                        done.add((child, use.name))
+                        todo.append((child, use.name))
+        if read:
+            readers.append(Reader(module, method, tuple(read)))
+    return readers, changed
+
+
+def _descend(module: nn.Module, path: tuple[str, ...]) -> list[nn.Module]:
+    """Modules that `self.a[...].b` may be, `path` being ("a", "[]", "b")."""
+    found = [module]
+    for step in path:
+        if step == "[]":
+            found = [child for parent in found for child in parent.children()]
+        else:
+            found = [parent._modules[step] for parent in found if parent._modules.get(step) is not None]
+    return found
+
+
+def _function(module_class: type, name: str):
+    """A function or property of a class that nn.Module does not have."""
+    found = inspect.getattr_static(module_class, name, None)
+    found = found.fget if isinstance(found, property) else found
+    return found if inspect.isfunction(found) and not hasattr(nn.Module, name) else None
+
+
+@functools.cache
+def _uses(module_class: type[nn.Module], method: str) -> tuple[_Use, ...]:
+    """All uses of things below self, in one method of a class and in those that it calls on self."""
+    found: dict[_Use, None] = {}
+    todo, done = [method], set()
+    while todo:
+        name = todo.pop()
+        done.add(name)
+        for its in module_class.__mro__[: module_class.__mro__.index(nn.Module)]:  # for calls of super()
+            for use in _uses_of(vars(its).get(name)):
+                found[use] = None
+                if not use.path and use.name not in done and _function(module_class, use.name):
+                    todo.append(use.name)
+    return tuple(found)
+
+
+@functools.cache
+def _uses_of(function) -> tuple[_Use, ...]:
+    function = function.fget if isinstance(function, property) else function
+    if not inspect.isfunction(function):
+        return ()
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):  # made without a source
+        return ()
+    return tuple(_uses_in(tree))
+
+
+def _uses_in(tree: ast.AST) -> Iterator[_Use]:
+    around = {id(node.value): node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        asked = around.get(id(node))
+        path = _path(node) if isinstance(node, ast.Attribute) and asked not in _ABOUT else None
+        if path:
+            yield _Use(path[:-1], path[-1], asked == "data")
+
+
+def _path(node: ast.expr) -> tuple[str, ...] | None:
+    """`self.a[0].b` -> ("a", "[]", "b"); None for what does not begin at self."""
+    if isinstance(node, ast.Name):
+        return () if node.id == "self" else None
+    if isinstance(node, (ast.Attribute, ast.Subscript)):
+        inner = _path(node.value)
+        step = node.attr if isinstance(node, ast.Attribute) else "[]"
+        return None if inner is None else (*inner, step)
+    return None

@@ -1,0 +1,68 @@
+"""Architectures of Transformers, tiny, on grids: loss and all gradients equal one process; and the survey of them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from architectures import BOUND, MODEL_TYPES, prepare, survey, survey_grid  # noqa: E402
+from survey_table import Row, markdown, summary  # noqa: E402
+from tiny_configs import UNTRAINABLE  # noqa: E402
+
+
+# One type of each kind of structure.
+KINDS = {
+    "bart": "scaled embeddings, learned positions",
+    "deepseek_v3": "latent attention, shared and routed experts",
+    "gemma3n_text": "several streams, per-layer embeddings, weights that are clamped in place, shared keys and values",
+    "gpt2": "Conv1D with packed q, k and v",
+    "jetmoe": "experts with methods of their own",
+    "llama": "attention and MLP by blocks",
+    "longcat_flash": "a router that reads the weight of a Linear",
+    "mamba": "a mixer that reads the weights of its convolution and Linears",
+    "mixtral": "routed experts",
+    "qwen3_next": "linear attention beside gated attention",
+    "xlnet": "weights that are no Linear",
+}
+
+
+def problems(rows: list[Row]) -> list[str]:
+    return [row.line(BOUND) for row in rows if row.verdict(BOUND) in ("wrong", "not possible")]
+
+
+def test_one_of_each_kind():
+    specimens = [prepare(model_type) for model_type in KINDS]
+    assert not problems([item for item in specimens if isinstance(item, Row)])
+    for grid in ("x2y2", "z2"):
+        survey_grid(specimens, grid)
+    rows = [specimen.row for specimen in specimens]
+    assert not problems(rows)
+    assert all(set(row.errors) == {"x2y2", "z2"} and row.sharded > 0 for row in rows)
+    assert next(row for row in rows if row.model_type == "llama").planned
+
+
+def test_the_survey_sees_what_is_wrong_and_goes_on():
+    broken, unequal, right = (prepare(model_type) for model_type in ("llama", "gpt2", "llama"))
+    broken.batch = {"input_ids": broken.batch["labels"]}  # -100 is no token
+    name = max(unequal.gradients, key=lambda name: unequal.gradients[name].numel())
+    unequal.gradients[name] = unequal.gradients[name] + 1e-6
+    survey_grid([broken, unequal, right], "x2")
+    rows = [specimen.row for specimen in (broken, unequal, right)]
+    assert [row.verdict(BOUND) for row in rows] == ["wrong", "wrong", "planned"]
+    assert "IndexError" in broken.row.note(BOUND) and name in unequal.row.note(BOUND)
+    assert summary(rows, BOUND) == "3 model types: 2 wrong, 1 planned, 0 Linear by Linear, 0 not possible"
+    table = markdown(rows, ["x2"], BOUND, 60)
+    assert all(f"| {row.model_type} | {row.class_name} | {row.verdict(BOUND)} |" in table for row in rows)
+
+
+@pytest.mark.slow
+def test_all_of_them_on_all_axes():
+    rows = [row for some in survey(list(MODEL_TYPES), ["x2y2z2"]) for row in some]
+    assert [row.model_type for row in rows] == list(MODEL_TYPES)
+    impossible = {row.model_type for row in rows if row.impossible}
+    assert impossible <= {*UNTRAINABLE, "gemma3n"}, problems(rows)  # gemma3n needs timm
+    assert not [row for row in rows if row.verdict(BOUND) == "wrong"], problems(rows)

@@ -1,0 +1,392 @@
+"""Mixture of experts on every kind of grid equals one process: experts, router, auxiliary loss, checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+from equality import Case, compare, exact, fit, rows_of, too_large
+from float64 import recompute_in_float64, relative_errors
+from models import tiny_batch, tiny_model
+from ranks import paper_mesh, run_ranks
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import AutoModelForCausalLM
+from transformers.distributed.sharding_utils import DtensorShardOperation
+
+from hf_axonn import Grid, from_pretrained, load_sharded, parallelize, save_sharded
+from hf_axonn.collectives import observe
+from hf_axonn.expert_weights import ExpertsCut
+from hf_axonn.experts import is_experts
+from hf_axonn.gradients import find_state
+from hf_axonn.plans import Plan, derive
+from hf_axonn.vocabulary import vocabulary_range
+
+
+# Float64 has no grouped matmul; 21 features are divided by none of 2 and 4. Half of the loss is the auxiliary one.
+EXPERTS = dict(experts_implementation="eager", num_experts_per_tok=2, moe_intermediate_size=21, initializer_range=0.2)
+ROUTED = dict(output_router_logits=True, router_aux_loss_coef=0.5)
+KINDS = {
+    "mixtral": dict(num_local_experts=4, intermediate_size=21, **ROUTED),
+    "qwen3_moe": dict(num_experts=4, decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=False, **ROUTED),
+    "olmoe": dict(num_experts=4, intermediate_size=21, num_key_value_heads=12, **ROUTED),
+    "gpt_oss": dict(num_local_experts=4, intermediate_size=21, attention="eager", sliding_window=5, **ROUTED),
+    "deepseek_v3": dict(
+        n_routed_experts=4,
+        n_group=2,
+        topk_group=1,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=4,
+        num_key_value_heads=12,
+    ),
+    "llama4_text": dict(
+        num_local_experts=4, intermediate_size=21, intermediate_size_mlp=40, interleave_moe_layer_step=1
+    ),
+}
+TWO = [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)]
+FOUR = [Grid(y=2, x=2), Grid(z=2, x=2)]
+
+
+def moe(kind, **changes):
+    model = tiny_model(kind, **(EXPERTS | KINDS[kind] | changes))
+    assert any(map(is_experts, model.modules()))
+    return model
+
+
+def plan_blocks(monkeypatch, planned: bool) -> None:
+    """Let `parallelize` cut by blocks, or Linear by Linear, whatever it would do by itself."""
+
+    def plan_for(model):
+        return derive(model, model.config.model_type) if planned else Plan(reason="for a test")
+
+    monkeypatch.setattr(importlib.import_module("hf_axonn.parallelize"), "plan_for", plan_for)
+
+
+def errors(cases, grids):
+    with_truth = [(case, case.truth()) for case in cases]
+    table = run_ranks(compare, grids[0].size, with_truth, grids)[0]
+    assert len(table) == len(cases) * len(grids)
+    return too_large(table, 1e-10)
+
+
+def two_steps(kind, **changes):
+    return Case(kind, functools.partial(moe, kind, **changes), steps=2)
+
+
+@pytest.mark.parametrize("grids", [TWO, FOUR], ids=["two", "four"])
+def test_two_steps_cut_by_blocks(monkeypatch, grids):
+    plan_blocks(monkeypatch, True)
+    assert not errors([two_steps(kind) for kind in KINDS], grids)
+
+
+@pytest.mark.parametrize("grids", [TWO, FOUR], ids=["two", "four"])
+def test_two_steps_linear_by_linear(monkeypatch, grids):
+    plan_blocks(monkeypatch, False)
+    assert not errors([two_steps(kind) for kind in ("gpt_oss", "llama4_text")], grids)
+
+
+@pytest.mark.parametrize("grid", [Grid(x=3), Grid(z=2, x=3), Grid(z=2, y=2, x=2)], ids=str)
+def test_experts_that_do_not_divide_and_eight_ranks(monkeypatch, grid):
+    plan_blocks(monkeypatch, True)
+    assert not errors([two_steps("gpt_oss"), two_steps("llama4_text")], [grid])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [Grid(x=3), Grid(z=2, x=3), Grid(z=2, y=2, x=2)], ids=str)
+def test_experts_that_do_not_divide_linear_by_linear(monkeypatch, grid):
+    plan_blocks(monkeypatch, False)
+    assert not errors([two_steps("gpt_oss"), two_steps("llama4_text")], [grid])
+
+
+def counted(batch):
+    return batch | {"num_items_in_batch": (batch["labels"][:, 1:] != -100).sum()}
+
+
+def packed(batch):
+    return {key: value for key, value in batch.items() if key != "attention_mask"}
+
+
+def checkpointed(model, *, reentrant):
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    for layer in model.model.layers:
+        for child in layer.children():
+            recompute_in_float64(child)
+
+
+def frozen_experts(model):
+    for module in filter(is_experts, model.modules()):
+        module.requires_grad_(False)
+
+
+def test_ways_of_training(monkeypatch):
+    plan_blocks(monkeypatch, True)
+    make = functools.partial(moe, "qwen3_moe")
+    again = functools.partial(moe, "qwen3_moe", output_router_logits=False)
+    batches = [tiny_batch(8, 7), tiny_batch(8, 5, seed=4)]
+    cases = [
+        Case("num_items_in_batch", make, [counted(batch) for batch in batches]),
+        Case("no mask", make, [packed(batch) for batch in batches]),
+        Case("checkpointed", make, before=functools.partial(checkpointed, reentrant=False)),
+        # Its first pass has no graph, so on one process too no auxiliary loss would reach the routers.
+        Case("checkpointed, reentrant", again, before=functools.partial(checkpointed, reentrant=True)),
+        Case("frozen experts", make, before=frozen_experts),
+    ]
+    assert not errors(cases, FOUR)
+
+
+def one_sided():
+    """Tokens below 66 choose expert 0, the others expert 1."""
+    model = moe("qwen3_moe", num_experts=2, num_experts_per_tok=1, num_hidden_layers=1, output_router_logits=False)
+    side = torch.where(torch.arange(131) < 66, 1.0, -1.0).double()
+    direction = torch.ones(48).double()
+    with torch.no_grad():
+        model.model.embed_tokens.weight.copy_(side[:, None] * direction + 0.1 * model.model.embed_tokens.weight)
+        model.model.layers[0].self_attn.o_proj.weight.mul_(0.01)
+        model.model.layers[0].mlp.gate.weight.copy_(torch.stack([direction, -direction]) / 48)
+        model.model.layers[0].post_attention_layernorm.weight.fill_(1)
+    return model
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["blocks", "linears"])
+def test_a_rank_without_a_token_takes_part(monkeypatch, planned):
+    plan_blocks(monkeypatch, planned)
+    batch = tiny_batch(8, 7)
+    ids = batch["input_ids"] % 60 + 3
+    ids[4:] += 66
+    batch |= {"input_ids": ids, "labels": torch.where(batch["labels"] == -100, -100, ids)}
+    case = Case("one-sided", one_sided, [batch])
+    chosen = []
+    model = one_sided()
+    model.model.layers[0].mlp.gate.register_forward_hook(lambda module, args, output: chosen.append(output[2]))
+    model(input_ids=ids, attention_mask=batch["attention_mask"])
+    assert chosen[0].view(8, 7)[:4].eq(0).all() and chosen[0].view(8, 7)[4:].eq(1).all()
+    assert not errors([case], [Grid(z=2, x=2), Grid(z=2, y=2)])
+
+
+def _outputs(batch, planned_kinds):
+    grid = Grid(z=2, x=2)
+    mine = rows_of(batch, grid, torch.distributed.get_rank())
+    for kind in planned_kinds:
+        plain, (model, _) = moe(kind), parallelize(moe(kind), grid)
+        with exact():
+            for training in (True, False):
+                plain.train(training), model.train(training)
+                with torch.set_grad_enabled(training):
+                    theirs, ours = plain(**mine), model(**mine)
+                assert isinstance(ours.router_logits, tuple) and len(ours.router_logits) == 2
+                for its, own in zip(theirs.router_logits, ours.router_logits, strict=True):
+                    torch.testing.assert_close(own, its, rtol=1e-10, atol=1e-12)
+            # Without gradients the losses are those of this rank's own samples, as on one process.
+            torch.testing.assert_close(ours.loss, theirs.loss, rtol=1e-10, atol=0)
+            torch.testing.assert_close(ours.aux_loss, theirs.aux_loss, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("planned", [True, False], ids=["blocks", "linears"])
+def test_router_logits_are_those_of_the_plain_model(monkeypatch, planned):
+    plan_blocks(monkeypatch, planned)
+    run_ranks(_outputs, 4, tiny_batch(8, 7), ("mixtral", "gpt_oss"))
+
+
+def _memory(kind):
+    storages = []
+    block = ExpertsCut.block
+
+    def recording(self, gathered):
+        result = block(self, gathered)
+        storages.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    ExpertsCut.block = recording
+    model, _ = parallelize(moe(kind).train(), Grid(z=2))
+    calls = []
+    with exact(), observe(lambda name, size, group: calls.append((name, size))):
+        loss = model(**rows_of(tiny_batch(8, 7), Grid(z=2), torch.distributed.get_rank())).loss
+        forward = len(storages)
+        assert forward == 4 and all(storage.expired() for storage in storages)
+        loss.backward()
+    assert len(storages) == 2 * forward and all(storage.expired() for storage in storages)
+    sizes = [
+        len(vocabulary_range(4, model.axonn.mesh)) * rows * -(-cols // 2) * 8 for rows, cols in ((42, 48), (48, 21))
+    ]
+    for size in sizes:  # two layers; forward and backward
+        assert calls.count(("all_gather", size)) == 4 and calls.count(("reduce_scatter", size)) == 2
+
+
+def test_gathered_weights_do_not_live_from_forward_to_backward(monkeypatch):
+    plan_blocks(monkeypatch, True)
+    run_ranks(_memory, 2, "mixtral")
+
+
+def _other_ways(name, grids, truth):
+    batch = tiny_batch(6, 7)
+    for grid in grids:
+        mine = rows_of(batch, grid, torch.distributed.get_rank())
+        model, _ = parallelize(one_precision(name), grid)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(**mine).loss
+        loss.backward()
+        for key, grad in truth.gradients.items():
+            if is_experts(model.get_submodule(key.rpartition(".")[0])):
+                rounded = model.get_parameter(key).grad
+                assert rounded.dtype == torch.float32
+                assert (rounded.full_tensor() - grad).norm() < 0.1 * grad.norm(), (name, str(grid), key)
+        model.zero_grad()
+        worst = relative_errors(fit(model, [mine]).gradients, truth.gradients)
+        assert max(worst.values()) < 2e-4, (name, str(grid), worst)
+
+
+def one_precision(name):
+    sizes = dict(intermediate_size=32, num_experts_per_tok=4)  # all experts, so that rounding changes no choice
+    return moe("mixtral", dtype=torch.float32, experts_implementation=name, **sizes).train()
+
+
+@pytest.mark.parametrize("name", ["grouped_mm", "batched_mm"])
+def test_other_ways_of_multiplying(monkeypatch, name):
+    """Transformers' grouped and batched matmuls: the same within float32, and roughly in bfloat16."""
+    plan_blocks(monkeypatch, True)
+    truth = fit(one_precision(name), [tiny_batch(6, 7)])
+    run_ranks(_other_ways, 4, name, FOUR, truth)
+    run_ranks(_other_ways, 3, name, [Grid(z=3), Grid(x=3)], truth)
+
+
+def writer(kind):
+    """Transformers itself cannot generate and return router logits."""
+    model = moe(kind, output_router_logits=False).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def _generate(expected, prompt):
+    for kind, truth in expected.items():
+        for grid in FOUR:
+            model, _ = parallelize(writer(kind), grid)
+            mine = rows_of(prompt | {"written": truth}, grid, torch.distributed.get_rank())
+            truth_here = mine.pop("written")
+            with torch.no_grad(), exact():
+                assert torch.equal(model.generate(**mine, max_new_tokens=5), truth_here), (kind, str(grid))
+
+
+def test_generate_writes_what_one_process_writes(monkeypatch):
+    plan_blocks(monkeypatch, True)
+    prompt = {key: tiny_batch(4, 5)[key].flip(1) for key in ("input_ids", "attention_mask")}
+    with torch.no_grad(), exact():
+        expected = {kind: writer(kind).generate(**prompt, max_new_tokens=5) for kind in ("mixtral", "deepseek_v3")}
+    assert all(len(ids[:, 5:].unique()) > 5 for ids in expected.values())
+    run_ranks(_generate, 4, expected, prompt)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Plain checkpoints; those of all but gpt_oss hold every expert apart, as they are published."""
+    folder = tmp_path_factory.mktemp("moe")
+    for kind in KINDS:
+        moe(kind, dtype=torch.float32).save_pretrained(folder / kind)
+    return folder
+
+
+def _read(folder):
+    read = []
+    stock = DtensorShardOperation.shard_tensor
+
+    def counting(self, *args, **kwargs):
+        result = stock(self, *args, **kwargs)
+        read.append(0 if result is None else result.numel())
+        return result
+
+    DtensorShardOperation.shard_tensor = counting
+    for kind in KINDS:
+        plain = AutoModelForCausalLM.from_pretrained(folder / kind)
+        for grid in (*FOUR, Grid(z=4)):
+            read.clear()
+            model = from_pretrained(folder / kind, grid=grid)
+            held = sum(parameter.to_local().numel() for parameter in model.parameters())
+            assert sum(read) == held < 0.45 * sum(parameter.numel() for parameter in plain.parameters())
+            for name, parameter in plain.named_parameters():
+                assert torch.equal(model.get_parameter(name).full_tensor(), parameter), (kind, grid, name)
+
+
+def test_a_rank_reads_only_its_slices_of_every_expert(folder):
+    run_ranks(_read, 4, folder)
+
+
+def _round_trip(folder):
+    model = from_pretrained(folder / "mixtral", grid=Grid(z=2, x=2))
+    save_sharded(model, folder / "sharded")
+    plain = AutoModelForCausalLM.from_pretrained(folder / "mixtral")
+    other, _ = parallelize(moe("mixtral", dtype=torch.float32, seed=5), Grid(y=4))
+    load_sharded(other, folder / "sharded")
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(other.get_parameter(name).full_tensor(), parameter), name
+    third = from_pretrained(folder / "sharded", grid=Grid(data=2, x=2))
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(third.get_parameter(name).full_tensor(), parameter), name
+
+
+def test_a_checkpoint_of_one_grid_is_read_on_another(folder):
+    run_ranks(_round_trip, 4, folder)
+
+
+def _report():
+    model, report = parallelize(moe("gpt_oss"), Grid(z=2, x=2))
+    entries = {entry.name: entry for entry in report.entries}
+    experts = model.model.layers[0].mlp.experts
+    assert entries["model.layers.0.mlp.experts"].style == "experts" and find_state(model) is not None
+    assert experts.gate_up_proj.to_local().shape == (2, 48, 21) and experts.num_experts == 4
+    assert all(isinstance(place, Replicate) for place in experts.gate_up_proj_bias.placements)
+
+
+def test_the_report_names_experts():
+    run_ranks(_report, 4)
+
+
+class Other(nn.Module):
+    def __init__(self, experts=4, names=("hidden_states", "top_k_index", "top_k_weights"), dims=(4, 3, 3)):
+        super().__init__()
+        self.num_experts = experts
+        self.weight = nn.Parameter(torch.zeros(dims))
+
+
+class Called(Other):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return hidden_states
+
+
+class CalledOtherwise(Other):
+    def forward(self, hidden_states, expert_size):
+        return hidden_states
+
+
+def test_what_experts_are():
+    assert is_experts(Called())
+    assert not is_experts(CalledOtherwise())
+    assert not is_experts(Called(experts=5))
+    assert not is_experts(Called(dims=(4, 3)))
+    assert not is_experts(nn.Linear(3, 4))
+
+
+@pytest.mark.parametrize("grid", [Grid(z=2), Grid(z=3, x=2), Grid(z=4, y=2, x=2), Grid(x=3)], ids=str)
+def test_the_shards_of_a_cut_make_the_whole(grid):
+    full = torch.arange(5 * 3 * 7.0).view(5, 3, 7)
+    total = torch.zeros_like(full)
+    for rank in range(grid.size):
+        mesh = paper_mesh(grid, rank)
+        own = vocabulary_range(5, mesh)
+        cut = ExpertsCut(len(own), 3, 7, grid.z, mesh.index("z"))
+        block = full[own.start : own.stop]
+        parts = cut.unblock(block)
+        assert parts.shape == (grid.z, cut.travels)
+        assert torch.equal(cut.block(parts.flatten() if grid.z > 1 else block), block)
+        shard = cut.own(parts[mesh.index("z")])
+        assert torch.equal(cut.padded(shard).flatten(), parts[mesh.index("z")])
+        step = -(-7 // grid.z)
+        total[own.start : own.stop, :, mesh.index("z") * step :][..., : shard.shape[2]] += shard
+    assert torch.equal(total, full)

@@ -1,0 +1,194 @@
+"""Kept weights: what is gathered how often, when it is let go, and that stale weights are never used."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import pytest
+import torch
+from equality import exact
+from models import tiny_batch, tiny_model
+from ranks import run_ranks
+from torch import nn
+from transformers import GenerationConfig, StoppingCriteria
+
+from hf_axonn import matmul3d
+from hf_axonn.config import AxonnConfig
+from hf_axonn.grid import Grid
+from hf_axonn.kept import Gathered, KeptWeights
+from hf_axonn.parallelize import parallelize
+
+
+def test_what_nobody_holds_is_not_found():
+    kept = KeptWeights()
+    gathered = Gathered([torch.zeros(1)], 3)
+    kept.add("a", gathered)
+    assert kept.find("a", 3) is gathered and "a" in kept
+    assert kept.find("a", 4) is None  # the weights have changed
+    del gathered
+    assert kept.find("a", 3) is None and "a" not in kept
+
+
+def test_what_is_held_stays_until_it_is_released_or_a_new_pass_begins():
+    kept = KeptWeights()
+    for name in "ab":
+        kept.add(name, Gathered([], 0), hold=True)
+    kept.release("a")
+    assert "a" not in kept and "b" in kept
+    kept.begin_pass()
+    assert "b" not in kept
+
+
+def test_a_whole_call_keeps_everything_to_its_end():
+    kept = KeptWeights()
+    with pytest.raises(KeyError), kept.whole_call():
+        kept.add("a", Gathered([], 0))
+        kept.release("a")
+        kept.begin_pass()
+        with kept.whole_call():  # one inside of another ends nothing
+            pass
+        assert "a" in kept and kept.everything
+        raise KeyError
+    assert "a" not in kept and not kept.everything
+
+
+@contextlib.contextmanager
+def counting():
+    """How many gathers over z are begun inside."""
+    count, original = [], matmul3d.start_all_gather
+
+    def start(*args):
+        count.append(1)
+        return original(*args)
+
+    matmul3d.start_all_gather = start
+    try:
+        yield count
+    finally:
+        matmul3d.start_all_gather = original
+
+
+def gathers_of_a_step(model):
+    """Of the second and the third step, when their order is known; nothing may be left at hand afterwards."""
+    counts = []
+    for _ in range(3):
+        with counting() as count:
+            loss = model(**tiny_batch(2, 7)).loss
+            loss.backward()
+        counts.append(len(count))
+        assert not len(model.axonn.kept._alive) and not model.axonn.kept._held  # though the loss is still held
+    assert counts[0] >= counts[1] == counts[2]
+    return counts[1]
+
+
+# Two layers of four groups (q k v, o, gate up, down), and embedding and head, which are not gathered in backward.
+FORWARD, OF_LAYER = 10, 4
+GATHERS = {
+    "none": (FORWARD + 2 * OF_LAYER, FORWARD + 4 * OF_LAYER),  # without and with recomputation
+    0: (FORWARD + 2 * OF_LAYER, FORWARD + 4 * OF_LAYER),
+    1: (FORWARD + OF_LAYER, FORWARD + 2 * OF_LAYER),
+    "all": (FORWARD, FORWARD),
+    7: (FORWARD, FORWARD),
+}
+
+
+def count_in_training():
+    for keep, (plain, recomputed) in GATHERS.items():
+        grid = Grid(z=2)
+        model, _ = parallelize(tiny_model("llama"), grid, config=AxonnConfig(grid=grid, keep_gathered=keep))
+        assert gathers_of_a_step(model.train()) == plain, keep
+        for reentrant in (True, False):
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            assert gathers_of_a_step(model) == recomputed, (keep, reentrant)
+        # What a forward pass without backward has left is let go by the next pass, or with its loss.
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        loss = model(**tiny_batch(2, 7)).loss
+        assert len(model.axonn.kept._held) == {"none": 0, 0: 0, 1: 4, "all": 8, 7: 8}[keep]
+        del loss
+        with torch.no_grad():
+            model.eval()(**tiny_batch(2, 7))
+        gc.collect()
+        assert not len(model.axonn.kept._alive) and not model.axonn.kept._held
+
+
+def changed_weights():
+    """Kept weights of a forward pass that came to nothing are not those of the next one."""
+    grid = Grid(z=2)
+    model, _ = parallelize(tiny_model("llama"), grid, config=AxonnConfig(grid=grid, keep_gathered="all"))
+    other, _ = parallelize(tiny_model("llama"), grid)
+    held = model.train()(**tiny_batch(2, 7)).loss
+    for its in (model, other):
+        with torch.no_grad():
+            for parameter in its.parameters():
+                parameter.to_local().mul_(1.5)
+    assert torch.equal(model(**tiny_batch(2, 7)).loss, other.train()(**tiny_batch(2, 7)).loss)
+    with pytest.raises(RuntimeError, match="modified .*inplace"):
+        held.backward()
+
+
+def no_layers():
+    grid = Grid(z=2)
+    for keep in ("all", "none"):
+        parallelize(nn.Linear(4, 4), grid, config=AxonnConfig(grid=grid, keep_gathered=keep))
+    with pytest.raises(ValueError, match="keep_gathered is 2, a number of layers, but this model has no list"):
+        parallelize(nn.Linear(4, 4), grid, config=AxonnConfig(grid=grid, keep_gathered=2))
+
+
+def in_training():
+    count_in_training()
+    changed_weights()
+    no_layers()
+
+
+def test_training_gathers_what_is_not_kept():
+    run_ranks(in_training, 2)
+
+
+class Broken(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        raise KeyError("broken")
+
+
+PROMPT = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 10]])}
+WRITE = {"max_new_tokens": 5, "eos_token_id": None, "pad_token_id": 0, "do_sample": False}
+GROUPS = {"llama": FORWARD, "smollm2": FORWARD - 1}  # tied: embedding and head are one group
+
+
+def write(model, *args, **options):
+    with torch.no_grad(), exact():
+        return model.generate(*args, **(WRITE | options))
+
+
+def count_in_generation(truths):
+    for kind, groups in GROUPS.items():
+        model, _ = parallelize(tiny_model(kind).eval(), Grid(z=2))
+        for _ in range(2):
+            with counting() as count:
+                assert torch.equal(write(model, **PROMPT), truths[kind])
+            assert len(count) == groups
+            assert not len(model.axonn.kept._alive)
+        model.train()(**tiny_batch(2, 7)).loss.backward()  # has an order of its own
+        with counting() as count:
+            write(model.eval(), **PROMPT)
+        assert len(count) == groups
+        with pytest.raises(KeyError, match="broken"):
+            write(model, **PROMPT, stopping_criteria=[Broken()])
+        assert not len(model.axonn.kept._alive) and not model.axonn.kept.everything
+        with counting() as count, torch.no_grad():
+            for _ in range(2):
+                model(**PROMPT)
+        assert len(count) == 2 * FORWARD  # not a call of generate
+    uncached = GenerationConfig(use_cache=False)
+    for args, options in (((), {"generation_config": uncached}), ((PROMPT["input_ids"], uncached), {})):
+        with pytest.raises(ValueError, match="use_cache=False is not supported on a grid with z > 1"):
+            write(model, *args, **options, **({} if args else PROMPT))
+    # What is said to the call counts most.
+    assert torch.equal(write(model, **PROMPT, generation_config=uncached, use_cache=True), truths["smollm2"])
+    model.generation_config.use_cache = False
+    with pytest.raises(ValueError, match="leave use_cache away"):
+        write(model, **PROMPT)
+
+
+def test_generate_gathers_once():
+    run_ranks(count_in_generation, 2, {kind: write(tiny_model(kind).eval(), **PROMPT) for kind in GROUPS})

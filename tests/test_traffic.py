@@ -1,0 +1,154 @@
+"""The collectives of real training steps, counted, are those of perf/volumes.py: to the call and to the byte."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from equality import rows_of
+from models import tiny_batch, tiny_model
+from ranks import run_ranks
+
+from hf_axonn import gradients, loss
+from hf_axonn.collectives import start_all_gather
+from hf_axonn.config import AxonnConfig
+from hf_axonn.gradients import sync_gradients, syncing
+from hf_axonn.grid import Grid, grid_mesh
+from hf_axonn.parallelize import parallelize
+from hf_axonn.perf import volumes as arithmetic
+from hf_axonn.perf.ledger import Key, Ledger, Volume
+from hf_axonn.perf.shapes import ModelShape, Step
+from hf_axonn.perf.volumes import volumes
+from hf_axonn.traffic import count_traffic
+
+
+LLAMA = ModelShape(layers=2, hidden=48, heads=12, kv_heads=6, head_dim=4, intermediate=40, vocab=131)
+SMOLLM2 = replace(LLAMA, hidden=36, heads=9, kv_heads=3, tied=True)
+ROWS, SEQ = 8, 7
+
+
+@dataclass
+class Case:
+    """A tiny model with the numbers that describe it, and how it is trained."""
+
+    kind: str
+    shape: ModelShape
+    step: dict = field(default_factory=dict)
+    changes: dict = field(default_factory=dict)
+    config: dict = field(default_factory=dict)
+    autocast: bool = False
+    ahead: bool = False  # gradients are averaged while the last backward pass is under way
+
+
+CASES = {
+    "kv heads that some grids do not divide": Case("llama", LLAMA, {"micro_batches": 2}),
+    "as many kv heads, checkpointing": Case(
+        "llama", replace(LLAMA, kv_heads=12), {"checkpointing": True}, {"num_key_value_heads": 12}, ahead=True
+    ),
+    "9 heads, tied": Case("smollm2", SMOLLM2),
+    "biases, bfloat16": Case("qwen2", replace(LLAMA, qkv_bias=True), {"compute_bytes": 2}, autocast=True),
+    "norms of heads, kept weights": Case(
+        "qwen3", replace(LLAMA, qk_norm=True), {"kept_layers": 1, "counted": True}, config={"keep_gathered": 1}
+    ),
+}
+GRIDS = {
+    2: [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)],
+    4: [Grid(x=2, y=2), Grid(x=4), Grid(y=4), Grid(z=2, x=2), Grid(data=2, z=2), Grid(data=2, y=2)],
+    8: [Grid(z=2, y=2, x=2)],
+}
+
+
+def cases_on(grid: Grid) -> list[tuple[str, Case]]:
+    return list(CASES.items())[: 2 if grid.size > 4 else None]
+
+
+def layouts_on(grid: Grid) -> tuple[str, ...]:
+    return ("token", "feature") if grid.y > 1 else ("auto",)
+
+
+def counted(case: Case, grid: Grid, layout: str) -> Ledger:
+    """The second optimizer step of a model on a grid: the first has yet to learn what to gather ahead."""
+    model = tiny_model(case.kind, dtype=torch.float32, **case.changes).train()
+    model, _ = parallelize(model, grid, config=AxonnConfig(grid=grid, layout=layout, **case.config))
+    if case.step.get("checkpointing"):
+        model.gradient_checkpointing_enable()
+    batch = rows_of(tiny_batch(ROWS, SEQ), grid, dist.get_rank())
+    if case.step.get("counted"):
+        batch["num_items_in_batch"] = torch.tensor(40)
+    micro_batches = case.step.get("micro_batches", 1)
+    for _ in range(2):
+        model.zero_grad()
+        with count_traffic(grid) as counter:
+            for index in range(micro_batches):
+                with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+                    value = model(**batch).loss
+                with contextlib.ExitStack() as stack:
+                    if case.ahead and index == micro_batches - 1:
+                        stack.enter_context(counter.during("gradients"))
+                        stack.enter_context(syncing(model))
+                    value.backward()
+            if not case.ahead:
+                with counter.during("gradients"):
+                    sync_gradients(model)
+    return counter.ledger
+
+
+def said(case: Case, grid: Grid, layout: str) -> Ledger:
+    """What volumes.py says of the same step, for this rank."""
+    step = Step(rows=ROWS // grid.samples_size, seq=SEQ, **{"compute_bytes": 4, **case.step})
+    layout = "token" if layout == "auto" else layout
+    return volumes(case.shape, grid, step, layout=layout, rank=dist.get_rank())
+
+
+def compare(grids: list[Grid]) -> list[tuple]:
+    """(grid and layout, case, entries counted, entries said) of this rank."""
+    return [
+        (f"{grid} {layout}", name, counted(case, grid, layout).entries, said(case, grid, layout).entries)
+        for grid in grids
+        for layout in layouts_on(grid)
+        for name, case in cases_on(grid)
+    ]
+
+
+@pytest.mark.parametrize("world", GRIDS)
+def test_a_training_step_issues_what_volumes_says(world, monkeypatch):
+    # Small chunks and buckets, so that there are several of each.
+    for module in (loss, arithmetic):
+        monkeypatch.setattr(module, "CHUNK_LOGITS", 1500)
+    for module in (gradients, arithmetic):
+        monkeypatch.setattr(module, "BUCKET_BYTES", 20_000)
+    for rank, rows in enumerate(run_ranks(compare, world, GRIDS[world])):
+        assert len(rows) == sum(len(layouts_on(grid)) * len(cases_on(grid)) for grid in GRIDS[world])
+        for where, case, ours, its in rows:
+            assert ours, f"nothing was counted on {where}"
+            wrong = {key: (ours.get(key), its.get(key)) for key in {*ours, *its} if ours.get(key) != its.get(key)}
+            assert not wrong, f"rank {rank} on {where}, {case}: (counted, said) of {wrong}"
+
+
+def test_sizes_of_chunks_and_buckets_are_those_of_the_engine():
+    assert (arithmetic.CHUNK_LOGITS, arithmetic.BUCKET_BYTES) == (loss.CHUNK_LOGITS, gradients.BUCKET_BYTES)
+
+
+def phases_and_axes():
+    grid = Grid(z=2, x=2)
+    mesh = grid_mesh(grid, "cpu")
+    value = torch.ones(3, dtype=torch.float64)
+    with count_traffic(grid) as outer:
+        start_all_gather(value, mesh.group("x")).wait()
+        with count_traffic(grid) as inner, inner.during("gradients"):
+            start_all_gather(value, dist.group.WORLD).wait()
+            start_all_gather(value, mesh.group("y")).wait()
+    start_all_gather(value, mesh.group("z")).wait()
+    return outer.ledger.entries, inner.ledger.entries
+
+
+def test_a_counter_sees_what_is_issued_inside_and_nothing_else():
+    (outer, inner), *_ = run_ranks(phases_and_axes, 4)
+    assert inner == {Key("gradients", "all_gather", ("z", "x")): Volume(1, 24)}
+    assert outer == {
+        Key("forward", "all_gather", ("x",)): Volume(1, 24),
+        Key("forward", "all_gather", ("z", "x")): Volume(1, 24),
+    }

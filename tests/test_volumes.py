@@ -1,0 +1,154 @@
+"""Volumes by arithmetic: the rules of the ledger, the formulas of DESIGN 2.3, and numbers checked by hand."""
+
+import subprocess
+import sys
+from fractions import Fraction
+
+import pytest
+
+from hf_axonn.grid import Grid
+from hf_axonn.perf.ledger import Key, Ledger, Volume, sent_bytes
+from hf_axonn.perf.shapes import ModelShape, Step
+from hf_axonn.perf.volumes import BUCKET_BYTES, buckets, head_axes, layer_volumes, volumes
+
+
+LLAMA = ModelShape(layers=4, hidden=96, heads=16, kv_heads=8, intermediate=160, vocab=256)
+PLAIN = ModelShape(layers=4, hidden=96, heads=16, intermediate=384, vocab=256, gated=False)
+STEP = Step(rows=4, seq=32)
+GRIDS = [Grid(x=2), Grid(y=2), Grid(x=2, y=2), Grid(x=4, y=2), Grid(x=2, y=4), Grid(data=2, z=2, y=2, x=2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"), [("all_gather", 300), ("reduce_scatter", 300), ("all_reduce", 150), ("all_to_all", 75)]
+)
+def test_bytes_that_each_of_four_ranks_sends_for_a_payload_of_100(kind, sent):
+    assert sent_bytes(kind, 4, 100) == sent
+
+
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather():
+    for ranks in (2, 3, 8):
+        halves = sent_bytes("reduce_scatter", ranks, 7) + sent_bytes("all_gather", ranks, 7)
+        assert sent_bytes("all_reduce", ranks, 7 * ranks) == halves
+
+
+def test_a_ledger_adds_up_by_phase_kind_and_long_axes():
+    ledger = Ledger(Grid(data=2, x=3))
+    ledger.add("forward", "all_reduce", ("x", "y"), 30)
+    ledger.add("forward", "all_reduce", ("x",), 60, 2)
+    ledger.add("forward", "all_gather", ("y", "z"), 99)  # one rank: nothing travels
+    ledger.add("gradients", "all_reduce", ("x", "data"), 12)
+    assert ledger.entries == {
+        Key("forward", "all_reduce", ("x",)): Volume(3, 90),
+        Key("gradients", "all_reduce", ("data", "x")): Volume(1, 12),
+    }
+    assert ledger.calls() == 4 and ledger.calls(axes=("x",)) == 3
+    assert ledger.sent(phase="forward") == 120 and ledger.sent(phase="gradients") == 20
+    double = Ledger(ledger.grid)
+    double.include(ledger, times=2)
+    assert double.calls() == 8 and double.sent() == 2 * ledger.sent() == 280
+    assert len(ledger.lines()) == 3 and "data+x" in ledger.lines()[-1]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("kv_heads", [16, 8])
+def test_a_layer_sends_what_design_says(grid, kv_heads):
+    """DESIGN 2.3: in units of T*H/x * (y-1)/y on y: 20 + 4g + 8/y for a 4H MLP; of T*H/y * (x-1)/x on x: 8."""
+    shape = ModelShape(layers=1, hidden=96, heads=16, kv_heads=kv_heads, intermediate=384, vocab=9, gated=False)
+    share = Fraction(kv_heads, 16)
+    unit = Fraction(STEP.tokens * 96 * STEP.compute_bytes)
+    for layout, all_to_alls in (("token", Fraction(8, grid.y)), ("feature", 0)):
+        ledger = layer_volumes(shape, grid, STEP, layout=layout)
+        statistics = ledger.sent(kind="all_reduce")
+        on_y = unit / grid.x * Fraction(grid.y - 1, grid.y) * (20 + 4 * share + all_to_alls)
+        on_x = unit / grid.y * Fraction(grid.x - 1, grid.x) * 8
+        assert ledger.sent(axes=("y",)) - statistics == on_y
+        assert ledger.sent(axes=("x",)) == on_x
+        assert (statistics > 0) == (layout == "feature" and grid.y > 1)
+
+
+def test_z_moves_weights_three_times_and_x_y_divide_them():
+    grid = Grid(z=4, y=2, x=2)
+    ledger = layer_volumes(LLAMA, grid, STEP)
+    weights = sum(linear.rows * linear.cols for _, linear in LLAMA.sharded()[1:8])
+    block = weights // 16
+    assert ledger.sent(kind="all_gather", axes=("z",), phase="forward") == 3 * block * 2
+    assert ledger.sent(kind="all_gather", axes=("z",), phase="backward") == 3 * block * 2
+    assert ledger.sent(kind="reduce_scatter", axes=("z",)) == 3 * block * 4
+
+
+def test_checkpointing_repeats_the_forward_pass_up_to_its_last_matmul():
+    grid = Grid(z=2, y=2, x=2)
+    once = layer_volumes(LLAMA, grid, STEP)
+    again = layer_volumes(LLAMA, grid, Step(rows=4, seq=32, checkpointing=True))
+    assert again.calls(phase="forward") == once.calls(phase="forward") == 16
+    # Not again: the last reduce-scatter over x and the last all-to-all over y.
+    assert again.calls(phase="backward") - once.calls(phase="backward") == 14
+
+
+def test_micro_batches_repeat_everything_but_the_averaging_of_gradients():
+    grid = Grid(data=2, z=2, y=2)
+    one, three = (volumes(LLAMA, grid, Step(rows=4, seq=32, micro_batches=count)) for count in (1, 3))
+    for phase in ("forward", "backward"):
+        assert three.sent(phase=phase) == 3 * one.sent(phase=phase) > 0
+    assert three.sent(phase="gradients") == one.sent(phase="gradients") > 0
+
+
+@pytest.mark.parametrize(("heads", "axes"), [(8, ("x", "y")), (6, ("x",)), (9, ())])
+def test_heads_are_divided_as_far_as_they_go(heads, axes):
+    assert head_axes(heads, Grid(y=2, x=2)) == axes
+
+
+def test_kv_heads_that_do_not_divide_are_gathered():
+    grid = Grid(y=2, x=2)
+    narrow = ModelShape(layers=1, hidden=96, heads=16, kv_heads=2, intermediate=160, vocab=256)
+    ledger = layer_volumes(narrow, grid, STEP)
+    # k and v: 2 heads of 6 features, a quarter of them on each rank.
+    assert ledger.entries[Key("forward", "all_gather", ("x", "y"))] == Volume(2, 2 * 128 * 3 * 2)
+    assert not list(layer_volumes(LLAMA, grid, STEP).chosen(axes=("x", "y")))
+
+
+def test_packed_projections_are_gathered_for_their_parts():
+    packed = ModelShape(layers=1, hidden=96, heads=16, intermediate=160, vocab=256, packed_qkv=True, packed_mlp=True)
+    ledger = layer_volumes(packed, Grid(y=2, x=2), STEP)
+    assert ledger.entries[Key("forward", "all_gather", ("x", "y"))] == Volume(2, 128 * (3 * 96 + 2 * 160) // 4 * 2)
+
+
+def test_ranks_differ_where_sizes_do_not_divide():
+    shape = ModelShape(layers=1, hidden=20, heads=4, intermediate=13, vocab=7)
+    grid = Grid(z=3, y=2, x=2)
+    sent = [volumes(shape, grid, STEP, rank=rank).sent(axes=("z",)) for rank in range(grid.size)]
+    assert max(sent) == sent[0] > min(sent)
+
+
+def test_a_model_of_640_billion_parameters_takes_no_time():
+    shape = ModelShape(layers=192, hidden=16384, heads=128, intermediate=65536, vocab=50257, gated=False)
+    assert 6.1e11 < shape.parameters() < 6.3e11
+    ledger = volumes(shape, Grid(data=16, z=128, y=2, x=8), Step(rows=1, seq=2048, checkpointing=True))
+    assert ledger.sent(axes=("data",)) > 0
+    # Each rank holds 1 / (x * y * z) of the sharded parameters, and averages them over data in float32.
+    block = sum(linear.rows * linear.cols for _, linear in shape.sharded()) / (8 * 2 * 128)
+    assert float(ledger.sent(axes=("data",))) == pytest.approx(2 * 15 / 16 * block * 4, rel=1e-3)
+
+
+def test_buckets_hold_32_mib_and_do_not_divide_a_gradient():
+    assert buckets([]) == 0
+    assert buckets([BUCKET_BYTES, 1]) == 2
+    assert buckets([3 * BUCKET_BYTES]) == 1
+    assert buckets([BUCKET_BYTES // 4] * 9) == 3
+
+
+def test_what_makes_no_sense_is_refused():
+    with pytest.raises(ValueError, match="layout is 'feat'"):
+        volumes(LLAMA, Grid(y=2), STEP, layout="feat")
+    with pytest.raises(ValueError, match="not on the grid"):
+        volumes(LLAMA, Grid(y=2), STEP, rank=2)
+    with pytest.raises(ValueError, match="5 kv heads do not divide 16"):
+        ModelShape(layers=1, hidden=96, heads=16, kv_heads=5, intermediate=1, vocab=1)
+    with pytest.raises(ValueError, match="layers is 0"):
+        ModelShape(layers=0, hidden=96, heads=16, intermediate=1, vocab=1)
+
+
+def test_no_torch_is_needed():
+    code = "import sys, hf_axonn.perf.volumes; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
