@@ -96,6 +96,7 @@ class Contender:
             per_device_train_batch_size=args.rows,
             bf16=True,
             torch_compile=compiled,
+            torch_compile_backend="eager" if compiled and args.smoke else None,  # no C++ compiler, no minutes
             use_cpu=args.device.type == "cpu",
             save_strategy="no",
             report_to="none",

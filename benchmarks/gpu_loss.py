@@ -66,7 +66,7 @@ def loss_table(shapes: dict[str, dict], args: argparse.Namespace) -> tuple[str, 
         engine_loss.CHUNK_LOGITS = SMOKE_CHUNK
     promised = 2 * engine_loss.CHUNK_LOGITS * 4
     lines = [
-        f"## Head and loss: {args.rows} rows of {args.sequence} tokens, in chunks at most {promised / 2**30:.2f} GiB\n",
+        f"## Head and loss: {args.rows} rows of {args.sequence} tokens; promised: {promised / 2**30:.2f} GiB\n",
         "| model | Transformers, GiB | in chunks, GiB | difference of the losses |",
         "|---|---:|---:|---:|",
     ]

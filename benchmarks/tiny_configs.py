@@ -279,7 +279,7 @@ def tiny_batch(model: nn.Module, *, rows: int = ROWS, seed: int = 3) -> dict[str
         labels[mask == 0] = -100
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     codebooks = (
-        getattr(model.config, "num_codebooks zero_expert_num", 0)
+        getattr(model.config, "num_codebooks", 0)
         if model.config.model_type.endswith("_decoder")
         else 0
     )

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.collectives import all_gather, all_reduce, all_reduce_backward, reduce_scatter
-from hf_axonn.heads import Heads, Selection
+from hf_axonn.collectives import all_reduce, all_reduce_backward, reduce_scatter
+from hf_axonn.heads import Heads, feature_slice
 from hf_axonn.layouts import (
     ceil_div,
     features_to_tokens,
@@ -33,8 +33,9 @@ from hf_axonn.layouts import (
 )
 from hf_axonn.matmul3d import Product
 from hf_axonn.overlap import GradientSlot, gather_with_slot, wait_gradient
+from hf_axonn.selection import Selection
 from hf_axonn.state import ModelState, linear_size, replicated_local
-from hf_axonn.styles import cut_weight, feature_slice, take_slice, wrap_forward
+from hf_axonn.styles import cut_weight, take_slice, wrap_forward
 
 
 if TYPE_CHECKING:
@@ -141,16 +142,7 @@ class Column:
             output = output + take_slice(bias, size, mesh, *self.bias_axes).to(output.dtype)
         if heads is not None and not heads.axes:  # every rank of x goes on with all heads
             return gather_features(output, size, mesh, "x")
-        if selection.is_slice:
-            return output
-        # Each rank uses some of the gathered features, so gradients are shares of a sum.
-        if "y" in self.axes:
-            x_size = ceil_div(size, mesh.size("x"))
-            blocks = all_gather(output, mesh.group("x", "y")).unflatten(0, (mesh.size("x"), mesh.size("y")))
-            output = blocks.movedim(1, 2).flatten(2)[..., :x_size].movedim(0, 1).flatten(1)[:, :size]
-        else:
-            output = gather_features(output, size, mesh, "x", replicated=False)
-        return selection.take(output)
+        return output if selection.is_slice else selection.exchange(output)
 
     def selection_of(self, linear: nn.Module) -> Selection:
         """The features of a projection that this rank works on (LoRA's B takes these rows)."""

@@ -13,6 +13,7 @@ Two meanings of "the same on every rank" keep the backward passes right:
     all_gather           all-gather       reduce-scatter    partial
     reduce_scatter       reduce-scatter   all-gather        of this rank's block
     all_to_all           all-to-all       all-to-all        of this rank's block
+    exchange_rows        exchange         exchange          of the rows that this rank got
     all_reduce           all-reduce       identity          replicated
     all_reduce_backward  identity         all-reduce        partial
     all_reduce_both      all-reduce       all-reduce        partial
@@ -38,7 +39,6 @@ from torch.distributed import ProcessGroup
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-
 # Called with (kind, payload bytes, group) before each collective; see `observe`.
 _observers: list[Callable[[str, int, ProcessGroup], None]] = []
 
@@ -47,9 +47,9 @@ _observers: list[Callable[[str, int, ProcessGroup], None]] = []
 def observe(callback: Callable[[str, int, ProcessGroup], None]) -> Iterator[None]:
     """Call `callback(kind, payload, group)` before every collective of more than one rank that is issued inside.
 
-    `kind` is all_gather, reduce_scatter, all_to_all, all_reduce or broadcast, whatever the backend makes of it. The
-    payload is in bytes: the block that an all-gather sends or a reduce-scatter leaves on each rank, the whole tensor
-    of the others. Backward passes may run on a thread of autograd; the callback then does too.
+    `kind` is all_gather, reduce_scatter, all_to_all, exchange, all_reduce or broadcast, whatever the backend makes of
+    it. The payload is in bytes: the block that an all-gather sends or a reduce-scatter leaves on each rank, what an
+    exchange sends to others, the whole tensor of the others. A backward pass may call it on a thread of autograd.
     """
     _observers.append(callback)
     try:
@@ -133,6 +133,16 @@ def exchange(blocks: Tensor, group: ProcessGroup) -> Tensor:
     return received
 
 
+def _exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
+    rows = rows.contiguous()
+    if _observers:
+        own = send[dist.get_group_rank(group, dist.get_rank())]
+        _report("exchange", (sum(send) - own) * rows[:1].nbytes, group)
+    arrived = rows.new_empty(sum(receive), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows, receive, send, group=group)
+    return arrived
+
+
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "mean": dist.ReduceOp.AVG}
 
 
@@ -211,6 +221,17 @@ class _AllToAll(torch.autograd.Function):
         return exchange(grad, ctx.group), None
 
 
+class _ExchangeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, send, receive, group):
+        ctx.sizes, ctx.group = (receive, send), group
+        return _exchange_rows(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _exchange_rows(grad, *ctx.sizes, ctx.group), None, None, None
+
+
 class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, value, group):
@@ -267,6 +288,11 @@ def reduce_scatter(blocks: Tensor, group: ProcessGroup) -> Tensor:
 def all_to_all(blocks: Tensor, group: ProcessGroup) -> Tensor:
     """[p, ...] by receiver -> [p, ...] by sender. Backward: all-to-all."""
     return blocks if group.size() == 1 else _AllToAll.apply(blocks, group)
+
+
+def exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
+    """[sum of send, ...] by receiver -> [sum of receive, ...] by sender, unequal pieces. Backward: the other way."""
+    return rows if group.size() == 1 else _ExchangeRows.apply(rows, send, receive, group)
 
 
 def all_reduce(value: Tensor, group: ProcessGroup) -> Tensor:

@@ -97,7 +97,8 @@ def head_counts(config, attention: nn.Module) -> tuple[int, int]:
     def first(*names: str) -> int:
         for owner in (attention, config):
             for name in names:
-                with contextlib.suppress(AttributeError, RuntimeError, ValueError):  # a config whose layers differ may refuse
+                # A config whose layers differ refuses to name one number.
+                with contextlib.suppress(AttributeError, RuntimeError, ValueError):
                     if isinstance(getattr(owner, name), int):
                         return getattr(owner, name)
         return 0

@@ -39,7 +39,7 @@ def install_decoder(state: ModelState, model: nn.Module, plan: Plan) -> None:
     wrap_forward(model.get_submodule(plan.decoder), functools.partial(_decoder, state, plan.final is None))
 
 
-def _layer(state: ModelState, layer: nn.Module, first: bool, end: str | None, original: Callable, *args, **kwargs):
+def _layer(state: ModelState, layer: nn.Module, first: bool, end: str | None, original: Callable, /, *args, **kwargs):
     """A decoder layer: the first takes this rank's tokens, the last hands on `tokens` or gathers the `whole`."""
     if first:
         hidden, args, kwargs = pop_hidden(args, kwargs)
@@ -74,7 +74,7 @@ def _map_first(output, function: Callable):
     return type(output)((function(output[0]), *output[1:]))
 
 
-def _whole(state: ModelState, original: Callable, *args, **kwargs):
+def _whole(state: ModelState, original: Callable, /, *args, **kwargs):
     """A module that needs the whole sequence: tokens are gathered over (x, y) for it, every rank does all of its work
     (but for its Linears), and takes its own tokens of the first result."""
     tokens, mesh = state.tokens, state.mesh
@@ -111,7 +111,7 @@ def _keep_tokens_for_recomputation(state: ModelState, layer: nn.Module) -> None:
     layer._gradient_checkpointing_func = with_tokens
 
 
-def _decoder(state: ModelState, ended: bool, original: Callable, *args, **kwargs):
+def _decoder(state: ModelState, ended: bool, original: Callable, /, *args, **kwargs):
     output = original(*args, **kwargs)
     if isinstance(output, dict) and output.get("attentions") is not None:
         output["attentions"] = tuple(_all_heads(state, weights) for weights in output["attentions"])
@@ -181,14 +181,14 @@ def install_causal_lm(state: ModelState, model: nn.Module) -> None:
         model.generate = functools.partial(_generate, state, model, model.generate)
 
 
-def _base_model(state: ModelState, original: Callable, *args, **kwargs):
+def _base_model(state: ModelState, original: Callable, /, *args, **kwargs):
     """The model without its head, which may also be called on its own."""
     if not state.in_forward:
         state.begin_forward()
     return original(*args, **kwargs)
 
 
-def _generate(state: ModelState, model: nn.Module, original: Callable, *args, **kwargs):
+def _generate(state: ModelState, model: nn.Module, original: Callable, /, *args, **kwargs):
     """Every forward uses weights gathered over z, so all ranks go on until the longest row of all is done.
 
     The weights are gathered once for the whole call. Memory: those of a model on the same grid with z = 1.

@@ -26,7 +26,7 @@ class LayoutChoice:
     """The layout of the residual stream.
 
     Attributes:
-        reason: why it is the one, in a line.
+        reason: why it is the one, in a line; empty where there is no choice.
         features: H in the feature layout, 0 in the token layout.
         norms: what each norm computes that has to work in the feature layout.
     """
@@ -61,7 +61,8 @@ def choose_layout(model: nn.Module, plan: Plan, *, y: int, wanted: str) -> Layou
             f"layout is feature, but this model cannot have it: {problem}. Leave layout at auto, which takes the "
             "token layout for such a model."
         )
-    return LayoutChoice(f"token layout: {problem}")
+    # Linear by Linear, which the report has said, there is no residual stream to lay out.
+    return LayoutChoice("" if plan.reason else f"token layout: {problem}")
 
 
 def _search(model: nn.Module, plan: Plan) -> tuple[int, str | None, dict[nn.Module, NormKind]]:

@@ -133,7 +133,36 @@ class Grid:
         return "\n".join(lines)
 
 
-class GridMesh:
+class Place:
+    """A position on a grid: pure arithmetic, for this rank or any other."""
+
+    def __init__(self, grid: Grid, coordinates: dict[str, int]) -> None:
+        self.grid = grid
+        self.coordinates = coordinates
+
+    def moved(self, axes: tuple[str, ...], index: int) -> Place:
+        """The place whose position along `axes` together is `index`, and that is like this one otherwise."""
+        coordinates = dict(self.coordinates)
+        for axis in reversed(axes):
+            index, coordinates[axis] = divmod(index, getattr(self.grid, axis))
+        return Place(self.grid, coordinates)
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks along `axes` together."""
+        size = 1
+        for axis in axes:
+            size *= getattr(self.grid, axis)
+        return size
+
+    def index(self, *axes: str) -> int:
+        """The position along `axes` together, the last one varying fastest."""
+        index = 0
+        for axis in axes:
+            index = index * getattr(self.grid, axis) + self.coordinates[axis]
+        return index
+
+
+class GridMesh(Place):
     """The live process groups of a grid, as seen from this rank.
 
     Building it is collective over the whole world: every rank must call it, with the same grid. Groups are made once
@@ -154,10 +183,9 @@ class GridMesh:
                 "script with accelerate launch or torchrun, or call torch.distributed.init_process_group first."
             )
         grid.check(dist.get_world_size())
-        self.grid = grid
         self.rank = dist.get_rank()
+        super().__init__(grid, grid.coordinates(self.rank))
         self.device_type = device_type
-        self.coordinates = grid.coordinates(self.rank)
         mesh = init_device_mesh(device_type, tuple(getattr(grid, axis) for axis in AXES), mesh_dim_names=AXES)
         self._groups: dict[tuple[str, ...], ProcessGroup] = {(axis,): mesh.get_group(axis) for axis in AXES}
         for axes in (("x", "y"), ("data", "z")):
@@ -178,20 +206,6 @@ class GridMesh:
         if axes not in self._groups:
             raise KeyError(f"no group along {axes}; there are {sorted(self._groups)}")
         return self._groups[axes]
-
-    def size(self, *axes: str) -> int:
-        """Number of ranks along `axes` together."""
-        size = 1
-        for axis in axes:
-            size *= getattr(self.grid, axis)
-        return size
-
-    def index(self, *axes: str) -> int:
-        """This rank's position along `axes` together, the last one varying fastest."""
-        index = 0
-        for axis in axes:
-            index = index * getattr(self.grid, axis) + self.coordinates[axis]
-        return index
 
     @property
     def device(self) -> torch.device:

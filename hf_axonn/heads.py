@@ -15,12 +15,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from hf_axonn.grid import Place, ceil_div
 
-from hf_axonn.grid import GridMesh
-from hf_axonn.layouts import pad_dim
-from hf_axonn.styles import feature_slice
+
+def feature_slice(size: int, place: Place, *axes: str) -> tuple[slice, int]:
+    """The features of `size` that lie on this rank when cut over `axes` in turn, and their number with padding."""
+    start, stop, padded = 0, size, size
+    for axis in axes:
+        # Cut the padded length, as the activations are: then padding is at the end of every piece.
+        padded = ceil_div(padded, place.size(axis))
+        start = start + place.index(axis) * padded
+        stop = min(start + padded, stop)
+    return slice(min(start, stop), stop), padded
 
 
 @dataclass(frozen=True)
@@ -40,84 +46,106 @@ class Heads:
     expand: bool
 
     @classmethod
-    def divide(cls, query: int, kv: int, mesh: GridMesh) -> Heads:
+    def divide(cls, query: int, kv: int, place: Place) -> Heads:
         for axes in (("x", "y"), ("x",), ()):
-            if query % mesh.size(*axes) == 0:
-                return cls(query, kv, axes, expand=bool(axes) and kv % mesh.size(*axes) != 0)
+            if query % place.size(*axes) == 0:
+                return cls(query, kv, axes, expand=bool(axes) and kv % place.size(*axes) != 0)
         raise AssertionError("the empty product divides every number")
 
-    def kv_of_own_queries(self, mesh: GridMesh) -> list[int]:
+    def kv_of_own_queries(self, place: Place) -> list[int]:
         """For each query head of this rank the kv head that it reads."""
-        own = self.query // mesh.size(*self.axes)
-        first = mesh.index(*self.axes) * own
+        own = self.query // place.size(*self.axes)
+        first = place.index(*self.axes) * own
         return [head // (self.query // self.kv) for head in range(first, first + own)]
 
-    def kv_read(self, mesh: GridMesh) -> list[int]:
+    def kv_read(self, place: Place) -> list[int]:
         """The kv heads that this rank works on, where `expand`: one if its query heads share it, else one for each."""
-        each = self.kv_of_own_queries(mesh)
+        each = self.kv_of_own_queries(place)
         # Alike on all ranks: the groups of query heads are as long as the ranks' shares, or several shares long.
         return each[:1] if self.query // self.kv % len(each) == 0 else each
 
-    def own_query(self, mesh: GridMesh) -> int:
+    def own_query(self, place: Place) -> int:
         """Query heads of this rank."""
-        return self.query // mesh.size(*self.axes)
+        return self.query // place.size(*self.axes)
 
-    def own_kv(self, mesh: GridMesh) -> int:
+    def own_kv(self, place: Place) -> int:
         """Kv heads of this rank, repeated ones included."""
-        return len(self.kv_read(mesh)) if self.expand else self.kv // mesh.size(*self.axes)
+        return len(self.kv_read(place)) if self.expand else self.kv // place.size(*self.axes)
 
-    def why(self, mesh: GridMesh) -> str:
+    def why(self, place: Place) -> str:
         """How the block is cut, where it is not over all of (x, y) without more ado."""
-        sizes = f"x*y = {mesh.size('x', 'y')}"
+        sizes = f"x*y = {place.size('x', 'y')}"
         if self.axes == ("x", "y"):
             return f"{self.kv} kv heads are not divisible by {sizes}: k and v are gathered" if self.expand else ""
         if self.axes:
-            return f"{self.query} heads are divisible by x = {mesh.size('x')} but not by {sizes}: repeated over y"
-        return f"{self.query} heads are not divisible by x = {mesh.size('x')}: attention on all heads on every rank"
+            return f"{self.query} heads are divisible by x = {place.size('x')} but not by {sizes}: repeated over y"
+        return f"{self.query} heads are not divisible by x = {place.size('x')}: attention on all heads on every rank"
 
 
-class Selection:
-    """The features of one projection's output [N] that a rank works on.
+@dataclass(frozen=True)
+class Piece:
+    """This rank's share of one packed part of a projection: ranges of its features, and their number with padding."""
+
+    ranges: tuple[range, ...]
+    padded: int
+
+
+def pieces(size: int, segments: Sequence[str], heads: Heads | None, place: Place) -> list[Piece]:
+    """The features of a projection's output [N] that the rank at `place` works on, one piece for each packed part.
 
     Args:
         size: N.
-        segments: "query", "kv" or "own" for each packed part; heads of all parts are of one width.
+        segments: "query", "kv" or "own" for each part; heads of all parts are of one width.
         heads: None where the features belong to no head; then they are divided over (x, y).
+        place: whose.
+    Raises:
+        ValueError: the heads do not explain N.
     """
+    units = [1 if heads is None or kind == "own" else getattr(heads, kind) for kind in segments]
+    width = size // sum(units)
+    if width * sum(units) != size:
+        raise ValueError(f"{size} features are not {' + '.join(map(str, units))} heads of one width.")
+    axes = ("x", "y") if heads is None else heads.axes
+    found, start = [], 0
+    for kind, unit in zip(segments, units, strict=True):
+        if kind == "kv" and heads is not None and heads.expand:
+            starts = [start + head * width for head in heads.kv_read(place)]
+            found.append(Piece(tuple(range(first, first + width) for first in starts), len(starts) * width))
+        else:
+            own, padded = feature_slice(unit * width, place, *axes)
+            found.append(Piece((range(start + own.start, start + own.stop),), padded))
+        start += unit * width
+    return found
 
-    def __init__(self, size: int, segments: Sequence[str], heads: Heads | None, mesh: GridMesh) -> None:
-        units = [1 if heads is None or kind == "own" else getattr(heads, kind) for kind in segments]
-        width = size // sum(units)
-        if width * sum(units) != size:
-            raise ValueError(f"{size} features are not {' + '.join(map(str, units))} heads of one width.")
-        axes = ("x", "y") if heads is None else heads.axes
-        self.is_packed = len(segments) > 1
-        self.indices: list[Tensor] = []
-        self.padded: list[int] = []
-        self.is_slice = not self.is_packed  # this rank's own piece of [N] cut over the axes, nothing else
-        start = 0
-        for kind, unit in zip(segments, units, strict=True):
-            if kind == "kv" and heads is not None and heads.expand:
-                first = torch.tensor(heads.kv_read(mesh), device=mesh.device) * width + start
-                index = (first[:, None] + torch.arange(width, device=mesh.device)).flatten()
-                padded = len(index)
-                self.is_slice = False
-            else:
-                own, padded = feature_slice(unit * width, mesh, *axes)
-                index = torch.arange(start + own.start, start + own.stop, device=mesh.device)
-            self.indices.append(index)
-            self.padded.append(padded)
-            start += unit * width
 
-    @property
-    def size(self) -> int:
-        """Features that this rank works on, padding included."""
-        return sum(self.padded)
+def is_own_slice(size: int, segments: Sequence[str], heads: Heads | None, place: Place) -> bool:
+    """Whether the features that a rank works on are those that the product leaves there."""
+    return len(segments) == 1 and not (segments[0] == "kv" and heads is not None and heads.expand)
 
-    def take(self, whole: Tensor, dim: int = -1) -> Tensor:
-        """This rank's features of a tensor that has all N of them in `dim`, zero-padded in each segment."""
-        parts = [
-            pad_dim(whole.index_select(dim, index), dim, padded)
-            for index, padded in zip(self.indices, self.padded, strict=True)
-        ]
-        return torch.cat(parts, dim=dim) if len(parts) > 1 else parts[0]
+
+def sent_features(size: int, segments: Sequence[str], heads: Heads | None, place: Place) -> list[list[int]]:
+    """The features of [N] that the rank at `place` sends to each rank along the axes, itself included, each once; a
+    product leaves piece i of [N], cut over the axes, on rank i."""
+    axes = ("x", "y") if heads is None else heads.axes
+    own, _ = feature_slice(size, place, *axes)
+    receivers = (place.moved(axes, index) for index in range(place.size(*axes)))
+    return [_within(own, _needed(size, segments, heads, receiver)) for receiver in receivers]
+
+
+def arriving_features(size: int, segments: Sequence[str], heads: Heads | None, place: Place) -> list[list[int]]:
+    """The features of [N] that each rank along the axes sends to the one at `place`; the other end of
+    `sent_features`."""
+    axes = ("x", "y") if heads is None else heads.axes
+    needed = _needed(size, segments, heads, place)
+    senders = (place.moved(axes, index) for index in range(place.size(*axes)))
+    return [_within(feature_slice(size, sender, *axes)[0], needed) for sender in senders]
+
+
+def _needed(size: int, segments: Sequence[str], heads: Heads | None, place: Place) -> list[int]:
+    # A dict, because a kv head that several query heads of a rank repeat travels once.
+    found = pieces(size, segments, heads, place)
+    return list(dict.fromkeys(feature for piece in found for its in piece.ranges for feature in its))
+
+
+def _within(own: slice, features: list[int]) -> list[int]:
+    return [feature for feature in features if own.start <= feature < own.stop]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -19,18 +20,19 @@ from hf_axonn.decoder import install_causal_lm, install_decoder
 from hf_axonn.dropout import dropout_names, install_dropout, probability
 from hf_axonn.experts import expert_weights, is_experts, style_of
 from hf_axonn.feature_layout import LayoutChoice
+from hf_axonn.gathered import SMALLEST_PART, Gathered
 from hf_axonn.grid import WEIGHT_AXES, GridMesh
-from hf_axonn.heads import Heads
+from hf_axonn.heads import Heads, feature_slice
 from hf_axonn.layouts import bounds
 from hf_axonn.lora import ColumnLora, RowLora, lora_parts
 from hf_axonn.loss import ShardedCausalLMLoss
 from hf_axonn.norms import FeatureNorm
-from hf_axonn.plans import Plan, adapted
+from hf_axonn.plans import Plan, adapted, is_inside
 from hf_axonn.reads import find_readers
 from hf_axonn.report import Entry, Report
 from hf_axonn.router_loss import install_router_loss
 from hf_axonn.state import ModelState, is_conv1d, is_linear, shard_placements
-from hf_axonn.styles import FullLinear, Reading, Replicated, feature_slice
+from hf_axonn.styles import FullLinear, Reading, Replicated
 from hf_axonn.vocabulary import Embedding, Head, is_vocabulary
 
 
@@ -42,7 +44,7 @@ def weight_kinds(model: nn.Module, plan: Plan) -> dict[int, str]:
         for name in block.columns:
             kinds[id(adapted(modules[name]).weight)] = "column"
         kinds[id(adapted(modules[block.row]).weight)] = "row"
-    vocabulary = _vocabulary(model)
+    vocabulary = _vocabulary(model, plan)
     apart = {*vocabulary, *_adapters(model)}
     for name, module in modules.items():
         if is_linear(module) and module not in apart and plan.is_full(name):
@@ -54,21 +56,46 @@ def weight_kinds(model: nn.Module, plan: Plan) -> dict[int, str]:
     kinds = {key: "replicated" if key in embedded else kind for key, kind in kinds.items()}
     for module in vocabulary:
         kinds[id(module.weight)] = "vocabulary"
+    kinds |= {key: "gathered" for key in _large_others(model, plan) - kinds.keys()}
     _, changed = find_readers(model)
     return kinds | {id(parameter): "replicated" for module in changed for parameter in module.parameters(False)}
 
 
-def _vocabulary(model: nn.Module) -> list[nn.Module]:
-    """The token embedding and the head, where they are of the plain kind."""
-    if not hasattr(model, "get_input_embeddings"):
-        return []
-    embedding, head = compat.input_embedding(model), compat.output_embedding(model)
-    found = []
-    if is_vocabulary(embedding):
-        found.append(embedding)
-    if type(head) is nn.Linear:
-        if embedding in found or head.weight is not getattr(embedding, "weight", None):
-            found.append(head)
+def _large_others(model: nn.Module, plan: Plan) -> set[int]:
+    """Ids of large parameters of more than one dim that one module has for itself, outside of blocks."""
+    entries = {block.entry for block in plan.blocks}
+    smallest = SMALLEST_PART * max((parameter.numel() for parameter in model.parameters()), default=0)
+    adapters = _adapters(model)
+    found = Counter()
+    for name, module in model.named_modules():
+        weight = 2 if module in adapters or is_inside(name, entries) else 1
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() > 1 and parameter.numel() >= smallest:
+                found[id(parameter)] += weight
+    return {key for key, weight in found.items() if weight == 1}
+
+
+def _vocabulary(model: nn.Module, plan: Plan) -> list[nn.Module]:
+    """The embeddings of a size with the largest, and the head, where they are of the plain kind.
+
+    Not inside of decoder layers, where ranks look up different ids; and not where anything else has the weight too.
+    """
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(module)
+    head = compat.output_embedding(model)
+    head = head if type(head) is nn.Linear else None
+    embeddings = [
+        module
+        for name, module in model.named_modules()
+        if is_vocabulary(module) and not is_inside(name, plan.layers)
+        if all(is_vocabulary(its) or its is head for its in owners[id(module.weight)])
+    ]
+    largest = max((module.weight.numel() for module in embeddings), default=0)
+    found = [module for module in embeddings if 4 * module.weight.numel() >= largest]
+    if head is not None and all(its is head or its in found for its in owners[id(head.weight)]):
+        found.append(head)
     return found
 
 
@@ -104,7 +131,7 @@ def shard_parameters(model: nn.Module, kinds: dict[int, str], state: ModelState)
                 continue
             if id(parameter) not in made:
                 kind = kinds.get(id(parameter), "replicated")
-                kept = "column" if kind == "full" else kind
+                kept = {"full": "column", "gathered": "vocabulary"}.get(kind, kind)
                 placements = shard_placements(kept, transposed=id(parameter) in transposed)
                 full = parameter.detach()
                 if not full.is_meta:
@@ -144,7 +171,7 @@ def install_styles(
         own = sum(parameter.numel() for parameter in module._parameters.values() if parameter is not None)
         report.entries.append(Entry(names[module] or "(root)", style, own, reason))
 
-    vocabulary = _vocabulary(model)
+    vocabulary = _vocabulary(model, plan)
     for module in vocabulary:
         style = Embedding if isinstance(module, nn.Embedding) else Head
         style(state, module)
@@ -194,6 +221,11 @@ def install_styles(
         if is_linear(module) and kinds.get(id(module.weight)) == "full":
             FullLinear(state, module)
             note(module, "full")
+            continue
+        gathered = [its for its, parameter in module._parameters.items() if kinds.get(id(parameter)) == "gathered"]
+        if gathered:
+            Gathered(state, module, axes, gathered)
+            note(module, "gathered")
             continue
         Replicated(state, module, axes, own=rows_of.get(name))
         if module in adapters:

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from hf_axonn import compat
 from hf_axonn.blocks import Column, Row
 from hf_axonn.collectives import all_reduce, all_reduce_backward
+from hf_axonn.heads import feature_slice
 from hf_axonn.layouts import pad_dim
 from hf_axonn.state import ModelState, replicated_local, scale_gradient
-from hf_axonn.styles import feature_slice, take_slice, wrap_forward
+from hf_axonn.styles import take_slice, wrap_forward
 
 
 def check_adapters(model: nn.Module) -> None:

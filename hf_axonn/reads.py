@@ -94,7 +94,8 @@ def _uses(module_class: type[nn.Module], method: str) -> tuple[_Use, ...]:
         for its in module_class.__mro__[: module_class.__mro__.index(nn.Module)]:  # for calls of super()
             for use in _uses_of(vars(its).get(name)):
                 found[use] = None
-                if not use.path and use.name not in done and _function(module_class, use.name):
+                called = use.name == "forward" or _function(module_class, use.name)
+                if not use.path and use.name not in done and called:
                     todo.append(use.name)
     return tuple(found)
 
@@ -121,7 +122,9 @@ def _uses_in(tree: ast.AST) -> Iterator[_Use]:
 
 
 def _path(node: ast.expr) -> tuple[str, ...] | None:
-    """`self.a[0].b` -> ("a", "[]", "b"); None for what does not begin at self."""
+    """`self.a[0].b` -> ("a", "[]", "b"), `super().b` -> ("b",); None for what does not begin at self."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
+        return ()
     if isinstance(node, ast.Name):
         return () if node.id == "self" else None
     if isinstance(node, (ast.Attribute, ast.Subscript)):

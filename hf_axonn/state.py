@@ -74,11 +74,11 @@ class ModelState:
     def coordinates(self) -> dict[str, int]:
         return self.mesh.coordinates
 
-    def weight_of(self, module: nn.Module, name: str = "weight") -> ShardedWeight:
+    def weight_of(self, module: nn.Module, name: str = "weight", *, flat: bool = False) -> ShardedWeight:
         """The record of one parameter of a module, one for all modules that share the parameter."""
         key = id(module._parameters[name])
         if key not in self._weight_of_parameter:
-            self._weight_of_parameter[key] = ShardedWeight(module, name, transposed=is_conv1d(module))
+            self._weight_of_parameter[key] = ShardedWeight(module, name, transposed=is_conv1d(module), flat=flat)
             self.weights.append(self._weight_of_parameter[key])
         return self._weight_of_parameter[key]
 
@@ -141,7 +141,7 @@ class ModelState:
 class ShardedWeight:
     """One parameter [N, K] that is cut over (y, x, z); the modules that share the parameter share this.
 
-    A `transposed` one is stored as [K, N] (Transformers' Conv1D) and seen as [N, K].
+    A `transposed` one is stored as [K, N] (Transformers' Conv1D) and seen as [N, K], a `flat` one as [N, ...].
 
     The node of the shard in the graph is made some way ahead of its use (`DeliveryOrder`), so autograd comes to it
     some way behind: until then the reduction of its gradient may be under way (ORS).
@@ -150,11 +150,12 @@ class ShardedWeight:
         keep: whether the gathered weight is kept from forward to backward.
     """
 
-    def __init__(self, module: nn.Module, name: str, *, transposed: bool = False) -> None:
+    def __init__(self, module: nn.Module, name: str, *, transposed: bool = False, flat: bool = False) -> None:
         self.module = module
         self.keep = False
         self._name = name
         self._transposed = transposed
+        self._flat = flat
         self._current: Tensor | None = None
         self.slot = GradientSlot()
 
@@ -168,7 +169,8 @@ class ShardedWeight:
         return self._view(self.parameter.to_local()).detach()
 
     def _view(self, local: Tensor) -> Tensor:
-        return local.t() if self._transposed else local
+        local = local.t() if self._transposed else local
+        return local.flatten(1) if self._flat else local
 
     def _in_graph(self) -> Tensor:
         parameter = self.parameter

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_axonn.collectives import all_reduce, all_reduce_backward
 from hf_axonn.grid import GridMesh
+from hf_axonn.heads import feature_slice
 from hf_axonn.layouts import bounds, ceil_div, gather_features, pad_dim, take_features
 from hf_axonn.matmul3d import Cut, Product, gathered_weight
 from hf_axonn.reads import Reader
@@ -56,17 +57,6 @@ def cut_weight(kind: str, rows: int, cols: int, mesh: GridMesh, *, whole_input: 
 def _own(size: int, mesh: GridMesh, axis: str) -> int:
     start, stop = bounds(size, mesh.size(axis), mesh.index(axis))
     return stop - start
-
-
-def feature_slice(size: int, mesh: GridMesh, *axes: str) -> tuple[slice, int]:
-    """The features of `size` that lie on this rank when cut over `axes` in turn, and their number with padding."""
-    start, stop, padded = 0, size, size
-    for axis in axes:
-        # Cut the padded length, as the activations are: then padding is at the end of every piece.
-        padded = ceil_div(padded, mesh.size(axis))
-        start = start + mesh.index(axis) * padded
-        stop = min(start + padded, stop)
-    return slice(min(start, stop), stop), padded
 
 
 def take_slice(parameter: Tensor, size: int, mesh: GridMesh, *axes: str) -> Tensor:
@@ -130,6 +120,11 @@ class Replicated:
         state.styles[module] = self
         wrap_forward(module, self._forward)
 
+    def plain(self, name: str) -> Tensor:
+        """A parameter as a plain tensor, in the graph."""
+        local = replicated_local(self.module._parameters[name], self.state.mesh, self.partial_axes)
+        return local if self.own is None else local[self.own]
+
     def _forward(self, original: Callable, *args, **kwargs):
         with self.shown():
             return original(*args, **kwargs)
@@ -142,8 +137,7 @@ class Replicated:
         try:
             for name in names:
                 # An entry of __dict__ is found before nn.Module looks among its parameters.
-                local = replicated_local(module._parameters[name], self.state.mesh, self.partial_axes)
-                module.__dict__[name] = local if self.own is None else local[self.own]
+                module.__dict__[name] = self.plain(name)
             yield
         finally:
             for name in names:

@@ -51,10 +51,10 @@ def _whole_weight(style: Embedding | Head, size: int) -> Tensor:
     """[V, H], for code that every rank of (x, y) repeats. All-gathers over z and (x, y); backward: reduce-scatter
     over z."""
     block = gathered_weight(Product(style.state, style.weights, style.cuts))
-    return _in_order(gather_replicated(block, style.state.mesh.group("x", "y")), size, style.state.mesh)
+    return in_order(gather_replicated(block, style.state.mesh.group("x", "y")), size, style.state.mesh)
 
 
-def _in_order(blocks: Tensor, size: int, mesh: GridMesh) -> Tensor:
+def in_order(blocks: Tensor, size: int, mesh: GridMesh) -> Tensor:
     """[x*y, V/(x*y), ...] as ranks hold it -> [V, ...]. No communication."""
     # Ranks of (x, y) are numbered with y innermost, the vocabulary is cut over y first.
     parts = [
@@ -155,7 +155,7 @@ class Head:
         if bias is not None:
             local = local + bias.to(local.dtype)
         blocks = gather_replicated(local.squeeze(0), mesh.group("x", "y"))
-        return _in_order(blocks.transpose(1, 2), size, mesh).t().reshape(*hidden.shape[:-1], size)
+        return in_order(blocks.transpose(1, 2), size, mesh).t().reshape(*hidden.shape[:-1], size)
 
     def whole_weight(self) -> Tensor:
         """See `_whole_weight`."""

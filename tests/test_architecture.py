@@ -12,11 +12,23 @@ import hf_axonn
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    {"goldfish", "grid", "collectives", "compat", "config", "reads", "report", "perf.ledger", "perf.shapes", "perf.volumes"},
+    {
+        "goldfish",
+        "grid",
+        "heads",
+        "collectives",
+        "compat",
+        "config",
+        "reads",
+        "report",
+        "perf.ledger",
+        "perf.shapes",
+        "perf.volumes",
+    },
     {"layouts", "kept", "matmul3d", "operand_layouts", "overlap", "state", "token_loss", "traffic", "tuning"},
     {
         "styles",
-        "heads",
+        "selection",
         "recipes",
         "blocks",
         "dropout",

@@ -20,6 +20,7 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from hf_axonn import Grid, from_pretrained, load_sharded, parallelize, save_sharded
 from hf_axonn.collectives import observe
+from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.expert_weights import ExpertsCut
 from hf_axonn.experts import is_experts
 from hf_axonn.gradients import find_state
@@ -54,6 +55,7 @@ KINDS = {
 }
 TWO = [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)]
 FOUR = [Grid(y=2, x=2), Grid(z=2, x=2)]
+NO_OVERLAP = Overlap(all_gather=False, reduce_scatter=False, all_reduce=False)
 
 
 def moe(kind, **changes):
@@ -139,6 +141,8 @@ def test_ways_of_training(monkeypatch):
         # Its first pass has no graph, so on one process too no auxiliary loss would reach the routers.
         Case("checkpointed, reentrant", again, before=functools.partial(checkpointed, reentrant=True)),
         Case("frozen experts", make, before=frozen_experts),
+        Case("kept", make, config=lambda grid: AxonnConfig(grid=grid, keep_gathered="all")),
+        Case("no overlap", make, config=lambda grid: AxonnConfig(grid=grid, overlap=NO_OVERLAP)),
     ]
     assert not errors(cases, FOUR)
 

@@ -137,7 +137,9 @@ def test_elementwise_code_in_a_layer_does_not():
 
 def test_a_model_without_blocks_cannot_have_it():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    assert choose(model).reason.startswith("token layout: no block plan")
+    assert choose(model).reason == "" and not choose(model).features
+    with pytest.raises(ValueError, match="this model cannot have it: no block plan"):
+        choose(model, "feature")
 
 
 def check_moves():

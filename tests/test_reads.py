@@ -22,6 +22,16 @@ class Scale(nn.Module):
         return hidden * self.factor
 
 
+class Bent(nn.Linear):
+    """A Linear of its own kind, whose own forward is called under another name."""
+
+    def straight(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.straight(hidden).tanh()
+
+
 class Net(nn.Module):
     """Reads a Linear's weight and bias, a norm's weight, a list of parameters and, for its logits, the embedding's."""
 
@@ -32,6 +42,7 @@ class Net(nn.Module):
         self.read = nn.Linear(10, 10)
         self.called = nn.Linear(10, 10)
         self.clamped = nn.Linear(10, 10)
+        self.bent = Bent(10, 10)
         self.scales = nn.ModuleList([Scale()])
         self.shifts = nn.ParameterList([torch.rand(10), torch.rand(10)])
 
@@ -44,7 +55,7 @@ class Net(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.called(self.norm(self.embed(ids))).to(self.called.weight.dtype)
         hidden = hidden + nn.functional.linear(hidden, self.read.weight, self.read.bias) + self.read(hidden) ** 2
-        hidden = self.scales[0].apply_to(hidden) * self.norm.weight
+        hidden = self.scales[0].apply_to(hidden) * self.norm.weight + self.bent(hidden) * self.bent.straight(hidden)
         for shift in self.shifts:
             hidden = hidden + shift
         return self._logits(hidden)
@@ -68,6 +79,7 @@ def test_who_reads_what():
     assert found == {
         (net, "forward"): {net.embed, net.read, net.norm, net.clamped, net.shifts},
         (scale, "apply_to"): {scale},
+        (net.bent, "straight"): {net.bent},
     }
     assert changed == {net.clamped}
 
@@ -116,6 +128,7 @@ def test_readers_on_every_grid():
         "read": "full",
         "called": "full",
         "clamped": "replicated",
+        "bent": "gathered",
         "scales.0": "replicated",
         "shifts": "replicated",
     }

@@ -9,7 +9,7 @@ import pytest
 from hf_axonn.grid import Grid
 from hf_axonn.perf.ledger import Key, Ledger, Volume, sent_bytes
 from hf_axonn.perf.shapes import ModelShape, Step
-from hf_axonn.perf.volumes import BUCKET_BYTES, buckets, head_axes, layer_volumes, volumes
+from hf_axonn.perf.volumes import BUCKET_BYTES, buckets, layer_volumes, volumes
 
 
 LLAMA = ModelShape(layers=4, hidden=96, heads=16, kv_heads=8, intermediate=160, vocab=256)
@@ -93,24 +93,21 @@ def test_micro_batches_repeat_everything_but_the_averaging_of_gradients():
     assert three.sent(phase="gradients") == one.sent(phase="gradients") > 0
 
 
-@pytest.mark.parametrize(("heads", "axes"), [(8, ("x", "y")), (6, ("x",)), (9, ())])
-def test_heads_are_divided_as_far_as_they_go(heads, axes):
-    assert head_axes(heads, Grid(y=2, x=2)) == axes
-
-
-def test_kv_heads_that_do_not_divide_are_gathered():
+def test_kv_heads_that_do_not_divide_are_exchanged():
     grid = Grid(y=2, x=2)
     narrow = ModelShape(layers=1, hidden=96, heads=16, kv_heads=2, intermediate=160, vocab=256)
     ledger = layer_volumes(narrow, grid, STEP)
-    # k and v: 2 heads of 6 features, a quarter of them on each rank.
-    assert ledger.entries[Key("forward", "all_gather", ("x", "y"))] == Volume(2, 2 * 128 * 3 * 2)
+    # k and v: 2 heads of 6 features, half a head on each rank, which another rank needs too.
+    assert ledger.entries[Key("forward", "exchange", ("x", "y"))] == Volume(2, 2 * 128 * 3 * 2)
+    assert ledger.entries[Key("backward", "exchange", ("x", "y"))] == Volume(2, 2 * 128 * 3 * 2)
     assert not list(layer_volumes(LLAMA, grid, STEP).chosen(axes=("x", "y")))
 
 
-def test_packed_projections_are_gathered_for_their_parts():
+def test_parts_of_packed_projections_are_exchanged():
     packed = ModelShape(layers=1, hidden=96, heads=16, intermediate=160, vocab=256, packed_qkv=True, packed_mlp=True)
     ledger = layer_volumes(packed, Grid(y=2, x=2), STEP)
-    assert ledger.entries[Key("forward", "all_gather", ("x", "y"))] == Volume(2, 128 * (3 * 96 + 2 * 160) // 4 * 2)
+    # Rank 0 has 72 of the 96 features of q, and works on 24; and 80 of the 160 of gate, of which it works on 40.
+    assert ledger.entries[Key("forward", "exchange", ("x", "y"))] == Volume(2, 128 * (72 - 24 + 80 - 40) * 2)
 
 
 def test_ranks_differ_where_sizes_do_not_divide():

@@ -6,6 +6,7 @@ or a pairwise exchange (all-to-all) of p ranks makes every rank send
     kind             payload n                             sent by each rank
     all_gather       the block of one rank                 (p - 1) * n
     reduce_scatter   the block that is left on one rank    (p - 1) * n
+    exchange         what this rank sends to others        n
     all_reduce       the whole tensor                      2 * (p - 1) / p * n
     all_to_all       the whole tensor                      (p - 1) / p * n
     broadcast        the whole tensor                      n
@@ -25,7 +26,7 @@ from hf_axonn.grid import AXES, Grid
 
 
 PHASES = ("forward", "backward", "gradients")
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "broadcast")
 
 
 def sent_bytes(kind: str, ranks: int, payload: int) -> Fraction:
@@ -35,6 +36,7 @@ def sent_bytes(kind: str, ranks: int, payload: int) -> Fraction:
         "reduce_scatter": Fraction(ranks - 1),
         "all_reduce": Fraction(2 * (ranks - 1), ranks),
         "all_to_all": Fraction(ranks - 1, ranks),
+        "exchange": Fraction(1),
         "broadcast": Fraction(1),
     }[kind]
     return factor * payload

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hf_axonn.grid import Grid, bounds, ceil_div
+from hf_axonn.grid import Grid, Place, bounds, ceil_div
+from hf_axonn.heads import Heads, arriving_features, is_own_slice, sent_features
 from hf_axonn.perf.ledger import Key, Ledger
 from hf_axonn.perf.shapes import LinearShape, ModelShape, Step
 
@@ -52,14 +53,6 @@ def layer_volumes(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "t
     return _Account(shape, grid, step, layout, rank).layer()
 
 
-def head_axes(heads: int, grid: Grid) -> tuple[str, ...]:
-    """Over which axes attention heads are divided: the longest of (x, y), (x), () whose product divides them."""
-    for axes, parts in ((("x", "y"), grid.x * grid.y), (("x",), grid.x)):
-        if heads % parts == 0:
-            return axes
-    return ()
-
-
 def shard_shape(kind: str, linear: LinearShape, grid: Grid, here: dict[str, int]) -> tuple[int, int]:
     """(rows, cols) of a weight on the rank at `here` before the cut over z. Kinds: column, row, vocabulary."""
 
@@ -82,6 +75,7 @@ class _Account:
         self.shape, self.grid, self.step = shape, grid, step
         self.by_features = layout == "feature" and grid.y > 1
         self.here = grid.coordinates(rank)
+        self.place = Place(grid, self.here)
         self.tokens = step.tokens
         self.padded = step.padded(grid)
         self.hidden_y = ceil_div(shape.hidden, grid.y)
@@ -110,7 +104,8 @@ class _Account:
     ) -> None:
         """An attention block or an MLP. What follows its last matmul goes to `last`: a recomputation stops there."""
         shape, grid, size = self.shape, self.grid, self.step.compute_bytes
-        axes = head_axes(shape.heads, grid) if is_attention else ("x", "y")
+        heads = Heads.divide(shape.heads, shape.kv, self.place) if is_attention else None
+        axes = heads.axes if heads else ("x", "y")
         packed = shape.packed_qkv if is_attention else shape.packed_mlp
 
         def both(into: Ledger, forward: str | None, backward: str | None, over: Iterable[str], elements: int) -> None:
@@ -130,13 +125,18 @@ class _Account:
             both(ledger, "reduce_scatter", "all_gather", ("y",), self.tokens * sum(features))
         else:
             both(ledger, "all_reduce", None, ("y",), self.tokens * grid.y * sum(features))
-        # Column._place
-        for linear, own in zip(columns, features, strict=True):
+        # Column._place: where heads are on no axis all features are gathered; packed ones and kv heads that do not
+        # divide are exchanged
+        names = [("query", "kv", "kv")] if packed else [("query",), ("kv",), ("kv",)][: len(columns)]
+        if not is_attention:
+            names = [("own", "own")] if packed else [("own",)] * len(columns)
+        for linear, segments in zip(columns, names, strict=True):
             if not axes:
                 both(ledger, "all_gather", None, ("x",), self.tokens * ceil_div(linear.rows, grid.x))
-            elif packed or (linear is not columns[0] and is_attention and shape.kv % self.parts(axes)):
-                elements = own if "y" in axes else ceil_div(linear.rows, grid.x)
-                both(ledger, "all_gather", "reduce_scatter", axes, self.tokens * elements)
+            elif not is_own_slice(linear.rows, segments, heads, self.place):
+                for phase, features_of in (("forward", sent_features), ("backward", arriving_features)):
+                    features = self.exchanged(features_of(linear.rows, segments, heads, self.place), axes)
+                    ledger.add(phase, "exchange", axes, self.tokens * features * size)
         # Row._forward
         if "y" in axes:
             inner = ceil_div(ceil_div(row.cols, grid.x), grid.y)
@@ -151,11 +151,9 @@ class _Account:
         if not self.by_features:
             both(last, "all_to_all", "all_to_all", ("y",), stream)
 
-    def parts(self, axes: tuple[str, ...]) -> int:
-        size = 1
-        for axis in axes:
-            size *= getattr(self.grid, axis)
-        return size
+    def exchanged(self, features: list[list[int]], axes: tuple[str, ...]) -> int:
+        """Features that travel between this rank and others: not those between this rank and itself."""
+        return sum(map(len, features)) - len(features[self.place.index(*axes)])
 
     def weights(self, ledger: Ledger, kind: str, linears: list[LinearShape]) -> None:
         """The weights of one product, in one collective: gathered in both passes, their gradients reduced."""

@@ -1,0 +1,51 @@
+"""Large parameters that belong to no Linear and no embedding: experts of a kind of their own, kernels of convolutions,
+attention that multiplies by [H, heads, head_dim]. Nothing is known about their use, so they are stored in pieces and
+whole while their module runs.
+
+    stored     [A / (y * x * z), ...]   cut along the first dim, as a vocabulary is
+    in use     [A, ...]                 gathered for each forward pass, kept by autograd for backward
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from hf_axonn.collectives import all_gather, gather_replicated
+from hf_axonn.matmul3d import Product, gathered_weight
+from hf_axonn.state import ModelState
+from hf_axonn.styles import Replicated, cut_weight
+from hf_axonn.vocabulary import in_order
+
+
+# A parameter is stored in pieces if it has at least this part of the elements of the model's largest one: what is
+# smaller costs more time to gather than memory to hold.
+SMALLEST_PART = 1 / 64
+
+
+class Gathered(Replicated):
+    """A module some of whose parameters (`names`) are stored in pieces; its code sees plain whole tensors.
+
+    Collectives: for each of them an all-gather over z and one over (x, y); backward: reduce-scatter over z, and over
+    (x, y) where ranks do different work with it (`partial_axes`), else none there.
+    """
+
+    def __init__(self, state: ModelState, module: nn.Module, partial_axes: tuple[str, ...], names: list[str]) -> None:
+        self.products: dict[str, Product] = {}
+        for name in names:
+            first, *others = module._parameters[name].shape
+            cut = cut_weight("vocabulary", first, math.prod(others), state.mesh)
+            self.products[name] = Product(state, [state.weight_of(module, name, flat=True)], [cut])
+        super().__init__(state, module, partial_axes)
+
+    def plain(self, name: str) -> Tensor:
+        """The whole of a parameter, in the graph."""
+        if name not in self.products:
+            return super().plain(name)
+        mesh, shape = self.state.mesh, self.module._parameters[name].shape
+        blocks = gathered_weight(self.products[name])
+        for axis in ("y", "x"):
+            gather = all_gather if axis in self.partial_axes else gather_replicated
+            blocks = gather(blocks, mesh.group(axis))  # [x, y, A / (x * y), others] in the end
+        return in_order(blocks.flatten(0, 1), shape[0], mesh).view(shape)

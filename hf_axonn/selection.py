@@ -1,0 +1,61 @@
+"""From the features that a product leaves on each rank to those that each rank works on.
+
+The two are the same where a projection is q alone, or gate alone, and heads divide. Where q, k and v are packed into
+one weight, or kv heads do not divide, one exchange sends every rank just what it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_axonn.collectives import exchange_rows
+from hf_axonn.grid import GridMesh
+from hf_axonn.heads import Heads, arriving_features, feature_slice, is_own_slice, pieces, sent_features
+from hf_axonn.layouts import pad_dim
+
+
+class Selection:
+    """The features of one projection's output [N] that this rank works on. Arguments as heads.pieces."""
+
+    def __init__(self, size: int, segments: Sequence[str], heads: Heads | None, mesh: GridMesh) -> None:
+        self.mesh = mesh
+        self.axes = ("x", "y") if heads is None else heads.axes
+        self.is_slice = is_own_slice(size, segments, heads, mesh)
+        found = pieces(size, segments, heads, mesh)
+        self.padded = [piece.padded for piece in found]
+        self.indices = [self._tensor([feature for its in piece.ranges for feature in its]) for piece in found]
+        if self.is_slice or not self.axes:
+            return
+        own, _ = feature_slice(size, mesh, *self.axes)
+        sent = sent_features(size, segments, heads, mesh)
+        arriving = arriving_features(size, segments, heads, mesh)
+        self.send_sizes = [len(features) for features in sent]
+        self.send = self._tensor([feature - own.start for features in sent for feature in features])
+        self.receive_sizes = [len(features) for features in arriving]
+        place_of = {feature: place for place, feature in enumerate(its for features in arriving for its in features)}
+        self.order = [self._tensor([place_of[int(feature)] for feature in index]) for index in self.indices]
+
+    def _tensor(self, numbers: list[int]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.long, device=self.mesh.device)
+
+    @property
+    def size(self) -> int:
+        """Features that this rank works on, padding included."""
+        return sum(self.padded)
+
+    def take(self, whole: Tensor, dim: int = -1) -> Tensor:
+        """This rank's features of a tensor that has all N of them in `dim`, zero-padded in each packed part."""
+        return self._join([whole.index_select(dim, index) for index in self.indices], dim)
+
+    def exchange(self, output: Tensor) -> Tensor:
+        """[T, N/axes], what a product has left on this rank -> [T, size]. One exchange over the axes, both ways."""
+        rows = output.t().index_select(0, self.send)
+        arrived = exchange_rows(rows, self.send_sizes, self.receive_sizes, self.mesh.group(*self.axes))
+        return self._join([arrived.index_select(0, order) for order in self.order], 0).t().contiguous()
+
+    def _join(self, parts: list[Tensor], dim: int) -> Tensor:
+        parts = [pad_dim(part, dim, padded) for part, padded in zip(parts, self.padded, strict=True)]
+        return torch.cat(parts, dim=dim) if len(parts) > 1 else parts[0]

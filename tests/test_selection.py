@@ -1,0 +1,83 @@
+"""Which features each rank works on, and the exchange that brings them there."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import all_grids, paper_mesh, run_ranks
+
+from hf_axonn.grid import Grid, grid_mesh
+from hf_axonn.heads import Heads, arriving_features, feature_slice, is_own_slice, pieces, sent_features
+from hf_axonn.selection import Selection
+
+
+GRIDS = [grid for size in (2, 3, 4, 6, 8) for grid in all_grids(size) if grid.x * grid.y > 1]
+CASES = {  # segments, query heads, kv heads, features of a head
+    "k of few heads": (("kv",), 12, 2, 3),
+    "k of one head": (("kv",), 8, 1, 4),
+    "packed q, k, v": (("query", "kv", "kv"), 12, 4, 2),
+    "packed, as many kv heads": (("query", "kv", "kv"), 6, 6, 2),
+    "q, k, v of each head": (("query",), 6, 6, 3),
+    "gate and up": (("own", "own"), 0, 0, 11),
+}
+
+
+def case(name, grid, rank):
+    segments, query, kv, width = CASES[name]
+    mesh = paper_mesh(grid, rank)
+    heads = Heads.divide(query, kv, mesh) if query else None
+    size = sum(getattr(heads, kind) if heads else 1 for kind in segments) * width
+    return size, segments, heads, mesh
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_is_sent_what_it_needs_once(name, grid):
+    for rank in range(grid.size):
+        size, segments, heads, mesh = case(name, grid, rank)
+        axes = heads.axes if heads else ("x", "y")
+        needed = {its for piece in pieces(size, segments, heads, mesh) for part in piece.ranges for its in part}
+        arriving = arriving_features(size, segments, heads, mesh)
+        assert sorted(its for features in arriving for its in features) == sorted(needed)
+        for sender, features in enumerate(arriving):
+            there = mesh.moved(axes, sender)
+            assert features == sent_features(size, segments, heads, there)[mesh.index(*axes)]
+            own, _ = feature_slice(size, there, *axes)
+            assert all(own.start <= feature < own.stop for feature in features)
+        if is_own_slice(size, segments, heads, mesh):
+            own, _ = feature_slice(size, mesh, *axes)
+            assert needed == set(range(own.start, own.stop))
+
+
+def test_packed_parts_have_to_explain_the_size():
+    heads = Heads.divide(4, 2, paper_mesh(Grid(x=2), 0))
+    with pytest.raises(ValueError, match="30 features are not 4 \\+ 2 \\+ 2 heads of one width"):
+        pieces(30, ("query", "kv", "kv"), heads, paper_mesh(Grid(x=2), 0))
+
+
+def _exchanges(grids):
+    for grid in grids:
+        mesh = grid_mesh(grid, "cpu")
+        for name in CASES:
+            size, segments, heads, _ = case(name, grid, dist.get_rank())
+            selection = Selection(size, segments, heads, mesh)
+            if selection.is_slice or not selection.axes:
+                continue
+            whole = torch.randn(5, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+            whole.requires_grad_()
+            own, padded = feature_slice(size, mesh, *selection.axes)
+            mine = torch.nn.functional.pad(whole[:, own], (0, padded - (own.stop - own.start)))
+            taken = selection.exchange(mine)
+            expected = selection.take(whole)
+            assert torch.equal(taken, expected) and taken.shape[1] == selection.size, (name, str(grid))
+            # Each rank's gradients are shares of a sum over the axes, whichever way the features came.
+            weights = torch.arange(1.0, 1 + taken.numel(), dtype=torch.float64).view_as(taken) * (1 + dist.get_rank())
+            shares = []
+            for output in (taken, expected):
+                (gradient,) = torch.autograd.grad((output * weights).sum(), whole)
+                dist.all_reduce(gradient, group=mesh.group(*selection.axes))
+                shares.append(gradient)
+            torch.testing.assert_close(*shares, rtol=1e-12, atol=0)
+
+
+def test_an_exchange_is_the_selection_of_the_whole():
+    run_ranks(_exchanges, 4, [grid for grid in all_grids(4) if grid.x * grid.y > 1])
