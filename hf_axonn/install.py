@@ -68,7 +68,7 @@ def _large_others(model: nn.Module, plan: Plan) -> set[int]:
     adapters = _adapters(model)
     found = Counter()
     for name, module in model.named_modules():
-        weight = 2 if module in adapters or is_inside(name, entries) else 1
+        weight = 2 if module in adapters or is_inside(name, entries) or is_experts(module) else 1
         for parameter in module.parameters(recurse=False):
             if parameter.dim() > 1 and parameter.numel() >= smallest:
                 found[id(parameter)] += weight

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_axonn.collectives import Pending, start_all_gather, start_reduce_scatter
+from hf_axonn.collectives import Pending, start_all_gather, start_reduce_scatter, together, travels_alone
 from hf_axonn.grid import GridMesh
 from hf_axonn.kept import Gathered
 from hf_axonn.layouts import bounds, ceil_div, pad_dim
@@ -101,10 +101,17 @@ class Cut:
 
 
 def start_gather(weights: list[ShardedWeight], cuts: list[Cut], dtype: torch.dtype, mesh: GridMesh) -> Pending:
-    """Begin to join the z shards of several weights, in one all-gather over z. Result: one [Q, n, P, k] for each."""
+    """Begin to join the z shards of several weights. Result: one [Q, n, P, k] for each.
+
+    One all-gather over z, or one for each where they are large and copies are dear (`travels_alone`).
+    """
+    group = mesh.group("z")
     shards = [cut.padded(weight.shard.to(dtype)) for weight, cut in zip(weights, cuts, strict=True)]
     flat = [shard.reshape(-1) for shard in shards]
-    pending = start_all_gather(torch.cat(flat) if len(flat) > 1 else flat[0], mesh.group("z"))
+    if all(travels_alone(shard, group) for shard in flat):
+        gathers = [start_all_gather(shard, group) for shard in flat]
+        return together([gather.then(cut.block) for gather, cut in zip(gathers, cuts, strict=True)])
+    pending = start_all_gather(torch.cat(flat) if len(flat) > 1 else flat[0], group)
     return pending.then(partial(split_gathered, cuts=cuts))
 
 
@@ -115,12 +122,17 @@ def split_gathered(gathered: Tensor, cuts: list[Cut]) -> list[Tensor]:
 
 
 def start_reduction(grads: list[Tensor], cuts: list[Cut], reduce_dtype: torch.dtype, mesh: GridMesh) -> Pending:
-    """Begin to sum weight gradients [Q, n, P, k] over z, in one reduce-scatter. Result: flat, this rank's elements."""
+    """Begin to sum weight gradients [Q, n, P, k] over z. Result: this rank's elements of each, flat.
+
+    One reduce-scatter over z, or one for each where they are large and copies are dear (`travels_alone`).
+    """
+    group = mesh.group("z")
     dtype = torch.promote_types(grads[0].dtype, reduce_dtype)
     blocks = [cut.unblock(grad).to(dtype) for grad, cut in zip(grads, cuts, strict=True)]
-    # A gradient with padding is copied, or its padding would live as long as the parameter's `.grad`.
-    alone = len(blocks) == 1 and blocks[0].numel() >= grads[0].numel()
-    return start_reduce_scatter(blocks[0] if alone else torch.cat(blocks, dim=1), mesh.group("z"))
+    if all(travels_alone(block[0], group) for block in blocks):
+        return together([start_reduce_scatter(block, group) for block in blocks])
+    pending = start_reduce_scatter(torch.cat(blocks, dim=1) if len(blocks) > 1 else blocks[0], group)
+    return pending.then(lambda flat: flat.split([cut.travels for cut in cuts]))
 
 
 def multiply(input_: Tensor, weights: list[Tensor], matmul: Matmul = plain) -> list[Tensor]:
@@ -256,15 +268,13 @@ def leave_gradients(state: ModelState, weights: list[ShardedWeight], cuts: list[
     """Launch the reduction over z of gradients [Q, n, P, k] and promise each to the slot of its weight (ORS)."""
     state.reductions.make_room()
     pending = state.reductions.add(start_reduction(grads, cuts, state.reduce_dtype, state.mesh))
-    offset = 0
-    for weight, cut in zip(weights, cuts, strict=True):
-        weight.slot.add(partial(finish_reduction, pending, offset, cut, weight.shard.dtype))
-        offset += cut.travels
+    for index, (weight, cut) in enumerate(zip(weights, cuts, strict=True)):
+        weight.slot.add(partial(finish_reduction, pending, index, cut, weight.shard.dtype))
 
 
-def finish_reduction(pending: Pending, offset: int, cut: Cut, dtype: torch.dtype) -> Tensor:
+def finish_reduction(pending: Pending, index: int, cut: Cut, dtype: torch.dtype) -> Tensor:
     """This rank's gradient of one weight: its part of a finished reduction, averaged over z. Waits."""
-    mine = cut.own(pending.wait()[offset : offset + cut.travels])
+    mine = cut.own(pending.wait()[index])
     return (mine / cut.z if cut.z > 1 else mine).to(dtype)
 
 

@@ -42,13 +42,12 @@ class _Use:
 
 def find_readers(model: nn.Module) -> tuple[list[Reader], set[nn.Module]]:
     """The readers of a model, and the modules whose parameters they change in place: those must be held whole."""
-    readers, changed = [], set()
+    readers: list[Reader] = []
+    changed: set[nn.Module] = set()
     todo = [(module, "forward") for module in model.modules()]
     done = set(todo)
-    while todo:
-        module, method = todo.pop()
-        # A list of parameters is a module that nobody calls.
-        read = dict.fromkeys(its for its in module.children() if isinstance(its, (nn.ParameterList, nn.ParameterDict)))
+
+    def collect(module: nn.Module, method: str, read: dict[nn.Module, None]) -> None:
         for use in _uses(type(module), method):
             for child in _descend(module, use.path):
                 if child._parameters.get(use.name) is not None:
@@ -56,10 +55,18 @@ def find_readers(model: nn.Module) -> tuple[list[Reader], set[nn.Module]]:
                         read[child] = None
                     if use.changed:
                         changed.add(child)
-                elif child is not module and use.name != "forward" and _function(type(child), use.name):
-                    if (child, use.name) not in done:
+                elif child is not module and _function(type(child), use.name):
+                    if isinstance(inspect.getattr_static(type(child), use.name), property):
+                        collect(child, use.name, read)
+                    elif (child, use.name) not in done:
                         done.add((child, use.name))
                         todo.append((child, use.name))
+
+    while todo:
+        module, method = todo.pop()
+        # A list of parameters is a module that nobody calls.
+        read = dict.fromkeys(its for its in module.children() if isinstance(its, (nn.ParameterList, nn.ParameterDict)))
+        collect(module, method, read)
         if read:
             readers.append(Reader(module, method, tuple(read)))
     return readers, changed

@@ -12,7 +12,7 @@ class Entry:
 
     Args:
         name: its name in the model.
-        style: column, row, vocabulary, full, experts, replicated or adapter.
+        style: column, row, vocabulary, full, experts, gathered, replicated or adapter.
         parameters: elements of its own parameters, in the whole model.
         reason: why it is not sharded, or how; empty where the style says it all.
     """

@@ -31,6 +31,7 @@ FLOORS = [
         "selection",
         "recipes",
         "blocks",
+        "gathered",
         "dropout",
         "install",
         "plans",

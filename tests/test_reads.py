@@ -21,6 +21,10 @@ class Scale(nn.Module):
     def apply_to(self, hidden: Tensor) -> Tensor:
         return hidden * self.factor
 
+    @property
+    def root(self) -> Tensor:
+        return self.factor.sqrt()
+
 
 class Bent(nn.Linear):
     """A Linear of its own kind, whose own forward is called under another name."""
@@ -55,6 +59,7 @@ class Net(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         hidden = self.called(self.norm(self.embed(ids))).to(self.called.weight.dtype)
         hidden = hidden + nn.functional.linear(hidden, self.read.weight, self.read.bias) + self.read(hidden) ** 2
+        hidden = hidden * self.scales[0].root
         hidden = self.scales[0].apply_to(hidden) * self.norm.weight + self.bent(hidden) * self.bent.straight(hidden)
         for shift in self.shifts:
             hidden = hidden + shift
@@ -73,11 +78,11 @@ GRIDS = [Grid(x=4), Grid(y=4), Grid(y=2, x=2), Grid(z=2, x=2), Grid(z=2, y=2), G
 
 def test_who_reads_what():
     net = Net()
+    scale = net.scales[0]
     readers, changed = find_readers(net)
     found = {(reader.module, reader.method): set(reader.read) for reader in readers}
-    scale = net.scales[0]
     assert found == {
-        (net, "forward"): {net.embed, net.read, net.norm, net.clamped, net.shifts},
+        (net, "forward"): {net.embed, net.read, net.norm, net.clamped, net.shifts, scale},
         (scale, "apply_to"): {scale},
         (net.bent, "straight"): {net.bent},
     }
