@@ -25,45 +25,41 @@ ROWS, SEQ = 4, 7
 SEQS = {"reformer": 8}  # where it has to be a multiple of something
 
 
-def _table(**values: str) -> dict[str, Any]:
-    """{value: "name name ..."} turned round."""
-    return {name: int(value.lstrip("_")) for value, names in values.items() for name in names.split()}
-
-
 # The tiny value of a field, by its name.
-SIZES: dict[str, Any] = _table(
-    _131="vocab_size decoder_vocab_size vocab_size_per_layer_input unpadded_vocab_size shape_vocab_size "
+_FIELDS = {
+    131: "vocab_size decoder_vocab_size vocab_size_per_layer_input unpadded_vocab_size shape_vocab_size "
     "pronunciation_vocab_size",
-    _48="hidden_size d_model n_embd emb_dim embed_dim embedding_dim embedding_size input_embedding_size "
+    48: "hidden_size d_model n_embd emb_dim embed_dim embedding_dim embedding_size input_embedding_size "
     "word_embed_proj_dim lru_width attention_hidden_size shape_embed_dim pronunciation_embed_dim "
     "input_size",
-    _4="num_attention_heads num_heads n_head n_heads attention_heads decoder_attention_heads encoder_attention_heads "
+    4: "num_attention_heads num_heads n_head n_heads attention_heads decoder_attention_heads encoder_attention_heads "
     "num_decoder_attention_heads num_encoder_attention_heads linear_num_heads linear_num_value_heads index_n_heads "
     "mamba_n_heads mamba_num_heads n_mamba_heads swa_num_attention_heads "
     "num_experts num_local_experts n_routed_experts moe_num_experts "
     "mamba_d_conv conv_kernel linear_conv_kernel_dim short_conv_kernel_size conv1d_width conv_kernel_size",
-    _2="num_key_value_heads kv_n_heads num_kv_heads linear_num_key_heads swa_num_key_value_heads n_groups "
+    2: "num_key_value_heads kv_n_heads num_kv_heads linear_num_key_heads swa_num_key_value_heads n_groups "
     "mamba_n_groups mamba_ngroups num_query_groups "
     "num_experts_per_tok num_experts_per_token moe_k moe_top_k moe_topk n_group num_expert_group "
     "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers "
     "num_encoder_layers num_blocks depth max_window_layers num_codebooks zero_expert_num",
-    _1="topk_group first_k_dense_replace num_dense_layers num_nextn_predict_layers index_topk_blocks",
-    _12="head_dim global_head_dim attention_head_dim dim_head d_head kv_channels linear_head_dim "
+    1: "topk_group first_k_dense_replace num_dense_layers num_nextn_predict_layers index_topk_blocks",
+    12: "head_dim global_head_dim attention_head_dim dim_head d_head kv_channels linear_head_dim "
     "linear_key_head_dim linear_value_head_dim v_head_dim index_head_dim swa_head_dim mamba_d_head mamba_headdim "
     "mamba_head_dim",
-    _6="qk_rope_head_dim rotary_dim",
-    _8="qk_nope_head_dim state_size ssm_state_size mamba_d_state q_lora_rank kv_lora_rank o_lora_rank "
+    6: "qk_rope_head_dim rotary_dim",
+    8: "qk_nope_head_dim state_size ssm_state_size mamba_d_state q_lora_rank kv_lora_rank o_lora_rank "
     "time_step_rank mamba_dt_rank laurel_rank adapter_rank router_hidden_size hidden_size_per_layer_input index_topk "
     "d_rel gated_norm_rank chunk_size mamba_chunk_size block_size",
-    _14="qk_head_dim",
-    _42="intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner ffn_hidden_size d_inner dff dim_ff "
+    14: "qk_head_dim",
+    42: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner ffn_hidden_size d_inner dff dim_ff "
     "feed_forward_size dense_intermediate_size shared_intermediate_size intermediate_size_mlp d_ff",
-    _22="moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size "
+    22: "moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size "
     "shared_experts_intermediate_size moe_shared_expert_intermediate_size expert_intermediate_size",
-    _5="sliding_window sliding_window_size local_attention attention_window_size",
-    _64="max_position_embeddings n_positions n_ctx max_seq_len max_target_positions max_source_positions "
+    5: "sliding_window sliding_window_size local_attention attention_window_size",
+    64: "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions max_source_positions "
     "model_max_length context_length",
-)
+}
+SIZES = {name: size for size, names in _FIELDS.items() for name in names.split()}
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sep_token_id": 2}
 ALWAYS = {"is_decoder": True, "head_dim": HEAD_SIZE}
 # Fields that some classes take and others compute; these would not compute them any more if they were given.
@@ -278,11 +274,7 @@ def tiny_batch(model: nn.Module, *, rows: int = ROWS, seed: int = 3) -> dict[str
         labels[0, 2:5] = -100
         labels[mask == 0] = -100
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    codebooks = (
-        getattr(model.config, "num_codebooks", 0)
-        if model.config.model_type.endswith("_decoder")
-        else 0
-    )
+    codebooks = getattr(model.config, "num_codebooks", 0) if model.config.model_type.endswith("_decoder") else 0
     if codebooks:  # [B, codebooks, S] and [B, S, codebooks]
         batch = {"input_ids": torch.stack([ids, ids.flip(1)], 1), "labels": torch.stack([labels, labels.flip(1)], 2)}
     if model.config.model_type == "git":  # its loss leaves the tokens of an image away

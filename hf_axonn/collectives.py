@@ -27,17 +27,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hf_axonn.pending import Pending
+
 
 # torch 2.13 renamed these two; the old names warn there, the new ones are missing before.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# A block of so many bytes is worth a message of its own, see `travels_alone`.
+ALONE_BYTES = 2**18
 
 # Called with (kind, payload bytes, group) before each collective; see `observe`.
 _observers: list[Callable[[str, int, ProcessGroup], None]] = []
@@ -61,33 +65,6 @@ def observe(callback: Callable[[str, int, ProcessGroup], None]) -> Iterator[None
 def _report(kind: str, payload: int, group: ProcessGroup) -> None:
     for callback in _observers:
         callback(kind, payload, group)
-
-
-ALONE_BYTES = 2**18
-
-
-class Pending:
-    """A result that may still be under way. `wait()` returns it, any number of times."""
-
-    def __init__(self, result: Any, work: dist.Work | None = None, finish: Callable[[Any], Any] | None = None):
-        self._result = result
-        self._work = work
-        self._finish = finish
-
-    def wait(self) -> Any:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        if self._finish is not None:
-            self._result = self._finish(self._result)
-            self._finish = None
-        return self._result
-
-    def then(self, finish: Callable[[Any], Any]) -> Pending:
-        """The same work, whose result is `finish` of this one's."""
-        first = self._finish
-        both = finish if first is None else lambda result: finish(first(result))
-        return Pending(self._result, self._work, both)
 
 
 def start_all_gather(block: Tensor, group: ProcessGroup) -> Pending:
@@ -132,11 +109,6 @@ def _sum(blocks: Tensor) -> Tensor:
     for block in blocks[2:]:
         total += block
     return total
-
-
-def together(pendings: list[Pending]) -> Pending:
-    """Several as one, whose `wait()` returns the list of their results."""
-    return Pending(pendings, finish=lambda each: [pending.wait() for pending in each])
 
 
 def travels_alone(block: Tensor, group: ProcessGroup) -> bool:

@@ -24,7 +24,7 @@ from hf_axonn.loss import ShardedCausalLMLoss
 from hf_axonn.plans import Plan
 from hf_axonn.router_loss import whole_logits
 from hf_axonn.state import ModelState
-from hf_axonn.styles import wrap_forward
+from hf_axonn.styles import pop_hidden, wrap_forward
 
 
 def install_decoder(state: ModelState, model: nn.Module, plan: Plan) -> None:
@@ -58,13 +58,6 @@ def _layer(state: ModelState, layer: nn.Module, first: bool, end: str | None, or
     if end == "tokens" and tokens.sharded and tokens.features:
         return _map_first(output, lambda hidden: features_to_tokens(hidden, tokens.features, mesh))
     return output
-
-
-def pop_hidden(args: tuple, kwargs: dict) -> tuple[Tensor, tuple, dict]:
-    """The hidden states among a call's arguments, which come first or by name, and the other arguments."""
-    if args:
-        return args[0], args[1:], kwargs
-    return kwargs["hidden_states"], (), {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
 
 def _map_first(output, function: Callable):
@@ -189,15 +182,15 @@ def _base_model(state: ModelState, original: Callable, /, *args, **kwargs):
 
 
 def _generate(state: ModelState, model: nn.Module, original: Callable, /, *args, **kwargs):
-    """Every forward uses weights gathered over z, so all ranks go on until the longest row of all is done.
+    """Every forward uses weights gathered over z, so with a cache all ranks go on until the longest row is done.
 
     The weights are gathered once for the whole call. Memory: those of a model on the same grid with z = 1.
     """
     settings = (kwargs.get("generation_config") or (args[1] if len(args) > 1 else None), model.generation_config)
     choices = (kwargs.get("use_cache"), *(getattr(given, "use_cache", None) for given in settings))
-    if next((choice for choice in choices if choice is not None), None) is False:
-        # Transformers then lengthens the mask of a rank that is done, but not its tokens, and fails.
-        raise ValueError("generate with use_cache=False is not supported on a grid with z > 1: leave use_cache away.")
-    kwargs.setdefault("synced_gpus", True)
+    if next((choice for choice in choices if choice is not None), None) is not False:
+        kwargs.setdefault("synced_gpus", True)
+    # Without a cache Transformers fails for a rank that is done and goes on: it lengthens the mask, not the tokens.
+    # The first forward uses every weight, so none is gathered later and a rank may stop by itself.
     with state.kept.whole_call():
         return original(*args, **kwargs)

@@ -40,6 +40,11 @@ class ExpertsCut:
     z_index: int
 
     @property
+    def pads(self) -> bool:
+        """Whether this rank's block of the product has padding: experts are never padded."""
+        return False
+
+    @property
     def z_cols(self) -> int:
         """Columns that travel for each z rank; the last ones may be padding."""
         return ceil_div(self.cols, self.z)

@@ -23,6 +23,7 @@ from hf_axonn.feature_layout import LayoutChoice
 from hf_axonn.gathered import SMALLEST_PART, Gathered
 from hf_axonn.grid import WEIGHT_AXES, GridMesh
 from hf_axonn.heads import Heads, feature_slice
+from hf_axonn.latent import LatentColumn, install_latent
 from hf_axonn.layouts import bounds
 from hf_axonn.lora import ColumnLora, RowLora, lora_parts
 from hf_axonn.loss import ShardedCausalLMLoss
@@ -186,8 +187,12 @@ def install_styles(
         heads = Heads.divide(block.query, block.kv, state.mesh) if block.query else None
         columns = [model.get_submodule(name) for name in block.columns]
         last = model.get_submodule(block.row)
-        column = Column(state, [adapted(layer) for layer in columns], heads, list(block.segments))
         row = Row(state, adapted(last), heads)
+        if block.latent:
+            pairs = zip(columns, block.segments, strict=True)
+            own = [LatentColumn(state, [layer], heads, [segments]) for layer, segments in pairs]
+        else:
+            column = Column(state, [adapted(layer) for layer in columns], heads, list(block.segments))
         for layer in (*columns, last):
             is_row = layer is last
             for pair in lora_parts(layer):
@@ -199,8 +204,12 @@ def install_styles(
                 axes_of[names[layer]] = row.axes if is_row else ("y",)
             note(adapted(layer), "row" if is_row else "column", heads.why(state.mesh) if heads else "")
         entry = model.get_submodule(block.entry)
-        Block(state, entry, column, row)
         axes_of[block.entry] = row.axes
+        if block.latent:
+            install_latent(state, entry, own, row, model.get_submodule(block.latent[0]))
+            axes_of |= {name: () for name in block.latent}
+        else:
+            Block(state, entry, column, row)
         if heads is not None:
             rows_of[block.entry], _ = feature_slice(heads.query, state.mesh, *heads.axes)
             install_heads(state, entry, heads, block)

@@ -61,6 +61,7 @@ class BlockPlan:
         attributes: of the entry, which hold a number of the whole model and are to be made this rank's: name ->
             "query" or "kv"; a name like config.x is set on a copy of the module's config.
         arguments: of the entry, whose first dim is batch x query heads, or query heads.
+        latent: as in recipes.BlockRecipe.
     """
 
     entry: str
@@ -71,6 +72,7 @@ class BlockPlan:
     kv: int = 0
     attributes: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
+    latent: tuple[str, ...] = ()
 
 
 @dataclass
@@ -98,7 +100,7 @@ class Plan:
         """Whether a module sees whole activations, the same on every rank of (x, y)."""
         if self.reason or not is_inside(name, self.layers):
             return True
-        return is_inside(name, self.whole)
+        return is_inside(name, self.whole) or any(name in block.latent for block in self.blocks)
 
     def summary(self) -> str:
         """One line for the report."""
@@ -168,7 +170,8 @@ def _plan_layer(model: nn.Module, plan: Plan, name: str, layer: nn.Module, recip
     problems: dict[str, str] = {}
     inside: set[str] = set()  # entries, and rows and columns that lie outside of them
     for recipe in recipes:
-        if not all(_has(layer, path) for path in (*recipe.columns, recipe.row)):
+        named = (*recipe.columns, *recipe.latent, recipe.row)
+        if recipe.entry in inside or not all(_has(layer, path) for path in named):
             continue
         problem = _problem(model, layer, recipe)
         if problem:
@@ -185,6 +188,7 @@ def _plan_layer(model: nn.Module, plan: Plan, name: str, layer: nn.Module, recip
                 kv=kv,
                 attributes=recipe.attributes,
                 arguments=recipe.arguments,
+                latent=tuple(f"{name}.{path}" for path in recipe.latent),
             )
         )
         inside |= {recipe.entry, recipe.row, *recipe.columns}
@@ -221,6 +225,8 @@ def _problem(model: nn.Module, layer: nn.Module, recipe: BlockRecipe) -> str | N
         module = adapted(layer.get_submodule(name))
         if not is_linear(module):
             return f"{name} is a {type(module).__name__}, not an nn.Linear"
+    if recipe.latent and any(adapted(its) is not its for its in layer.get_submodule(recipe.entry).modules()):
+        return "adapters inside of latent attention"
     entry = layer.get_submodule(recipe.entry)
     if recipe.is_attention:
         read = (_names_read(entry) & WHOLE_NUMBERS) - {name.rpartition(".")[2] for name in recipe.attributes}
@@ -269,7 +275,7 @@ def _head_counts(model: nn.Module, layer: nn.Module, recipe: BlockRecipe) -> tup
 
 def _unknown_parameters(entry: nn.Module, recipe: BlockRecipe, layer: nn.Module, query: int) -> str | None:
     """Parameters of a block that are neither a projection's nor one head's, one for each head or single numbers."""
-    known = [set(layer.get_submodule(name).modules()) for name in (*recipe.columns, recipe.row)]
+    known = [set(layer.get_submodule(name).modules()) for name in (*recipe.columns, *recipe.latent, recipe.row)]
     own = () if adapted(entry) in (its for inner in known for its in inner) else entry.parameters(recurse=False)
     if any(parameter.shape[:1] != (query,) for parameter in own):
         return "it has parameters that are not one for each head"

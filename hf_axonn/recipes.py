@@ -23,6 +23,8 @@ class BlockRecipe:
         is_attention: whether it has heads.
         attributes, arguments: as in plans.BlockPlan.
         grouped: what is divided are kv heads, each together with its query heads.
+        latent: modules inside of it that make whole latents of whole activations (latent.py), the one whose output
+            ends in the rotary part of the keys first.
     """
 
     columns: dict[str, tuple[str, ...]]
@@ -32,6 +34,7 @@ class BlockRecipe:
     attributes: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     grouped: bool = False
+    latent: tuple[str, ...] = ()
 
 
 def attention(
@@ -57,6 +60,14 @@ def attention(
     return BlockRecipe(columns, _join(path, row), entry or path, True, kinds, tuple(arguments.split()), grouped)
 
 
+def latent_attention(path: str, query: str) -> BlockRecipe:
+    """A recipe of multi-head latent attention, whose queries are made by `query`."""
+    columns = {_join(path, name): ("query",) for name in (query, "kv_b_proj")}
+    before = ["kv_a_proj_with_mqa", "kv_a_layernorm"] + (["q_a_proj", "q_a_layernorm"] if query == "q_b_proj" else [])
+    latent = tuple(_join(path, name) for name in before)
+    return BlockRecipe(columns, _join(path, "o_proj"), path, True, latent=latent)
+
+
 def mlp(path: str, names: str, row: str, *, entry: str | None = None) -> BlockRecipe:
     """A recipe of an MLP at `path`; `names` as "gate_proj up_proj", or "gate_up:own,own" for a packed one."""
     columns = {}
@@ -79,6 +90,8 @@ _BART = [attention("self_attn", "q_proj k_proj v_proj", "out_proj"), mlp("", "fc
 _LLAMA = [attention("self_attn", "q_proj k_proj v_proj", "o_proj"), mlp("mlp", "gate_proj up_proj", "down_proj")]
 _USUAL = [
     *_LLAMA,
+    latent_attention("self_attn", "q_b_proj"),
+    latent_attention("self_attn", "q_proj"),
     *(
         mlp(path, "gate_proj up_proj", "down_proj")
         for path in ("feed_forward", "shared_mlp", "mlp.shared_expert", "mlp.shared_experts", "mlp.shared_mlp",
@@ -245,7 +258,9 @@ def recipes_for(model_type: str, tp_plan: dict[str, str], config: Any) -> list[B
     for parent, named in grouped.items():
         if not named["colwise"] or len(named["rowwise"]) != 1 or parent.rpartition(".")[2] == "experts":
             continue
-        if re.search("attn|attention", parent.rpartition(".")[2]):
+        if "kv_b_proj" in named["colwise"]:
+            recipes += [latent_attention(parent, query) for query in ("q_b_proj", "q_proj")]
+        elif re.search("attn|attention", parent.rpartition(".")[2]):
             # k and v are of kv heads, everything else (queries, gates) is of query heads and comes first.
             by_kind = sorted(named["colwise"], key=lambda name: name[:2] in ("k_", "v_"))
             names = " ".join(f"{name}:{'kv' if name[:2] in ('k_', 'v_') else 'query'}" for name in by_kind)

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator
 from torch import Tensor, nn
 
 from hf_axonn.collectives import all_reduce, all_reduce_backward
+from hf_axonn.cuts import Cut
 from hf_axonn.grid import GridMesh
 from hf_axonn.heads import feature_slice
 from hf_axonn.layouts import bounds, ceil_div, gather_features, pad_dim, take_features
-from hf_axonn.matmul3d import Cut, Product, gathered_weight
+from hf_axonn.matmul3d import Product, gathered_weight
 from hf_axonn.reads import Reader
 from hf_axonn.state import ModelState, is_conv1d, linear_size, replicated_local
 
@@ -29,6 +30,13 @@ def wrap_forward(module: nn.Module, forward: Callable, *, method: str = "forward
     signature."""
     original = getattr(module, method)
     setattr(module, method, functools.wraps(original)(functools.partial(forward, original)))
+
+
+def pop_hidden(args: tuple, kwargs: dict) -> tuple[Tensor, tuple, dict]:
+    """The hidden states among a call's arguments, which come first or by name, and the other arguments."""
+    if args:
+        return args[0], args[1:], kwargs
+    return kwargs["hidden_states"], (), {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
 
 def cut_weight(kind: str, rows: int, cols: int, mesh: GridMesh, *, whole_input: bool = False) -> Cut:
@@ -187,11 +195,9 @@ class _WholeWeight:
         if name == "weight":
             return self._style.whole_weight()
         value = getattr(self._module, name)
-        return (
-            replicated_local(value, self._state.mesh, ())
-            if name in self._module._parameters and value is not None
-            else value
-        )
+        if isinstance(value, nn.Parameter):  # the bias, which every rank holds
+            return replicated_local(value, self._state.mesh, ())
+        return value
 
     def __call__(self, *args, **kwargs):
         return self._module(*args, **kwargs)

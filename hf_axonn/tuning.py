@@ -8,9 +8,9 @@ When and where. A decision inside a matmul could hang: ranks of other samples ha
 of them meet the same shapes. There matmuls are only counted; `tune` decides, and is called where all ranks of the
 world meet anyway: in `sync_gradients`, whose contract (every rank calls it, after the last backward of a step) is all
 that it needs. Rank 0 times the shapes that it has met since the last call and broadcasts its choices, in the first
-STEPS calls, whether it has met any or not. Evaluation between them, other numbers of tokens on other ranks and any
-number of micro-batches change only which shapes rank 0 has met; one that it has not met stays as it is, on all ranks.
-Numbers of tokens count as equal up to the next power of two.
+STEPS calls, whether it has met any or not, for SECONDS at most. Evaluation between them, other numbers of tokens on
+other ranks and any number of micro-batches change only which shapes rank 0 has met; one that it has not met stays as
+it is, on all ranks. Numbers of tokens count as equal up to the next power of two.
 
 What it does to bits. A layout changes the order of a sum, so the choice, which a timing makes, is part of the state of
 a run: `save_sharded` writes it and `load_sharded` takes it up again. Two runs from the start may differ in rounding.
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import statistics
 import time
 from collections import Counter
@@ -38,6 +39,7 @@ from hf_axonn.operand_layouts import AS_IS, LAYOUTS, Sample, Trials, fastest, me
 logger = logging.getLogger(__name__)
 
 STEPS = 3  # steps after which new shapes are timed
+SECONDS = 60.0  # after one step; ranks wait meanwhile, and a collective that waits for minutes is taken for dead
 
 
 class Matmul(Protocol):
@@ -132,7 +134,7 @@ class MatmulTuner:
         chosen: dict[Key, str] = {}
         if world_rank() == 0:
             begin = time.perf_counter()
-            trials = self.time_layouts()
+            trials = self.time_layouts(SECONDS)
             chosen = {key: fastest(each) for key, each in trials.items()}
             if trials:
                 # A warning, because without set-up nothing less is seen, and who switches this on wants to see it.
@@ -141,11 +143,19 @@ class MatmulTuner:
         self.counts.clear()
         self._samples.clear()
 
-    def time_layouts(self) -> dict[Key, Trials]:
-        """Trials of the layouts of every shape met since the last call of `tune`. No communication."""
-        return {
-            key: measure(sample, key.layouts(), accumulate=key.accumulate) for key, sample in self._samples.items()
-        }
+    def time_layouts(self, seconds: float = math.inf) -> dict[Key, Trials]:
+        """Trials of the layouts of every shape met since the last call of `tune`. No communication.
+
+        Args:
+            seconds: after them no further shape is begun; the next step meets those that are left again.
+        """
+        end = time.monotonic() + seconds
+        trials: dict[Key, Trials] = {}
+        for key, sample in self._samples.items():
+            if time.monotonic() >= end:
+                break
+            trials[key] = measure(sample, key.layouts(), accumulate=key.accumulate)
+        return trials
 
     def _learn(self, choices: dict[Key, str]) -> None:
         self.choices |= choices

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import architectures  # noqa: E402
 from architectures import BOUND, MODEL_TYPES, prepare, survey, survey_grid  # noqa: E402
 from survey_table import Row, markdown, summary  # noqa: E402
 from tiny_configs import UNTRAINABLE  # noqa: E402
@@ -45,16 +47,19 @@ def test_one_of_each_kind():
     assert next(row for row in rows if row.model_type == "llama").planned
 
 
-def test_the_survey_sees_what_is_wrong_and_goes_on():
-    broken, unequal, right = (prepare(model_type) for model_type in ("llama", "gpt2", "llama"))
+def test_the_survey_sees_what_is_wrong_and_goes_on(monkeypatch):
+    broken, unequal, late, right = (prepare(model_type) for model_type in ("llama", "gpt2", "llama", "llama"))
     broken.batch = {"input_ids": broken.batch["labels"]}  # -100 is no token
     name = max(unequal.gradients, key=lambda name: unequal.gradients[name].numel())
     unequal.gradients[name] = unequal.gradients[name] + 1e-6
-    survey_grid([broken, unequal, right], "x2")
-    rows = [specimen.row for specimen in (broken, unequal, right)]
-    assert [row.verdict(BOUND) for row in rows] == ["wrong", "wrong", "planned"]
+    late.model.register_forward_pre_hook(lambda *_: time.sleep(300))
+    monkeypatch.setattr(architectures, "SECONDS_A_TYPE", 8)
+    survey_grid([broken, unequal, late, right], "x2")
+    rows = [specimen.row for specimen in (broken, unequal, late, right)]
+    assert [row.verdict(BOUND) for row in rows] == ["wrong", "wrong", "wrong", "planned"]
     assert "IndexError" in broken.row.note(BOUND) and name in unequal.row.note(BOUND)
-    assert summary(rows, BOUND) == "3 model types: 2 wrong, 1 planned, 0 Linear by Linear, 0 not possible"
+    assert late.row.note(BOUND) == "x2: hangs"
+    assert summary(rows, BOUND) == "4 model types: 3 wrong, 1 planned, 0 Linear by Linear, 0 not possible"
     table = markdown(rows, ["x2"], BOUND, 60)
     assert all(f"| {row.model_type} | {row.class_name} | {row.verdict(BOUND)} |" in table for row in rows)
 

@@ -63,6 +63,16 @@ def test_where_it_never_pays_nothing_is_looked_up(monkeypatch):
     assert len(asked) == 2 and torch.equal(out, a @ b) and not done.counts
 
 
+def test_timing_ends_when_its_time_is_up(monkeypatch):
+    now = iter([0.0, 0.0, 59.0, 61.0])
+    monkeypatch.setattr(tuning.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr(tuning, "measure", lambda sample, layouts, *, accumulate: {AS_IS: [1.0]})
+    tuner = MatmulTuner()
+    for n in (3, 4, 5):
+        tuner("forward", torch.empty(2, n), torch.ones(2, 6), torch.ones(6, n))
+    assert [key.n for key in tuner.time_layouts(60.0)] == [3, 4]
+
+
 def test_choices_are_written_and_read():
     tuner = MatmulTuner()
     tuner.choices = {Key("dinput", 8, 9, 10, "NN", "bfloat16", "cuda", True): "TN"}

@@ -76,3 +76,63 @@ def outside_of_the_vocabulary():
 
 def test_an_id_outside_of_the_vocabulary_is_an_error_on_every_rank():
     run_ranks(outside_of_the_vocabulary, 2)
+
+
+class ScaledWordEmbedding(nn.Embedding):
+    """As Bart and Gemma have it."""
+
+    embed_scale = torch.tensor(3.0, dtype=torch.float64)
+
+    def forward(self, ids):
+        return super().forward(ids) * self.embed_scale
+
+
+class BentEmbedding(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids).tanh()
+
+
+class ManyTables(nn.Module):
+    """Embeddings of several sizes and classes; one lends its weight to a Linear that is no head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = ScaledWordEmbedding(13, 6)
+        self.positions = nn.Embedding(5, 6)
+        self.kinds = nn.Embedding(2, 6)
+        self.bent = BentEmbedding(13, 6)
+        self.lent = nn.Embedding(13, 6)
+        self.scores = nn.Linear(6, 13)
+        self.scores.weight = self.lent.weight
+
+    def forward(self, ids):
+        hidden = self.words(ids) + self.positions(torch.arange(ids.shape[1])) + self.kinds(ids % 2)
+        return self.scores(hidden * self.bent(ids) + self.lent(ids))
+
+
+def tables_as_on_one_process():
+    ids = torch.tensor([[0, 1, 2, 12, 5], [2, 2, 1, 0, 7]])
+    truth = ManyTables().double()
+    expected = truth(ids)
+    expected.square().sum().backward()
+    for grid in GRIDS:
+        model, report = parallelize(ManyTables().double(), grid)
+        output = model(ids)
+        torch.testing.assert_close(output, expected)
+        output.square().sum().backward()
+        sync_gradients(model)
+        for (name, parameter), its in zip(model.named_parameters(), truth.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad.full_tensor(), its.grad, msg=f"{name} {grid}")
+    return {entry.name: entry.style for entry in report.entries}
+
+
+def test_which_tables_are_cut_and_that_all_are_right():
+    assert run_ranks(tables_as_on_one_process, 4)[0] == {
+        "words": "vocabulary",
+        "positions": "vocabulary",
+        "kinds": "gathered",  # much smaller than the largest
+        "bent": "gathered",  # its forward is its own
+        "lent": "replicated",  # two modules use it in different ways
+        "scores": "replicated",
+    }

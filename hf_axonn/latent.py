@@ -1,0 +1,69 @@
+"""Multi-head latent attention (DeepSeek): keys and values are made of a narrow latent that all heads share.
+
+    entry          this rank's tokens -> whole [B, S, H], the same on all ranks of (x, y)
+    q_a, kv_a      down to the latents: Linears on their own, whole results
+    q_b, kv_b      from the whole latents to the heads of this rank (`LatentColumn`)
+    o              a row layer as in any attention
+
+The rotary part of kv_a's output is used with every rank's own heads, so its gradient is a sum over them.
+
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; DESIGN 2.3 for the row layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hf_axonn.blocks import Column, Row
+from hf_axonn.collectives import all_reduce_backward
+from hf_axonn.layouts import gather_tokens, take_features
+from hf_axonn.state import ModelState
+from hf_axonn.styles import pop_hidden, wrap_forward
+
+
+class LatentColumn(Column):
+    """A column layer whose input is whole: [..., K], the same on all ranks of (x, y) -> own heads [..., N/axes].
+
+    Collectives: those of Column; backward also an all-reduce over x and an all-gather over y of the input's gradient.
+    """
+
+    def _compute(self, hidden: Tensor) -> list[Tensor]:
+        mesh = self.state.mesh
+        return super()._compute(all_reduce_backward(take_features(hidden, mesh, "y"), mesh.group("x")))
+
+
+def install_latent(
+    state: ModelState, attention: nn.Module, columns: list[LatentColumn], row: Row, shared: nn.Module
+) -> None:
+    """Let an attention module see whole activations.
+
+    Args:
+        columns: q_b (or q) and kv_b.
+        row: o.
+        shared: kv_a, whose last `attention.qk_rope_head_dim` features go to every head.
+    Collectives: all-gather of tokens over (x, y); backward: all-reduce of the rotary part over the axes of the heads.
+    """
+
+    def forward(original: Callable, *args, **kwargs):
+        hidden, args, kwargs = pop_hidden(args, kwargs)
+        tokens = state.tokens
+        row.leading = hidden.shape[:-1]
+        if tokens.sharded:
+            hidden = gather_tokens(hidden.reshape(1, -1, hidden.shape[-1]), tokens, state.mesh)
+        try:
+            return original(hidden, *args, **kwargs)
+        finally:
+            for column in columns:
+                column.leave()
+
+    def rotary_is_shared(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor:
+        size = attention.qk_rope_head_dim
+        latent, rotary = output.split([output.shape[-1] - size, size], dim=-1)
+        return torch.cat([latent, all_reduce_backward(rotary, state.mesh.group(*row.axes))], dim=-1)
+
+    wrap_forward(attention, forward)
+    if row.axes:
+        shared.register_forward_hook(rotary_is_shared)  # whatever style its forward is given
