@@ -199,9 +199,9 @@ def _load(path: str) -> Finding:
 
 
 def _cause(problem: str) -> str:
-    """The last line of the first traceback."""
+    """What the first traceback ends with, of a rank that did not only lose the others."""
     lines = [line for line in problem.splitlines() if re.match(r"\w[\w.]*(Error|Exception|Interrupt)\b", line)]
-    return lines[0] if lines else problem.strip().splitlines()[-1]
+    return min(lines, key=lambda line: "gloo" in line, default=problem.strip().splitlines()[-1])
 
 
 def record(row: Row, grid: str, findings: list[Finding]) -> None:

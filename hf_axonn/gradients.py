@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_axonn.collectives import Pending, start_all_reduce
+from hf_axonn.collectives import start_all_reduce, travels_alone
+from hf_axonn.pending import Pending, together
 from hf_axonn.state import ModelState, is_parallelized
 
 
@@ -93,9 +94,13 @@ class _Bucket:
 
     @torch.no_grad()
     def launch(self) -> None:
-        """Begin the average. One all-reduce over the group."""
+        """Begin the average. One all-reduce over the group, or one for each gradient where copies are dear."""
         flat = [self._flat(parameter) for parameter in self.parameters]
-        self.pending = start_all_reduce(torch.cat(flat) if len(flat) > 1 else flat[0], self.group, op="mean")
+        if all(travels_alone(each, self.group) for each in flat):
+            self.pending = together([start_all_reduce(each, self.group, op="mean") for each in flat])
+            return
+        sizes = [each.numel() for each in flat]
+        self.pending = start_all_reduce(torch.cat(flat), self.group, op="mean").then(lambda means: means.split(sizes))
 
     def _flat(self, parameter: nn.Parameter) -> Tensor:
         if parameter.grad is None:
@@ -107,14 +112,13 @@ class _Bucket:
         """Wait for the average, if it was launched, and put it where it belongs."""
         if self.pending is None:
             return
-        means = self.pending.wait().split([_local(parameter).numel() for parameter in self.parameters])
-        self.pending = None
+        means, self.pending = self.pending.wait(), None
         for parameter, mean in zip(self.parameters, means, strict=True):
             if parameter.grad is None:
                 self.unclaimed[id(parameter)] = mean.clone()
                 continue
             grad = _local(parameter.grad)
-            if grad.data_ptr() != mean.data_ptr():  # a bucket of one is averaged in place
+            if grad.data_ptr() != mean.data_ptr():  # what travelled alone was averaged in place
                 grad.copy_(mean.view_as(grad))
 
 
