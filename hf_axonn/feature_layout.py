@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from hf_axonn.block_checks import adapted
 from hf_axonn.norm_probe import EXACT, apart, close, norm_kind
 from hf_axonn.norms import NormKind
-from hf_axonn.plans import Plan, adapted, is_inside
+from hf_axonn.plans import Plan, is_inside
 from hf_axonn.state import linear_size
 
 
@@ -94,26 +95,12 @@ def _find_norms(
         if is_inside(name, blocks):
             continue
         leaf = next(module.children(), None) is None
-        key = _look(module)
-        if leaf and key not in known:
-            known[key] = norm_kind(module, size)
-        if leaf and known[key] is not None:
-            norms[module] = known[key]
+        kind = norm_kind(module, size, known) if leaf else None
+        if kind is not None:
+            norms[module] = kind
         elif any(parameter is not None for parameter in module._parameters.values()):
             return f"{name}, a {type(module).__name__}, is neither an RMSNorm nor a LayerNorm of {size} features"
     return None
-
-
-def _look(module: nn.Module) -> tuple:
-    """What two modules have in common if they compute the same: class, parameters and numbers."""
-    own = {name: value for name, value in vars(module).items() if name not in _PLAIN}
-    if all(isinstance(value, (int, float, str, tuple, torch.dtype, type(None))) for value in own.values()):
-        shapes = tuple((name, its if its is None else its.shape) for name, its in module._parameters.items())
-        return type(module), shapes, tuple(own.items())
-    return (module,)
-
-
-_PLAIN = frozenset(vars(nn.Module())) | {"training"}
 
 
 def layer_problem(model: nn.Module, plan: Plan, name: str, norms: dict[nn.Module, NormKind]) -> str | None:

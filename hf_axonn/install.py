@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from hf_axonn import compat
+from hf_axonn.block_checks import adapted
 from hf_axonn.blocks import Block, Column, Row, install_heads
 from hf_axonn.collectives import broadcast_
 from hf_axonn.decoder import install_causal_lm, install_decoder
@@ -27,11 +28,12 @@ from hf_axonn.latent import LatentColumn, install_latent
 from hf_axonn.layouts import bounds
 from hf_axonn.lora import ColumnLora, RowLora, lora_parts
 from hf_axonn.loss import ShardedCausalLMLoss
-from hf_axonn.norms import FeatureNorm
-from hf_axonn.plans import Plan, adapted, is_inside
+from hf_axonn.norms import FeatureNorm, HeadNorm, NormKind
+from hf_axonn.plans import Plan, is_inside
 from hf_axonn.reads import find_readers
 from hf_axonn.report import Entry, Report
 from hf_axonn.router_loss import install_router_loss
+from hf_axonn.selection import Selection
 from hf_axonn.state import ModelState, is_conv1d, is_linear, shard_placements
 from hf_axonn.styles import FullLinear, Reading, Replicated
 from hf_axonn.vocabulary import Embedding, Head, is_vocabulary
@@ -182,6 +184,7 @@ def install_styles(
     axes_of |= {name: () for name in plan.whole}
     experts = {name for name, module in model.named_modules() if is_experts(module)}
     axes_of |= {name: ("x", "y") for name in experts}
+    head_norms: list[tuple[nn.Module, NormKind, Selection]] = []
     rows_of: dict[str, slice] = {}  # of parameters that have one row for each query head
     for block in plan.blocks:
         heads = Heads.divide(block.query, block.kv, state.mesh) if block.query else None
@@ -205,6 +208,9 @@ def install_styles(
             note(adapted(layer), "row" if is_row else "column", heads.why(state.mesh) if heads else "")
         entry = model.get_submodule(block.entry)
         axes_of[block.entry] = row.axes
+        for name, (kind, index) in block.head_norms.items():
+            if row.axes:
+                head_norms.append((model.get_submodule(name), kind, column.selections[index]))
         if block.latent:
             install_latent(state, entry, own, row, model.get_submodule(block.latent[0]))
             axes_of |= {name: () for name in block.latent}
@@ -243,6 +249,8 @@ def install_styles(
             note(module, "replicated", _why_replicated(module))
     for module, kind in layout.norms.items():
         FeatureNorm(state, module, kind)
+    for module, kind, selection in head_norms:
+        HeadNorm(state, module, kind, selection)
     if plan.decoder is not None:
         install_decoder(state, model, plan)
     for reader in find_readers(model)[0]:

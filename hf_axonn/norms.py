@@ -15,7 +15,7 @@ Source: DESIGN 2.3; Chan, Golub, LeVeque, "Updating formulae and a pairwise algo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from hf_axonn.collectives import reduce_, start_all_gather
 from hf_axonn.layouts import bounds, pad_dim
+from hf_axonn.selection import Selection
 from hf_axonn.state import ModelState, replicated_local
 from hf_axonn.styles import wrap_forward
 
@@ -194,13 +195,52 @@ class FeatureNorm:
         return replicated_local(self.module._parameters[name], self.state.mesh, ("x", "y"))[self.cut.own]
 
     def _dtype(self, original: Callable, hidden: Tensor, weight: Tensor | None) -> torch.dtype:
-        """The dtype that the module itself would return here: autocast decides for some classes, on some devices."""
-        if self.kind.rounding == "normal":
-            return hidden.dtype
-        device_type = hidden.device.type
-        autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
-        key = (hidden.dtype, None if weight is None else weight.dtype, autocast)
-        if key not in self._dtypes:
-            with torch.no_grad():
-                self._dtypes[key] = original(hidden.new_zeros(1, 1, self.kind.size)).dtype
-        return self._dtypes[key]
+        return result_dtype(original, hidden, weight, self.kind, self._dtypes)
+
+
+def result_dtype(
+    original: Callable, hidden: Tensor, weight: Tensor | None, kind: NormKind, known: dict[tuple, torch.dtype]
+) -> torch.dtype:
+    """The dtype that a norm itself would return here: autocast decides for some classes, on some devices."""
+    if kind.rounding == "normal":
+        return hidden.dtype
+    device_type = hidden.device.type
+    autocast = torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
+    key = (hidden.dtype, None if weight is None else weight.dtype, autocast)
+    if key not in known:
+        with torch.no_grad():
+            known[key] = original(hidden.new_zeros(1, 1, kind.size)).dtype
+    return known[key]
+
+
+class HeadNorm:
+    """A norm over the features of all heads, inside of attention. Local [B, S, own features] -> the same.
+
+    A kv head that several ranks work on counts as often on every rank, and so do all others: means over the repeated
+    features are means over the heads, and the gradients of the copies add up to that of the head.
+
+    Args:
+        selection: the features of the projection before it that this rank works on.
+    Collectives: those at the top of this file, over the axes that divide the heads.
+    """
+
+    def __init__(self, state: ModelState, module: nn.Module, kind: NormKind, selection: Selection) -> None:
+        self.state, self.module, self.kind, self.selection = state, module, kind, selection
+        mesh, self.axes = state.mesh, selection.axes
+        ranks = mesh.size(*self.axes)
+        self.cut = FeatureCut((selection.size,) * ranks, mesh.index(*self.axes), mesh.group(*self.axes))
+        self.repeated = replace(kind, size=selection.size * ranks)
+        self._dtypes: dict[tuple, torch.dtype] = {}
+        wrap_forward(module, self._forward)
+
+    def _forward(self, original: Callable, hidden: Tensor) -> Tensor:
+        weight, bias = self._own(self.kind.weight), self._own(self.kind.bias)
+        whole = None if self.kind.weight is None else self.module._parameters[self.kind.weight]
+        dtype = result_dtype(original, hidden, whole, self.kind, self._dtypes)
+        return normalize(hidden, weight, bias, self.repeated, self.cut, dtype)
+
+    def _own(self, name: str | None) -> Tensor | None:
+        if name is None:
+            return None
+        whole = replicated_local(self.module._parameters[name], self.state.mesh, self.axes)
+        return self.selection.take(whole)

@@ -15,7 +15,6 @@ change to the model.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,28 +22,12 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from hf_axonn import compat
+from hf_axonn.block_checks import block_problem, head_counts, head_norms
 from hf_axonn.experts import is_experts
+from hf_axonn.norms import NormKind
 from hf_axonn.recipes import CHECKED, LAYERS_OUTPUT_IS_RESHAPED, BlockRecipe, recipes_for
-from hf_axonn.state import is_linear, linear_size
 
 
-# What attention reads when it reshapes by a number of heads of the whole model instead of by head_dim.
-WHOLE_NUMBERS = {
-    "num_heads",
-    "num_attention_heads",
-    "num_attn_heads",
-    "n_heads",
-    "n_head",
-    "num_key_value_heads",
-    "num_kv_heads",
-    "kv_heads",
-    "kv_dim",
-    "embed_dim",
-    "hidden_size",
-    "all_head_size",
-    "split_size",
-    "inner_dim",
-}
 PER_TOKEN = re.compile(r"Norm|Rotary|Dropout|Identity|Router|Activation|Gate$|Experts$")
 ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 
@@ -62,6 +45,7 @@ class BlockPlan:
             "query" or "kv"; a name like config.x is set on a copy of the module's config.
         arguments: of the entry, whose first dim is batch x query heads, or query heads.
         latent: as in recipes.BlockRecipe.
+        head_norms: norms over all features of a projection: their name -> what they are, and which of `columns`.
     """
 
     entry: str
@@ -73,6 +57,7 @@ class BlockPlan:
     attributes: dict[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
     latent: tuple[str, ...] = ()
+    head_norms: dict[str, tuple[NormKind, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -114,11 +99,6 @@ def is_inside(name: str, others) -> bool:
     """Whether a module is one of `others` or lies in one, by their names."""
     parts = name.split(".")
     return any(".".join(parts[:length]) in others for length in range(1, len(parts) + 1))
-
-
-def adapted(module: nn.Module) -> nn.Module:
-    """The layer itself where PEFT has wrapped it, else the module."""
-    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
 
 
 def plan_for(model: nn.Module) -> Plan:
@@ -173,11 +153,11 @@ def _plan_layer(model: nn.Module, plan: Plan, name: str, layer: nn.Module, recip
         named = (*recipe.columns, *recipe.latent, recipe.row)
         if recipe.entry in inside or not all(_has(layer, path) for path in named):
             continue
-        problem = _problem(model, layer, recipe)
+        problem = block_problem(model, layer, recipe)
         if problem:
             problems[recipe.entry] = problem
             continue
-        query, kv = _head_counts(model, layer, recipe) if recipe.is_attention else (0, 0)
+        query, kv = head_counts(model, layer, recipe) if recipe.is_attention else (0, 0)
         plan.blocks.append(
             BlockPlan(
                 entry=f"{name}.{recipe.entry}",
@@ -189,6 +169,7 @@ def _plan_layer(model: nn.Module, plan: Plan, name: str, layer: nn.Module, recip
                 attributes=recipe.attributes,
                 arguments=recipe.arguments,
                 latent=tuple(f"{name}.{path}" for path in recipe.latent),
+                head_norms={f"{name}.{path}": found for path, found in head_norms(layer, recipe).items()},
             )
         )
         inside |= {recipe.entry, recipe.row, *recipe.columns}
@@ -217,77 +198,6 @@ def is_per_token(module: nn.Module) -> bool:
     if not any(True for _ in module.parameters()) and not any(True for _ in module.children()):
         return True
     return kind.__module__ in ACTIVATIONS or type(module) is nn.Linear or bool(PER_TOKEN.search(kind.__name__))
-
-
-def _problem(model: nn.Module, layer: nn.Module, recipe: BlockRecipe) -> str | None:
-    """Why a block cannot be cut as one, if so."""
-    for name in (*recipe.columns, recipe.row):
-        module = adapted(layer.get_submodule(name))
-        if not is_linear(module):
-            return f"{name} is a {type(module).__name__}, not an nn.Linear"
-    if recipe.latent and any(adapted(its) is not its for its in layer.get_submodule(recipe.entry).modules()):
-        return "adapters inside of latent attention"
-    entry = layer.get_submodule(recipe.entry)
-    if recipe.is_attention:
-        read = (_names_read(entry) & WHOLE_NUMBERS) - {name.rpartition(".")[2] for name in recipe.attributes}
-        if read:
-            return f"its attention reads {', '.join(sorted(read))} of the whole model"
-        counts = _head_counts(model, layer, recipe)
-        if counts is None:
-            return "its numbers of heads do not explain the sizes of its projections"
-        return _unknown_parameters(entry, recipe, layer, counts[0])
-    return _unknown_parameters(entry, recipe, layer, 0)
-
-
-def _names_read(module: nn.Module) -> set[str]:
-    """Names of attributes in the code of a module's forward and of the methods that it calls."""
-    pending, seen, names = ["forward"], set(), set()
-    while pending:
-        method = inspect.unwrap(getattr(type(module), pending.pop(), None))
-        code = getattr(method, "__code__", None)
-        if code is None or code in seen:
-            continue
-        seen.add(code)
-        names |= set(code.co_names)
-        pending += [name for name in code.co_names if inspect.isfunction(getattr(type(module), name, None))]
-    return names
-
-
-def _head_counts(model: nn.Module, layer: nn.Module, recipe: BlockRecipe) -> tuple[int, int] | None:
-    """(query, kv) heads of an attention block, None if they do not fit the projections."""
-    entry = layer.get_submodule(recipe.entry)
-    counts = compat.head_counts(compat.text_config(model), entry)
-    row_in = linear_size(adapted(layer.get_submodule(recipe.row)))[1]
-    if recipe.grouped:
-        counts = (counts[1], counts[1])
-    width = getattr(entry, "v_head_dim", None) or getattr(entry, "head_dim", None)
-    if width and counts[0] * width != row_in and row_in % width == 0:  # layers with numbers of heads of their own
-        values = [name for name in recipe.columns if name.rpartition(".")[2].startswith("v_")]
-        if len(values) == 1:
-            counts = (row_in // width, linear_size(adapted(layer.get_submodule(values[0])))[0] // width)
-    units = {"query": counts[0], "kv": counts[1]}
-    for name, segments in recipe.columns.items():
-        size, total = linear_size(adapted(layer.get_submodule(name)))[0], sum(units.get(kind, 1) for kind in segments)
-        if total == 0 or size % total:
-            return None
-    return counts if counts[0] and counts[1] and row_in % counts[0] == 0 and counts[0] % counts[1] == 0 else None
-
-
-def _unknown_parameters(entry: nn.Module, recipe: BlockRecipe, layer: nn.Module, query: int) -> str | None:
-    """Parameters of a block that are neither a projection's nor one head's, one for each head or single numbers."""
-    known = [set(layer.get_submodule(name).modules()) for name in (*recipe.columns, *recipe.latent, recipe.row)]
-    own = () if adapted(entry) in (its for inner in known for its in inner) else entry.parameters(recurse=False)
-    if any(parameter.shape[:1] != (query,) for parameter in own):
-        return "it has parameters that are not one for each head"
-    names = ("head_dim", "head_size", "v_head_dim", "attention_head_size")
-    head_sizes = {getattr(entry, name, None) for name in names}
-    for name, module in entry.named_modules():
-        if any(module in inner for inner in known):
-            continue
-        sizes = {parameter.numel() for parameter in module.parameters(recurse=False)}
-        if module is not entry and not sizes <= (head_sizes - {None}) | {1}:
-            return f"its {name} has parameters of all heads" if query else f"its {name} needs all of its features"
-    return None
 
 
 def _final(model: nn.Module, name: str, list_name: str, model_type: str) -> list[str] | None:

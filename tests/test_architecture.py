@@ -30,6 +30,7 @@ FLOORS = [
     {
         "styles",
         "selection",
+        "block_checks",
         "latent",
         "recipes",
         "blocks",
