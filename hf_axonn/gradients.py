@@ -85,6 +85,7 @@ class _Bucket:
         self.nbytes = 0
         self.awaited: set[int] = set()  # ids of parameters whose gradients backward has yet to bring
         self.pending: Pending | None = None
+        self.sizes: list[list[int]] = []  # elements of each gradient in each message
         self.unclaimed: dict[int, Tensor] = {}
 
     def add(self, parameter: nn.Parameter) -> None:
@@ -96,11 +97,10 @@ class _Bucket:
     def launch(self) -> None:
         """Begin the average. One all-reduce over the group, or one for each gradient where copies are dear."""
         flat = [self._flat(parameter) for parameter in self.parameters]
-        if all(travels_alone(each, self.group) for each in flat):
-            self.pending = together([start_all_reduce(each, self.group, op="mean") for each in flat])
-            return
-        sizes = [each.numel() for each in flat]
-        self.pending = start_all_reduce(torch.cat(flat), self.group, op="mean").then(lambda means: means.split(sizes))
+        pieces = [[each] for each in flat] if all(travels_alone(each, self.group) for each in flat) else [flat]
+        self.sizes = [[each.numel() for each in piece] for piece in pieces]
+        messages = [torch.cat(piece) if len(piece) > 1 else piece[0] for piece in pieces]
+        self.pending = together([start_all_reduce(message, self.group, op="mean") for message in messages])
 
     def _flat(self, parameter: nn.Parameter) -> Tensor:
         if parameter.grad is None:
@@ -112,7 +112,8 @@ class _Bucket:
         """Wait for the average, if it was launched, and put it where it belongs."""
         if self.pending is None:
             return
-        means, self.pending = self.pending.wait(), None
+        whole, self.pending = self.pending.wait(), None
+        means = [mean for message, sizes in zip(whole, self.sizes, strict=True) for mean in message.split(sizes)]
         for parameter, mean in zip(self.parameters, means, strict=True):
             if parameter.grad is None:
                 self.unclaimed[id(parameter)] = mean.clone()

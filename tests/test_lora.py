@@ -66,7 +66,7 @@ SITUATIONS = [
     case("a tied head saved whole", adapted_model, "smollm2", target_modules=["v_proj"], modules_to_save=["lm_head"]),
     case("two adapters", two_adapters),
     case("no block plan", adapted_unplanned),
-    case("no block plan, a projection saved whole", adapted_unplanned, target_modules=["q_proj"], modules_to_save=["up_proj"]),
+    case("no block plan, saved whole", adapted_unplanned, target_modules=["q_proj"], modules_to_save=["up_proj"]),
 ]
 
 
@@ -135,7 +135,9 @@ def test_the_report_names_adapters_and_they_can_be_switched_off():
 
 SAVED = {
     "llama": functools.partial(adapted_model, "llama", modules_to_save=["norm", "lm_head"]),
-    "bitnet": functools.partial(adapted_unplanned, target_modules=["q_proj", "down_proj"], modules_to_save=["up_proj"]),
+    "bitnet": functools.partial(
+        adapted_unplanned, target_modules=["q_proj", "down_proj"], modules_to_save=["up_proj"]
+    ),
 }
 
 

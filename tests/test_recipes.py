@@ -1,0 +1,84 @@
+"""Recipes of blocks: every way of packing and of dividing heads equals one process; and what a recipe is not for."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import tiny_model, unplanned_model
+from transformers import AutoModelForCausalLM
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import tiny_configs  # noqa: E402
+from architectures import BOUND, prepare, survey_grid  # noqa: E402
+from tiny_configs import HIDDEN, SIZES  # noqa: E402
+
+from hf_axonn.block_checks import WHOLE_NUMBERS  # noqa: E402
+from hf_axonn.plans import plan_for  # noqa: E402
+from hf_axonn.recipes import CHECKED, TABLE  # noqa: E402
+
+
+QUERY_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+# Packed in turn, packed by head, packed halves, one key for all, ALiBi, latents, norms over all heads, sinks, a block
+# whose row layer lies outside of it, projections that stand in the layer itself.
+TYPES = "gpt2 gpt_neox phi3 gpt_bigcode bloom mpt falcon deepseek_v2 olmo2 gpt_oss bert opt".split()
+# On x=2, y=2: divided over x alone; on no axis; over both with kv heads that are shared or repeated.
+HEADS = {"over x": (2, 1), "on no axis": (3, 3), "kv heads shared": (8, 2), "kv heads repeated": (12, 6)}
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_every_way_of_dividing_heads(heads, monkeypatch):
+    query, kv = heads
+    for names, value in ((QUERY_HEADS, query), (KV_HEADS, kv), (("head_dim", "v_head_dim"), HIDDEN // query)):
+        for name in names:
+            monkeypatch.setitem(SIZES, name, value)
+    monkeypatch.setattr(tiny_configs, "HEADS", query)
+    specimens = [prepare(model_type) for model_type in TYPES]
+    survey_grid(specimens, "x2y2")
+    assert not [its.row.line(BOUND) for its in specimens if its.row.verdict(BOUND) != "planned"]
+
+
+def test_a_block_that_does_not_fit_is_left_whole():
+    model = tiny_model("llama")
+    model.model.layers[0].self_attn.extra = torch.nn.Linear(4, 4)
+    model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
+    plan = plan_for(model)
+    assert plan.whole == {
+        "model.layers.0.self_attn": "its extra has parameters of all heads",
+        "model.layers.1.mlp": "mlp.up_proj is a Sequential, not an nn.Linear",
+    }
+    assert [block.entry for block in plan.blocks] == ["model.layers.0.mlp", "model.layers.1.self_attn"]
+    assert "2 modules on whole sequences" in plan.summary()
+
+
+def test_code_that_reads_a_number_of_the_whole_model_is_not_trusted(monkeypatch):
+    model = tiny_model("llama")
+    attention = type(model.model.layers[0].self_attn)
+
+    class Reads(attention):
+        def forward(self, hidden_states, **kwargs):
+            return self.helper(hidden_states, **kwargs)
+
+        def helper(self, hidden_states, **kwargs):
+            assert self.num_heads
+            return attention.forward(self, hidden_states, **kwargs)
+
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Reads
+    plan = plan_for(model)
+    assert "num_heads" in WHOLE_NUMBERS
+    assert set(plan.whole.values()) == {"its attention reads num_heads of the whole model"}
+
+
+def test_what_is_not_listed_has_no_plan():
+    assert "bitnet" in TABLE and "bitnet" not in CHECKED
+    assert plan_for(unplanned_model()).reason.startswith("no block plan for bitnet models")
+    assert plan_for(torch.nn.Linear(2, 2)).reason.startswith("no block plan for Linear")
+
+
+def test_every_checked_type_is_one_of_transformers():
+    assert CHECKED <= set(AutoModelForCausalLM._model_mapping._model_mapping)
