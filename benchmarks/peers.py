@@ -94,6 +94,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--patience", type=float, default=0, help="seconds to wait before a turn for a quiet machine (0)"
     )
+    parser.add_argument("--minutes", type=float, default=60, help="after so many a heat begins no new round (60)")
     parser.add_argument("--output", type=Path, help="write the report to this file too")
     args = parser.parse_args(arguments)
     args.command = " ".join(["python benchmarks/peers.py", *(sys.argv[1:] if arguments is None else arguments)])
@@ -160,7 +161,10 @@ def run_heat(
             # One process alone may have the cores that the others have together.
             world, threads = (1, min(args.ranks, cores)) if name == "plain" else (args.ranks, 1)
             contenders.append(Ranks(name, world, threads, folder / "weights", batches, folder))
+        end = time.monotonic() + 60 * args.minutes
         for number in range(args.rounds + 1):
+            if number > 2 and time.monotonic() > end:
+                break
             for contender in order.sample(contenders, len(contenders)):
                 wait_for_quiet(args.patience, QUIET)
                 turns[contender.name].append(contender.turn(args.steps))
