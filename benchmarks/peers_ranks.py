@@ -80,7 +80,8 @@ class Ranks:
         """
         begin, busy = time.perf_counter(), busy_seconds()
         for pipe in self._pipes:
-            pipe.send((self._done, steps))
+            with contextlib.suppress(BrokenPipeError):  # a rank that has ended says so when it is asked for its answer
+                pipe.send((self._done, steps))
         self._done += steps
         seconds, cpu_seconds, losses, peaks = zip(*self._answers(), strict=True)
         others = busy_seconds() - busy - sum(cpu_seconds)
@@ -99,8 +100,8 @@ class Ranks:
         for rank, pipe in enumerate(self._pipes):
             try:
                 answer = pipe.recv() if pipe.poll(SECONDS_TO_ANSWER) else f"no answer in {SECONDS_TO_ANSWER} s"
-            except EOFError:
-                answer = "ended without a word (killed for memory?)"
+            except (EOFError, ConnectionError):
+                answer = "it ended without a word, killed for memory perhaps: take fewer --others, or a smaller --together"
             if isinstance(answer, str):
                 self.stop()
                 raise RuntimeError(f"{self.name}, rank {rank}: {answer}")
