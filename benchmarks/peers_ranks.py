@@ -101,7 +101,7 @@ class Ranks:
             try:
                 answer = pipe.recv() if pipe.poll(SECONDS_TO_ANSWER) else f"no answer in {SECONDS_TO_ANSWER} s"
             except (EOFError, ConnectionError):
-                answer = "it ended without a word, killed for memory perhaps: take fewer --others, or a smaller --together"
+                answer = "it ended without a word, perhaps for memory: take fewer --others, or a smaller --together"
             if isinstance(answer, str):
                 self.stop()
                 raise RuntimeError(f"{self.name}, rank {rank}: {answer}")
