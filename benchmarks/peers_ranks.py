@@ -130,6 +130,8 @@ def wait_for_quiet(patience: float, share: float) -> None:
 
 def _rank(name: str, rank: int, world: int, threads: int, weights: Path, batches: Tensor, meeting: Path, pipe) -> None:
     try:
+        with contextlib.suppress(OSError):  # where memory runs out a contender is to go, not another program
+            Path("/proc/self/oom_score_adj").write_text("1000")
         torch.set_num_threads(threads)
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
         dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
