@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hf_axonn import gloo
 from hf_axonn.pending import Pending
 
 
@@ -68,16 +69,17 @@ def _report(kind: str, payload: int, group: ProcessGroup) -> None:
 
 
 def start_all_gather(block: Tensor, group: ProcessGroup) -> Pending:
-    """Begin to stack every rank's `block` [...] into [p, ...]. One all-gather over `group`."""
+    """Begin to stack every rank's `block` [...] into [p, ...]. One all-gather over `group`; on gloo, by messages."""
     size = group.size()
     if size == 1:
         return Pending(block.unsqueeze(0))
-    block = block.contiguous()
     if _observers:
         _report("all_gather", block.nbytes, group)
     result = block.new_empty((size, *block.shape))
-    work = _all_gather_single(result.view(size * block.shape[0], *block.shape[1:]) if block.dim() else result, block,
-                              group=group, async_op=True)  # fmt: skip
+    if dist.get_backend(group) == "gloo":
+        return Pending(result, gloo.start_all_gather(block, result, group))
+    work = _all_gather_single(result.view(size * block.shape[0], *block.shape[1:]) if block.dim() else result,
+                              block.contiguous(), group=group, async_op=True)  # fmt: skip
     return Pending(result, work)
 
 
@@ -95,20 +97,10 @@ def start_reduce_scatter(blocks: Tensor, group: ProcessGroup) -> Pending:
         received = torch.empty_like(blocks)
         work = dist.all_to_all_single(received, blocks, group=group, async_op=True)
         # The closure keeps `blocks` alive until the send is over.
-        return Pending(received, work, lambda received, _sent=blocks: _sum(received))
+        return Pending(received, work, lambda received, _sent=blocks: gloo.sum_blocks(received))
     result = blocks.new_empty(blocks.shape[1:])
     work = _reduce_scatter_single(result, blocks.flatten(0, 1), group=group, async_op=True)
     return Pending(result, work, lambda result, _sent=blocks: result)
-
-
-def _sum(blocks: Tensor) -> Tensor:
-    """[p, ...] -> [...]. Tensor.sum over the first dim takes two to four times as long on a CPU."""
-    if len(blocks) > 2 and blocks.dtype not in (torch.float32, torch.float64):
-        return blocks.sum(dim=0)  # which rounds only once
-    total = blocks[0] + blocks[1]
-    for block in blocks[2:]:
-        total += block
-    return total
 
 
 def travels_alone(block: Tensor, group: ProcessGroup) -> bool:

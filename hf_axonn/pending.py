@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
-
 class Pending:
     """A result that may still be under way. `wait()` returns it, any number of times."""
 
-    def __init__(self, result: Any, work: dist.Work | None = None, finish: Callable[[Any], Any] | None = None):
+    def __init__(self, result: Any, work: Any = None, finish: Callable[[Any], Any] | None = None):
         self._result = result
         self._work = work
         self._finish = finish
