@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+
 class Pending:
     """A result that may still be under way. `wait()` returns it, any number of times."""
 
