@@ -69,14 +69,23 @@ def _report(kind: str, payload: int, group: ProcessGroup) -> None:
 
 
 def start_all_gather(block: Tensor, group: ProcessGroup) -> Pending:
-    """Begin to stack every rank's `block` [...] into [p, ...]. One all-gather over `group`; on gloo, by messages."""
+    """Begin to stack every rank's `block` [...] into [p, ...]. One all-gather over `group`."""
+    if group.size() > 1 and _observers:
+        _report("all_gather", block.nbytes, group)
+    return _start_all_gather(block, group)
+
+
+def gather_quietly(block: Tensor, group: ProcessGroup) -> Tensor:
+    """[...] -> [p, ...], for checks, which are no part of a step: observers are not told. One all-gather."""
+    return _start_all_gather(block, group).wait()
+
+
+def _start_all_gather(block: Tensor, group: ProcessGroup) -> Pending:
     size = group.size()
     if size == 1:
         return Pending(block.unsqueeze(0))
-    if _observers:
-        _report("all_gather", block.nbytes, group)
     result = block.new_empty((size, *block.shape))
-    if dist.get_backend(group) == "gloo":
+    if block.nbytes >= gloo.LARGE_BYTES and dist.get_backend(group) == "gloo":
         return Pending(result, gloo.start_all_gather(block, result, group))
     work = _all_gather_single(result.view(size * block.shape[0], *block.shape[1:]) if block.dim() else result,
                               block.contiguous(), group=group, async_op=True)  # fmt: skip
