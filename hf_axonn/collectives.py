@@ -87,8 +87,8 @@ def _start_all_gather(block: Tensor, group: ProcessGroup) -> Pending:
     result = block.new_empty((size, *block.shape))
     if block.nbytes >= gloo.LARGE_BYTES and dist.get_backend(group) == "gloo":
         return Pending(result, gloo.start_all_gather(block, result, group))
-    work = _all_gather_single(result.view(size * block.shape[0], *block.shape[1:]) if block.dim() else result,
-                              block.contiguous(), group=group, async_op=True)  # fmt: skip
+    flat = block.contiguous().view(-1)
+    work = _all_gather_single(result.view(-1), flat, group=group, async_op=True)
     return Pending(result, work)
 
 
