@@ -4,7 +4,7 @@ import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def write(
     content = summary(comparison, logs)
     content |= {
         "settings": dict(settings),
-        "versions": {"python": platform.python_version()} | {package: version(package) for package in PACKAGES},
+        "versions": {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES},
         "machine": {"cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.platform()},
         "seconds": {**seconds, "total": round(sum(seconds.values()), 1)},
     }
@@ -61,6 +61,13 @@ def write(
         print(f"{'holds' if claim['holds'] else 'FAILS'}: {claim['claim']} ({claim['measured']})")
     print(f"{content['seconds']['total']:.0f} s for all steps. The report is {output / 'report.md'}")
     return 0 if all(claim["holds"] for claim in content["claims"]) else 1
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # the model and tokenizer files can be given by path
+        return "not installed"
 
 
 def training(directory: Path) -> dict[str, float]:
