@@ -143,7 +143,7 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         record["identity"]["samples"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{file} is damaged; remove {path} and run extract again.") from None
     return record
 
@@ -156,11 +156,11 @@ def read_results(file: Path) -> list[SampleResult]:
     """
     results = []
     seen = set()
-    with open(file, encoding="utf-8") as lines:
+    with open(file, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                result = SampleResult(**json.loads(line))
-            except (json.JSONDecodeError, TypeError):
+                result = SampleResult(**json.loads(line.decode("utf-8")))
+            except (ValueError, TypeError, RecursionError):
                 raise ValueError(f"{file}, line {number} is damaged; remove it and run extract again.") from None
             if result.sample_id in seen:
                 raise ValueError(f"{file}, line {number}: sample {result.sample_id!r} is there twice; remove one.")

@@ -225,12 +225,12 @@ def _line(sample: Sample) -> str:
 def _json_lines(path: str | os.PathLike) -> Iterator[tuple[int, object]]:
     if not Path(path).is_file():
         raise ValueError(f"{path} is not a file.")
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 try:
-                    entry = json.loads(line)
-                except json.JSONDecodeError as error:
+                    entry = json.loads(line.decode("utf-8"))
+                except (ValueError, RecursionError) as error:
                     raise ValueError(f"{path}, line {number} is not JSON: {error}.") from None
                 yield number, entry
 

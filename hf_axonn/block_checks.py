@@ -38,19 +38,12 @@ WHOLE_NUMBERS = {
 _KNOWN_NORMS: dict = {}  # what norm_kind has found out, by class and numbers
 
 
-def adapted(module: nn.Module) -> nn.Module:
-    """The layer itself where PEFT has wrapped it, else the module."""
-    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
-
-
 def block_problem(model: nn.Module, layer: nn.Module, recipe: BlockRecipe) -> str | None:
     """Why a block cannot be cut as one, if so."""
     for name in (*recipe.columns, recipe.row):
-        module = adapted(layer.get_submodule(name))
+        module = layer.get_submodule(name)
         if not is_linear(module):
             return f"{name} is a {type(module).__name__}, not an nn.Linear"
-    if recipe.latent and any(adapted(its) is not its for its in layer.get_submodule(recipe.entry).modules()):
-        return "adapters inside of latent attention"
     entry = layer.get_submodule(recipe.entry)
     if recipe.is_attention:
         read = (_names_read(entry) & WHOLE_NUMBERS) - {name.rpartition(".")[2] for name in recipe.attributes}
@@ -81,17 +74,17 @@ def head_counts(model: nn.Module, layer: nn.Module, recipe: BlockRecipe) -> tupl
     """(query, kv) heads of an attention block, None if they do not fit the projections."""
     entry = layer.get_submodule(recipe.entry)
     counts = compat.head_counts(compat.text_config(model), entry)
-    row_in = linear_size(adapted(layer.get_submodule(recipe.row)))[1]
+    row_in = linear_size(layer.get_submodule(recipe.row))[1]
     if recipe.grouped:
         counts = (counts[1], counts[1])
     width = getattr(entry, "v_head_dim", None) or getattr(entry, "head_dim", None)
     if width and counts[0] * width != row_in and row_in % width == 0:  # layers with numbers of heads of their own
         values = [name for name in recipe.columns if name.rpartition(".")[2].startswith("v_")]
         if len(values) == 1:
-            counts = (row_in // width, linear_size(adapted(layer.get_submodule(values[0])))[0] // width)
+            counts = (row_in // width, linear_size(layer.get_submodule(values[0]))[0] // width)
     units = {"query": counts[0], "kv": counts[1]}
     for name, segments in recipe.columns.items():
-        size, total = linear_size(adapted(layer.get_submodule(name)))[0], sum(units.get(kind, 1) for kind in segments)
+        size, total = linear_size(layer.get_submodule(name))[0], sum(units.get(kind, 1) for kind in segments)
         if total == 0 or size % total:
             return None
     return counts if counts[0] and counts[1] and row_in % counts[0] == 0 and counts[0] % counts[1] == 0 else None
@@ -108,7 +101,7 @@ def head_norms(layer: nn.Module, recipe: BlockRecipe) -> dict[str, tuple[NormKin
         named = [index for index, name in enumerate(columns) if name.rpartition(".")[2][:2] == letter]
         if letter not in ("q_", "k_") or len(named) != 1 or any(module in _inside(layer, its) for its in columns):
             continue
-        size = linear_size(adapted(layer.get_submodule(columns[named[0]])))[0]
+        size = linear_size(layer.get_submodule(columns[named[0]]))[0]
         if any(its.shape == (size,) for its in module.parameters()):
             kind = norm_kind(module, size, _KNOWN_NORMS)
             if kind is not None:
@@ -124,7 +117,7 @@ def _unknown_parameters(entry: nn.Module, recipe: BlockRecipe, layer: nn.Module,
     """Parameters of a block that are neither a projection's nor one head's, one for each head or single numbers."""
     known = [_inside(layer, name) for name in (*recipe.columns, *recipe.latent, recipe.row)]
     known += [_inside(layer, name) for name in head_norms(layer, recipe)]
-    own = () if adapted(entry) in (its for inner in known for its in inner) else entry.parameters(recurse=False)
+    own = () if entry in (its for inner in known for its in inner) else entry.parameters(recurse=False)
     if any(parameter.shape[:1] != (query,) for parameter in own):
         return "it has parameters that are not one for each head"
     names = ("head_dim", "head_size", "v_head_dim", "attention_head_size")

@@ -66,6 +66,7 @@ class Column:
             segments = [
                 ("query",) if heads and linear is linears[0] else ("kv" if heads else "own",) for linear in linears
             ]
+        self.segments = segments
         self.selections = [
             Selection(linear_size(linear)[0], parts, heads, state.mesh)
             for linear, parts in zip(linears, segments, strict=True)
@@ -75,6 +76,7 @@ class Column:
         self._entered: tuple[Tensor, Product, Tensor | None] | None = None
         self._computed: tuple[Tensor, dict[int, Tensor]] | None = None
         for index, linear in enumerate(linears):
+            state.styles[linear] = self
             wrap_forward(linear, functools.partial(self._project, index))
 
     @property
@@ -104,7 +106,13 @@ class Column:
         """Forget the pass: nothing of it may outlive the block."""
         self._entered = self._computed = None
 
+    def alone(self, index: int, copy_: nn.Module) -> Column:
+        """Give a copy of one of the projections a style of its own, for the same input."""
+        return type(self)(self.state, [copy_], self.heads, [self.segments[index]])
+
     def _project(self, index: int, _original: Callable, hidden: Tensor) -> Tensor:
+        if len(self.linears) == 1:
+            return self._compute(hidden)[0]
         if self._computed is None or self._computed[0] is not hidden or index not in self._computed[1]:
             self._computed = (hidden, dict(enumerate(self._compute(hidden))))
         return self._computed[1].pop(index)
@@ -150,7 +158,7 @@ class Column:
 
 
 class Row:
-    """The row layer that ends a block.
+    """The row layer that ends a block, or a copy that may stand in for it (`like`).
 
     Global: [B, S, K] -> [B, S, N]. Local: [B, S, K/(x*y)] -> this rank's tokens [1, T/(x*y), N], or [1, T/x, N/y] in
     the feature layout, where the residual stream is sharded, else [B, S, N]. Collectives: all-gather over y of the
@@ -160,15 +168,33 @@ class Row:
 
     bias_axes = ("x", "y")
 
-    def __init__(self, state: ModelState, linear: nn.Linear, heads: Heads | None = None) -> None:
+    def __init__(
+        self, state: ModelState, linear: nn.Linear, heads: Heads | None = None, *, like: Row | None = None
+    ) -> None:
         self.state = state
         self.linear = linear
+        self.heads = heads
         self.axes = heads.axes if heads else ("x", "y")
-        self.leading: torch.Size | None = None  # of the block's input, in which its output is handed on
+        self.like = like
+        self._leading: torch.Size | None = None
+        state.styles[linear] = self
         self.weights = [state.weight_of(linear)]
         self.hidden_size = linear_size(linear)[0]
         self.cuts = [cut_weight("row", *linear_size(linear), state.mesh, whole_input="y" not in self.axes)]
         wrap_forward(linear, self._forward)
+
+    @property
+    def leading(self) -> torch.Size | None:
+        """Leading dims of the block's input, in which its output is handed on."""
+        return self._leading if self.like is None else self.like.leading
+
+    @leading.setter
+    def leading(self, value: torch.Size) -> None:
+        self._leading = value
+
+    def alone(self, copy_: nn.Module) -> Row:
+        """Give a copy of the row layer, which stands at its place in the block, a style of its own."""
+        return Row(self.state, copy_, self.heads, like=self)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor:
         state, mesh, tokens = self.state, self.state.mesh, self.state.tokens
@@ -210,9 +236,16 @@ class Block:
         self.state = state
         self.column = column
         self.row = row
+        self._inside = False
         wrap_forward(entry, self._forward)
 
+    def around(self, wrapper: nn.Module) -> None:
+        """Enter already where `wrapper` is called, which stands around an entry that is a lone Linear."""
+        wrap_forward(wrapper, self._forward)
+
     def _forward(self, original: Callable, *args, **kwargs):
+        if self._inside:
+            return original(*args, **kwargs)
         if self.state.tokens is None:
             raise RuntimeError(
                 "a parallelized attention or MLP block was called outside of its decoder: its input is laid out by "
@@ -222,9 +255,11 @@ class Block:
             args = (self._enter(args[0]), *args[1:])
         else:
             kwargs["hidden_states"] = self._enter(kwargs["hidden_states"])
+        self._inside = True
         try:
             return original(*args, **kwargs)
         finally:
+            self._inside = False
             self.column.leave()
 
     def _enter(self, hidden: Tensor) -> Tensor:

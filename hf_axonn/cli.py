@@ -1,8 +1,11 @@
 """`hf-axonn`: what one does with a checkpoint or a bug report, on one process.
 
     hf-axonn convert CHECKPOINT OUTPUT      a sharded checkpoint becomes an ordinary Hugging Face directory
-    hf-axonn verify CHECKPOINT              is it complete, and on which grid was it written
-    hf-axonn env                            versions and devices, to paste into a bug report
+    hf-axonn verify CHECKPOINT              compare every file with its checksum: 0 complete, 1 not
+    hf-axonn env                            versions, devices and links, to paste into a bug report
+    hf-axonn doctor --config axonn.yaml     a launch file and a model, before a node-hour is spent: 0 fine, 1 warnings
+    hf-axonn plan                           which grid for a model, a machine and a number of GPUs
+    hf-axonn bench-links --output FILE      measure this machine for a plan; under torchrun, on many processes
 
 Bad input ends with exit code 2 and a message.
 """
@@ -10,20 +13,16 @@ Bad input ends with exit code 2 and a message.
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 
 from hf_axonn import __version__
-from hf_axonn.grid import Grid
-
-
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "datasets", "safetensors")
+from hf_axonn.doctor import add_doctor, run_doctor
+from hf_axonn.plan_cli import add_bench_links, add_plan, run_bench_links, run_plan
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="hf-axonn", description="Checkpoints and bug reports of hf_axonn.")
+    parser = argparse.ArgumentParser(prog="hf-axonn", description="Checkpoints, plans and bug reports of hf_axonn.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
     convert = commands.add_parser("convert", help="make an ordinary Hugging Face directory of a sharded checkpoint")
@@ -32,19 +31,30 @@ def main(arguments: list[str] | None = None) -> int:
     convert.add_argument(
         "--max-shard-gb", type=float, default=5.0, help="most gigabytes (2**30 bytes) of one safetensors file"
     )
-    verify = commands.add_parser("verify", help="check that a sharded checkpoint is complete")
+    verify = commands.add_parser("verify", help="check that a sharded checkpoint is complete and unchanged")
     verify.add_argument("checkpoint")
-    commands.add_parser("env", help="print versions and devices")
+    commands.add_parser("env", help="print versions, devices and links, for a bug report")
+    add_doctor(commands)
+    add_plan(commands)
+    add_bench_links(commands)
     options = parser.parse_args(arguments)
     try:
-        return {"convert": _convert, "verify": _verify, "env": _env}[options.command](options)
+        run = {
+            "convert": _convert,
+            "verify": _verify,
+            "env": _env,
+            "doctor": run_doctor,
+            "plan": run_plan,
+            "bench-links": run_bench_links,
+        }
+        return run[options.command](options)
     except (ValueError, OSError) as problem:
         print(f"hf-axonn {options.command}: {problem}", file=sys.stderr)
         return 2
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from hf_axonn.checkpoint import export_hf
+    from hf_axonn.export import export_hf
 
     if options.max_shard_gb <= 0:
         raise ValueError(f"--max-shard-gb is {options.max_shard_gb}: give a number above 0.")
@@ -54,33 +64,36 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from hf_axonn.checkpoint import check_complete
+    from pathlib import Path
 
-    manifest = check_complete(options.checkpoint)
-    size = sum(manifest["files"].values())
-    grid = Grid(**manifest["grid"])
-    print(f"{options.checkpoint} is complete: {len(manifest['files'])} files, {size:,} bytes, written on {grid}")
+    from hf_axonn.manifest import find_problems, read_manifest
+
+    if not Path(options.checkpoint).is_dir():
+        raise ValueError(f"{options.checkpoint} is not a directory.")
+    try:
+        manifest = read_manifest(options.checkpoint)
+    except ValueError as problem:
+        print(problem)
+        return 1
+    problems = find_problems(options.checkpoint, manifest)
+    for problem in problems:
+        print(problem)
+    if problems:
+        print(f"{options.checkpoint} is damaged: {len(problems)} problem(s). Resume from another checkpoint.")
+        return 1
+    print(
+        f"{options.checkpoint} is complete: {len(manifest.files)} files, {manifest.nbytes:,} bytes, written on "
+        f"{manifest.grid}"
+    )
     return 0
 
 
-def _env(options: argparse.Namespace) -> int:
-    print(f"hf_axonn {__version__}")
-    print(f"python {platform.python_version()} on {platform.platform()}")
-    for name in PACKAGES:
-        try:
-            print(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            print(f"{name} is not installed")
-    import torch
+def _env(_options: argparse.Namespace) -> int:
+    from hf_axonn.environment import describe
 
-    count = torch.cuda.device_count()
-    print("devices: " + (", ".join(torch.cuda.get_device_name(index) for index in range(count)) or "CPU only"))
-    print(f"torch.distributed backends: {', '.join(_backends(torch.distributed))}")
+    for line in describe():
+        print(line)
     return 0
-
-
-def _backends(distributed) -> list[str]:
-    return [name for name in ("gloo", "nccl", "mpi") if getattr(distributed, f"is_{name}_available")()]
 
 
 if __name__ == "__main__":

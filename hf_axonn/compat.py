@@ -7,12 +7,10 @@ proven on other versions.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import sys
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+import os
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -33,6 +31,7 @@ def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tens
     registry = getattr(mesh, "_pg_registry", None)  # absent before torch 2.13
     if registry is not None:
         registry.update({group.group_name: group for group in groups})
+    mesh.__deepcopy__ = lambda memo: mesh  # a copied parameter lies on the same ranks
     return mesh
 
 
@@ -41,22 +40,6 @@ def quiet_redistribution() -> None:
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
     if not logger.filters:
         logger.addFilter(lambda record: "While redistributing from" not in record.getMessage())
-
-
-def without_peft(model: nn.Module) -> nn.Module:
-    """The Transformers model inside of a PeftModel; any other model as it is."""
-    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
-
-
-def adapter_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """PEFT's layers in a model: name, layer and a short name of its class, as in lora.Linear or ia3.Linear."""
-    if "peft" not in sys.modules:
-        return
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
-            yield name, module, f"{type(module).__module__.split('.')[-2]}.{type(module).__name__}"
 
 
 def default_device_type() -> str:
@@ -119,111 +102,24 @@ def has_causal_lm_loss(model: nn.Module) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def distribute_when_built(distribute: Callable[[nn.Module], None]) -> Iterator[dict]:
-    """Let `from_pretrained` call `distribute(model)` on the model it has just built on the meta device.
+def model_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """A model's parameters and persistent buffers by their names in the plain model, and which names are second ones.
 
-    Yields the keyword arguments to pass to `from_pretrained`. Transformers' loader then reads only the local slice of
-    every DTensor parameter (core_model_loading.py, `DtensorShardOperation`). The hook is the one that its own
-    `distributed_config` uses (modeling_utils.py, `maybe_distribute_model`); we need no mesh of its making.
-    """
-    from transformers import PreTrainedModel
-    from transformers.distributed.configuration_utils import DistributedConfig
-    from transformers.distributed.sharding_utils import DtensorShardOperation
-
-    class _NoMesh:  # from_pretrained asks its mesh manager for a mesh and passes it on; the loader does not read it
-        def get_mesh(self, names):
-            return None
-
-    def distribute_model(model, distributed_config, mesh_manager):
-        vars(model.config).pop("distributed_config", None)  # else it would be saved in config.json
-        distribute(model)
-        return model
-
-    replaced = {
-        (PreTrainedModel, "prepare_distribute_model"): staticmethod(
-            lambda config, device_map=None: (config, device_map, _NoMesh())
-        ),
-        (PreTrainedModel, "maybe_distribute_model"): staticmethod(distribute_model),
-        # It looks axes up by name, and the storage mesh has none.
-        (DtensorShardOperation, "_get_sub_mesh"): lambda operation, dim: _MeshDim(operation.device_mesh, dim),
-    }
-    before = {(owner, name): vars(owner).get(name) for owner, name in replaced}
-    try:
-        for (owner, name), value in replaced.items():
-            setattr(owner, name, value)
-        yield {"distributed_config": DistributedConfig()}
-    finally:
-        for (owner, name), value in before.items():
-            if value is None:  # inherited before
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
-
-
-@dataclass(frozen=True)
-class _MeshDim:
-    """One dim of a mesh without names, as far as the loader asks."""
-
-    mesh: DeviceMesh
-    dim: int
-
-    def get_local_rank(self) -> int:
-        return self.mesh.get_local_rank(self.dim)
-
-    def size(self) -> int:
-        return self.mesh.size(self.dim)
-
-
-def save_shards(tensors: dict[str, torch.Tensor], directory: Path) -> None:
-    """Write tensors and DTensors as safetensors, every rank its own file. Collective over the world."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="torch.distributed.*")
-        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(path=str(directory), save_distributed=True))
-
-
-def load_shards(tensors: dict[str, torch.Tensor], directory: Path) -> None:
-    """Fill tensors and DTensors in place from what `save_shards` wrote, on any grid. Collective over the world."""
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="torch.distributed.*")
-        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(directory)))
-
-
-def save_model_shards(model: nn.Module, directory: Path) -> list[str]:
-    """`save_shards` of a model's parameters and persistent buffers, by their names in the plain model.
-
-    Returns the names that are second names of a tied tensor. They are written too, because Transformers' loader of
-    sharded checkpoints asks for every name, but as copies: safetensors refuses tensors that share memory.
+    The tensors are the model's own: what is written into them is in the model. A second name of a tied tensor is saved
+    like any other, because Transformers' loader of sharded checkpoints asks for every name.
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     tensors = get_model_state_dict(model)
-    seen: set[int] = set()
+    seen: set[tuple] = set()
     tied = []
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         key = (local.untyped_storage().data_ptr(), local.storage_offset(), local.shape)
         if local.numel() and key in seen:
             tied.append(name)
-            tensors[name] = tensor.detach().clone()
         seen.add(key)
-    save_shards(tensors, directory)
-    return tied
-
-
-def load_model_shards(model: nn.Module, directory: Path) -> None:
-    """`load_shards` into a model's parameters and persistent buffers."""
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-
-    tensors = get_model_state_dict(model)
-    load_shards(tensors, directory)
-    set_model_state_dict(model, tensors)
+    return tensors, tied
 
 
 @contextlib.contextmanager
@@ -254,37 +150,96 @@ def flat_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     return tensors, {key: value for key, value in flat.items() if key not in tensors}
 
 
-def set_flat_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict, values: dict) -> None:
-    """Give an optimizer what `flat_optimizer_state` returned."""
+def fresh_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The tensors of `flat_optimizer_state` with a state for every parameter, to be overwritten."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    if any(parameter.requires_grad and parameter not in inner.state for parameter in parameters):
+        inner.state.clear()  # torch makes all of it or nothing
+    for parameter in parameters:
+        parameter.grad = None  # torch makes no state beside gradients
+    tensors, _ = flat_optimizer_state(model, optimizer)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return tensors
+
+
+def set_flat_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict, values: dict, without: set[str]
+) -> None:
+    """Give an optimizer what `flat_optimizer_state` returned; the parameters named in `without` get no state."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     with _without_empty_groups(optimizer) as inner:
         set_optimizer_state_dict(model, inner, {**values, **tensors}, options=options)
-
-
-def consolidate_shards(directory: Path, output: Path, *, shard_bytes: int, leave_out: list[str]) -> None:
-    """Join sharded safetensors into ordinary ones of at most `shard_bytes` each, with an index. No collective."""
-    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
-    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-
-    metadata = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
-    index, used = 1, 0
-    file_of = {}
-    for name, tensor in metadata.items():
-        if name in leave_out:
-            continue
-        nbytes = tensor.size.numel() * tensor.properties.dtype.itemsize
-        if used and used + nbytes > shard_bytes:
-            index, used = index + 1, 0
-        used += nbytes
-        file_of[name] = index
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="torch.distributed.*")
-        consolidate_safetensors_files(input_dir=str(directory), output_dir=str(output), fqn_to_index_mapping=file_of)
+        for name, parameter in model.named_parameters():
+            if name in without:
+                inner.state.pop(parameter, None)
 
 
 def saved_tensors_have_hooks() -> bool:
     """Whether something decides what autograd keeps here (a checkpointed layer, offloading to the CPU)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def world_timeout() -> float:
+    """The timeout of collectives over the world, in seconds, as `init_process_group` was given it."""
+    backend = torch.distributed.group.WORLD._get_backend(torch.device(default_device_type()))
+    options = getattr(backend, "options", None)
+    timeout = getattr(options, "_timeout", None) or torch.distributed.constants.default_pg_timeout
+    return timeout.total_seconds()
+
+
+def watch_store() -> torch.distributed.Store:
+    """A connection of its own to the store through which the world was set up: a thread may use it at any time."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return torch.distributed.PrefixStore("hf_axonn/watch", _get_default_store().clone())
+
+
+def store_outlives_ranks() -> bool:
+    """Whether the store is kept by the launcher, or on disk, and not by rank 0."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _get_default_store()
+    while isinstance(store, torch.distributed.PrefixStore):
+        store = store.underlying_store
+    return not isinstance(store, torch.distributed.TCPStore) or (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true"
+    )
+
+
+def ask_class_for_step(optimizer: torch.optim.Optimizer) -> None:
+    """After an optimizer got another class: a learning rate schedule may have wrapped the step of the old one."""
+    if "step" not in vars(optimizer):
+        return
+
+    @functools.wraps(type(optimizer).step)
+    def step(*args, **kwargs):
+        optimizer._opt_called = True
+        return type(optimizer).step(optimizer, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True
+    optimizer.step = step
+
+
+@contextlib.contextmanager
+def paper_world(size: int) -> Iterator[None]:
+    """Be rank 0 of a world of `size` ranks that are not there: collectives return at once and move nothing.
+
+    Raises:
+        RuntimeError: torch.distributed is initialized.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist = torch.distributed
+    if dist.is_initialized():
+        raise RuntimeError("torch.distributed is initialized already, with ranks that are there.")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

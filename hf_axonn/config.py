@@ -18,6 +18,7 @@ from hf_axonn.grid import AXES, Grid
 VARIABLE = "AXONN_CONFIG"
 REDUCE_DTYPES = ("float32", "bfloat16", "float64")
 LAYOUTS = ("auto", "token", "feature")
+SAVE_FAILURES = ("stop", "continue")
 GRID_EXAMPLE = "grid: {data: 1, z: 2, y: 1, x: 2}"
 
 
@@ -56,6 +57,8 @@ class AxonnConfig:
         tune_matmuls: whether operand layouts of matmuls are timed on the first steps and the fastest used (tuning.py).
         layout: of the residual stream between blocks, one of LAYOUTS; auto takes feature wherever it is possible
             (y > 1, norms that are RMSNorm or LayerNorm), else token.
+        async_save: whether Trainer's checkpoints are written while training goes on.
+        save_failure: what a Trainer does when a checkpoint cannot be saved (a full disk), one of SAVE_FAILURES.
     Raises:
         ValueError: a value is not of its kind; the message says what to write.
     """
@@ -66,6 +69,8 @@ class AxonnConfig:
     keep_gathered: str | int = "none"
     tune_matmuls: bool = False
     layout: str = "auto"
+    async_save: bool = False
+    save_failure: str = "stop"
 
     def __post_init__(self) -> None:
         if not isinstance(self.grid, Grid):
@@ -83,6 +88,10 @@ class AxonnConfig:
             raise ValueError(f"tune_matmuls is {self.tune_matmuls!r}, but it is a switch: write true or false.")
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout is {self.layout!r}, but it is one of {', '.join(LAYOUTS)}.")
+        if not isinstance(self.async_save, bool):
+            raise ValueError(f"async_save is {self.async_save!r}, but it is a switch: write true or false.")
+        if self.save_failure not in SAVE_FAILURES:
+            raise ValueError(f"save_failure is {self.save_failure!r}, but it is one of {', '.join(SAVE_FAILURES)}.")
 
     @classmethod
     def from_mapping(cls, section: Mapping[str, Any], *, num_processes: int | None = None) -> AxonnConfig:
@@ -90,7 +99,7 @@ class AxonnConfig:
 
         Args:
             section: keys grid (required; a mapping from axis to size), overlap (a mapping of switches), reduce_dtype,
-                keep_gathered, tune_matmuls, layout.
+                keep_gathered, tune_matmuls, layout, async_save, save_failure.
             num_processes: number of processes on all machines together, which the grid must have; None: not checked.
         Raises:
             ValueError: an unknown key, a value of the wrong kind, or a grid of another size than `num_processes`.
@@ -134,7 +143,7 @@ class AxonnConfig:
             return None
         try:
             return cls.from_mapping(json.loads(text))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"the environment variable {VARIABLE} cannot be used: {error} It is set by the launcher from the "
                 f'launch file; written by hand it looks like {{"grid": {{"z": 2, "x": 2}}}}.'
@@ -144,8 +153,8 @@ class AxonnConfig:
 def _grid(sizes: Any) -> Grid:
     if sizes == "auto":
         raise ValueError(
-            "axonn_config.grid is auto, but this version has no planner that chooses a grid: write the sizes, as in "
-            f"{GRID_EXAMPLE}."
+            "axonn_config.grid is auto, which only the launcher can resolve, from axonn_config.plan: start with "
+            f"accelerate launch or axonn-launch, or write the sizes, as in {GRID_EXAMPLE}."
         )
     if not isinstance(sizes, Mapping):
         raise ValueError(f"axonn_config.grid is {sizes!r}, but it maps axes to sizes: write {GRID_EXAMPLE}.")

@@ -35,8 +35,12 @@ def install_decoder(state: ModelState, model: nn.Module, plan: Plan) -> None:
         end = None if layer is not layers[-1] else "tokens" if plan.final is not None else "whole"
         wrap_forward(layer, functools.partial(_layer, state, layer, layer is layers[0], end))
     for name in plan.whole:
-        wrap_forward(model.get_submodule(name), functools.partial(_whole, state))
-    wrap_forward(model.get_submodule(plan.decoder), functools.partial(_decoder, state, plan.final is None))
+        state.give(
+            model.get_submodule(name), functools.partial(wrap_forward, forward=functools.partial(_whole, state))
+        )
+    decoder = model.get_submodule(plan.decoder)
+    wrap_forward(decoder, functools.partial(_decoder, state, plan.final is None))
+    state.makers |= dict.fromkeys((decoder, *layers))
 
 
 def _layer(state: ModelState, layer: nn.Module, first: bool, end: str | None, original: Callable, /, *args, **kwargs):
@@ -152,14 +156,14 @@ def install_causal_lm(state: ModelState, model: nn.Module) -> None:
         state.in_forward = True
         given = signature.bind_partial(*args, **kwargs).arguments
         logits_to_keep = given.get("logits_to_keep", 0)
+        loss = getattr(model, "loss_function", None)
         state.defer_head = (
-            model.training
-            and torch.is_grad_enabled()
+            isinstance(loss, ShardedCausalLMLoss)
+            and (loss.hands_over or (model.training and torch.is_grad_enabled()))
             and given.get("labels") is not None
             and state.has_head
             and isinstance(logits_to_keep, int)
             and logits_to_keep == 0
-            and isinstance(getattr(model, "loss_function", None), ShardedCausalLMLoss)
         )
         try:
             return original(*args, **kwargs)

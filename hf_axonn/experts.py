@@ -81,6 +81,9 @@ class Experts:
         self.range = vocabulary_range(module.num_experts, state.mesh)
         self.signature = inspect.signature(module.forward)
         self.products = {}
+        # What adapters do to a parameter, by name.
+        self.added: dict[str, Callable[[Tensor], Tensor]] = {}
+        state.styles[module] = self
         for name in expert_weights(module):
             _, rows, cols = module._parameters[name].shape
             cut = ExpertsCut(len(self.range), rows, cols, state.mesh.size("z"), state.mesh.index("z"))
@@ -140,6 +143,7 @@ class Experts:
             if parameter is not None and name not in local:
                 whole = replicated_local(parameter, mesh, ("x", "y"))
                 local[name] = whole[self.range.start : self.range.stop] if parameter.dim() > 1 else whole
+        local |= {name: add(local[name]) for name, add in self.added.items()}
         experts = module.num_experts
         try:
             module.__dict__.update(local, num_experts=len(self.range))

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.block_checks import adapted
 from hf_axonn.norm_probe import EXACT, apart, close, norm_kind
 from hf_axonn.norms import NormKind
 from hf_axonn.plans import Plan, is_inside
@@ -72,10 +71,10 @@ def _search(model: nn.Module, plan: Plan) -> tuple[int, str | None, dict[nn.Modu
     if plan.reason or plan.whole or not plan.blocks:
         some = next(iter(plan.whole), None)
         return 0, plan.reason or (f"{some} needs whole sequences" if some else "it has no blocks"), norms
-    sizes = [linear_size(adapted(model.get_submodule(block.row)))[0] for block in plan.blocks]
+    sizes = [linear_size(model.get_submodule(block.row))[0] for block in plan.blocks]
     for block in plan.blocks:
         for name in block.columns:
-            sizes.append(linear_size(adapted(model.get_submodule(name)))[1])
+            sizes.append(linear_size(model.get_submodule(name))[1])
     if len(set(sizes)) > 1:
         return 0, f"its blocks are of several hidden sizes, {min(sizes)} to {max(sizes)}", norms
     known: dict[tuple, NormKind | None] = {}

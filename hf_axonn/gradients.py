@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hf_axonn.collectives import start_all_reduce, travels_alone
 from hf_axonn.pending import Pending, together
+from hf_axonn.progress import HERE
 from hf_axonn.state import ModelState, is_parallelized
 
 
@@ -52,6 +53,7 @@ def sync_gradients(model: nn.Module) -> None:
     state = find_state(model)
     if state is not None:
         _Average(model, state).finish()
+        HERE.done += 1
 
 
 @contextlib.contextmanager
@@ -70,6 +72,7 @@ def syncing(*models: nn.Module) -> Iterator[None]:
         yield
     for average in averages:
         average.finish()
+    HERE.done += bool(averages)
 
 
 def _local(tensor: Tensor) -> Tensor:

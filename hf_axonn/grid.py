@@ -18,7 +18,9 @@ y is innermost because it carries about three times the traffic of x and so belo
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import time
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -218,10 +220,15 @@ class GridMesh(Place):
 
     @cached_property
     def sample_mesh(self) -> DeviceMesh:
-        """The mesh (dp_shard, tp) by which Accelerate tells who gets which samples; no communicator of its own."""
+        """The mesh (dp_shard, tp) by which Accelerate tells who gets which samples; no communicator of its own.
+
+        Without x and y it is (dp_shard) alone: Accelerate looks for tp by its name.
+        """
         import torch
         from torch.distributed.device_mesh import DeviceMesh
 
+        if self.size("x", "y") == 1:
+            return DeviceMesh.from_group(self.group("data", "z"), self.device_type, mesh_dim_names=("dp_shard",))
         ranks = torch.arange(self.grid.size).view(self.size("data", "z"), self.size("x", "y"))
         groups = [self.group("data", "z"), self.group("x", "y")]
         return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=("dp_shard", "tp"))
@@ -262,6 +269,18 @@ def grid_mesh(grid: Grid, device_type: str) -> GridMesh:
 
     world, mesh = _meshes.get((grid, device_type), (None, None))
     if mesh is None or not dist.is_initialized() or world is not dist.group.WORLD:
+        if device_type == "cpu" and not _meshes:
+            atexit.register(_let_go)
         mesh = GridMesh(grid, device_type)
         _meshes[grid, device_type] = (dist.group.WORLD, mesh)
     return mesh
+
+
+def _let_go() -> None:
+    """At the end of the program give the threads of gloo time to drop the tensors of the last collective.
+
+    They need the interpreter for that, and one that comes too late ends the process with an abort. Without a grid
+    `destroy_process_group` waits for them; here meshes still hold the groups then.
+    """
+    _meshes.clear()
+    time.sleep(0.05)

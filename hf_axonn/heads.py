@@ -141,6 +141,25 @@ def arriving_features(size: int, segments: Sequence[str], heads: Heads | None, p
     return [_within(feature_slice(size, sender, *axes)[0], needed) for sender in senders]
 
 
+def exchanged_features(size: int, segments: Sequence[str], heads: Heads | None, place: Place) -> tuple[int, int]:
+    """How many features the rank at `place` sends to others, and how many it gets from them.
+
+    The lengths of `sent_features` and `arriving_features` without the rank itself, from ranges alone: a plan asks for
+    many grids.
+    """
+    axes = ("x", "y") if heads is None else heads.axes
+    own, _ = feature_slice(size, place, *axes)
+
+    def read(of: Place, within: slice) -> int:
+        # A set, because a kv head that several query heads of a rank repeat travels once.
+        ranges = {its for piece in pieces(size, segments, heads, of) for its in piece.ranges}
+        return sum(max(0, min(its.stop, within.stop) - max(its.start, within.start)) for its in ranges)
+
+    here = place.index(*axes)
+    others = (place.moved(axes, index) for index in range(place.size(*axes)) if index != here)
+    return sum(read(other, own) for other in others), read(place, slice(0, size)) - read(place, own)
+
+
 def _needed(size: int, segments: Sequence[str], heads: Heads | None, place: Place) -> list[int]:
     # A dict, because a kv head that several query heads of a rank repeat travels once.
     found = pieces(size, segments, heads, place)

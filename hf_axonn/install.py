@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from hf_axonn import compat
-from hf_axonn.block_checks import adapted
+from hf_axonn.batch_check import install_batch_check
 from hf_axonn.blocks import Block, Column, Row, install_heads
 from hf_axonn.collectives import broadcast_
 from hf_axonn.decoder import install_causal_lm, install_decoder
@@ -26,7 +27,6 @@ from hf_axonn.grid import WEIGHT_AXES, GridMesh
 from hf_axonn.heads import Heads, feature_slice
 from hf_axonn.latent import LatentColumn, install_latent
 from hf_axonn.layouts import bounds
-from hf_axonn.lora import ColumnLora, RowLora, lora_parts
 from hf_axonn.loss import ShardedCausalLMLoss
 from hf_axonn.norms import FeatureNorm, HeadNorm, NormKind
 from hf_axonn.plans import Plan, is_inside
@@ -45,12 +45,11 @@ def weight_kinds(model: nn.Module, plan: Plan) -> dict[int, str]:
     kinds: dict[int, str] = {}
     for block in plan.blocks:
         for name in block.columns:
-            kinds[id(adapted(modules[name]).weight)] = "column"
-        kinds[id(adapted(modules[block.row]).weight)] = "row"
+            kinds[id(modules[name].weight)] = "column"
+        kinds[id(modules[block.row].weight)] = "row"
     vocabulary = _vocabulary(model, plan)
-    apart = {*vocabulary, *_adapters(model)}
     for name, module in modules.items():
-        if is_linear(module) and module not in apart and plan.is_full(name):
+        if is_linear(module) and module not in vocabulary and plan.is_full(name):
             # A weight that two modules use in different ways can only be held whole.
             kinds[id(module.weight)] = "full" if kinds.get(id(module.weight), "full") == "full" else "replicated"
     for module in filter(is_experts, modules.values()):
@@ -68,10 +67,9 @@ def _large_others(model: nn.Module, plan: Plan) -> set[int]:
     """Ids of large parameters of more than one dim that one module has for itself, outside of blocks."""
     entries = {block.entry for block in plan.blocks}
     smallest = SMALLEST_PART * max((parameter.numel() for parameter in model.parameters()), default=0)
-    adapters = _adapters(model)
     found = Counter()
     for name, module in model.named_modules():
-        weight = 2 if module in adapters or is_inside(name, entries) or is_experts(module) else 1
+        weight = 2 if is_inside(name, entries) or is_experts(module) else 1
         for parameter in module.parameters(recurse=False):
             if parameter.dim() > 1 and parameter.numel() >= smallest:
                 found[id(parameter)] += weight
@@ -113,19 +111,52 @@ def shard_slices(shape: torch.Size, placements: Sequence[Placement], mesh: GridM
     return tuple(slice(*span) for span in spans)
 
 
-def _adapters(model: nn.Module) -> set[nn.Module]:
-    """The A and B of every LoRA layer. They are small, so every rank holds them whole."""
-    return {part for layer in model.modules() for pair in lora_parts(layer) for part in pair}
-
-
 def shard_of(tensor: Tensor, placements: Sequence[Placement], mesh: GridMesh) -> Tensor:
     """This rank's piece of a full tensor, as a view. No communication."""
     return tensor[shard_slices(tensor.shape, placements, mesh)]
 
 
+def distributed(parameter: nn.Parameter, placements: Sequence[Placement], mesh: GridMesh) -> nn.Parameter:
+    """A whole parameter as a DTensor; the values of rank 0 count. One broadcast over the world, none on the meta
+    device."""
+    full = parameter.detach()
+    if not full.is_meta:
+        full = broadcast_(full.contiguous())
+    local = shard_of(full, placements, mesh)
+    if any(isinstance(its, Shard) for its in placements):
+        local = local.clone(memory_format=torch.contiguous_format)
+    whole = DTensor.from_local(
+        local, mesh.storage_mesh, placements, run_check=False, shape=full.shape, stride=_strides(full)
+    )
+    sharded = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    sharded.__dict__.update(parameter.__dict__)
+    parameter.sharded_as = sharded  # for an optimizer that was made on it
+    return sharded
+
+
+def take_shards(model: nn.Module, state_dict: dict, prefix: str, *_) -> None:
+    """Before `load_state_dict`: of whole tensors this rank takes its shards. No communication."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for key, value in state_dict.items():
+        own = parameters.get(key.removeprefix(prefix)) if key.startswith(prefix) else None
+        if isinstance(own, DTensor) and not isinstance(value, DTensor) and own.shape == value.shape:
+            local = shard_of(value, own.placements, model.axonn.mesh).clone(memory_format=torch.contiguous_format)
+            state_dict[key] = DTensor.from_local(
+                local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
+            )
+
+
 def shard_parameters(model: nn.Module, kinds: dict[int, str], state: ModelState) -> None:
-    """Replace every parameter by a DTensor; a parameter that several modules share stays shared."""
+    """Replace every parameter by a DTensor; a parameter that several modules share stays shared.
+
+    A model of which nothing is cut keeps its parameters as they are, as under DistributedDataParallel.
+    """
     mesh = state.mesh
+    if all(kinds.get(id(parameter), "replicated") == "replicated" for parameter in model.parameters()):
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:
+                tensor.detach().copy_(broadcast_(tensor.detach().contiguous()))
+        return
     made: dict[int, nn.Parameter] = {}
     transposed = {id(module.weight) for module in model.modules() if is_conv1d(module)}
     for module in list(model.modules()):
@@ -136,19 +167,7 @@ def shard_parameters(model: nn.Module, kinds: dict[int, str], state: ModelState)
                 kind = kinds.get(id(parameter), "replicated")
                 kept = {"full": "column", "gathered": "vocabulary"}.get(kind, kind)
                 placements = shard_placements(kept, transposed=id(parameter) in transposed)
-                full = parameter.detach()
-                if not full.is_meta:
-                    full = broadcast_(full.contiguous())
-                local = shard_of(full, placements, mesh)
-                local = local.clone(memory_format=torch.contiguous_format) if kind != "replicated" else local
-                sharded = nn.Parameter(
-                    DTensor.from_local(
-                        local, mesh.storage_mesh, placements, run_check=False, shape=full.shape, stride=_strides(full)
-                    ),
-                    requires_grad=parameter.requires_grad,
-                )
-                sharded.__dict__.update(parameter.__dict__)
-                made[id(parameter)] = sharded
+                sharded = made[id(parameter)] = distributed(parameter, placements, mesh)
                 kinds[id(sharded)] = kind
                 made[id(sharded)] = sharded  # the new id must not be taken for an old one's
             module._parameters[name] = made[id(parameter)]
@@ -176,12 +195,13 @@ def install_styles(
 
     vocabulary = _vocabulary(model, plan)
     for module in vocabulary:
-        style = Embedding if isinstance(module, nn.Embedding) else Head
-        style(state, module)
+        state.give(module, functools.partial(Embedding if isinstance(module, nn.Embedding) else Head, state))
         note(module, "vocabulary")
     # On which of (x, y) the ranks do different work inside of a module, by name; on none where nothing is said.
-    axes_of: dict[str, tuple[str, ...]] = {name: ("x", "y") for name in (*plan.layers, *(plan.final or ()))}
+    axes_of = state.axes_of
+    axes_of |= {name: ("x", "y") for name in (*plan.layers, *(plan.final or ()))}
     axes_of |= {name: () for name in plan.whole}
+    state.whole = set(plan.whole)
     experts = {name for name, module in model.named_modules() if is_experts(module)}
     axes_of |= {name: ("x", "y") for name in experts}
     head_norms: list[tuple[nn.Module, NormKind, Selection]] = []
@@ -190,81 +210,73 @@ def install_styles(
         heads = Heads.divide(block.query, block.kv, state.mesh) if block.query else None
         columns = [model.get_submodule(name) for name in block.columns]
         last = model.get_submodule(block.row)
-        row = Row(state, adapted(last), heads)
+        row = Row(state, last, heads)
+        state.makers[last] = [row.alone]
         if block.latent:
             pairs = zip(columns, block.segments, strict=True)
             own = [LatentColumn(state, [layer], heads, [segments]) for layer, segments in pairs]
         else:
-            column = Column(state, [adapted(layer) for layer in columns], heads, list(block.segments))
+            own = [Column(state, columns, heads, list(block.segments))]
+        for column in own:
+            for index, layer in enumerate(column.linears):
+                state.makers[layer] = [functools.partial(column.alone, index)]
         for layer in (*columns, last):
-            is_row = layer is last
-            for pair in lora_parts(layer):
-                RowLora(state, row, pair) if is_row else ColumnLora(state, column, adapted(layer), pair)
-                for part in pair:
-                    note(part, "adapter")
-            if layer is not adapted(layer):
-                # What PEFT drops of a column layer's input is whole on x; a row layer's is cut as its heads are.
-                axes_of[names[layer]] = row.axes if is_row else ("y",)
-            note(adapted(layer), "row" if is_row else "column", heads.why(state.mesh) if heads else "")
+            note(layer, "row" if layer is last else "column", heads.why(state.mesh) if heads else "")
         entry = model.get_submodule(block.entry)
+        state.makers.setdefault(entry, None)
         axes_of[block.entry] = row.axes
         for name, (kind, index) in block.head_norms.items():
             if row.axes:
-                head_norms.append((model.get_submodule(name), kind, column.selections[index]))
+                head_norms.append((model.get_submodule(name), kind, own[0].selections[index]))
         if block.latent:
             install_latent(state, entry, own, row, model.get_submodule(block.latent[0]))
             axes_of |= {name: () for name in block.latent}
         else:
-            Block(state, entry, column, row)
+            state.blocks[entry] = Block(state, entry, own[0], row)
         if heads is not None:
             rows_of[block.entry], _ = feature_slice(heads.query, state.mesh, *heads.axes)
             install_heads(state, entry, heads, block)
-    adapters = _adapters(model)
     for name, module in model.named_modules():
-        axes = next((axes_of[part] for part in _prefixes(name) if part in axes_of), ())
+        axes = state.axes(name)
         dropouts = dropout_names(module)
         if dropouts:
             # What a block drops after its row layer are tokens.
             own = ("x", "y") if axes and any(re.search("hidden|resid", its) for its in (name, *dropouts)) else axes
-            install_dropout(state, module, own, probability(module, *dropouts))
+            state.give(module, functools.partial(_keyed_dropout, state, own, dropouts))
         if module in done or not any(parameter is not None for parameter in module._parameters.values()):
             continue
         if name in experts:
-            style_of(module)(state, module)
+            state.give(module, functools.partial(style_of(module), state))
             note(module, "experts")
             continue
         if is_linear(module) and kinds.get(id(module.weight)) == "full":
-            FullLinear(state, module)
+            state.give(module, functools.partial(FullLinear, state))
             note(module, "full")
             continue
         gathered = [its for its, parameter in module._parameters.items() if kinds.get(id(parameter)) == "gathered"]
         if gathered:
-            Gathered(state, module, axes, gathered)
+            state.give(module, functools.partial(Gathered, state, partial_axes=axes, names=gathered))
             note(module, "gathered")
             continue
-        Replicated(state, module, axes, own=rows_of.get(name))
-        if module in adapters:
-            note(module, "adapter")
-        else:
-            note(module, "replicated", _why_replicated(module))
+        state.give(module, functools.partial(Replicated, state, partial_axes=axes, own=rows_of.get(name)))
+        note(module, "replicated", _why_replicated(module))
     for module, kind in layout.norms.items():
-        FeatureNorm(state, module, kind)
+        state.give(module, functools.partial(FeatureNorm, state, kind=kind))
     for module, kind, selection in head_norms:
-        HeadNorm(state, module, kind, selection)
+        state.give(module, functools.partial(HeadNorm, state, kind=kind, selection=selection))
     if plan.decoder is not None:
         install_decoder(state, model, plan)
     for reader in find_readers(model)[0]:
         Reading(state, reader)
     install_causal_lm(state, model)
+    install_batch_check(state, model)
     install_router_loss(state, model)
     if compat.has_causal_lm_loss(model):
         model.loss_function = ShardedCausalLMLoss(state)
 
 
-def _prefixes(name: str) -> list[str]:
-    """A module's name and those of the modules around it, innermost first."""
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+def _keyed_dropout(state: ModelState, axes: tuple[str, ...], names: list[str], module: nn.Module) -> None:
+    install_dropout(state, module, axes, probability(module, *names))
 
 
 def _why_replicated(module: nn.Module) -> str:

@@ -12,6 +12,7 @@ Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; DESIGN 2.3 for the row laye
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -66,4 +67,11 @@ def install_latent(
 
     wrap_forward(attention, forward)
     if row.axes:
-        shared.register_forward_hook(rotary_is_shared)  # whatever style its forward is given
+        # A hook: whatever style its forward is given. An adapter of the module adds to its output after that, so the
+        # hooks stand on its last part too (adapters.py).
+        state.give(shared, functools.partial(_hook_once, rotary_is_shared))
+
+
+def _hook_once(hook: Callable, module: nn.Module) -> None:
+    if hook not in module._forward_hooks.values():  # a copy may have it already
+        module.register_forward_hook(hook)

@@ -22,6 +22,7 @@ from hf_axonn.launch_file import SECTION, check_spelling, resolve
 
 
 CONFIG_OPTIONS = ("config", "config_file")
+MOST_VALUES = 10_000  # of a launch file
 
 
 def main() -> None:
@@ -62,7 +63,7 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     path = Path(given) if given else _default_file()
     if path is None:
         return list(arguments)
-    settings = _read(path)
+    settings = read_launch_file(path)
     check_spelling(path.name, settings)
     if SECTION not in settings:
         return command.without(*CONFIG_OPTIONS).arguments(f"--config_file={given}") if given else list(arguments)
@@ -73,7 +74,7 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     for note in launch.notes:
         print(f"hf_axonn: {note}", file=sys.stderr)
     os.environ.update(launch.environment)
-    return command.without("cpu", *CONFIG_OPTIONS).arguments(f"--config_file={_write_temporary(launch.settings)}")
+    return command.without("cpu", *CONFIG_OPTIONS).arguments(f"--config_file={write_temporary(launch.settings)}")
 
 
 @dataclass(frozen=True)
@@ -154,21 +155,40 @@ def _default_file() -> Path | None:
     return path if path.is_file() else None
 
 
-def _read(path: Path) -> dict:
+def read_launch_file(path: Path) -> dict:
+    """The settings of a launch file.
+
+    Raises:
+        ValueError: it cannot be read, or is not YAML with keys.
+    """
     import yaml
 
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"the launch file {path} cannot be read: {error.strerror}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"the launch file {path} is not YAML: {error}") from None
+    if not _is_small(settings):
+        raise ValueError(f"the launch file {path} holds more than {MOST_VALUES} values: it is no launch file.")
     if not isinstance(settings, dict):
         raise ValueError(f"the launch file {path} holds no settings: write num_processes, axonn_config and so on.")
     return settings
 
 
-def _write_temporary(settings: dict) -> str:
+def _is_small(settings: object) -> bool:
+    """Whether there are few values, those behind YAML's aliases counted as often as they stand there."""
+    count, stack = 0, [settings]
+    while stack and count <= MOST_VALUES:
+        value = stack.pop()
+        count += 1
+        if isinstance(value, (dict, list)):
+            stack += [*value, *value.values()] if isinstance(value, dict) else value
+    return count <= MOST_VALUES
+
+
+def write_temporary(settings: dict) -> str:
+    """The name of a file with these settings, which is removed when this process ends."""
     import atexit
     import tempfile
 

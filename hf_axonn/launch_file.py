@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from hf_axonn.config import VARIABLE, AxonnConfig
+from hf_axonn.perf.jobs import resolve_auto
 
 
 SECTION = "axonn_config"
@@ -64,7 +65,11 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
     """
     _refuse(settings, options)
     num_processes, num_machines = _processes(settings, options)
-    config = AxonnConfig.from_mapping(settings[SECTION], num_processes=num_processes)
+    section, planned = settings[SECTION], []
+    if isinstance(section, Mapping):
+        precision = str(options.get("mixed_precision") or settings.get("mixed_precision") or "no").lower()
+        section, planned = resolve_auto(section, num_processes, mixed_precision=precision)
+    config = AxonnConfig.from_mapping(section, num_processes=num_processes)
     kept = {key: value for key, value in settings.items() if key != SECTION}
     # YAML reads an unquoted no as false, where accelerate expects the word.
     kept["mixed_precision"] = settings.get("mixed_precision") or "no"
@@ -75,6 +80,7 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
 
     kind = _distributed_type(settings, options, num_processes)
     use_cpu, notes = _use_cpu(settings, options, kind, num_processes)
+    notes = planned + notes
     environment = {VARIABLE: config.to_json()}
     if use_cpu:
         environment["ACCELERATE_USE_CPU"] = "true"

@@ -5,80 +5,98 @@ Both are small and stored whole on every rank; each rank multiplies with its own
     h[T, r]{U_y} = x[T, K/y] @ A[:, K/y].T      reduced over y
     o[T, own features] = h @ B[own features].T
 
-and for a row layer,
+for a row layer,
 
     h[T, r]{U_xy} = x[T, K/(x*y)] @ A[:, own].T  reduced over (x, y), or over x where heads are divided over x alone
     o[T/(x*y), N] = h[T/(x*y)] @ B.T
 
-so that o has the layout of the layer's own output and PEFT's addition needs no change.
+and for a projection out of a latent, whose input is whole on every rank, h is whole, too, and B as in a column layer.
+So o has the layout of the layer's own output and PEFT's addition needs no change. Where activations are whole A and B
+are used as they are.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_axonn import compat
 from hf_axonn.blocks import Column, Row
 from hf_axonn.collectives import all_reduce, all_reduce_backward
 from hf_axonn.heads import feature_slice
+from hf_axonn.latent import LatentColumn
 from hf_axonn.layouts import pad_dim
 from hf_axonn.state import ModelState, replicated_local, scale_gradient
 from hf_axonn.styles import take_slice, wrap_forward
 
 
-def check_adapters(model: nn.Module) -> None:
-    """Refuse what PEFT can put into or around a model and nobody here can shard. Changes nothing.
+def pair_of(layer: nn.Module, adapter: str) -> tuple[Tensor, Tensor]:
+    """(A [r, K], B [N, r]) of one adapter of PEFT's layer, a Linear's or an embedding's."""
+    if adapter in layer.lora_embedding_A:
+        return layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+    return layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
 
-    Raises:
-        ValueError: an adapter is not plain LoRA on a Linear, or parameters lie outside of the model itself.
+
+class OwnOutput:
+    """Which of a layer's output features this rank goes on with: all of them here.
+
+    Args:
+        axes: of (x, y), on which ranks do different work behind the layer.
     """
-    inner = compat.without_peft(model)
-    own = {id(parameter) for parameter in inner.parameters()}
-    outside = [name for name, parameter in model.named_parameters() if id(parameter) not in own]
-    if outside:
-        raise ValueError(
-            f"{outside[0]} lies outside of the model (PEFT's prompt or prefix tuning), which cannot be sharded over a "
-            "grid: use LoRA."
-        )
-    for name, layer, kind in compat.adapter_layers(inner):
-        if getattr(layer, "lora_magnitude_vector", None):
-            kind = "DoRA"
-        elif getattr(layer, "lora_variant", None):
-            kind = type(next(iter(layer.lora_variant.values()))).__name__
-        elif kind == "lora.Linear":
-            biased = [adapter for adapter, b in layer.lora_B.items() if b.bias is not None]
-            if biased:
-                raise ValueError(f"LoRA adapter {biased[0]!r} has biases: set lora_bias=False in LoraConfig.")
-            continue
-        raise ValueError(
-            f"{name}: PEFT's {kind} cannot be sharded over a grid: use plain LoRA or rsLoRA on Linear layers "
-            "(LoraConfig without use_dora, trainable_token_indices and target_parameters), and modules_to_save for "
-            "embeddings."
-        )
+
+    def __init__(self, state: ModelState, linear: nn.Module, axes: tuple[str, ...]) -> None:
+        self.state, self.linear, self.axes = state, linear, axes
+
+    def take(self, whole: Tensor) -> Tensor:
+        """[N, ...] -> [own features, ...]. No communication."""
+        return whole
+
+    def parameter(self, parameter: nn.Parameter) -> Tensor:
+        """This rank's rows of a replicated parameter [N, ...], in the graph."""
+        return self.take(replicated_local(parameter, self.state.mesh, self.axes))
 
 
-def lora_parts(layer: nn.Module) -> list[tuple[nn.Linear, nn.Linear]]:
-    """The (A, B) pairs of a layer that PEFT has wrapped, none of a plain layer."""
-    if not hasattr(layer, "lora_A"):
-        return []
-    return [(layer.lora_A[adapter], layer.lora_B[adapter]) for adapter in layer.lora_A]
+class ColumnOutput(OwnOutput):
+    """Behind a column layer: the features of this rank's heads."""
+
+    def __init__(self, state: ModelState, linear: nn.Module, column: Column) -> None:
+        super().__init__(state, linear, column.axes)
+        self.selection = column.selection_of(linear)
+
+    def take(self, whole: Tensor) -> Tensor:
+        return self.selection.take(whole, dim=0)
+
+
+class RowOutput(OwnOutput):
+    """Behind a row layer: all features of this rank's tokens, or some in the feature layout."""
+
+    def __init__(self, state: ModelState, linear: nn.Module, row: Row) -> None:
+        super().__init__(state, linear, ("x", "y"))
+        self.row = row
+
+    def take(self, whole: Tensor) -> Tensor:
+        tokens = self.state.tokens
+        return take_slice(whole, self.row.hidden_size, self.state.mesh, "y") if tokens.features else whole
+
+
+def output_of(state: ModelState, linear: nn.Module, axes: tuple[str, ...]) -> OwnOutput:
+    """The output of a layer by its style; `axes` where it has none of ours."""
+    style = state.styles.get(linear)
+    if isinstance(style, Column):
+        return ColumnOutput(state, linear, style)
+    return RowOutput(state, linear, style) if isinstance(style, Row) else OwnOutput(state, linear, axes)
 
 
 class ColumnLora:
     """A and B of a column layer. Collectives: all-reduce of [T, r] over y, forward and backward."""
 
-    def __init__(
-        self, state: ModelState, column: Column, linear: nn.Linear, pair: tuple[nn.Linear, nn.Linear]
-    ) -> None:
-        self.state, self.column, self.linear = state, column, linear
-        self.a, self.b = pair
+    def __init__(self, state: ModelState, column: Column, output: OwnOutput, a: nn.Linear, b: nn.Linear) -> None:
+        self.state, self.column, self.output = state, column, output
+        self.a, self.b = a, b
         self.a_axes = ("x", "y") if "x" in column.axes else ("y",)
-        wrap_forward(self.a, functools.partial(ColumnLora._down, self))
-        wrap_forward(self.b, functools.partial(ColumnLora._up, self))
+        wrap_forward(a, self._down)
+        wrap_forward(b, self._up)
 
     def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
         mesh, axes = self.state.mesh, self.column.axes
@@ -90,18 +108,27 @@ class ColumnLora:
         return all_reduce_backward(down, mesh.group("y")) if "y" in axes else down
 
     def _up(self, _original: Callable, down: Tensor) -> Tensor:
-        weight = replicated_local(self.b.weight, self.state.mesh, self.column.axes)
-        return F.linear(down, self.column.selection_of(self.linear).take(weight, dim=0))
+        bias = None if self.b.bias is None else self.output.parameter(self.b.bias)
+        return F.linear(down, self.output.parameter(self.b.weight), bias)
+
+
+class LatentLora(ColumnLora):
+    """A and B of a projection out of a latent. Collectives: all-reduce of d[T, r] over the axes of the heads."""
+
+    def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
+        mesh, axes = self.state.mesh, self.column.axes
+        down = F.linear(hidden, replicated_local(self.a.weight, mesh, ()))
+        return all_reduce_backward(down, mesh.group(*axes)) if axes else down
 
 
 class RowLora:
     """A and B of a row layer. Collectives: all-reduce of [T, r] over the axes of its input; backward: over (x, y)."""
 
-    def __init__(self, state: ModelState, row: Row, pair: tuple[nn.Linear, nn.Linear]) -> None:
-        self.state, self.row = state, row
-        self.a, self.b = pair
-        wrap_forward(self.a, functools.partial(RowLora._down, self))
-        wrap_forward(self.b, functools.partial(RowLora._up, self))
+    def __init__(self, state: ModelState, row: Row, output: OwnOutput, a: nn.Linear, b: nn.Linear) -> None:
+        self.state, self.row, self.output = state, row, output
+        self.a, self.b = a, b
+        wrap_forward(a, self._down)
+        wrap_forward(b, self._up)
 
     def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
         mesh, axes = self.state.mesh, self.row.axes
@@ -114,11 +141,30 @@ class RowLora:
 
     def _up(self, _original: Callable, down: Tensor) -> Tensor:
         mesh, tokens = self.state.mesh, self.state.tokens
-        weight = replicated_local(self.b.weight, mesh, ("x", "y"))
         if tokens.sharded:
             axes = ("x",) if tokens.features else ("x", "y")
             flat = pad_dim(down.reshape(tokens.count, -1), 0, tokens.padded(mesh))
             down = flat.view(mesh.size(*axes), -1, flat.shape[-1])[mesh.index(*axes)]
             down = down.view(*self.row.leading, -1)
-            weight = take_slice(weight, self.b.out_features, mesh, "y") if tokens.features else weight
-        return F.linear(down, weight)
+        bias = None if self.b.bias is None else self.output.parameter(self.b.bias)
+        return F.linear(down, self.output.parameter(self.b.weight), bias)
+
+
+def install_pair(
+    state: ModelState, linear: nn.Module, output: OwnOutput, a: nn.Linear, b: nn.Linear
+) -> tuple[str, ...] | None:
+    """Give A and B of a layer that is cut in a block their forwards.
+
+    Returns the axes on which ranks drop different parts of the layer's input; None of a layer outside of blocks.
+    """
+    style = state.styles.get(linear)
+    if isinstance(style, LatentColumn):
+        LatentLora(state, style, output, a, b)
+        return ()
+    if isinstance(style, Column):
+        ColumnLora(state, style, output, a, b)
+        return ("y",)  # it is whole on x
+    if isinstance(style, Row):
+        RowLora(state, style, output, a, b)
+        return style.axes
+    return None

@@ -102,7 +102,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 span = slice(begin, begin + step)
                 tokens = start_all_gather(hidden[span], group).wait().flatten(0, 1)
                 target, kept = targets[:, span].reshape(-1), weights[:, span].reshape(-1, 1)
-                logits = _logits(tokens, weight, bias).to(wide)
+                logits = local_logits(tokens, weight, bias).to(wide)
                 if steps is not None:  # soft caps and scales, whose derivative autograd knows
                     with torch.enable_grad():
                         raw = logits.requires_grad_()
@@ -127,7 +127,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 if steps is not None:
                     del raw, stepped
                 if dweight is not None:
-                    _add_product(dweight, dlogits, tokens)
+                    add_product(dweight, dlogits, tokens)
                 if dhidden is not None:
                     dtokens = torch.mm(dlogits, weight).view(parts, -1, hidden.shape[1])
                     dhidden[span] = start_reduce_scatter(dtokens, group).wait()
@@ -161,13 +161,13 @@ class _ChunkedLoss(torch.autograd.Function):
         )
 
 
-def _logits(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def local_logits(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[T, H] x [v, H] -> [T, v]."""
     logits = torch.mm(tokens, weight.t())
     return logits if bias is None else logits.add_(bias.to(logits.dtype))
 
 
-def _add_product(dweight: Tensor, dlogits: Tensor, tokens: Tensor) -> None:
+def add_product(dweight: Tensor, dlogits: Tensor, tokens: Tensor) -> None:
     """dweight[v, H] += dlogits[T, v].T @ tokens[T, H]; what it needs besides is no larger than `dlogits`."""
     if dweight.dtype == dlogits.dtype:
         dweight.addmm_(dlogits.t(), tokens)

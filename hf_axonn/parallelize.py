@@ -10,22 +10,33 @@ place where a model is changed.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from hf_axonn import compat
-from hf_axonn.checkpoint import check_complete, is_sharded_checkpoint
+from hf_axonn import compat, compat_peft
+from hf_axonn.adapter_checks import check_adapters, check_plan
+from hf_axonn.adapters import apart, install_adapters
+from hf_axonn.agreement import require_alike
+from hf_axonn.checkpoint import verify_together
+from hf_axonn.compat_loading import distribute_when_built
 from hf_axonn.config import AxonnConfig
+from hf_axonn.facts import model_facts, versions
+from hf_axonn.failures import watch
 from hf_axonn.feature_layout import choose_layout
+from hf_axonn.gguf_files import WHERE, converted
 from hf_axonn.grid import Grid, grid_mesh
-from hf_axonn.install import install_styles, shard_parameters, weight_kinds
-from hf_axonn.lora import check_adapters
+from hf_axonn.injection import watch_peft
+from hf_axonn.install import install_styles, shard_parameters, shard_slices, take_shards, weight_kinds
+from hf_axonn.manifest import is_sharded_checkpoint
 from hf_axonn.plans import plan_for
 from hf_axonn.report import Report
 from hf_axonn.state import ModelState, is_parallelized
+from hf_axonn.whole_model import install_save_pretrained
 
 
 def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = None) -> tuple[nn.Module, Report]:
@@ -43,32 +54,71 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
         (the model itself, a report of what was sharded and what was not and why).
     Raises:
         ValueError: the grid is not the size of the world, the model is sharded already, quantized, or has adapters
-            that cannot be sharded.
+            that cannot be sharded; ranks have other models, settings or versions.
         RuntimeError: torch.distributed is not initialized.
-    Collectives: creation of the process groups and one broadcast of each parameter and buffer, over the world.
+    Collectives: those of `require_alike`, creation of the process groups and one broadcast of each parameter and
+        buffer, over the world.
     """
     config = config or _launched_config(grid)
     if grid.size == 1:
         return model, Report(str(grid), "one rank, the model is untouched")
-    inner = compat.without_peft(model)
+    inner = compat_peft.without_peft(model)
     if is_parallelized(inner):
         raise ValueError(f"this model is sharded over the grid {inner.axonn.grid} already.")
-    if getattr(inner, "is_quantized", False) or getattr(inner, "hf_quantizer", None) is not None:
+    if _is_quantized(inner):
         raise ValueError("a quantized model cannot be sharded over a grid: load it without quantization_config.")
     check_adapters(model)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     device_type = compat.default_device_type() if device.type == "meta" else device.type
+    watch()
+    facts = {"axonn_config": config.to_json()} | versions() | model_facts(model)
+    require_alike(facts, device_type, "Start every rank with the same program and settings.")
     state = ModelState(grid_mesh(grid, device_type), config)
     compat.quiet_redistribution()
-    plan = plan_for(inner)
-    layout = choose_layout(inner, plan, y=grid.y, wanted=config.layout)
-    report = Report(str(grid), plan.summary(), layout.reason)
-    kinds = weight_kinds(inner, plan)
-    shard_parameters(inner, kinds, state)
-    install_styles(inner, plan, kinds, state, report, layout)
-    state.report = report
+    with apart(inner):  # adapters follow what is done to the model that they adapt
+        plan = plan_for(inner)
+    check_plan(inner, plan)
+    with apart(inner):
+        layout = choose_layout(inner, plan, y=grid.y, wanted=config.layout)
+        report = state.report = Report(str(grid), plan.summary(), layout.reason)
+        kinds = weight_kinds(inner, plan)
+        shard_parameters(inner, kinds, state)
+        install_styles(inner, plan, kinds, state, report, layout)
     inner.axonn = state
+    install_adapters(state, inner)
+    inner.register_load_state_dict_pre_hook(take_shards)
+    if hasattr(inner, "resize_token_embeddings"):
+        inner.resize_token_embeddings = functools.partial(_refuse_resize, inner)
+    install_save_pretrained(inner)
+    watch_peft()
     return model, report
+
+
+# Libraries whose Linears hold their weights in fewer bits.
+QUANTIZERS = {"aqlm", "auto_gptq", "awq", "bitsandbytes", "eetq", "gptqmodel", "hqq", "optimum", "quanto", "torchao"}
+
+
+def _is_quantized(model: nn.Module) -> bool:
+    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
+        return True
+    return any(type(module).__module__.partition(".")[0] in QUANTIZERS for module in model.modules())
+
+
+def _refuse_resize(
+    model: nn.Module, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **_: Any
+) -> nn.Module:
+    """`resize_token_embeddings` of a sharded model: the embedding as it is, if nothing would change."""
+    embedding = model.get_input_embeddings()
+    size = embedding.weight.shape[0]
+    wanted = size if new_num_tokens is None else new_num_tokens
+    wanted = -(-wanted // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
+    if wanted != size:
+        raise ValueError(
+            f"resize_token_embeddings from {size} to {wanted}: the vocabulary of a sharded model is cut already. Load "
+            "the model with AutoModelForCausalLM.from_pretrained, resize it, and then shard it with "
+            "hf_axonn.parallelize; or save the resized model once and load that with hf_axonn.from_pretrained."
+        )
+    return embedding
 
 
 @contextlib.contextmanager
@@ -119,7 +169,10 @@ def from_pretrained(
     """Load a causal LM so that every rank reads only its own slices of the weights.
 
     The model is built on the meta device, parallelized, and filled by Transformers' own loader, from an ordinary HF
-    directory, the hub, or a sharded checkpoint of any grid. `model.axonn.report` says what was sharded.
+    directory, the hub, or a sharded checkpoint of any grid. A rank's memory grows by its shards and, for a moment, by
+    one slice. A GGUF file is dequantized, by one process to safetensors that all ranks then read (gguf_files.py). Of a
+    directory with PEFT adapters the base is read so, and then the adapters, frozen as Transformers leaves them.
+    `model.axonn.report` says what was sharded.
 
     Args:
         name_or_path: what `AutoModelForCausalLM.from_pretrained` takes.
@@ -130,9 +183,9 @@ def from_pretrained(
     Returns:
         The model, in eval mode as from_pretrained leaves it, on this rank's device.
     Raises:
-        ValueError: GGUF or quantized weights, device_map, tp_plan or ignore_mismatched_sizes among the arguments, an
-            incomplete sharded checkpoint, PEFT adapters in the directory, or weights that the checkpoint lacks (they
-            would be filled with numbers that differ from rank to rank).
+        ValueError: quantized weights, device_map, tp_plan or ignore_mismatched_sizes among the arguments, an
+            incomplete sharded checkpoint, or weights that the checkpoint lacks (they would be filled with numbers that
+            differ from rank to rank).
     Collectives: creation of the process groups; those of torch.distributed.checkpoint for a sharded checkpoint.
     """
     from transformers import AutoModelForCausalLM
@@ -143,20 +196,20 @@ def from_pretrained(
     ]
     if refused:
         raise ValueError(f"{', '.join(refused)}: the grid decides where weights lie; leave {refused[0]} away.")
+    _check_quantization(kwargs, grid)
     if grid.size == 1:
         return auto_class.from_pretrained(name_or_path, **kwargs)
-    if kwargs.get("gguf_file") or kwargs.get("quantization_config") is not None:
-        raise ValueError(
-            "GGUF and quantized weights cannot be read slice by slice: convert them once, with "
-            "AutoModelForCausalLM.from_pretrained(..., gguf_file=..., quantization_config=GgufConfig(dequantize=True))"
-            ".save_pretrained(DIR) on one process, and load DIR."
-        )
     if kwargs.get("ignore_mismatched_sizes"):
         raise ValueError(
             "ignore_mismatched_sizes: every rank would fill such weights with other numbers; leave it away."
         )
+    origin = name_or_path
+    if gguf_file := kwargs.pop("gguf_file", None):
+        del kwargs["quantization_config"]
+        where = {key: kwargs.pop(key) for key in WHERE if key in kwargs}
+        name_or_path = converted(origin, gguf_file, auto_class=auto_class, dtype=kwargs.get("dtype"), **where)
     if is_sharded_checkpoint(name_or_path):
-        check_complete(name_or_path)
+        verify_together(name_or_path)
     device = torch.device(compat.default_device_type())
     if device.type != "cpu":
         kwargs["device_map"] = {"": torch.get_device_module(device).current_device()}
@@ -164,17 +217,30 @@ def from_pretrained(
     def distribute(model: nn.Module) -> None:
         parallelize(model, grid, config=config)
 
-    with compat.distribute_when_built(distribute) as extra:
+    def part_of(parameter: DTensor) -> tuple[slice, ...]:
+        return shard_slices(parameter.shape, parameter.placements, grid_mesh(grid, device.type))
+
+    with distribute_when_built(distribute, part_of, device) as (extra, missing):
         model, info = auto_class.from_pretrained(name_or_path, output_loading_info=True, **extra, **kwargs)
-    if any(compat.adapter_layers(model)):
-        raise ValueError(
-            f"{name_or_path} holds PEFT adapters, which must be in a model before it is sharded: load it on every "
-            "rank with AutoModelForCausalLM.from_pretrained and shard the result with hf_axonn.parallelize."
-        )
-    missing = sorted(set(info["missing_keys"]) - set(getattr(model, "all_tied_weights_keys", {})))
+    missing = sorted({*missing, *info["missing_keys"]} - set(getattr(model, "all_tied_weights_keys", {})))
     if missing:
         raise ValueError(
             f"{name_or_path} has no weights for {len(missing)} parameters, among them {', '.join(missing[:3])}: load "
             "it with AutoModelForCausalLM.from_pretrained and shard the result with hf_axonn.parallelize."
         )
+    if gguf_file:
+        model.name_or_path = model.config.name_or_path = str(origin)
     return model
+
+
+def _check_quantization(kwargs: dict[str, Any], grid: Grid) -> None:
+    """Refuse weights that stay quantized; a GGUF file is always dequantized."""
+    from transformers import GgufConfig
+
+    wanted = kwargs.get("quantization_config")
+    if kwargs.get("gguf_file"):
+        if wanted is not None and not getattr(wanted, "dequantize", False):
+            raise ValueError("GGUF weights are trained dequantized: leave quantization_config away.")
+        kwargs["quantization_config"] = GgufConfig(dequantize=True)
+    elif wanted is not None and grid.size > 1:
+        raise ValueError("quantized weights cannot be cut: leave quantization_config away, or save them dequantized.")

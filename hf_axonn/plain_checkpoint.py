@@ -5,6 +5,7 @@ The way from one rank to many. The other way needs nothing: one process reads sh
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.checkpoint import load_adapters
+from hf_axonn.adapter_files import load_adapters
+from hf_axonn.compat_loading import fill
 from hf_axonn.gradients import find_state
 from hf_axonn.grid import GridMesh
 from hf_axonn.install import shard_of, shard_slices
@@ -33,34 +35,49 @@ def load_plain_weights(model: nn.Module, directory: str | Path) -> None:
     directory = Path(directory)
     if hasattr(model, "peft_config"):
         return load_adapters(model, directory)
+    from safetensors import safe_open
+    from transformers import PreTrainedModel
+
     mesh = find_state(model).mesh
-    files = _file_of_each(directory)
-    tied = set(getattr(model, "all_tied_weights_keys", {}))
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    persistent = model.state_dict().keys()
-    missing = [name for name in tensors if name in persistent and name not in files and name not in tied]
+    with contextlib.ExitStack() as stack:
+        files = _file_of_each(directory)
+        readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in set(files.values())}
+        stored = {name: readers[file].get_slice(name) for name, file in files.items()}
+        if isinstance(model, PreTrainedModel):
+            missing = fill(model, stored, lambda parameter: _slices(parameter, mesh))
+            missing -= set(getattr(model, "all_tied_weights_keys", {}))
+        else:
+            missing = _fill_by_name(model, stored, mesh)
     if missing:
         raise ValueError(
-            f"{directory} lacks {len(missing)} weights of the model, among them {', '.join(missing[:3])}."
+            f"{directory} lacks {len(missing)} weights of the model, among them {', '.join(sorted(missing)[:3])}."
         )
-    from safetensors import safe_open
-
-    with torch.no_grad():
-        for file in sorted(set(files.values())):
-            with safe_open(file, framework="pt") as reader:
-                for name in (name for name, its in files.items() if its == file and name in tensors):
-                    own = tensors[name]
-                    local = own.to_local() if isinstance(own, DTensor) else own
-                    local.copy_(reader.get_slice(name)[_slices(own, mesh)])
 
 
-def load_plain_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, directory: str | Path) -> None:
-    """Give the optimizer of a parallelized model the state that a Trainer on one process saved. No communication.
+def _fill_by_name(model: nn.Module, stored: dict, mesh: GridMesh) -> set[str]:
+    """Fill a module whose names are those of the checkpoint; returns the names that it lacks."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    missing = model.state_dict().keys() & tensors.keys() - stored.keys()
+    if not missing:
+        for name in tensors.keys() & stored.keys():
+            own = tensors[name]
+            local = own.to_local() if isinstance(own, DTensor) else own
+            with torch.no_grad():
+                local.copy_(stored[name][_slices(own, mesh)])
+    return missing
+
+
+def load_plain_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, directory: str | Path, *, name: str = OPTIMIZER
+) -> None:
+    """Give the optimizer of a parallelized model the state that one process saved. No communication.
+
+    `name` is that of the file: Trainer's, or another one.
 
     Raises:
         ValueError: there is none, or it is of other parameters.
     """
-    file = Path(directory) / OPTIMIZER
+    file = Path(directory) / name
     if not file.is_file():
         raise ValueError(f"{directory} has no optimizer state: it was saved without (save_only_model?).")
     mesh = find_state(model).mesh

@@ -6,7 +6,8 @@ It hangs on the model as `model.axonn`. Two models in one process share nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +34,18 @@ class ModelState:
         random_seed, random_count: of the `keyed_random` that is open (dropout.py).
         in_forward: whether a pass of the whole model is under way.
         wants_gradients: whether the pass that began last did so with gradients on.
+        no_sync: whether passes that begin now leave their gradients unaveraged (`accelerator.no_sync`).
+        averages: whether the gradients of the pass that began last are to be averaged.
         features: H where the residual stream of the layers has the feature layout, else 0.
         has_head: whether the head is one of ours, which can leave the logits to the loss.
         defer_head: whether it is to do so in this pass (training with labels).
         attention_axes: the axes that divide the heads of attention blocks.
+        makers: what gives a copy of a module the styles of the module itself; None of one that cannot be copied.
+        axes_of, whole: on which of (x, y) ranks do different work inside of a module, and which modules get the whole
+            sequence, by name.
+        readings: every styles.Reading of the model.
+        blocks: the blocks.Block of each entry.
+        adapted: PEFT's modules that have their styles (adapters.py).
     """
 
     def __init__(self, mesh: GridMesh, config: AxonnConfig) -> None:
@@ -59,10 +68,18 @@ class ModelState:
         self.tokens: Tokens | None = None
         self.in_forward = False
         self.wants_gradients = False
+        self.no_sync = False
+        self.averages = True
         self.features = 0
         self.has_head = False
         self.defer_head = False
         self.attention_axes: tuple[str, ...] = ()
+        self.makers: dict[nn.Module, list[Callable[[nn.Module], object]] | None] = {}
+        self.axes_of: dict[str, tuple[str, ...]] = {}
+        self.whole: set[str] = set()
+        self.readings: list = []
+        self.blocks: dict[nn.Module, object] = {}
+        self.adapted: WeakSet[nn.Module] = WeakSet()
         self.random_seed: int | None = None
         self.random_count = 0
 
@@ -73,6 +90,26 @@ class ModelState:
     @property
     def coordinates(self) -> dict[str, int]:
         return self.mesh.coordinates
+
+    def __deepcopy__(self, memo: dict):
+        raise ValueError(
+            "a model that is sharded over a grid cannot be copied with copy.deepcopy: load it a second time with "
+            "hf_axonn.from_pretrained, or copy it before hf_axonn.parallelize."
+        )
+
+    def give(self, module: nn.Module, *makers: Callable[[nn.Module], object]) -> None:
+        """Install styles on a module, and remember how for its copies."""
+        for make in makers:
+            make(module)
+        if self.makers.setdefault(module, []) is not None:
+            self.makers[module] += makers
+
+    def axes(self, name: str) -> tuple[str, ...]:
+        """On which of (x, y) ranks do different work inside of the module of this name: what is said of it, or of the
+        innermost one around it, and nowhere where nothing is said."""
+        parts = name.split(".")
+        around = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        return next((self.axes_of[its] for its in around if its in self.axes_of), ())
 
     def weight_of(self, module: nn.Module, name: str = "weight", *, flat: bool = False) -> ShardedWeight:
         """The record of one parameter of a module, one for all modules that share the parameter."""
@@ -85,6 +122,8 @@ class ModelState:
     def begin_forward(self) -> None:
         """Start a pass: earlier gathers are dropped, and trained shards get their nodes in the new graph."""
         self.wants_gradients = torch.is_grad_enabled()
+        if self.wants_gradients:
+            self.averages = not self.no_sync
         self.gather_ahead.begin_pass()
         self.kept.begin_pass()
         for weight in self.weights:
@@ -107,7 +146,7 @@ class ModelState:
             ValueError: keep_gathered is a number and the model has no layers.
         """
         keep = self.config.keep_gathered
-        layers = [_layer_of(names[weight.module]) for weight in self.weights]
+        layers = [_layer_of(names.get(weight.module, "")) for weight in self.weights]
         if keep in ("all", "none", 0):
             chosen = set(layers) if keep == "all" else set()
         else:

@@ -115,7 +115,7 @@ class Replicated:
     """A module whose own parameters every rank holds; its forward sees them as plain tensors. No communication.
 
     `partial_axes`: where the ranks do different work with them (see `replicated_local`). `own`: the rows that this
-    rank works with, where not all (a number for each head).
+    rank works with, where not all (a number for each head). `added`: what adapters do to a parameter, by name.
     """
 
     def __init__(
@@ -125,6 +125,7 @@ class Replicated:
         self.module = module
         self.partial_axes = partial_axes
         self.own = own
+        self.added: dict[str, Callable[[Tensor], Tensor]] = {}
         state.styles[module] = self
         wrap_forward(module, self._forward)
 
@@ -145,7 +146,8 @@ class Replicated:
         try:
             for name in names:
                 # An entry of __dict__ is found before nn.Module looks among its parameters.
-                module.__dict__[name] = self.plain(name)
+                value = self.plain(name)
+                module.__dict__[name] = self.added[name](value) if name in self.added else value
             yield
         finally:
             for name in names:
@@ -161,14 +163,21 @@ class Reading:
 
     def __init__(self, state: ModelState, reader: Reader) -> None:
         self.state = state
-        self.read = reader.read
+        self.read = list(reader.read)
         self.places = [
             (parent, name, child)
             for parent in reader.module.modules()
             for name, child in parent._modules.items()
             if child in reader.read
         ]
+        state.readings.append(self)
         wrap_forward(reader.module, self._call, method=reader.method)
+
+    def also(self, child: nn.Module, parent: nn.Module, name: str) -> None:
+        """One more module whose parameters are used, or one more place where it is found."""
+        if child not in self.read:
+            self.read.append(child)
+        self.places.append((parent, name, child))
 
     def _call(self, original: Callable, *args, **kwargs):
         styles = self.state.styles

@@ -8,12 +8,16 @@ Two methods do the work and are what a subclass for sharded logits replaces:
 
     weighted_nll(logits, targets, weights) -> sum over kept tokens, nll of every token
     normalize(sum, kept_count, num_items_in_batch) -> the loss
+
+Who computes a loss of their own from log-probabilities (TRL: fused_head.py) asks for logits and labels instead
+(`hand_over`), and tells the object what the tokens cost (`note`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +83,23 @@ def widest_float(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+@dataclass(frozen=True)
+class Targets:
+    """What the tokens of a batch predict.
+
+    Args:
+        tokens: [B * S] int64, IGNORE_INDEX where ignored, goldfish's dropped ones not.
+        weights: [B * S], 1 for a kept token, 0 for others.
+        rows: B.
+        recorded: whether they are those of a training run whose losses are recorded.
+    """
+
+    tokens: Tensor
+    weights: Tensor
+    rows: int
+    recorded: bool
+
+
 class CausalLMLoss:
     """Next-token cross-entropy; called as Transformers calls `ForCausalLMLoss` and equal to it.
 
@@ -91,6 +112,8 @@ class CausalLMLoss:
         self.calls = 0
         self._unmasked: Tensor | None = None
         self._captured: list[Tensor] | None = None
+        self._sample_lengths: Tensor | None = None
+        self._handed: list[Tensor] | None = None
 
     def __call__(
         self,
@@ -120,7 +143,27 @@ class CausalLMLoss:
         Returns:
             0-d loss in nats a token.
         """
-        self.calls += 1
+        if self._handed is not None:
+            self._handed.append(logits)
+            return torch.zeros((), device=logits.device)
+        targets = self.targets(labels, shift_labels, unmasked_labels=unmasked_labels, ignore_index=ignore_index)
+        weighted_sum, nll = self.weighted_nll(logits, targets.tokens, targets.weights)
+        self.note(nll, targets)
+        return self.normalize(weighted_sum, targets.weights.sum(), num_items_in_batch)
+
+    def targets(
+        self,
+        labels: Tensor | None,
+        shift_labels: Tensor | None = None,
+        *,
+        unmasked_labels: Tensor | None = None,
+        ignore_index: int = IGNORE_INDEX,
+    ) -> Targets:
+        """What a batch is to predict; arguments as for a call.
+
+        Raises:
+            ValueError: unmasked labels of another shape.
+        """
         unmasked = self._unmasked if unmasked_labels is None else unmasked_labels
         shifted = shift_labels is not None
         kept = _targets(shift_labels if shifted else labels, ignore_index, shifted=shifted)
@@ -130,16 +173,31 @@ class CausalLMLoss:
                 f"unmasked_labels have shape {tuple(targets.shape)} but labels {tuple(kept.shape)}: "
                 "they must be the same."
             )
-        flat = targets.reshape(-1)
         weights = (kept.reshape(-1) != IGNORE_INDEX).to(torch.float32)
-        weighted_sum, nll = self.weighted_nll(logits, flat, weights)
-        if unmasked is not None and torch.is_grad_enabled():
-            self.record.add(nll, targets=flat, weights=weights)
-        if self._captured is not None:
-            counts = weights.to(nll.device, nll.dtype)
-            sums = torch.stack([nll.detach() * counts, counts]).reshape(2, len(kept), -1)
-            self._captured.append(sums.sum(dim=-1).T)
-        return self.normalize(weighted_sum, weights.sum(), num_items_in_batch)
+        return Targets(targets.reshape(-1), weights, len(kept), unmasked is not None)
+
+    def note(self, nll: Tensor, targets: Targets, *more: Tensor) -> None:
+        """Take note of what the tokens of a batch cost: once for each forward pass with labels.
+
+        Args:
+            nll: [B * S] in nats, 0 where ignored.
+            targets: of this batch.
+            more: [B * S] other numbers of each token, which `capture` adds up over kept tokens.
+        """
+        self.calls += 1
+        if targets.recorded and torch.is_grad_enabled():
+            self.record.add(nll, targets=targets.tokens, weights=targets.weights)
+        if self._captured is None:
+            return
+        counts = targets.weights.to(nll.device, nll.dtype)
+        columns = torch.stack([nll.detach() * counts, counts, *(its.detach().to(nll) * counts for its in more)], dim=1)
+        if self._sample_lengths is None:
+            self._captured.append(columns.view(targets.rows, -1, columns.shape[1]).sum(dim=1))
+            return
+        lengths = self._sample_lengths.to(nll.device)
+        sample = torch.arange(len(lengths), device=nll.device).repeat_interleave(lengths)
+        sums = columns.new_zeros(len(lengths), columns.shape[1])
+        self._captured.append(sums.index_add_(0, sample, columns[: len(sample)]))
 
     def weighted_nll(self, logits: Tensor, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Sum the losses of the kept tokens, and say what every token costs. No communication.
@@ -181,13 +239,32 @@ class CausalLMLoss:
             self._unmasked = None
 
     @contextmanager
-    def capture(self) -> Iterator[list[Tensor]]:
-        """Collect [B, 2] (sum of nll, number of kept tokens) of each row, one tensor for each call inside."""
+    def capture(self, sample_lengths: Tensor | None = None) -> Iterator[list[Tensor]]:
+        """Collect [samples, 2] (sum of nll, number of kept tokens) of each sample, one tensor for each call inside.
+
+        One row of a batch is one sample, unless `sample_lengths` [samples] says how many tokens of a single row each
+        has. Columns for `more` numbers follow, where the caller of `note` has some.
+        """
         self._captured = captured = []
+        self._sample_lengths = sample_lengths
         try:
             yield captured
         finally:
-            self._captured = None
+            self._captured = self._sample_lengths = None
+
+    @contextmanager
+    def hand_over(self) -> Iterator[list[Tensor]]:
+        """Inside, calls compute nothing: the logits of each are put into the list, and the loss is 0."""
+        self._handed = handed = []
+        try:
+            yield handed
+        finally:
+            self._handed = None
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether the logits of the pass under way are for the caller of `hand_over`."""
+        return self._handed is not None
 
 
 def install_causal_lm_loss(model: nn.Module) -> CausalLMLoss:

@@ -38,13 +38,16 @@ from hf_axonn.token_loss import CausalLMLoss, install_causal_lm_loss, mean_losse
 logger = logging.getLogger(__name__)
 
 UNMASKED_LABELS = "unmasked_labels"  # the private key: labels before goldfish, aligned with what the loss reads
+SAMPLE_LENGTHS = "sample_lengths"  # the private key of a collator that puts all samples into one row: their tokens
+PRIVATE_KEYS = (UNMASKED_LABELS, SAMPLE_LENGTHS)
 DOCUMENT_KEYS = ("position_ids", "seq_idx", "attention_mask", "cu_seq_lens_q")
 HASHES = ("hash-table", "hash")
+EVAL_SUMS = ("nll", "tokens", "entropy", "top1")  # over target tokens; the last two where the trainer knows them
 
 
 @dataclass
 class GoldfishConfig(TrainingArguments):
-    """Training arguments with the goldfish loss. With TRL: `class C(GoldfishConfig, SFTConfig)`, as a dataclass.
+    """Training arguments with the goldfish loss. With TRL's: `GoldfishSFTConfig`.
 
     Raises:
         ValueError: an option is out of range.
@@ -122,7 +125,7 @@ class GoldfishMixin:
     ) -> Tensor | tuple[Tensor, Any]:
         """Compute the loss as the Trainer does, with the unmasked labels handed to the loss function alone."""
         unmasked = inputs.get(UNMASKED_LABELS)
-        inputs = {name: value for name, value in inputs.items() if name != UNMASKED_LABELS}
+        inputs = {name: value for name, value in inputs.items() if name not in PRIVATE_KEYS}
         loss = self._token_loss()
         calls = loss.calls
         # nn.DataParallel cuts the batch in the model's forward, where the loss's own labels would not be cut with it.
@@ -146,14 +149,14 @@ class GoldfishMixin:
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
         """Evaluate a batch as the Trainer does, and add up what its samples cost."""
-        with self._token_loss().capture() as rows:
+        with self._token_loss().capture(inputs.get(SAMPLE_LENGTHS)) as rows:
             result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         if rows and self._eval_totals is not None:
             # One row a sample: like the Trainer's own gathering of losses, gather_for_metrics leaves out the samples
             # that the data loader repeated to fill the last batch. Rows of a short batch are filled with zeros.
             own = torch.cat([part.to(self.args.device) for part in rows])
             every = self.accelerator.gather_for_metrics(self.accelerator.pad_across_processes(own))
-            self._eval_totals += every.to(self._eval_totals.dtype).sum(dim=0)
+            self._eval_totals[: every.shape[1]] += every.to(self._eval_totals.dtype).sum(dim=0)
         return result
 
     def evaluation_loop(
@@ -170,20 +173,22 @@ class GoldfishMixin:
         not come from `model.loss_function` (label smoothing, a `compute_loss_func`), the stock number stands, and a
         warning says so.
 
-        One row of a batch is one sample. A collator that flattens a batch into one row breaks this on several ranks,
-        where the last batch is filled up with repeated samples: evaluate with per_device_eval_batch_size=1 there.
+        One row of a batch is one sample, or the batch has one row and says under `SAMPLE_LENGTHS` how many tokens of it
+        each sample has. Another collator that flattens a batch into one row breaks this on several ranks, where the
+        last batch is filled up with repeated samples: evaluate with per_device_eval_batch_size=1 there.
         """
-        self._eval_totals = torch.zeros(2, dtype=widest_float(self.args.device), device=self.args.device)
+        self._eval_totals = torch.zeros(len(EVAL_SUMS), dtype=widest_float(self.args.device), device=self.args.device)
         try:
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-            total, tokens = self._eval_totals.tolist()
+            sums = dict(zip(EVAL_SUMS, self._eval_totals.tolist(), strict=True))
         finally:
             self._eval_totals = None
         key = f"{metric_key_prefix}_loss"
-        if tokens:
-            output.metrics[key] = total / tokens
+        if sums["tokens"]:
+            output.metrics[key] = sums["nll"] / sums["tokens"]
+            self._use_eval_sums(sums)
         elif key in output.metrics and not self._warned_no_rows:
             self._warned_no_rows = True
             logger.warning(
@@ -191,6 +196,9 @@ class GoldfishMixin:
                 "by model.loss_function."
             )
         return output
+
+    def _use_eval_sums(self, sums: dict[str, float]) -> None:
+        """For a subclass that reports more than the loss: the sums over all target tokens of an evaluation."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as the Trainer does; to the training loss add what `mean_losses` returns (not under nn.DataParallel).

@@ -9,20 +9,19 @@ Checked with transformers 5.23.0 (trainer.py).
 from __future__ import annotations
 
 import functools
-import os
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from hf_axonn.checkpoint import is_sharded_checkpoint, load_optimizer, load_sharded, save_sharded
-from hf_axonn.collectives import barrier
+from hf_axonn import compat_trl, trainer_checks, trainer_hub, trainer_resume, trainer_saving
 from hf_axonn.gradients import find_state
-from hf_axonn.plain_checkpoint import load_plain_optimizer, load_plain_weights
-from hf_axonn.plugin import AxonnPlugin, shard_plain_model
+from hf_axonn.plain_models import shard_plain_model
+from hf_axonn.plugin import AxonnPlugin
+
+
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
 
 
 def install_when_imported() -> None:
@@ -31,13 +30,20 @@ def install_when_imported() -> None:
     A script that begins with `from transformers import Trainer` imports accelerate, and so comes here, while Trainer's
     own module is half executed. Then nothing is done: every AxonnPlugin comes here again when it is made.
     """
-    from hf_axonn._autoload import after_import
+    from hf_axonn.importing import after_import
 
     module = sys.modules.get("transformers.trainer")
     if module is None:
         after_import("transformers.trainer", lambda: install(sys.modules["transformers.trainer"].Trainer))
     elif hasattr(module, "Trainer"):
         install(module.Trainer)
+    if not compat_trl.install() and compat_trl.MODULE not in sys.modules and not _awaited:
+        _awaited.append(compat_trl.MODULE)
+        # By then Trainer is there, too.
+        after_import(compat_trl.MODULE, install_when_imported)
+
+
+_awaited: list[str] = []  # modules that are to be wrapped when they are imported
 
 
 def install(trainer_class: type) -> None:
@@ -49,6 +55,16 @@ def install(trainer_class: type) -> None:
         name = wrapper.__name__
         original = getattr(trainer_class, name)
         setattr(trainer_class, name, functools.wraps(original)(_bound(wrapper, original)))
+    _install_get_last_checkpoint()
+
+
+def _install_get_last_checkpoint() -> None:
+    """Scripts look for the last checkpoint themselves, too."""
+    from transformers import trainer, trainer_utils
+
+    original = trainer_utils.get_last_checkpoint
+    replaced = functools.wraps(original)(functools.partial(trainer_resume.get_last_checkpoint, original))
+    trainer_utils.get_last_checkpoint = trainer.get_last_checkpoint = replaced
 
 
 def _bound(wrapper: Callable, original: Callable) -> Callable:
@@ -72,6 +88,8 @@ def create_accelerator_and_postprocess(self, original: Callable) -> None:
 def _prepare_for_training(self, original: Callable, *args, **kwargs):
     """The first Trainer of a process may have been made before this class was wrapped."""
     _make_ready(self)
+    if _plugin(self) is not None and hasattr(self, "_tp_size"):
+        self._tp_size = 1  # TRL divides what it gathers by it; ours are counted once by `gather` already
     return original(*args, **kwargs)
 
 
@@ -94,11 +112,18 @@ def _make_ready(self) -> None:
         "bf16_full_eval": self.args.bf16_full_eval,
         "fsdp": bool(self.args.fsdp),
         "deepspeed": bool(self.args.deepspeed),
-        f"optim={self.args.optim}": "bit" in str(self.args.optim) or "bnb" in str(self.args.optim),
+        "activation_offloading": getattr(self.args, "activation_offloading", False),
     }
     for name, asked in refused.items():
         if asked:
             raise ValueError(f"{name} is not supported over a grid ({plugin.grid}): leave it away.")
+    # Others keep 8-bit blocks, projections or norms of a whole tensor, which shards do not have.
+    optim = getattr(self.args.optim, "value", self.args.optim)
+    if optim not in OPTIMIZERS:
+        raise ValueError(
+            f"optim={optim} is not supported over a grid ({plugin.grid}): choose one of {', '.join(OPTIMIZERS)}."
+        )
+    compat_trl.check_trainer(self, plugin.grid)
     if self.model is not None:
         shard_plain_model(self.model, plugin, self.args.device)
 
@@ -118,84 +143,41 @@ def _get_num_items_in_batch(self, original: Callable, *args, **kwargs):
     return count * self.get_tp_size() if torch.is_tensor(count) and _plugin(self) is not None else count
 
 
-def _save(self, original: Callable, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-    """Every rank writes its shards; rank 0 the tokenizer and the arguments, as the stock method does."""
-    if find_state(self.model) is None:
-        return original(output_dir, state_dict=state_dict)
-    output_dir = output_dir if output_dir is not None else self.args.output_dir
-    optimizer = None if self.args.save_only_model or not self.is_in_train else self.optimizer
-    if self.args.should_save:
-        os.makedirs(output_dir, exist_ok=True)
-        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(output_dir)
-        torch.save(self.args, os.path.join(output_dir, "training_args.bin"))
-    barrier()
-    save_sharded(self.model, output_dir, optimizer=optimizer)
+def _get_train_sampler(self, original: Callable, *args, **kwargs):
+    """A sampler that divides samples itself does so among positions, not among ranks that share them."""
+    from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+    sampler = original(*args, **kwargs)
+    plugin = _plugin(self)
+    if plugin is None or not isinstance(sampler, BatchRebalanceSampler):
+        return sampler
+    grid, here = plugin.grid, plugin.grid.coordinates(self.args.process_index)
+    return BatchRebalanceSampler(
+        lengths=sampler.lengths,
+        effective_batch_size=self.args.train_batch_size * sampler.grad_accum * grid.samples_size,
+        dp_size=grid.samples_size,
+        grad_accum=sampler.grad_accum,
+        rank=here["data"] * grid.z + here["z"],
+        drop_last=sampler.drop_last,
+    )
 
 
-def _save_optimizer_and_scheduler(self, original: Callable, output_dir: str) -> None:
-    """The optimizer's shards were written with the weights, under one manifest; the scheduler is rank 0's."""
-    if find_state(self.model) is None:
-        return original(output_dir)
-    if self.args.should_save:
-        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
-
-
-def _load_from_checkpoint(
-    self, original: Callable, resume_from_checkpoint: str, model: nn.Module | None = None
-) -> None:
-    """All ranks read a sharded checkpoint, on whatever grid they are now; a plain one is cut while it is read."""
-    model = self.model if model is None else model
-    if is_sharded_checkpoint(resume_from_checkpoint):
-        return load_sharded(model, resume_from_checkpoint)
-    if find_state(model) is not None:
-        return load_plain_weights(model, resume_from_checkpoint)
-    return original(resume_from_checkpoint, model=model)
-
-
-def _load_best_model(self, original: Callable) -> None:
-    """As `_load_from_checkpoint`."""
-    if is_sharded_checkpoint(self.state.best_model_checkpoint):
-        return load_sharded(self.model, self.state.best_model_checkpoint)
-    if find_state(self.model) is not None:  # training began on one process
-        return load_plain_weights(self.model, self.state.best_model_checkpoint)
-    return original()
-
-
-def _load_optimizer_and_scheduler(self, original: Callable, checkpoint: str | None) -> None:
-    """As `_load_from_checkpoint`; the scheduler is read by every rank."""
-    if checkpoint is None or not (is_sharded_checkpoint(checkpoint) or find_state(self.model) is not None):
-        return original(checkpoint)
-    load = load_optimizer if is_sharded_checkpoint(checkpoint) else load_plain_optimizer
-    load(self.model, self.optimizer, checkpoint)
-    scheduler = os.path.join(checkpoint, "scheduler.pt")
-    self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
-
-
-def _load_rng_state(self, original: Callable, checkpoint: str | None) -> None:
-    """On another number of ranks a rank without a file of its own takes that of rank 0: all started from one seed."""
-    if checkpoint is None or not (is_sharded_checkpoint(checkpoint) or find_state(self.model) is not None):
-        return original(checkpoint)
-    wanted = f"rng_state_{self.args.process_index}.pth" if self.args.world_size > 1 else "rng_state.pth"
-    saved = [Path(checkpoint, name) for name in (wanted, "rng_state_0.pth", "rng_state.pth")]
-    first = next((path for path in saved if path.is_file()), saved[0])
-    if first == saved[0]:
-        return original(checkpoint)
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, wanted).symlink_to(first.resolve())
-        return original(folder)
+def floating_point_ops(self, original: Callable, *args, **kwargs) -> int:
+    """Trainer adds these up over all ranks: one of those that share samples speaks for them."""
+    plugin = _plugin(self)
+    here = plugin.grid.coordinates(self.args.process_index) if plugin else {}
+    return 0 if here.get("x") or here.get("y") else original(*args, **kwargs)
 
 
 WRAPPERS = (
     create_accelerator_and_postprocess,
+    _get_train_sampler,
+    floating_point_ops,
     _prepare_for_training,
     call_model_init,
     _get_num_items_in_batch,
-    _save,
-    _save_optimizer_and_scheduler,
-    _load_from_checkpoint,
-    _load_best_model,
-    _load_optimizer_and_scheduler,
-    _load_rng_state,
+    *trainer_saving.WRAPPERS,
+    *trainer_resume.WRAPPERS,
+    *trainer_checks.WRAPPERS,
+    *trainer_hub.WRAPPERS,
 )

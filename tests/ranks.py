@@ -6,6 +6,7 @@ race for), have a time limit, and the first failure of any rank is raised in the
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import pickle
@@ -38,6 +39,7 @@ def paper_mesh(grid: Grid, rank: int) -> GridMesh:
 
 def _run(rank: int, world: int, folder: str, function: Callable, args: tuple) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what the test had made is not collected again by every Trainer of every rank
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     # accelerate asks for these two, though the process group is there already.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")

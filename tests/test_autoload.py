@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 
-from hf_axonn import _autoload
+from hf_axonn import _autoload, importing
 
 
 def run_python(code, *arguments, **environment):
@@ -117,7 +117,7 @@ def target(tmp_path, monkeypatch):
 def test_the_callback_runs_once_right_after_the_module(target):
     seen = []
     before = list(sys.meta_path)
-    _autoload.after_import(target, lambda: seen.append(sys.modules[target].VALUE))
+    importing.after_import(target, lambda: seen.append(sys.modules[target].VALUE))
     import fake_target
 
     assert seen == []
@@ -134,7 +134,7 @@ def test_a_module_that_is_already_there_calls_at_once(target):
     import fake_target.part  # noqa: F401
 
     seen = []
-    _autoload.after_import(target, lambda: seen.append(1))
+    importing.after_import(target, lambda: seen.append(1))
     assert seen == [1]
 
 
@@ -145,7 +145,7 @@ def test_an_error_of_the_callback_surfaces_at_every_import_until_it_succeeds(tar
         if problems:
             raise problems.pop(0)
 
-    _autoload.after_import(target, callback)
+    importing.after_import(target, callback)
     for message in ("first", "second"):
         with pytest.raises(RuntimeError, match=message):
             __import__(target)
@@ -156,14 +156,14 @@ def test_an_error_of_the_callback_surfaces_at_every_import_until_it_succeeds(tar
 
 def test_two_hooks_on_one_module_both_run(target):
     seen = []
-    _autoload.after_import(target, lambda: seen.append("inner"))
-    _autoload.after_import(target, lambda: seen.append("outer"))
+    importing.after_import(target, lambda: seen.append("inner"))
+    importing.after_import(target, lambda: seen.append("outer"))
     __import__(target)
     assert seen == ["inner", "outer"]
 
 
 def test_other_modules_are_left_to_the_other_finders(target):
-    _autoload.after_import("fake_target.absent", lambda: None)
+    importing.after_import("fake_target.absent", lambda: None)
     with pytest.raises(ModuleNotFoundError):
         __import__("fake_target.absent")
     __import__(target)

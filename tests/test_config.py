@@ -24,7 +24,12 @@ def test_a_full_section_and_its_defaults():
 
 def test_json_in_the_environment_reads_back_as_the_same():
     config = AxonnConfig(
-        grid=Grid(data=2, y=3), overlap=Overlap(all_reduce=False), reduce_dtype="float64", keep_gathered=3
+        grid=Grid(data=2, y=3),
+        overlap=Overlap(all_reduce=False),
+        reduce_dtype="float64",
+        keep_gathered=3,
+        async_save=True,
+        save_failure="continue",
     )
     assert AxonnConfig.from_env({"AXONN_CONFIG": config.to_json()}) == config
     assert json.loads(config.to_json())["grid"] == {"data": 2, "z": 1, "y": 3, "x": 1}
@@ -52,7 +57,7 @@ def test_a_wrong_variable_is_named(text):
         ({"gird": GRID}, ": did you mean grid?"),
         ({"grid": GRID, "zzz": 1}, "axonn_config has an unknown key 'zzz'; it may hold grid, overlap, "),
         ({"grid": GRID, "zzz": 1}, ": remove it."),
-        ({"grid": "auto"}, "axonn_config.grid is auto, but this version has no planner"),
+        ({"grid": "auto"}, "axonn_config.grid is auto, which only the launcher can resolve"),
         ({"grid": [1, 2, 1, 2]}, "axonn_config.grid is [1, 2, 1, 2], but it maps axes to sizes: write grid:"),
         ({"grid": 4}, "axonn_config.grid is 4, but it maps"),
         (
@@ -88,6 +93,8 @@ def test_a_wrong_variable_is_named(text):
             )
             for wrong in (True, None, -1, 1.5, "some", "2", [])
         ),
+        ({"grid": GRID, "async_save": 1}, "async_save is 1, but it is a switch: write true or false."),
+        ({"grid": GRID, "save_failure": "retry"}, "save_failure is 'retry', but it is one of stop, continue."),
         ({"grid": GRID, "tune_matmuls": "auto"}, "tune_matmuls is 'auto', but it is a switch: write true or false."),
     ],
 )

@@ -34,7 +34,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
 DOTTED = re.compile(r"\bhf_axonn(?:_eval)?(?:\.[A-Za-z_]\w*)+")
 SHELL = ("bash", "console", "sh")
 # Programs by the words that begin them in a command line; the longest that fits counts.
-FINETUNE, EVAL, LAUNCH, CLI = "finetune", "hf_axonn_eval", "launch", "hf-axonn"
+FINETUNE, CHAT, EVAL, LAUNCH, CLI = "finetune", "finetune_chat", "hf_axonn_eval", "launch", "hf-axonn"
 PROGRAMS = {
     ("accelerate", "launch"): LAUNCH,
     ("accelerate-launch",): LAUNCH,
@@ -187,13 +187,14 @@ def options_in(text: str) -> set[str]:
 @pytest.fixture(scope="module")
 def options() -> dict[str, set[str]]:
     """What each program takes, with underscores, as its own --help says."""
-    known = {CLI: _help(hf_axonn_main, "", "convert", "verify", "env")}
+    known = {CLI: _help(hf_axonn_main, "", "convert", "verify", "env", "doctor", "plan", "bench-links")}
     known[EVAL] = _help(eval_main, "", "samples", "extract", "report")
     known[LAUNCH] = options_in(" ".join(accelerate_options())) | {"--config"}
     pytest.importorskip("datasets", reason="training scripts need the extra `data`")
     sys.path.insert(0, str(SCRIPTS))
     try:
-        known[FINETUNE] = _help(importlib.import_module("finetune").parse, "")
+        for script in (FINETUNE, CHAT):
+            known[script] = _help(importlib.import_module(script).parse, "")
     finally:
         sys.path.remove(str(SCRIPTS))
     return known
@@ -219,8 +220,9 @@ def uses(words: list[str]) -> Iterator[tuple[str | None, str]]:
     for position, word in enumerate(words):
         here = {length: tuple(words[position : position + length]) for length in (3, 2, 1)}
         begun = next((PROGRAMS[part] for part in here.values() if part in PROGRAMS), None)
-        if word.endswith("finetune.py"):
-            begun = FINETUNE
+        script = next((name for name in (FINETUNE, CHAT) if word.endswith(f"{name}.py")), None)
+        if script is not None:
+            begun = script
         elif word.endswith(".py"):
             begun, program = None, None
         program = begun or program
@@ -249,3 +251,12 @@ def test_every_public_name_is_there_and_named_in_the_documents():
     for name in hf_axonn._EXPORTS:
         resolve(f"hf_axonn.{name}")
         assert re.search(rf"\b{name}\b", text), f"{name} is not documented"
+
+
+def test_the_tests_behind_the_table_of_reliability_exist():
+    text = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+\.py)::(\w+)`", text)
+    assert len(named) > 15
+    for file, test in named:
+        tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
+        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file}::{test}"

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality import exact, fit, rows_of
+from equality import Outcome, exact, fit, rows_of
 from float64 import relative_errors
 from models import tiny_batch, tiny_model
 from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
-from transformers.distributed.sharding_utils import DtensorShardOperation
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GgufConfig, LlamaForCausalLM, PreTrainedModel, core_model_loading
 
-from hf_axonn import Grid, from_pretrained, load_sharded, parallelize, save_sharded
+from hf_axonn import Grid, from_pretrained, load_sharded, save_sharded, unread
 
 
 GRIDS = [Grid(z=2, x=2), Grid(y=2, x=2), Grid(data=2, z=2), Grid(y=4)]
@@ -52,23 +52,22 @@ def test_bit_for_bit_what_plain_loading_gives(folder):
 
 
 def _reads(folder: Path) -> None:
-    """Count the elements that leave the file, by the tensors that Transformers' loader makes of its slices."""
-    read = []
-    stock = DtensorShardOperation.shard_tensor
+    """Count the elements that are copied out of the file."""
+    copied = []
+    stock = unread._copy
 
-    def counting(self, *args, **kwargs):
-        result = stock(self, *args, **kwargs)
-        read.append(result.numel())
-        return result
+    def counting(copy):
+        stock(copy)
+        copied.append(copy[2].numel())
 
-    DtensorShardOperation.shard_tensor = counting
+    unread._copy = counting
     try:
         model = from_pretrained(folder / "qwen3", grid=Grid(y=2, x=2))
     finally:
-        DtensorShardOperation.shard_tensor = stock
+        unread._copy = stock
     held = sum(parameter.to_local().numel() for parameter in model.parameters())
     total = sum(parameter.numel() for parameter in model.parameters())
-    assert sum(read) == held < 0.4 * total
+    assert sum(copied) == held < 0.4 * total
 
 
 def test_a_rank_reads_only_what_it_holds(folder):
@@ -80,8 +79,8 @@ def _refusals(folder: Path) -> None:
     for name, value in {"device_map": "auto", "tp_plan": "auto"}.items():
         with pytest.raises(ValueError, match=name):
             from_pretrained(folder / "qwen3", grid=grid, **{name: value})
-    with pytest.raises(ValueError, match="convert them once"):
-        from_pretrained(folder / "qwen3", grid=grid, gguf_file="model.gguf")
+    with pytest.raises(ValueError, match="quantized weights cannot be cut"):
+        from_pretrained(folder / "qwen3", grid=grid, quantization_config=GgufConfig())
     with pytest.raises(ValueError, match="has no weights for 1 parameters, among them lm_head.weight"):
         from_pretrained(folder / "headless", grid=grid)
     with pytest.raises(OSError, match="nowhere"):
@@ -90,20 +89,22 @@ def _refusals(folder: Path) -> None:
 
 
 def test_refusals_name_what_to_do(folder):
-    from safetensors.torch import load_file, save_file
-
-    headless = folder / "headless"
-    headless.mkdir()
-    (headless / "config.json").write_text((folder / "qwen3" / "config.json").read_text())
-    weights = load_file(folder / "qwen3" / "model.safetensors")
-    del weights["lm_head.weight"]
-    save_file(weights, headless / "model.safetensors", metadata={"format": "pt"})
+    _behead(folder / "qwen3", folder / "headless")
     run_ranks(_refusals, 2, folder)
 
 
+def _behead(source: Path, target: Path) -> None:
+    """A copy of a checkpoint without the weight of the head."""
+    target.mkdir()
+    (target / "config.json").write_text((source / "config.json").read_text())
+    weights = load_file(source / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+
+
 def _hooks() -> dict[str, object]:
-    """What two classes of Transformers hold themselves; a hook is there or is not."""
-    return {**vars(PreTrainedModel), **vars(DtensorShardOperation)}
+    """What a class and a module of Transformers hold themselves; a hook is there or is not."""
+    return {**vars(PreTrainedModel), **vars(core_model_loading)}
 
 
 def _plain_afterwards(folder: Path) -> None:
@@ -164,24 +165,49 @@ def test_several_files_pickled_weights_and_the_dtype_of_the_file(folder):
     run_ranks(_other_forms, 4, folder)
 
 
-def _adapters(folder: Path, expected: torch.Tensor) -> None:
-    grid = Grid(y=2, x=2)
-    with pytest.raises(ValueError, match="holds PEFT adapters, which must be in a model before it is sharded"):
-        from_pretrained(folder / "adapter", grid=grid)
-    model, _ = parallelize(AutoModelForCausalLM.from_pretrained(folder / "adapter", dtype=torch.float64), grid)
-    with torch.no_grad(), exact():
-        torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-10, atol=1e-10)
+def _adapters(folder: Path, truth: Outcome, expected: torch.Tensor) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(folder / "adapter", dtype=torch.float64)
+    for grid in (Grid(y=2, x=2), Grid(z=2, x=2)):
+        model = from_pretrained(folder / "adapter", grid=grid, dtype=torch.float64)
+        for name, parameter in plain.named_parameters():
+            own = model.get_parameter(name)
+            assert own.requires_grad == parameter.requires_grad, name
+            assert torch.equal(own.full_tensor(), parameter), name
+        assert max(its.to_local().numel() / its.numel() for its in model.parameters() if its.numel() > 4000) < 0.3
+        with torch.no_grad(), exact():
+            torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-10, atol=1e-10)
+        _train_adapters(model)
+        with exact():
+            ours = fit(model, [rows_of(tiny_batch(4, 7), grid, model.axonn.mesh.rank)])
+        for what in ("gradients", "parameters"):
+            errors = relative_errors(getattr(ours, what), getattr(truth, what))
+            assert max(errors.values()) < 1e-10, (grid, what, errors)
+    with pytest.raises(ValueError, match=r"has no weights for 1 parameters, among them lm_head\.weight"):
+        from_pretrained(folder / "adapter-of-headless", grid=Grid(x=4))
 
 
-def test_adapters_in_the_directory_are_refused_and_the_remedy_works(folder):
+def _train_adapters(model) -> None:
+    for name, parameter in model.train().named_parameters():
+        parameter.requires_grad_("lora_" in name)
+
+
+def test_adapters_in_the_directory_are_loaded_onto_a_sharded_base(folder):
     base = AutoModelForCausalLM.from_pretrained(folder / "qwen3")
     adapted = get_peft_model(base, LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
     adapted.save_pretrained(folder / "adapter")
-    with torch.no_grad(), exact():
+    _behead(folder / "qwen3", folder / "other")
+    shutil.copytree(folder / "adapter", folder / "adapter-of-headless")
+    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = str(folder / "other")
+    (folder / "adapter-of-headless" / "adapter_config.json").write_text(json.dumps(config))
+    with exact():
         plain = AutoModelForCausalLM.from_pretrained(folder / "qwen3", dtype=torch.float64)(IDS).logits
-        expected = AutoModelForCausalLM.from_pretrained(folder / "adapter", dtype=torch.float64)(IDS).logits
+        model = AutoModelForCausalLM.from_pretrained(folder / "adapter", dtype=torch.float64)
+        expected = model(IDS).logits.detach()
+        _train_adapters(model)
+        truth = fit(model, [tiny_batch(4, 7)])
     assert (plain - expected).abs().max() > 1e-2
-    run_ranks(_adapters, 4, folder, expected)
+    run_ranks(_adapters, 4, folder, truth, expected)
 
 
 def _other_sizes(folder: Path) -> None:

@@ -1,77 +1,75 @@
-"""PEFT's LoRA on a grid: every gradient of A and B as on one process, and a refusal by name of what is not LoRA."""
+"""LoRA on a grid, put into the model before it is sharded or after: every gradient of A and B as on one process."""
 
 from __future__ import annotations
 
 import functools
 
-import pytest
 import torch
-from equality import Case, compare, exact, fit, full, rows_of, too_large
+from adapting import ONE_OF_EACH, SIX_HEADS, Adapted, adapt, adapted_model, two_adapters
+from equality import compare, exact, fit, full, rows_of, too_large
+from float64 import recompute_in_float64
 from models import tiny_batch, tiny_model, unplanned_model
-from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
+from peft import PeftModel
 from ranks import all_grids, run_ranks
-from torch.distributed.tensor import DTensor
 
 from hf_axonn.checkpoint import load_sharded, save_sharded
 from hf_axonn.grid import Grid
 from hf_axonn.parallelize import parallelize
 
 
-ONE_OF_EACH = [Grid(y=2, x=2), Grid(z=2, x=2), Grid(data=2, y=2)]
-# 6 query heads divide by x = 2 and not by x * y = 4; 3 kv heads do not divide by x = 2 either.
-SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}
+def checkpointed(model, *, reentrant):
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    for layer in model.get_base_model().model.layers:
+        for child in layer.children():
+            recompute_in_float64(child)
 
 
-def adapt(model, **options):
-    """`model` with adapters whose B is random, because the zeros of a new one would hide the gradient of A."""
-    torch.manual_seed(7)
-    options = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM"} | options
-    return get_peft_model(model, LoraConfig(init_lora_weights=False, **options))
+def case(name, kind, sizes=(), **options):
+    base = unplanned_model if kind == "bitnet" else functools.partial(tiny_model, kind, **dict(sizes))
+    steps = 2 if "modules_to_save" in options else 1
+    return Adapted(name, base=base, adapter=functools.partial(adapt, **options), steps=steps)
 
 
-def adapted_model(kind, sizes=(), **options):
-    return adapt(tiny_model(kind, **dict(sizes)), **options)
-
-
-def adapted_unplanned(**options):
-    return adapt(unplanned_model(), **options)
-
-
-def two_adapters():
-    """The second of two adapters is trained, the first is neither used nor trained."""
-    model = adapted_model("llama")
-    torch.manual_seed(8)
-    model.add_adapter("second", LoraConfig(r=2, target_modules=["q_proj", "o_proj"], init_lora_weights=False))
-    model.set_adapter("second")
-    return model
-
-
-def case(name, make, *args, **options):
-    return Case(name, functools.partial(make, *args, **options))
-
-
+LLAMA = functools.partial(tiny_model, "llama")
 # What the heads do differs from grid to grid with these two, so they run on all of them.
 ON_EVERY_GRID = [
-    case("llama, rsLoRA", adapted_model, "llama", use_rslora=True),
-    case("smollm2", adapted_model, "smollm2"),
+    case("llama, rsLoRA", "llama", use_rslora=True),
+    case("smollm2", "smollm2"),
 ]
 SITUATIONS = [
-    case("six heads", adapted_model, "llama", SIX_HEADS),
-    case("trained biases", adapted_model, "qwen2", bias="all"),
-    case("some layers", adapted_model, "llama", target_modules=["q_proj", "v_proj", "down_proj"]),
-    case("the head too", adapted_model, "llama", target_modules=["q_proj", "lm_head"]),
-    case("embedding and head saved whole", adapted_model, "llama", modules_to_save=["embed_tokens", "lm_head"]),
-    case("norms saved whole", adapted_model, "llama", modules_to_save=["norm", "input_layernorm"]),
-    case("a projection saved whole", adapted_model, "llama", target_modules=["q_proj"], modules_to_save=["up_proj"]),
-    case("a tied head saved whole", adapted_model, "smollm2", target_modules=["v_proj"], modules_to_save=["lm_head"]),
-    case("two adapters", two_adapters),
-    case("no block plan", adapted_unplanned),
-    case("no block plan, saved whole", adapted_unplanned, target_modules=["q_proj"], modules_to_save=["up_proj"]),
+    case("six heads", "llama", SIX_HEADS),
+    case("six heads, DoRA", "llama", SIX_HEADS, use_dora=True),
+    case("trained biases", "qwen2", bias="all"),
+    case("biases of adapters", "qwen2", lora_bias=True, target_modules=["q_proj", "k_proj", "v_proj"]),
+    case("biases and DoRA", "qwen2", use_dora=True),
+    # So few are dropped that none is: what is left is the way that is taken.
+    case("dropout", "llama", lora_dropout=1e-14),
+    case("dropout, DoRA", "qwen2", lora_dropout=1e-14, use_dora=True),
+    case("some layers", "llama", target_modules=["q_proj", "v_proj", "down_proj"]),
+    case("the head too", "llama", target_modules=["q_proj", "lm_head"]),
+    case("the embedding too", "llama", target_modules=["q_proj", "embed_tokens"]),
+    case("embedding and head, tied", "smollm2", target_modules=["q_proj", "embed_tokens", "lm_head"]),
+    case("embedding and head, DoRA", "llama", use_dora=True, target_modules=["o_proj", "embed_tokens", "lm_head"]),
+    case("embedding and head saved whole", "llama", modules_to_save=["embed_tokens", "lm_head"]),
+    case("norms saved whole", "qwen3", modules_to_save=["norm", "input_layernorm", "q_norm"]),
+    case("a projection saved whole", "llama", target_modules=["q_proj"], modules_to_save=["up_proj"]),
+    case("projections saved whole", "llama", target_modules=["v_proj"], modules_to_save=["o_proj", "k_proj"]),
+    case("a tied head saved whole", "smollm2", target_modules=["v_proj"], modules_to_save=["lm_head"]),
+    Adapted("checkpointing", base=LLAMA, before=functools.partial(checkpointed, reentrant=False)),
+    Adapted("reentrant checkpointing", base=LLAMA, before=functools.partial(checkpointed, reentrant=True)),
+    Adapted("two adapters", base=LLAMA, adapter=two_adapters, steps=2),
+    case("no block plan", "bitnet"),
+    case("no block plan, DoRA", "bitnet", use_dora=True, target_modules=["q_proj", "down_proj"]),
+    case("no block plan, saved whole", "bitnet", target_modules=["q_proj"], modules_to_save=["up_proj"]),
 ]
 
 
 def _all(every, situations):
-    return compare(every, all_grids(4)) | compare(situations, ONE_OF_EACH[:2])
+    table = compare(every, all_grids(4)) | compare(situations, ONE_OF_EACH[:1])
+    for each, _ in every + situations:
+        each.name, each.after = f"{each.name}, after", True
+    return table | compare(every, ONE_OF_EACH) | compare(situations, ONE_OF_EACH[1:2])
 
 
 def test_every_gradient_is_as_on_one_process():
@@ -81,30 +79,8 @@ def test_every_gradient_is_as_on_one_process():
         assert len(adapters) == len(truth.gradients) == 2 * 2 * 7, each.name  # A and B, 2 layers, 7 projections
         assert all(truth.gradients[name].abs().max() > 1e-6 for name in adapters)
     table = run_ranks(_all, 4, every, situations)[0]
-    assert len(table) == 2 * 10 + len(SITUATIONS) * 2
+    assert len(table) == 2 * (10 + len(ONE_OF_EACH)) + len(SITUATIONS) * 2
     assert not too_large(table, 1e-10)
-
-
-REFUSED = [
-    (lambda: adapted_model("llama", use_dora=True), "_proj: PEFT's DoRA cannot be sharded"),
-    (lambda: adapt(unplanned_model(), use_dora=True), "_proj: PEFT's DoRA cannot be sharded"),
-    (lambda: adapted_model("llama", lora_bias=True), "set lora_bias=False"),
-    (lambda: adapted_model("llama", target_modules=["embed_tokens"]), "embed_tokens: PEFT's lora.Embedding"),
-    (lambda: adapted_model("llama", trainable_token_indices=[5, 6]), "PEFT's trainable_tokens.TrainableTokensLayer"),
-    (lambda: get_peft_model(tiny_model("llama"), IA3Config(task_type="CAUSAL_LM")), "PEFT's ia3.Linear"),
-    (
-        lambda: get_peft_model(tiny_model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)),
-        "prompt_encoder.default.embedding.weight lies outside of the model",
-    ),
-]
-
-
-@pytest.mark.parametrize(("make", "message"), REFUSED, ids=range(len(REFUSED)))
-def test_other_adapters_are_refused_before_the_model_is_touched(make, message):
-    model = make()
-    with pytest.raises(ValueError, match=message):
-        parallelize(model, Grid(x=2))
-    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def _report_and_switching_off(batch, plain, adapted):
@@ -117,7 +93,7 @@ def _report_and_switching_off(batch, plain, adapted):
             torch.testing.assert_close(model(**batch).logits, adapted, rtol=1e-10, atol=1e-10)
             with model.disable_adapter():
                 torch.testing.assert_close(model(**batch).logits, plain, rtol=1e-10, atol=1e-10)
-    model, report = parallelize(adapted_unplanned(), Grid(y=2, x=2))
+    model, report = parallelize(adapt(unplanned_model()), Grid(y=2, x=2))
     assert sum(entry.style == "adapter" for entry in report.entries) == 2 * 2 * 7
     assert sum(entry.style == "full" for entry in report.entries) == 2 * 7
 
@@ -135,9 +111,7 @@ def test_the_report_names_adapters_and_they_can_be_switched_off():
 
 SAVED = {
     "llama": functools.partial(adapted_model, "llama", modules_to_save=["norm", "lm_head"]),
-    "bitnet": functools.partial(
-        adapted_unplanned, target_modules=["q_proj", "down_proj"], modules_to_save=["up_proj"]
-    ),
+    "bitnet": lambda: adapt(unplanned_model(), target_modules=["q_proj", "down_proj"], modules_to_save=["up_proj"]),
 }
 
 

@@ -19,7 +19,12 @@ import hf_axonn_eval
 ROOT = Path(__file__).parents[1]
 FOLDERS = {"hf_axonn": ROOT / "hf_axonn", "hf_axonn_eval": ROOT / "eval"}
 # Libraries whose name on PyPI is not the one in an import statement, or that a declared one always brings.
-DISTRIBUTIONS = {"yaml": "pyyaml", "rouge_score": "rouge-score", "tokenizers": "transformers"}
+DISTRIBUTIONS = {
+    "yaml": "pyyaml",
+    "rouge_score": "rouge-score",
+    "tokenizers": "transformers",
+    "huggingface_hub": "transformers",
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +66,9 @@ def test_the_wheel_holds_every_module(wheel):
         f"{package}/{path.relative_to(folder)}" for package, folder in FOLDERS.items() for path in folder.rglob("*.py")
     }
     names = set(wheel.namelist())
-    assert expected | {"hf_axonn/py.typed"} == {name for name in names if ".dist-info/" not in name}
+    folder = FOLDERS["hf_axonn"]
+    machines = {f"hf_axonn/{path.relative_to(folder)}" for path in folder.rglob("*.json")}
+    assert expected | machines | {"hf_axonn/py.typed"} == {name for name in names if ".dist-info/" not in name}
     assert any(re.fullmatch(r"hf_axonn-.*\.dist-info/(licenses/)?LICENSE", name) for name in names)
 
 

@@ -13,7 +13,8 @@ from training import make_trainer, numbers, train, worst_difference
 from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid
-from hf_axonn.checkpoint import MANIFEST, check_complete, export_hf, is_sharded_checkpoint
+from hf_axonn.export import export_hf
+from hf_axonn.manifest import MANIFEST, check_complete, is_sharded_checkpoint
 
 
 GRIDS = [Grid(z=2, x=2), Grid(y=2, x=2), Grid(data=2, y=2), Grid(data=2, z=2), Grid(x=4)]
@@ -43,7 +44,7 @@ def _train_all(folder: Path, truth: list[dict]) -> None:
 
 def test_goldfish_training_logs_what_one_process_logs(runs):
     for index in range(len(GRIDS)):
-        assert check_complete(runs / str(index) / "checkpoint-6")["grid"] == GRIDS[index].as_dict()
+        assert check_complete(runs / str(index) / "checkpoint-6").grid == GRIDS[index]
 
 
 def test_the_logs_are_of_a_goldfish_run(truth):

@@ -1,5 +1,6 @@
 """Kernel tuning: every layout is the same product, all ranks choose as rank 0 does, a checkpoint keeps the choice."""
 
+import dataclasses
 import json
 import logging
 import subprocess
@@ -16,13 +17,17 @@ from ranks import run_ranks
 from torch import nn
 
 from hf_axonn import operand_layouts, tuning
-from hf_axonn.checkpoint import LAYOUTS, check_complete, export_hf, load_sharded, save_sharded
+from hf_axonn.checkpoint import LAYOUTS, load_sharded, save_sharded
 from hf_axonn.collectives import broadcast_text, world_rank
+from hf_axonn.commit import write_manifest
 from hf_axonn.config import AxonnConfig
+from hf_axonn.export import export_hf
 from hf_axonn.gradients import sync_gradients
 from hf_axonn.grid import Grid
+from hf_axonn.manifest import check_complete
 from hf_axonn.operand_layouts import AS_IS, Sample
 from hf_axonn.parallelize import parallelize
+from hf_axonn.shard_files import checksum_of
 from hf_axonn.tuning import STEPS, Key, MatmulTuner
 
 
@@ -266,9 +271,10 @@ def resume(grid: Grid, folder: str):
     refusal = ""
     dist.barrier()
     if world_rank() == 0:
-        size = check_complete(folder)["files"][LAYOUTS]
-        with open(f"{folder}/{LAYOUTS}", "w") as file:
-            file.write("{" + " " * (size - 1))
+        manifest = check_complete(folder)
+        Path(folder, LAYOUTS).write_text("{")
+        files = {**manifest.files, LAYOUTS: checksum_of(Path(folder, LAYOUTS))}
+        write_manifest(Path(folder), dataclasses.replace(manifest, files=files))
     dist.barrier()
     try:
         load_sharded(other, folder)
@@ -277,7 +283,7 @@ def resume(grid: Grid, folder: str):
     dist.barrier()
     # A later save without tuning leaves no layouts of an earlier one.
     save_sharded(off, folder)
-    return equal_bits, same_choices, asked, loaded, refusal, LAYOUTS in check_complete(folder)["files"]
+    return equal_bits, same_choices, asked, loaded, refusal, LAYOUTS in check_complete(folder).files
 
 
 def test_a_checkpoint_keeps_the_choice(tmp_path):

@@ -116,22 +116,18 @@ def load_tokenizer(args: ModelArguments):
 def load_model(args: ModelArguments, grid: hf_axonn.Grid | None):
     """The model, with LoRA adapters if asked for, sharded over the grid if there is one.
 
-    Each rank reads only its own slices of a plain checkpoint. A GGUF file is dequantized as a whole, and adapters are
-    sized by the whole layers: in these two cases the model is sharded when it is complete.
+    On a grid each rank reads only its own slices; a GGUF file is first dequantized, once.
     """
     options = {"dtype": args.dtype, "trust_remote_code": args.trust_remote_code}
     if args.attn_implementation:
         options["attn_implementation"] = args.attn_implementation
     if args.gguf_file:
         options |= {"gguf_file": args.gguf_file, "quantization_config": GgufConfig(dequantize=True)}
-    if grid is not None and not args.lora_r and not args.gguf_file:
-        return hf_axonn.from_pretrained(args.model, grid=grid, **options)
-    model = AutoModelForCausalLM.from_pretrained(args.model, **options)
-    if args.lora_r:
-        model = add_lora(model, args)
-    if grid is not None:
-        model, _ = hf_axonn.parallelize(model, grid)
-    return model
+    if grid is None:
+        model = AutoModelForCausalLM.from_pretrained(args.model, **options)
+    else:
+        model = hf_axonn.from_pretrained(args.model, grid=grid, **options)
+    return add_lora(model, args) if args.lora_r else model
 
 
 def add_lora(model, args: ModelArguments):

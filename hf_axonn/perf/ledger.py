@@ -18,7 +18,7 @@ Source: Thakur, Rabenseifner and Gropp 2005, ring and pairwise algorithms; AxoNN
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -68,9 +68,9 @@ class Ledger:
         self.grid = grid
         self.entries: dict[Key, Volume] = {}
 
-    def add(self, phase: str, kind: str, axes: Iterable[str], payload: int, calls: int = 1) -> None:
+    def add(self, phase: str, kind: str, axes: Collection[str], payload: int, calls: int = 1) -> None:
         """Enter `calls` collectives whose payloads are `payload` bytes in all."""
-        axes = tuple(axis for axis in AXES if axis in set(axes) and getattr(self.grid, axis) > 1)
+        axes = tuple([axis for axis in AXES if axis in axes and getattr(self.grid, axis) > 1])
         if axes and calls:
             key = Key(phase, kind, axes)
             before = self.entries.get(key, Volume(0, 0))

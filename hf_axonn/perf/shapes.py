@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from hf_axonn.grid import Grid
@@ -75,20 +76,37 @@ class ModelShape:
 
     def attention(self) -> tuple[list[LinearShape], LinearShape]:
         """The column layers of an attention block (queries first) and its row layer."""
-        query, kv = self.heads * self.width, self.kv * self.width
-        rows = [query + 2 * kv] if self.packed_qkv else [query, kv, kv]
-        columns = [LinearShape(size, self.hidden, self.qkv_bias) for size in rows]
-        return columns, LinearShape(self.hidden, query, self.out_bias)
+        return self._blocks[0]
 
     def mlp(self) -> tuple[list[LinearShape], LinearShape]:
         """The column layers of an MLP and its row layer."""
-        count = 2 if self.gated else 1
-        rows = [count * self.intermediate] if self.packed_mlp else [self.intermediate] * count
-        columns = [LinearShape(size, self.hidden, self.mlp_bias) for size in rows]
-        return columns, LinearShape(self.hidden, self.intermediate, self.mlp_bias)
+        return self._blocks[1]
 
     def replicated(self) -> list[int]:
         """Elements of every parameter that all ranks hold whole: norms, biases, positions."""
+        return self._replicated
+
+    def sharded(self) -> list[tuple[str, LinearShape]]:
+        """Kind (column, row, vocabulary) and shape of every parameter that is cut, in the order of the model."""
+        return self._sharded
+
+    # A planner asks a thousand times.
+
+    @cached_property
+    def _blocks(self) -> tuple[tuple[list[LinearShape], LinearShape], tuple[list[LinearShape], LinearShape]]:
+        query, kv = self.heads * self.width, self.kv * self.width
+        rows = [query + 2 * kv] if self.packed_qkv else [query, kv, kv]
+        attention = [LinearShape(size, self.hidden, self.qkv_bias) for size in rows]
+        count = 2 if self.gated else 1
+        rows = [count * self.intermediate] if self.packed_mlp else [self.intermediate] * count
+        mlp = [LinearShape(size, self.hidden, self.mlp_bias) for size in rows]
+        return (
+            (attention, LinearShape(self.hidden, query, self.out_bias)),
+            (mlp, LinearShape(self.hidden, self.intermediate, self.mlp_bias)),
+        )
+
+    @cached_property
+    def _replicated(self) -> list[int]:
         norm = [self.hidden] * (2 if self.layer_norm else 1)
         linears = [*self.attention()[0], self.attention()[1], *self.mlp()[0], self.mlp()[1]]
         layer = [linear.rows for linear in linears if linear.bias]
@@ -96,8 +114,8 @@ class ModelShape:
         whole = [self.positions * self.hidden] if self.positions else []
         return whole + self.layers * layer + norm + ([self.vocab] if self.head_bias else [])
 
-    def sharded(self) -> list[tuple[str, LinearShape]]:
-        """Kind (column, row, vocabulary) and shape of every parameter that is cut, in the order of the model."""
+    @cached_property
+    def _sharded(self) -> list[tuple[str, LinearShape]]:
         layer = []
         for columns, row in (self.attention(), self.mlp()):
             layer += [("column", linear) for linear in columns] + [("row", row)]

@@ -12,10 +12,8 @@ Legend: T = tokens of a (data, z) position padded to a multiple of x * y; H = hi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from hf_axonn.grid import Grid, Place, bounds, ceil_div
-from hf_axonn.heads import Heads, arriving_features, is_own_slice, sent_features
+from hf_axonn.heads import Heads, exchanged_features, is_own_slice
 from hf_axonn.perf.ledger import Key, Ledger
 from hf_axonn.perf.shapes import LinearShape, ModelShape, Step
 
@@ -37,7 +35,7 @@ def volumes(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token",
     Raises:
         ValueError: an unknown layout, or the rank is not on the grid.
     """
-    account = _Account(shape, grid, step, layout, rank)
+    account = Account(shape, grid, step, layout, rank)
     micro_batch = account.embedding()
     kept = min(step.kept_layers, shape.layers)
     micro_batch.include(account.layer(), times=shape.layers - kept)
@@ -50,7 +48,7 @@ def volumes(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token",
 
 def layer_volumes(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", rank: int = 0) -> Ledger:
     """The collectives of one decoder layer and one micro-batch, forward and backward. Arguments as `volumes`."""
-    return _Account(shape, grid, step, layout, rank).layer()
+    return Account(shape, grid, step, layout, rank).layer()
 
 
 def shard_shape(kind: str, linear: LinearShape, grid: Grid, here: dict[str, int]) -> tuple[int, int]:
@@ -66,10 +64,10 @@ def shard_shape(kind: str, linear: LinearShape, grid: Grid, here: dict[str, int]
     return own(linear.rows, first), own(linear.cols, second)
 
 
-class _Account:
-    """The sizes that all entries share, and one method for each part of the model."""
+class Account:
+    """The sizes that all entries share, and one method for each part of the model. Arguments as `volumes`."""
 
-    def __init__(self, shape: ModelShape, grid: Grid, step: Step, layout: str, rank: int) -> None:
+    def __init__(self, shape: ModelShape, grid: Grid, step: Step, layout: str, rank: int = 0) -> None:
         if layout not in LAYOUTS:
             raise ValueError(f"layout is {layout!r}, but the residual stream is divided by {' or by '.join(LAYOUTS)}.")
         self.shape, self.grid, self.step = shape, grid, step
@@ -108,7 +106,9 @@ class _Account:
         axes = heads.axes if heads else ("x", "y")
         packed = shape.packed_qkv if is_attention else shape.packed_mlp
 
-        def both(into: Ledger, forward: str | None, backward: str | None, over: Iterable[str], elements: int) -> None:
+        def both(
+            into: Ledger, forward: str | None, backward: str | None, over: tuple[str, ...], elements: int
+        ) -> None:
             for phase, kind in (("forward", forward), ("backward", backward)):
                 if kind is not None:
                     into.add(phase, kind, over, elements * size)
@@ -134,9 +134,9 @@ class _Account:
             if not axes:
                 both(ledger, "all_gather", None, ("x",), self.tokens * ceil_div(linear.rows, grid.x))
             elif not is_own_slice(linear.rows, segments, heads, self.place):
-                for phase, features_of in (("forward", sent_features), ("backward", arriving_features)):
-                    features = self.exchanged(features_of(linear.rows, segments, heads, self.place), axes)
-                    ledger.add(phase, "exchange", axes, self.tokens * features * size)
+                sent, arriving = exchanged_features(linear.rows, segments, heads, self.place)
+                ledger.add("forward", "exchange", axes, self.tokens * sent * size)
+                ledger.add("backward", "exchange", axes, self.tokens * arriving * size)
         # Row._forward
         if "y" in axes:
             inner = ceil_div(ceil_div(row.cols, grid.x), grid.y)
@@ -151,10 +151,6 @@ class _Account:
         if not self.by_features:
             both(last, "all_to_all", "all_to_all", ("y",), stream)
 
-    def exchanged(self, features: list[list[int]], axes: tuple[str, ...]) -> int:
-        """Features that travel between this rank and others: not those between this rank and itself."""
-        return sum(map(len, features)) - len(features[self.place.index(*axes)])
-
     def weights(self, ledger: Ledger, kind: str, linears: list[LinearShape]) -> None:
         """The weights of one product, in one collective: gathered in both passes, their gradients reduced."""
         elements = self.travels(kind, linears)
@@ -163,6 +159,18 @@ class _Account:
         ledger.add(
             "backward", "reduce_scatter", ("z",), elements * max(self.step.compute_bytes, self.step.reduce_bytes)
         )
+
+    def beside_weight_gradients(self) -> list[int]:
+        """Payloads of the reduce-scatters that run while the weight gradients of a layer's four groups are computed.
+
+        Over x of q, k, v and of up, over y of o and of down; 0 where the backward of a row layer is an all-reduce.
+        """
+        heads = Heads.divide(self.shape.heads, self.shape.kv, self.place)
+        found = []
+        for row, divided in ((self.shape.attention()[1], "y" in heads.axes), (self.shape.mlp()[1], True)):
+            inner = ceil_div(ceil_div(row.cols, self.grid.x), self.grid.y)
+            found += [self.padded // self.grid.x * self.hidden_y, self.padded * inner * divided]
+        return [elements * self.step.compute_bytes for elements in found]
 
     def travels(self, kind: str, linears: list[LinearShape]) -> int:
         """Elements of one rank's shards, padded over z."""
@@ -218,11 +226,13 @@ class _Account:
         With as many flags as parameters and buckets over data. Buckets fill up from the last parameter to the first.
         """
         ledger, world = Ledger(self.grid), ("data", "z", "x", "y")
-        size, replicated, sharded = self.step.param_bytes, self.shape.replicated(), []
-        for kind, linear in self.shape.sharded():
+        size, replicated, every = self.step.param_bytes, self.shape.replicated(), self.shape.sharded()
+        own = {}  # a layer's shapes come again in every layer
+        for kind, linear in dict.fromkeys(every):
             rows, cols = shard_shape(kind, linear, self.grid, self.here)
             start, stop = bounds(rows, self.grid.z, self.here["z"])
-            sharded.append((stop - start) * cols * size)
+            own[kind, linear] = (stop - start) * cols * size
+        sharded = [own[which] for which in every]
         over_data = buckets(sharded[::-1])
         ledger.add("gradients", "all_reduce", ("data",), sum(sharded), over_data)
         flags = len(replicated) + len(sharded) + (over_data if self.grid.data > 1 else 0)

@@ -1,0 +1,182 @@
+"""Who has which samples: data loaders, gather and reduce of accelerate over a grid.
+
+Ranks of x and y share samples, those of data and z have their own: there are data * z *positions*, and what accelerate
+does for each process is done here for each position. The functions of `accelerate.utils` know of no grid: `gather`
+there gives a copy for each process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import recursively_apply
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from hf_axonn import compat_accelerate
+from hf_axonn.agreement import require_alike
+from hf_axonn.dispatching import dispatching_loader
+from hf_axonn.facts import loader_facts
+from hf_axonn.gradients import find_state
+
+
+class DataMethods:
+    """Methods of Accelerator."""
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch=None
+    ):
+        """As the stock method, each position with its own samples.
+
+        Raises:
+            ValueError: positions would get unequal numbers of batches, and there is a model over the grid; a stateful
+                loader is to dispatch its batches over x or y; ranks have other data sets or batch sizes.
+        """
+        if compat_accelerate.is_prepared(data_loader):
+            return super().prepare_data_loader(data_loader)
+        placed = self.device_placement if device_placement is None else device_placement
+        dispatch = self.dispatch_batches
+        if dispatch is None:
+            dispatch = placed and isinstance(data_loader.dataset, IterableDataset)
+        if not (compat_accelerate.is_prepared(data_loader) or dispatch):
+            require_alike(loader_facts(data_loader), self.device, "Give every rank the whole of the same data.")
+        if not dispatch or self.axonn_mesh.size("x", "y") == 1:
+            generator = own_generator(data_loader)
+            prepared = super().prepare_data_loader(
+                data_loader, device_placement=device_placement, slice_fn_for_dispatch=slice_fn_for_dispatch
+            )
+            if not dispatch and generator is not None and self.axonn_mesh.size("data", "z") == 1:
+                # Stock accelerate sees one process here, and nothing to synchronize.
+                prepared.synchronized_generator = generator
+                prepared.rng_types = [*(prepared.rng_types or ()), "generator"]
+        else:
+            if self.use_stateful_dataloader:
+                raise ValueError(
+                    f"use_stateful_dataloader with dispatch_batches is not supported over {self.axonn_plugin.grid}: "
+                    "set dispatch_batches=False, every rank then reads its own samples."
+                )
+            own_generator(data_loader)  # on all ranks, so that the generator that dropout uses stays the same on all
+            prepared = dispatching_loader(
+                data_loader,
+                self.axonn_mesh,
+                split_batches=self.split_batches,
+                device=self.device if placed else None,
+                slice_fn=slice_fn_for_dispatch,
+                non_blocking=self.non_blocking,
+            )
+            compat_accelerate.prepared_loaders(self).append(prepared)
+        if prepared.base_dataloader.generator is None:
+            # What an iteration draws for its workers must not move the generator that dropout uses: a run that is
+            # resumed in the middle of an epoch begins one more.
+            prepared.base_dataloader.generator = torch.Generator().manual_seed(torch.initial_seed())
+        try:
+            self.check_even_batches()
+        except ValueError:
+            compat_accelerate.prepared_loaders(self).remove(prepared)
+            raise
+        return prepared
+
+    def check_even_batches(self) -> None:
+        """Refuse loaders that would let some ranks wait in the model for others that have no batch left.
+
+        Raises:
+            ValueError: there are a model over the grid and such a loader; on every rank alike.
+        """
+        if not any(find_state(model) is not None for model in compat_accelerate.prepared_models(self)):
+            return
+        for loader in compat_accelerate.prepared_loaders(self):
+            counts = batches_of_positions(loader)
+            if len(set(counts)) > 1:
+                raise ValueError(
+                    f"even_batches=False gives {max(counts)} batches to some ranks and {min(counts)} to others, but "
+                    "over a grid every rank takes part in every layer: leave it away, or drop the last batch "
+                    "(drop_last=True)."
+                )
+
+    def gather(self, tensor):
+        """As the stock method, with one block for each position."""
+        samples, copies = self.axonn_mesh.size("data", "z"), self.axonn_mesh.size("x", "y")
+
+        def distinct(gathered: torch.Tensor) -> torch.Tensor:
+            rows = gathered.shape[0] // (samples * copies)
+            return gathered.view(samples, copies, rows, *gathered.shape[1:])[:, 0].flatten(0, 1)
+
+        return recursively_apply(distinct, super().gather(tensor))
+
+    def gather_for_metrics(self, input_data, use_gather_object: bool = False):
+        """As the stock method, which calls `gather`; objects are taken from one rank for each position."""
+        try:
+            recursively_apply(lambda value: value, input_data, error_on_other_type=True)
+        except TypeError:
+            use_gather_object = True
+        if use_gather_object and self._is_copy():
+            input_data = []
+        return super().gather_for_metrics(input_data, use_gather_object=use_gather_object)
+
+    def _is_copy(self) -> bool:
+        """Whether another rank has the same samples, and speaks for this one."""
+        return self.axonn_mesh.index("x", "y") != 0
+
+    def reduce(self, tensor, reduction: str = "sum", scale: float = 1.0):
+        """As the stock method, each position counted once; a mean is over the positions."""
+        if reduction == "max":
+            return super().reduce(tensor, reduction, scale)
+        if self._is_copy():
+            tensor = recursively_apply(torch.zeros_like, tensor)
+        total = super().reduce(tensor, "sum", scale)
+        if reduction == "mean":
+            total = recursively_apply(lambda value: value / self.axonn_mesh.size("data", "z"), total)
+        return total
+
+    def check_trigger(self) -> bool:
+        """As the stock method: a trigger that any rank has set counts, also one that shares its samples."""
+        flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
+        triggered = bool(super().reduce(flag, "max"))
+        if triggered or self.flag_tensor is None:
+            self.flag_tensor = torch.tensor(0, device=self.device)
+        return triggered
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs, apply_padding: bool = False) -> Iterator:
+        """As the stock method, between the positions: ranks that work on the same samples get the same inputs."""
+        mesh = self.axonn_mesh
+        view = SimpleNamespace(
+            num_processes=mesh.size("data", "z"), process_index=mesh.index("data", "z"), device=self.device
+        )
+        with PartialState.split_between_processes(view, inputs, apply_padding=apply_padding) as own:
+            yield own
+
+
+def own_generator(loader: DataLoader) -> torch.Generator | None:
+    """The generator by which a loader shuffles, made if it has none of its own; None if it does not shuffle so."""
+    sampler = getattr(loader.batch_sampler, "sampler", None)
+    if isinstance(loader.sampler, BatchSampler):
+        sampler = loader.sampler.sampler
+    if not isinstance(sampler, RandomSampler):
+        return None
+    if sampler.generator is None:
+        sampler.generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
+    return sampler.generator
+
+
+def batches_of_positions(loader: DataLoader) -> list[int]:
+    """How many batches each position gets of a prepared loader; empty where it is the same number or not known."""
+    from accelerate.data_loader import BatchSamplerShard
+
+    shard = loader.batch_sampler
+    if not isinstance(shard, BatchSamplerShard):  # of a BatchSampler that was given as the sampler
+        shard = loader.sampler
+    if not isinstance(shard, BatchSamplerShard) or shard.even_batches or shard.drop_last:
+        return []
+    try:
+        whole = len(shard.batch_sampler)
+        if not shard.split_batches:
+            return [len(range(position, whole, shard.num_processes)) for position in range(shard.num_processes)]
+        left = len(shard.batch_sampler.sampler) % shard.batch_size
+    except (TypeError, AttributeError):
+        return []
+    part = shard.batch_size // shard.num_processes
+    return [whole - (0 < left <= part * position) for position in range(shard.num_processes)]

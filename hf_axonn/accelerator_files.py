@@ -1,0 +1,302 @@
+"""What accelerate writes over a grid: whole models in the ordinary format, and states that any grid resumes from.
+
+    save_model, get_state_dict    gathered to rank 0, as accelerate does under FSDP
+    save_state, load_state        a sharded checkpoint (checkpoint.py), in which these files have their place, too:
+
+        accelerator.json              steps taken, numbers of models, schedulers and registered objects
+        scheduler.bin, scheduler_1.bin ...       custom_checkpoint_0.pkl ...        random_states_RANK.pkl
+        sampler.bin, dl_state_dict.bin           where accelerate itself writes them
+        model_1-SAVE ...              further models, sharded checkpoints of their own
+
+Everything that is loaded is compared with its checksum first, and nothing but tensors and plain values is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
+from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME
+from torch import nn
+
+from hf_axonn import compat_accelerate
+from hf_axonn.accelerator_training import GridScheduler
+from hf_axonn.checkpoint import add_model, begin_save, load_model, load_optimizer, save_sharded, verify_together
+from hf_axonn.collectives import barrier, world_rank
+from hf_axonn.gradients import find_state
+from hf_axonn.manifest import Manifest, is_sharded_checkpoint
+from hf_axonn.plain_checkpoint import load_plain_optimizer, load_plain_weights
+from hf_axonn.plain_values import load_values, save_values
+from hf_axonn.whole_model import is_sharded, whole_state_dict
+
+
+logger = logging.getLogger(__name__)
+
+STATE = "accelerator.json"
+
+
+class LoadMethods:
+    """Methods of Accelerator, on a grid of any size."""
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **kwargs) -> None:
+        """As the stock method, from a state of any grid or of one process. Every rank must call it.
+
+        On another number of ranks, a rank without a random state of its own takes that of rank 0.
+
+        Raises:
+            ValueError: the state is not complete, damaged, or of other models, optimizers, schedulers or registered
+                objects; on every rank, before anything is changed.
+        Collectives: those of `verify_together`, for each model.
+        """
+        directory = self._newest_state() if input_dir is None else Path(os.path.expanduser(input_dir))
+        if not is_sharded_checkpoint(directory):
+            return self._load_plain_state(directory, load_kwargs, kwargs)
+        models = compat_accelerate.prepared_models(self)
+        optimizer_of = self._optimizer_of()
+        manifest = verify_together(directory)
+        state = self._read_state(directory, manifest)
+        places = [directory / name for name in state["models"]]
+        manifests = [manifest, *(verify_together(place) for place in places[1:])]
+        wanted = self._call_load_hooks(models, directory)
+        for index, (model, place, its) in enumerate(zip(models, places, manifests, strict=True)):
+            if model in wanted:
+                load_model(model, place, its)
+            if index in optimizer_of:
+                load_optimizer(model, optimizer_of[index], place, its)
+        rank = world_rank() if random_file(world_rank()) in manifest.files else 0
+        self._read_rest(directory, rank, load_kwargs)
+        self._follow_schedules(state["positions"])
+        self.step = state["step"]
+
+    def _call_load_hooks(self, models: list[nn.Module], directory: Path) -> list[nn.Module]:
+        """The models that are still to be loaded: a hook takes those that it has loaded out of its list."""
+        wanted = list(models)
+        for hook in compat_accelerate.state_hooks(self, saving=False):
+            hook(wanted, str(directory))
+        return wanted
+
+    def _newest_state(self) -> Path:
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise ValueError("load_state needs an input_dir, or automatic_checkpoint_naming.")
+        folder = Path(self.project_dir, "checkpoints")
+        found = states_in(folder)
+        if not found:
+            raise ValueError(f"{folder} holds no state to load.")
+        return found[-1]
+
+    def _read_state(self, directory: Path, manifest: Manifest) -> dict[str, Any]:
+        """accelerator.json, and whether what is to be loaded is what was saved."""
+        if STATE not in manifest.files:
+            raise ValueError(f"{directory} was not written by accelerator.save_state: load it with load_sharded.")
+        state = json.loads((directory / STATE).read_text())
+        for name in state["models"][1:]:
+            if not re.fullmatch(r"model_\d+-[0-9a-f]+", name) or (directory / name).is_symlink():
+                raise ValueError(f"{directory / STATE} names {name}, which may lie outside of the checkpoint.")
+        have = {
+            "models": len(compat_accelerate.prepared_models(self)),
+            "schedulers": len(compat_accelerate.prepared_schedulers(self)),
+            "objects": len(compat_accelerate.registered_objects(self)),
+        }
+        saved = {**state, "models": len(state["models"])}
+        for kind, number in have.items():
+            if saved[kind] != number:
+                what = "registered objects" if kind == "objects" else kind
+                raise ValueError(f"{directory} holds {saved[kind]} {what}, but this run has {number}.")
+        positions = self._positions()
+        if self.use_stateful_dataloader and state["positions"] != positions:
+            raise ValueError(
+                f"{directory} was saved with data * z = {state['positions']}, and the places of stateful data loaders "
+                f"are of no use with {positions}: use skip_first_batches, or load it on such a grid."
+            )
+        return state
+
+    def _follow_schedules(self, saved: int) -> None:
+        """Go on with schedules that were saved where a step of the optimizer was `saved` steps of the schedule.
+
+        A LambdaLR has its lengths from this run's script, which counts the batches of this grid: its place is
+        converted. The others bring their lengths with them, so they go on in the steps of the grid they come from.
+        """
+        positions = self._positions()
+        for scheduler in compat_accelerate.prepared_schedulers(self):
+            if scheduler.split_batches or not scheduler.step_with_optimizer or positions == saved:
+                continue
+            if isinstance(scheduler.scheduler, torch.optim.lr_scheduler.LambdaLR):
+                scheduler.scheduler.last_epoch = scheduler.scheduler.last_epoch * positions // saved
+            else:
+                scheduler.__class__, scheduler.positions = GridScheduler, saved
+
+    def _positions(self) -> int:
+        return self.axonn_plugin.grid.samples_size
+
+    def _load_plain_state(self, directory: Path, load_kwargs: dict | None, kwargs: dict) -> None:
+        """A state that stock accelerate saved on one process: each rank reads its own slices."""
+        if self.axonn_plugin.grid.size == 1:
+            return super().load_state(str(directory), load_kwargs, **kwargs)
+        models, optimizer_of = compat_accelerate.prepared_models(self), self._optimizer_of()
+        if not (directory / SAFE_WEIGHTS_NAME).is_file():
+            raise ValueError(f"{directory} holds no state of accelerator.save_state that is complete.")
+        if len(models) != 1:
+            raise ValueError(f"{directory} was saved by one process, and a grid reads only one model of such a state.")
+        load_plain_weights(models[0], directory)
+        if 0 in optimizer_of:
+            load_plain_optimizer(models[0], optimizer_of[0], directory, name=f"{OPTIMIZER_NAME}.bin")
+        self.step = self._read_rest(directory, 0, load_kwargs).get("step", self.step)
+        self._follow_schedules(1)
+
+    def _read_rest(self, directory: Path, rank: int, load_kwargs: dict | None) -> dict[str, Any]:
+        """The counterpart of `_write_rest`, with the random state of `rank`; returns what accelerate keeps itself."""
+        attributes = load_accelerator_state(
+            str(directory),
+            [],
+            [],
+            compat_accelerate.prepared_schedulers(self),
+            compat_accelerate.prepared_loaders(self),
+            rank,
+            None,
+            "cpu",
+            load_kwargs,
+        )
+        for index, registered in enumerate(compat_accelerate.registered_objects(self)):
+            registered.load_state_dict(load_values(directory / custom_file(index)))
+        return attributes
+
+    def _optimizer_of(self) -> dict[int, torch.optim.Optimizer]:
+        """Which optimizer trains which of the prepared models."""
+        models = compat_accelerate.prepared_models(self)
+        found: dict[int, torch.optim.Optimizer] = {}
+        for optimizer in compat_accelerate.prepared_optimizers(self):
+            its = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            owners = [i for i, model in enumerate(models) if its & {id(one) for one in model.parameters()}]
+            if len(owners) != 1 or owners[0] in found:
+                raise ValueError(
+                    f"save_state and load_state over a grid need one optimizer for each model, but "
+                    f"{type(optimizer.optimizer).__name__} trains {len(owners)} of the {len(models)} prepared models"
+                    f"{', and another one trains that, too' if len(owners) == 1 else ''}. Save each with "
+                    "hf_axonn.save_sharded(model, DIR, optimizer=optimizer)."
+                )
+            found[owners[0]] = optimizer
+        return found
+
+
+class FileMethods(LoadMethods):
+    """Methods of Accelerator."""
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Whole tensors on the CPU of rank 0, nothing on the others, as under FSDP. Every rank must call it."""
+        state_dict = super().get_state_dict(model, unwrap=unwrap)
+        return whole_state_dict(model, state_dict) if is_sharded(state_dict) else state_dict
+
+    def save_model(self, model: nn.Module, save_directory: str | os.PathLike, *args, **kwargs) -> None:
+        """As the stock method, by rank 0. Every rank must call it, and goes on when the files are there."""
+        super().save_model(model, save_directory, *args, **kwargs)
+        barrier()
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs) -> str:
+        """As the stock method, sharded: every rank must call it. What was saved before stands until this is complete.
+
+        Args:
+            output_dir: which all ranks must see; not used with automatic_checkpoint_naming.
+            safe_serialization: weights are always safetensors.
+            kwargs: of accelerate, for other engines; not used.
+        Raises:
+            ValueError: models and optimizers do not belong together one to one, or the directory that automatic
+                naming gives exists already.
+            SaveError: a rank could not write, or a registered object has a state of other things than tensors and
+                plain values; on every rank.
+        Collectives: those of `save_sharded`, for each model.
+        """
+        models = compat_accelerate.prepared_models(self)
+        optimizer_of = self._optimizer_of()
+        directory, older = self._place_of_state(output_dir)
+        if not models or any(find_state(model) is None for model in models):
+            raise ValueError("save_state needs models that were given to accelerator.prepare.")
+        self._call_save_hooks(models, directory)
+        save = begin_save(models[0], directory)
+        names = [""]
+        for index, model in enumerate(models[1:], start=1):
+            names.append(f"model_{index}-{save.save_id[:8]}")
+            save_sharded(model, directory / names[-1], optimizer=optimizer_of.get(index))
+        add_model(save, models[0], optimizer=optimizer_of.get(0))
+        with save.writing():
+            self._write_rest(save, names)
+        save.close()
+        self.project_configuration.iteration += 1
+        if world_rank() == 0:
+            for path in [*older, *directory.glob("model_*-*")]:
+                if path in older or path.name not in names:
+                    shutil.rmtree(path, ignore_errors=True)
+        return str(directory)
+
+    def _call_save_hooks(self, models: list[nn.Module], directory: Path) -> None:
+        hooks = compat_accelerate.state_hooks(self, saving=True)
+        if hooks:
+            directory.mkdir(parents=True, exist_ok=True)  # hooks may write into it
+        for hook in hooks:
+            hook(models, [{} for _ in models], str(directory))
+
+    def _place_of_state(self, output_dir: str | None) -> tuple[Path, list[Path]]:
+        """The directory of a new state, and which older ones are to be removed when it is complete."""
+        project = self.project_configuration
+        if not project.automatic_checkpoint_naming:
+            if output_dir is None:
+                raise ValueError("save_state needs an output_dir, or automatic_checkpoint_naming.")
+            return Path(output_dir), []
+        folder = Path(self.project_dir, "checkpoints")
+        directory = folder / f"checkpoint_{self.save_iteration}"
+        found = states_in(folder)
+        barrier()  # all have looked before one makes it
+        if directory.exists():
+            raise ValueError(
+                f"{directory} exists already: set project_configuration.iteration to the number to go on with."
+            )
+        keep = project.total_limit
+        return directory, found[: max(0, len(found) + 1 - keep)] if keep else []
+
+    def _write_rest(self, save, names: list[str]) -> None:
+        """What accelerate writes beside models and optimizers: each rank its random state, rank 0 the rest."""
+        save_accelerator_state(
+            str(save.stage),
+            [],
+            [],
+            compat_accelerate.prepared_schedulers(self),
+            compat_accelerate.prepared_loaders(self) if save.rank == 0 else [],
+            self.process_index,
+            self.step,
+        )
+        save.claim(random_file(save.rank))
+        if save.rank != 0:
+            return
+        objects = compat_accelerate.registered_objects(self)
+        for index, registered in enumerate(objects):
+            save_values(registered.state_dict(), save.stage / custom_file(index), what=type(registered).__name__)
+        state = {
+            "step": self.step,
+            "models": names,
+            "schedulers": len(compat_accelerate.prepared_schedulers(self)),
+            "objects": len(objects),
+            "positions": save.grid.samples_size,
+        }
+        (save.stage / STATE).write_text(json.dumps(state, indent=1))
+
+
+def random_file(rank: int) -> str:
+    """Where accelerate saves the random state of a rank."""
+    return f"random_states_{rank}.pkl"
+
+
+def custom_file(index: int) -> str:
+    """Where accelerate saves what `register_for_checkpointing` was given."""
+    return f"custom_checkpoint_{index}.pkl"
+
+
+def states_in(folder: Path) -> list[Path]:
+    """The directories checkpoint_N of automatic_checkpoint_naming, the largest N last."""
+    found = [path for path in folder.glob("checkpoint_*") if re.fullmatch(r"checkpoint_\d+", path.name)]
+    return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]))

@@ -1,0 +1,161 @@
+"""The training loop of accelerate over a grid: prepare, backward, accumulation, clipping, learning rates."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import torch
+from accelerate.scheduler import AcceleratedScheduler
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_axonn import compat_accelerate
+from hf_axonn.adafactor import follow_grid
+from hf_axonn.collectives import world_rank
+from hf_axonn.gradients import find_state, syncing
+from hf_axonn.grid import GridMesh, grid_mesh
+from hf_axonn.plain_models import point_to_shards, refuse_low_bit, shard_plain_model
+
+
+logger = logging.getLogger(__name__)
+
+
+class GridScheduler(AcceleratedScheduler):
+    """accelerate's wrapper of a scheduler, which steps as often as different batches went into the step."""
+
+    positions: int  # data * z; the stock wrapper takes the number of processes
+
+    def step(self, *args, **kwargs) -> None:
+        """As the stock method."""
+        if self.split_batches or not self.step_with_optimizer or not self.gradient_state.sync_gradients:
+            super().step(*args, **kwargs)
+        elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            for _ in range(self.positions):
+                if not compat_accelerate.is_over(self.scheduler):
+                    self.scheduler.step(*args, **kwargs)
+
+
+class TrainingMethods:
+    """Methods of Accelerator."""
+
+    @property
+    def axonn_mesh(self) -> GridMesh:
+        """The process groups of the grid."""
+        return grid_mesh(self.axonn_plugin.grid, self.device.type)
+
+    def prepare(self, *args, device_placement: list[bool] | None = None):
+        """Models first: an optimizer may stand before its model."""
+        for model in args:
+            if isinstance(model, nn.Module):
+                self._shard(model)
+        result = super().prepare(*args, device_placement=device_placement)
+        self._warn_of_idle_optimizers(args)
+        return result
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
+        """Autocast as ever, but no DDP around the model: the engine does its own communication."""
+        self._shard(model)
+        prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        self.check_even_batches()
+        return prepared
+
+    def _shard(self, model: nn.Module) -> None:
+        shard_plain_model(model, self.axonn_plugin, self.device)
+        for optimizer in compat_accelerate.prepared_optimizers(self):
+            point_to_shards(optimizer)
+            follow_grid(getattr(optimizer, "optimizer", optimizer))
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
+        """An optimizer that was made before the model was sharded gets the sharded parameters."""
+        refuse_low_bit(optimizer)
+        point_to_shards(optimizer)
+        follow_grid(optimizer)
+        return super().prepare_optimizer(optimizer, device_placement=device_placement)
+
+    def _warn_of_idle_optimizers(self, args: tuple) -> None:
+        models = [model for model in compat_accelerate.prepared_models(self) if find_state(model) is not None]
+        owned = {id(parameter) for model in models for parameter in model.parameters()}
+        for optimizer in args:
+            if models and isinstance(optimizer, torch.optim.Optimizer) and world_rank() == 0:
+                its = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                if not any(id(parameter) in owned for parameter in its):
+                    logger.warning(
+                        f"{type(optimizer).__name__} has none of the parameters of the models that were prepared: it "
+                        "will not train them."
+                    )
+
+    def prepare_scheduler(self, scheduler):
+        """Learning rates move on with the batches, of which ranks that share samples have the same."""
+        prepared = super().prepare_scheduler(scheduler)
+        if type(prepared) is AcceleratedScheduler:
+            prepared.__class__ = GridScheduler
+            prepared.positions = self.axonn_mesh.size("data", "z")
+        return prepared
+
+    def backward(self, loss: torch.Tensor, **kwargs) -> None:
+        """Backward; after the last micro-batch of a step the gradients are averaged over data, and over the world.
+
+        As under DistributedDataParallel, whether they are is decided where the forward pass begins (`no_sync`).
+        """
+        each = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        models = []
+        if self.sync_gradients or each:
+            for model in compat_accelerate.prepared_models(self):
+                state = find_state(model)
+                if state is not None and state.averages:
+                    models.append(model)
+        with syncing(*models):
+            super().backward(loss, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Leave the gradients of passes that begin inside as each rank has them."""
+        state = find_state(model)
+        if state is None:
+            with super().no_sync(model):
+                yield
+            return
+        before, state.no_sync = state.no_sync, True
+        try:
+            yield
+        finally:
+            state.no_sync = before
+
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """Average the gradients in the backward pass inside, though its forward pass was under `no_sync`."""
+        state = find_state(model)
+        if state is None:
+            with super().trigger_sync_in_backward(model):
+                yield
+            return
+        before, state.averages = state.averages, True
+        try:
+            yield
+        finally:
+            state.averages = before
+
+    def clip_grad_norm_(self, parameters, max_norm: float, norm_type: float = 2):
+        """As the stock method; the norm is a plain tensor, the same on all ranks. Every rank must call it."""
+        norm = super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True):
+        """As the stock method, which can take autocast only off a forward that is the method of a class."""
+        model = super().unwrap_model(model, keep_torch_compile=keep_torch_compile)
+        if not keep_fp32_wrapper:
+            compat_accelerate.without_autocast(model)
+        return model
+
+    def join_uneven_inputs(self, *args, **kwargs):
+        """Refused.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "join_uneven_inputs is not supported over a grid: every rank takes part in every layer, so all must have "
+            "the same number of batches (even_batches=True, the default)."
+        )

@@ -1,0 +1,171 @@
+"""Transformers' Adafactor over a grid: the same numbers from shards of parameters.
+
+Adafactor keeps, of the squared gradients of a matrix [N, K], the means of rows [N] and of columns [K], and scales by
+root mean squares of whole tensors. On shards these are sums that are added up over the ranks that divide a dim:
+
+    row means     summed over K, reduced over the axes that cut K; cut as N is
+    column means  summed over N, reduced over the axes that cut N; cut as K is
+    RMS           reduced over every axis that cuts the tensor
+
+State has the names that Transformers' own has, as DTensors, so that checkpoints of any grid and of one process fit.
+
+Source: Shazeer and Stern 2018 (arXiv 1804.04235), algorithms 4 and 5, with the options of transformers 5.23
+(optimization.py).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
+from transformers.optimization import Adafactor
+
+from hf_axonn import compat
+from hf_axonn.collectives import reduce_
+
+
+FACTORS = {"exp_avg_sq_row": -1, "exp_avg_sq_col": -2}  # the dim that a mean leaves out
+
+
+class GridAdafactor(Adafactor):
+    """Adafactor on DTensors. Made by `follow_grid`, not by its constructor."""
+
+    @Optimizer.profile_hook_step  # what Optimizer's constructor does for a class that it makes
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One step. Collectives: up to eight small all-reduces for each parameter that is cut."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_one(group, parameter)
+        return loss
+
+    def _step_one(self, group: dict, parameter: Tensor) -> None:
+        grad = _wide(_local(parameter.grad))
+        own = _local(parameter)
+        value = _wide(own)
+        state = self._state_of(group, parameter, grad)
+        state["step"] += 1
+        state["RMS"] = _rms(value, parameter)
+        rate = self._get_lr(group, state)
+        decay = 1.0 - state["step"] ** group["decay_rate"]
+        squares = grad**2 + group["eps"][0]
+        if parameter.dim() >= 2:
+            row, column = (
+                _local(state[name]).mul_(decay).add_(_mean(squares, parameter, dim), alpha=1.0 - decay)
+                for name, dim in FACTORS.items()
+            )
+            of_rows = _added(row.sum(dim=-1, keepdim=True), parameter, parameter.dim() - 2) / parameter.shape[-2]
+            update = (row / of_rows).rsqrt().unsqueeze(-1) * column.rsqrt().unsqueeze(-2)
+        else:
+            update = _local(state["exp_avg_sq"]).mul_(decay).add_(squares, alpha=1.0 - decay).rsqrt()
+        update = update * grad
+        update /= (_rms(update, parameter) / group["clip_threshold"]).clamp(min=1.0)
+        update *= rate
+        if group["beta1"] is not None:
+            update = _local(state["exp_avg"]).mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
+        if group["weight_decay"] != 0:
+            value.add_(value, alpha=-group["weight_decay"] * float(rate))
+        own.copy_(value - update)
+
+    def _state_of(self, group: dict, parameter: Tensor, grad: Tensor) -> dict:
+        """The state of a parameter, made if there is none; what one process has saved whole is cut."""
+        state = self.state[parameter]
+        names = {}
+        if not state:
+            state.update(step=0, RMS=0)
+        if parameter.dim() >= 2:
+            names.update(FACTORS)
+        else:
+            names["exp_avg_sq"] = None
+        if group["beta1"] is not None:
+            names["exp_avg"] = None
+        for name, left_out in names.items():
+            value = state.get(name)
+            if not (isinstance(value, Tensor) and isinstance(value, DTensor) == isinstance(parameter, DTensor)):
+                value = _cut_like(value, parameter, left_out, grad)
+            if _local(value).dtype != grad.dtype or _local(value).device != grad.device:
+                value = value.to(device=grad.device, dtype=grad.dtype)
+            state[name] = value
+        return state
+
+
+def follow_grid(optimizer: Optimizer) -> None:
+    """Let an optimizer whose numbers are not elementwise count over the ranks that divide its parameters."""
+    cut = any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"])
+    if cut and type(optimizer) is Adafactor:
+        optimizer.__class__ = GridAdafactor
+        compat.ask_class_for_step(optimizer)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _added(value: Tensor, parameter: Tensor, *dims: int) -> Tensor:
+    """Add up over the ranks among which these dims of the parameter are divided. At most three all-reduces."""
+    if isinstance(parameter, DTensor):
+        for axis, placement in enumerate(parameter.placements):
+            if isinstance(placement, Shard) and placement.dim in dims and parameter.device_mesh.size(axis) > 1:
+                value = reduce_(value.contiguous(), parameter.device_mesh.get_group(axis))
+    return value
+
+
+def _mean(value: Tensor, parameter: Tensor, dim: int) -> Tensor:
+    """Over one dim of the whole tensor."""
+    return _added(value.sum(dim=dim), parameter, parameter.dim() + dim) / parameter.shape[dim]
+
+
+def _rms(value: Tensor, parameter: Tensor) -> Tensor:
+    """Of the whole tensor, 0-d."""
+    return (_added((value * value).sum(), parameter, *range(parameter.dim())) / parameter.numel()).sqrt()
+
+
+def _cut_like(value: Tensor | None, parameter: Tensor, left_out: int | None, grad: Tensor) -> Tensor:
+    """A whole tensor, or zeros for None, cut as the parameter is, but for one dim that a mean has left out."""
+    shape = list(parameter.shape)
+    own = list(grad.shape)
+    if left_out is not None:
+        left_out += parameter.dim()
+        del shape[left_out], own[left_out]
+    if not isinstance(parameter, DTensor):
+        return grad.new_zeros(shape) if value is None else value
+    placements = [_without(placement, left_out) for placement in parameter.placements]
+    if value is None:
+        local = grad.new_zeros(own)
+    else:
+        local = value.to(grad)
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                local = _piece(local, placement.dim, parameter.device_mesh, axis)
+        local = local.clone()
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def _without(placement, left_out: int | None):
+    """A placement of what is left of a tensor without one of its dims."""
+    if left_out is None or not isinstance(placement, Shard):
+        return placement
+    if placement.dim == left_out:
+        return Replicate()
+    return Shard(placement.dim - (placement.dim > left_out))
+
+
+def _piece(whole: Tensor, dim: int, mesh, axis: int) -> Tensor:
+    """This rank's part along one axis of the mesh, as torch.chunk and DTensor divide."""
+    parts, size = mesh.size(axis), whole.shape[dim]
+    step = -(-size // parts)
+    begin = min(mesh.get_local_rank(axis) * step, size)
+    return whole.narrow(dim, begin, min(step, size - begin))

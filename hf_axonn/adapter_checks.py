@@ -1,0 +1,125 @@
+"""What PEFT can put into or around a model and nobody here can shard: refused by name, before anything is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_axonn import compat_peft
+from hf_axonn.plans import Plan, is_inside
+from hf_axonn.state import ModelState, is_linear
+
+
+# How PEFT may fill new adapters of a model that is sharded already: the other ways read the weight, or change it.
+DORA = ("DoraLinearVariant", "DoraEmbeddingVariant")
+PLAIN_INITS = ("gaussian", "orthogonal")
+WHAT_WORKS = (
+    "use LoRA, rsLoRA or DoRA on Linear layers and embeddings (LoraConfig), and modules_to_save for what is to be "
+    "trained whole"
+)
+
+
+def check_adapters(model: nn.Module) -> None:
+    """Refuse adapters in a model, sharded or not. Changes nothing.
+
+    Raises:
+        ValueError: an adapter is not LoRA, rsLoRA or DoRA of a Linear or an embedding, two share their weights, or
+            parameters lie outside of the model itself.
+    """
+    inner = compat_peft.without_peft(model)
+    own = {id(parameter) for parameter in inner.parameters()}
+    outside = [name for name, parameter in model.named_parameters() if id(parameter) not in own]
+    if outside:
+        raise ValueError(
+            f"{outside[0]} lies outside of the model (PEFT's prompt or prefix tuning), which cannot be sharded over a "
+            "grid: use LoRA."
+        )
+    for name, layer, kind in compat_peft.adapter_layers(inner):
+        kind = next((its for its in compat_peft.variant_names(layer) if its not in DORA), kind)
+        if kind not in ("lora.Linear", "lora.Embedding", "lora.ParamWrapper"):
+            raise ValueError(f"{name}: PEFT's {kind} cannot be sharded over a grid: {WHAT_WORKS}.")
+    _check_sharing(inner)
+
+
+def check_plan(model: nn.Module, plan: Plan) -> None:
+    """Refuse adapters that do not fit the way in which a model is about to be cut. Changes nothing.
+
+    Args:
+        model: with its adapters; `plan` is that of the model without them.
+    Raises:
+        ValueError: a parameter is adapted by itself that is a matrix of a Linear, or modules_to_save consist of
+            several modules.
+    """
+    together = {plan.decoder, *plan.layers, *(block.entry for block in plan.blocks)}
+    together -= {name for block in plan.blocks for name in block.columns}
+    for name, wrapper, base in compat_peft.wrapped_modules(model):
+        name = name.replace(".base_layer", "")
+        if hasattr(wrapper, "modules_to_save") and any(is_inside(its, {name}) for its in together if its):
+            raise ValueError(SEVERAL.format(name))
+        in_block = any(name in (*block.columns, block.row) for block in plan.blocks)
+        if hasattr(wrapper, "parameter_name") and is_linear(base) and (in_block or plan.is_full(name)):
+            raise ValueError(LINEAR.format(name, wrapper.parameter_name))
+
+
+SEVERAL = (
+    "modules_to_save: {} consists of several modules that work together on a grid, so it cannot be copied: name its "
+    "Linears, norms or embeddings."
+)
+LINEAR = (
+    "{}: PEFT's LoRA of the parameter {} of a Linear (target_parameters) is not supported over a grid: name the "
+    "Linear in target_modules."
+)
+
+
+def _check_sharing(model: nn.Module) -> None:
+    """Two parameters on one memory, as ensure_weight_tying makes them, would go apart when they are sharded."""
+    owner: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if "lora_" in name and not parameter.is_meta and parameter.numel():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            other, same = owner.setdefault(local.untyped_storage().data_ptr(), (name, parameter))
+            if same is not parameter:
+                raise ValueError(
+                    f"{other} and {name} share their memory (ensure_weight_tying), which would go apart over a grid: "
+                    "leave ensure_weight_tying away, or adapt only one of the two layers."
+                )
+
+
+def check_config(state: ModelState, model: nn.Module, config) -> None:
+    """Refuse adapters that are about to be put into a sharded model. Changes nothing.
+
+    Args:
+        config: PEFT's, of the new adapter.
+    Raises:
+        ValueError: another method than LoRA, one of its variants but DoRA, a way to fill new adapters that needs whole
+            weights, or modules_to_save that consist of several modules.
+    """
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if kind != "LORA":
+        raise ValueError(f"PEFT's {kind} is not supported on a model that is sharded over a grid: {WHAT_WORKS}.")
+    for field in dataclasses.fields(config):
+        asked = getattr(config, field.name)
+        variant = field.metadata.get("is_lora_variant") and field.name != "use_dora"
+        if asked and (variant or field.name in REFUSED_FIELDS):
+            raise ValueError(f"{field.name} of LoraConfig is not supported over a grid: {WHAT_WORKS}.")
+    how = config.init_lora_weights
+    if isinstance(how, str) and how.lower() not in (*PLAIN_INITS, "true", "false"):
+        raise ValueError(
+            f"init_lora_weights={how!r} needs whole weights: adapt the model before hf_axonn.parallelize, or choose "
+            f"True, False or one of {', '.join(PLAIN_INITS)}."
+        )
+    for name, module in saved_modules(model, config):
+        for inner in module.modules():
+            if state.makers.get(inner, ()) is None:
+                raise ValueError(SEVERAL.format(name))
+
+
+REFUSED_FIELDS = ("trainable_token_indices", "layer_replication", "ensure_weight_tying")
+
+
+def saved_modules(model: nn.Module, config) -> list[tuple[str, nn.Module]]:
+    """The modules that PEFT will copy for `modules_to_save`: those whose names end in one of them."""
+    wanted = tuple(getattr(config, "modules_to_save", None) or ())
+    return [(name, module) for name, module in model.named_modules() if wanted and name.endswith(wanted)]

@@ -1,0 +1,62 @@
+"""PEFT adapters on disk, in the files that PEFT itself writes and reads: the grid does not show in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_axonn.collectives import world_rank
+from hf_axonn.gradients import find_state
+from hf_axonn.install import shard_of
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the CPU, all of it. An all-gather where it is sharded."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def save_adapters(model: nn.Module, directory: Path) -> None:
+    """Write every adapter of a PeftModel, the one named default into `directory` itself, as PEFT does.
+
+    Collectives: all-gathers of what is sharded among what is saved.
+    """
+    from peft import get_peft_model_state_dict
+
+    adapters = {}
+    for name in model.peft_config:
+        # Adapters lie whole on every rank, so nothing is gathered here.
+        adapters[name] = {
+            key: whole(value) for key, value in get_peft_model_state_dict(model, adapter_name=name).items()
+        }
+    if world_rank() == 0:
+        from safetensors.torch import save_file
+
+        for name, weights in adapters.items():
+            target = directory if name == "default" else directory / name
+            target.mkdir(parents=True, exist_ok=True)
+            save_file(weights, target / "adapter_model.safetensors", metadata={"format": "pt"})
+            model.peft_config[name].save_pretrained(target)
+
+
+def load_adapters(model: nn.Module, directory: Path) -> None:
+    """Fill PEFT adapters, and modules saved with them, from the files that PEFT itself writes. No communication."""
+    from peft import get_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    for name in model.peft_config:
+        source = directory if name == "default" else directory / name
+        weights = load_file(source / "adapter_model.safetensors")
+        own = get_peft_model_state_dict(model, adapter_name=name)
+        if own.keys() != weights.keys():
+            raise ValueError(
+                f"{source} holds other adapters than the model has: {sorted(own.keys() ^ weights.keys())[:3]}"
+            )
+        with torch.no_grad():
+            for key, value in own.items():
+                if isinstance(value, DTensor):  # adapters lie whole on every rank, what is saved beside them may not
+                    value.to_local().copy_(shard_of(weights[key], value.placements, find_state(model).mesh))
+                else:
+                    value.copy_(weights[key])

@@ -1,0 +1,115 @@
+"""PEFT's merge and unmerge on a sharded layer: every rank adds its own shard of scaling * B @ A to its own shard.
+
+PEFT writes to `weight.data`, which on a DTensor does nothing or changes only one of its two halves. So while it merges
+it sees plain tensors, this rank's shards, and what it leaves in them is taken over. No rank forms a whole product.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from hf_axonn.collectives import reduce_
+from hf_axonn.dora import ShardPlace, plain
+from hf_axonn.install import shard_slices
+from hf_axonn.lora import pair_of
+from hf_axonn.parameter_lora import factors
+from hf_axonn.state import ModelState
+from hf_axonn.styles import wrap_forward
+
+
+class Merging:
+    """The merge of one LoRA layer. Collectives: with `safe_merge` one number over (x, y) and z; those of DoRA's
+    norms."""
+
+    def __init__(self, state: ModelState, layer: nn.Module, base: nn.Module) -> None:
+        self.state, self.layer, self.base = state, layer, base
+        self._open = False
+        self._find_place()
+        layer.get_delta_weight = self._delta
+        for name in ("merge", "unmerge"):
+            wrap_forward(layer, self._run, method=name)
+
+    def _find_place(self) -> None:
+        self.place = ShardPlace.of(self.base, self.state)
+
+    def _delta(self, adapter: str) -> Tensor:
+        """This rank's shard of what an adapter adds to the weight, as the weight is stored."""
+        a, b = (plain(part) for part in pair_of(self.layer, adapter))
+        delta = self.place.delta(a, b, self.layer.scaling[adapter])
+        return delta.t() if self.place.transposed else delta
+
+    def _merged(self) -> list[str]:
+        """Names of the parameters of the layer that is adapted to which PEFT may write."""
+        return [name for name in ("weight", "bias") if self.base._parameters.get(name) is not None]
+
+    def _run(self, original: Callable, *args, **kwargs) -> None:
+        if self._open:  # DoRA unmerges others while it merges
+            return original(*args, **kwargs)
+        safe = kwargs.get("safe_merge", args[0] if args else False)
+        with self._shown():
+            problem = None
+            try:
+                original(*args, **kwargs)
+            except ValueError as error:
+                if not safe:
+                    raise
+                problem = error
+            if safe:
+                self._agree(problem)
+
+    def _agree(self, problem: ValueError | None) -> None:
+        """Fail on every rank if one of them has found a value that is not finite."""
+        failed = torch.tensor(float(problem is not None), device=self.state.mesh.device)
+        for axes in (("x", "y"), ("z",)):
+            failed = reduce_(failed, self.state.mesh.group(*axes), op="max")
+        if failed:
+            raise ValueError("merging would leave values that are not finite: the adapter is broken.") from problem
+
+    @contextlib.contextmanager
+    def _shown(self) -> Iterator[None]:
+        """While inside, PEFT finds plain tensors; what it does to weight and bias stays, unless there is an error."""
+        layer, base = self.layer, self.base
+        own = {name: base._parameters[name] for name in self._merged()}
+        others = [(part, "bias", plain(part.bias)) for part in layer.lora_B.values() if part.bias is not None]
+        for magnitude in (layer.lora_magnitude_vector or {}).values():
+            others.append((magnitude, "weight", plain(magnitude.weight)[self.place.rows]))
+        merged = list(layer.merged_adapters)
+        with contextlib.ExitStack() as stack:
+            self._open = True
+            stack.callback(setattr, self, "_open", False)
+            for module, name, value in others:
+                stack.callback(module._parameters.__setitem__, name, module._parameters[name])
+                module._parameters[name] = nn.Parameter(value, requires_grad=False)
+            for name, parameter in own.items():
+                stack.callback(base._parameters.__setitem__, name, parameter)
+                # A copy, so that an error leaves the weight as it was.
+                base._parameters[name] = nn.Parameter(plain(parameter).clone(), requires_grad=False)
+            try:
+                yield
+            except BaseException:
+                layer.merged_adapters = merged
+                raise
+            for name, parameter in own.items():
+                plain(parameter).copy_(base._parameters[name].detach())
+
+
+class ParameterMerging(Merging):
+    """The merge of LoRA of a parameter itself: [E, P, Q] or [P, Q]."""
+
+    def _find_place(self) -> None:
+        parameter = self.base._parameters[self.layer.parameter_name]
+        self.slices = shard_slices(parameter.shape, parameter.placements, self.state.mesh)
+
+    def _delta(self, adapter: str) -> Tensor:
+        a, b = (plain(part) for part in pair_of(self.layer, adapter))
+        *experts, rows, cols = self.slices
+        left, right = factors(self.layer, a, b, experts[0] if experts else slice(None))
+        delta = torch.bmm(left[:, rows], right[:, :, cols]) * self.layer.scaling[adapter]
+        return delta if experts else delta.squeeze(0)
+
+    def _merged(self) -> list[str]:
+        return [self.layer.parameter_name]

@@ -1,0 +1,189 @@
+"""PEFT's adapters in a sharded model, whether they were put there before it was sharded or after.
+
+    with apart(model): ...              the model as it was before PEFT wrapped some of its modules: what is planned,
+                                        cut and given styles
+    install_adapters(state, model)      whatever wraps its modules now, and has not been seen yet, follows them
+
+So both ways lead to the same. Kinds of wrappers: LoRA of a Linear or an embedding (lora.py), DoRA (dora.py), and
+modules_to_save, whose copies get the storage and the styles of the modules that they are copies of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from hf_axonn import compat_peft
+from hf_axonn.adapter_checks import LINEAR
+from hf_axonn.adapter_merge import Merging, ParameterMerging
+from hf_axonn.dora import Dora
+from hf_axonn.dropout import dropout_names, install_dropout, probability
+from hf_axonn.experts import Experts
+from hf_axonn.install import distributed
+from hf_axonn.lora import install_pair, output_of, pair_of
+from hf_axonn.parameter_lora import ParameterLora
+from hf_axonn.reads import Reader
+from hf_axonn.report import Entry
+from hf_axonn.state import ModelState
+from hf_axonn.styles import Reading, Replicated, wrap_forward
+from hf_axonn.vocabulary import Head
+
+
+@contextlib.contextmanager
+def apart(model: nn.Module) -> Iterator[None]:
+    """While inside, every module that PEFT has wrapped stands in the model in place of its wrapper."""
+    bases = {wrapper: base for _, wrapper, base in compat_peft.wrapped_modules(model)}
+    places = [
+        (parent, child, its) for parent in model.modules() for child, its in parent._modules.items() if its in bases
+    ]
+    try:
+        for parent, child, wrapper in places:
+            parent._modules[child] = bases[wrapper]
+        yield
+    finally:
+        for parent, child, wrapper in places:
+            parent._modules[child] = wrapper
+
+
+def install_adapters(state: ModelState, model: nn.Module) -> None:
+    """Shard what PEFT has put into a sharded model since this was called last, and give it its styles.
+
+    Collectives: one broadcast over the world of each new parameter; the norms of new DoRA layers.
+    """
+    made: dict[int, nn.Parameter] = {}
+    names = {module: name for name, module in model.named_modules()}
+    for name, wrapper, base in list(compat_peft.wrapped_modules(model)):
+        if _is_new(state, wrapper):
+            _around(state, names, wrapper, base)
+        if "modules_to_save" in wrapper._modules:
+            _copies(state, names, wrapper, base, made)
+        elif hasattr(wrapper, "parameter_name"):
+            _parameter_lora(state, names, wrapper)
+        else:
+            _lora(state, names, name, wrapper, base)
+    state.choose_kept({module: name for name, module in model.named_modules()})
+
+
+def _is_new(state: ModelState, module: nn.Module) -> bool:
+    """Whether a module has not been seen before; it has been, then."""
+    if module in state.adapted:
+        return False
+    state.adapted.add(module)
+    return True
+
+
+def _around(state: ModelState, names: dict, wrapper: nn.Module, base: nn.Module) -> None:
+    """What a wrapper needs once, whatever the adapters in it."""
+    if base in state.blocks:
+        state.blocks[base].around(wrapper)
+    child = next((child for child, its in wrapper._modules.items() if its is base), None)
+    for reading in state.readings:
+        if base in reading.read and child is not None:
+            reading.also(base, wrapper, child)
+    if "modules_to_save" in wrapper._modules:
+        return
+    if hasattr(wrapper, "parameter_name"):
+        style = state.styles.get(base)
+        if not isinstance(style, (Experts, Replicated)):
+            raise ValueError(LINEAR.format(names[wrapper], wrapper.parameter_name))
+        ParameterMerging(state, wrapper, base)
+        ParameterLora(state, wrapper, style)
+    else:
+        Merging(state, wrapper, base)
+        wrap_forward(wrapper, _refuse_mixed, method=compat_peft.MIXED_BATCH)
+
+
+def _refuse_mixed(_original, *args, **kwargs):
+    raise ValueError(
+        "adapter_names, one adapter for each row, is not supported over a grid: set_adapter and call the model once "
+        "for each adapter."
+    )
+
+
+def _parameter_lora(state: ModelState, names: dict, layer: nn.Module) -> None:
+    """The adapters of one parameter that are new."""
+    for adapter, a in layer.lora_A.items():
+        if _is_new(state, a):
+            _replicate(state, names, a, layer.lora_B[adapter])
+
+
+def _lora(state: ModelState, names: dict, name: str, layer: nn.Module, base: nn.Module) -> None:
+    """The adapters of one layer that are new."""
+    # A Linear that gets the whole sequence by itself has its adapter outside of that, on this rank's tokens.
+    axes = state.axes(name.rpartition(".")[0]) if name in state.whole else state.axes(name)
+    output = output_of(state, base, axes)
+    for adapter, a in layer.lora_A.items():
+        if not _is_new(state, a):
+            continue
+        b = layer.lora_B[adapter]
+        _replicate(state, names, a, b)
+        dropped = install_pair(state, base, output, a, b)
+        if dropped is None:
+            dropped = axes
+            for part in (a, b):
+                Replicated(state, part, axes)
+            for hook in base._forward_hooks.values():  # latent attention's
+                b.register_forward_hook(hook)
+            if isinstance(state.styles.get(base), Head):
+                state.has_head = False  # PEFT adds to logits, so they are formed
+        for module in layer.lora_dropout[adapter].modules():
+            if found := dropout_names(module):
+                install_dropout(state, module, dropped, probability(module, *found))
+    if layer.lora_embedding_A:
+        tables = (layer.lora_embedding_A, layer.lora_embedding_B)
+        _replicate(state, names, *tables)
+        if _is_new(state, tables[0]):
+            for table in tables:
+                Replicated(state, table, axes)
+            Reading(state, Reader(layer, "forward", tables))
+    for adapter, magnitude in (layer.lora_magnitude_vector or {}).items():
+        if _is_new(state, magnitude):
+            unmeasured = magnitude.__dict__.pop("unmeasured", False)
+            _replicate(state, names, magnitude)
+            dora = Dora(state, magnitude, base, output)
+            if unmeasured and not magnitude.weight.is_meta:
+                dora.measure(*pair_of(layer, adapter), layer.scaling[adapter])
+
+
+def _copies(
+    state: ModelState, names: dict, wrapper: nn.Module, original: nn.Module, made: dict[int, nn.Parameter]
+) -> None:
+    """The copies of a module that PEFT trains and saves whole, one for each adapter."""
+    styles = {entry.name: entry for entry in state.report.entries}
+    for adapter, copy in wrapper.modules_to_save.items():
+        if not _is_new(state, copy):
+            continue
+        for (path, module), like in zip(copy.named_modules(), original.modules(), strict=True):
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and not isinstance(parameter, DTensor):
+                    if id(parameter) not in made:
+                        sharded = distributed(parameter, like._parameters[name].placements, state.mesh)
+                        made[id(parameter)] = made[id(sharded)] = sharded
+                    module._parameters[name] = made[id(parameter)]
+            for make in state.makers.get(like) or ():
+                make(module)
+            entry = styles.get(".".join(filter(None, (names[wrapper], path))))
+            if entry is not None:
+                state.report.entries.append(replace(entry, name=names[module]))
+            for reading in state.readings:
+                if like in reading.read:
+                    parent, _, child = path.rpartition(".")
+                    holder = copy.get_submodule(parent) if path else wrapper.modules_to_save
+                    reading.also(module, holder, child or adapter)
+
+
+def _replicate(state: ModelState, names: dict, *modules: nn.Module) -> None:
+    """Hold the parameters of small modules whole on every rank, those of rank 0."""
+    whole = [Replicate(), Replicate(), Replicate()]
+    for module in modules:
+        new = {
+            name: its for name, its in module._parameters.items() if its is not None and not isinstance(its, DTensor)
+        }
+        module._parameters.update({name: distributed(its, whole, state.mesh) for name, its in new.items()})
+        if new:
+            entry = Entry(names[module], "adapter", sum(its.numel() for its in new.values()))
+            state.report.entries.append(entry)

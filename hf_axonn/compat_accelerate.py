@@ -1,0 +1,65 @@
+"""Private names of accelerate, and of torch's schedulers, that its wrappers of ours need.
+
+Checked with accelerate 1.15.0, torch 2.11 and 2.13.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def is_over(scheduler: torch.optim.lr_scheduler.LRScheduler) -> bool:
+    """Whether a schedule of a given length, such as OneCycleLR, has no step left."""
+    total = getattr(scheduler, "total_steps", None)
+    return total is not None and scheduler._step_count > total
+
+
+def prepared_models(accelerator) -> list[torch.nn.Module]:
+    """The models that `prepare` was given, in its order."""
+    return accelerator._models
+
+
+def prepared_optimizers(accelerator) -> list[torch.optim.Optimizer]:
+    """The optimizers that `prepare` was given, in accelerate's wrappers."""
+    return accelerator._optimizers
+
+
+def prepared_schedulers(accelerator) -> list:
+    """The schedulers that `prepare` was given, in accelerate's wrappers."""
+    return accelerator._schedulers
+
+
+def prepared_loaders(accelerator) -> list[torch.utils.data.DataLoader]:
+    """The data loaders that `prepare` was given, in accelerate's wrappers."""
+    return accelerator._dataloaders
+
+
+def registered_objects(accelerator) -> list:
+    """What `register_for_checkpointing` was given."""
+    return accelerator._custom_objects
+
+
+def state_hooks(accelerator, *, saving: bool) -> list:
+    """What `register_save_state_pre_hook`, or `register_load_state_pre_hook`, was given."""
+    hooks = accelerator._save_model_state_pre_hook if saving else accelerator._load_model_state_pre_hook
+    return list(hooks.values())
+
+
+def without_autocast(model: torch.nn.Module) -> None:
+    """Give a prepared model the forward back that it had before `prepare` put autocast around it."""
+    original = vars(model).pop("_original_forward", None)
+    if original is not None:
+        model.forward = original
+
+
+def is_prepared(candidate: object) -> bool:
+    """Whether `prepare` has made this object."""
+    return getattr(candidate, "_is_accelerate_prepared", False)
+
+
+def forget_state() -> None:
+    """Forget what accelerate knew of the process that this one was forked from: that it was alone."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()

@@ -1,0 +1,207 @@
+"""Transformers' loader, made to read only a rank's part of each weight. Private names, as in compat.py.
+
+Checked with transformers 5.23.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_axonn.unread import Region, Unread, read, unread
+
+
+READERS = 4  # threads that copy out of files at the same time; as many as Transformers' loader has
+
+
+@contextlib.contextmanager
+def distribute_when_built(
+    distribute: Callable[[nn.Module], None], part_of: Callable[[DTensor], Region], device: torch.device
+) -> Iterator[tuple[dict, set[str]]]:
+    """Let `from_pretrained` call `distribute(model)` on the model it has just built on the meta device, and then read
+    `part_of(parameter)`, and nothing else, of each weight that is a DTensor, to `device`.
+
+    Yields the keyword arguments to pass to `from_pretrained`, and a set that will have the names of what the
+    checkpoint lacks (of a directory with adapters its own report has only what the adapters lack). The hook is the one
+    that its own `distributed_config` uses (modeling_utils.py, `maybe_distribute_model`); we need no mesh of its own.
+    Its loader cuts tensors before it converts them, which is only right for some conversions (core_model_loading.py),
+    so the two places where it reads a tensor and where it sets a parameter are replaced as well.
+    """
+    from transformers import PreTrainedModel, core_model_loading
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    class _NoMesh:  # from_pretrained asks its mesh manager for a mesh and passes it on; the loader does not read it
+        def get_mesh(self, names):
+            return None
+
+    def distribute_model(model, distributed_config, mesh_manager):
+        vars(model.config).pop("distributed_config", None)  # else it would be saved in config.json
+        distribute(model)
+        return model
+
+    missing: set[str] = set()
+    finalize = PreTrainedModel._finalize_model_loading
+
+    def finalize_and_note(model, load_config, info):
+        info = finalize(model, load_config, info)
+        missing.update(info.missing_keys)
+        return info
+
+    def shard_operation(parameter):
+        return _Part(parameter.shape, part_of(parameter))
+
+    with ThreadPoolExecutor(READERS) as readers:
+        replaced = {
+            (PreTrainedModel, "prepare_distribute_model"): staticmethod(
+                lambda config, device_map=None: (config, device_map, _NoMesh())
+            ),
+            (PreTrainedModel, "maybe_distribute_model"): staticmethod(distribute_model),
+            (PreTrainedModel, "_finalize_model_loading"): staticmethod(finalize_and_note),
+            (core_model_loading, "DtensorShardOperation"): lambda parameter: _Part(
+                parameter.shape, part_of(parameter)
+            ),
+            (core_model_loading, "spawn_materialize"): _read_or_wait,
+            (core_model_loading, "set_param_for_module"): partial(
+                _set_part, core_model_loading.set_param_for_module, part_of, device, readers
+            ),
+        }
+        with _replaced(replaced):
+            yield {"distributed_config": DistributedConfig()}, missing
+
+
+def fill(model: nn.Module, stored: dict[str, Any], part_of: Callable[[DTensor], Region]) -> set[str]:
+    """Fill the parameters and buffers of a parallelized Transformers model in place, this rank's parts alone.
+
+    Args:
+        stored: slices of safetensors by the names of a checkpoint, which may lay weights out in another way.
+        part_of: what this rank has of a parameter.
+    Returns:
+        Names of what the checkpoint lacks, or has in another size.
+    """
+    from transformers import core_model_loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    def shard_operation(parameter):
+        return _Part(parameter.shape, part_of(parameter))
+
+    def copy_part(model, name, value, info, *_):
+        own = _tensor_of(model, name)
+        part = _cut(own, value, part_of, None, readers)
+        if part is None:
+            return
+        info.missing_keys.discard(name)
+        with torch.no_grad():
+            (own.to_local() if isinstance(own, DTensor) else own).copy_(part)
+
+    before = getattr(model, "_weight_conversions", None)  # by which the model will be saved
+    with ThreadPoolExecutor(READERS) as readers:
+        replaced = {
+            (core_model_loading, "DtensorShardOperation"): shard_operation,
+            (core_model_loading, "spawn_materialize"): _read_or_wait,
+            (core_model_loading, "set_param_for_module"): copy_part,
+        }
+        with _replaced(replaced):
+            options = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model))
+            info, _ = core_model_loading.convert_and_load_state_dict_in_model(model, stored, options)
+    model._weight_conversions = before
+    return info.missing_keys
+
+
+@contextlib.contextmanager
+def _replaced(replaced: dict[tuple[Any, str], Any]) -> Iterator[None]:
+    """While inside, attributes have other values: (owner, name) -> value."""
+    before = {(owner, name): vars(owner).get(name) for owner, name in replaced}
+    try:
+        for (owner, name), value in replaced.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name), value in before.items():
+            if value is None:  # inherited before
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What this rank has of a parameter."""
+
+    shape: torch.Size
+    region: Region
+
+
+def _read_or_wait(
+    pool: Executor | None,
+    source: Any,
+    device: Any = None,
+    dtype: torch.dtype | None = None,
+    sharding_op: _Part | None = None,
+    tensor_idx: int | None = None,
+) -> Future | Callable | Unread:
+    """In place of `spawn_materialize`: read this rank's part of a tensor now, in a thread.
+
+    What a converter collects (it has a `tensor_idx`) stays unread, and so does a tensor that is not of its
+    parameter's size, which the loader will report.
+    """
+    whole = unread(source, dtype)
+    if tensor_idx is not None or (sharding_op is not None and whole.shape != sharding_op.shape):
+        return whole
+    job = partial(_read_part, whole, sharding_op.region if sharding_op else None, device)
+    return pool.submit(job) if pool is not None else job
+
+
+def _read_part(whole: Unread, region: Region | None, device: Any) -> torch.Tensor:
+    part = read(whole, region, device=device)
+    part.is_part = True  # `_set_part` has nothing left to cut
+    return part
+
+
+def _set_part(
+    stock: Callable,
+    part_of: Callable,
+    device: torch.device,
+    readers: Executor,
+    model: nn.Module,
+    name: str,
+    value: torch.Tensor,
+    info: Any,
+    *rest: Any,
+) -> None:
+    """In place of `set_param_for_module`: what a converter made is cut here, and read if it is not yet."""
+    own = _tensor_of(model, name)
+    if own is not None:
+        part = _cut(own, value, part_of, device, readers)
+        if part is None:
+            info.missing_keys.discard(name)
+            info.mismatched_keys.add((name, value.shape, own.shape))
+            return
+        value = part
+    stock(model, name, value, info, *rest)
+
+
+def _tensor_of(model: nn.Module, name: str) -> torch.Tensor | None:
+    path, _, last = name.rpartition(".")
+    own = getattr(model.get_submodule(path), last, None)
+    return own if isinstance(own, torch.Tensor) else None
+
+
+def _cut(
+    own: torch.Tensor, value: torch.Tensor, part_of: Callable, device: torch.device | None, readers: Executor
+) -> torch.Tensor | None:
+    """This rank's part of what a parameter is to be; None if that has another size."""
+    if getattr(value, "is_part", False):
+        return value
+    if value.shape != own.shape:
+        return None
+    whole = value if isinstance(value, Unread) else unread(value)
+    return read(whole, part_of(own) if isinstance(own, DTensor) else None, device=device, readers=readers)

@@ -1,0 +1,79 @@
+"""Everything of peft that is private or may change. Checked with peft 0.21.2."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_axonn.importing import after_import
+
+
+def without_peft(model: nn.Module) -> nn.Module:
+    """The Transformers model inside of a PeftModel; any other model as it is."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+def adapter_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """PEFT's layers in a model: name, layer and a short name of its class, as in lora.Linear or ia3.Linear."""
+    if "peft" not in sys.modules:
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            yield name, module, f"{type(module).__module__.split('.')[-2]}.{type(module).__name__}"
+
+
+def wrapped_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Modules of a model that PEFT has put around others: name, wrapper, and what is innermost in it."""
+    if "peft" not in sys.modules:
+        return
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and "base_layer" in module._modules:
+            yield name, module, module.get_base_layer()
+        elif isinstance(module, ModulesToSaveWrapper):
+            yield name, module, module.original_module
+
+
+def variant_names(layer: nn.Module) -> list[str]:
+    """Class names of the variants of LoRA in a layer, DoRA among them."""
+    return [type(variant).__name__ for variant in getattr(layer, "lora_variant", {}).values()]
+
+
+def after_peft(callback: Callable[[], None]) -> None:
+    """Call `callback()` when PEFT has been imported, at once if it is."""
+    after_import("peft.peft_model", callback)
+
+
+def let_load_state_dict_cut() -> None:
+    """Keep PEFT from cutting what it loads by the names of mesh axes; `load_state_dict` cuts it (install.take_shards).
+
+    PEFT does so for Transformers' own tensor parallelism, whose meshes have names; ours have none.
+    """
+    from peft.utils import save_and_load
+
+    original = save_and_load._reshard_dtensor_values_for_load
+
+    def reshard(model: nn.Module, state_dict: dict) -> dict:
+        sharded = {name: its for name, its in model.named_parameters() if isinstance(its, DTensor)}
+        named = {name for name, its in sharded.items() if its.device_mesh.mesh_dim_names}
+        cut = original(model, {key: value for key, value in state_dict.items() if key in named})
+        return {key: cut.get(key, value) for key, value in state_dict.items()}
+
+    save_and_load._reshard_dtensor_values_for_load = reshard
+
+
+def output_comes_first(layer: nn.Module) -> bool:
+    """Whether a parameter that PEFT adapts by itself is [out, in], or [E, out, in], rather than [E, in, out]."""
+    return layer.num_experts == 1 or layer._did_swap_in_out_features
+
+
+# Methods of PEFT's layers that are replaced on single ones.
+WHILE_ACTIVE = "_activate_lora"  # of ParamWrapper: (adapter names) -> context in which the parameter has them
+MIXED_BATCH = "_mixed_batch_forward"  # of every LoRA layer: forward with an adapter for each row

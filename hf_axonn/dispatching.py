@@ -1,0 +1,187 @@
+"""dispatch_batches over x and y: rank 0 reads, every rank gets the part of its position.
+
+accelerate's own dispatcher knows data parallelism or tensor parallelism, not both. Here the dispatching is a data set
+of whole batches, so that accelerate's ordinary loader, `skip_first_batches` and everything else work with it as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from accelerate.data_loader import DataLoaderShard
+from accelerate.state import GradientState
+from accelerate.utils import (
+    broadcast,
+    broadcast_object_list,
+    concatenate,
+    find_batch_size,
+    initialize_tensors,
+    send_to_device,
+    slice_tensors,
+)
+from accelerate.utils.operations import get_data_structure
+from torch.utils.data import DataLoader, IterableDataset
+
+from hf_axonn.grid import GridMesh
+
+
+def dispatching_loader(
+    loader: DataLoader,
+    mesh: GridMesh,
+    *,
+    split_batches: bool,
+    device: torch.device | None,
+    slice_fn: Callable | None = None,
+    non_blocking: bool = False,
+) -> DataLoaderShard:
+    """A prepared loader of the batches that rank 0 reads from `loader`.
+
+    Args:
+        loader: plain; on the other ranks it is not read.
+        mesh: of the grid. There are data * z positions.
+        split_batches: whether a batch of `loader` is divided among the positions, or each of them gets one.
+        device: on which the batches are wanted; None leaves them where they travel, on this rank's own.
+        slice_fn: takes (batch, slice, process_index=, num_processes=); accelerate's `slice_tensors` if None.
+        non_blocking: of copies to the device.
+    Raises:
+        ValueError: the batch size is not divisible by the positions, where it has to be.
+    """
+    positions = mesh.size("data", "z")
+    if split_batches and (loader.batch_size or 0) % positions:
+        raise ValueError(
+            f"split_batches with a batch size of {loader.batch_size}: it must be divisible by data * z = {positions}."
+        )
+    return DataLoaderShard(
+        DispatchedBatches(loader, mesh, split_batches=split_batches, slice_fn=slice_fn or slice_tensors),
+        device=device,
+        batch_size=None,
+        collate_fn=as_it_is,
+        _non_blocking=non_blocking,
+    )
+
+
+def as_it_is(batch: Any) -> Any:
+    """A batch is complete when it has been dispatched."""
+    return batch
+
+
+class DispatchedBatches(IterableDataset):
+    """This rank's batches. Every rank must iterate, and all go on together.
+
+    Collectives: two broadcasts over the world for each batch, one of them of every tensor.
+    """
+
+    def __init__(self, loader: DataLoader, mesh: GridMesh, *, split_batches: bool, slice_fn: Callable) -> None:
+        self.loader, self.device = loader, mesh.device
+        self.split_batches, self.slice_fn = split_batches, slice_fn
+        self.positions, self.position, self.reads = mesh.size("data", "z"), mesh.index("data", "z"), mesh.rank == 0
+        loader.generator = None  # if that is the sampler's, the loader would draw from it before the sampler does
+        self._random = torch.get_rng_state()
+
+    def __len__(self) -> int:
+        batches = len(self.loader)
+        if self.split_batches:
+            return batches
+        return batches // self.positions if self.loader.drop_last else math.ceil(batches / self.positions)
+
+    def set_epoch(self, epoch: int) -> None:
+        """As accelerate does for the loader itself."""
+        for owner in (
+            self.loader.batch_sampler,
+            getattr(self.loader.batch_sampler, "sampler", None),
+            self.loader.dataset,
+        ):
+            if hasattr(owner, "set_epoch"):
+                owner.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        source = self._source() if self.reads else None
+        last = False
+        while not last:
+            batch, message = None, [None, 0, True, ""]
+            if self.reads:
+                batch, *message = self._next(source)
+            structure, rows, last, problem = broadcast_object_list(message)
+            if problem:
+                raise RuntimeError(f"rank 0, which reads for all, failed: {problem}")
+            if structure is None:
+                return
+            if not self.reads:
+                batch = initialize_tensors(structure)
+            batch = broadcast(send_to_device(batch, self.device))
+            part = math.ceil(rows / self.positions)
+            own = slice(self.position * part, (self.position + 1) * part)
+            own = self.slice_fn(batch, own, process_index=self.position, num_processes=self.positions)
+            if last:
+                # accelerate's loader looks one batch ahead, and then tells that this is the last one.
+                GradientState().active_dataloader.remainder = rows
+            yield own
+
+    def _next(self, source: Iterator) -> tuple:
+        """On rank 0: (whole batch, its structure, rows, whether it is the last, what went wrong)."""
+        try:
+            with self._own_random():
+                batch, rows, last = next(source, (None, 0, True))
+            return batch, None if batch is None else get_data_structure(batch), rows, last, ""
+        except Exception as problem:
+            return None, None, 0, True, f"{type(problem).__name__}: {problem}"
+
+    def _source(self) -> Iterator[tuple[Any, int, bool]]:
+        """Whole batches: (batch, rows without those that fill it up, whether it is the last one)."""
+        first, before = None, None
+        for batch in self._groups():
+            first = batch if first is None else first
+            if before is not None:
+                yield self._filled(before, first, last=False)
+            before = batch
+        if before is not None:
+            yield self._filled(before, first, last=True)
+
+    def _groups(self) -> Iterator[Any]:
+        wanted, group = 1 if self.split_batches else self.positions, []
+        for batch in self.loader:
+            group.append(batch)
+            if len(group) == wanted:
+                yield _joined(group)
+                group = []
+        if group and not self.loader.drop_last:
+            yield _joined(group)
+
+    def _filled(self, batch: Any, first: Any, *, last: bool) -> tuple[Any, int, bool]:
+        rows = find_batch_size(batch)
+        missing = -rows % self.positions
+        if missing and not last:
+            raise ValueError(
+                f"a batch of {rows} rows cannot be divided among data * z = {self.positions} positions: give batches "
+                "one size, or set dispatch_batches=False."
+            )
+        while missing:
+            more = slice_tensors(first, slice(0, missing))
+            batch = concatenate([batch, more])
+            missing = -find_batch_size(batch) % self.positions
+        return batch, rows, last
+
+    @contextlib.contextmanager
+    def _own_random(self) -> Iterator[None]:
+        """Random numbers of the data come from a state of their own: rank 0 must not get ahead of the other ranks."""
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self._random)
+        try:
+            yield
+        finally:
+            self._random = torch.get_rng_state()
+            torch.set_rng_state(outer)
+
+
+def _joined(group: list[Any]) -> Any:
+    try:
+        return concatenate(group) if len(group) > 1 else group[0]
+    except RuntimeError as problem:
+        raise ValueError(
+            "batches of different shapes cannot be dispatched together: set dispatch_batches=False, every rank then "
+            f"reads its own, or split_batches=True ({problem})."
+        ) from None

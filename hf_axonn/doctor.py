@@ -1,0 +1,287 @@
+"""`hf-axonn doctor`: look at a launch file, and at a model beside it, before a node-hour is spent.
+
+    hf-axonn doctor --config axonn.yaml
+    hf-axonn doctor --config axonn.yaml --model DIR --batch 4 --seq 2048 --gpu-memory 80
+
+One process, no GPU, no weights: the model is built on the meta device and parallelized in a world whose other ranks
+are not there, by the same code that a launch runs. So what is said about sharding and about bytes between steps is
+what will be; the memory of a step is the estimate of perf/memory.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hf_axonn.config import AxonnConfig
+from hf_axonn.grid import Grid
+from hf_axonn.launch import read_launch_file, write_temporary
+from hf_axonn.launch_file import SECTION, Launch, check_spelling, resolve
+from hf_axonn.perf import machines, models
+from hf_axonn.perf.memory import MOMENT_BYTES, RESERVE, memory
+from hf_axonn.perf.shapes import ModelShape, Step
+
+
+FINE, WARNED, REFUSED = 0, 1, 2
+GIB = 2**30
+WEIGHTS = {"float32": 4, "bfloat16": 2}
+UNEVEN = 1.1  # a rank with a tenth more than its share is worth a word
+
+
+@dataclass
+class Findings:
+    """What was found: facts, and what is worth a look."""
+
+    facts: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """As it is printed."""
+        verdict = f"{len(self.warnings)} warning(s)" if self.warnings else "nothing to mend"
+        return [*self.facts, *(f"warning: {text}" for text in self.warnings), f"doctor: {verdict}"]
+
+
+def add_doctor(commands) -> None:
+    """Register `doctor` with the subparsers of cli.py."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check a launch file against a model before it is launched",
+        epilog="Exit code: 0 nothing to mend, 1 there are warnings (it would start), 2 the launch would be refused.",
+    )
+    parser.add_argument("--config", required=True, help="the launch file, with a section axonn_config")
+    parser.add_argument("--model", help="a model's directory, its config.json, or its name on the hub")
+    parser.add_argument("--batch", type=int, help="rows of a micro-batch, per_device_train_batch_size")
+    parser.add_argument("--seq", type=int, default=2048, help="tokens of a row")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
+    parser.add_argument("--weights", choices=sorted(WEIGHTS), default="float32", help="dtype of the weights")
+    parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing is on")
+    parser.add_argument("--gpu-memory", type=float, help="memory of a device in GiB (2**30 bytes)")
+    parser.add_argument(
+        "--machine", help=f"take it from a machine file: {', '.join(machines.known())}, or a JSON file"
+    )
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    """`hf-axonn doctor`; returns the exit code.
+
+    Raises:
+        ValueError: the launch would be refused, or an option is out of range.
+    """
+    for name in ("batch", "seq", "accumulation", "gpu_memory"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"--{name.replace('_', '-')} is {value}: give a number above 0.")
+    findings = Findings()
+    launch = examine_launch(options.config, findings)
+    if options.model is not None:
+        examine_model(launch, options, findings)
+    for line in findings.lines():
+        print(line)
+    return WARNED if findings.warnings else FINE
+
+
+def examine_launch(path: str, findings: Findings) -> Launch:
+    """Check a launch file as `accelerate launch` will, on a machine that may have no GPU.
+
+    Raises:
+        ValueError: it would be refused.
+    """
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    settings = read_launch_file(Path(path))
+    check_spelling(path, settings)
+    if SECTION not in settings:
+        raise ValueError(f"{path} has no section {SECTION}: accelerate would launch it without a grid.")
+    if settings.get("use_cpu") in (False, None):
+        settings["use_cpu"] = True  # whether there are GPUs here says nothing of where it is to run
+    try:
+        launch = resolve(settings, {})
+        load_config_from_file(write_temporary(launch.settings))
+    except ValueError as problem:
+        raise ValueError(f"{path}: {problem}") from None
+    grid, machine_count = launch.config.grid, launch.settings["num_machines"]
+    on_each = grid.size // machine_count
+    findings.facts.append(f"grid {grid}: {grid.size} rank(s), {on_each} on each of {machine_count} machine(s)")
+    inner = grid.x * grid.y
+    if machine_count > 1 and on_each % inner:
+        findings.warnings.append(
+            f"x * y = {inner} does not divide the {on_each} ranks of a machine, so x and y, which communicate within "
+            f"every layer, cross machines: let x * y divide {on_each}, and give the rest to z or data."
+        )
+    if grid.y > 1 and grid.x == 1:
+        findings.warnings.append(
+            f"y is {grid.y} and x is 1: y carries about three times the traffic of x, so write x: {grid.y} and y: 1."
+        )
+    return launch
+
+
+def examine_model(launch: Launch, options: argparse.Namespace, findings: Findings) -> None:
+    """Parallelize the model on paper, and say what is whole, uneven or too large.
+
+    Raises:
+        ValueError: there is no such model, or it cannot be parallelized.
+    """
+    import torch
+
+    from hf_axonn import compat
+    from hf_axonn.parallelize import parallelize
+
+    config = _model_config(options.model)
+    grid = launch.config.grid
+    dtype = getattr(torch, options.weights)
+    with torch.device("meta"):
+        model = _empty_model(config, dtype)
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    matrices = {
+        name for name, module in model.named_modules() if any(its.dim() > 1 for its in module.parameters(False))
+    }
+    findings.facts.append(f"model {config.model_type}: {whole:,} parameters")
+    if grid.size == 1:
+        local, by_features = whole, False
+    else:
+        with compat.paper_world(grid.size):
+            model, report = parallelize(model, grid, config=launch.config)
+            findings.facts.append(str(report))
+            _examine_report(report, matrices, findings)
+            local = _examine_shards(model, grid, findings)
+            by_features = model.axonn.features > 0
+    if options.batch is not None:
+        _examine_batch(grid, options, findings)
+    layout = "feature" if by_features else "token"
+    _examine_memory(launch, options, config.to_dict(), local, layout, findings)
+
+
+def _model_config(name: str):
+    from transformers import AutoConfig
+
+    try:
+        path = Path(name)
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise ValueError(f"{name} has no config.json.")
+        return AutoConfig.from_pretrained(name)
+    except OSError as problem:
+        raise ValueError(f"{name} is no model: {str(problem).partition(chr(10))[0]}") from None
+
+
+def _empty_model(config, dtype):
+    from transformers import AutoModelForCausalLM
+
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError("the model is quantized, and quantized weights cannot be cut: save it dequantized.")
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _examine_report(report, matrices: set[str], findings: Findings) -> None:
+    """Every reason why something is not cut, or is cut another way than the fast one."""
+    held = [entry for entry in report.not_sharded() if entry.name in matrices]
+    for reason, count in Counter(entry.reason for entry in held).items():
+        size = sum(entry.parameters for entry in held if entry.reason == reason)
+        first = next(entry.name for entry in held if entry.reason == reason)
+        findings.warnings.append(f"not sharded: {count} module(s), {size:,} parameters, {first} first: {reason}")
+    alone = [entry for entry in report.entries if entry.style == "full"]
+    if alone:
+        findings.warnings.append(
+            f"{len(alone)} Linear(s) are sharded one by one, {alone[0].name} first, with whole activations on every "
+            f"rank of x and y: {report.summary}"
+        )
+    told = [entry for entry in report.entries if entry.reason and entry.style in ("column", "row")]
+    for reason, count in Counter(entry.reason for entry in told).items():
+        findings.warnings.append(f"heads: {count} Linear(s): {reason}")
+
+
+def _examine_shards(model, grid: Grid, findings: Findings) -> int:
+    """Elements on rank 0, which has the longest pieces; and what the last rank of x, y and z has of each weight."""
+    from torch.distributed.tensor import DTensor
+
+    from hf_axonn.grid import Place
+    from hf_axonn.install import shard_slices
+
+    last = Place(grid, grid.coordinates(grid.size - 1))
+    local, share = 0, 0.0
+    empty: list[str] = []
+    for name, parameter in model.named_parameters():
+        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        local += own.numel()
+        cut = isinstance(parameter, DTensor) and own.numel() < parameter.numel()
+        share += parameter.numel() / (grid.x * grid.y * grid.z if cut else 1)
+        if cut and any(its.start >= its.stop for its in shard_slices(parameter.shape, parameter.placements, last)):
+            empty.append(name)
+    if local > UNEVEN * share:
+        findings.warnings.append(
+            f"the pieces of weights are uneven: rank 0 holds {local:,} parameters, {local / share:.2f} times its even "
+            f"share; sizes that x * y * z = {grid.x * grid.y * grid.z} divides are even."
+        )
+    if empty:
+        findings.warnings.append(
+            f"{len(empty)} weight(s) have fewer rows or columns than ranks, so some ranks have no part of them, "
+            f"{empty[0]} first: choose smaller x, y or z."
+        )
+    return local
+
+
+def _examine_batch(grid: Grid, options: argparse.Namespace, findings: Findings) -> None:
+    tokens, parts = options.batch * options.seq, grid.x * grid.y
+    rows = options.batch * grid.samples_size * options.accumulation
+    findings.facts.append(
+        f"batch: {rows:,} rows and {rows * options.seq:,} tokens a step = {options.batch} rows * {grid.samples_size} "
+        f"position(s) * {options.accumulation} micro-batch(es); {tokens // parts:,} tokens of one on each rank"
+    )
+    if tokens < parts:
+        findings.warnings.append(f"{tokens} tokens for x * y = {parts} ranks: most of them pad. Take more rows.")
+    elif tokens % parts:
+        findings.warnings.append(
+            f"{tokens} tokens are not divisible by x * y = {parts}: {parts - tokens % parts} pad tokens are added."
+        )
+
+
+def _examine_memory(
+    launch: Launch, options: argparse.Namespace, config: dict, local: int, layout: str, findings: Findings
+) -> None:
+    """Bytes of rank 0, which holds most; against the memory of a device where that is known."""
+    size = WEIGHTS[options.weights]
+    states = local * (2 * size + MOMENT_BYTES)
+    total, text = states, f"memory of rank 0: {states / GIB:.2f} GiB parameters, gradients and AdamW's moments"
+    try:
+        shape = models.from_config(config)
+    except ValueError as problem:
+        findings.facts.append(f"{text}; what a step takes besides is not known: {problem}")
+    else:
+        step = Step(
+            rows=options.batch or 1,
+            seq=options.seq,
+            compute_bytes=2 if launch.settings["mixed_precision"] == "bf16" else size,
+            param_bytes=size,
+            reduce_bytes={"float32": 4, "bfloat16": 2, "float64": 8}[launch.config.reduce_dtype],
+            checkpointing=options.checkpointing,
+            kept_layers=_kept_layers(launch.config, shape),
+        )
+        parts = memory(shape, launch.config.grid, step, layout=layout)
+        total = parts.total - parts.states + states
+        more = ", ".join(
+            f"{getattr(parts, name) / GIB:.2f} {what}"
+            for name, what in (
+                ("activations", "saved activations"),
+                ("gathered", "gathered weights and their gradients"),
+                ("logits", "head and loss"),
+                ("buckets", "averages over data"),
+            )
+        )
+        findings.facts.append(
+            f"{text}, {more}; about {total / GIB:.2f} GiB at the worst moment of a step ({step.rows} row(s) of "
+            f"{step.seq} tokens, checkpointing {'on' if step.checkpointing else 'off'})"
+        )
+    capacity = options.gpu_memory * GIB if options.gpu_memory else None
+    if options.machine:
+        capacity = machines.load(options.machine).memory
+    if capacity is not None and total > (1 - RESERVE) * capacity:
+        findings.warnings.append(
+            f"about {total / GIB:.2f} GiB do not fit into {capacity / GIB:.0f} GiB with {RESERVE:.0%} left free: take "
+            "a larger x * y * z, fewer rows (--batch), or activation checkpointing (--checkpointing)."
+        )
+
+
+def _kept_layers(config: AxonnConfig, shape: ModelShape) -> int:
+    keep = config.keep_gathered
+    return {"all": shape.layers, "none": 0}[keep] if isinstance(keep, str) else keep

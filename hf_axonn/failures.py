@@ -1,0 +1,307 @@
+"""When one rank fails, all end, with one message that says which, in which step, and why.
+
+Every process has a thread that looks once a second into the store through which torch.distributed was set up. Nothing
+is written there while all goes well.
+
+    an exception ends a script     its rank writes the cause; the others read it and end
+    a rank dies, or its script     the others' collectives fail or wait: one of them calls the roll, each rank answers
+    ends early                     where it is, who does not answer is named
+    a rank hangs                   a rank whose main thread has not moved for nine tenths of the process group's
+                                   timeout calls the roll; who issued the fewest collectives is named, with its stack
+
+The timeout is the one of `init_process_group` (accelerate's InitProcessGroupKwargs, Trainer's ddp_timeout): torch's
+own watchdogs come later. Processes are ended by os._exit(1), since nothing else ends a thread that waits in a
+collective. Started by torchrun or accelerate launch, the message stands in its error report, too. They send SIGTERM to
+the others a tenth of a second after a rank has died: who gets it answers the roll first (termination.py), and ends
+within seconds. AXONN_WATCH=0 leaves all of this away.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from types import TracebackType
+
+import torch.distributed as dist
+
+from hf_axonn import compat
+from hf_axonn.collectives import observe
+from hf_axonn.progress import HERE, Account, account, footprint
+from hf_axonn.termination import Termination
+from hf_axonn.verdict import judge
+
+
+INTERVAL = 1.0  # seconds between two looks; longer in worlds of more than 2,000 ranks, which share one store
+PATIENCE = 4.0  # seconds for answers to a roll call
+HASTE = 1.5  # seconds in which who knows the cause may say it, when all have answered
+GRACE = 5.0  # seconds in which a rank that was told to end may end by itself
+SHARE = 0.9  # of the process group's timeout
+SWITCH = "AXONN_WATCH"
+LONGEST_CAUSE = 2000
+# What a collective raises because of another rank.
+SYMPTOMS = re.compile(
+    "connection closed by peer|connection reset|connection was likely closed|broken pipe|socket closed|"
+    "timed out waiting|application timeout caused pair closure|no error or timeout|NCCL|remote process has terminated|"
+    "read error|write error",
+    re.IGNORECASE,
+)
+
+_watch: Watch | None = None
+
+
+def watch() -> None:
+    """Watch over this run from now on; once for each world, and nothing on one process. No communication."""
+    global _watch
+    if os.environ.get(SWITCH) == "0" or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if dist.get_backend() == "fake":
+        return
+    if _watch is not None:
+        if _watch.world is dist.group.WORLD and _watch.process == os.getpid():
+            return
+        _watch.stop()
+    _watch = Watch()
+
+
+@contextlib.contextmanager
+def failures_told():
+    """Tell the other ranks of an exception that leaves the block. For programs whose exceptions never reach Python's
+    sys.excepthook: functions that multiprocessing runs, notebooks. Scripts do not need it."""
+    try:
+        yield
+    except Exception as error:
+        if _watch is not None and _watch.process == os.getpid():
+            _watch.failed(error)
+        raise
+
+
+class Watch:
+    """The thread of this rank and what it shares with the others."""
+
+    def __init__(self) -> None:
+        self.world = dist.group.WORLD
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.process = os.getpid()
+        self.limit = SHARE * compat.world_timeout()
+        self.place = f"host {socket.gethostname()}, process {os.getpid()}"
+        self.round = 0  # of roll calls
+        self._store = compat.watch_store()
+        self._stopped = threading.Event()
+        self._ending = threading.Event()
+        self._lock = threading.Lock()
+        self._answered = False
+        self._interval = max(INTERVAL, self.size / 2000)
+        self._still_since, self._footprint = time.monotonic(), None
+        self._counting = contextlib.ExitStack()
+        self._counting.enter_context(observe(HERE.count))
+        self._hook_before, sys.excepthook = sys.excepthook, self._excepthook
+        self._hook = sys.excepthook
+        atexit.register(self._at_exit)
+        self._termination = Termination()
+        self._store.set(f"place/{self.rank}", self.place)
+        threading.Thread(target=self._run, name="hf_axonn-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """Watch no longer."""
+        self._stopped.set()
+        self._counting.close()
+        self._termination.close()
+        atexit.unregister(self._at_exit)
+        if sys.excepthook is self._hook:
+            sys.excepthook = self._hook_before
+
+    def _at_exit(self) -> None:
+        if self.process == os.getpid() and not self._ending.is_set() and compat.store_outlives_ranks():
+            with contextlib.suppress(RuntimeError):
+                self._store.set(f"ended/{self.rank}", f"({self.place}) ended its script, {HERE.done} steps done")
+        self.stop()
+
+    # The thread.
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            terminated = self._termination.wait(self._interval)
+            if self._stopped.is_set():
+                return
+            try:
+                if terminated:
+                    self._be_terminated()
+                if self._store.check([f"alarm/{self.round}"]):
+                    self._attend()
+                elif self._is_still():
+                    self._call_roll(broken=False)
+                    self._still_since = time.monotonic()  # called off: wait as long again
+            except RuntimeError:  # the store is gone, and with it whoever kept it: the run is over or soon will be
+                if terminated:
+                    _leave(128 + signal.SIGTERM)
+                return
+
+    def _be_terminated(self) -> None:
+        """Somebody wants this process to end. If a rank has died, say so first."""
+        result = self._result() or self._call_roll(broken=True, ending=True)
+        if result and result["text"] and result["by"] != self.rank:
+            _record(RuntimeError(result["text"]))
+        _leave(128 + signal.SIGTERM)
+
+    def _is_still(self) -> bool:
+        """Whether the main thread has not moved for so long that somebody should ask why."""
+        now = footprint()
+        if now != self._footprint:
+            self._footprint, self._still_since = now, time.monotonic()
+        return time.monotonic() - self._still_since > self.limit
+
+    def _attend(self) -> None:
+        """Somebody raised the alarm: answer if it is a roll call, and end if there is a verdict."""
+        self._answer()
+        result = self._result()
+        if result is None:
+            return
+        if result["text"]:
+            self._end(result)
+        else:
+            self._next_round()
+
+    def _answer(self) -> None:
+        with self._lock:
+            if not self._answered:
+                self._answered = True
+                answer = json.dumps(account(self.rank, self.place).to_dict())
+                self._store.set(f"account/{self.round}/{self.rank}", answer)
+
+    def _next_round(self) -> None:
+        with self._lock:
+            self.round, self._answered = self.round + 1, False
+
+    def _result(self) -> dict | None:
+        key = f"result/{self.round}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _decide(self, text: str, cause: str = "") -> bool:
+        """Make this the result of the round, unless there is one; returns whether it is this rank's."""
+        wanted = json.dumps({"text": text, "cause": cause, "by": self.rank})
+        result = self._store.compare_set(f"result/{self.round}", "", wanted)
+        self._store.set(f"alarm/{self.round}", "1")
+        return result == wanted.encode()
+
+    def _call_roll(self, *, broken: bool, ending: bool = False) -> dict | None:
+        """Ask every rank where it is; the first to ask judges. Returns the result; None if there is none in time.
+
+        `broken`: a connection is; `ending`: all are told to end, so that only who is gone is of interest.
+        """
+        number, waited = self.round, time.monotonic() - self._still_since
+        judging = self._store.add(f"callers/{number}", 1) == 1
+        self._store.set(f"alarm/{number}", "1")
+        self._answer()
+        patience = PATIENCE + 2 * self._interval
+        end = time.monotonic() + (patience if judging else 3 * patience)
+        while time.monotonic() < end:
+            if (result := self._result()) is not None:  # another rank knew the cause
+                return result
+            time.sleep(self._interval / 4)
+            if judging and end - time.monotonic() < patience - HASTE:
+                accounts, silent, ended = self._accounts(number)
+                if not silent:
+                    break
+        if not judging:
+            return None
+        accounts, silent, ended = self._accounts(number)
+        if ending and not silent and not ended:
+            text = None
+        else:
+            text = judge(accounts, silent, ended, waited=waited, broken=broken)
+        if self._decide(text or "") and text:
+            _say(text)
+        result = self._result()
+        if result is not None and not result["text"] and self.round == number:
+            self._next_round()
+        return result
+
+    def _accounts(self, number: int) -> tuple[list[Account], dict[int, str], dict[int, str]]:
+        accounts, silent, ended = [], {}, {}
+        for rank in range(self.size):
+            if self._store.check([f"account/{number}/{rank}"]):
+                accounts.append(Account(**json.loads(self._store.get(f"account/{number}/{rank}"))))
+            elif self._store.check([f"ended/{rank}"]):
+                ended[rank] = self._store.get(f"ended/{rank}").decode()
+            else:
+                known = self._store.check([f"place/{rank}"])
+                silent[rank] = self._store.get(f"place/{rank}").decode() if known else "never began"
+        return accounts, silent, ended
+
+    def _end(self, result: dict) -> None:
+        """End this process, which may be waiting in a collective."""
+        self._ending.set()
+        if result["by"] != self.rank:
+            _record(RuntimeError(result["text"]))
+        _leave(128 + signal.SIGTERM if self._termination.wait(GRACE) else 1)
+
+    # The main thread.
+
+    def _excepthook(self, kind: type, error: BaseException, where: TracebackType | None) -> None:
+        if os.getpid() != self.process or not issubclass(kind, Exception) or self._stopped.is_set():
+            self._hook_before(kind, error, where)
+        elif self.failed(error):
+            self._hook_before(kind, error, where)
+
+    def failed(self, error: BaseException) -> bool:
+        """This rank's program ends by an exception: tell the others, or learn from them why.
+
+        Returns whether the exception is worth showing: not if it is a consequence of another rank's failure, or if
+        another rank has shown the same.
+        """
+        cause = f"{type(error).__name__}: {error}"
+        try:
+            if is_symptom(error):
+                result = self._result() or self._call_roll(broken=True)
+                known = bool(result and result["text"])
+                _record(RuntimeError(result["text"]) if known else error)
+                return not known
+            text = f"rank {self.rank} ({self.place}) raised {HERE.when}: {cause[:LONGEST_CAUSE]}"
+            first = self._decide(text, cause)
+            _record(error)
+            if first:
+                _say(text + "\n    The other ranks end with it; its traceback follows.")
+            self._ending.set()
+            return first or self._result()["cause"] != cause
+        except RuntimeError as lost:
+            _say(f"rank {self.rank} lost the store that connects the ranks, with whoever kept it ({lost}).")
+            return True
+
+
+def is_symptom(error: BaseException) -> bool:
+    """Whether an exception says that another rank is gone, rather than that something is wrong here."""
+    kinds = tuple(getattr(dist, name) for name in ("DistBackendError", "DistNetworkError", "DistStoreError"))
+    return isinstance(error, kinds) or (type(error) is RuntimeError and SYMPTOMS.search(str(error)) is not None)
+
+
+def _say(text: str) -> None:
+    print(f"hf_axonn: the run ends: {text}", file=sys.stderr, flush=True)
+
+
+def _leave(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def _record(error: BaseException) -> None:
+    """Into torchrun's error file, which it prints when all ranks have ended."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        where = error.__traceback__
+        with contextlib.suppress(Exception):
+            try:
+                raise error
+            except BaseException:
+                get_error_handler().record_exception(error)
+        error.__traceback__ = where  # without this function

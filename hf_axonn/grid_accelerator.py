@@ -1,0 +1,42 @@
+"""An Accelerator over a grid: the methods of accelerate's class that must know of it.
+
+    accelerator_training.py   prepare, backward, accumulate, clipping, schedulers
+    accelerator_data.py       data loaders, gather, reduce: who has which samples
+    accelerator_files.py      save_model, save_state, load_state
+
+No class of accelerate is changed: an Accelerator that was made with an AxonnPlugin becomes one of this class.
+"""
+
+from __future__ import annotations
+
+from accelerate import Accelerator
+
+from hf_axonn.accelerator_data import DataMethods
+from hf_axonn.accelerator_files import FileMethods, LoadMethods
+from hf_axonn.accelerator_training import TrainingMethods
+from hf_axonn.grid import grid_mesh
+
+
+class GridMethods(TrainingMethods, DataMethods, FileMethods):
+    """What is different over a grid; stands before the class whose methods it replaces."""
+
+
+class GridAccelerator(GridMethods, Accelerator):
+    """accelerate's Accelerator over a grid. Made by `bind`, not by its constructor."""
+
+
+class SingleAccelerator(LoadMethods, Accelerator):
+    """accelerate's Accelerator on a grid of one rank, which also loads the states of larger grids."""
+
+
+def bind(accelerator: Accelerator, plugin) -> None:
+    """Turn an Accelerator into one over a grid. Collectives: creation of the process groups, the first time."""
+    accelerator.axonn_plugin = plugin
+    own = type(accelerator)
+    methods, ready = (LoadMethods, SingleAccelerator) if plugin.grid.size == 1 else (GridMethods, GridAccelerator)
+    if plugin.grid.size > 1:
+        grid_mesh(plugin.grid, accelerator.device.type)
+    if own is Accelerator:
+        accelerator.__class__ = ready
+    elif not issubclass(own, methods):  # a subclass of the user's
+        accelerator.__class__ = type(f"Grid{own.__name__}", (methods, own), {"__module__": own.__module__})

@@ -1,0 +1,148 @@
+"""Adapters that PEFT puts into a model after it was sharded: get_peft_model, add_adapter, PeftModel.from_pretrained.
+
+PEFT has no place to plug this in, so three methods of its classes are wrapped as soon as it is imported. For a model
+that is not sharded each calls PEFT's own and nothing else. Checked with peft 0.21.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_axonn.adapter_checks import check_adapters, check_config, saved_modules
+from hf_axonn.adapter_files import whole
+from hf_axonn.adapters import install_adapters
+from hf_axonn.collectives import barrier, world_rank
+from hf_axonn.compat_peft import after_peft, let_load_state_dict_cut
+from hf_axonn.state import is_conv1d, is_parallelized
+
+
+def watch_peft() -> None:
+    """Wrap PEFT's methods, once: now if it has been imported, else as soon as it is."""
+    if not _watching:
+        _watching.append(True)
+        after_peft(_install)
+
+
+_watching: list[bool] = []
+
+
+def _install() -> None:
+    from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTuner
+
+    for owner, wrapper in ((BaseTuner, inject_adapter), (PeftModel, add_adapter), (PeftModel, save_pretrained)):
+        original = getattr(owner, wrapper.__name__)
+        setattr(owner, wrapper.__name__, _method(wrapper, original))
+    let_load_state_dict_cut()
+
+
+def _method(wrapper: Callable, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        return wrapper(self, functools.partial(original, self), *args, **kwargs)
+
+    return method
+
+
+def sharded_parts(model: nn.Module) -> list[nn.Module]:
+    """The parallelized models in a module: itself, or some of its children."""
+    return [module for module in model.modules() if is_parallelized(module)]
+
+
+def inject_adapter(self, original: Callable, model: nn.Module, adapter_name: str, *args, **kwargs) -> None:
+    """As PEFT's; then the new adapters are sharded. Collectives: those of `install_adapters`."""
+    parts = sharded_parts(model)
+    for part in parts:
+        check_config(part.axonn, part, self.peft_config[adapter_name])
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            stack.enter_context(_copyable(part, self.peft_config[adapter_name]))
+        if parts:
+            stack.enter_context(_unmeasured())
+        original(model, adapter_name, *args, **kwargs)
+    for part in parts:
+        check_adapters(part)
+        install_adapters(part.axonn, part)
+    if parts and hasattr(type(self), "add_weighted_adapter"):
+        self.add_weighted_adapter = _refuse_weighted
+
+
+def _refuse_weighted(*args, **kwargs):
+    raise ValueError(
+        "add_weighted_adapter is not supported over a grid: save the adapters, combine them on one process, and load "
+        "the result with load_adapter."
+    )
+
+
+@contextlib.contextmanager
+def _copyable(model: nn.Module, config) -> Iterator[None]:
+    """While inside, modules that PEFT is going to copy are without their styles, which must not be copied."""
+    taken = []
+    for _, module in saved_modules(model, config):
+        for inner in module.modules():
+            for name, value in list(vars(inner).items()):
+                if hasattr(value, "__wrapped__") and inspect.isfunction(getattr(type(inner), name, None)):
+                    taken.append((inner, name, value))
+                    del vars(inner)[name]
+    try:
+        yield
+    finally:
+        for module, name, value in taken:
+            vars(module)[name] = value
+
+
+@contextlib.contextmanager
+def _unmeasured() -> Iterator[None]:
+    """While inside, new DoRA layers are not measured by PEFT, which would need whole weights, but marked."""
+    from peft.tuners.lora import dora
+
+    def update_layer(self, *, base_layer, **_) -> None:
+        weight = base_layer.weight
+        size = weight.shape[1 if is_conv1d(base_layer) or isinstance(base_layer, nn.Embedding) else 0]
+        self.weight = nn.Parameter(torch.ones(size, dtype=weight.dtype, device=weight.device))
+        self.unmeasured = True
+
+    with _replaced(dora.DoraLinearLayer, "update_layer", update_layer):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: object, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def add_adapter(self, original: Callable, adapter_name: str, peft_config, *args, **kwargs) -> None:
+    """As PEFT's, which does not come by `inject_adapter` for what lies outside of the model."""
+    for part in sharded_parts(self):
+        check_config(part.axonn, part, peft_config)
+    return original(adapter_name, peft_config, *args, **kwargs)
+
+
+def save_pretrained(self, original: Callable, *args, **kwargs) -> None:
+    """As PEFT's, with whole tensors; rank 0 writes. Every rank must call it. Collectives: all-gathers of what is
+    sharded among what is saved, and a barrier."""
+    if not sharded_parts(self):
+        return original(*args, **kwargs)
+    module = sys.modules["peft.peft_model"]
+    select = module.get_peft_model_state_dict
+
+    def gathered(*inner, **options):
+        return {name: whole(value) for name, value in select(*inner, **options).items()}
+
+    kwargs.setdefault("is_main_process", world_rank() == 0)
+    with _replaced(module, "get_peft_model_state_dict", gathered):
+        original(*args, **kwargs)
+    barrier()

@@ -1,0 +1,153 @@
+"""A grid from a notebook: the processes are started from a cell, and a function of the notebook runs in each.
+
+    def train():
+        trainer = GoldfishTrainer(...)      # everything is made inside: model, arguments, trainer
+        return trainer.train().training_loss
+
+    loss = hf_axonn.notebook_launcher(train, grid=Grid(z=2))
+
+On GPUs accelerate's own `notebook_launcher` starts the processes; it has no CPU processes, which are forked here. What
+is added is what `accelerate launch --config axonn.yaml` does for a script: the grid is there in every process, and a
+bare `Accelerator()` or `Trainer` uses it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_axonn.config import VARIABLE, AxonnConfig
+from hf_axonn.grid import Grid
+
+
+PRECISIONS = ("no", "bf16")
+
+
+def notebook_launcher(
+    function: Callable,
+    args: tuple = (),
+    *,
+    grid: Grid | Mapping[str, int] | AxonnConfig,
+    mixed_precision: str = "no",
+    use_cpu: bool | None = None,
+) -> Any:
+    """Run a function in as many processes as a grid has ranks, on this machine.
+
+    On GPUs nothing may have used CUDA in the notebook before. On CPUs every process has one thread.
+
+    Args:
+        function: called in every process; what it prints is seen here.
+        args: its arguments.
+        grid: sizes of the axes, or all settings of `axonn_config`.
+        mixed_precision: no or bf16.
+        use_cpu: whether to run on CPUs; None: where the machine has no GPU.
+    Returns:
+        What the function returned on rank 0; None if that cannot be pickled. With a grid of one rank the function is
+        called in this process.
+    Raises:
+        ValueError: an argument is out of range, there are fewer GPUs than ranks, or torch.distributed is in use here.
+        Exception: a process failed; the others are ended.
+    """
+    config = _config(grid)
+    if mixed_precision not in PRECISIONS:
+        raise ValueError(f"mixed_precision is {mixed_precision!r}, but it is one of {', '.join(PRECISIONS)}.")
+    if not isinstance(args, tuple):
+        raise ValueError(f"args is {args!r}, but it is a tuple: write args=(value,).")
+    ranks = config.grid.size
+    if ranks == 1:
+        return function(*args)
+    import torch
+    from accelerate import notebook_launcher as accelerate_launcher
+
+    if torch.distributed.is_initialized():
+        raise ValueError("torch.distributed is initialized in this process: restart the notebook, and launch first.")
+    gpus = torch.cuda.device_count()
+    use_cpu = not gpus if use_cpu is None else use_cpu
+    if not use_cpu and gpus < ranks:
+        raise ValueError(
+            f"the grid {config.grid} needs {ranks} GPUs, but this machine has {gpus}: take a smaller grid, or try it "
+            "on CPUs with use_cpu=True."
+        )
+    with tempfile.TemporaryDirectory(prefix="axonn-") as folder:
+        result = Path(folder) / "result"
+        environment = {VARIABLE: config.to_json(), "ACCELERATE_MIXED_PRECISION": mixed_precision}
+        worker = _Worker(function, environment, result)
+        sys.stdout.flush()
+        if use_cpu:
+            torch.multiprocessing.start_processes(worker.on_cpu, (ranks, *args), nprocs=ranks, start_method="fork")
+        else:
+            accelerate_launcher(
+                worker, args, num_processes=ranks, mixed_precision=mixed_precision, use_port=str(_free_port())
+            )
+        return pickle.loads(result.read_bytes())
+
+
+class _Worker:
+    """What runs in every process: the function, on its grid. Can be pickled where the function can."""
+
+    def __init__(self, function: Callable, environment: dict[str, str], result: Path) -> None:
+        self.function = function
+        self.environment = environment
+        self.result = result
+
+    def on_cpu(self, rank: int, ranks: int, *args: Any) -> None:
+        """One of `ranks` processes that were forked; they meet through a file beside the result."""
+        import torch
+
+        torch.set_num_threads(1)  # threads of the notebook did not come along when it was forked
+        if sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        # accelerate asks for these two, though the process group is there already.
+        os.environ.update(ACCELERATE_USE_CPU="true", MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+        meeting = self.result.with_name("rendezvous")
+        torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+        self(*args)
+
+    def __call__(self, *args: Any) -> None:
+        import torch
+
+        os.environ.update(self.environment)
+        _use_grid()
+        value = self.function(*args)
+        if os.environ["RANK"] == "0":
+            self.result.write_bytes(_pickled(value))
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _use_grid() -> None:
+    """As in a process that was launched with a file, where accelerate is imported after this."""
+    from hf_axonn.compat_accelerate import forget_state
+    from hf_axonn.plugin import AxonnPlugin, install_default
+
+    forget_state()
+    install_default()
+    for name in ("accelerate", "accelerate.accelerator"):
+        if name in sys.modules:
+            sys.modules[name].ParallelismConfig = AxonnPlugin
+
+
+def _config(grid: Grid | Mapping[str, int] | AxonnConfig) -> AxonnConfig:
+    if isinstance(grid, AxonnConfig):
+        return grid
+    return AxonnConfig.from_mapping({"grid": grid.as_dict() if isinstance(grid, Grid) else grid})
+
+
+def _pickled(value: Any) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return pickle.dumps(None)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,115 @@
+"""Seconds that a collective takes on a machine, for ranks numbered along the axes in some order.
+
+    ring        base + steps + bytes that a rank sends / bandwidth
+                steps: p - 1 for an all-gather or reduce-scatter, 2 (p - 1) for an all-reduce; those that cross from
+                node to node (one for each node in the ring) take inter_step, the others intra_step
+    tree        an all-reduce takes this where it is faster, as in NCCL: base + 2 (intra steps in a node + log2(nodes)
+                inter steps), the whole tensor twice
+    exchange    all-to-all: base + steps as a ring; what leaves a node is divided by all of the node's bandwidth
+
+Bandwidth is the machine's for the stride and length of the ring, machines.py. Axes that lie side by side in the order
+make one longer ring. Bytes that a rank sends for a payload: ledger.py.
+
+Source: AxoNN (arXiv 2502.08145), equations (1) to (7); Thakur, Rabenseifner and Gropp 2005 for the latency terms.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import cached_property
+from typing import NamedTuple
+
+from hf_axonn.grid import AXES, Grid
+from hf_axonn.perf.ledger import Key, Volume
+from hf_axonn.perf.machines import Machine
+from hf_axonn.perf.paper import ORDER, strides
+
+
+class Ring(NamedTuple):
+    """A group of ranks as the machine sees it.
+
+    ranks, nodes: how many, and on how many nodes; stride: ranks between neighbours; bandwidth: bytes/s of the ring;
+    scatter: bytes/s of a rank that sends to all others.
+    """
+
+    ranks: int
+    nodes: int
+    stride: int
+    bandwidth: float
+    scatter: float
+
+
+class Links:
+    """The groups of a grid on a machine.
+
+    Args:
+        machine, grid: which.
+        order: axes from the innermost (consecutive ranks) to the outermost. The engine's is ORDER.
+    Raises:
+        ValueError: the order does not name each axis once.
+    """
+
+    def __init__(self, machine: Machine, grid: Grid, order: tuple[str, ...] = ORDER) -> None:
+        if sorted(order) != sorted(AXES):
+            raise ValueError(f"the order is {', '.join(order)}, but it names each of {', '.join(AXES)} once.")
+        self.machine, self.grid, self.order = machine, grid, tuple(order)
+        self._rings: dict[tuple[str, ...], Ring] = {}
+
+    @cached_property
+    def strides(self) -> dict[str, int]:
+        """Ranks between neighbours along each axis."""
+        return strides(self.grid, self.order)
+
+    def ring(self, axes: Iterable[str]) -> Ring:
+        """The group along `axes`."""
+        axes = tuple(axes)
+        if axes not in self._rings:
+            self._rings[axes] = self._ring([axis for axis in self.order if axis in axes])
+        return self._rings[axes]
+
+    def _ring(self, axes: list[str]) -> Ring:
+        machine = self.machine
+        axes = [axis for axis in axes if getattr(self.grid, axis) > 1]
+        ranks = math.prod(getattr(self.grid, axis) for axis in axes)
+        if ranks == 1:
+            return Ring(1, 1, 1, math.inf, math.inf)
+        stride = self.strides[axes[0]]
+        span = self.strides[axes[-1]] * getattr(self.grid, axes[-1])
+        if machine.gpus_per_node % span == 0:
+            beta = machine.bandwidth(stride, ranks) if stride * ranks == span else self._slowest(axes)
+            return Ring(ranks, 1, stride, beta, beta)
+        # A node holds gpus_per_node / stride of a group's ranks, or fewer where an outer axis skips nodes.
+        inside = 1
+        for axis in axes:
+            inside *= max(1, min(getattr(self.grid, axis), machine.gpus_per_node // self.strides[axis]))
+        nodes = -(-ranks // inside)
+        beta = min(machine.inter / min(machine.gpus_per_node, stride), machine.fastest_link)
+        # All of a node's ranks send at once, of what each sends the share outside the node.
+        outside = (ranks - inside) / (ranks - 1)
+        scatter = machine.inter / machine.gpus_per_node / outside if outside else math.inf
+        return Ring(ranks, nodes, stride, beta, min(scatter, machine.fastest_link))
+
+    def _slowest(self, axes: list[str]) -> float:
+        return min(self.machine.bandwidth(self.strides[axis], getattr(self.grid, axis)) for axis in axes)
+
+    def seconds(self, kind: str, axes: Iterable[str], payload: float, calls: int = 1) -> float:
+        """Seconds of `calls` collectives whose payloads are `payload` bytes in all; kinds and payloads: ledger.py."""
+        ring, machine = self.ring(axes), self.machine
+        if ring.ranks == 1 or not calls:
+            return 0.0
+        p = ring.ranks
+        step = (ring.nodes - 1) * machine.inter_step + (p - ring.nodes) * machine.intra_step
+        if kind == "all_reduce":
+            by_ring = calls * (machine.base + 2 * step) + 2 * (p - 1) / p * payload / ring.bandwidth
+            depth = (p / ring.nodes - 1) * machine.intra_step + math.log2(ring.nodes) * machine.inter_step
+            return min(by_ring, calls * (machine.base + 2 * depth) + 2 * payload / ring.bandwidth)
+        if kind in ("all_to_all", "exchange"):
+            sent = payload if kind == "exchange" else (p - 1) / p * payload
+            return calls * (machine.base + step) + sent / ring.scatter
+        sent = payload if kind == "broadcast" else (p - 1) * payload
+        return calls * (machine.base + step) + sent / ring.bandwidth
+
+    def of(self, key: Key, volume: Volume) -> float:
+        """Seconds of an entry of a ledger."""
+        return self.seconds(key.kind, key.axes, volume.payload, volume.calls)

@@ -1,0 +1,210 @@
+"""Machines: what a plan has to know of one, read from JSON with a source for every number.
+
+    load("frontier")      one of the files in machines/, or the path of another, as `hf-axonn bench-links` writes it
+
+Units in the files are those of data sheets (TFLOP/s, GB/s = 10**9 bytes/s, GiB, microseconds); a `Machine` has FLOP/s,
+bytes/s, bytes and seconds. A *node* is where the intra-node links reach. Bandwidths are those of a ring: what one
+rank sends in a second while every group of the same kind in the node, or in the machine, is at work too.
+
+Source: AxoNN (arXiv 2502.08145), section on the performance model, for what is measured and how it is looked up.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+
+FOLDER = Path(__file__).with_name("machines")
+NUMBERS = ("gpus_per_node", "peak_tflops", "gemm_tflops", "memory_gib", "memory_gbs", "units", "inter_gbs")
+REQUIRED = (*NUMBERS, "intra_gbs", "latency_us")
+OPTIONAL = ("gemm_fraction", "gemm_by_size")
+LATENCIES = ("base", "intra", "inter")
+# What products in a training step reach of the best one measured: docs/planning.md derives it from Megatron-LM's
+# published runs on A100.
+GEMM_FRACTION = 0.72
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """A machine of equal nodes.
+
+    Args:
+        name, description: for people.
+        gpus_per_node: ranks that the intra-node links join.
+        peak_flops: advertised dense bf16 FLOP/s of a GPU; utilisation is a share of it.
+        gemm_flops: FLOP/s of the best matrix product.
+        gemm_fraction: share of gemm_flops that the products of a training step reach.
+        gemm_by_size: pairs (smallest dim of a product, share of gemm_flops), ascending; empty: shares follow from
+            `units` by the number of waves.
+        memory: bytes of a GPU.
+        memory_bandwidth: bytes/s of a GPU's memory.
+        units: multiprocessors of a GPU.
+        intra: bytes/s by (stride between neighbours of a ring, ranks of a ring); or
+        intra_any: bytes/s of every ring in a node, where a switch joins all.
+        inter: bytes/s that leave a node one way.
+        base, intra_step, inter_step: seconds to start a collective, and of one ring step inside and between nodes.
+        sources: where each number of the file comes from.
+    """
+
+    name: str
+    description: str = ""
+    gpus_per_node: int
+    peak_flops: float
+    gemm_flops: float
+    gemm_fraction: float = GEMM_FRACTION
+    gemm_by_size: tuple[tuple[int, float], ...] = ()
+    memory: float
+    memory_bandwidth: float
+    units: int
+    intra: dict[tuple[int, int], float] = field(default_factory=dict, hash=False)
+    intra_any: float | None = None
+    inter: float
+    base: float
+    intra_step: float
+    inter_step: float
+    sources: dict[str, str] = field(default_factory=dict, hash=False)
+
+    def within(self, stride: int, ranks: int) -> bool:
+        """Whether all rings of `ranks` ranks, `stride` apart, lie inside nodes."""
+        return self.gpus_per_node % (stride * ranks) == 0
+
+    def bandwidth(self, stride: int, ranks: int) -> float:
+        """Bytes/s of a ring: the measured table inside a node, equation (7) of the paper between nodes.
+
+        (7)  beta = inter / min(gpus_per_node, stride): that many sibling rings leave a node at once.
+
+        A ring inside a node that the table has not gets the lowest of its entries with as many ranks, else of all.
+        """
+        if not self.within(stride, ranks):
+            return self.inter / min(self.gpus_per_node, stride)
+        if self.intra_any is not None:
+            return self.intra_any
+        if (stride, ranks) in self.intra:
+            return self.intra[stride, ranks]
+        alike = [value for (_, size), value in self.intra.items() if size == ranks]
+        return min(alike or self.intra.values())
+
+    @property
+    def fastest_link(self) -> float:
+        """Bytes/s of the fastest ring in a node, which no ring through nodes exceeds."""
+        return self.intra_any if self.intra_any is not None else max(self.intra.values(), default=math.inf)
+
+    def scaled(self, *, bandwidth: float = 1.0, gemm: float = 1.0) -> Machine:
+        """The same machine with all links, or all matrix products, faster by a factor."""
+        return replace(
+            self,
+            intra={key: value * bandwidth for key, value in self.intra.items()},
+            intra_any=None if self.intra_any is None else self.intra_any * bandwidth,
+            inter=self.inter * bandwidth,
+            gemm_flops=self.gemm_flops * gemm,
+        )
+
+
+def known() -> list[str]:
+    """Names of the machines that come with the package."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def load(name: str) -> Machine:
+    """The machine of a name, or of a JSON file.
+
+    Raises:
+        ValueError: there is no such machine, or the file does not describe one; the message says what is wrong.
+    """
+    path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
+    if not path.is_file():
+        raise ValueError(
+            f"there is no machine {name!r}: choose one of {', '.join(known())}, or give a JSON file, which "
+            "`hf-axonn bench-links` writes for the machine it runs on."
+        )
+    try:
+        text = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the machine file {path} cannot be read: {error}") from None
+    try:
+        return from_mapping(text)
+    except ValueError as error:
+        raise ValueError(f"the machine file {path}: {error}") from None
+
+
+def from_mapping(text: Any) -> Machine:
+    """A Machine of the contents of a machine file.
+
+    Raises:
+        ValueError: a key is missing or unknown, a number is not positive, or a number has no source.
+    """
+    if not isinstance(text, dict):
+        raise ValueError("it holds no keys: write the keys of hf_axonn/perf/machines/frontier.json.")
+    missing = [key for key in ("name", *REQUIRED) if key not in text]
+    unknown = [key for key in text if key not in ("name", "description", "sources", *REQUIRED, *OPTIONAL)]
+    if missing or unknown:
+        wrong = [f"{key} is missing" for key in missing] + [f"{key} is unknown" for key in unknown]
+        raise ValueError(f"{', '.join(wrong)}: it needs the keys name, {', '.join(REQUIRED)}.")
+    for key in NUMBERS:
+        _positive(key, text[key])
+    for key in ("gpus_per_node", "units"):
+        if not isinstance(text[key], int):
+            raise ValueError(f"{key} is {text[key]!r}, but it is a whole number.")
+    sources = text.get("sources") or {}
+    unsourced = [key for key in (*REQUIRED, *OPTIONAL) if key in text and not sources.get(key)]
+    if unsourced:
+        raise ValueError(f"sources says nothing of {', '.join(unsourced)}: write where each number comes from.")
+    latency = text["latency_us"]
+    if not isinstance(latency, dict) or set(latency) != set(LATENCIES):
+        raise ValueError(f"latency_us is {latency!r}, but it has the keys {', '.join(LATENCIES)}.")
+    for key in LATENCIES:
+        _positive(f"latency_us.{key}", latency[key])
+    fraction = text.get("gemm_fraction", GEMM_FRACTION)
+    _positive("gemm_fraction", fraction)
+    return Machine(
+        name=str(text["name"]),
+        description=str(text.get("description", "")),
+        gpus_per_node=text["gpus_per_node"],
+        peak_flops=text["peak_tflops"] * 1e12,
+        gemm_flops=text["gemm_tflops"] * 1e12,
+        gemm_fraction=fraction,
+        gemm_by_size=_by_size(text.get("gemm_by_size", {})),
+        memory=text["memory_gib"] * 2**30,
+        memory_bandwidth=text["memory_gbs"] * 1e9,
+        units=text["units"],
+        inter=text["inter_gbs"] * 1e9,
+        base=latency["base"] * 1e-6,
+        intra_step=latency["intra"] * 1e-6,
+        inter_step=latency["inter"] * 1e-6,
+        sources=dict(sources),
+        **_intra(text["intra_gbs"], text["gpus_per_node"]),
+    )
+
+
+def _positive(key: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{key} is {value!r}, but it is a number above 0.")
+
+
+def _intra(given: Any, gpus_per_node: int) -> dict[str, Any]:
+    """A number for a node whose GPUs a switch joins, else GB/s by STRIDExRANKS."""
+    if not isinstance(given, dict):
+        _positive("intra_gbs", given)
+        return {"intra_any": given * 1e9}
+    table = {}
+    for key, value in given.items():
+        _positive(f"intra_gbs.{key}", value)
+        stride, _, ranks = key.partition("x")
+        if not (stride.isdigit() and ranks.isdigit()) or int(ranks) < 2 or int(stride) * int(ranks) > gpus_per_node:
+            raise ValueError(f"intra_gbs has the key {key!r}, but keys are STRIDExRANKS inside {gpus_per_node} GPUs.")
+        table[int(stride), int(ranks)] = value * 1e9
+    if gpus_per_node > 1 and not table:
+        raise ValueError("intra_gbs is empty: write GB/s by STRIDExRANKS, for instance 1x2.")
+    return {"intra": table}
+
+
+def _by_size(given: Any) -> tuple[tuple[int, float], ...]:
+    if not isinstance(given, dict) or not all(str(key).isdigit() and int(key) > 0 for key in given):
+        raise ValueError(f"gemm_by_size is {given!r}, but it maps the smallest dim of a product to a share.")
+    for key, value in given.items():
+        _positive(f"gemm_by_size.{key}", value)
+    return tuple(sorted((int(key), float(value)) for key, value in given.items()))

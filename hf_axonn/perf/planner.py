@@ -1,0 +1,148 @@
+"""Which grid: every legal one, ranked by predicted time.
+
+    plan(job, gpus)      -> Plan: what fits, fastest first; what does not, and why; how sure the first place is
+    sweep(job, counts)   -> the best grid of each number of GPUs: strong or weak scaling
+
+A grid is legal if its sizes multiply to the number of GPUs and data * z divides the batch. The engine numbers ranks
+with y innermost, then x, z, data (grid.py); `other_order` says whether another order would be faster.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from hf_axonn.grid import Grid
+from hf_axonn.perf.model import Job, Prediction, predict, refusal, reorder, scaled
+from hf_axonn.perf.paper import ORDER
+
+
+OFF = 0.2  # how far bandwidth or the speed of products may be off, when the first two places are compared
+CONTENDERS = 10  # places among which a slower or faster machine may choose anew
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The grids of a job on a number of GPUs.
+
+    Args:
+        job, gpus: of what.
+        ranked: grids that fit, the fastest first.
+        too_big: grids that do not fit a GPU's memory, the smallest first.
+        impossible: grids over which the batch cannot be divided, with the reason.
+    """
+
+    job: Job
+    gpus: int
+    ranked: tuple[Prediction, ...]
+    too_big: tuple[Prediction, ...]
+    impossible: tuple[tuple[Grid, str], ...]
+
+    @property
+    def best(self) -> Prediction:
+        """The fastest grid that fits.
+
+        Raises:
+            ValueError: none fits; the message says what comes closest and what to change.
+        """
+        if self.ranked:
+            return self.ranked[0]
+        raise ValueError(self.why_none())
+
+    def why_none(self) -> str:
+        """Why no grid is left."""
+        if self.too_big:
+            least = self.too_big[0]
+            needs, has = least.memory.total / 2**30, self.job.machine.memory / 2**30
+            return (
+                f"no grid of {self.gpus} GPUs fits: the smallest, {least.grid}, needs {needs:.1f} of {has:.0f} GiB (a "
+                "tenth is kept free): take more GPUs, or shorter sequences."
+            )
+        grid, why = self.impossible[0]
+        return f"no grid of {self.gpus} GPUs is possible, for instance {grid}: {why}. Take a larger batch."
+
+
+def factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write `number` as an ordered product of `parts` factors."""
+    if parts == 1:
+        yield (number,)
+        return
+    for first in divisors(number):
+        for rest in factorizations(number // first, parts - 1):
+            yield (first, *rest)
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors in ascending order."""
+    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
+def grids(gpus: int) -> list[Grid]:
+    """Every grid of so many ranks."""
+    return [Grid(data=data, z=z, y=y, x=x) for data, z, y, x in factorizations(gpus, 4)]
+
+
+def plan(job: Job, gpus: int) -> Plan:
+    """Rank all grids of `gpus` ranks.
+
+    Raises:
+        ValueError: gpus is below 1.
+    """
+    if gpus < 1:
+        raise ValueError(f"gpus is {gpus}, but a job needs at least 1.")
+    ranked, too_big, impossible = [], [], []
+    for grid in grids(gpus):
+        why = refusal(job, grid)
+        if why:
+            impossible.append((grid, why))
+            continue
+        prediction = predict(job, grid)
+        (ranked if prediction.fits else too_big).append(prediction)
+    ranked.sort(key=lambda entry: (entry.total, str(entry.grid)))
+    too_big.sort(key=lambda entry: (entry.memory.total, str(entry.grid)))
+    return Plan(job=job, gpus=gpus, ranked=tuple(ranked), too_big=tuple(too_big), impossible=tuple(impossible))
+
+
+def other_order(prediction: Prediction) -> Prediction:
+    """The same grid with its axes in the order that is fastest on the machine; the engine's own where none is."""
+    long_axes = [axis for axis in ORDER if getattr(prediction.grid, axis) > 1]
+    short = [axis for axis in ORDER if axis not in long_axes]
+    orders = (tuple([*order, *short]) for order in itertools.permutations(long_axes))
+    return min([prediction, *(reorder(prediction, order) for order in orders)], key=lambda entry: entry.total)
+
+
+def alternatives(found: Plan) -> list[tuple[str, Prediction]]:
+    """The first place if links or products were OFF slower or faster, among the CONTENDERS first.
+
+    Where these are not one grid, the order of the first places hangs on numbers that are not known well enough.
+    """
+    first = found.ranked[:CONTENDERS]
+    answers = []
+    for name, changes in (
+        ("links 20% slower", {"bandwidth": 1 - OFF}),
+        ("links 20% faster", {"bandwidth": 1 + OFF}),
+        ("products 20% slower", {"gemm": 1 - OFF}),
+        ("products 20% faster", {"gemm": 1 + OFF}),
+    ):
+        job = scaled(found.job, **changes)
+        again = [predict(job, entry.grid, micro_batches=entry.micro_batches) for entry in first]
+        if again:
+            answers.append((name, min(again, key=lambda entry: entry.total)))
+    return answers
+
+
+def sweep(job: Job, counts: Iterable[int], *, weak: bool = False) -> list[Plan]:
+    """Plans for several numbers of GPUs.
+
+    Args:
+        job: the batch is that of every plan; with `weak`, that of the first one, and grows with the GPUs.
+        counts: numbers of GPUs, ascending.
+    """
+    counts = list(counts)
+    plans = []
+    for gpus in counts:
+        sequences = max(1, job.sequences * gpus // counts[0]) if weak else job.sequences
+        plans.append(plan(replace(job, sequences=sequences), gpus))
+    return plans

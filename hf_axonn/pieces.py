@@ -1,0 +1,148 @@
+"""Which rank writes which piece of a tensor, and in whose file a piece is found again: arithmetic, no communication.
+
+A checkpoint says of each tensor its shape, its dtype and which axes cut which of its dims. From that and the grid
+every rank derives its own file, and every reader, on whatever grid, the files that hold what it needs. So nothing is
+gathered or planned in common, and the work of a rank does not grow with the number of ranks.
+
+A *box* is one (start, stop) for each dim of the whole tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from hf_axonn.grid import AXES, WEIGHT_AXES, Grid, bounds
+
+
+Box = tuple[tuple[int, int], ...]
+
+# Of the ranks that hold the same piece, so many take part in writing: each is a file that a reader must open.
+MOST_WRITERS = 16
+# A smaller tensor is written by the first of the ranks that hold it: a reader needs all of them, from few files.
+SMALL_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor of a checkpoint as a whole.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: its name in safetensors, such as BF16.
+        cuts: for each axis of WEIGHT_AXES (y, x, z) the dim that it cuts, None where its ranks hold the same.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    cuts: tuple[int | None, ...]
+
+    def __post_init__(self) -> None:
+        dims = range(len(self.shape))
+        if not all(_is_count(size) for size in self.shape) or len(self.cuts) != len(WEIGHT_AXES):
+            raise ValueError(f"no tensor has the shape {self.shape} and the cuts {self.cuts}")
+        if any(cut is not None and not (_is_count(cut) and cut in dims) for cut in self.cuts):
+            raise ValueError(f"a tensor of shape {self.shape} cannot be cut along the dims {self.cuts}")
+
+    @property
+    def numel(self) -> int:
+        size = 1
+        for length in self.shape:
+            size *= length
+        return size
+
+    @property
+    def whole(self) -> Box:
+        """The box that is all of it."""
+        return tuple((0, size) for size in self.shape)
+
+    def copy_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks hold the same piece."""
+        cutting = {axis for axis, cut in zip(WEIGHT_AXES, self.cuts, strict=True) if cut is not None}
+        return tuple(axis for axis in AXES if axis not in cutting)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def box_at(tensor: SavedTensor, grid: Grid, coordinates: Mapping[str, int]) -> Box:
+    """The piece that lies at a position of the grid."""
+    spans = list(tensor.whole)
+    for axis, dim in zip(WEIGHT_AXES, tensor.cuts, strict=True):
+        if dim is not None:
+            spans[dim] = _cut(spans[dim], getattr(grid, axis), coordinates[axis])
+    return tuple(spans)
+
+
+def _cut(span: tuple[int, int], parts: int, index: int) -> tuple[int, int]:
+    start, stop = bounds(span[1] - span[0], parts, index)
+    return span[0] + start, span[0] + stop
+
+
+def overlap(first: Box, second: Box) -> Box | None:
+    """The box that two boxes share, None if it is empty; of tensors without dims the empty tuple."""
+    common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+@functools.lru_cache(maxsize=4096)
+def pieces_in(tensor: SavedTensor, grid: Grid, box: Box) -> list[tuple[dict[str, int], Box]]:
+    """The pieces of a saved tensor that share something with `box`: (coordinates on the cutting axes, the piece).
+
+    Axis by axis, so that it costs about the sum of the sizes of the axes and not their product.
+    """
+    found: list[tuple[dict[str, int], Box]] = [({}, tensor.whole)]
+    for axis, dim in zip(WEIGHT_AXES, tensor.cuts, strict=True):
+        if dim is None:
+            continue
+        parts = getattr(grid, axis)
+        finer = []
+        for place, piece in found:
+            for index in range(parts):
+                cut = (*piece[:dim], _cut(piece[dim], parts, index), *piece[dim + 1 :])
+                if overlap(cut, box) is not None:
+                    finer.append(({**place, axis: index}, cut))
+        found = finer
+    return found
+
+
+class Writers:
+    """Who writes each tensor of a checkpoint: the same answer on every rank, and in every later reader.
+
+    Where several ranks hold the same piece, one of up to MOST_WRITERS of them writes it, chosen so that all of these
+    write about as many bytes.
+    """
+
+    def __init__(self, tensors: Mapping[str, SavedTensor], grid: Grid, bytes_of: Mapping[str, int]) -> None:
+        """`bytes_of` is the size of each whole tensor."""
+        self.grid = grid
+        self._copy_of: dict[str, dict[str, int]] = {}
+        loads: dict[tuple[str, ...], list[int]] = {}
+        for name in sorted(tensors):
+            axes = tensors[name].copy_axes()
+            copies = 1
+            for axis in axes:
+                copies *= getattr(grid, axis)
+            load = loads.setdefault(axes, [0] * min(copies, MOST_WRITERS))
+            chosen = 0 if bytes_of[name] < SMALL_BYTES else load.index(min(load))
+            load[chosen] += bytes_of[name]
+            # Far apart: neighbours are likely to share a machine, and its way to the disks.
+            self._copy_of[name] = self._position(axes, chosen * copies // len(load))
+
+    def _position(self, axes: Sequence[str], index: int) -> dict[str, int]:
+        position = {}
+        for axis in reversed(axes):
+            index, position[axis] = divmod(index, getattr(self.grid, axis))
+        return position
+
+    def rank(self, name: str, place: Mapping[str, int]) -> int:
+        """The rank that writes the piece at a place on the axes that cut the tensor."""
+        return self.grid.rank(**self._copy_of[name], **place)
+
+    def names_of(self, coordinates: Mapping[str, int]) -> Iterator[str]:
+        """The tensors of which the rank at these coordinates writes its piece."""
+        for name, copy in self._copy_of.items():
+            if all(coordinates[axis] == index for axis, index in copy.items()):
+                yield name

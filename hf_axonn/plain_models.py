@@ -1,0 +1,66 @@
+"""A plain model that accelerate or Trainer is given on a grid: it is sharded there, and its optimizer follows."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import nn
+
+from hf_axonn.collectives import world_rank
+from hf_axonn.gradients import find_state
+
+
+logger = logging.getLogger(__name__)
+
+
+def shard_plain_model(model: nn.Module, plugin, device: torch.device) -> bool:
+    """Parallelize a model that is not, with a warning that names the better way. Returns whether it had to."""
+    from hf_axonn.parallelize import parallelize
+
+    if plugin.grid.size == 1 or find_state(model) is not None:
+        return False
+    if world_rank() == 0:
+        logger.warning(
+            f"{type(model).__name__} was loaded whole on every rank and is sharded over {plugin.grid} now. "
+            "hf_axonn.from_pretrained(name, grid=...) reads only each rank's own slices."
+        )
+    _, report = parallelize(model.to(device), plugin.grid, config=plugin.config)
+    if world_rank() == 0:
+        logger.info(report)
+    return True
+
+
+LOW_BIT_LIBRARIES = ("bitsandbytes", "torchao")
+
+
+def refuse_low_bit(optimizer: torch.optim.Optimizer) -> None:
+    """Optimizers that keep their state in 8 or 4 bits quantize blocks of whole parameters.
+
+    Raises:
+        ValueError: it is one of bitsandbytes or torchao.
+    """
+    library = type(optimizer).__module__.partition(".")[0]
+    if library in LOW_BIT_LIBRARIES:
+        raise ValueError(
+            f"{library}'s {type(optimizer).__name__} is not supported over a grid: its state is of blocks of whole "
+            "parameters. Use one of torch.optim; its state is divided by x * y * z already."
+        )
+
+
+def point_to_shards(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer that was made on whole parameters have the sharded ones; its groups and settings stay.
+
+    Raises:
+        ValueError: it has taken steps, so its state is of the whole parameters.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(hasattr(parameter, "sharded_as") for parameter in parameters):  # install.distributed
+        return
+    if optimizer.state:
+        raise ValueError(
+            "the optimizer has taken steps on the whole model already: shard the model with hf_axonn.parallelize "
+            "before the optimizer is made."
+        )
+    for group in optimizer.param_groups:
+        group["params"] = [getattr(parameter, "sharded_as", parameter) for parameter in group["params"]]

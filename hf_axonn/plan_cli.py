@@ -1,0 +1,248 @@
+"""`hf-axonn plan`: which grid for a model, a machine and a number of GPUs; and `hf-axonn bench-links`.
+
+    hf-axonn plan --model CONFIG|DIR|gpt-80b --machine frontier --gpus 8192 --batch-tokens 16.8M --seq 2048
+    hf-axonn plan ... --sweep 512..32768       one line for each power of two
+    hf-axonn plan ... --paper                  the paper's own model: communication alone, equations (1) to (7)
+    torchrun --nproc-per-node 8 -m hf_axonn.cli bench-links --output this.json
+
+No process group and no GPU is needed for a plan. Bad input ends with exit code 2 and a message (cli.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from hf_axonn.perf import machines, models
+from hf_axonn.perf.jobs import WEIGHTS, make_job, number
+from hf_axonn.perf.model import Job, Prediction
+from hf_axonn.perf.paper import ORDER, rank_grids
+from hf_axonn.perf.planner import Plan, alternatives, grids, other_order, plan, sweep
+
+
+def add_plan(commands) -> None:
+    """Register `plan` with the subparsers of cli.py."""
+    parser = commands.add_parser("plan", help="rank all grids of a number of GPUs by predicted time")
+    parser.add_argument("--model", required=True, help=f"a config.json, its directory, or {', '.join(models.GPTS)}")
+    parser.add_argument("--machine", required=True, help=f"{', '.join(machines.known())}, or a JSON file")
+    parser.add_argument("--gpus", type=number, help="number of GPUs")
+    parser.add_argument("--batch-tokens", type=number, required=True, help="tokens of the whole batch, such as 16.8M")
+    parser.add_argument("--seq", type=number, required=True, help="tokens of a sequence")
+    parser.add_argument("--top", type=int, default=10, help="how many grids to show")
+    parser.add_argument("--weights", choices=sorted(WEIGHTS), default="fp32", help="dtype of weights and gradients")
+    parser.add_argument("--reduce-dtype", choices=sorted(WEIGHTS), default="fp32", help="of sums of gradients")
+    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    parser.add_argument("--schedule", choices=("hf_axonn", "axonn"), default="hf_axonn", help="whose collectives")
+    parser.add_argument("--paper", action="store_true", help="rank by the paper's equations alone")
+    parser.add_argument("--sweep", metavar="FIRST..LAST", help="plans for FIRST, twice as many, up to LAST GPUs")
+    parser.add_argument("--weak", action="store_true", help="with --sweep: the batch grows with the GPUs")
+    parser.add_argument("--plot", metavar="FILE", help="a picture of the table, .png or .svg; needs matplotlib")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_bench_links(commands) -> None:
+    """Register `bench-links`."""
+    parser = commands.add_parser("bench-links", help="measure this machine under torchrun and write a machine file")
+    parser.add_argument("--output", required=True, help="the JSON file to write")
+    parser.add_argument("--seconds", type=float, default=60.0, help="most seconds to spend")
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """`hf-axonn plan`; returns the exit code, 1 where no grid fits."""
+    job = _job(options)
+    if options.top < 1:
+        raise ValueError(f"--top is {options.top}: give a number above 0.")
+    if options.sweep:
+        return _sweep(options, job)
+    if options.gpus is None:
+        raise ValueError("--gpus is missing: give the number of GPUs, or --sweep FIRST..LAST.")
+    if options.weak:
+        raise ValueError("--weak goes with --sweep FIRST..LAST.")
+    if options.paper:
+        return _paper(options, job)
+    found = plan(job, options.gpus)
+    if options.json:
+        print(json.dumps(as_json(found, options.top), indent=2))
+    else:
+        print("\n".join(lines(found, options.top)))
+    if options.plot and found.ranked:
+        from hf_axonn.plan_plots import plot_plan
+
+        plot_plan(found, options.plot, options.top)
+    return 0 if found.ranked else 1
+
+
+def run_bench_links(options: argparse.Namespace) -> int:
+    """`hf-axonn bench-links`; returns the exit code."""
+    from hf_axonn.bench_links import bench_links
+
+    return bench_links(options.output, seconds=options.seconds)
+
+
+def _job(options: argparse.Namespace) -> Job:
+    return make_job(
+        options.model,
+        options.machine,
+        options.batch_tokens,
+        options.seq,
+        param_bytes=WEIGHTS[options.weights],
+        reduce_bytes=WEIGHTS[options.reduce_dtype],
+        checkpointing=not options.no_checkpointing,
+        schedule=options.schedule,
+    )
+
+
+def header(job: Job, gpus: str) -> str:
+    """What is planned, in one line."""
+    billions = job.shape.parameters() / 1e9
+    return (
+        f"{billions:.1f} billion parameters on {gpus} GPUs of {job.machine.name}, {job.sequences:,} sequences of "
+        f"{job.seq:,} tokens a step, schedule {job.schedule}, checkpointing {'on' if job.checkpointing else 'off'}"
+    )
+
+
+def lines(found: Plan, top: int) -> list[str]:
+    """A plan as text: the table, what is left out, how sure it is, and what to paste."""
+    text = [header(found.job, f"{found.gpus:,}"), ""]
+    if found.ranked:
+        text.append(
+            f"{'':>3} {'data':>5} {'z':>5} {'y':>5} {'x':>5} {'micro':>5} {'step s':>8} {'compute':>8} {'x/y':>7} "
+            f"{'z':>7} {'data':>7} {'other':>7} {'tokens/s':>11} {'TF/GPU':>7} {'MFU':>6} {'HFU':>6} {'GiB':>6}"
+        )
+        text += [_row(place, entry) for place, entry in enumerate(found.ranked[:top], start=1)]
+        text += ["", "x/y, z, data, other: seconds of communication that nothing hides", ""]
+        text += _judgement(found)
+    text += _left_out(found)
+    if found.ranked:
+        text += ["", "axonn_config:", f"  grid: {_pasted(found.best.grid)}"]
+        best = found.best
+        rows = found.job.sequences // (best.grid.samples_size * best.micro_batches)
+        text.append(
+            f"# for Trainer: gradient_accumulation_steps {best.micro_batches}, per_device_train_batch_size {rows}"
+        )
+    return text
+
+
+def _row(place: int, entry: Prediction) -> str:
+    grid, seconds = entry.grid, entry.seconds
+    compute = entry.total - entry.exposed
+    return (
+        f"{place:>3} {grid.data:>5} {grid.z:>5} {grid.y:>5} {grid.x:>5} {entry.micro_batches:>5} {entry.total:>8.3f} "
+        f"{compute:>8.3f} {seconds['exposed x/y']:>7.3f} {seconds['exposed z']:>7.3f} {seconds['exposed data']:>7.3f} "
+        f"{seconds['other']:>7.3f} {entry.tokens_per_second:>11,.0f} {entry.flops / 1e12:>7.1f} {entry.mfu:>6.1%} "
+        f"{entry.hfu:>6.1%} {entry.memory.total / 2**30:>6.1f}"
+    )
+
+
+def _judgement(found: Plan) -> list[str]:
+    """How sure the first place is."""
+    text = []
+    if len(found.ranked) > 1:
+        second = found.ranked[1]
+        behind = second.total / found.best.total - 1
+        others = [(name, entry) for name, entry in alternatives(found) if entry.grid != found.best.grid]
+        text.append(f"second: {second.grid}, {behind:.1%} slower")
+        text += [f"with {name} the first would be {entry.grid}" for name, entry in others]
+        if others or behind < 0.01:
+            text.append("too close to call: measure the first ones")
+    faster = other_order(found.best)
+    if faster.total < 0.99 * found.best.total:
+        gain = 1 - faster.total / found.best.total
+        text.append(
+            f"with its axes in the order {', '.join(faster.order)} (innermost first) this grid would take {gain:.0%} "
+            f"less, but ranks are numbered {', '.join(ORDER)}"
+        )
+    return text
+
+
+def _left_out(found: Plan) -> list[str]:
+    text = []
+    if found.too_big:
+        least = found.too_big[0]
+        text.append(
+            f"{len(found.too_big)} more grids do not fit {found.job.machine.memory / 2**30:.0f} GiB (a tenth is kept "
+            f"free): the smallest is {least.grid} with {least.memory.total / 2**30:.1f} GiB"
+        )
+    if found.impossible:
+        grid, why = found.impossible[0]
+        text.append(f"{len(found.impossible)} more are impossible, for instance {grid}: {why}")
+    return text if found.ranked else [found.why_none(), *text]
+
+
+def _pasted(grid) -> str:
+    return "{" + ", ".join(f"{axis}: {size}" for axis, size in grid.as_dict().items()) + "}"
+
+
+def entry_json(entry: Prediction) -> dict:
+    """A prediction as JSON: seconds, bytes, FLOP/s."""
+    return {
+        "grid": entry.grid.as_dict(),
+        "micro_batches": entry.micro_batches,
+        "step_seconds": entry.total,
+        "seconds": entry.seconds,
+        "communication_seconds": entry.traffic,
+        "tokens_per_second": entry.tokens_per_second,
+        "flops_per_gpu": entry.flops,
+        "mfu": entry.mfu,
+        "hfu": entry.hfu,
+        "memory_bytes": {**entry.memory._asdict(), "total": entry.memory.total},
+    }
+
+
+def as_json(found: Plan, top: int) -> dict:
+    """A plan as JSON."""
+    return {
+        "machine": found.job.machine.name,
+        "gpus": found.gpus,
+        "sequences": found.job.sequences,
+        "seq": found.job.seq,
+        "ranked": [entry_json(entry) for entry in found.ranked[:top]],
+        "fit": len(found.ranked),
+        "do_not_fit": len(found.too_big),
+        "impossible": len(found.impossible),
+        "notes": _judgement(found) if found.ranked else [found.why_none()],
+    }
+
+
+def _paper(options: argparse.Namespace, job: Job) -> int:
+    """The paper's own model: sorted by the communication time of equations (1) to (7)."""
+    legal = [grid for grid in grids(options.gpus) if job.sequences % grid.samples_size == 0]
+    ranked = rank_grids(job.shape, job.machine, legal, job.tokens)[: options.top]
+    if options.json:
+        print(json.dumps([{"grid": grid.as_dict(), "communication_seconds": time} for time, grid in ranked], indent=2))
+        return 0
+    print(header(job, f"{options.gpus:,}") + "\ncommunication by equations (1) to (7), memory not considered\n")
+    print(f"{'':>3} {'data':>5} {'z':>5} {'y':>5} {'x':>5} {'seconds':>9}")
+    for place, (time, grid) in enumerate(ranked, start=1):
+        print(f"{place:>3} {grid.data:>5} {grid.z:>5} {grid.y:>5} {grid.x:>5} {time:>9.3f}")
+    return 0
+
+
+def _sweep(options: argparse.Namespace, job: Job) -> int:
+    first, dots, last = options.sweep.partition("..")
+    if not (dots and first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
+        raise ValueError(f"--sweep is {options.sweep!r}: write the first and last number of GPUs, 512..32768.")
+    if options.gpus or options.paper:
+        raise ValueError("--sweep stands in place of --gpus, and not with --paper.")
+    counts = [int(first) << shift for shift in range(int(last).bit_length()) if int(first) << shift <= int(last)]
+    plans = sweep(job, counts, weak=options.weak)
+    if options.json:
+        print(json.dumps([as_json(found, 1) for found in plans], indent=2))
+    else:
+        print(header(job, options.sweep) + ("; the batch grows with the GPUs" if options.weak else "") + "\n")
+        print(f"{'GPUs':>7} {'grid':<32} {'step s':>9} {'tokens/s':>13} {'PF':>9} {'TF/GPU':>7} {'efficiency':>10}")
+        base = next((found.best for found in plans if found.ranked), None)
+        for found in plans:
+            if not found.ranked:
+                print(f"{found.gpus:>7} {found.why_none()}")
+                continue
+            best = found.best
+            print(
+                f"{found.gpus:>7} {str(best.grid):<32} {best.total:>9.3f} {best.tokens_per_second:>13,.0f} "
+                f"{best.flops * found.gpus / 1e15:>9.1f} {best.flops / 1e12:>7.1f} {best.flops / base.flops:>10.1%}"
+            )
+    if options.plot and any(found.ranked for found in plans):
+        from hf_axonn.plan_plots import plot_sweep
+
+        plot_sweep(plans, options.plot, weak=options.weak)
+    return 0 if all(found.ranked for found in plans) else 1

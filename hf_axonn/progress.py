@@ -1,0 +1,116 @@
+"""Where this rank is: its step, its collectives, what its main thread does. What a run that fails is asked for.
+
+The engine notes its steps and collectives in `HERE`; everything else is looked up when somebody asks (failures.py).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import PurePath
+from types import FrameType
+
+
+# Files in which a main thread that goes no further is waiting for other ranks.
+WAITING = ("hf_axonn/collectives.py", "hf_axonn/pending.py", "hf_axonn/gloo.py")
+WAITING += ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+FRAMES = 12  # of a stack are told, the innermost
+
+
+@dataclass
+class Progress:
+    """What is noted while training goes on.
+
+    Attributes:
+        passes: forward passes of parallelized models that began.
+        done: optimizer steps whose gradients have been averaged.
+        collectives: those that the engine issued; ranks that run the same program issue the same number.
+        last: the kind of the last one.
+        batch: names and shapes of the last batch.
+    """
+
+    passes: int = 0
+    done: int = 0
+    collectives: int = 0
+    last: str = ""
+    batch: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def count(self, kind: str, payload: int, group) -> None:
+        """An observer for collectives.observe."""
+        self.collectives += 1
+        self.last = kind
+
+    @property
+    def when(self) -> str:
+        """The step under way, in words."""
+        return f"in step {self.done + 1}" if self.passes or self.done else "before the first step"
+
+
+HERE = Progress()
+
+
+@dataclass(frozen=True)
+class Account:
+    """What a rank answers when it is asked where it is.
+
+    Args:
+        rank: of the world.
+        place: coordinates, host and process, in words.
+        when: as `Progress.when`.
+        done, collectives, last, batch: as in Progress; the batch in words.
+        waiting: whether its main thread waits for other ranks.
+        stack: the innermost frames of its main thread, the innermost last.
+    """
+
+    rank: int
+    place: str
+    when: str
+    done: int
+    collectives: int
+    last: str
+    batch: str
+    waiting: bool
+    stack: tuple[str, ...]
+
+    def to_dict(self) -> dict:
+        """For JSON; `Account(**...)` reads it back."""
+        return asdict(self)
+
+
+def main_frames() -> list[FrameType]:
+    """The frames of this process' main thread, the innermost first."""
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def footprint() -> tuple:
+    """Changes whenever this rank gets on: the collectives issued, and where its main thread stands."""
+    return (HERE.collectives, HERE.done, tuple((id(frame), frame.f_lasti) for frame in main_frames()[:FRAMES]))
+
+
+def waits_for_others(frames: list[FrameType]) -> bool:
+    """Whether the main thread stands inside of a collective, its own Python code or torch's."""
+    return any(PurePath(frame.f_code.co_filename).as_posix().endswith(WAITING) for frame in frames[:FRAMES])
+
+
+def account(rank: int, place: str) -> Account:
+    """This rank's answer."""
+    frames = main_frames()
+    summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames[:FRAMES])
+    return Account(
+        rank=rank,
+        place=place,
+        when=HERE.when,
+        done=HERE.done,
+        collectives=HERE.collectives,
+        last=HERE.last,
+        batch=", ".join(f"{name} {list(shape)}" for name, shape in HERE.batch.items()),
+        waiting=waits_for_others(frames),
+        stack=tuple(f"{its.filename}:{its.lineno} in {its.name}: {its.line}" for its in reversed(summary)),
+    )

@@ -1,0 +1,269 @@
+"""One save, from the first file to the manifest, by all ranks together; in the foreground or behind the training.
+
+    save = Save(directory, grid, device)       all ranks: rank 0 makes the stage
+    with save.writing(): ...                   files of this rank, into save.stage; an error is kept for later
+    save.add("", tensors)                      a sharded state: each rank writes its own pieces of it
+    save.close()                               all ranks: everything is on disk and has its place, or nothing has
+
+No rank raises before all have heard of it, so a full disk on one machine is the same error everywhere. Ranks tell rank
+0 what they wrote through small files in the stage: so the end of a save in the background needs no communication, and
+it is a complete checkpoint as soon as the last rank has written, however long the next step takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_axonn.agreement import first_problem
+from hf_axonn.collectives import broadcast_text, world_rank
+from hf_axonn.commit import commit, new_stage, write_manifest
+from hf_axonn.grid import Grid
+from hf_axonn.manifest import MANIFEST, FileRecord, Manifest
+from hf_axonn.pieces import Box, SavedTensor
+from hf_axonn.shard_files import checksum_of, describe, file_name, local_of, pieces_to_write, write_pieces
+
+
+logger = logging.getLogger(__name__)
+
+PARTS = ".parts"
+LONGEST_POLL = 0.5  # seconds between two looks for the parts of other ranks
+LAST_WAIT = 600.0  # seconds to wait for other ranks when the training of this process is over
+
+
+class SaveError(OSError):
+    """A checkpoint could not be saved. Raised on every rank; what was saved before stands."""
+
+
+class Save:
+    """One save under way; see the docstring of this file.
+
+    Making one waits for an earlier save in the background, so it may raise `SaveError` for that.
+
+    Args:
+        directory: of the checkpoint, which all ranks must see.
+        grid: on which the tensors lie.
+        device: of this rank, for the collectives.
+        background: write while the training goes on; `add` copies tensors then, and `close` returns at once.
+    Raises:
+        SaveError: the stage cannot be made.
+    Collectives: `broadcast_text` over the world.
+    """
+
+    def __init__(self, directory: str | Path, grid: Grid, device: torch.device, *, background: bool = False) -> None:
+        finish_saves()
+        self.directory = Path(os.path.abspath(directory))
+        self.grid, self.device, self.background = grid, device, background
+        self.rank = world_rank()
+        self.problem = ""
+        self._late_problem = ""  # of rank 0, when all others had done their part
+        self.tied: list[str] = []
+        self._states: dict[str, dict[str, SavedTensor]] = {}
+        self._pieces: dict[str, dict[str, tuple[Tensor, Box]]] = {}
+        self._claimed: list[str] = []
+        self._thread: threading.Thread | None = None
+        self._written, self._cancelled = threading.Event(), threading.Event()
+        opening = {"save": uuid.uuid4().hex, "stage": "", "problem": ""}
+        if self.rank == 0:
+            try:
+                opening["stage"] = str(new_stage(self.directory))
+            except (OSError, ValueError) as problem:
+                opening["problem"] = _words(problem)
+        if dist.is_initialized():
+            opening = json.loads(broadcast_text(json.dumps(opening), device))
+        self.save_id, self.stage = opening["save"], Path(opening["stage"])
+        if opening["problem"]:
+            raise SaveError(f"{self.directory} was not saved: rank 0: {opening['problem']}")
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around what this rank alone writes into the stage, without collectives: an error is told by `close`."""
+        try:
+            yield
+        except Exception as problem:
+            logger.debug("a part of a save failed", exc_info=problem)
+            self.problem = self.problem or _words(problem)
+
+    def add(self, folder: str, tensors: Mapping[str, Tensor]) -> None:
+        """Let each rank write its pieces of a state, under `folder` ("" is the checkpoint itself). No communication.
+
+        All ranks give the same names. Without `background` the tensors must stay as they are until `close`.
+        """
+        self._states[folder] = {name: describe(tensor) for name, tensor in tensors.items()}
+        self._pieces[folder] = pieces_to_write(tensors, self.grid, self.rank)
+        if self.background:
+            with self.writing():
+                copies = {
+                    name: (local_of(tensor).to("cpu", copy=True), box)
+                    for name, (tensor, box) in self._pieces[folder].items()
+                }
+                self._pieces[folder] = copies
+
+    def claim(self, name: str) -> None:
+        """Let this rank, and not rank 0, take the checksum of a file that it has written itself."""
+        self._claimed.append(name)
+
+    def close(self) -> None:
+        """Write what was added, and give the checkpoint its place; in the background if that was asked for.
+
+        Raises:
+            SaveError: on any rank something could not be written. On every rank alike.
+        Collectives: two of `first_problem`; none in the background.
+        """
+        global _pending
+        if self.background:
+            self._thread = threading.Thread(target=self._work, name="hf_axonn save")
+            _pending = self
+            self._thread.start()
+            return
+        self._write_own()
+        self._agree(self.problem)
+        if self.rank == 0:
+            self._complete()
+        self._agree(self._late_problem)
+
+    def finish(self) -> None:
+        """Wait for a save in the background. Raises and communicates as `close`."""
+        self._written.wait()
+        self._agree(self.problem)
+        self._thread.join()
+        self._agree(self._late_problem)
+
+    def _agree(self, problem: str) -> None:
+        """Raise on all ranks if one has failed."""
+        problem = first_problem(problem, self.device)
+        if not problem:
+            return
+        self._cancelled.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self.rank == 0 and not (self.stage / MANIFEST).is_file():
+            shutil.rmtree(self.stage, ignore_errors=True)
+        raise SaveError(f"{self.directory} was not saved: {problem}. What was saved before stands.")
+
+    def _work(self) -> None:
+        """What the thread does."""
+        self._write_own()
+        self._written.set()
+        if self.rank == 0 and not self.problem:
+            self._complete()
+        if self.problem or self._late_problem:
+            logger.error(f"{self.directory} was not saved: {self.problem or self._late_problem}")
+
+    def _write_own(self) -> None:
+        part: dict[str, object] = {"save": self.save_id}
+        with self.writing():
+            if not self.problem:
+                part["files"] = self._write_files()
+        part["problem"] = self.problem
+        with self.writing():
+            path = self._part(self.rank)
+            path.parent.mkdir(exist_ok=True)
+            path.with_suffix(".partial").write_text(json.dumps(part))
+            os.replace(path.with_suffix(".partial"), path)
+
+    def _write_files(self) -> dict[str, FileRecord]:
+        files = {}
+        for folder, pieces in self._pieces.items():
+            if pieces:
+                (self.stage / folder).mkdir(parents=True, exist_ok=True)
+                path = self.stage / folder / file_name(self.rank)
+                files[self._name(path)] = write_pieces(path, pieces)
+        self._pieces.clear()
+        for name in self._claimed:
+            files[name] = _settle(self.stage / name)
+        return files
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.stage).as_posix()
+
+    def _part(self, rank: int) -> Path:
+        return self.stage / PARTS / f"{rank:05d}.json"
+
+    def _complete(self) -> None:
+        """Rank 0: once all parts are there, the manifest, and the name."""
+        try:
+            if self._parts_arrived():
+                files = self._files_of_parts()
+                shutil.rmtree(self.stage / PARTS)
+                for path in sorted(self.stage.rglob("*")):
+                    if path.is_file() and self._name(path) not in files:
+                        files[self._name(path)] = _settle(path)
+                states = {"model": self._states.get("", {}), "optimizer": self._states.get("optimizer", {})}
+                write_manifest(self.stage, Manifest(self.save_id, self.grid, files, self.tied, **states))
+                commit(self.stage, self.directory)
+        except Exception as problem:
+            self._late_problem = _words(problem)
+
+    def _parts_arrived(self) -> bool:
+        """Wait until every rank has written its part; False if the save is given up."""
+        awaited = set(range(1, self.grid.size))
+        pause, end = 0.005, None
+        while awaited:
+            awaited = {rank for rank in awaited if not self._part(rank).exists()}
+            if self._cancelled.is_set() and awaited:
+                return False
+            if end is None and not threading.main_thread().is_alive():
+                end = time.monotonic() + LAST_WAIT
+            if awaited and end is not None and time.monotonic() > end:
+                raise TimeoutError(f"rank {min(awaited)} has not written its part in {LAST_WAIT:.0f} s")
+            time.sleep(pause if awaited else 0)
+            pause = min(2 * pause, LONGEST_POLL)
+        return True
+
+    def _files_of_parts(self) -> dict[str, FileRecord]:
+        """What all ranks have written, as each of them tells it."""
+        files: dict[str, FileRecord] = {}
+        for rank in range(self.grid.size):
+            part = json.loads(self._part(rank).read_text())
+            if part["save"] != self.save_id or part["problem"]:
+                raise OSError(f"rank {rank}: {part['problem'] or 'its part is of another save'}")
+            for name, record in part["files"].items():
+                found = (self.stage / name).stat().st_size if (self.stage / name).is_file() else None
+                if found != record[0]:
+                    raise OSError(
+                        f"rank 0 does not see {name} as rank {rank} wrote it ({record[0]} bytes, here {found}): all "
+                        "ranks must save to a file system that they share"
+                    )
+                files[name] = tuple(record)
+        return files
+
+
+def _settle(path: Path) -> FileRecord:
+    """Bring a file to disk that someone else's code wrote; its bytes and checksum."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return checksum_of(path)
+
+
+def _words(problem: BaseException) -> str:
+    return f"{type(problem).__name__}: {problem}"
+
+
+# The save in the background; at most one in a process.
+_pending: Save | None = None
+
+
+def finish_saves() -> None:
+    """Wait until the save that runs in the background, if there is one, is complete. Every rank must call it.
+
+    Raises:
+        SaveError: it failed; on every rank.
+    Collectives: two of `first_problem`, if there is one.
+    """
+    global _pending
+    pending, _pending = _pending, None
+    if pending is not None:
+        pending.finish()

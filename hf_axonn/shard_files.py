@@ -1,0 +1,234 @@
+"""Safetensors files of pieces: written tensor by tensor with a checksum, read slice by slice.
+
+A file of pieces is what torch.distributed.checkpoint would write (its sharding information stands in the header), so
+Transformers and torch read such a directory as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from hf_axonn.grid import WEIGHT_AXES, Grid, bounds
+from hf_axonn.pieces import Box, SavedTensor, Writers, box_at, overlap, pieces_in
+
+
+# What a FileRecord holds is told in manifest.py.
+FileRecord = tuple[int, str]
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+CHUNK = 16 * 2**20
+
+
+def file_name(rank: int) -> str:
+    """Of the pieces that a rank writes: the name by which Transformers knows a sharded checkpoint."""
+    return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+
+
+def describe(tensor: Tensor) -> SavedTensor:
+    """How a tensor, or a DTensor on the storage mesh (y, x, z), is saved.
+
+    Raises:
+        ValueError: its dtype or its placements cannot be saved.
+    """
+    if tensor.dtype not in NAMES:
+        raise ValueError(f"a tensor of {tensor.dtype} cannot be saved: safetensors has no such type.")
+    placements = tensor.placements if isinstance(tensor, DTensor) else [Replicate()] * len(WEIGHT_AXES)
+    if not all(type(placement) in (Shard, Replicate) for placement in placements):
+        raise ValueError(f"a DTensor with the placements {placements} cannot be saved: redistribute it first.")
+    cuts = tuple(placement.dim if isinstance(placement, Shard) else None for placement in placements)
+    return SavedTensor(tuple(tensor.shape), NAMES[tensor.dtype], cuts)
+
+
+def byte_sizes(tensors: Mapping[str, SavedTensor]) -> dict[str, int]:
+    """Bytes of each whole tensor."""
+    return {name: tensor.numel * DTYPES[tensor.dtype].itemsize for name, tensor in tensors.items()}
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself, outside of the graph."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def pieces_to_write(tensors: Mapping[str, Tensor], grid: Grid, rank: int) -> dict[str, tuple[Tensor, Box]]:
+    """What a rank writes of a state that all ranks hold together: its own parts, and where they lie. No copies."""
+    saved = {name: describe(tensor) for name, tensor in tensors.items()}
+    here = grid.coordinates(rank)
+    mine = {}
+    for name in Writers(saved, grid, byte_sizes(saved)).names_of(here):
+        box = box_at(saved[name], grid, here)
+        # A rank beyond the end of a small tensor has nothing; a tensor without elements is the first rank's.
+        if all(start < stop for start, stop in box) or (saved[name].numel == 0 and rank == 0):
+            mine[name] = (local_of(tensors[name]), box)
+    return mine
+
+
+def write_pieces(path: Path, pieces: Mapping[str, tuple[Tensor, Box]]) -> FileRecord:
+    """Write pieces as one file of a sharded checkpoint; returns its bytes and checksum. It is on disk afterwards.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    offsets = {name: {"saved_offsets": [start for start, _ in box]} for name, (_, box) in pieces.items()}
+    metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    shapes = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, (tensor, _) in pieces.items()}
+    return write_safetensors(path, shapes, lambda name: pieces[name][0], metadata)
+
+
+def write_safetensors(
+    path: Path,
+    shapes: Mapping[str, tuple[str, tuple[int, ...]]],
+    make: Callable[[str], Tensor],
+    metadata: Mapping[str, str],
+) -> FileRecord:
+    """Write a safetensors file one tensor after the other, so that only one of them need be in memory.
+
+    Args:
+        path: of the new file.
+        shapes: dtype name and shape of each tensor.
+        make: gives the tensor of a name, on any device, when its turn has come.
+        metadata: of the header.
+    Returns:
+        Number of bytes, and the SHA-256 of the file as hex.
+    Raises:
+        OSError: the file cannot be written.
+    """
+    # As safetensors itself orders them: the widest types first, so that every tensor is aligned.
+    order = sorted(shapes, key=lambda name: (-DTYPES[shapes[name][0]].itemsize, name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in order:
+        dtype, shape = shapes[name]
+        begin, end = end, end + SavedTensor(shape, dtype, (None,) * 3).numel * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    checksum = hashlib.sha256()
+    with open(path, "wb") as file:
+        _put(file, checksum, struct.pack("<Q", len(text)) + text)
+        for name in order:
+            tensor = make(name).detach().to("cpu").contiguous()
+            _put(file, checksum, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            del tensor
+        size = file.tell()
+        file.flush()
+        os.fsync(file.fileno())
+    return size, checksum.hexdigest()
+
+
+def _put(file, checksum, data: bytes | memoryview) -> None:
+    for start in range(0, len(data), CHUNK):
+        part = data[start : start + CHUNK]
+        file.write(part)
+        checksum.update(part)
+
+
+def checksum_of(path: Path) -> FileRecord:
+    """Bytes and SHA-256 of a file."""
+    checksum, size = hashlib.sha256(), 0
+    with open(path, "rb") as file:
+        while part := file.read(CHUNK):
+            checksum.update(part)
+            size += len(part)
+    return size, checksum.hexdigest()
+
+
+def box_of(tensor: Tensor) -> Box:
+    """Where this rank's part of a DTensor lies in the whole; all of it for a plain tensor."""
+    spans = [(0, size) for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        for dim, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                begin, end = spans[placement.dim]
+                start, stop = bounds(end - begin, mesh.size(dim), mesh.get_local_rank(dim))
+                spans[placement.dim] = (begin + start, begin + stop)
+    return tuple(spans)
+
+
+class PieceReader:
+    """Reads boxes of the tensors of one sharded checkpoint. No communication.
+
+    Args:
+        directory: holds the files.
+        tensors: what was saved.
+        grid: on which it was saved.
+    """
+
+    def __init__(self, directory: Path, tensors: Mapping[str, SavedTensor], grid: Grid) -> None:
+        self.directory, self.tensors, self.grid = directory, tensors, grid
+        self._writers = Writers(tensors, grid, byte_sizes(tensors))
+
+    def fill(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill tensors, and the local parts of DTensors, in place. Each file is opened once.
+
+        Raises:
+            ValueError: the checkpoint lacks one of them, or has it with another shape.
+        """
+        self.check(targets)
+        todo: dict[int, list[tuple[str, Box, Box]]] = {}
+        for name, target in targets.items():
+            box = box_of(target)
+            if target.numel() and all(start < stop for start, stop in box):
+                for place, piece in pieces_in(self.tensors[name], self.grid, box):
+                    todo.setdefault(self._writers.rank(name, place), []).append((name, piece, box))
+        from safetensors import SafetensorError, safe_open
+
+        with torch.no_grad():
+            for rank, parts in sorted(todo.items()):
+                path = self.directory / file_name(rank)
+                try:
+                    with safe_open(path, framework="pt") as file:
+                        for name, piece, box in parts:
+                            common = overlap(piece, box)
+                            local_of(targets[name])[_inside(common, box)].copy_(
+                                file.get_slice(name)[_inside(common, piece)] if common else file.get_tensor(name)
+                            )
+                except (SafetensorError, OSError) as problem:
+                    raise ValueError(f"{path} cannot be read: {problem}") from problem
+
+    def read(self, name: str) -> Tensor:
+        """One whole tensor."""
+        tensor = self.tensors[name]
+        whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+        self.fill({name: whole})
+        return whole
+
+    def check(self, targets: Mapping[str, Tensor]) -> None:
+        """Raise ValueError unless the checkpoint has each of these tensors, with its shape."""
+        missing = [name for name in targets if name not in self.tensors]
+        if missing:
+            raise ValueError(f"{self.directory} lacks {len(missing)} tensors, among them {', '.join(missing[:3])}.")
+        for name, target in targets.items():
+            if tuple(target.shape) != self.tensors[name].shape:
+                raise ValueError(
+                    f"{self.directory} holds {name} with the shape {self.tensors[name].shape}, and not "
+                    f"{tuple(target.shape)}: it is a checkpoint of another model."
+                )
+
+
+def _inside(box: Box, outer: Box) -> tuple[slice, ...]:
+    """A box as slices of a tensor that is `outer`."""
+    return tuple(slice(start - o, stop - o) for (start, stop), (o, _) in zip(box, outer, strict=True))

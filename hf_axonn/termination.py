@@ -1,0 +1,82 @@
+"""SIGTERM, noticed by a thread while the main thread waits in a collective, where Python's handlers do not run.
+
+The handler that C runs at once writes a byte into a socket (signal.set_wakeup_fd); a thread waits at its other end. A
+program that has a handler or a wakeup socket of its own keeps it, and then nothing is noticed here.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import threading
+import time
+
+
+class Termination:
+    """Made by the main thread, waited for by another one."""
+
+    def __init__(self) -> None:
+        self._reader = self._writer = None
+        self._paused = False
+        main = threading.current_thread() is threading.main_thread()
+        if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        reader, writer = socket.socketpair()
+        reader.setblocking(False)
+        writer.setblocking(False)
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+            return
+        self._reader, self._writer = reader, writer
+        self._on()
+        os.register_at_fork(before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._in_child)
+
+    def _on(self) -> None:
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, self._handler)
+
+    def _off(self) -> bool:
+        """Do what was done before; returns whether this was on. Only the main thread can switch."""
+        if self._writer is None or threading.current_thread() is not threading.main_thread():
+            return False
+        if signal.getsignal(signal.SIGTERM) != self._handler:
+            return False
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        other = signal.set_wakeup_fd(-1)
+        if other not in (-1, self._writer.fileno()):
+            signal.set_wakeup_fd(other)
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long, or until SIGTERM comes; returns whether it has."""
+        if self._reader is None:
+            time.sleep(seconds)
+            return False
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            if select.select([self._reader], [], [], left)[0] and signal.SIGTERM in self._reader.recv(64):
+                return True
+        return False
+
+    def close(self) -> None:
+        """SIGTERM does again what it did before."""
+        if self._off():
+            self._writer = None
+
+    def _before_fork(self) -> None:
+        """A child process is to end at SIGTERM as ever, and must not write into its parent's socket."""
+        self._paused = self._off()
+
+    def _after_fork(self) -> None:
+        if self._paused:
+            self._on()
+
+    def _in_child(self) -> None:
+        self._off()  # of a fork from another thread, which is the main one now
+        self._writer = None
+
+    def _handler(self, number: int, frame) -> None:
+        """Python's own part, whenever the main thread comes to it: the thread does what is to be done."""

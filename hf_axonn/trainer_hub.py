@@ -1,0 +1,122 @@
+"""What a Trainer on a grid uploads: an ordinary model repository, as from one process.
+
+The stock methods upload the output directory. On a grid that holds shards and their manifest, which
+`AutoModelForCausalLM.from_pretrained("user/name")` does not look for on the hub. So the shards become ordinary
+safetensors files first, on rank 0 and tensor by tensor (export.py). Checkpoints beside the model, which
+`hub_strategy="checkpoint"` uploads to resume from, stay as they are.
+
+Each function wraps the method of Trainer that has its name (trainer_hooks.py). Checked with transformers 5.23.0.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Container
+from pathlib import Path
+
+from hf_axonn.agreement import first_problem
+from hf_axonn.collectives import world_rank
+from hf_axonn.export import INDEX, export_hf
+from hf_axonn.gradients import find_state
+from hf_axonn.manifest import MANIFEST, SHARDS, is_sharded_checkpoint, read_manifest
+
+
+EXPORTED = "_axonn-hub"  # what begins with _ is never uploaded
+TOTAL = re.compile(r"(total_(?:train|eval)_batch_size: )(\d+)")
+ORDINARY = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+
+
+def push_to_hub(self, original: Callable, *args, **kwargs):
+    """Upload the output directory, in which the model is saved as ordinary files."""
+    self._axonn_ordinary = True
+    try:
+        return original(*args, **kwargs)
+    finally:
+        self._axonn_ordinary = False
+
+
+def save_model(self, original: Callable, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    """As the stock method; within `push_to_hub` the shards become ordinary files.
+
+    Raises:
+        ValueError: rank 0 could not write or remove files; on every rank.
+    Collectives: those of the save, and then those of `first_problem`.
+    """
+    original(output_dir, _internal_call=_internal_call)
+    directory = Path(output_dir or self.args.output_dir)
+    if find_state(self.model) is None or getattr(self, "_axonn_save", None) is not None:  # or part of a checkpoint
+        return
+    problem = ""
+    if world_rank() == 0 and is_sharded_checkpoint(directory):
+        try:
+            if getattr(self, "_axonn_ordinary", False):
+                make_ordinary(directory)
+            else:
+                remove_ordinary(directory, keep=read_manifest(directory).files)
+        except (OSError, ValueError) as error:
+            problem = f"the model could not be made ready for the hub: {error}"
+    problem = first_problem(problem, self.args.device)
+    if problem:
+        raise ValueError(problem)
+
+
+def create_model_card(self, original: Callable, *args, **kwargs) -> None:
+    """As the stock method, which takes every rank for a reader of samples of its own."""
+    original(*args, **kwargs)
+    state = find_state(self.model)
+    card = Path(self.args.output_dir, "README.md")
+    if state is None or not self.is_world_process_zero() or not card.is_file():
+        return
+    copies = state.mesh.size("x", "y")
+    text = TOTAL.sub(lambda found: f"{found[1]}{int(found[2]) // copies}", card.read_text(encoding="utf-8"))
+    card.write_text(text, encoding="utf-8")
+
+
+def _push_from_checkpoint(self, original: Callable, checkpoint_folder: str) -> None:
+    """As the stock method, which copies the ordinary files of a checkpoint to the output directory. On rank 0."""
+    if self.is_world_process_zero() and self.args.hub_strategy != "end":
+        busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
+        if (self.args.hub_always_push or not busy) and is_sharded_checkpoint(checkpoint_folder):
+            if read_manifest(checkpoint_folder).model:
+                place_exported(Path(checkpoint_folder), Path(self.args.output_dir))
+    original(checkpoint_folder)
+
+
+def make_ordinary(directory: Path) -> None:
+    """Replace the shards in a directory by ordinary files, and leave everything else. On one process.
+
+    If it is interrupted, either the shards or the ordinary files are whole.
+
+    Raises:
+        OSError, ValueError: it is no complete checkpoint, or cannot be written.
+    """
+    manifest = read_manifest(directory)
+    if manifest.model:
+        place_exported(directory, directory)
+    (directory / MANIFEST).unlink()
+    for shard in directory.glob(SHARDS):
+        shard.unlink()
+
+
+def place_exported(source: Path, directory: Path) -> None:
+    """Write the model of a sharded checkpoint into a directory as ordinary files, in place of earlier ones."""
+    stage = directory / EXPORTED
+    shutil.rmtree(stage, ignore_errors=True)
+    export_hf(source, stage)
+    new = {path.name for path in stage.iterdir()}
+    remove_ordinary(directory, keep=new)
+    for name in new:
+        os.replace(stage / name, directory / name)
+    stage.rmdir()
+
+
+def remove_ordinary(directory: Path, *, keep: Container[str]) -> None:
+    """Remove the ordinary files of an earlier model, which would be read instead of what is there now."""
+    for path in directory.iterdir():
+        if path.name not in keep and (path.name == INDEX or ORDINARY.fullmatch(path.name)):
+            path.unlink()
+
+
+WRAPPERS = (push_to_hub, save_model, create_model_card, _push_from_checkpoint)

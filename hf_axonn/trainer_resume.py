@@ -1,0 +1,178 @@
+"""How a Trainer goes on from a checkpoint: the newest complete one, on whatever grid it runs now.
+
+Each function wraps the method of Trainer that has its name (trainer_hooks.py). With a plain model and a plain
+checkpoint the stock method does it.
+
+Checked with transformers 5.23.0 (trainer.py).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_axonn.agreement import raising_together
+from hf_axonn.checkpoint import load_model, load_optimizer, load_sharded, verify_together
+from hf_axonn.collectives import broadcast_text, world_rank
+from hf_axonn.compat import default_device_type
+from hf_axonn.gradients import find_state
+from hf_axonn.manifest import Manifest, find_problems, is_sharded_checkpoint, read_manifest
+from hf_axonn.plain_checkpoint import load_plain_optimizer, load_plain_weights
+from hf_axonn.plain_values import load_values
+from hf_axonn.trainer_saving import SCHEDULER, TRAINER_STATE, checkpoints_in, rng_file, tidy
+
+
+logger = logging.getLogger(__name__)
+
+
+def train(self, original: Callable, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+    """`resume_from_checkpoint=True` is the newest checkpoint that is complete; others are skipped, with a warning."""
+    if find_state(self.model) is not None or resume_from_checkpoint is True:
+        resume_from_checkpoint = _choose(self, resume_from_checkpoint)
+    return original(resume_from_checkpoint, *args, **kwargs)
+
+
+def _choose(self, wanted: str | bool | None) -> str | bool | None:
+    """What to resume from. Collectives: a broadcast over the world, and for True those of `verify_together`."""
+    folder = Path(self.args.output_dir)
+    plan = {"problem": "", "candidates": []}
+    if world_rank() == 0:
+        try:
+            if folder.is_dir() and find_state(self.model) is not None:
+                tidy(folder)
+        except (OSError, ValueError) as problem:
+            logger.warning(f"{folder} cannot be tidied up: {problem}")
+        if wanted is True and folder.is_dir():
+            plan["candidates"] = [(str(path), is_sharded_checkpoint(path)) for path in checkpoints_in(folder)]
+    if dist.is_initialized():
+        plan = json.loads(broadcast_text(json.dumps(plan), torch.device(default_device_type())))
+    if wanted is not True or not any(sharded for _, sharded in plan["candidates"]):
+        return wanted
+    for path, sharded in plan["candidates"]:
+        try:
+            if sharded:
+                manifest = verify_together(path)
+                _require(path, manifest, TRAINER_STATE)
+                self._axonn_verified = (path, manifest)
+            elif not Path(path, TRAINER_STATE).is_file():
+                raise ValueError(f"{path} has no {TRAINER_STATE}.")
+        except ValueError as problem:
+            if world_rank() == 0:
+                logger.warning(f"skipped: {problem}")
+            continue
+        return path
+    raise ValueError(
+        f"{folder} has no complete checkpoint to resume from; {', '.join(path for path, _ in plan['candidates'])} are "
+        "damaged (hf-axonn verify DIR says how)."
+    )
+
+
+def get_last_checkpoint(original: Callable, folder: str) -> str | None:
+    """Transformers' function of this name, which passes over sharded checkpoints that are not complete.
+
+    By names and sizes only: who loads it compares the checksums. On one process, no communication.
+    """
+    found = checkpoints_in(folder)
+    if not any(map(is_sharded_checkpoint, found)):
+        return original(folder)
+    for path in found:
+        try:
+            if is_sharded_checkpoint(path):
+                problems = find_problems(path, read_manifest(path), contents=False)
+                if problems:
+                    raise ValueError(f"{path} is a damaged checkpoint: {problems[0]}.")
+            return os.path.join(folder, path.name)
+        except ValueError as problem:
+            logger.warning(f"skipped: {problem}")
+    return None
+
+
+def _require(checkpoint: str | Path, manifest: Manifest, name: str) -> None:
+    if name not in manifest.files:
+        raise ValueError(f"{checkpoint} has no {name}: it is not a checkpoint of a Trainer run that can be resumed.")
+
+
+def _load_from_checkpoint(
+    self, original: Callable, resume_from_checkpoint: str, model: nn.Module | None = None
+) -> None:
+    """All ranks read a sharded checkpoint, on whatever grid they are now; a plain one is cut while it is read."""
+    model = self.model if model is None else model
+    verified, self._axonn_verified = getattr(self, "_axonn_verified", None), None
+    if verified is not None and verified[0] == resume_from_checkpoint:
+        return load_model(model, resume_from_checkpoint, verified[1])
+    if is_sharded_checkpoint(resume_from_checkpoint):
+        manifest = verify_together(resume_from_checkpoint)
+        if self.is_in_train:
+            _require(resume_from_checkpoint, manifest, TRAINER_STATE)
+        return load_model(model, resume_from_checkpoint, manifest)
+    if find_state(model) is not None:
+        return load_plain_weights(model, resume_from_checkpoint)
+    return original(resume_from_checkpoint, model=model)
+
+
+def _load_best_model(self, original: Callable) -> None:
+    """As `_load_from_checkpoint`."""
+    if is_sharded_checkpoint(self.state.best_model_checkpoint):
+        return load_sharded(self.model, self.state.best_model_checkpoint)
+    if find_state(self.model) is not None:  # training began on one process
+        return load_plain_weights(self.model, self.state.best_model_checkpoint)
+    return original()
+
+
+def _load_optimizer_and_scheduler(self, original: Callable, checkpoint: str | None) -> None:
+    """As `_load_from_checkpoint`; the scheduler is read by every rank."""
+    if checkpoint is None or not (is_sharded_checkpoint(checkpoint) or find_state(self.model) is not None):
+        return original(checkpoint)
+    if is_sharded_checkpoint(checkpoint):
+        manifest = read_manifest(checkpoint)
+        load_optimizer(self.model, self.optimizer, checkpoint, manifest)
+        _require(checkpoint, manifest, SCHEDULER)
+    else:
+        load_plain_optimizer(self.model, self.optimizer, checkpoint)
+    with raising_together(self.args.device):
+        self.lr_scheduler.load_state_dict(load_values(Path(checkpoint, SCHEDULER)))
+
+
+def _load_scaler(self, original: Callable, checkpoint: str | None) -> None:
+    """There is none on a grid (fp16 is refused), so a file of its name is not of this run."""
+    if find_state(self.model) is None:
+        original(checkpoint)
+
+
+def _load_rng_state(self, original: Callable, checkpoint: str | None) -> None:
+    """On another number of ranks a rank without a file of its own takes that of rank 0: all started from one seed."""
+    if checkpoint is None or not (is_sharded_checkpoint(checkpoint) or find_state(self.model) is not None):
+        return original(checkpoint)
+    known = read_manifest(checkpoint).files if is_sharded_checkpoint(checkpoint) else None
+    names = [rng_file(self), "rng_state_0.pth", "rng_state.pth"]
+    found = [name for name in names if (name in known if known is not None else Path(checkpoint, name).is_file())]
+    with raising_together(self.args.device), tempfile.TemporaryDirectory() as folder:
+        if not found:
+            return
+        Path(folder, names[0]).symlink_to(Path(checkpoint, found[0]).resolve())
+        try:
+            original(folder)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError, ValueError) as problem:
+            reason = str(problem).partition("\n")[0]
+            raise ValueError(
+                f"{Path(checkpoint, found[0])} does not hold a random state, and nothing else is loaded: {reason}"
+            ) from None
+
+
+WRAPPERS = (
+    train,
+    _load_from_checkpoint,
+    _load_best_model,
+    _load_optimizer_and_scheduler,
+    _load_scaler,
+    _load_rng_state,
+)

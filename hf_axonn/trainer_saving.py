@@ -1,0 +1,241 @@
+"""How a Trainer on a grid saves: everything a resume needs is one save, under one manifest, by all ranks together.
+
+Each function wraps the method of Trainer that has its name (trainer_hooks.py). Trainer's own order is kept: model,
+optimizer and scheduler, random state, its own state, then the older checkpoints are removed. But all goes into the
+stage of one `Save`, so that `checkpoint-N` is complete as soon as it has that name.
+
+Checked with transformers 5.23.0 (trainer.py, `_save_checkpoint` and `rotate_checkpoints`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from hf_axonn.checkpoint import add_model, begin_save
+from hf_axonn.commit import recover
+from hf_axonn.config import AxonnConfig
+from hf_axonn.gradients import find_state
+from hf_axonn.manifest import MANIFEST, STAGE, find_problems, read_manifest
+from hf_axonn.saving import Save, SaveError, finish_saves
+
+
+logger = logging.getLogger(__name__)
+
+TRAINER_STATE = "trainer_state.json"
+SCHEDULER = "scheduler.pt"
+REMOVED = ".axonn-removed"
+CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
+
+
+def checkpoints_in(folder: str | Path) -> list[Path]:
+    """The directories checkpoint-N of a run, whatever they hold, the largest N first."""
+    found = [path for path in Path(folder).glob("checkpoint-*") if CHECKPOINT.match(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: -int(CHECKPOINT.match(path.name)[1]))
+
+
+def _settings(self) -> AxonnConfig:
+    config = getattr(getattr(self.accelerator, "parallelism_config", None), "config", None)
+    return config if isinstance(config, AxonnConfig) else find_state(self.model).config
+
+
+def _save_checkpoint(self, original: Callable, model, trial) -> None:
+    """Save as Trainer does, all or nothing; what becomes of a failure is the setting `save_failure`."""
+    if find_state(self.model) is None:
+        return original(model, trial)
+    if self.hp_search_backend is None and trial is None:
+        self.store_flos()
+    folder = Path(self._get_output_dir(trial=trial))
+    directory = folder / f"checkpoint-{self.state.global_step}"
+    if not wait_for_save(self):
+        return
+    before = self.state.best_model_checkpoint
+    try:
+        save = begin_save(self.model, directory, async_save=_settings(self).async_save)
+        self._axonn_save = save
+        try:
+            self.save_model(str(save.stage), _internal_call=True)
+            _note_best(self, folder, directory)
+            _save_trainer(self, save)
+            save.close()
+        finally:
+            self._axonn_save = None
+    except SaveError as problem:
+        self.state.best_model_checkpoint = before
+        _failed(self, problem)
+        return
+    self._axonn_saved = (directory, before)
+    if not save.background:
+        _saved(self)
+    if self.args.push_to_hub and wait_for_save(self):
+        self._push_from_checkpoint(str(directory))
+
+
+def _note_best(self, folder: Path, directory: Path) -> None:
+    """The best checkpoint is an earlier one, or the one that is being saved."""
+    if self.args.save_strategy in ("steps", "epoch", "best") and self.state.best_global_step:
+        best = folder / f"checkpoint-{self.state.best_global_step}"
+        if best == directory or best.is_dir():
+            self.state.best_model_checkpoint = str(best)
+
+
+def _save_trainer(self, save: Save) -> None:
+    """What Trainer writes beside the model: each rank its random state, rank 0 the rest."""
+    from transformers.trainer_callback import ExportableState
+
+    stage = str(save.stage)
+    with save.writing():
+        if not self.args.save_only_model:
+            self._save_optimizer_and_scheduler(stage)
+            self._save_scaler(stage)
+            self._save_rng_state(stage)
+            save.claim(rng_file(self))
+        if self.args.should_save:
+            for part in [*self.callback_handler.callbacks, self.control]:
+                if isinstance(part, ExportableState):
+                    states, name = self.state.stateful_callbacks, type(part).__name__
+                    if isinstance(states[name], list):
+                        states[name].append(part.state())
+                    else:
+                        states[name] = part.state()
+            self.state.save_to_json(os.path.join(stage, TRAINER_STATE))
+
+
+def rng_file(self) -> str:
+    """Where Trainer saves this rank's random state."""
+    return f"rng_state_{self.args.process_index}.pth" if self.args.world_size > 1 else "rng_state.pth"
+
+
+def _save(self, original: Callable, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+    """Every rank writes its shards; rank 0 the tokenizer and the arguments, as the stock method does."""
+    if find_state(self.model) is None:
+        return original(output_dir, state_dict=state_dict)
+    output_dir = output_dir if output_dir is not None else self.args.output_dir
+    save = getattr(self, "_axonn_save", None)
+    part_of_checkpoint = save is not None and Path(output_dir) == save.stage
+    if not part_of_checkpoint:
+        wait_for_save(self)
+        save = begin_save(self.model, output_dir)
+    add_model(
+        save, self.model, optimizer=None if self.args.save_only_model or not self.is_in_train else self.optimizer
+    )
+    with save.writing():
+        if self.args.should_save:
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(save.stage))
+            torch.save(self.args, save.stage / "training_args.bin")
+    if not part_of_checkpoint:
+        save.close()
+
+
+def _save_optimizer_and_scheduler(self, original: Callable, output_dir: str) -> None:
+    """The optimizer's shards were written with the weights; the scheduler is rank 0's."""
+    if find_state(self.model) is None:
+        return original(output_dir)
+    if self.args.should_save:
+        torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
+
+
+def _finalize_training(self, original: Callable, *args, **kwargs):
+    """The last save in the background is waited for before the best model is loaded and older ones are removed."""
+    if find_state(self.model) is None:
+        return original(*args, **kwargs)
+    wait_for_save(self)
+    best = self.state.best_model_checkpoint
+    if best is not None and not self.args.load_best_model_at_end and not _looks_complete(Path(best)):
+        self.state.best_model_checkpoint = None  # Trainer would remove every other one for it
+    return original(*args, **kwargs)
+
+
+def wait_for_save(self) -> bool:
+    """Wait for a save in the background. Returns whether to go on: False is a failure that is to be lived with.
+
+    Raises:
+        SaveError: it failed, and `save_failure` is stop.
+    """
+    try:
+        finish_saves()
+    except SaveError as problem:
+        if getattr(self, "_axonn_saved", None) is not None:
+            self.state.best_model_checkpoint = self._axonn_saved[1]
+            self._axonn_saved = None
+        _failed(self, problem)
+        return True
+    _saved(self)
+    return True
+
+
+def _failed(self, problem: SaveError) -> None:
+    if _settings(self).save_failure == "stop":
+        raise problem
+    if self.args.process_index == 0:
+        logger.warning(f"{problem} Training goes on (save_failure: continue).")
+
+
+def _saved(self) -> None:
+    """A checkpoint is complete: older ones may go."""
+    saved, self._axonn_saved = getattr(self, "_axonn_saved", None), None
+    if saved is not None and self.args.should_save:
+        rotate(saved[0], limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
+
+
+def rotate(newest: Path, *, limit: int | None, best: str | None) -> None:
+    """Remove the oldest complete checkpoints of a run until `limit` are left; never `newest`, nor the best.
+
+    What is not complete is not counted and not removed: someone may still want to look at it.
+    """
+    if not limit or limit < 1:
+        return
+    kept = {newest.resolve()} | ({Path(best).resolve()} if best else set())
+    complete = [path for path in checkpoints_in(newest.parent) if path.resolve() in kept or _looks_complete(path)]
+    for path in sorted(complete, key=lambda path: path.stat().st_mtime):
+        if len(complete) <= max(limit, len(kept)):
+            break
+        if path.resolve() not in kept:
+            complete.remove(path)
+            remove_checkpoint(path)
+
+
+def _looks_complete(directory: Path) -> bool:
+    """Whether nothing is missing, by names and sizes; of a checkpoint of one process, whether Trainer finished it."""
+    try:
+        return not find_problems(directory, read_manifest(directory), contents=False)
+    except ValueError:
+        return not (directory / MANIFEST).exists() and (directory / TRAINER_STATE).is_file()
+
+
+def remove_checkpoint(directory: Path) -> None:
+    """Remove a checkpoint so that half of it is never taken for one."""
+    removed = directory.with_name(f".{directory.name}{REMOVED}")
+    shutil.rmtree(removed, ignore_errors=True)
+    os.replace(directory, removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def tidy(folder: Path) -> None:
+    """Before training: finish the saves of a run that were cut off at their last step, remove what is left of others.
+
+    Raises:
+        OSError, ValueError: something cannot be finished or removed.
+    """
+    for path in sorted(folder.glob(".checkpoint-*")):
+        name = path.name[1:].removesuffix(STAGE).removesuffix(REMOVED)
+        if not CHECKPOINT.match(name) or path.is_symlink():
+            continue
+        if path.name.endswith(STAGE) and recover(folder / name):
+            logger.warning(f"{folder / name}: its save was interrupted at the very end, and has been finished.")
+        elif path.name.endswith((STAGE, REMOVED)):
+            logger.warning(f"{path} is what an interrupted run left of a save, and is removed.")
+            shutil.rmtree(path)
+    for path in checkpoints_in(folder):
+        recover(path)
+
+
+WRAPPERS = (_save_checkpoint, _save, _save_optimizer_and_scheduler, _finalize_training)

@@ -1,0 +1,79 @@
+"""A sharded model as one: its whole state dict on rank 0, and `save_pretrained`, which writes an ordinary directory.
+
+For a model that one machine can hold. Checkpoints (checkpoint.py) never gather anything.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hf_axonn.collectives import world_rank
+
+
+def whole_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The state dict of a sharded model with whole tensors, on the CPU of rank 0; empty on the other ranks.
+
+    Every rank must call it. Names that share a tensor share it in the result, too.
+
+    Args:
+        model: parallelized, or a wrapper of such a model.
+        state_dict: its state dict or a part of it; the whole one if None.
+    Memory: the whole model on the CPU of rank 0, one whole tensor at a time on the others.
+    Collectives: one gather of each sharded tensor over (y, x, z).
+    """
+    state_dict = model.state_dict() if state_dict is None else state_dict
+    first = world_rank() == 0
+    # By the parameter, and not by memory, which of an empty shard is no mark: all ranks must gather the same.
+    owners = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    whole: dict[str, Any] = {}
+    gathered: dict[object, Tensor | None] = {}
+    for name, tensor in state_dict.items():
+        if not isinstance(tensor, Tensor):
+            whole[name] = tensor
+            continue
+        owner = owners.get(name, name)
+        if owner not in gathered:
+            full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+            gathered[owner] = full.cpu().contiguous() if first else None
+            del full
+        whole[name] = gathered[owner]
+    return whole if first else {}
+
+
+def is_sharded(state_dict: dict[str, Tensor]) -> bool:
+    """Whether any tensor of a state dict is a DTensor."""
+    return any(isinstance(tensor, DTensor) for tensor in state_dict.values())
+
+
+def install_save_pretrained(model: nn.Module) -> None:
+    """Let `model.save_pretrained` of a sharded Transformers model write what it writes on one process."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = functools.partial(_save_pretrained, model, model.save_pretrained)
+
+
+def _save_pretrained(
+    model: nn.Module,
+    original: Callable,
+    save_directory: str,
+    is_main_process: bool = True,
+    state_dict: dict[str, Tensor] | None = None,
+    **kwargs: Any,
+) -> None:
+    """`PreTrainedModel.save_pretrained`, called by all ranks; rank 0 writes. Collectives: `whole_state_dict`.
+
+    A given state dict is taken as it is on rank 0, if it holds whole tensors.
+    """
+    if kwargs.get("distributed_checkpoint"):
+        raise ValueError(
+            "distributed_checkpoint=True is not for a model on a grid: hf_axonn.save_sharded(model, DIR) writes its "
+            "shards."
+        )
+    if state_dict is None or is_sharded(state_dict):
+        state_dict = whole_state_dict(model, state_dict)
+    if world_rank() == 0 and is_main_process:
+        original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)

@@ -1,0 +1,155 @@
+"""A character tokenizer with a chat template, conversations, and runs of TRL's SFTTrainer on a tiny model."""
+
+from __future__ import annotations
+
+import os
+import random
+import string
+from pathlib import Path
+
+import torch
+from datasets import Dataset, disable_progress_bars
+from equality import full
+from float64 import Float64
+from models import tiny_model
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerFast, TrainerCallback
+
+from hf_axonn import AxonnPlugin, Grid
+
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # TRL would report its use
+disable_progress_bars()
+
+SPECIAL = ("<pad>", "<s>", "<end>", "<user>", "<assistant>", "<unk>")
+TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message.role + '>' }}{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content + '<end>' }}{% endgeneration %}"
+    "{% else %}{{ message.content + '<end>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Regex, Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Split
+
+    words = [*SPECIAL, *string.ascii_lowercase, " "]
+    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="<end>",
+        unk_token="<unk>",
+        additional_special_tokens=["<user>", "<assistant>"],
+        chat_template=TEMPLATE,
+    )
+
+
+def chats(rows: int, seed: int, *, completions: bool = True) -> Dataset:
+    """Questions and answers of very different lengths, split into prompt and completion or in one list."""
+    source = random.Random(seed)
+
+    def text(longest: int) -> str:
+        return "".join(source.choices("abcdef ", k=source.randint(2, longest)))
+
+    pairs = [
+        ([{"role": "user", "content": text(9)}], [{"role": "assistant", "content": text(17)}]) for _ in range(rows)
+    ]
+    if completions:
+        return Dataset.from_list([{"prompt": question, "completion": answer} for question, answer in pairs])
+    return Dataset.from_list([{"messages": question + answer} for question, answer in pairs])
+
+
+class ExactLogProbs:
+    """In the place of TRL's chunked function, which computes in float32: the same numbers by autograd."""
+
+    @staticmethod
+    def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, scale, outputs):
+        logits = F.linear(hidden, weight, bias) * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        log_softmax = F.log_softmax(logits / temperature, dim=-1)
+        entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
+        of_target = log_softmax.gather(1, targets.unsqueeze(1)).squeeze(1)
+        return of_target, entropy, None, None, logits.argmax(dim=-1) == targets
+
+
+class FirstGradients(TrainerCallback):
+    """Keeps the whole gradients of the first optimizer step."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if not self.gradients:
+            named = model.named_parameters()
+            self.gradients = {name: full(its.grad) for name, its in named if its.grad is not None}
+
+
+def make_sft(output: Path, grid: Grid | None, *, goldfish: bool = True, kind: str = "llama", model=None, **changes):
+    """A trainer whose global batch is 8 rows in two micro-batches; `goldfish` False is the stock SFTTrainer."""
+    from trl import SFTConfig, SFTTrainer
+
+    from hf_axonn import GoldfishSFTConfig, GoldfishSFTTrainer
+
+    samples = grid.samples_size if grid else 1
+    trainer_options = {key: changes.pop(key) for key in ("peft_config", "callbacks") if key in changes}
+    completions = changes.pop("completions", True)
+    options = dict(
+        output_dir=str(output),
+        per_device_train_batch_size=4 // samples,
+        gradient_accumulation_steps=2,
+        per_device_eval_batch_size=3,
+        max_steps=3,
+        max_length=37,
+        logging_steps=1,
+        save_strategy="no",
+        learning_rate=1e-2,
+        max_grad_norm=0.5,
+        adam_beta2=0.95,
+        weight_decay=0.1,
+        gradient_checkpointing=False,
+        bf16=False,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    if goldfish:
+        options.update(goldfish_k=3, goldfish_context_width=3)
+    if grid:
+        options.update(parallelism_config=AxonnPlugin(grid=grid))
+    options.update(changes)
+    trainer_class, config = (GoldfishSFTTrainer, GoldfishSFTConfig) if goldfish else (SFTTrainer, SFTConfig)
+    return trainer_class(
+        model=tiny_model(kind) if model is None else model,
+        args=config(**options),
+        train_dataset=chats(80, seed=0, completions=completions),
+        eval_dataset=chats(7, seed=1, completions=completions),
+        processing_class=chat_tokenizer(),
+        **trainer_options,
+    )
+
+
+def logged(history: list[dict]) -> list[dict[str, float]]:
+    """Of a log history what must not depend on the grid."""
+    kept = ("loss", "grad_norm", "entropy", "accuracy", "num_tokens", "fraction", "learning_rate", "step")
+    return [
+        {key: value for key, value in entry.items() if any(its in key for its in kept) and "per_second" not in key}
+        for entry in history
+    ]
+
+
+def fine_tune(output: Path, grid: Grid | None, *, resume: Path | None = None, evaluate: bool = False, **options):
+    """(what was logged, gradients of the first step, parameters at the end), in float64."""
+    watch = FirstGradients()
+    trainer = make_sft(output, grid, callbacks=[watch], **options)
+    with Float64():
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        if evaluate:
+            trainer.evaluate()
+    parameters = {name: full(its) for name, its in trainer.model.named_parameters() if its.requires_grad}
+    return logged(trainer.state.log_history), watch.gradients, parameters

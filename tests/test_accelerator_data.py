@@ -1,0 +1,323 @@
+"""Who gets which samples: a grid does at each (data, z) what stock accelerate does on each of as many processes."""
+
+from __future__ import annotations
+
+import accelerate
+import pytest
+import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration
+from models import tiny_model
+from ranks import run_ranks
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+
+from hf_axonn import AxonnPlugin, Grid
+
+
+ROWS = 11
+TWO_RANKS = [Grid(data=2), Grid(z=2)]
+FOUR_RANKS = [Grid(z=2, x=2), Grid(data=2, y=2)]
+
+
+class Numbers(IterableDataset):
+    """An iterable data set, of known length or not."""
+
+    def __init__(self, rows: int = ROWS, *, sized: bool = True) -> None:
+        self.rows = rows
+        self.epoch = 0
+        if sized:
+            self.__class__ = SizedNumbers
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        yield from (torch.arange(2) + 10 * row + 1000 * self.epoch for row in range(self.rows))
+
+
+class SizedNumbers(Numbers):
+    def __len__(self) -> int:
+        return self.rows
+
+
+class Augmented(Dataset):
+    """Every look at a row is another one."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return torch.tensor([row, torch.rand(())])
+
+
+def new_accelerator(grid: Grid | None, **options) -> Accelerator:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    config = DataLoaderConfiguration(**options)
+    return Accelerator(cpu=True, parallelism_config=AxonnPlugin(grid=grid) if grid else None, dataloader_config=config)
+
+
+def loaders() -> dict[str, DataLoader]:
+    """What may be handed to `prepare`."""
+    rows = [{"ids": torch.arange(3) + 10 * row, "row": row} for row in range(ROWS)]
+    shuffled = {"shuffle": True, "generator": torch.Generator().manual_seed(5)}
+    sampler = BatchSampler(RandomSampler(rows, generator=torch.Generator().manual_seed(3)), 2, drop_last=False)
+    return {
+        "map": DataLoader(rows, batch_size=2),
+        "tuples": DataLoader(TensorDataset(torch.arange(ROWS), torch.arange(ROWS) % 2), batch_size=4),
+        "shuffled": DataLoader(rows, batch_size=2, **shuffled),
+        "drop_last": DataLoader(rows, batch_size=2, drop_last=True),
+        "batch_sampler": DataLoader(rows, batch_sampler=sampler),
+        "fewer rows than ranks": DataLoader(rows[:1], batch_size=2),
+        "exact": DataLoader(rows[:8], batch_size=4),
+        "workers": DataLoader(rows, batch_size=2, num_workers=1),
+        "iterable": DataLoader(Numbers(), batch_size=2),
+        "unsized": DataLoader(Numbers(sized=False), batch_size=2),
+    }
+
+
+CONFIGS = {
+    "default": {},
+    "dispatch": {"dispatch_batches": True},
+    "no dispatch": {"dispatch_batches": False},
+    "split": {"split_batches": True},
+    "split, dispatch": {"split_batches": True, "dispatch_batches": True},
+    "uneven": {"even_batches": False},
+    "seedable": {"use_seedable_sampler": True, "data_seed": 7},
+}
+
+
+def plain(value):
+    """Batches as lists, to compare and to send home."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain(its) for key, its in value.items()}
+    return [plain(its) for its in value] if isinstance(value, (list, tuple)) else value
+
+
+def all_batches(grid: Grid | None) -> dict[str, object]:
+    """Two epochs of every loader under every configuration, and one that skips batches: as this rank sees them."""
+    seen = {}
+    for setting, options in CONFIGS.items():
+        for name in loaders():
+            if setting.startswith("split") and (name == "fewer rows than ranks" or name.startswith("batch")):
+                continue  # a batch size that stock accelerate refuses, or a sampler that it cannot split
+            if name == "workers" and setting != "default":
+                continue
+            accelerator = new_accelerator(grid, **options)
+            torch.manual_seed(11)
+            loader = accelerator.prepare(loaders()[name])
+            uneven = setting == "uneven"
+            epochs, gathered = [], []
+            for _ in range(2):
+                for batch in loader:
+                    gathered.append(None if uneven else plain(accelerator.gather_for_metrics(batch)))
+                    epochs.append(plain(batch))
+            # Of a dispatching loader stock accelerate skips batches before they are put together, and can fail at it.
+            skipped = [] if dispatches(setting, name) else skip_first_batches(loader, 1)
+            by_method = [] if dispatches(setting, name) else accelerator.skip_first_batches(loader, 1)
+            seen[setting, name] = {
+                "epochs": epochs,
+                "gathered": gathered,
+                "skipped": [plain(batch) for batch in skipped],
+                "skipped by method": [plain(batch) for batch in by_method],
+                "length": None if name == "unsized" else len(loader),
+                "generator": torch.get_rng_state().sum().item() if name != "workers" else 0,
+            }
+    return seen
+
+
+def dispatches(setting: str, name: str) -> bool:
+    """Whether rank 0 reads for all."""
+    return "dispatch" in setting.split(", ") or (setting != "no dispatch" and name in ("iterable", "unsized"))
+
+
+def all_operations(grid: Grid | None) -> dict[str, object]:
+    """gather, reduce and the like, of values that belong to the samples of this rank."""
+    accelerator = new_accelerator(grid)
+    position, positions = position_of(accelerator, grid)
+    own = torch.arange(3.0) + 10 * position
+    results = {
+        "gather": accelerator.gather({"a": (own, own[:1]), "b": [torch.tensor([position])]}),
+        "gather nothing": accelerator.gather(own[:0]),
+        "gather matrices": accelerator.gather(own.expand(2, 3)),
+        "objects": accelerator.gather_for_metrics([f"text {position}"], use_gather_object=True),
+        "texts": accelerator.gather_for_metrics([("text", position)]),
+        "sum": accelerator.reduce(own),
+        "sum of counts": accelerator.reduce({"rows": torch.tensor(3 + position)}, reduction="sum"),
+        "mean": accelerator.reduce([own], reduction="mean"),
+        "largest": accelerator.reduce(own, reduction="max"),
+        "none": accelerator.reduce(own, reduction="none"),
+        "infinite": accelerator.reduce(torch.tensor([float("inf"), 1.0])),
+        "padded": accelerator.gather(accelerator.pad_across_processes(own[: 1 + position], pad_index=-1)),
+    }
+    for inputs in (list("abcde"), torch.arange(5), {"a": list(range(5)), "b": torch.arange(5)}):
+        for padding in (False, True):
+            with accelerator.split_between_processes(inputs, apply_padding=padding) as part:
+                results[f"split {type(inputs).__name__} {padding}"] = plain(part)
+            inputs = list("abcde") if isinstance(inputs, list) else inputs
+            if isinstance(inputs, dict):
+                break  # accelerate changes it in place
+    return plain(results) | {"positions": positions}
+
+
+def position_of(accelerator: Accelerator, grid: Grid | None) -> tuple[int, int]:
+    """This rank's place among those that have different samples, and their number."""
+    if grid is None:
+        return accelerator.process_index, accelerator.num_processes
+    place = grid.coordinates(accelerator.process_index)
+    return place["data"] * grid.z + place["z"], grid.samples_size
+
+
+def observe(grid: Grid | None) -> tuple[dict, dict]:
+    return all_batches(grid), all_operations(grid)
+
+
+def _compare(grids: list[Grid], truth: list[tuple[dict, dict]]) -> None:
+    for grid in grids:
+        place = grid.coordinates(torch.distributed.get_rank())
+        batches, operations = truth[place["data"] * grid.z + place["z"]]
+        own_batches, own_operations = observe(grid)
+        assert own_batches.keys() == batches.keys()
+        for case, wanted in batches.items():
+            for what, value in wanted.items():
+                assert own_batches[case][what] == value, (grid, case, what)
+        assert own_operations == operations, grid
+
+
+def _dispatching() -> None:
+    """What stock accelerate cannot do: skip batches of such a loader, over x and y, and fail without a hang."""
+    for grid in FOUR_RANKS:
+        for split in (False, True):
+            accelerator = new_accelerator(grid, dispatch_batches=True, split_batches=split)
+            loader = accelerator.prepare(loaders()["map"])
+            whole = plain(list(loader))
+            for skip in (skip_first_batches, accelerator.skip_first_batches):
+                skipping = skip(loader, 2)
+                gathered = [accelerator.gather_for_metrics(batch)["row"] for batch in skipping]
+                assert plain(list(skip(loader, 2))) == whole[2:] and whole[2:]
+                assert torch.cat(gathered).tolist() == list(range(4 if split else 8, ROWS))
+            assert list(accelerator.prepare(DataLoader(Numbers(0), batch_size=2))) == []
+            # The generator of the ranks stays one, though rank 0 alone looks at rows that draw from it.
+            torch.manual_seed(0)
+            seen = [plain(batch) for batch in accelerator.prepare(DataLoader(Augmented(), batch_size=2, shuffle=True))]
+            assert len({value for batch in seen for _, value in batch}) == len(
+                [row for batch in seen for row in batch]
+            )
+            states = accelerator.gather(torch.get_rng_state()[None].long())
+            assert all(torch.equal(state, torch.get_rng_state().long()) for state in states)
+    accelerator = new_accelerator(FOUR_RANKS[0], dispatch_batches=True)
+    ragged = DataLoader([torch.arange(row + 1) for row in range(4)], batch_size=1)
+    with pytest.raises(RuntimeError, match="rank 0, which reads for all, failed: .*dispatch_batches=False"):
+        list(accelerator.prepare(ragged))
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: broken row"):
+        list(accelerator.prepare(DataLoader(Broken(), batch_size=1)))
+    uneven = new_accelerator(FOUR_RANKS[0], dispatch_batches=True, split_batches=True)
+    with pytest.raises(ValueError, match="batch size of 3: it must be divisible by data . z = 2"):
+        uneven.prepare(DataLoader(list(range(6)), batch_size=3))
+    sizes = DataLoader(list(range(7)), batch_sampler=[[0, 1], [2, 3, 4], [5, 6]])
+    with pytest.raises(RuntimeError, match="a batch of 5 rows cannot be divided among data . z = 2"):
+        list(new_accelerator(FOUR_RANKS[0], dispatch_batches=True).prepare(sizes))
+    stateful = new_accelerator(FOUR_RANKS[0], dispatch_batches=True, use_stateful_dataloader=True)
+    with pytest.raises(ValueError, match="use_stateful_dataloader with dispatch_batches"):
+        stateful.prepare(DataLoader(list(range(6)), batch_size=2))
+
+
+class Broken(Dataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        if row == 2:
+            raise ZeroDivisionError("broken row")
+        return torch.tensor([row])
+
+
+def test_dispatching_over_x_and_y():
+    run_ranks(_dispatching, 4)
+
+
+def _uneven() -> None:
+    """Ranks that have a batch more than others would wait in the model for them."""
+    model = tiny_model("llama")
+    for grid in TWO_RANKS:
+        for rows, split, counts in ((3, False, "2 batches to some ranks and 1"), (5, True, "3 batches to some ranks")):
+            loader = DataLoader(list(range(rows)), batch_size=2 if split else 1)
+            accelerator = new_accelerator(grid, even_batches=False, split_batches=split)
+            accelerator.prepare(loader)  # of use without a model
+            with pytest.raises(ValueError, match=counts):
+                accelerator.prepare_model(tiny_model("llama"))
+            accelerator = new_accelerator(grid, even_batches=False, split_batches=split)
+            model = accelerator.prepare(tiny_model("llama"))
+            with pytest.raises(ValueError, match=counts):
+                accelerator.prepare(loader)
+            even = accelerator.prepare(DataLoader(list(range(6)), batch_size=2, drop_last=True))
+            assert model is not None and len(even) == (3 if split else 1)
+
+
+def test_uneven_numbers_of_batches_are_refused_with_a_model():
+    run_ranks(_uneven, 2)
+
+
+def _seeds() -> None:
+    """Ranks that share samples shuffle alike, whatever the state of their own generators."""
+    for grid in (Grid(x=2), Grid(z=2)):
+        for config in ({}, {"dispatch_batches": True}):
+            accelerator = new_accelerator(grid, **config)
+            torch.manual_seed(accelerator.process_index)
+            batches = BatchSampler(RandomSampler(range(8)), 2, drop_last=False)
+            for loader in (
+                DataLoader(list(range(8)), batch_size=2, shuffle=True),
+                DataLoader(list(range(8)), batch_sampler=batches),
+                DataLoader(list(range(8)), sampler=batches, batch_size=None, collate_fn=torch.tensor),
+            ):
+                if loader.batch_size is None and config:
+                    continue  # accelerate cannot put such batches together
+                loader = accelerator.prepare(loader)
+                for _ in range(2):
+                    seen = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
+                    assert sorted(seen.tolist()) == list(range(8)), (grid, config)
+                    own = torch.cat(list(loader))
+                    every = accelerate.utils.gather(own[None])
+                    assert grid.z > 1 or torch.equal(every[0], every[1]), (grid, config)
+
+
+def test_ranks_with_other_seeds_share_their_samples():
+    run_ranks(_seeds, 2)
+
+
+def _triggers() -> None:
+    for grid in FOUR_RANKS:
+        accelerator = new_accelerator(grid)
+        assert not accelerator.check_trigger()
+        for rank in range(4):  # also one that shares its samples with a lower rank
+            if accelerator.process_index == rank:
+                accelerator.set_trigger()
+            assert accelerator.check_trigger()
+            assert not accelerator.check_trigger()
+
+
+def test_a_trigger_of_any_rank_counts():
+    run_ranks(_triggers, 4)
+
+
+@pytest.fixture(scope="module")
+def stock():
+    """What stock accelerate does, on two processes."""
+    return run_ranks(observe, 2, None)
+
+
+def test_data_and_z_are_processes_of_stock_accelerate(stock):
+    assert stock[0][0]["dispatch", "map"]["epochs"] != stock[1][0]["dispatch", "map"]["epochs"]
+    run_ranks(_compare, 2, TWO_RANKS, stock)
+
+
+def test_ranks_of_x_and_y_share_what_a_process_gets(stock):
+    run_ranks(_compare, 4, FOUR_RANKS, stock)
+
+
+def test_ranks_of_x_alone_are_one_process():
+    truth = [observe(None)]
+    run_ranks(_compare, 2, [Grid(x=2)], truth)

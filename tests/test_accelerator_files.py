@@ -1,0 +1,474 @@
+"""save_state and load_state from grid to grid, and whole models in the ordinary format."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, load_checkpoint_in_model, set_seed
+from float64 import Float64
+from models import tiny_model
+from ranks import run_ranks
+from torch.utils.data import DataLoader
+from training import collate, token_data
+from transformers import AutoModelForCausalLM
+
+from hf_axonn import AxonnPlugin, Grid
+from hf_axonn.manifest import MANIFEST
+from hf_axonn.saving import SaveError
+
+
+STEPS, SAVED_AT = 5, 3  # micro-batches are two a step, and the save is in the middle of an epoch
+GRIDS = {
+    2: [Grid(x=2), Grid(z=2), Grid(data=2), Grid(y=2)],
+    4: [Grid(z=2, x=2), Grid(data=2, y=2)],
+}
+
+
+class Counter:
+    """Something that a script registers for checkpointing."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.average = torch.zeros(2)
+
+    def state_dict(self) -> dict:
+        return {"seen": self.seen, "average": self.average, "nested": [1, "two", None]}
+
+    def load_state_dict(self, state: dict) -> None:
+        assert state["nested"] == [1, "two", None]
+        self.seen, self.average = state["seen"], state["average"]
+
+
+def new_accelerator(grid: Grid | None, **options) -> Accelerator:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    return Accelerator(cpu=True, parallelism_config=AxonnPlugin(grid=grid) if grid else None, **options)
+
+
+class Run:
+    """A script: everything prepared, and trained from where it stands."""
+
+    def __init__(self, grid: Grid | None, kind: str = "llama", **options) -> None:
+        set_seed(0)
+        self.accelerator = new_accelerator(grid, gradient_accumulation_steps=2, **options)
+        self.samples = grid.samples_size if grid else 1
+        model = tiny_model(kind).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1)
+        rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / self.samples))
+        loader = DataLoader(token_data(64, seed=2), batch_size=4 // self.samples, collate_fn=collate)
+        self.model, self.optimizer, self.rates, self.loader = self.accelerator.prepare(model, optimizer, rates, loader)
+        self.counter = Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
+
+    def train(self, *, until: int) -> list[float]:
+        """Losses of the micro-batches from where the counter stands to `2 * until`."""
+        losses = []
+        loader = self.accelerator.skip_first_batches(self.loader, self.counter.seen)
+        with Float64():
+            for batch in loader:
+                with self.accelerator.accumulate(self.model):
+                    loss = self.model(**batch, num_items_in_batch=50).loss * self.samples
+                    self.accelerator.backward(loss)
+                    if self.accelerator.sync_gradients:
+                        self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                    self.optimizer.step()
+                    self.rates.step()
+                    self.optimizer.zero_grad()
+                losses.append(self.accelerator.gather(loss.detach()).mean().item())
+                self.counter.seen += 1
+                self.counter.average += losses[-1]
+                if self.counter.seen == 2 * until:
+                    break
+        return losses
+
+    def results(self, losses: list[float]) -> dict:
+        values = {name: value.detach() for name, value in self.model.named_parameters()}
+        return {
+            "losses": losses,
+            "rate": self.rates.get_last_lr(),
+            "seen": [self.counter.seen, *self.counter.average.tolist(), self.accelerator.step],
+            "parameters": {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in values.items()},
+        }
+
+
+def unbroken(grid: Grid | None) -> dict:
+    run = Run(grid)
+    run.train(until=SAVED_AT)
+    return run.results(run.train(until=STEPS))
+
+
+def save(grid: Grid | None, folder: Path) -> None:
+    run = Run(grid)
+    run.train(until=SAVED_AT)
+    assert run.accelerator.save_state(str(folder)) == (str(folder) if grid else folder)
+
+
+def resume(grid: Grid | None, folder: Path) -> dict:
+    run = Run(grid)
+    with torch.no_grad():
+        for parameter in run.model.parameters():
+            parameter.zero_()
+    run.accelerator.load_state(str(folder))
+    assert run.counter.seen == 2 * SAVED_AT
+    return run.results(run.train(until=STEPS))
+
+
+def assert_equal(ours: dict, truth: dict, case: object) -> None:
+    for numbers in ("losses", "rate", "seen"):
+        assert ours[numbers] == pytest.approx(truth[numbers], rel=1e-6 if numbers == "seen" else 1e-10), (
+            case,
+            numbers,
+        )
+    for name, value in ours["parameters"].items():
+        difference = float((value - truth["parameters"][name]).abs().max())
+        assert difference < 1e-10, (case, name, difference)
+
+
+@pytest.fixture(scope="module")
+def truth() -> dict:
+    return unbroken(None)
+
+
+def _save(folder: Path) -> None:
+    for grid in GRIDS[torch.distributed.get_world_size()]:
+        save(grid, folder / str(grid))
+
+
+def _resume(folder: Path, truth: dict) -> None:
+    grids = GRIDS[torch.distributed.get_world_size()]
+    for number, name in enumerate(sorted(path.name for path in folder.iterdir())):
+        grid = grids[number % len(grids)]
+        assert_equal(resume(grid, folder / name), truth, (name, grid))
+
+
+def test_a_state_goes_from_any_grid_to_any_other(truth, tmp_path):
+    save(None, tmp_path / "one process of stock accelerate")
+    for ranks in (2, 4):
+        run_ranks(_save, ranks, tmp_path)
+    saved = json.loads((tmp_path / str(Grid(z=2, x=2)) / MANIFEST).read_text())["files"]
+    assert {"accelerator.json", "custom_checkpoint_0.pkl", "scheduler.bin", "random_states_3.pkl"} <= saved.keys()
+    for ranks in (2, 4):
+        run_ranks(_resume, ranks, tmp_path, truth)
+    for name in (str(Grid(z=2, x=2)), str(Grid(data=2))):
+        assert_equal(resume(Grid(), tmp_path / name), truth, (name, "one process"))
+    assert_equal(resume(Grid(), tmp_path / "one process of stock accelerate"), truth, "stock")
+    with pytest.raises(FileNotFoundError):  # stock accelerate does not know the format, and says so
+        resume(None, tmp_path / str(Grid(z=2)))
+
+
+def _same_bits(folder: Path) -> None:
+    """On the same grid, with dropout and shuffling, a resumed run has the bits of the unbroken one."""
+    for grid in (Grid(z=2, x=2), Grid(data=2, y=2)):
+
+        def losses_of(run: Run, batches) -> list[float]:
+            return [run.accelerator.gather(run.model(**batch).loss.detach()).sum().item() for batch in list(batches)]
+
+        wanted: list[float] = []
+        for stage in ("unbroken", "resumed"):
+            run = Run(grid)
+            for module in run.model.modules():
+                if hasattr(module, "attention_dropout"):
+                    module.attention_dropout = 0.3
+            shuffled = DataLoader(token_data(16, seed=1), batch_size=2, collate_fn=collate, shuffle=True)
+            shuffled = run.accelerator.prepare(shuffled)
+            if stage == "resumed":
+                run.accelerator.load_state(str(folder / f"bits-{grid}"))
+                rest = losses_of(run, run.accelerator.skip_first_batches(shuffled, 2))
+                assert rest == wanted, (grid, rest, wanted)
+                continue
+            iterator = iter(shuffled)
+            losses_of(run, [next(iterator), next(iterator)])
+            run.accelerator.save_state(str(folder / f"bits-{grid}"))
+            wanted = losses_of(run, iterator)
+            assert len(set(wanted)) == len(wanted) > 1
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path):
+    run_ranks(_same_bits, 4, tmp_path)
+
+
+def _schedules(folder: Path, saving: bool, rates: dict[str, list[float]]) -> None:
+    """Schedules of both kinds go on at the pace of the global step, whatever the positions."""
+    grids = [Grid(x=2), Grid(z=2)] if saving else [Grid(data=2), Grid(y=2)]
+    for index, grid in enumerate(grids):
+        accelerator = new_accelerator(grid)
+        samples = grid.samples_size
+        seen = {}
+        for name in rates:
+            accelerator.free_memory()
+            model = torch.nn.Linear(2, 2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            schedule = schedule_of(name, optimizer, samples)
+            model, optimizer, prepared = accelerator.prepare(model, optimizer, schedule)
+            if not saving:
+                accelerator.load_state(str(folder / f"{name}-{index}"))
+            seen[name] = []
+            for _ in range(5):
+                seen[name] += prepared.get_last_lr()
+                optimizer.step()
+                prepared.step()
+            if saving:
+                accelerator.save_state(str(folder / f"{name}-{index}"))
+        for name, ours in seen.items():
+            assert ours == pytest.approx(rates[name][:5] if saving else rates[name][5:], rel=1e-9), (grid, name)
+
+
+def schedule_of(name: str, optimizer: torch.optim.Optimizer, samples: int):
+    """A schedule as a script makes it: its length counts the batches of one position."""
+    if name == "lambda":
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (20 * samples))
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20 * samples)
+
+
+def test_schedules_go_on_at_the_same_pace(tmp_path):
+    rates = {"lambda": [], "cosine": []}
+    for name in rates:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        schedule = schedule_of(name, optimizer, 1)
+        for _ in range(10):
+            rates[name] += schedule.get_last_lr()
+            optimizer.step()
+            schedule.step()
+    run_ranks(_schedules, 2, tmp_path, True, rates)
+    run_ranks(_schedules, 2, tmp_path, False, rates)
+
+
+class Dangerous:
+    """What is not a tensor nor a plain value."""
+
+
+class Careless(Counter):
+    def state_dict(self) -> dict:
+        return {"danger": Dangerous()}
+
+
+def _refusals(folder: Path) -> None:
+    first = torch.distributed.get_rank() == 0
+    run = Run(Grid(z=2))
+    good = folder / "good"
+    run.accelerator.save_state(str(good))
+
+    # What is registered must be plain, and then the state that was there stands.
+    run.accelerator.register_for_checkpointing(Careless())
+    with pytest.raises(SaveError, match="state_dict.. of Careless cannot be saved"):
+        run.accelerator.save_state(str(good))
+    with pytest.raises(ValueError, match="holds 1 registered objects, but this run has 2"):
+        run.accelerator.load_state(str(good))
+    run = Run(Grid(z=2))
+    run.accelerator.load_state(str(good))
+
+    run.accelerator.prepare(torch.optim.lr_scheduler.ConstantLR(run.optimizer.optimizer))
+    with pytest.raises(ValueError, match="holds 1 schedulers, but this run has 2"):
+        run.accelerator.load_state(str(good))
+    run.accelerator.prepare(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="holds 1 models, but this run has 2"):
+        run.accelerator.load_state(str(good))
+    run = Run(Grid(z=2))
+    run.accelerator.prepare(torch.optim.SGD(run.model.parameters(), lr=1.0))
+    with pytest.raises(ValueError, match="SGD trains 1 of the 1 prepared models, and another one trains that"):
+        run.accelerator.save_state(str(folder / "two"))
+    assert not (folder / "two").exists()
+    with pytest.raises(ValueError, match="given to accelerator.prepare"):
+        new_accelerator(Grid(z=2)).save_state(str(folder / "nothing"))
+
+    run = Run(Grid(z=2))
+    for name, message in {
+        "missing": "is missing",
+        "changed": "custom_checkpoint_0.pkl has other content",
+        "outside": "may lie outside|does not fit it",
+        "elsewhere": "was not written by accelerator.save_state|does not fit",
+    }.items():
+        if first:
+            spoil(good, folder / name, name)
+        torch.distributed.barrier()
+        with pytest.raises(ValueError, match=message):
+            run.accelerator.load_state(str(folder / name))
+    with pytest.raises(ValueError, match="holds no state of accelerator.save_state"):
+        run.accelerator.load_state(str(folder))
+    with pytest.raises(ValueError, match="input_dir"):
+        run.accelerator.load_state()
+    with pytest.raises(ValueError, match="output_dir"):
+        run.accelerator.save_state()
+
+
+def spoil(good: Path, target: Path, how: str) -> None:
+    import shutil
+
+    from hf_axonn.commit import write_manifest
+    from hf_axonn.manifest import read_manifest
+    from hf_axonn.shard_files import checksum_of
+
+    shutil.copytree(good, target)
+    if how == "missing":
+        (target / "scheduler.bin").unlink()
+    elif how == "changed":
+        content = bytearray((target / "custom_checkpoint_0.pkl").read_bytes())
+        content[len(content) // 2] ^= 1
+        (target / "custom_checkpoint_0.pkl").write_bytes(content)
+    else:
+        state = json.loads((target / "accelerator.json").read_text())
+        state["models"] = ["", "../good"]
+        (target / "accelerator.json").write_text(json.dumps(state))
+        manifest = read_manifest(target)
+        files = dict(manifest.files) | {"accelerator.json": checksum_of(target / "accelerator.json")}
+        if how == "elsewhere":
+            (target / "accelerator.json").unlink()
+            files.pop("accelerator.json")
+        object.__setattr__(manifest, "files", files)
+        write_manifest(target, manifest)
+
+
+def test_what_cannot_be_saved_or_loaded_is_refused_on_every_rank(tmp_path):
+    run_ranks(_refusals, 2, tmp_path)
+
+
+def _naming(folder: Path) -> None:
+    project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
+    run = Run(Grid(data=2), project_config=project)
+    for count in range(4):
+        run.counter.seen = count
+        run.accelerator.save_state()
+    torch.distributed.barrier()
+    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert names == ["checkpoint_2", "checkpoint_3"]
+    run.accelerator.load_state()
+    assert run.counter.seen == 3
+    run.accelerator.project_configuration.iteration = 3
+    with pytest.raises(ValueError, match="checkpoint_3 exists already"):
+        run.accelerator.save_state()
+
+    # Hooks may write beside, and load a model themselves.
+    def after(models, weights, place):
+        assert len(models) == len(weights) == 1
+        if run.accelerator.is_main_process:
+            Path(place, "notes.txt").write_text("written by a hook")
+
+    def before(models, place):
+        assert Path(place, "notes.txt").read_text() == "written by a hook"
+        models.pop()
+
+    handles = [
+        run.accelerator.register_save_state_pre_hook(after),
+        run.accelerator.register_load_state_pre_hook(before),
+    ]
+    run.accelerator.project_configuration.automatic_checkpoint_naming = False
+    run.accelerator.save_state(str(folder / "hooked"))
+    with torch.no_grad():
+        run.model.model.norm.weight.fill_(7)
+    run.accelerator.load_state(str(folder / "hooked"))
+    assert float(run.model.model.norm.weight.to_local().mean()) == 7  # the hook has taken it out
+    handles[1].remove()
+    run.accelerator.load_state(str(folder / "hooked"))
+    assert float(run.model.model.norm.weight.to_local().mean()) != 7
+
+
+def test_names_limits_and_hooks(tmp_path):
+    run_ranks(_naming, 2, tmp_path)
+
+
+def _several(folder: Path) -> None:
+    """A model with its optimizer, one without, and a second save over the first."""
+    grid = Grid(z=2)
+    run = Run(grid)
+    teacher = run.accelerator.prepare(tiny_model("gpt2"))
+    head = torch.nn.Linear(4, 4, dtype=torch.float64)
+    head, optimizer = run.accelerator.prepare(head, torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9))
+    for _ in range(2):
+        run.accelerator.save_state(str(folder / "several"))
+    torch.distributed.barrier()
+    assert len(list((folder / "several").glob("model_*"))) == 2  # those of the first save are gone
+    models = [run.model, teacher, head]
+    before = [{name: value.to_local().clone() for name, value in model.named_parameters()} for model in models]
+    with torch.no_grad():
+        for model in models:
+            for value in model.parameters():
+                value.zero_()
+    run.accelerator.load_state(str(folder / "several"))
+    for model, values in zip(models, before, strict=True):
+        assert all(torch.equal(value.to_local(), values[name]) for name, value in model.named_parameters())
+
+
+def test_several_models(tmp_path):
+    run_ranks(_several, 2, tmp_path)
+
+
+def _whole_models(folder: Path) -> None:
+    for grid in GRIDS[4]:
+        for kind in ("llama", "gpt2"):  # gpt2 has tied weights and Conv1D
+            accelerator = new_accelerator(grid)
+            model = accelerator.prepare(tiny_model(kind))
+            place = folder / f"{kind}-{grid}"
+            state = accelerator.get_state_dict(model)
+            if accelerator.is_main_process:
+                assert {name: tuple(value.shape) for name, value in state.items()} == {
+                    name: tuple(value.shape) for name, value in tiny_model(kind).state_dict().items()
+                }
+            else:
+                assert state == {}
+            accelerator.save_model(model, place / "model", max_shard_size="20KB")
+            assert any((place / "model").glob("*.safetensors"))  # every rank goes on when they are there
+            accelerator.save_model(model, place / "pickled", safe_serialization=False)
+            # As scripts of Accelerate's examples end.
+            accelerator.unwrap_model(model).save_pretrained(
+                place / "plain", is_main_process=accelerator.is_main_process, save_function=accelerator.save
+            )
+            accelerator.unwrap_model(model).save_pretrained(
+                place / "given",
+                is_main_process=accelerator.is_main_process,
+                state_dict=accelerator.get_state_dict(model),
+                max_shard_size="30KB",
+            )
+            with pytest.raises(ValueError, match="hf_axonn.save_sharded"):
+                model.save_pretrained(place / "shards", distributed_checkpoint=True)
+
+
+def test_whole_models_are_ordinary_directories(tmp_path):
+    run_ranks(_whole_models, 4, tmp_path)
+    for place in tmp_path.iterdir():
+        kind = place.name.split("-")[0]
+        wanted = tiny_model(kind).state_dict()
+        for name in ("plain", "given"):
+            loaded = AutoModelForCausalLM.from_pretrained(place / name, dtype=torch.float64)
+            assert all(torch.equal(loaded.state_dict()[key], value) for key, value in wanted.items()), (place, name)
+        assert len(list((place / "given").glob("*.safetensors"))) > 1
+        for name in ("model", "pickled"):
+            blank = tiny_model(kind)
+            with torch.no_grad():
+                for value in blank.parameters():
+                    value.zero_()
+            load_checkpoint_in_model(blank, str(place / name))
+            blank.tie_weights()
+            assert all(torch.equal(blank.state_dict()[key], value) for key, value in wanted.items()), (place, name)
+
+
+def _stateful(folder: Path) -> None:
+    """A stateful loader goes on where it was, and its place is not taken for one of another number of positions."""
+    config = DataLoaderConfiguration(use_stateful_dataloader=True)
+
+    def prepared(grid: Grid):
+        accelerator = new_accelerator(grid, dataloader_config=config)
+        model = accelerator.prepare(tiny_model("llama"))
+        return accelerator, model, accelerator.prepare(DataLoader(list(range(24)), batch_size=2))
+
+    accelerator, _, loader = prepared(Grid(z=2, x=2))
+    iterator = iter(loader)
+    for _ in range(2):
+        next(iterator)
+    accelerator.save_state(str(folder / "stateful"))
+    wanted = [batch.tolist() for batch in iterator]
+    accelerator, _, loader = prepared(Grid(data=2, y=2))
+    accelerator.load_state(str(folder / "stateful"))
+    assert [batch.tolist() for batch in loader] == wanted and len(wanted) == 4
+    accelerator, _, loader = prepared(Grid(x=4))
+    with pytest.raises(ValueError, match="saved with data . z = 2, .* of no use with 1"):
+        accelerator.load_state(str(folder / "stateful"))
+
+
+def test_stateful_loaders(tmp_path):
+    pytest.importorskip("torchdata", reason="accelerate's stateful loaders need torchdata")
+    run_ranks(_stateful, 4, tmp_path)

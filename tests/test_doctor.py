@@ -1,0 +1,133 @@
+"""`hf-axonn doctor`: what it says of launch files and models, against what a launch does."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch.distributed as dist
+import yaml
+from models import tiny_config, tiny_model
+from ranks import run_ranks
+
+from hf_axonn import Grid, parallelize
+from hf_axonn.cli import main
+
+
+def write(folder, model=None, *, processes=4, **section):
+    """A launch file, and the config of a model beside it."""
+    settings = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_GPU",
+        "num_processes": processes,
+        "mixed_precision": "bf16",
+        "use_cpu": False,
+        "axonn_config": {"grid": {"x": 4}, **section},
+    }
+    settings.update(settings["axonn_config"].pop("settings", {}))
+    (folder / "axonn.yaml").write_text(yaml.safe_dump(settings))
+    if model is not None:
+        model.save_pretrained(folder)
+    return ["doctor", "--config", str(folder / "axonn.yaml"), *(["--model", str(folder)] if model else [])]
+
+
+def even_llama(**changes):
+    sizes = dict(vocab_size=128, intermediate_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=12)
+    return tiny_config("llama", **{**sizes, **changes})
+
+
+def test_a_launch_and_a_model_with_nothing_to_mend(tmp_path, capsys):
+    command = write(tmp_path, even_llama(), grid={"z": 2, "x": 2})
+    assert main([*command, "--batch", "2", "--seq", "64", "--accumulation", "3", "--gpu-memory", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "grid data=1,z=2,y=1,x=2: 4 rank(s), 4 on each of 1 machine(s)" in printed
+    assert "2 decoder layers cut by 4 blocks" in printed
+    assert "batch: 12 rows and 768 tokens a step" in printed and "64 tokens of one on each rank" in printed
+    assert printed.splitlines()[-1] == "doctor: nothing to mend"
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    (
+        ({"grid": {"x": 3}}, "data \\* z \\* y \\* x = 1 \\* 1 \\* 1 \\* 3 = 3, but 4 process"),
+        ({"grid": {"x": 4}, "overlaps": {}}, "unknown key 'overlaps'.*did you mean overlap"),
+        ({"settings": {"mixed_precision": "fp16"}}, "'fp16', which is not supported"),
+        ({"settings": {"fsdp_config": {"fsdp_version": 2}}}, "fsdp_config cannot stand beside"),
+        ({"settings": {"num_procs": 4}}, "num_procs"),
+        ({"settings": {"num_machines": 3}}, "write a multiple of 3"),
+        ({"settings": {"axonn_config": None}}, "axonn_config is None"),
+    ),
+)
+def test_what_a_launch_would_refuse(tmp_path, capsys, section, message):
+    assert main(write(tmp_path, **section)) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_files_and_options_that_cannot_be(tmp_path, capsys):
+    command = write(tmp_path, even_llama())
+    for changed, message in (
+        ([*command, "--batch", "0"], "--batch is 0"),
+        (["doctor", "--config", str(tmp_path / "other.yaml")], "cannot be read"),
+        ([*command[:3], "--model", str(tmp_path / "nothing")], "is no model"),
+        ([*command, "--machine", "nowhere"], "nowhere"),
+    ):
+        assert main(changed) == 2
+        assert message in capsys.readouterr().err
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(command) == 2
+    assert "quantized weights cannot be cut" in capsys.readouterr().err
+
+
+def warnings_of(capsys, command) -> str:
+    assert main(command) == 1
+    printed = capsys.readouterr().out
+    assert f"doctor: {printed.count('warning: ')} warning(s)" in printed
+    return "\n".join(line for line in printed.splitlines() if line.startswith("warning: "))
+
+
+def test_every_reason_to_look_again(tmp_path, capsys):
+    uneven = write(tmp_path, tiny_config("llama", vocab_size=9, intermediate_size=9), grid={"x": 8}, processes=8)
+    found = warnings_of(capsys, [*uneven, "--batch", "1", "--seq", "13"])
+    assert "13 tokens are not divisible by x * y = 8: 3 pad tokens are added" in found
+    assert "the pieces of weights are uneven" in found
+    assert "some ranks have no part of them" in found and "model.embed_tokens.weight first" in found
+    assert "heads: " in found and "12" in found
+    few = warnings_of(capsys, [*uneven, "--batch", "1", "--seq", "3"])
+    assert "3 tokens for x * y = 8 ranks" in few
+
+    small = write(
+        tmp_path,
+        even_llama(),
+        grid={"y": 4},
+        settings={"num_machines": 2, "main_process_ip": "10.0.0.1", "main_process_port": 29500},
+    )
+    found = warnings_of(capsys, [*small, "--gpu-memory", "0.0001"])
+    assert "y is 4 and x is 1" in found and "x * y = 4 does not divide the 2 ranks of a machine" in found
+    assert "do not fit into" in found and "--checkpointing" in found
+
+
+def test_linear_by_linear_and_types_that_the_formula_does_not_know(tmp_path, capsys):
+    config = tiny_config("bitnet", num_attention_heads=3, num_key_value_heads=3, hidden_size=24, head_dim=8)
+    assert main(write(tmp_path, config, grid={"x": 2}, processes=2)) == 1
+    printed = capsys.readouterr().out
+    assert "sharded one by one, model.layers.0.self_attn.q_proj first" in printed
+    assert "what a step takes besides is not known" in printed
+
+
+def real_elements(grid: Grid) -> tuple[list[str], int]:
+    model, report = parallelize(tiny_model("qwen3"), grid)
+    return str(report).splitlines(), sum(parameter.to_local().numel() for parameter in model.parameters())
+
+
+def test_it_says_what_a_launch_does(tmp_path, capsys):
+    """The report of a real launch, and what rank 0 holds there."""
+    grid = Grid(z=2, y=2)
+    (lines, elements), *_ = run_ranks(real_elements, 4, grid)
+    assert main(write(tmp_path, tiny_config("qwen3"), grid={"z": 2, "y": 2})) in (0, 1)
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in lines)
+    assert f"memory of rank 0: {16 * elements / 2**30:.2f} GiB" in printed

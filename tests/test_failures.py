@@ -1,0 +1,271 @@
+"""One rank fails in the middle of a step: the others end in time, one message names it, nothing is left running."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from models import tiny_batch, tiny_model
+
+import hf_axonn
+from hf_axonn import Grid
+from hf_axonn.failures import failures_told, is_symptom
+from hf_axonn.progress import Account
+from hf_axonn.termination import Termination
+from hf_axonn.verdict import judge, ranks_in_words
+
+
+TESTS = Path(__file__).resolve().parent
+WORLD = 4
+TIMEOUT = 6  # of the process group, in seconds
+
+
+def fail(how: str):
+    """What a module does in the middle of a forward pass."""
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "frozen":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "hangs":
+        time.sleep(1000)
+    if how == "leaves":
+        sys.exit(0)
+    if how == "memory":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+    if how == "nan":
+        raise FloatingPointError("the loss is nan")
+
+
+def loop(how: str, failing: list[int], step: int) -> None:
+    """A bare training loop on four ranks (z=2, x=2), in which ranks fail in a step."""
+    torch.set_num_threads(1)
+    model, _ = hf_axonn.parallelize(tiny_model("llama"), Grid(z=2, x=2))
+    model.train()
+    me = dist.get_rank()
+    print("STARTED", flush=True)
+    for number in range(1, 1000):
+        if me in failing and number == step:
+            model.model.layers[1].mlp.act_fn.register_forward_pre_hook(lambda *_: fail(how))
+        batch = tiny_batch(2, 8, seed=number + 1000 * (me // 2))
+        if how == "sample" and me in failing and number == step:
+            batch["input_ids"][0, 3] = 131
+        model(**batch).loss.backward()
+        hf_axonn.sync_gradients(model)
+
+
+def _rank(rank: int, port: int, log: str, how: str, failing: list[int], step: int) -> None:
+    """A process as torchrun would start it: its store lives elsewhere, and exceptions come to sys.excepthook."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_ERROR_FILE=f"{log}-{rank}.json")
+    import atexit
+
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=TIMEOUT)
+    )
+    code = 0
+    try:
+        loop(how, failing, step)
+    except SystemExit as exit_:
+        code = exit_.code
+        atexit._run_exitfuncs()
+    except BaseException:
+        code = 1
+        sys.excepthook(*sys.exc_info())
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run(tmp_path: Path, how: str, *failing: int, step: int = 3) -> tuple[list[int | None], str, float]:
+    """Exit codes (None of one that had to be killed), all output, and seconds from the first step to the end."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    log = tmp_path / "log"
+    context = multiprocessing.get_context("fork")
+    arguments = (server.port, str(log), how, list(failing), step)
+    ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(WORLD)]
+    for process in ranks:
+        process.start()
+    began, end = None, time.monotonic() + 90
+    try:
+        while time.monotonic() < end and any(its.is_alive() for its in ranks):
+            if began is None and log.exists() and log.read_text().count("STARTED") == WORLD:
+                began = time.monotonic()
+            if how == "frozen" and all(not its.is_alive() for rank, its in enumerate(ranks) if rank not in failing):
+                break
+            time.sleep(0.05)
+        took = time.monotonic() - (began or end)
+    finally:
+        codes = [its.exitcode for its in ranks]
+        for process in ranks:
+            process.kill()
+            process.join()
+    return codes, log.read_text(), took
+
+
+def message(output: str) -> str:
+    """The one message, with the lines that belong to it."""
+    assert output.count("hf_axonn: the run ends") == 1, output[-5000:]
+    return output[output.index("hf_axonn: the run ends") :]
+
+
+@pytest.mark.parametrize(
+    ("how", "failing", "said"),
+    [
+        ("memory", [3], r"rank 3 .* raised in step 3: OutOfMemoryError: CUDA out of memory. Tried to allocate 20"),
+        ("nan", [0], r"rank 0 .* raised in step 3: FloatingPointError: the loss is nan"),
+        ("sample", [2, 3], r"rank [23] .* raised in step 3: IndexError: token id 131 is outside of the vocabulary"),
+        ("memory", [0, 1, 2, 3], r"rank [0123] .* raised in step 3: OutOfMemoryError"),
+        ("killed", [2], r"rank 2 .* died or froze in step 3: no answer .*; ranks 0, 1 and 3 waited for it"),
+        ("frozen", [1], r"rank 1 .* died or froze in step 3: no answer .*; ranks 0, 2 and 3 waited for it"),
+        ("leaves", [1], r"ended before the others, which are in step 3: rank 1 .* ended its script, 2 steps done"),
+        ("hangs", [2], r"(?s)rank 2 .* hangs in step 3: .* ranks 0, 1 and 3 waited .* in fail: time.sleep\(1000\)"),
+    ],
+)
+def test_a_rank_that_fails_in_a_step_is_named_and_all_end(tmp_path, how, failing, said):
+    codes, output, took = run(tmp_path, how, *failing)
+    assert re.search(said, message(output)), message(output)
+    expected = {"killed": -signal.SIGKILL, "frozen": None, "leaves": 0}.get(how, 1)
+    assert codes == [expected if rank in failing else 1 for rank in range(WORLD)]
+    assert took < TIMEOUT + 25
+    tracebacks = output.count("Traceback (most recent call last)")
+    assert tracebacks == (how in ("memory", "nan", "sample")), "of the rank that failed, and no other"
+    assert "closed by peer" not in output
+    # What torchrun prints at the end: every rank that ended by an error knows the cause.
+    told = [(tmp_path / f"log-{rank}.json").is_file() for rank in range(WORLD)]
+    assert sum(told) >= WORLD - len(failing) - 1, told
+
+
+LAUNCHED = """
+import datetime, sys
+sys.path.insert(0, sys.argv[1])
+import torch.distributed as dist
+from test_failures import loop
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+loop(sys.argv[2], [2], 3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [("killed", "rank 2 .* died or froze in step 3"), ("nan", "rank 2 .* raised")]
+)
+def test_torchrun_ends_the_others_but_not_before_the_message(tmp_path, how, said):
+    """It sends them SIGTERM a tenth of a second after one has died."""
+    (tmp_path / "loop.py").write_text(LAUNCHED)
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD}"]
+    with open(tmp_path / "log", "w") as file:
+        process = subprocess.Popen(
+            [sys.executable, *launch, str(tmp_path / "loop.py"), str(TESTS), how],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    family: dict[int, psutil.Process] = {}
+    end = time.monotonic() + 150
+    try:
+        while process.poll() is None and time.monotonic() < end:
+            family.update((its.pid, its) for its in psutil.Process(process.pid).children(recursive=True))
+            time.sleep(0.05)
+        output = (tmp_path / "log").read_text()
+        left = [its for its in family.values() if its.is_running() and its.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        for its in family.values():
+            if its.is_running():
+                its.kill()
+        process.kill()
+        process.wait()
+    assert process.returncode == 1 and not left, output[-3000:]
+    assert re.search(said, message(output)), message(output)
+
+
+def _account(rank: int, **changes) -> Account:
+    values = dict(
+        place="host a", when="in step 5", done=4, collectives=100, last="all_gather", batch="input_ids [2, 8]"
+    )
+    return Account(**{"rank": rank, **values, "waiting": True, "stack": ("a.py:1 in f: x()",), **changes})
+
+
+def _judge(*accounts: Account, silent=None, ended=None, broken: bool = False) -> str | None:
+    return judge(accounts, silent or {}, ended or {}, waited=27.0, broken=broken)
+
+
+def test_who_is_to_blame():
+    behind = _account(1, collectives=99)
+    assert _judge(_account(0), behind, _account(2)).startswith("rank 1 (host a) hangs in step 5: it waits elsewhere")
+    busy = _account(1, waiting=False, stack=("data.py:7 in load: read()",))
+    assert "data.py:7 in load" in _judge(_account(0), busy)
+    assert _judge(_account(0), silent={1: "host b"}).startswith("rank 1 (host b) died or froze in step 5")
+    assert "rank 1 left" in _judge(_account(0), ended={1: "left"})
+
+
+def test_a_run_that_only_takes_long_is_let_go_on():
+    assert _judge(*(_account(rank, waiting=False) for rank in range(4))) is None
+
+
+def test_ranks_that_all_wait_are_told_with_their_batches():
+    text = _judge(_account(0), _account(1, batch="input_ids [2, 9]", stack=("b.py:2 in g: y()",)))
+    assert "rank 0: input_ids [2, 8]; rank 1: input_ids [2, 9]" in text
+    assert "rank 1: all_gather at b.py:2" in text
+
+
+def test_ranks_in_words():
+    assert ranks_in_words([3]) == "rank 3" and ranks_in_words([0, 1, 5]) == "ranks 0, 1 and 5"
+    assert ranks_in_words(range(20)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more"
+
+
+def test_what_another_rank_caused_is_told_from_what_went_wrong_here():
+    assert is_symptom(RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:33410"))
+    assert is_symptom(dist.DistNetworkError("the client socket has timed out"))
+    assert not is_symptom(RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"))
+    assert not is_symptom(ValueError("connection closed by peer"))
+    assert not is_symptom(torch.OutOfMemoryError("NCCL"))
+
+
+def test_exceptions_pass_where_nobody_watches():
+    with pytest.raises(ValueError, match="mine"), failures_told():
+        raise ValueError("mine")
+
+
+def _terminated(pipe) -> None:
+    import threading
+
+    termination = Termination()
+    seen = []
+    thread = threading.Thread(target=lambda: seen.append(termination.wait(20)))
+    thread.start()
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    child.start()
+    child.terminate()
+    child.join(10)
+    unseen = thread.is_alive()
+    os.kill(os.getpid(), signal.SIGTERM)
+    thread.join(10)
+    termination.close()
+    pipe.send((child.exitcode, unseen, seen, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL))
+
+
+def test_a_thread_notices_sigterm_and_child_processes_end_by_theirs():
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_terminated, args=(theirs,))
+    process.start()
+    try:
+        assert ours.poll(60)
+        assert ours.recv() == (-signal.SIGTERM, True, [True], True)
+    finally:
+        process.kill()
+        process.join()

@@ -1,0 +1,89 @@
+"""`notebook_launcher`, and the notebook of docs/ from its first cell to its last."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import hf_axonn
+from hf_axonn import AxonnConfig, Grid
+
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOK = ROOT / "docs" / "goldfish_in_ten_minutes.ipynb"
+
+
+def test_the_notebook_of_the_documents(tmp_path):
+    """It runs, and shows what it says; what is stored in it is what it printed where it was written."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    stored = nbformat.read(NOTEBOOK, as_version=4)
+    fresh = nbformat.read(NOTEBOOK, as_version=4)
+    NotebookClient(
+        fresh, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
+    for notebook in (stored, fresh):
+        code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+        assert all(cell.execution_count for cell in code)
+        printed = "".join(output["text"] for cell in code for output in cell.outputs if output.get("name") == "stdout")
+        table = dict(re.findall(r"^ *(ordinary +40|ordinary +0|goldfish +40|goldfish +0) +(\d+) of 6", printed, re.M))
+        counts = {" ".join(key.split()): int(value) for key, value in table.items()}
+        assert counts["ordinary 40"] >= 4 and counts["goldfish 40"] <= 1, printed
+        assert counts["ordinary 0"] == counts["goldfish 0"] == 0, printed
+    assert not re.search(r"/(tmp|home|root|work)/", NOTEBOOK.read_text(encoding="utf-8"))
+
+
+def what_is_there(folder, word):
+    """What a cell's function finds: a plain Accelerator() that uses the grid."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator()
+    plugin = accelerator.parallelism_config
+    Path(folder, f"rank-{dist.get_rank()}").write_text(word)
+    return str(plugin.grid), plugin.config.layout, accelerator.mixed_precision, accelerator.num_processes
+
+
+def test_a_function_runs_on_every_rank_and_the_grid_is_there(tmp_path):
+    settings = AxonnConfig(grid=Grid(z=2), layout="token")
+    before = dict(os.environ)
+    found = hf_axonn.notebook_launcher(
+        what_is_there, (tmp_path, "here"), grid=settings, mixed_precision="bf16", use_cpu=True
+    )
+    assert found == ("data=1,z=2,y=1,x=1", "token", "bf16", 2)
+    assert [path.read_text() for path in sorted(tmp_path.iterdir())] == ["here", "here"]
+    assert dict(os.environ) == before and not dist.is_initialized()
+
+
+def fails_on_rank_1():
+    if dist.get_rank() == 1:
+        raise RuntimeError("a bad cell")
+    dist.barrier()
+
+
+def test_a_process_that_fails_is_reported_and_the_others_end():
+    with pytest.raises(Exception, match="a bad cell"):
+        hf_axonn.notebook_launcher(fails_on_rank_1, grid={"x": 2}, use_cpu=True)
+
+
+def test_one_rank_needs_no_process_and_what_cannot_be_sent_is_none():
+    assert hf_axonn.notebook_launcher(lambda value: value + 1, (1,), grid=Grid()) == 2
+    assert hf_axonn.notebook_launcher(lambda: lambda: 0, grid=Grid(data=2), use_cpu=True) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    (
+        ({"grid": {"x": 2, "w": 2}}, "unknown key 'w'"),
+        ({"grid": Grid(x=2), "mixed_precision": "fp16"}, "one of no, bf16"),
+        ({"grid": Grid(x=4096), "use_cpu": False}, "needs 4096 GPUs"),
+        ({"grid": Grid(x=2), "args": 3}, "args=\\(value,\\)"),
+    ),
+)
+def test_what_cannot_be_right_is_refused_before_a_process_starts(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        hf_axonn.notebook_launcher(what_is_there, **arguments)

@@ -1,0 +1,198 @@
+"""What PEFT does with adapters on a grid beside training them: several of them, files and merging."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from adapting import ONE_OF_EACH, adapt, adapted_model, drawing
+from equality import exact, full
+from models import tiny_batch, tiny_model
+from peft import (
+    LoraConfig,
+    PeftModel,
+)
+from ranks import run_ranks
+from torch.distributed.tensor import DTensor
+
+from hf_axonn.checkpoint import save_sharded
+from hf_axonn.grid import Grid
+from hf_axonn.parallelize import parallelize
+
+
+IDS = {"input_ids": tiny_batch(2, 7)["input_ids"]}
+TWO_GRIDS = ONE_OF_EACH[:2]
+
+
+def logits(model):
+    model.eval()
+    with torch.no_grad(), exact():
+        return model(**IDS).logits
+
+
+def equal(ours, truth):
+    torch.testing.assert_close(ours, truth, rtol=1e-10, atol=1e-10)
+
+
+def sharded(kind, grid, **sizes):
+    return parallelize(tiny_model(kind, **sizes), grid)[0]
+
+
+# Several adapters.
+
+
+def second(model, name="second", **options):
+    options = {"r": 2, "target_modules": ["q_proj", "o_proj", "gate_proj"], "init_lora_weights": False} | options
+    with drawing(8):
+        model.add_adapter(name, LoraConfig(**options))
+
+
+def use_in_turn(model) -> list[torch.Tensor]:
+    """Logits of everything that can be done with two adapters."""
+    found = [logits(model)]
+    second(model)
+    found.append(logits(model))  # the second is not active yet
+    model.set_adapter("second")
+    found.append(logits(model))
+    with model.disable_adapter():
+        found.append(logits(model))
+    model.base_model.set_adapter(["default", "second"])
+    found.append(logits(model))
+    model.delete_adapter("default")
+    model.set_adapter("second")
+    found.append(logits(model))
+    second(model, "default", r=4, modules_to_save=["lm_head"])
+    model.set_adapter("default")
+    found.append(logits(model))
+    second(model, "third", use_dora=True)
+    model.set_adapter("third")
+    found.append(logits(model))
+    return found
+
+
+def _use_in_turn(truth):
+    for grid in TWO_GRIDS:
+        for model in (adapt(sharded("llama", grid)), parallelize(adapted_model("llama"), grid)[0]):
+            for ours, its in zip(use_in_turn(model), truth, strict=True):
+                equal(ours, its)
+            assert all(isinstance(its, DTensor) for its in model.parameters())
+
+
+def test_several_adapters():
+    truth = use_in_turn(adapted_model("llama"))
+    assert len({round(float(its.sum()), 9) for its in truth}) == 5  # a new DoRA does what LoRA does
+    run_ranks(_use_in_turn, 4, truth)
+
+
+# Merging.
+
+MERGED = {
+    "LoRA": ("llama", {}),
+    "DoRA": ("qwen2", {"use_dora": True}),
+    "biases": ("qwen2", {"target_modules": ["q_proj", "k_proj"], "lora_bias": True}),
+    "embedding and head": ("llama", {"target_modules": ["v_proj", "embed_tokens", "lm_head"]}),
+    "embedding, DoRA": ("llama", {"target_modules": ["v_proj", "embed_tokens"], "use_dora": True}),
+    "Conv1D": ("gpt2", {"target_modules": ["c_attn", "c_proj"]}),
+    "Conv1D, DoRA": ("gpt2", {"target_modules": ["c_attn", "c_fc"], "use_dora": True}),
+    "experts": ("mixtral", {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj", "gate.weight"]}),
+    "saved whole": ("llama", {"target_modules": ["v_proj"], "modules_to_save": ["lm_head", "norm"]}),
+}
+
+
+def merge(base, *, safe=False, **options):
+    """Logits before, while and after an adapter is merged, and parameters of the model that is left."""
+    model = adapt(base, **options)
+    found = [logits(model)]
+    model.merge_adapter(safe_merge=safe)
+    found.append(logits(model))
+    model.unmerge_adapter()
+    found.append(logits(model))
+    plain = model.merge_and_unload(safe_merge=safe)
+    assert not [name for name, _ in plain.named_modules() if "lora" in name]
+    found.append(logits(plain))
+    return found, {name: full(its) for name, its in plain.named_parameters()}
+
+
+SIZES = {"mixtral": {"num_local_experts": 5}, "gpt2": {"num_key_value_heads": 12}}
+
+
+def small(kind):
+    model = tiny_model(kind, **SIZES.get(kind, {}))
+    if kind == "mixtral":
+        model.set_experts_implementation("eager")  # the other one is not written for float64
+    return model
+
+
+def _merge(truths):
+    for grid, safe in zip(TWO_GRIDS, (False, True), strict=True):
+        for name, (kind, options) in MERGED.items():
+            ours, parameters = merge(parallelize(small(kind), grid)[0], safe=safe, **options)
+            for mine, its in zip(ours, truths[name][0], strict=True):
+                equal(mine, its)
+            assert parameters.keys() == truths[name][1].keys()
+            for key, value in parameters.items():
+                equal(value, truths[name][1][key])
+
+
+def test_merging_and_unmerging():
+    truths = {name: merge(small(kind), **options) for name, (kind, options) in MERGED.items()}
+    for (before, merged, again, left), _ in truths.values():
+        for its in (merged, again, left):
+            equal(its, before)
+    run_ranks(_merge, 4, truths)
+
+
+def _merge_broken():
+    grid = Grid(z=2, x=2)
+    model = adapt(sharded("llama", grid))
+    weight = model.base_model.model.model.layers[0].self_attn.q_proj.lora_B["default"].weight
+    with torch.no_grad():
+        weight.to_local()[0] = float("nan")  # which only some ranks merge
+    before = {name: full(its) for name, its in model.named_parameters() if "layers.0.self_attn.q_proj.base" in name}
+    with pytest.raises(ValueError, match="not finite"):
+        model.merge_adapter(safe_merge=True)
+    for name, its in model.named_parameters():
+        if name in before:
+            assert torch.equal(full(its), before[name])
+
+
+def test_a_safe_merge_fails_on_every_rank_or_on_none():
+    run_ranks(_merge_broken, 4)
+
+
+# Files.
+
+FILES = {
+    "LoRA": {},
+    "embedding and head": {"target_modules": ["q_proj", "embed_tokens", "lm_head"]},
+    "DoRA, norms and head": {"use_dora": True, "modules_to_save": ["norm", "lm_head"]},
+}
+
+
+def _write_and_read(folder, truths):
+    for grid in TWO_GRIDS:
+        for name, options in FILES.items():
+            model = adapt(sharded("llama", grid), **options)
+            here = folder / f"{name}-{grid}"
+            model.save_pretrained(here)
+            save_sharded(model, folder / f"ours-{name}-{grid}")
+            # What one process has saved, read into sharded models; the second is a name of its own.
+            read = PeftModel.from_pretrained(sharded("llama", grid), folder / name)
+            equal(logits(read), truths[name])
+            read.load_adapter(here, adapter_name="again")
+            read.set_adapter("again")
+            equal(logits(read), truths[name])
+            empty = PeftModel.from_pretrained(sharded("llama", grid), here, low_cpu_mem_usage=True)
+            equal(logits(empty), truths[name])
+
+
+def test_files_go_between_a_grid_and_plain_peft(tmp_path):
+    truths = {}
+    for name, options in FILES.items():
+        model = adapted_model("llama", **options)
+        truths[name] = logits(model)
+        model.save_pretrained(tmp_path / name)
+    run_ranks(_write_and_read, 4, tmp_path, truths)
+    for grid in TWO_GRIDS:
+        for name, truth in truths.items():
+            for folder in (f"{name}-{grid}", f"ours-{name}-{grid}"):
+                equal(logits(PeftModel.from_pretrained(tiny_model("llama"), tmp_path / folder)), truth)

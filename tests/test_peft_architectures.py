@@ -1,0 +1,88 @@
+"""LoRA on every Linear, and on experts, of architectures that are cut in different ways: as on one process."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from adapting import adapt
+from equality import full, mean_over_world, model_loss, rows_of
+from float64 import relative_errors
+from ranks import run_ranks
+
+from hf_axonn.gradients import sync_gradients
+from hf_axonn.grid import Grid
+from hf_axonn.parallelize import parallelize
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+from architectures import BOUND, MODEL_TYPES, in_float64  # noqa: E402
+from tiny_configs import UNTRAINABLE, tiny_batch, tiny_model  # noqa: E402
+
+
+# One type of each kind of structure.
+KINDS = {
+    "deepseek_v3": {},  # latent attention, shared and routed experts
+    "gemma3_text": {"target_modules": ["embed_tokens", "q_proj"]},  # a scaled embedding
+    "gpt2": {"use_dora": True},  # Conv1D with packed q, k and v
+    "longcat_flash": {},  # a router that reads the weight of a Linear
+    "mixtral": {},  # routed experts, whose parameters PEFT adapts by themselves, and those of routers
+    "opt": {"modules_to_save": ["fc1"], "target_modules": ["fc2", "q_proj"]},  # a block that is a lone Linear
+}
+BEFORE_AND_AFTER = ("before", "after")
+# PEFT alone cannot train these, or refuses their Linears.
+NOT_IN_PEFT = {"deepseek_v4", "gemma3n", "llama4", "llama4_text", "phimoe", "reformer"} | {
+    "falcon_h1",
+    "falcon_mamba",
+    "mamba",
+    "mamba2",
+    "nemotron_h",
+}
+
+
+def run(model, batch, samples=1):
+    with in_float64():
+        loss = model_loss(model.train(), batch, samples)
+        loss.backward()
+    sync_gradients(model)
+    return loss.detach(), {name: full(its.grad) for name, its in model.named_parameters() if its.grad is not None}
+
+
+def _errors(specimens, grid, orders):
+    errors = {}
+    for name, (base, options, batch, loss, truth) in specimens.items():
+        for when in orders:
+            model = copy.deepcopy(base)
+            if when == "before":
+                model, _ = parallelize(adapt(model, **options), grid)
+            else:
+                model = adapt(parallelize(model, grid)[0], **options)
+            ours, gradients = run(model, rows_of(batch, grid, dist.get_rank()), grid.samples_size)
+            ours = float((mean_over_world(ours) - loss).abs() / loss.abs())
+            errors[name, when] = max(ours, *relative_errors(gradients, truth).values())
+    return errors
+
+
+def compare(kinds, grids):
+    specimens = {}
+    for kind, options in kinds.items():
+        base = tiny_model(kind)
+        batch = tiny_batch(base)
+        specimens[kind] = (base, options, batch, *run(adapt(copy.deepcopy(base), **options), batch))
+    for grid, orders in grids.items():
+        errors = run_ranks(_errors, grid.size, specimens, grid, orders)[0]
+        assert len(errors) == len(orders) * len(kinds)
+        assert not {where: error for where, error in errors.items() if not error <= BOUND}, grid
+
+
+def test_one_of_each_kind():
+    compare(KINDS, {Grid(y=2, x=2): ("after",), Grid(z=2, x=2): ("before",)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(set(MODEL_TYPES) - set(UNTRAINABLE) - NOT_IN_PEFT))
+def test_every_type(kind):
+    compare({kind: {}}, dict.fromkeys((Grid(y=2, x=2), Grid(z=2, x=2)), BEFORE_AND_AFTER))

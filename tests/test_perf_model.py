@@ -1,0 +1,358 @@
+"""perf/: each equation against numbers worked by hand, and what must hold on every machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_axonn.grid import Grid
+from hf_axonn.perf import compute, machines, models
+from hf_axonn.perf.ledger import Key, Volume, sent_bytes
+from hf_axonn.perf.links import Links
+from hf_axonn.perf.machines import Machine
+from hf_axonn.perf.memory import local_parameters, memory
+from hf_axonn.perf.model import Job, layout_of, predict, refusal, step_of
+from hf_axonn.perf.paper import Layer, layer_times, network_time, rank_grids, strides
+from hf_axonn.perf.planner import grids
+from hf_axonn.perf.schedules import of_engine
+from hf_axonn.perf.shapes import ModelShape, Step
+from hf_axonn.perf.volumes import volumes
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import planning  # noqa: E402
+
+
+# Four GPUs a node; numbers that are easy to divide by.
+TOY = Machine(
+    name="toy",
+    gpus_per_node=4,
+    peak_flops=200e12,
+    gemm_flops=100e12,
+    gemm_fraction=0.5,
+    memory=2**40,
+    memory_bandwidth=1e12,
+    units=4,
+    intra={(1, 2): 50e9, (1, 4): 100e9, (2, 2): 25e9},
+    inter=40e9,
+    base=10e-6,
+    intra_step=1e-6,
+    inter_step=5e-6,
+)
+LLAMA = ModelShape(layers=4, hidden=1024, heads=16, kv_heads=8, intermediate=2816, vocab=32000)
+JOB = Job(shape=LLAMA, machine=TOY, sequences=64, seq=512)
+SOME = [Grid(data=16), Grid(z=16), Grid(x=4, data=4), Grid(y=4, z=4), Grid(data=2, z=2, y=2, x=2), Grid(x=16)]
+
+
+def test_equations_1_to_5_by_hand():
+    """k = 8, n = 16, m = 64 tokens, 2 bytes; x = 2, y = 4, z = 2, data = 2; beta in bytes/s."""
+    grid, beta = Grid(x=2, y=4, z=2, data=2), {"y": 4.0, "x": 2.0, "z": 8.0, "data": 16.0}
+    times = layer_times(Layer(8, 16), 64, grid, beta)
+    assert times.all_gather_z == 2 * 1 * (8 * 16 / 16) / 8 == 2.0
+    assert times.reduce_scatter_z == 2 * 1 / 2 * (8 * 16 / 8) / 8 == 2.0
+    assert times.forward == 2 * 2 * 3 / 4 * (64 * 16 / 4) / 4 == 192.0
+    assert times.backward == 2 * 2 * 1 / 2 * (64 * 8 / 8) / 2 == 64.0
+    assert times.data == 2 * 2 * 1 / 2 * (8 * 16 / 16) / 16 == 1.0
+
+
+def test_a_transposed_layer_swaps_x_and_y():
+    grid, beta = Grid(x=2, y=4, z=2, data=2), {"y": 4.0, "x": 2.0, "z": 8.0, "data": 16.0}
+    times = layer_times(Layer(8, 16, transposed=True), 64, grid, beta)
+    assert times.forward == 2 * 2 * 1 / 2 * (64 * 16 / 8) / 2 == 128.0
+    assert times.backward == 2 * 2 * 3 / 4 * (64 * 8 / 4) / 4 == 96.0
+    assert times[:2] == layer_times(Layer(8, 16), 64, grid, beta)[:2]
+
+
+def test_equation_6_sums_layers_and_equation_7_gives_bandwidths():
+    """One layer of a GPT, hidden 8, z = 8 on nodes of 4: all over inter / min(4, 1) = 40 GB/s."""
+    shape = ModelShape(layers=3, hidden=8, heads=2, intermediate=32, vocab=9, gated=False)
+    weights = 8 * 24 + 8 * 8 + 2 * 8 * 32
+    assert network_time(shape, TOY, Grid(z=8), 1024) == pytest.approx(3 * 2 * 2 * 7 * weights / 8 / 40e9)
+    assert strides(Grid(y=2, x=4, z=8, data=3)) == {"y": 1, "x": 2, "z": 8, "data": 64}
+    assert TOY.bandwidth(1, 2) == 50e9 and TOY.bandwidth(2, 2) == 25e9 and TOY.bandwidth(1, 4) == 100e9
+    assert [TOY.bandwidth(stride, 8) for stride in (1, 2, 4, 64)] == [40e9, 20e9, 10e9, 10e9]
+    assert TOY.bandwidth(1, 3) == 40e9  # three ranks do not fill nodes of four: some of the rings cross
+
+
+@pytest.mark.parametrize(("model", "machine", "sequences", "grid", "seconds"), planning.SCRIPT)
+def test_the_equations_give_the_figures_of_the_authors_script(model, machine, sequences, grid, seconds):
+    assert planning.script_seconds(model, machine, sequences, grid) == pytest.approx(seconds, rel=2e-3)
+
+
+def test_grids_are_sorted_by_communication_as_the_authors_print_them():
+    shape, perlmutter = models.load("gpt-20b"), machines.load("perlmutter")
+    given = [grid for model, _, _, grid, _ in planning.SCRIPT if model == "gpt-20b"]
+    ranked = rank_grids(shape, perlmutter, given[::-1], 512 * 2048, counting="script")
+    assert [grid for _, grid in ranked] == given
+    with pytest.raises(ValueError, match="counting is 'paper'"):
+        network_time(shape, perlmutter, given[0], 1, counting="paper")
+
+
+def test_seconds_of_collectives_by_hand():
+    links = Links(TOY, Grid(x=4, data=2))
+    # In a node: 10 us + 3 steps + 3 blocks of 1 MB at 100 GB/s.
+    assert links.seconds("all_gather", ("x",), 1e6) == pytest.approx(10e-6 + 3e-6 + 30e-6)
+    assert links.seconds("reduce_scatter", ("x",), 2e6, 2) == pytest.approx(2 * 13e-6 + 60e-6)
+    # Over two nodes, 4 ranks apart: one step of 5 us, 40 / 4 GB/s.
+    assert links.seconds("all_gather", ("data",), 1e6) == pytest.approx(10e-6 + 5e-6 + 1e6 / 10e9)
+    # Ring: 10 us + 2 * 5 us + half of 2 MB at 10 GB/s; a tree would send all of it.
+    assert links.seconds("all_reduce", ("data",), 1e6) == pytest.approx(20e-6 + 2 * 0.5 * 1e6 / 10e9)
+    # All eight ranks: 7 steps, of which one crosses, twice; 2 * 7/8 of 1 MB at 40 GB/s.
+    assert links.seconds("all_reduce", ("data", "x"), 1e6) == pytest.approx(10e-6 + 2 * 11e-6 + 1.75e6 / 40e9)
+    # All-to-all of 8 MB over 8: 7 MB are sent, 4 of 7 parts leave the node, whose 4 ranks share 40 GB/s.
+    world = links.seconds("all_to_all", ("data", "x"), 8e6)
+    assert world == pytest.approx(10e-6 + 11e-6 + 7e6 * (4 / 7) * 4 / 40e9)
+    assert links.seconds("all_reduce", ("y", "z"), 1e9) == 0.0
+    assert links.of(Key("forward", "all_gather", ("x",)), Volume(1, 10**6)) == pytest.approx(43e-6)
+
+
+def test_a_small_all_reduce_over_many_nodes_goes_by_a_tree():
+    links = Links(TOY, Grid(data=4096))
+    # log2(1024) = 10 steps between nodes and 3 inside, both ways.
+    assert links.seconds("all_reduce", ("data",), 4) == pytest.approx(10e-6 + 2 * (3e-6 + 50e-6), rel=1e-3)
+
+
+def test_the_order_of_axes_decides_which_links_they_use():
+    grid = Grid(x=4, z=4)
+    inner, outer = Links(TOY, grid), Links(TOY, grid, ("z", "x", "y", "data"))
+    assert inner.ring("x").bandwidth == outer.ring("z").bandwidth == 100e9
+    assert inner.ring("z").bandwidth == outer.ring("x").bandwidth == 10e9
+    assert outer.ring("x").nodes == 4 and inner.ring("x").nodes == 1
+    with pytest.raises(ValueError, match="names each of"):
+        Links(TOY, grid, ("x", "y", "z"))
+
+
+def test_seconds_of_a_product_by_hand():
+    """100 TFLOP/s at one half; 4 multiprocessors, tiles of 128."""
+    flops = 2 * 1024**3
+    assert compute.product(TOY, 1024, 1024, 1024) == pytest.approx(flops / 50e12)
+    # 640 x 128 are five tiles: two waves of four.
+    assert compute.share(TOY, 640, 4096, 128) == 5 / 8
+    assert compute.share(TOY, 64, 4096, 128) == 0.5
+    # Thin: 2 (8192^2 + 2 * 8192) bytes at 800 GB/s.
+    thin = 2 * (8192 * 8192 + 2 * 8192) / 0.8e12
+    assert compute.product(TOY, 1, 8192, 8192) == pytest.approx(max(thin, 2 * 8192**2 / 50e12 * 128))
+    assert compute.product(TOY, 1, 1, 1) == compute.KERNEL and compute.product(TOY, 0, 5, 5) == 0
+    table = replace(TOY, gemm_by_size=((100, 0.2), (200, 0.6)))
+    assert [compute.share(table, size, 999, 999) for size in (50, 100, 150, 400)] == pytest.approx(
+        [0.1, 0.2, 0.4, 0.6]
+    )
+
+
+def test_flops_of_a_step_are_those_of_the_paper():
+    """96 B s L h^2 (1 + s / 6h + V / 16 L h), recomputation included."""
+    shape = models.load("gpt-80b")
+    job = Job(shape=shape, machine=TOY, sequences=8192, seq=2048)
+    layers, h, s, v = 42, 12288, 2048, models.GPT_VOCAB
+    expected = 96 * 8192 * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
+    assert job.hardware_flops() == pytest.approx(expected, rel=1e-12)
+    assert replace(job, checkpointing=False).hardware_flops() == job.model_flops()
+
+
+@pytest.mark.parametrize("grid", SOME, ids=str)
+def test_what_travels_is_what_the_engine_sends(grid):
+    """All entries of the model's traffic together are the ledger that the engine's own traffic is tested against."""
+    step = step_of(JOB, grid, 1)
+    traffic = of_engine(LLAMA, grid, step, layout_of(grid))
+    sent: dict[tuple[str, ...], Fraction] = {}
+
+    def enter(kind, axes, payload, times):
+        ranks = 1
+        for axis in axes:
+            ranks *= getattr(grid, axis)
+        sent[axes] = sent.get(axes, Fraction(0)) + times * sent_bytes(kind, ranks, payload)
+
+    for gather, reduce in zip(traffic.layer.gathers, traffic.layer.reduces, strict=True):
+        if grid.z > 1:
+            enter("all_gather", ("z",), gather, 3 * LLAMA.layers)  # forward, recomputation, backward
+            enter("reduce_scatter", ("z",), reduce, LLAMA.layers)
+    for each in filter(None, traffic.layer.hidden):
+        enter(each[0], (each[1],), each[2], LLAMA.layers)
+    for times, ledger in ((LLAMA.layers, traffic.layer.ledger), (1, traffic.rest), (1, traffic.gradients)):
+        for key, volume in ledger.entries.items():
+            enter(key.kind, key.axes, volume.payload, times)
+    whole = volumes(LLAMA, grid, step, layout=layout_of(grid))
+    assert {axes for axes, volume in sent.items() if volume} == {key.axes for key in whole.entries}
+    for axes, volume in sent.items():
+        assert volume == whole.sent(axes=axes), axes
+
+
+def test_one_rank_of_x_y_z_sends_no_tensors():
+    found = predict(JOB, Grid(data=16))
+    assert set(found.traffic) == {"data"}
+    assert found.seconds["exposed x/y"] == found.seconds["exposed z"] == found.seconds["other"] == 0.0
+    alone = predict(JOB, Grid())
+    assert not alone.traffic and alone.exposed == 0.0
+
+
+@pytest.mark.parametrize("schedule", ["hf_axonn", "axonn"])
+def test_more_bandwidth_and_faster_products_are_never_slower(schedule):
+    job = replace(JOB, schedule=schedule)
+    for grid in grids(16):
+        if refusal(job, grid):
+            continue
+        before = predict(job, grid)
+        for changes in ({"bandwidth": 2.0}, {"bandwidth": 1.1}, {"gemm": 2.0}):
+            after = predict(replace(job, machine=TOY.scaled(**changes)), grid)
+            assert after.total <= before.total * (1 + 1e-12), (grid, changes)
+        assert predict(replace(job, machine=TOY.scaled(bandwidth=0.5)), grid).total >= before.total * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("capacity", [2**40, 2**30], ids=["roomy", "tight"])
+def test_doubling_the_batch_never_lowers_utilisation(capacity):
+    job = replace(JOB, machine=replace(TOY, memory=capacity))
+    several = 0
+    for grid in grids(16):
+        before, after = predict(job, grid), predict(replace(job, sequences=128), grid)
+        several += after.micro_batches > 1
+        assert after.hfu >= before.hfu * (1 - 1e-9), grid
+    assert bool(several) == (capacity == 2**30)
+
+
+def test_overlaps_hide_and_never_cost():
+    switches = ("all_gather", "reduce_scatter", "all_reduce")
+    gained = dict.fromkeys(switches, 0.0)
+    for grid in SOME:
+        on = predict(JOB, grid).total
+        for switch in switches:
+            off = predict(replace(JOB, **{switch: False}), grid).total
+            assert off >= on * (1 - 1e-12)
+            gained[switch] += off - on
+    assert all(gain > 0 for gain in gained.values())
+
+
+def test_checkpointing_trades_time_for_memory():
+    grid = Grid(z=4, x=2, y=2)
+    on, off = predict(JOB, grid), predict(replace(JOB, checkpointing=False), grid)
+    assert on.total > off.total and on.memory.activations < off.memory.activations
+    assert on.hfu > on.mfu and off.hfu == off.mfu
+
+
+def test_memory_by_hand():
+    """Two layers of hidden 8, 2 heads, MLP 16, vocabulary 10, on z = 2, x = 2: sizes that divide."""
+    shape = ModelShape(layers=2, hidden=8, heads=2, intermediate=16, vocab=12)
+    grid, step = Grid(z=2, x=2), Step(rows=1, seq=4, checkpointing=True)
+    layer = 4 * 8 * 8 + 3 * 8 * 16
+    local = (2 * layer + 2 * 12 * 8) // 4 + 5 * 8
+    assert local_parameters(shape, grid) == local
+    needed = memory(shape, grid, step)
+    assert needed.states == 16 * local
+    # up and gate, and down, of half of the features: 16 * 8 + 8 * 8, in bf16, and gradients in fp32
+    assert needed.gathered == (16 * 8 + 8 * 8) * (2 + 4)
+    # the inputs of two layers in fp32 [4 tokens / 2, 8], and one layer's own
+    inside = 2 * (4 * 8 // 2) * 4 * 2 + (2 * 8 + 2 * 8) * 4 // 2 * 2 + 3 * 4 * 16 // 2 * 2
+    inside += (2 * 4 * 8 + 4 * 16 // 2) * 2 + 4 * 4 // 2 * 2 + 4 * 4 * 2 // 2
+    assert needed.activations == 2 * (4 * 8 // 2) * 4 + inside
+    assert needed.buckets == 0 and needed.total == needed.states + needed.activations + max(needed[2], needed[4])
+
+
+@pytest.mark.parametrize("grid", SOME, ids=str)
+def test_shards_of_all_ranks_make_the_model(grid):
+    whole = LLAMA.parameters() - sum(LLAMA.replicated())
+    local = local_parameters(LLAMA, grid) - sum(LLAMA.replicated())
+    assert local * grid.x * grid.y * grid.z == whole
+
+
+@pytest.mark.parametrize("kind", models.FAMILIES)
+def test_a_config_gives_the_parameters_of_the_model(kind, tmp_path):
+    sizes = dict(hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6, vocab_size=131)
+    sizes |= dict(max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    if kind not in ("gpt2", "opt", "gpt_neox"):
+        sizes |= dict(num_key_value_heads=3)
+    if kind.startswith(("gemma", "qwen3")):
+        sizes |= dict(head_dim=10)
+    if kind == "gpt2":
+        sizes = dict(n_embd=48, n_layer=3, n_head=6, vocab_size=131, n_positions=64)
+    if kind == "opt":
+        sizes |= dict(ffn_dim=40, word_embed_proj_dim=48)
+    config = AutoConfig.for_model(kind, **sizes)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert models.load(str(tmp_path)).parameters() == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_models_of_the_paper_have_their_sizes():
+    for name, (layers, hidden, _) in models.GPTS.items():
+        billions = models.load(name).parameters() / 1e9
+        assert billions == pytest.approx(float(name[4:-1]), rel=0.06)
+        assert billions > 12 * layers * hidden**2 / 1e9
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ([], "it holds no keys"),
+        ({"model_type": "mamba"}, "model_type is 'mamba'; the planner knows llama"),
+        ({"model_type": "llama", "hidden_size": 8}, "it has no num_hidden_layers or n_layer"),
+        ({"model_type": "llama", "hidden_size": "8"}, "hidden_size is '8', but it is a whole number"),
+    ],
+)
+def test_wrong_configs_are_refused(config, message, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        models.load(str(file))
+
+
+def test_a_missing_model_names_what_there_is():
+    with pytest.raises(ValueError, match="there is no model 'gpt-9b': give gpt-5b"):
+        models.load("gpt-9b")
+
+
+def test_every_machine_has_a_source_for_every_number():
+    names = machines.known()
+    assert set(names) == {"perlmutter", "frontier", "alps", "dgx-h100", "dgx-h200", "b200-nvl72"}
+    for name in names:
+        machine = machines.load(name)
+        assert machine.name == name and machine.peak_flops > machine.gemm_flops > 1e14
+        assert machine.bandwidth(1, 2) > machine.bandwidth(machine.gpus_per_node, 2) > 1e9
+        assert all(len(source) > 10 for source in machine.sources.values())
+
+
+def test_the_authors_database_is_looked_up_and_never_interpolated():
+    frontier = machines.load("frontier")
+    table = {(1, 2): 129, (1, 4): 52, (1, 8): 135, (2, 2): 50, (2, 4): 72, (4, 2): 36}
+    assert {key: frontier.bandwidth(*key) / 1e9 for key in table} == table
+    assert [frontier.bandwidth(stride, 16) / 1e9 for stride in (1, 2, 4, 8, 512)] == [40, 20, 10, 5, 5]
+    perlmutter = machines.load("perlmutter")
+    assert [perlmutter.bandwidth(stride, 16) / 1e9 for stride in (1, 2, 4, 64)] == [80, 40, 20, 20]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"inter_gbs": 0}, "inter_gbs is 0, but it is a number above 0"),
+        ({"memory_gib": "64"}, "memory_gib is '64'"),
+        ({"units": 1.5}, "units is 1.5, but it is a whole number"),
+        ({"sources": {}}, "sources says nothing of gpus_per_node"),
+        ({"latency_us": {"base": 1}}, "latency_us is"),
+        ({"intra_gbs": {"1x16": 5}}, "intra_gbs has the key '1x16'"),
+        ({"intra_gbs": {}}, "intra_gbs is empty"),
+        ({"gemm_by_size": {"big": 1}}, "gemm_by_size is"),
+        ({"speed": 3}, "speed is unknown"),
+    ],
+)
+def test_wrong_machine_files_are_refused(change, message, tmp_path):
+    text = json.loads((machines.FOLDER / "frontier.json").read_text())
+    text["sources"] |= {"gemm_by_size": "here"}
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(text | change))
+    with pytest.raises(ValueError, match=message):
+        machines.load(str(file))
+    with pytest.raises(ValueError, match="there is no machine 'fronteer'"):
+        machines.load("fronteer")
+
+
+def test_published_figures_are_predicted():
+    """docs/planning.md: five runs up to 16,384 GPUs; no constant was fitted to them."""
+    plans = {point: planning.predicted(point) for point in planning.POINTS if point.counts}
+    assert len(plans) == 5 and planning.mean_error(plans) < 0.15
+    assert all(abs(planning.error(point, found)) < 0.25 for point, found in plans.items())

@@ -1,0 +1,122 @@
+"""Who writes which piece: every element once, by the same rule everywhere, with work that does not grow with ranks."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import all_grids
+
+from hf_axonn import Grid
+from hf_axonn.pieces import MOST_WRITERS, SMALL_BYTES, SavedTensor, Writers, box_at, overlap, pieces_in
+
+
+CUTS = [(1, 0, 0), (0, 1, 0), (0, 0, 0), (0, 0, 2), (None, None, None), (None, 1, None)]
+
+
+def state(shape: tuple[int, ...]) -> dict[str, SavedTensor]:
+    fitting = [cuts for cuts in CUTS if all(cut is None or cut < len(shape) for cut in cuts)]
+    return {f"t{index}": SavedTensor(shape, "F32", cuts) for index, cuts in enumerate(fitting)}
+
+
+@pytest.mark.parametrize("shape", [(21, 8), (5, 3), (1, 1), (8, 6, 5), (7,), ()], ids=str)
+@pytest.mark.parametrize("small", [True, False], ids=["small", "large"])
+def test_every_element_is_written_once_by_a_rank_that_has_it(shape, small):
+    for grid in [*all_grids(4), Grid(data=3, z=2, y=2, x=2)]:
+        tensors = state(shape)
+        writers = Writers(tensors, grid, dict.fromkeys(tensors, 8 if small else SMALL_BYTES))
+        count = {name: torch.zeros(shape, dtype=torch.int) for name in tensors}
+        for rank in range(grid.size):
+            here = grid.coordinates(rank)
+            for name in writers.names_of(here):
+                box = box_at(tensors[name], grid, here)
+                count[name][tuple(slice(*span) for span in box)] += 1
+                for place, piece in pieces_in(tensors[name], grid, box):
+                    assert writers.rank(name, place) == rank and piece == box
+        assert all((value == 1).all() for value in count.values()), (grid, count)
+
+
+def test_a_box_is_found_in_the_pieces_that_hold_it():
+    chance = random.Random(0)
+    for _ in range(300):
+        grid = chance.choice(all_grids(12))
+        shape = tuple(chance.randint(1, 9) for _ in range(3))
+        tensor = SavedTensor(shape, "F32", chance.choice(CUTS))
+        starts = [chance.randrange(size) for size in shape]
+        wanted = tuple((start, chance.randint(start + 1, size)) for start, size in zip(starts, shape, strict=True))
+        expected = set()
+        for rank in range(grid.size):
+            box = box_at(tensor, grid, grid.coordinates(rank))
+            if overlap(box, wanted) is not None:
+                expected.add(box)
+        found = [piece for _, piece in pieces_in(tensor, grid, wanted)]
+        assert sorted(found) == sorted(expected), (grid, tensor, wanted)
+
+
+def test_copies_share_the_writing():
+    grid = Grid(data=64, x=2)
+    tensors = {f"layer.{index}": SavedTensor((4096, 4096), "F32", (1, 0, 0)) for index in range(64)}
+    writers = Writers(tensors, grid, dict.fromkeys(tensors, 2**26))
+    load = [sum(1 for _ in writers.names_of(grid.coordinates(rank))) for rank in range(grid.size)]
+    assert sorted(set(load)) == [0, 4] and sum(count > 0 for count in load) == 2 * MOST_WRITERS
+
+
+def layers(count: int) -> dict[str, SavedTensor]:
+    tensors = {}
+    for index in range(count):
+        tensors |= {
+            f"{index}.norm": SavedTensor((16384,), "F32", (None, None, None)),
+            f"{index}.up": SavedTensor((53248, 16384), "BF16", (1, 0, 0)),
+            f"{index}.down": SavedTensor((16384, 53248), "BF16", (0, 1, 0)),
+        }
+    return tensors
+
+
+def plan(grid: Grid, tensors: dict[str, SavedTensor], rank: int) -> int:
+    """What a rank works out to save, and to load on the same grid; returns the number of files that it would open."""
+    pieces_in.cache_clear()
+    writers = Writers(tensors, grid, dict.fromkeys(tensors, 2**30))
+    here = grid.coordinates(rank)
+    assert list(writers.names_of(here)) or rank
+    return len(
+        {
+            writers.rank(name, place)
+            for name, tensor in tensors.items()
+            for place, _ in pieces_in(tensor, grid, box_at(tensor, grid, here))
+        }
+    )
+
+
+def test_the_work_of_a_rank_does_not_grow_with_their_number():
+    """Of 4,096 ranks none hears of the others' pieces; a plan in common has 4,096 times as many as this one."""
+    tensors = layers(126)
+    seconds = {}
+    for data in (4, 64):
+        grid = Grid(data=data, z=8, y=2, x=4)
+        started = time.process_time()
+        files = [plan(grid, tensors, rank) for rank in (0, grid.size - 1)]
+        seconds[grid.size] = time.process_time() - started
+        assert max(files) <= 2 * MOST_WRITERS
+    assert seconds[4096] < 4 * seconds[256] + 0.2, seconds
+
+
+@pytest.mark.parametrize(
+    ("shape", "cuts"),
+    [((2, 2), (2, None, None)), ((2,), (0, 0)), ((-1,), (0, 0, 0)), ((True,), (0, 0, 0)), ((2,), (True, None, None))],
+)
+def test_impossible_tensors_are_refused(shape, cuts):
+    with pytest.raises(ValueError):
+        SavedTensor(shape, "F32", cuts)
+
+
+def test_the_benchmark_of_planning_runs():
+    script = Path(__file__).parents[1] / "benchmarks" / "checkpoint_planning.py"
+    command = [sys.executable, str(script), "--ranks", "64,128", "--layers", "2", "--dcp-tensors", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert [line.split("|")[1].strip() for line in done.stdout.splitlines()[2:]] == ["64", "128"]

@@ -1,0 +1,261 @@
+"""The planner, `hf-axonn plan`, `grid: auto` and `hf-axonn bench-links`."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from hf_axonn import bench_links
+from hf_axonn.cli import main
+from hf_axonn.config import AxonnConfig
+from hf_axonn.grid import Grid
+from hf_axonn.launch_file import resolve
+from hf_axonn.perf import machines, models
+from hf_axonn.perf.jobs import number, resolve_auto, sequences_of
+from hf_axonn.perf.model import Job, predict
+from hf_axonn.perf.planner import alternatives, divisors, factorizations, grids, other_order, plan, sweep
+
+
+JOB = Job(shape=models.load("gpt-5b"), machine=machines.load("perlmutter"), sequences=512, seq=2048)
+COMMAND = "plan --model gpt-5b --machine perlmutter --batch-tokens 1M --seq 2048".split()
+
+
+def test_all_factorizations():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert sorted(factorizations(4, 2)) == [(1, 4), (2, 2), (4, 1)]
+    # Ordered products of four powers of two: 15 twos in 4 boxes.
+    assert len(set(grids(32768))) == math.comb(18, 3) == 816
+    assert all(grid.size == 24 for grid in grids(24)) and len(set(grids(24))) == math.comb(6, 3) * 4
+
+
+def test_a_plan_ranks_what_fits_and_says_why_the_rest_does_not():
+    found = plan(JOB, 64)
+    times = [entry.total for entry in found.ranked]
+    assert times == sorted(times) and found.best.total == min(times)
+    assert len(found.ranked) + len(found.too_big) + len(found.impossible) == len(grids(64))
+    assert all(entry.fits for entry in found.ranked) and not any(entry.fits for entry in found.too_big)
+    capacity = 0.9 * JOB.machine.memory
+    assert found.too_big and min(entry.memory.total for entry in found.too_big) > capacity
+    assert max(entry.memory.total for entry in found.ranked) <= capacity
+    impossible = plan(replace(JOB, sequences=16), 64).impossible
+    assert impossible and all("not divisible by data * z" in why for _, why in impossible)
+
+
+def test_fewest_micro_batches_that_fit_are_taken():
+    grid = Grid(data=4, z=4)
+    entry = predict(JOB, grid)
+    assert entry.micro_batches > 1 and entry.fits
+    assert not predict(JOB, grid, micro_batches=entry.micro_batches // 2).fits
+    with pytest.raises(ValueError, match="do not make 5 micro-batches"):
+        predict(JOB, grid, micro_batches=5)
+    with pytest.raises(ValueError, match="512 sequences are not divisible by data . z = 1024"):
+        predict(JOB, Grid(data=1024))
+
+
+def test_what_fits_nowhere_is_said_with_numbers():
+    found = plan(replace(JOB, shape=models.load("gpt-640b")), 8)
+    assert not found.ranked
+    with pytest.raises(ValueError, match="no grid of 8 GPUs fits: the smallest, .* of 40 GiB"):
+        _ = found.best
+    with pytest.raises(ValueError, match="no grid of 7 GPUs is possible"):
+        _ = plan(replace(JOB, sequences=1, seq=1), 7).best
+    with pytest.raises(ValueError, match="gpus is 0"):
+        plan(JOB, 0)
+
+
+def test_all_grids_of_32768_gpus_are_ranked_in_a_second():
+    job = Job(shape=models.load("gpt-320b"), machine=machines.load("frontier"), sequences=8192, seq=2048)
+    seconds = []
+    for _ in range(2):
+        start = time.process_time()
+        found = plan(job, 32768)
+        seconds.append(time.process_time() - start)
+    assert len(found.ranked) + len(found.too_big) > 700
+    assert min(seconds) < 1.0
+
+
+def test_another_order_of_axes_is_never_slower_and_is_found():
+    entry = predict(replace(JOB, machine=machines.load("frontier")), Grid(data=8, z=8))
+    better = other_order(entry)
+    assert better.total <= entry.total and sorted(better.order) == ["data", "x", "y", "z"]
+    # With y = x = 1 z is a ring inside a node (135 GB/s); with data inside of it, one between nodes (5 GB/s).
+    inside = predict(entry.job, entry.grid, order=("data", "z", "x", "y"))
+    assert inside.traffic["z"] > entry.traffic["z"]
+
+
+def test_the_first_place_is_checked_against_wrong_numbers():
+    found = plan(JOB, 64)
+    answers = dict(alternatives(found))
+    assert set(answers) == {f"{what} 20% {how}" for what in ("links", "products") for how in ("slower", "faster")}
+    assert answers["links 20% slower"].total >= found.best.total >= answers["products 20% faster"].total
+
+
+def test_sweeps_are_strong_or_weak():
+    strong, weak = sweep(JOB, [64, 128, 256]), sweep(JOB, [64, 128, 256], weak=True)
+    assert [found.job.sequences for found in strong] == [512] * 3
+    assert [found.job.sequences for found in weak] == [512, 1024, 2048]
+    steps = [found.best.total for found in strong]
+    assert steps == sorted(steps, reverse=True)
+    assert weak[2].best.flops >= strong[2].best.flops
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("4096", 4096), ("16.8M", 16_800_000), ("4k", 4000), ("1B", 10**9), (7, 7), ("1e3", 1000)]
+)
+def test_numbers_with_suffixes(text, value):
+    assert number(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "M", "many", "0", "-3", True, "inf", "nan"])
+def test_what_is_no_number(text):
+    with pytest.raises(ValueError, match="is not a number"):
+        number(text)
+
+
+def test_a_rounded_batch_is_a_power_of_two_of_sequences():
+    assert sequences_of(16_800_000, 2048) == 8192 and sequences_of(4_000_000, 4096) == 977
+    assert sequences_of(2048 * 100, 2048) == 100 and sequences_of(10, 2048) == 1
+
+
+def test_the_command_prints_a_table_and_what_to_paste(capsys):
+    assert main([*COMMAND, "--gpus", "64", "--top", "3"]) == 0
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if line[:4].strip() in ("1", "2", "3")]
+    best = plan(replace(JOB, sequences=sequences_of(10**6, 2048)), 64).best
+    assert len(rows) == 3 and rows[0].split()[1:5] == [str(size) for size in best.grid.as_dict().values()]
+    assert "more are impossible, for instance data=1,z=16" in printed and "second: data=" in printed
+    pasted = printed.partition("axonn_config:\n  grid: ")[2].splitlines()[0]
+    sizes = dict(pair.split(": ") for pair in pasted.strip("{}").split(", "))
+    assert Grid(**{axis: int(size) for axis, size in sizes.items()}) == best.grid
+
+
+def test_the_command_prints_json_and_pictures(capsys, tmp_path):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib, of the extra `eval`")
+    picture = tmp_path / "plan.png"
+    assert main([*COMMAND, "--gpus", "16", "--json", "--plot", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    first = found["ranked"][0]
+    assert first["step_seconds"] == pytest.approx(sum(first["seconds"].values()))
+    assert found["fit"] + found["do_not_fit"] + found["impossible"] == len(grids(16))
+    curve = tmp_path / "sweep.svg"
+    assert main([*COMMAND, "--sweep", "16..64", "--plot", str(curve)]) == 0
+    assert len([line for line in capsys.readouterr().out.splitlines() if "data=" in line]) == 3
+    assert picture.read_bytes()[:4] == b"\x89PNG" and "<svg" in curve.read_text()
+    assert main([*COMMAND, "--gpus", "16", "--plot", str(tmp_path / "no" / "where.png")]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_the_paper_mode_ranks_by_communication(capsys):
+    assert main([*COMMAND, "--gpus", "16", "--paper", "--json"]) == 0
+    times = [entry["communication_seconds"] for entry in json.loads(capsys.readouterr().out)]
+    assert times == sorted(times) and len(times) == 10
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ([], "--gpus is missing"),
+        (["--sweep", "512"], "--sweep is '512'"),
+        (["--sweep", "8..2"], "--sweep is '8..2'"),
+        (["--sweep", "8..16", "--gpus", "8"], "--sweep stands in place of --gpus"),
+        (["--gpus", "8", "--weak"], "--weak goes with --sweep"),
+        (["--gpus", "8", "--top", "0"], "--top is 0"),
+        (["--gpus", "8", "--machine", "nowhere"], "there is no machine 'nowhere'"),
+        (["--gpus", "8", "--model", "nothing"], "there is no model 'nothing'"),
+    ],
+)
+def test_wrong_commands_end_with_2_and_a_message(more, message, capsys):
+    assert main([*COMMAND, *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_that_fits_nowhere_ends_with_1(capsys):
+    assert main([*COMMAND, "--model", "gpt-640b", "--gpus", "4"]) == 1
+    assert "no grid of 4 GPUs fits" in capsys.readouterr().out
+
+
+AUTO = {"model": "gpt-5b", "machine": "perlmutter", "batch_tokens": "1M", "seq": 2048}
+
+
+def test_grid_auto_is_resolved_at_the_launch(tmp_path):
+    settings = {
+        "num_processes": 64,
+        "mixed_precision": "bf16",
+        "distributed_type": "MULTI_GPU",
+        "use_cpu": True,
+        "axonn_config": {"grid": "auto", "plan": AUTO, "reduce_dtype": "bfloat16"},
+    }
+    launch = resolve(settings, {})
+    job = replace(JOB, sequences=488, reduce_bytes=2)
+    assert launch.config.grid == plan(job, 64).best.grid and launch.config.reduce_dtype == "bfloat16"
+    assert AxonnConfig.from_env(launch.environment) == launch.config
+    assert any(f"grid: auto is {launch.config.grid}" in note for note in launch.notes)
+    assert any(note.startswith("second is data=") for note in launch.notes)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"grid": "auto"}, "there is no plan that says for what"),
+        ({"grid": {"x": 2}, "plan": AUTO}, "write grid: auto beside it, or remove it"),
+        ({"grid": "auto", "plan": {**AUTO, "modle": 1}}, "unknown key 'modle'.* did you mean model?"),
+        ({"grid": "auto", "plan": {"model": "gpt-5b"}}, "plan has no machine, batch_tokens, seq"),
+        ({"grid": "auto", "plan": {**AUTO, "seq": "long"}}, "'long' is not a number"),
+        ({"grid": "auto", "plan": {**AUTO, "machine": "here"}}, "there is no machine 'here'"),
+        ({"grid": "auto", "plan": {**AUTO, "weights": "fp8"}}, "weights is 'fp8'"),
+        ({"grid": "auto", "plan": {**AUTO, "checkpointing": 1}}, "checkpointing is 1"),
+        ({"grid": "auto", "plan": {**AUTO, "model": "gpt-640b"}}, "no grid of 2 GPUs fits"),
+    ],
+)
+def test_a_wrong_auto_grid_is_refused_before_a_process_starts(section, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_auto(section, 2, mixed_precision="bf16")
+
+
+def test_sizes_are_left_alone():
+    section = {"grid": {"x": 2}, "tune_matmuls": True}
+    assert resolve_auto(section, 2, mixed_precision="no") == (section, [])
+
+
+def measured(folder):
+    """Two nodes of two processes each, as it seems to this rank."""
+    bench_links.SIZES = {"cpu": (16, 64)}
+    bench_links.PAYLOADS = {"gloo": 2**16}
+    bench_links.COPIED = {"cpu": 2**16}
+    bench_links.ROUNDS = 3
+    import os
+
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    file = f"{folder}/this.json"
+    assert bench_links.bench_links(file) == 0
+    late = bench_links.measure(4, torch.device("cpu"), seconds=0.0)
+    return late["sources"]["intra_gbs"], bench_links._siblings(2, 2).size()
+
+
+def test_bench_links_writes_a_machine_that_plans(tmp_path, capsys):
+    for intra, size in run_ranks(measured, 4, str(tmp_path)):
+        assert "not measured for want of time" in intra and size == 2
+    machine = machines.load(str(tmp_path / "this.json"))
+    assert machine.gpus_per_node == 2 and set(machine.intra) == {(1, 2)}
+    assert "one ring through 2 nodes" in machine.sources["inter_gbs"]
+    assert max(share for _, share in machine.gemm_by_size) == 1.0 == machine.gemm_fraction
+    assert main([*COMMAND, "--machine", str(tmp_path / "this.json"), "--gpus", "16"]) in (0, 1)
+    assert "of this, " in capsys.readouterr().out
+
+
+def test_latency_is_a_line_through_two_sizes():
+    assert bench_links._latency({2: 12e-6, 8: 24e-6}) == pytest.approx((10e-6, 2e-6))
+    assert bench_links._latency({2: 12e-6, 4: 9e-6}) == (pytest.approx(11e-6), bench_links.UNMEASURED)
+    assert bench_links._latency({}) == (bench_links.UNMEASURED,) * 2
+
+
+def test_bench_links_needs_torchrun(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["bench-links", "--output", "this.json"]) == 2
+    assert "start it as torchrun" in capsys.readouterr().err

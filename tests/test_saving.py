@@ -1,0 +1,320 @@
+"""A save is complete or it is not there: ranks killed at any point, full disks, and saves in the background."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from crashes import die_at, run_to_the_end, values_of
+from models import tiny_model
+from ranks import run_ranks
+
+from hf_axonn import Grid, finish_saves, load_sharded, parallelize, save_sharded, saving, shard_files
+from hf_axonn.cli import main
+from hf_axonn.collectives import barrier, world_rank
+from hf_axonn.manifest import MANIFEST, STAGE, check_complete
+from hf_axonn.saving import SaveError
+from hf_axonn.trainer_saving import checkpoints_in, tidy
+
+
+GRID = Grid(z=2)
+OLD, NEW = 1.0, 2.0  # every weight of a checkpoint has one of these values
+MODEL = tiny_model("smollm2", dtype=torch.float32, num_hidden_layers=1)  # before the ranks are forked
+
+
+def filled(value: float):
+    """The model on the grid with one value everywhere, and an optimizer that has stepped."""
+    model, _ = parallelize(MODEL, GRID)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    optimizer.step()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    return model, optimizer
+
+
+def save_value(value: float, directory: Path, background: bool = False) -> None:
+    model, optimizer = filled(value)
+    save_sharded(model, directory, optimizer=optimizer, async_save=background)
+    finish_saves()
+    barrier()
+
+
+def save_and_die(directory: Path, background: bool, victim: int, point: int, delay: float | None) -> None:
+    """Save NEW; rank `victim` dies at its file operation number `point`, or some seconds after the beginning."""
+    model, optimizer = filled(NEW)
+    barrier()
+    if world_rank() == victim:
+        if delay is None:
+            die_at(point)
+        else:
+            threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    save_sharded(model, directory, optimizer=optimizer, async_save=background)
+    finish_saves()
+    barrier()
+
+
+def count_operations(directory: Path, background: bool, counts) -> None:
+    model, optimizer = filled(NEW)
+    barrier()
+    count = die_at(-1)
+    save_sharded(model, directory, optimizer=optimizer, async_save=background)
+    finish_saves()
+    counts[world_rank()] = count[0]
+    barrier()
+
+
+def value_in(directory: Path) -> float:
+    """The one value of all weights of a checkpoint, which also its optimizer is of."""
+    values = {float(value) for tensor in values_of(directory).values() for value in tensor.unique()}
+    assert len(values) == 1, f"a mixture of two saves: {values}"
+    return values.pop()
+
+
+@pytest.fixture(scope="module")
+def old(tmp_path_factory) -> Path:
+    """A folder with the checkpoint that was there before."""
+    folder = tmp_path_factory.mktemp("old")
+    run_ranks(save_value, 2, OLD, folder / "checkpoint-1")
+    assert value_in(folder / "checkpoint-1") == OLD
+    return folder
+
+
+SCENARIOS = [("checkpoint-1", False), ("checkpoint-2", False), ("checkpoint-1", True), ("checkpoint-2", True)]
+
+
+def kill_points(folder: Path, old: Path, name: str, background: bool) -> list[tuple[int, int]]:
+    """Every (rank, file operation) of a save."""
+    counts = torch.multiprocessing.get_context("fork").Array("i", 2)
+    shutil.copytree(old, folder)
+    assert run_to_the_end(count_operations, 2, folder / name, background, counts) == [0, 0]
+    return [(rank, point) for rank in range(2) for point in range(counts[rank])]
+
+
+def kill(folder: Path, old: Path, name: str, background: bool, victim: int, point: int) -> float:
+    shutil.copytree(old, folder)
+    codes = run_to_the_end(save_and_die, 2, folder / name, background, victim, point, None)
+    assert -signal.SIGKILL in codes
+    return survives(folder, name)
+
+
+def test_killed_at_thirty_random_points(old, tmp_path):
+    """Whoever is killed and wherever: the newest complete checkpoint is the old one or the new one, and whole."""
+    chance, found = random.Random(7), []
+    for number, (name, background) in enumerate(SCENARIOS):
+        points = kill_points(tmp_path / f"count-{number}", old, name, background)
+        assert len(points) > 20
+        for victim, point in chance.sample(points, 8):
+            folder = tmp_path / f"{number}-{victim}-{point}"
+            found.append(kill(folder, old, name, background, victim, point))
+    assert len(found) == 32 and set(found) == {OLD, NEW}, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "background"), SCENARIOS)
+def test_killed_at_every_file_operation(old, tmp_path, name, background):
+    points = kill_points(tmp_path / "count", old, name, background)
+    found = [kill(tmp_path / f"{rank}-{point}", old, name, background, rank, point) for rank, point in points]
+    assert set(found) == {OLD, NEW}, found
+
+
+def survives(folder: Path, name: str) -> float:
+    """What a fresh process finds after the crash, as Trainer would."""
+    tidy(folder)
+    newest = checkpoints_in(folder)[0]
+    value = value_in(newest)
+    assert value == NEW or newest.name == "checkpoint-1"
+    assert not list(folder.glob(".*")) and not list((folder / name).glob(f"{STAGE}/*axonn_checkpoint.json"))
+    return value
+
+
+def test_killed_at_random_times(old, tmp_path):
+    chance = random.Random(5)
+    for index in range(6):
+        name, folder = chance.choice(["checkpoint-1", "checkpoint-2"]), tmp_path / str(index)
+        shutil.copytree(old, folder)
+        where = (folder / name, chance.random() < 0.5, chance.randrange(2), -1, chance.uniform(0, 0.04))
+        run_to_the_end(save_and_die, 2, *where)
+        survives(folder, name)
+
+
+def test_a_save_after_a_crash_needs_no_help(old, tmp_path):
+    """What the crash left, in or beside the directory, is finished or removed by the next save to it."""
+    for name, point in (("checkpoint-1", 12), ("checkpoint-2", 5)):
+        folder = tmp_path / name
+        shutil.copytree(old, folder)
+        assert -signal.SIGKILL in run_to_the_end(save_and_die, 2, folder / name, False, 0, point, None)
+        run_ranks(save_value, 2, 3.0, folder / name)
+        assert value_in(folder / name) == 3.0 and not list(folder.glob("**/*" + STAGE))
+
+
+def test_an_interrupted_commit_is_finished_by_the_next_load(old, tmp_path, capsys):
+    """Killed while the files of the old checkpoint make place for those of the new one."""
+    points = [point for rank, point in kill_points(tmp_path / "count", old, "checkpoint-1", False) if rank == 0]
+    for point in reversed(points):
+        folder = tmp_path / f"at-{point}"
+        shutil.copytree(old, folder)
+        run_to_the_end(save_and_die, 2, folder / "checkpoint-1", False, 0, point, None)
+        if (folder / "checkpoint-1" / STAGE / MANIFEST).is_file():
+            break
+    with pytest.raises(ValueError):
+        check_complete(folder / "checkpoint-1")
+    shutil.copytree(folder, tmp_path / "again")
+    run_ranks(load_values, 2, folder / "checkpoint-1", NEW)
+    assert value_in(folder / "checkpoint-1") == NEW
+    assert main(["verify", str(tmp_path / "again" / "checkpoint-1")]) == 1
+    assert "interrupted at its last step" in capsys.readouterr().out
+
+
+def load_values(directory: Path, value: float) -> None:
+    model, optimizer = filled(7.0)
+    load_sharded(model, directory, optimizer=optimizer)
+    for parameter in model.parameters():
+        assert (parameter.to_local() == value).all()
+        assert (optimizer.state[parameter]["momentum_buffer"].to_local() == value).all()
+
+
+def failing(directory: Path, background: bool) -> str:
+    """Save NEW on a disk that takes no file of more than 20 kB on rank 1; the words of the error."""
+    model, optimizer = filled(NEW)
+    if world_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    with pytest.raises(SaveError, match="was not saved: rank 1: OSError") as failure:
+        save_sharded(model, directory, optimizer=optimizer, async_save=background)
+        save_sharded(model, directory.with_name("later"))  # which waits for the one in the background
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("name", ["checkpoint-1", "checkpoint-2"])
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+def test_a_full_disk_on_one_rank_is_an_error_on_all_and_the_old_one_stands(old, tmp_path, name, background):
+    shutil.copytree(old, tmp_path / "run")
+    first, second = run_ranks(failing, 2, tmp_path / "run" / name, background)
+    assert first == second and "File too large" in first and "What was saved before stands" in first
+    assert survives(tmp_path / "run", name) == OLD
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint-1"]
+
+
+def failing_late(directory: Path) -> str:
+    """Rank 0 cannot write the manifest."""
+    model, _ = filled(NEW)
+    if world_rank() == 0:
+        saving.write_manifest = no_space
+    with pytest.raises(SaveError, match="rank 0: OSError: .*No space left"):
+        save_sharded(model, directory)
+
+
+def no_space(*args) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_disk_that_is_full_at_the_manifest(old, tmp_path):
+    shutil.copytree(old, tmp_path / "run")
+    run_ranks(failing_late, 2, tmp_path / "run" / "checkpoint-1")
+    assert survives(tmp_path / "run", "checkpoint-1") == OLD
+
+
+def refused(directory: Path) -> str:
+    model, _ = filled(NEW)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)  # root may write everywhere
+    with pytest.raises(SaveError, match="was not saved: rank 0: PermissionError") as failure:
+        save_sharded(model, directory)
+    os.seteuid(user)
+    return str(failure.value)
+
+
+def test_a_read_only_directory_is_an_error_on_all(tmp_path):
+    folder = Path(tempfile.mkdtemp())  # unlike tmp_path, others may pass through it
+    try:
+        folder.chmod(0o555)
+        first, second = run_ranks(refused, 2, folder / "checkpoint-1")
+        assert first == second and not list(folder.iterdir())
+    finally:
+        folder.chmod(0o755)
+        folder.rmdir()
+
+
+def unseen(directory: Path) -> None:
+    """Rank 1 writes where rank 0 does not look."""
+    model, _ = filled(NEW)
+    if world_rank() == 1:
+        write = saving.write_pieces
+
+        def elsewhere(path: Path, pieces):
+            record = write(path, pieces)
+            path.unlink()
+            return record
+
+        saving.write_pieces = elsewhere
+    with pytest.raises(SaveError, match="a file system that they share"):
+        save_sharded(model, directory)
+
+
+def test_ranks_that_share_no_disk_are_told(tmp_path):
+    run_ranks(unseen, 2, tmp_path / "checkpoint-1")
+    assert not list(tmp_path.iterdir())
+
+
+def save_both_ways(folder: Path) -> None:
+    model, optimizer = filled(NEW)
+    save_sharded(model, folder / "foreground", optimizer=optimizer)
+    put, go_on = shard_files._put, threading.Event()
+
+    def waiting(*args) -> None:
+        go_on.wait(30)
+        put(*args)
+
+    shard_files._put = waiting
+    started = time.monotonic()
+    save_sharded(model, folder / "background", optimizer=optimizer, async_save=True)
+    assert time.monotonic() - started < 10 and not (folder / "background").exists()
+    # Training goes on while the copies are written.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(-1.0)
+    optimizer.step()
+    go_on.set()
+    end = time.monotonic() + 30
+    while not (folder / "background").exists() and time.monotonic() < end:
+        time.sleep(0.01)  # without a word between the ranks
+    check_complete(folder / "background")
+    barrier()
+    load_sharded(model, folder / "background", optimizer=optimizer)  # waits for the save, as every load does
+    finish_saves()
+    assert all((parameter.to_local() == NEW).all() for parameter in model.parameters())
+
+
+def test_a_save_in_the_background_is_the_same_to_the_bit(tmp_path):
+    run_ranks(save_both_ways, 2, tmp_path)
+    first, second = (check_complete(tmp_path / name) for name in ("foreground", "background"))
+    assert first.files == second.files and first.model == second.model and first.save != second.save
+
+
+def leave_early(directory: Path) -> None:
+    model, _ = filled(NEW)
+    save_sharded(model, directory, async_save=True)
+
+
+def test_a_process_that_ends_lets_the_last_save_finish(tmp_path):
+    """No one calls finish_saves: the threads end by themselves, before the interpreter does."""
+    run_ranks(leave_to_the_thread, 2, tmp_path / "checkpoint-1")
+    assert value_in(tmp_path / "checkpoint-1") == NEW
+
+
+def leave_to_the_thread(directory: Path) -> None:
+    leave_early(directory)
+    threading._shutdown()  # what the interpreter calls at its end; run_ranks ends a rank without

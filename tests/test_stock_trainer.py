@@ -1,0 +1,393 @@
+"""The stock Trainer on a grid does what it does on one process: every option that a user may know from it.
+
+Each case is one run. The truth is the same run on one process, made before the ranks are started.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from equality import full
+from float64 import Float64, relative_errors
+from models import tiny_model
+from ranks import run_ranks
+from training import collate, token_data
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.optimization import Adafactor, AdafactorSchedule
+
+from hf_axonn import AxonnPlugin, Grid
+from hf_axonn.trainer_hooks import OPTIMIZERS
+
+
+BOUND = 1e-10
+LAST = Grid(z=2, x=2)
+GRIDS = [Grid(data=2), Grid(x=2), Grid(z=2), Grid(y=2)]
+
+
+class Metrics:
+    """Numbers that tell a row twice, a row missing and rows in another order. The first evaluation is the best."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, prediction) -> dict[str, float]:
+        self.calls += 1
+        logits, labels = prediction.predictions, prediction.label_ids
+        real = labels[:, 1:] != -100
+        right = (logits[:, :-1].argmax(-1) == labels[:, 1:])[real]
+        # The logits of padding are -100 where another batch was longer, so they depend on how batches are cut.
+        of_rows = (np.abs(logits[:, :-1]).sum(-1) * real).sum(-1)
+        return {
+            "rows": len(logits),
+            "accuracy": float(right.mean()),
+            "in_order": float((of_rows * np.arange(1, len(logits) + 1)).sum()),
+            "inputs": float((prediction.inputs[:, 1:] * real).sum()),
+            "earlier": -float(self.calls),
+        }
+
+
+class Events(TrainerCallback):
+    """What a callback is told, and when; every step begins with the same random state."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        torch.manual_seed(state.global_step)
+
+    def on_event(name):
+        def method(self, args, state, control, **kwargs):
+            self.seen.append((name, state.global_step, round(state.epoch or 0, 6)))
+
+        return method
+
+    for _name in ("on_train_begin", "on_epoch_begin", "on_step_end", "on_evaluate", "on_save", "on_train_end"):
+        locals()[_name] = on_event(_name)
+    del _name, on_event
+
+
+def stock_trainer(output: Path, grid: Grid | None, *, even: bool = False, **changes) -> Trainer:
+    """8 rows a step in two micro-batches. The 8 rows of evaluation are as long, so that `eval_loss` is one number."""
+    samples = grid.samples_size if grid else 1
+    options = dict(
+        output_dir=str(output),
+        per_device_train_batch_size=4 // samples,
+        gradient_accumulation_steps=2,
+        per_device_eval_batch_size=4 // samples,
+        max_steps=2,
+        logging_steps=1,
+        save_strategy="no",
+        learning_rate=1e-2,
+        max_grad_norm=0.5,
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        include_for_metrics=["inputs"],
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    if grid:
+        options.update(parallelism_config=AxonnPlugin(grid=grid))
+    options.update(changes)
+    rows = token_data(64, seed=0)
+    if even:
+        rows = Dataset.from_list([{name: row[name][:15] for name in row} for row in rows])
+    return Trainer(
+        model=tiny_model("qwen3"),
+        args=TrainingArguments(**options),
+        train_dataset=rows,
+        eval_dataset=Dataset.from_list(list(token_data(16, seed=1))[::2]),
+        data_collator=collate,
+        compute_metrics=Metrics(),
+        callbacks=[Events()],
+    )
+
+
+def outcome(trainer: Trainer, resume: Path | None = None) -> dict:
+    """Train, and return all that must not depend on the grid."""
+    with Float64():
+        trainer.train(resume_from_checkpoint=resume and str(resume))
+    events = next(its for its in trainer.callback_handler.callbacks if isinstance(its, Events))
+    timed = ("runtime", "per_second", "total_flos")
+    history = [
+        {key: its for key, its in entry.items() if not key.endswith(timed)} for entry in trainer.state.log_history
+    ]
+    return {
+        "history": history,
+        "events": events.seen,
+        "parameters": {name: full(parameter) for name, parameter in trainer.model.named_parameters()},
+        # With rows of two lengths there is less padding where each position pads its own.
+        "flos": trainer.state.total_flos if len({len(row["labels"]) for row in trainer.train_dataset}) == 1 else None,
+        "best": trainer.state.best_global_step,
+    }
+
+
+EVERYTHING = dict(
+    max_steps=6,
+    eval_strategy="steps",
+    eval_steps=3,
+    save_strategy="steps",
+    save_steps=3,
+    save_total_limit=1,
+    load_best_model_at_end=True,
+    metric_for_best_model="earlier",
+    greater_is_better=True,
+    train_sampling_strategy="group_by_length",
+    include_num_input_tokens_seen="non_padding",
+)
+
+
+def everything(folder: Path, grid: Grid | None) -> dict:
+    """Training, evaluation, the best model, prediction of 7 rows of two lengths in batches of 2, and resuming."""
+    trainer = stock_trainer(folder / "everything", grid, **EVERYTHING)
+    found = outcome(trainer)
+    if dist.is_initialized():
+        dist.barrier()  # Trainer removes older checkpoints on rank 0, and goes on
+    found["kept"] = sorted(path.name for path in (folder / "everything").glob("checkpoint-*"))
+    trainer.args.per_device_eval_batch_size = 2
+    with Float64():
+        predicted = trainer.predict(token_data(7, seed=2))
+    found["labels"] = predicted.label_ids.tolist()
+    metrics = {key: value for key, value in predicted.metrics.items() if "loss" not in key and "second" not in key}
+    found["history"].append({key: value for key, value in metrics.items() if not key.endswith("runtime")})
+    again = stock_trainer(folder / "again", grid, **EVERYTHING)
+    resumed = outcome(again, folder / "everything" / "checkpoint-3")
+    return found | {f"resumed {key}": value for key, value in resumed.items()}
+
+
+def smoothed(folder: Path, grid: Grid | None) -> dict:
+    """Label smoothing takes its loss from full logits."""
+    options = dict(label_smoothing_factor=0.1, eval_strategy="epoch", include_num_input_tokens_seen="all")
+    return outcome(stock_trainer(folder / "smoothed", grid, even=True, max_steps=-1, num_train_epochs=0.4, **options))
+
+
+def adafactor(folder: Path, grid: Grid | None) -> dict:
+    """Factored statistics over shards; resumed from what one process saved, which is in the folder by then."""
+    options = dict(optim="adafactor", max_steps=4, save_strategy="steps", save_steps=2)
+    found = outcome(stock_trainer(folder / "adafactor", grid, **options))
+    source = folder.parent / "one" / "adafactor" / "checkpoint-2"
+    resumed = outcome(stock_trainer(folder / "adafactor again", grid, **options), source)
+    return found | {f"resumed {key}": value for key, value in resumed.items()}
+
+
+def adafactor_relative(folder: Path, grid: Grid | None) -> dict:
+    """Adafactor's own learning rates, and a first moment."""
+    trainer = stock_trainer(folder / "relative", grid)
+    trainer.optimizer = Adafactor(trainer.model.parameters(), lr=None, beta1=0.9, weight_decay=0.1)
+    trainer.lr_scheduler = AdafactorSchedule(trainer.optimizer)
+    return outcome(trainer)
+
+
+def elementwise(name: str):
+    def run(folder: Path, grid: Grid | None) -> dict:
+        return outcome(stock_trainer(folder / name, grid, optim=name))
+
+    return run
+
+
+def noisy(folder: Path, grid: Grid | None) -> dict:
+    """NEFTune: every position draws the same noise for its own rows, as processes of stock Trainer do."""
+    if grid is not None:
+        return outcome(stock_trainer(folder / "noisy", grid, even=True, neftune_noise_alpha=5.0))
+    trainer = stock_trainer(folder / "noisy", grid, even=True)
+
+    def add_noise(module, _, output):
+        if not module.training:
+            return output
+        most = 5.0 / torch.sqrt(torch.tensor(output.size(1) * output.size(2)))
+        noise = torch.zeros_like(output[: len(output) // LAST.samples_size]).uniform_(-most, most)
+        return output + noise.repeat(LAST.samples_size, 1, 1)
+
+    trainer.model.get_input_embeddings().register_forward_hook(add_noise)
+    return outcome(trainer)
+
+
+def rebalanced(folder: Path, grid: Grid | None) -> dict:
+    """A sampler of Trainer's that divides samples by itself, where accelerate divides nothing."""
+    return outcome(stock_trainer(folder / "rebalanced", grid, train_sampling_strategy="batch_rebalance"))
+
+
+class Hub:
+    """Takes uploads into a folder instead of the hub."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def create_repo(self, name, **kwargs):
+        return SimpleNamespace(repo_id=f"someone/{name}")
+
+    def upload_folder(self, *, folder_path, path_in_repo="", ignore_patterns=(), commit_message="", **kwargs):
+        target = self.folder / commit_message.replace(" ", "-") / path_in_repo
+        for path in Path(folder_path).rglob("*"):
+            name = str(path.relative_to(folder_path))
+            ignored = any(
+                fnmatch.fnmatch(name, pattern) or name.startswith(pattern.strip("*")) for pattern in ignore_patterns
+            )
+            if path.is_file() and not ignored:
+                (target / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(path, target / name)
+        done = Future()
+        done.set_result(None)
+        return done
+
+
+def pushed(folder: Path, grid: Grid | None) -> dict:
+    """Each save and the end of a run are uploaded."""
+    import transformers.trainer as module
+
+    original, module.hf_api = module.hf_api, lambda: Hub(folder / "hub")
+    try:
+        options = dict(push_to_hub=True, hub_strategy="checkpoint", save_strategy="steps", save_steps=1)
+        trainer = stock_trainer(folder / "pushed", grid, **options)
+        found = outcome(trainer)
+        trainer.push_to_hub(commit_message="the end")
+    finally:
+        module.hf_api = original
+    if grid:
+        assert (folder / "pushed" / "model.safetensors").is_file()
+        trainer.args.push_to_hub = False
+        trainer.save_model()  # shards again, and nothing of what was there
+        assert not list((folder / "pushed").glob("model*.safetensors*"))
+        assert (folder / "pushed" / "axonn_checkpoint.json").is_file()
+    return found
+
+
+def model_only(folder: Path, grid: Grid | None) -> dict:
+    """A checkpoint without optimizer state is not resumed from."""
+    options = dict(save_only_model=True, save_strategy="steps", save_steps=2)
+    found = outcome(stock_trainer(folder / "model only", grid, **options))
+    if grid:
+        checkpoint = folder / "model only" / "checkpoint-2"
+        with pytest.raises(ValueError, match="no optimizer state"):
+            stock_trainer(folder / "refused", grid, **options, max_steps=4).train(
+                resume_from_checkpoint=str(checkpoint)
+            )
+    return found
+
+
+COMMON = {"everything": everything, "smoothed": smoothed, "adafactor": adafactor}
+OTHERS = {name: elementwise(name) for name in OPTIMIZERS if name != "adafactor"} | {
+    "adafactor with relative steps": adafactor_relative,
+    "noisy": noisy,
+    "rebalanced": rebalanced,
+    "pushed": pushed,
+    "model only": model_only,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("stock")
+
+
+@pytest.fixture(scope="module")
+def truth(folder) -> dict[str, dict]:
+    return {name: case(folder / "one", None) for name, case in (COMMON | OTHERS).items()}
+
+
+def on_grid(folder: Path, names: list[str], grid: Grid) -> dict[str, dict]:
+    return {name: (COMMON | OTHERS)[name](folder / str(grid), grid) for name in names}
+
+
+def on_grids(folder: Path, names: list[str], grids: list[Grid]) -> dict[Grid, dict[str, dict]]:
+    return {grid: on_grid(folder, names, grid) for grid in grids}
+
+
+def differences(ours: dict, true: dict) -> list[str]:
+    """What of a run is not as on one process."""
+    wrong = [] if ours.keys() == true.keys() else ["other keys"]
+    for key in ours.keys() & true.keys():
+        if "parameters" in key:
+            errors = relative_errors(ours[key], true[key])
+            wrong += [f"{key}: {name} {error:.1e}" for name, error in errors.items() if not error < BOUND]
+        elif "history" in key:
+            if [set(its) for its in ours[key]] != [set(its) for its in true[key]]:
+                wrong.append(f"{key}: other entries")
+                continue
+            for mine, its in zip(ours[key], true[key], strict=True):
+                for name, value in its.items():
+                    # Trainer adds up the losses of training in float32.
+                    bound = 3e-7 if name in ("loss", "train_loss") or "eval" in name and "loss" in name else BOUND
+                    if not abs(mine[name] - value) <= bound * max(abs(value), 1e-12):
+                        wrong.append(f"{key}: {name} {mine[name]} and not {value} at {its.get('step')}")
+        elif ours[key] != true[key]:
+            wrong.append(f"{key}: {ours[key]} and not {true[key]}")
+    return wrong
+
+
+def test_what_every_run_does_on_four_grids_of_two_ranks(folder, truth):
+    for rank in run_ranks(on_grids, 2, folder, list(COMMON), GRIDS):
+        wrong = [
+            (str(grid), name, line)
+            for grid, cases in rank.items()
+            for name, ours in cases.items()
+            for line in differences(ours, truth[name])
+        ]
+        assert not wrong, (len(wrong), wrong[:3], {line.split(":")[0] for *_, line in wrong})
+    history = truth["everything"]["history"]
+    assert truth["everything"]["best"] == 3 and truth["everything"]["kept"] == ["checkpoint-3"]
+    assert [entry["num_input_tokens_seen"] for entry in history if "loss" in entry][0] > 100
+    # Statistics of a grid are read on one process, too.
+    options = dict(optim="adafactor", max_steps=4)
+    source = folder / str(Grid(y=2)) / "adafactor" / "checkpoint-2"
+    resumed = outcome(stock_trainer(folder / "back", None, **options), source)
+    wanted = {key: value for key, value in truth["adafactor"].items() if key in resumed}
+    resumed |= {"events": wanted["events"]}  # nothing is saved this time
+    assert not differences(resumed, wanted)
+
+
+def test_every_option_on_four_ranks(folder, truth):
+    for rank in run_ranks(on_grid, 4, folder, [*COMMON, *OTHERS], LAST):
+        wrong = [(name, line) for name, ours in rank.items() for line in differences(ours, truth[name])]
+        assert not wrong, (len(wrong), wrong[:3], {line.split(":")[0] for *_, line in wrong})
+    assert any(entry.get("grad_norm") for entry in truth["noisy"]["history"])
+    plain = truth["adamw_torch"]["parameters"]
+    assert max(relative_errors(truth["noisy"]["parameters"], plain).values()) > 1e-3
+
+    saved = folder / str(LAST) / "model only" / "checkpoint-2"
+    assert not list(saved.glob("**/optimizer*"))
+    read = AutoModelForCausalLM.from_pretrained(saved).named_parameters()
+    assert max(relative_errors(dict(read), truth["model only"]["parameters"]).values()) < BOUND
+    assert_ordinary(folder / str(LAST) / "hub", truth["pushed"]["parameters"])
+
+
+def assert_ordinary(hub: Path, parameters: dict) -> None:
+    """What was uploaded is what one process would have uploaded."""
+    assert {path.name for path in hub.iterdir()} == {
+        "the-end",
+        *(f"Training-in-progress,-step-{step}{what}" for step in (1, 2) for what in ("", ",-checkpoint")),
+    }
+    for name in ("the-end", "Training-in-progress,-step-2"):
+        files = {path.name for path in (hub / name).iterdir()}
+        assert {"model.safetensors", "config.json", "training_args.bin"} <= files
+        assert files <= {
+            "model.safetensors",
+            "config.json",
+            "generation_config.json",
+            "training_args.bin",
+            "README.md",
+        }
+        read = AutoModelForCausalLM.from_pretrained(hub / name).named_parameters()
+        assert max(relative_errors(dict(read), parameters).values()) < BOUND, name
+    assert "total_train_batch_size: 8\n" in (hub / "the-end" / "README.md").read_text()
+    assert (hub / "Training-in-progress,-step-2,-checkpoint" / "last-checkpoint" / "axonn_checkpoint.json").is_file()
+
+
+def refused(folder: Path) -> str:
+    with pytest.raises(ValueError, match="optim=galore_adamw is not supported over a grid") as problem:
+        stock_trainer(folder / "refused", Grid(x=2), optim="galore_adamw", optim_target_modules=["q_proj"])
+    return str(problem.value)
+
+
+def test_an_optimizer_that_needs_whole_tensors_is_refused(folder):
+    for message in run_ranks(refused, 2, folder):
+        assert "adamw_torch, adamw_torch_fused, adafactor, sgd" in message

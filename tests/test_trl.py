@@ -1,0 +1,377 @@
+"""TRL's SFTTrainer, with and without the goldfish loss, on chat data: every grid equals one process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from chats import ExactLogProbs, chat_tokenizer, chats, fine_tune, logged, make_sft
+from datasets import Dataset
+from float64 import relative_errors
+from models import tiny_model
+from peft import LoraConfig, PeftModel
+from ranks import run_ranks
+from torch.distributed.tensor import DTensor
+from training import worst_difference
+from transformers import AutoModelForCausalLM, HfArgumentParser
+from trl import SFTConfig
+
+from hf_axonn import AxonnPlugin, GoldfishConfig, GoldfishSFTConfig, GoldfishSFTTrainer, Grid, from_pretrained
+from hf_axonn.collectives import observe
+
+
+ROOT = Path(__file__).parents[1]
+TOLERANCE = 1e-10
+# Three AdamW steps carry the rounding of two orders of summation to 1e-12; resumed runs take more of them.
+RESUMED = 1e-9
+MOE = dict(
+    experts_implementation="eager",
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=20,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+    output_router_logits=True,
+    router_aux_loss_coef=0.3,
+)
+
+
+def lora(**changes) -> LoraConfig:
+    options = dict(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    return LoraConfig(**(options | changes))
+
+
+CASES = {
+    # One row of odd length without attention_mask; prompts are left out of the loss.
+    "packed goldfish": dict(packing=True, evaluate=True),
+    "padded stock": dict(goldfish=False),
+    "packed goldfish with peft_config": dict(packing=True, peft_config=lora()),
+    "padding-free goldfish": dict(padding_free=True, max_length=None, completions=False, evaluate=True),
+    "packed stock, answers only, dft": dict(
+        goldfish=False, packing=True, loss_type="dft", completions=False, assistant_only_loss=True
+    ),
+    "wrapped goldfish, full sequences": dict(packing=True, packing_strategy="wrapped", completions=False),
+    # Both need whole logits for the loss, and have a second pass for the metrics.
+    "stock with label smoothing": dict(goldfish=False, label_smoothing_factor=0.1),
+    "experts with auxiliary loss": dict(goldfish=False, kind="qwen3_moe", sizes=MOE, packing=True),
+    # The head is then one that PEFT has wrapped, and whose logits are formed.
+    "a saved head beside LoRA": dict(packing=True, peft_config=lora(modules_to_save=["lm_head"])),
+}
+FIRST = list(CASES)[:3]
+
+
+def run(output: Path, grid: Grid | None, case: str):
+    options = dict(CASES[case])
+    sizes = options.pop("sizes", None)
+    model = tiny_model(options.pop("kind"), **sizes) if sizes else None
+    return fine_tune(output, grid, model=model, **options)
+
+
+@pytest.fixture(scope="module")
+def truths(tmp_path_factory) -> dict:
+    """Each case on one process, with TRL's own head and goldfish where there is one."""
+    import trl.trainer.utils as utils
+
+    folder = tmp_path_factory.mktemp("truths")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "_ChunkedLogProbFunction", ExactLogProbs)
+        return {case: run(folder / str(index), None, case) for index, case in enumerate(CASES)}
+
+
+def test_the_runs_are_worth_comparing(truths):
+    for case, (history, gradients, parameters) in truths.items():
+        steps = [entry for entry in history if "loss" in entry]
+        assert len(steps) == 3 and steps[-1]["mean_token_accuracy"] > 0 and steps[0]["entropy"] > 1
+        assert gradients and set(gradients) <= set(parameters)
+        if "goldfish" in case:
+            assert 0.1 < steps[0]["goldfish_dropped_fraction"] < 0.5
+            assert steps[0]["loss"] == pytest.approx(steps[0]["loss_kept"], rel=3e-7)
+            assert abs(steps[0]["loss_kept"] - steps[0]["loss_all"]) > 1e-4
+    assert "aux_loss" in truths["experts with auxiliary loss"][0][0]
+    assert "eval_mean_token_accuracy" in truths["packed goldfish"][0][-1]
+
+
+def _equal(folder: Path, pairs: list[tuple[Grid, str]], truths: dict) -> None:
+    for grid, case in pairs:
+        history, gradients, parameters = run(folder / f"{grid} {case}", grid, case)
+        expected = truths[case]
+        assert worst_difference(history, expected[0]) < TOLERANCE, (grid, case, history, expected[0])
+        for ours, theirs in ((gradients, expected[1]), (parameters, expected[2])):
+            errors = relative_errors(ours, theirs)
+            worst = max(errors, key=errors.get)
+            assert errors[worst] < TOLERANCE, (grid, case, worst, errors[worst])
+
+
+def test_two_ranks_equal_one_process(tmp_path, truths):
+    packed, padded, adapters = FIRST
+    pairs = [(grid, case) for grid in (Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)) for case in (packed, adapters)]
+    pairs += [(Grid(z=2), padded), (Grid(data=2), padded)]
+    run_ranks(_equal, 2, tmp_path, pairs, truths)
+
+
+def test_four_ranks_equal_one_process(tmp_path, truths):
+    packed, padded, adapters = FIRST
+    z2x2, z2y2 = Grid(z=2, x=2), Grid(z=2, y=2)
+    pairs = [(z2x2, packed), (z2x2, adapters), (z2y2, padded), (z2y2, adapters)]
+    run_ranks(_equal, 4, tmp_path, pairs, truths)
+
+
+def test_every_mode_equals_one_process(tmp_path, truths):
+    grids = [Grid(data=2, y=2), Grid(z=2, x=2), Grid(y=2, x=2)]
+    rest = [case for case in CASES if case not in FIRST]
+    run_ranks(_equal, 4, tmp_path, [(grids[index % 3], case) for index, case in enumerate(rest)], truths)
+
+
+def _no_head_travels(folder: Path) -> None:
+    largest = {"whole": 0}
+    vocabulary = 4001
+    head = vocabulary * 48
+    whole = DTensor.full_tensor
+
+    def note_whole(tensor, **options):
+        largest["whole"] = max(largest["whole"], tensor.numel())
+        return whole(tensor, **options)
+
+    def note(kind, payload, group):
+        largest[kind] = max(largest.get(kind, 0), payload // 8)
+
+    trainer = make_sft(folder, Grid(z=2, x=2), model=tiny_model("llama", vocab_size=vocabulary), max_steps=1)
+    with pytest.MonkeyPatch.context() as patch, observe(note):
+        patch.setattr(DTensor, "full_tensor", note_whole)
+        trainer.train()
+    # Over z its shards are gathered on the ranks that share a part of the vocabulary, here a half.
+    assert largest["whole"] < 48 and largest["all_gather"] <= head // 4 + 48
+    assert largest["all_reduce"] < head // 4
+
+
+def test_the_head_is_never_gathered(tmp_path):
+    run_ranks(_no_head_travels, 4, tmp_path)
+
+
+def saved_run(output: Path, grid: Grid | None, *, resume: Path | None = None, **options):
+    return fine_tune(output, grid, resume=resume, max_steps=4, save_strategy="steps", save_steps=2, **options)
+
+
+def without_counts(history: list[dict]) -> list[dict]:
+    """TRL's count of tokens begins again in a resumed run; the last entry sums up the run's own steps."""
+    return [{key: value for key, value in entry.items() if "num_tokens" not in key} for entry in history[:-1]]
+
+
+def _resumed(folder: Path, truth: list[dict], adapters: list[dict]) -> None:
+    history, _, _ = saved_run(folder / "z2x2", Grid(z=2, x=2), packing=True)
+    assert worst_difference(history, truth) < TOLERANCE
+    history, _, _ = saved_run(folder / "y2", Grid(data=2, y=2), packing=True, resume=folder / "z2x2" / "checkpoint-2")
+    assert worst_difference(without_counts(history), without_counts(truth)) < RESUMED
+    history, _, _ = saved_run(folder / "lora", Grid(z=2, y=2), packing=True, peft_config=lora())
+    assert worst_difference(history, adapters) < TOLERANCE
+
+
+def test_checkpoints_resume_on_another_grid(tmp_path):
+    import trl.trainer.utils as utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "_ChunkedLogProbFunction", ExactLogProbs)
+        truth, _, _ = saved_run(tmp_path / "one", None, packing=True)
+        adapters, _, trained = saved_run(tmp_path / "one-lora", None, packing=True, peft_config=lora())
+        run_ranks(_resumed, 4, tmp_path, truth, adapters)
+        again, _, _ = saved_run(tmp_path / "again", None, packing=True, resume=tmp_path / "z2x2" / "checkpoint-2")
+    assert worst_difference(without_counts(again), without_counts(truth)) < RESUMED
+    assert len(list((tmp_path / "z2x2" / "checkpoint-4").glob("shard-*-model-*"))) > 1
+    sharded = AutoModelForCausalLM.from_pretrained(tmp_path / "z2x2" / "checkpoint-4", dtype=torch.float64)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "one" / "checkpoint-4", dtype=torch.float64)
+    for name, value in sharded.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-8, atol=1e-9)
+    adapted = PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "lora" / "checkpoint-4", is_trainable=True)
+    for name, value in adapted.named_parameters():
+        if value.requires_grad:
+            torch.testing.assert_close(value.double(), trained[name], rtol=1e-6, atol=1e-6)
+
+
+# As TRL starts by itself: bf16 and gradient checkpointing.
+DEFAULTS = dict(bf16=None, gradient_checkpointing=True, packing=True)
+# In float32, as recomputation leaves the float64 mode; three AdamW steps make 1e-6 of 1e-7.
+FLOAT32 = dict(gradient_checkpointing=True, packing=True, gradient_checkpointing_kwargs={"selective": True})
+
+
+def _float32(output: Path, grid: Grid | None, **options) -> list[dict]:
+    model = options.pop("model", None)
+    trainer = make_sft(
+        output, grid, model=tiny_model("llama", dtype=torch.float32) if model is None else model, **options
+    )
+    trainer.train()
+    return logged(trainer.state.log_history)
+
+
+def _ways(folder: Path, bf16: list[dict], checkpointed: list[dict], adapted: list[dict]) -> None:
+    ours = _float32(folder / "bf16", Grid(data=2, y=2), **DEFAULTS)
+    for key in ("loss", "entropy"):  # 8 bits: a few parts in 1e3
+        assert [its[key] for its in ours[:-1]] == pytest.approx([its[key] for its in bf16[:-1]], rel=1e-2)
+    assert worst_difference(_float32(folder / "selective", Grid(z=2, x=2), **FLOAT32), checkpointed) < 1e-4
+    # Each rank has read its own slices when TRL puts the adapters in.
+    grid = Grid(data=2, y=2)
+    model = from_pretrained(str(folder / "model"), grid=grid)
+    ours = _float32(folder / "lora", grid, model=model, peft_config=lora(), gradient_checkpointing=True)
+    assert worst_difference(ours, adapted) < 1e-4
+
+
+def test_trl_defaults_and_a_model_that_is_sharded_already(tmp_path):
+    tiny_model("llama", dtype=torch.float32).save_pretrained(tmp_path / "model")
+    bf16 = _float32(tmp_path / "a", None, **DEFAULTS)
+    checkpointed = _float32(tmp_path / "b", None, **FLOAT32)
+    adapted = _float32(tmp_path / "c", None, peft_config=lora(), gradient_checkpointing=True)
+    run_ranks(_ways, 4, tmp_path, bf16, checkpointed, adapted)
+
+
+def test_without_a_grid_it_is_the_stock_trainer(tmp_path):
+    """With goldfish=False, and with goldfish where no document is long enough, every number is TRL's own."""
+    for options in (dict(packing=True), dict(completions=False)):
+        stock = make_sft(tmp_path, None, goldfish=False, **options)
+        stock.train()
+        for changes in (dict(goldfish_off=True), dict(goldfish_context_width=60)):
+            off = changes.pop("goldfish_off", False)
+            ours = make_sft(tmp_path, None, **options, **changes)
+            ours.args.goldfish = not off
+            ours.train()
+            for entry, mine in zip(*(logged(its.state.log_history) for its in (stock, ours)), strict=True):
+                assert entry == {key: value for key, value in mine.items() if key in entry}
+                assert "loss" not in mine or (mine["loss_kept"] == mine["loss_all"] and "loss_dropped" not in mine)
+            for (name, theirs), value in zip(stock.model.named_parameters(), ours.model.parameters(), strict=True):
+                assert torch.equal(theirs, value), name
+
+
+def test_evaluation_is_over_all_target_tokens(tmp_path):
+    """However batches are cut, packed or not: by hand from whole logits."""
+    model = tiny_model("llama", dtype=torch.float32).eval()
+    sums = torch.zeros(4, dtype=torch.float64)
+    tokenizer = chat_tokenizer()
+    for row in chats(7, seed=1):
+        prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]
+        ids = tokenizer.apply_chat_template(row["prompt"] + row["completion"])["input_ids"]
+        with torch.no_grad():
+            log_softmax = model(input_ids=torch.tensor([ids])).logits[0].double().log_softmax(dim=-1)
+        for place in range(len(prompt), len(ids)):
+            its = log_softmax[place - 1]
+            sums += torch.tensor([-its[ids[place]], 1, -(its.exp() * its).sum(), its.argmax() == ids[place]])
+    expected = {
+        "eval_loss": sums[0] / sums[1],
+        "eval_entropy": sums[2] / sums[1],
+        "eval_mean_token_accuracy": sums[3] / sums[1],
+    }
+    for options in (dict(packing=True), dict(packing=True, eval_packing=False), dict(per_device_eval_batch_size=2)):
+        metrics = make_sft(tmp_path, None, model=model, **options).evaluate()
+        assert {key: metrics[key] for key in expected} == pytest.approx(
+            {key: value.item() for key, value in expected.items()}, rel=1e-5
+        )
+
+
+def test_the_arguments_are_those_of_trl_and_of_goldfish(tmp_path, caplog):
+    ours, theirs = (kind(str(tmp_path), use_cpu=True) for kind in (GoldfishSFTConfig, SFTConfig))
+    for name in ("learning_rate", "gradient_checkpointing", "bf16", "logging_steps", "max_length"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    (parsed,) = HfArgumentParser(GoldfishSFTConfig).parse_args_into_dataclasses(
+        ["--output_dir", str(tmp_path), "--use_cpu", "--packing", "--goldfish_k", "5", "--max_length", "99"]
+    )
+    assert (parsed.packing, parsed.goldfish_k, parsed.max_length) == (True, 5, 99)
+    with pytest.raises(ValueError, match="goldfish k is 1"):
+        GoldfishSFTConfig(str(tmp_path), use_cpu=True, goldfish_k=1)
+    for args in (GoldfishConfig(str(tmp_path), use_cpu=True), theirs, None):
+        with pytest.raises(ValueError, match="pass args=GoldfishSFTConfig"):
+            GoldfishSFTTrainer(tiny_model("llama"), args, train_dataset=chats(4, seed=0))
+    with pytest.raises(ValueError, match="label_smoothing_factor does not go together with the goldfish loss"):
+        make_sft(tmp_path, None, label_smoothing_factor=0.1)
+    with caplog.at_level(logging.WARNING):
+        make_sft(tmp_path, None, goldfish_context_width=60, max_steps=1).train()
+    assert "documents trained on up to step" in caplog.text
+
+
+def _refused(folder: Path) -> None:
+    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+    from trl.trainer.utils import add_fused_lm_head
+
+    from hf_axonn import parallelize
+
+    grid = Grid(z=2)
+    plugin = AxonnPlugin(grid=grid)
+    common = dict(report_to="none", use_cpu=True, bf16=False, parallelism_config=plugin)
+    pairs = Dataset.from_list([{"prompt": "ab", "chosen": "cd", "rejected": "ef"}] * 4)
+    marked = Dataset.from_list([{"prompt": "ab", "completion": "cd", "label": bool(index % 2)} for index in range(4)])
+    for name, trainer, config, rows in (
+        ("DPOTrainer", DPOTrainer, DPOConfig, pairs),
+        ("KTOTrainer", KTOTrainer, KTOConfig, marked),
+    ):
+        with pytest.raises(ValueError, match=f"{name} of TRL is not supported over a grid .*SFTTrainer is"):
+            trainer(
+                model=tiny_model("llama"),
+                args=config(str(folder), **common),
+                train_dataset=rows,
+                processing_class=chat_tokenizer(),
+            )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hf_axonn.compat_trl.version", lambda name: "1.17.0")
+        with pytest.raises(ValueError, match="trl 1.17.0 is not supported over a grid .*install trl 1.16"):
+            make_sft(folder, grid)
+    for options, message in (
+        (dict(activation_offloading=True), "activation_offloading is not supported over a grid"),
+        (dict(use_liger_kernel=True), "use_liger_kernel is not supported over a grid"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_sft(folder, grid, goldfish=False, **options)
+    model, _ = parallelize(tiny_model("llama"), grid)
+    with pytest.raises(ValueError, match="TRL's fused head with temperature=0.5 is not supported"):
+        add_fused_lm_head(model, temperature=0.5)
+    with pytest.raises(ValueError, match="mean_logits"):
+        add_fused_lm_head(model, outputs=("log_probs", "mean_logits"))
+
+
+def test_what_is_not_served_is_refused(tmp_path):
+    run_ranks(_refused, 2, tmp_path)
+
+
+def test_the_chat_script_under_stock_accelerate(tmp_path):
+    """The script as a user starts it, on one process and by a launch file: the same numbers."""
+    tiny_model("llama", dtype=torch.float32).save_pretrained(tmp_path / "model")
+    chat_tokenizer().save_pretrained(tmp_path / "model")
+    with (tmp_path / "chats.jsonl").open("w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in chats(60, seed=0, completions=False))
+    settings = yaml.safe_load((ROOT / "training_scripts" / "grids" / "cpu_2_x2.yaml").read_text())
+    settings["axonn_config"] = {"grid": {"z": 2}}
+    (tmp_path / "z2.yaml").write_text(yaml.safe_dump(settings))
+    options = dict(
+        model_name_or_path=tmp_path / "model",
+        data=tmp_path / "chats.jsonl",
+        held_out=0.2,
+        max_length=40,
+        max_steps=2,
+        per_device_eval_batch_size=2,
+        goldfish_k=3,
+        goldfish_context_width=3,
+        logging_steps=1,
+        bf16=False,
+        report_to="none",
+        use_cpu=True,
+    )
+
+    def arguments(output: str, rows: int) -> list[str]:
+        more = dict(options, output_dir=tmp_path / output, per_device_train_batch_size=rows)
+        return [*(f"--{name}={value}" for name, value in more.items()), "--packing", "--assistant_only_loss"]
+
+    script = ROOT / "training_scripts" / "finetune_chat.py"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config", str(tmp_path / "z2.yaml"), str(script)]
+    done = subprocess.run(
+        [*launch, *arguments("grid", 2)], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    runpy.run_path(str(script))["main"](arguments("one", 4))
+    states = [json.loads((tmp_path / output / "trainer_state.json").read_text()) for output in ("one", "grid")]
+    one, grid = (logged(state["log_history"]) for state in states)
+    assert {"eval_loss", "eval_mean_token_accuracy"} <= set(one[-1])
+    assert worst_difference(grid, one) < 1e-4

@@ -1,0 +1,80 @@
+"""Fine-tune a model on conversations with TRL's SFTTrainer and the goldfish loss, on one process or on a grid of them.
+
+One process:
+    python finetune_chat.py --model_name_or_path MODEL --data chats.jsonl --output_dir out
+
+A grid, as the launch file says (training_scripts/grids has ready ones): the same command with
+accelerate launch --config axonn.yaml in the place of python.
+
+A line of chats.jsonl has "messages", or "prompt" and "completion", in any form that TRL reads. Packed rows: --packing
+--max_length 2048. Loss on the answers alone: --assistant_only_loss. LoRA: --use_peft --lora_r 16. The ordinary loss:
+--goldfish False. Go on after an interruption: --resume_from_checkpoint last. All options of SFTConfig: --help.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from trl import ModelConfig, get_peft_config
+
+import hf_axonn
+from hf_axonn import AxonnConfig, GoldfishSFTConfig, GoldfishSFTTrainer
+
+
+@dataclass
+class DataArguments:
+    """What to train on."""
+
+    data: str = field(metadata={"help": "A file with one conversation a line (jsonl), or a data set of the hub."})
+    split: str = field(default="train", metadata={"help": "Which split of a data set of the hub."})
+    held_out: float = field(default=0.0, metadata={"help": "Part of the conversations to evaluate on."})
+
+
+def load_model(args: ModelConfig):
+    """The model: a grid's ranks read only their own slices."""
+    kwargs = {"dtype": args.dtype or "float32", "attn_implementation": args.attn_implementation}
+    launched = AxonnConfig.from_env()
+    if launched is None:
+        return AutoModelForCausalLM.from_pretrained(args.model_name_or_path, **kwargs)
+    return hf_axonn.from_pretrained(args.model_name_or_path, grid=launched.grid, **kwargs)
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[DataArguments, ModelConfig, GoldfishSFTConfig]:
+    """The command line, or `argv`."""
+    parser = HfArgumentParser((DataArguments, ModelConfig, GoldfishSFTConfig))
+    return parser.parse_args_into_dataclasses(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> GoldfishSFTTrainer:
+    """Trains, evaluates what was held out, and saves the model with its tokenizer."""
+    data_args, model_args, args = parse(argv)
+    # One process reads the file, the others its cache.
+    with args.main_process_first(desc="conversations"):
+        is_file = data_args.data.endswith((".json", ".jsonl"))
+        rows = (
+            load_dataset("json", data_files=data_args.data, split="train")
+            if is_file
+            else load_dataset(data_args.data, split=data_args.split)
+        )
+        parts = rows.train_test_split(data_args.held_out, seed=args.seed) if data_args.held_out else {"train": rows}
+    trainer = GoldfishSFTTrainer(
+        model=load_model(model_args),
+        args=args,
+        train_dataset=parts["train"],
+        eval_dataset=parts.get("test"),
+        processing_class=AutoTokenizer.from_pretrained(model_args.model_name_or_path),
+        peft_config=get_peft_config(model_args),
+    )
+    resume = args.resume_from_checkpoint
+    result = trainer.train(resume_from_checkpoint=True if resume == "last" else resume)
+    trainer.save_metrics("train", result.metrics)
+    if data_args.held_out:
+        trainer.save_metrics("eval", trainer.evaluate())
+    trainer.save_model()
+    trainer.save_state()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()
