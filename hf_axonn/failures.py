@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from hf_axonn import compat
 from hf_axonn.collectives import observe
-from hf_axonn.progress import HERE, Account, account, footprint
+from hf_axonn.progress import HERE, Account, account, footprint, main_frames, waits_for_others
 from hf_axonn.termination import Termination
 from hf_axonn.verdict import judge
 
@@ -42,7 +42,7 @@ from hf_axonn.verdict import judge
 INTERVAL = 1.0  # seconds between two looks; longer in worlds of more than 2,000 ranks, which share one store
 PATIENCE = 4.0  # seconds for answers to a roll call
 HASTE = 1.5  # seconds in which who knows the cause may say it, when all have answered
-GRACE = 5.0  # seconds in which a rank that was told to end may end by itself
+GRACE = 5.0  # seconds in which a rank that was told to end may end by itself; a fifth if it waits for others
 SHARE = 0.9  # of the process group's timeout
 SWITCH = "AXONN_WATCH"
 LONGEST_CAUSE = 2000
@@ -241,7 +241,8 @@ class Watch:
         self._ending.set()
         if result["by"] != self.rank:
             _record(RuntimeError(result["text"]))
-        _leave(128 + signal.SIGTERM if self._termination.wait(GRACE) else 1)
+        grace = GRACE / 5 if waits_for_others(main_frames()) else GRACE
+        _leave(128 + signal.SIGTERM if self._termination.wait(grace) else 1)
 
     # The main thread.
 

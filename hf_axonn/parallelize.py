@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from hf_axonn import compat, compat_peft
 from hf_axonn.adapter_checks import check_adapters, check_plan
 from hf_axonn.adapters import apart, install_adapters
-from hf_axonn.agreement import require_alike
+from hf_axonn.agreement import raising_together, require_alike
 from hf_axonn.checkpoint import verify_together
 from hf_axonn.compat_loading import distribute_when_built
 from hf_axonn.config import AxonnConfig
@@ -184,9 +184,10 @@ def from_pretrained(
         The model, in eval mode as from_pretrained leaves it, on this rank's device.
     Raises:
         ValueError: quantized weights, device_map, tp_plan or ignore_mismatched_sizes among the arguments, an
-            incomplete sharded checkpoint, or weights that the checkpoint lacks (they would be filled with numbers that
-            differ from rank to rank).
-    Collectives: creation of the process groups; those of torch.distributed.checkpoint for a sharded checkpoint.
+            incomplete sharded checkpoint, weights that the checkpoint lacks (they would be filled with numbers that
+            differ from rank to rank) or has in another size; on every rank, if one of them cannot read its slices.
+    Collectives: those of `parallelize` for a model on the meta device, and of `raising_together`; those of
+        torch.distributed.checkpoint for a sharded checkpoint.
     """
     from transformers import AutoModelForCausalLM
 
@@ -216,11 +217,14 @@ def from_pretrained(
 
     def distribute(model: nn.Module) -> None:
         parallelize(model, grid, config=config)
+        # From here on a rank may fail alone, at a file that only its node cannot read.
+        reading.enter_context(raising_together(device))
 
     def part_of(parameter: DTensor) -> tuple[slice, ...]:
         return shard_slices(parameter.shape, parameter.placements, grid_mesh(grid, device.type))
 
-    with distribute_when_built(distribute, part_of, device) as (extra, missing):
+    hooks = distribute_when_built(distribute, part_of, device)
+    with contextlib.ExitStack() as reading, hooks as (extra, missing):
         model, info = auto_class.from_pretrained(name_or_path, output_loading_info=True, **extra, **kwargs)
     missing = sorted({*missing, *info["missing_keys"]} - set(getattr(model, "all_tied_weights_keys", {})))
     if missing:

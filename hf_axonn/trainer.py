@@ -173,8 +173,8 @@ class GoldfishMixin:
         not come from `model.loss_function` (label smoothing, a `compute_loss_func`), the stock number stands, and a
         warning says so.
 
-        One row of a batch is one sample, or the batch has one row and `SAMPLE_LENGTHS` says how many of its tokens each
-        sample has. Another collator that flattens a batch into one row breaks this on several ranks, where the
+        One row of a batch is one sample, or the batch has one row and `SAMPLE_LENGTHS` says how many of its tokens
+        each sample has. Another collator that flattens a batch into one row breaks this on several ranks, where the
         last batch is filled up with repeated samples: evaluate with per_device_eval_batch_size=1 there.
         """
         self._eval_totals = torch.zeros(len(EVAL_SUMS), dtype=widest_float(self.args.device), device=self.args.device)

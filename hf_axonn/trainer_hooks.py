@@ -144,22 +144,13 @@ def _get_num_items_in_batch(self, original: Callable, *args, **kwargs):
 
 
 def _get_train_sampler(self, original: Callable, *args, **kwargs):
-    """A sampler that divides samples itself does so among positions, not among ranks that share them."""
-    from transformers.trainer_pt_utils import BatchRebalanceSampler
-
-    sampler = original(*args, **kwargs)
-    plugin = _plugin(self)
-    if plugin is None or not isinstance(sampler, BatchRebalanceSampler):
+    """Samplers that shuffle or divide by themselves know of the grid."""
+    sampler, plugin = original(*args, **kwargs), _plugin(self)
+    if plugin is None:
         return sampler
-    grid, here = plugin.grid, plugin.grid.coordinates(self.args.process_index)
-    return BatchRebalanceSampler(
-        lengths=sampler.lengths,
-        effective_batch_size=self.args.train_batch_size * sampler.grad_accum * grid.samples_size,
-        dp_size=grid.samples_size,
-        grad_accum=sampler.grad_accum,
-        rank=here["data"] * grid.z + here["z"],
-        drop_last=sampler.drop_last,
-    )
+    from hf_axonn.samplers import for_grid
+
+    return for_grid(sampler, plugin.grid, self.args.process_index, self.args.train_batch_size)
 
 
 def floating_point_ops(self, original: Callable, *args, **kwargs) -> int:

@@ -53,8 +53,7 @@ def _save_checkpoint(self, original: Callable, model, trial) -> None:
         self.store_flos()
     folder = Path(self._get_output_dir(trial=trial))
     directory = folder / f"checkpoint-{self.state.global_step}"
-    if not wait_for_save(self):
-        return
+    wait_for_save(self)
     before = self.state.best_model_checkpoint
     try:
         save = begin_save(self.model, directory, async_save=_settings(self).async_save)
@@ -155,7 +154,7 @@ def _finalize_training(self, original: Callable, *args, **kwargs):
 
 
 def wait_for_save(self) -> bool:
-    """Wait for a save in the background. Returns whether to go on: False is a failure that is to be lived with.
+    """Wait for a save in the background. Returns whether it is complete; False is a failure to be lived with.
 
     Raises:
         SaveError: it failed, and `save_failure` is stop.
@@ -167,7 +166,7 @@ def wait_for_save(self) -> bool:
             self.state.best_model_checkpoint = self._axonn_saved[1]
             self._axonn_saved = None
         _failed(self, problem)
-        return True
+        return False
     _saved(self)
     return True
 
@@ -183,7 +182,10 @@ def _saved(self) -> None:
     """A checkpoint is complete: older ones may go."""
     saved, self._axonn_saved = getattr(self, "_axonn_saved", None), None
     if saved is not None and self.args.should_save:
-        rotate(saved[0], limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
+        try:
+            rotate(saved[0], limit=self.args.save_total_limit, best=self.state.best_model_checkpoint)
+        except OSError as problem:  # only this rank knows of it, and nothing is lost
+            logger.warning(f"an older checkpoint cannot be removed: {problem}")
 
 
 def rotate(newest: Path, *, limit: int | None, best: str | None) -> None:

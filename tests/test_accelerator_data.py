@@ -124,7 +124,6 @@ def all_batches(grid: Grid | None) -> dict[str, object]:
                 "skipped": [plain(batch) for batch in skipped],
                 "skipped by method": [plain(batch) for batch in by_method],
                 "length": None if name == "unsized" else len(loader),
-                "generator": torch.get_rng_state().sum().item() if name != "workers" else 0,
             }
     return seen
 
@@ -271,10 +270,7 @@ def _seeds() -> None:
             for loader in (
                 DataLoader(list(range(8)), batch_size=2, shuffle=True),
                 DataLoader(list(range(8)), batch_sampler=batches),
-                DataLoader(list(range(8)), sampler=batches, batch_size=None, collate_fn=torch.tensor),
             ):
-                if loader.batch_size is None and config:
-                    continue  # accelerate cannot put such batches together
                 loader = accelerator.prepare(loader)
                 for _ in range(2):
                     seen = torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])

@@ -81,7 +81,7 @@ FLOORS = [
         "expert_weights",
         "router_loss",
     },
-    {"adafactor", "plain_models", "plain_values", "whole_model"}
+    {"adafactor", "samplers", "plain_models", "plain_values", "whole_model"}
     | {"export", "parallelize", "gradients", "checkpoint", "adapter_files", "injection", "plain_checkpoint"},
     {"accelerator_data", "accelerator_files", "accelerator_training", "dispatching", "grid_accelerator"}
     | {

@@ -28,7 +28,7 @@ from hf_axonn.verdict import judge, ranks_in_words
 
 TESTS = Path(__file__).resolve().parent
 WORLD = 4
-TIMEOUT = 6  # of the process group, in seconds
+TIMEOUTS = {"hangs": 8, "frozen": 8}  # of the process group, in seconds; 60 where nobody has to wait for it
 
 
 def fail(how: str):
@@ -75,7 +75,7 @@ def _rank(rank: int, port: int, log: str, how: str, failing: list[int], step: in
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=TIMEOUT)
+        "gloo", store=store, rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=TIMEOUTS.get(how, 60))
     )
     code = 0
     try:
@@ -130,7 +130,12 @@ def message(output: str) -> str:
         ("sample", [2, 3], r"rank [23] .* raised in step 3: IndexError: token id 131 is outside of the vocabulary"),
         ("memory", [0, 1, 2, 3], r"rank [0123] .* raised in step 3: OutOfMemoryError"),
         ("killed", [2], r"rank 2 .* died or froze in step 3: no answer .*; ranks 0, 1 and 3 waited for it"),
-        ("frozen", [1], r"rank 1 .* died or froze in step 3: no answer .*; ranks 0, 2 and 3 waited for it"),
+        pytest.param(
+            "frozen",
+            [1],
+            r"rank 1 .* died or froze in step 3: no answer .*; ranks 0, 2 and 3 waited for it",
+            marks=pytest.mark.slow,
+        ),
         ("leaves", [1], r"ended before the others, which are in step 3: rank 1 .* ended its script, 2 steps done"),
         ("hangs", [2], r"(?s)rank 2 .* hangs in step 3: .* ranks 0, 1 and 3 waited .* in fail: time.sleep\(1000\)"),
     ],
@@ -140,7 +145,7 @@ def test_a_rank_that_fails_in_a_step_is_named_and_all_end(tmp_path, how, failing
     assert re.search(said, message(output)), message(output)
     expected = {"killed": -signal.SIGKILL, "frozen": None, "leaves": 0}.get(how, 1)
     assert codes == [expected if rank in failing else 1 for rank in range(WORLD)]
-    assert took < TIMEOUT + 25
+    assert took < TIMEOUTS.get(how, 0) + 25
     tracebacks = output.count("Traceback (most recent call last)")
     assert tracebacks == (how in ("memory", "nan", "sample")), "of the rank that failed, and no other"
     assert "closed by peer" not in output
@@ -161,7 +166,11 @@ loop(sys.argv[2], [2], 3)
 
 
 @pytest.mark.parametrize(
-    ("how", "said"), [("killed", "rank 2 .* died or froze in step 3"), ("nan", "rank 2 .* raised")]
+    ("how", "said"),
+    [
+        ("killed", "rank 2 .* died or froze in step 3"),
+        pytest.param("nan", "rank 2 .* raised in step 3", marks=pytest.mark.slow),
+    ],
 )
 def test_torchrun_ends_the_others_but_not_before_the_message(tmp_path, how, said):
     """It sends them SIGTERM a tenth of a second after one has died."""

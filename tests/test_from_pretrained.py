@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from equality import Outcome, exact, fit, rows_of
 from float64 import relative_errors
 from models import tiny_batch, tiny_model
@@ -100,6 +101,24 @@ def _behead(source: Path, target: Path) -> None:
     weights = load_file(source / "model.safetensors")
     del weights["lm_head.weight"]
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def _fails_on_one(folder: Path) -> None:
+    def broken(copy) -> None:
+        raise OSError(5, "Input/output error")
+
+    stock = unread._copy
+    if dist.get_rank() == 2:
+        unread._copy = broken
+    for kind in ("qwen3", "smollm2"):
+        with pytest.raises(ValueError, match=r"^rank 2: OSError: \[Errno 5\] Input/output error$"):
+            from_pretrained(folder / kind, grid=Grid(z=2, x=2))
+    unread._copy = stock
+    assert from_pretrained(folder / "qwen3", grid=Grid(z=2, x=2)).axonn.grid == Grid(z=2, x=2)
+
+
+def test_what_one_rank_cannot_read_is_an_error_on_all(folder):
+    run_ranks(_fails_on_one, 4, folder)
 
 
 def _hooks() -> dict[str, object]:
@@ -211,7 +230,7 @@ def test_adapters_in_the_directory_are_loaded_onto_a_sharded_base(folder):
 
 
 def _other_sizes(folder: Path) -> None:
-    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+    with pytest.raises(ValueError, match="ignore_mismatched_sizes"):
         from_pretrained(folder / "resized", grid=Grid(x=2))
     with pytest.raises(ValueError, match="every rank would fill such weights with other numbers"):
         from_pretrained(folder / "resized", grid=Grid(x=2), ignore_mismatched_sizes=True)

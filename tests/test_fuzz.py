@@ -22,6 +22,7 @@ from ranks import run_ranks
 from hf_axonn import AxonnConfig, AxonnPlugin, Grid, parallelize, save_sharded
 from hf_axonn.cli import main as hf_axonn_cli
 from hf_axonn.config import LAYOUTS, REDUCE_DTYPES
+from hf_axonn.grid import AXES
 from hf_axonn.launch import prepare_or_exit
 from hf_axonn.launch_file import resolve
 from hf_axonn.manifest import MANIFEST, Manifest, _checksum, check_complete
@@ -159,9 +160,7 @@ def test_the_variable_of_the_launcher(text):
 def test_plugin_arguments(sizes, options):
     with contextlib.suppress(ValueError):
         grid = (
-            Grid(**{axis: size for axis, size in sizes.items() if axis in "datazyx"})
-            if isinstance(sizes, dict)
-            else sizes
+            Grid(**{axis: size for axis, size in sizes.items() if axis in AXES}) if isinstance(sizes, dict) else sizes
         )
         plugin = AxonnPlugin(grid=grid, **options)
         assert plugin.config.grid == plugin.grid
