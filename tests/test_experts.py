@@ -311,6 +311,7 @@ def _read(folder):
             read.clear()
             model = from_pretrained(folder / kind, grid=grid)
             held = sum(parameter.to_local().numel() for parameter in model.parameters())
+            held += sum(buffer.numel() for name, buffer in model.named_buffers() if name in model.state_dict())
             assert sum(read) == held < 0.45 * sum(parameter.numel() for parameter in plain.parameters())
             for name, parameter in plain.named_parameters():
                 assert torch.equal(model.get_parameter(name).full_tensor(), parameter), (kind, grid, name)
