@@ -119,7 +119,9 @@ class Watch:
             sys.excepthook = self._hook_before
 
     def _at_exit(self) -> None:
-        if self.process == os.getpid() and not self._ending.is_set() and compat.store_outlives_ranks():
+        # A script that has ended its process group (`accelerator.end_training`) ended as it should.
+        going_on = self.process == os.getpid() and not self._ending.is_set() and dist.is_initialized()
+        if going_on and compat.store_outlives_ranks():
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"ended/{self.rank}", f"({self.place}) ended its script, {HERE.done} steps done")
         self.stop()
