@@ -17,15 +17,20 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tensor) -> DeviceMesh:
     """A DeviceMesh over process groups that exist, without axis names (`DeviceMesh.from_group` insists on them).
 
+    What DTensor remembers of meshes before is forgotten: it knows a mesh by its ranks, so that after process groups
+    were made anew, or in a process forked from one that had some, its results would name groups that are gone.
+
     Args:
         groups: one for each dim of `ranks`, this rank's own.
         ranks: global ranks by position.
     """
+    _clear_sharding_prop_cache()
     mesh = DeviceMesh(device_type, ranks, _init_backend=False)
     mesh._dim_group_names = [group.group_name for group in groups]
     registry = getattr(mesh, "_pg_registry", None)  # absent before torch 2.13

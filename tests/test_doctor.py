@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
+from equality import full
 from models import tiny_config, tiny_model
 from ranks import run_ranks
+from transformers import AutoModelForCausalLM
 
-from hf_axonn import Grid, parallelize
+from hf_axonn import Grid, compat, parallelize
 from hf_axonn.cli import main
 
 
@@ -131,3 +135,22 @@ def test_it_says_what_a_launch_does(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert all(line in printed for line in lines)
     assert f"memory of rank 0: {16 * elements / 2**30:.2f} GiB" in printed
+
+
+def gathered(model, grid: Grid) -> dict:
+    model, _ = parallelize(model, grid)
+    return {name: full(parameter.detach() * 2) / 2 for name, parameter in model.named_parameters()}
+
+
+def test_what_is_launched_from_the_same_process_later_does_not_see_its_groups():
+    """As in a notebook, which forks its ranks. DTensor remembers results by the ranks of a mesh, not by its groups."""
+    model = AutoModelForCausalLM.from_config(even_llama())
+    names = [name for name, _ in model.named_parameters()]
+    with compat.paper_world(4):
+        whole, _ = parallelize(copy.deepcopy(model), Grid(y=2, x=2))
+        for parameter in whole.parameters():
+            parameter.detach() * 2
+    true = dict(model.named_parameters())
+    for found in run_ranks(gathered, 4, model, Grid(y=2, x=2)):
+        assert list(found) == names
+        assert all(torch.equal(found[name], true[name]) for name in names)
