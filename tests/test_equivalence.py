@@ -33,10 +33,24 @@ def run(cases, grids, timeout=240):
     return run_ranks(compare, world, with_truth, grids, timeout=timeout)[0]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2])
 def test_five_steps_on_every_grid(world):
     table = run([five_steps(kind) for kind in BLOCKWISE], all_grids(world))
-    assert len(table) == len(BLOCKWISE) * {1: 1, 2: 4, 4: 10}[world]
+    assert len(table) == len(BLOCKWISE) * {1: 1, 2: 4}[world]
+    assert not too_large(table, 1e-10)
+
+
+def test_five_steps_on_every_grid_of_four():
+    """One model on each grid, and each model where weights are cut along two axes."""
+    assert not too_large(run([five_steps("llama")], all_grids(4)), 1e-10)
+    others = [five_steps(kind) for kind in BLOCKWISE if kind != "llama"]
+    assert not too_large(run(others, [Grid(y=2, x=2), Grid(z=2, x=2), Grid(z=2, y=2)]), 1e-10)
+
+
+@pytest.mark.slow
+def test_five_steps_of_every_model_on_every_grid_of_four():
+    table = run([five_steps(kind) for kind in BLOCKWISE], all_grids(4), timeout=560)
+    assert len(table) == len(BLOCKWISE) * 10
     assert not too_large(table, 1e-10)
 
 

@@ -83,13 +83,13 @@ def two_steps(kind, **changes):
     return Case(kind, functools.partial(moe, kind, **changes), steps=2)
 
 
-@pytest.mark.parametrize("grids", [TWO, FOUR], ids=["two", "four"])
+@pytest.mark.parametrize("grids", [pytest.param(TWO, marks=pytest.mark.slow, id="two"), pytest.param(FOUR, id="four")])
 def test_two_steps_cut_by_blocks(monkeypatch, grids):
     plan_blocks(monkeypatch, True)
     assert not errors([two_steps(kind) for kind in KINDS], grids)
 
 
-@pytest.mark.parametrize("grids", [TWO, FOUR], ids=["two", "four"])
+@pytest.mark.parametrize("grids", [pytest.param(TWO, marks=pytest.mark.slow, id="two"), pytest.param(FOUR, id="four")])
 def test_two_steps_linear_by_linear(monkeypatch, grids):
     plan_blocks(monkeypatch, False)
     assert not errors([two_steps(kind) for kind in ("gpt_oss", "llama4_text")], grids)

@@ -269,22 +269,19 @@ def test_an_interrupted_run_goes_on(scripts, model_directory, tmp_path, cache):
 
 
 @pytest.mark.parametrize("options", [["--packing"], ["--lora_r", "2", "--held_out", "0.25"]], ids=["packed", "lora"])
-def test_a_grid_trains_as_one_process(scripts, model_directory, tmp_path, options):
+def test_a_grid_trains_as_one_process(scripts, model_directory, tmp_path, cache, options):
     """The same rows, masks and adapters: the losses of two ranks that share every layer are those of one process."""
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     settings = command(model_directory, tmp_path, *options, "--learning_rate", "0.01", "--save_strategy", "no")
+    scripts[1].main([*settings, "--output_dir", str(alone)])
     launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--main_process_port", "0", "--config"]
-    script = str(SCRIPTS / "finetune.py")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path)}
-    for program, output in (
-        ([sys.executable], alone),
-        ([*launch, str(SCRIPTS / "grids" / "cpu_2_x2.yaml")], shared),
-    ):
-        ended = subprocess.run(
-            [*program, script, *settings, "--output_dir", str(output)],
-            env=environment, capture_output=True, text=True, timeout=240,
-        )  # fmt: skip
-        assert ended.returncode == 0, ended.stderr[-4000:]
+    ended = subprocess.run(
+        [*launch, str(SCRIPTS / "grids" / "cpu_2_x2.yaml"), str(SCRIPTS / "finetune.py"), *settings]
+        + ["--output_dir", str(shared)],
+        env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-4000:]
     logs = [json.loads((output / "trainer_state.json").read_text())["log_history"] for output in (alone, shared)]
     for key in ("loss", "grad_norm", "loss_all", "goldfish_dropped_fraction", "eval_loss"):
         one, two = ([entry[key] for entry in log if key in entry] for log in logs)

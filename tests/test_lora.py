@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 from adapting import ONE_OF_EACH, SIX_HEADS, Adapted, adapt, adapted_model, two_adapters
 from equality import compare, exact, fit, full, rows_of, too_large
@@ -65,6 +66,14 @@ SITUATIONS = [
 ]
 
 
+def _before_and_after(every, situations):
+    """Adapters put in before `parallelize`, and after it; a situation on one grid before and on another after."""
+    table = compare(every, ONE_OF_EACH) | compare(situations[::2], ONE_OF_EACH[:1])
+    for each, _ in every + situations:
+        each.name, each.after = f"{each.name}, after", True
+    return table | compare(every[:1], ONE_OF_EACH) | compare(situations[1::2], ONE_OF_EACH[1:2])
+
+
 def _all(every, situations):
     table = compare(every, all_grids(4)) | compare(situations, ONE_OF_EACH[:1])
     for each, _ in every + situations:
@@ -72,6 +81,14 @@ def _all(every, situations):
     return table | compare(every, ONE_OF_EACH) | compare(situations, ONE_OF_EACH[1:2])
 
 
+def test_one_of_each_gradient_is_as_on_one_process():
+    every, situations = ([(each, each.truth()) for each in cases] for cases in (ON_EVERY_GRID, SITUATIONS))
+    table = run_ranks(_before_and_after, 4, every, situations)[0]
+    assert len(table) == 3 * len(ONE_OF_EACH) + len(SITUATIONS)
+    assert not too_large(table, 1e-10)
+
+
+@pytest.mark.slow
 def test_every_gradient_is_as_on_one_process():
     every, situations = ([(each, each.truth()) for each in cases] for cases in (ON_EVERY_GRID, SITUATIONS))
     for each, truth in every:
