@@ -10,16 +10,20 @@ from torch.overrides import TorchFunctionMode
 
 
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
+_CONVERSIONS = {torch.Tensor.to, torch.Tensor.type}
+_CHANGED = _CASTS | _CONVERSIONS
 
 
 class Float64(TorchFunctionMode):
     """Every explicit cast of a float64 tensor to a smaller float type leaves it as it is."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not kwargs and func not in _CHANGED:
+            return func(*args)
         kwargs = dict(kwargs or {})
         if func in _CASTS and args[0].dtype == torch.float64:
             return args[0]
-        if func in (torch.Tensor.to, torch.Tensor.type) and args[0].dtype == torch.float64:
+        if func in _CONVERSIONS and args[0].dtype == torch.float64:
             args = tuple(torch.float64 if is_small_float(arg) else arg for arg in args)
             if is_small_float(kwargs.get("dtype")):
                 kwargs["dtype"] = torch.float64
