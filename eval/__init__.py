@@ -9,7 +9,8 @@ Installed as `hf_axonn_eval` (a top-level package called `eval` would shadow use
     results = extract(loaded.model, loaded.tokenizer, samples)
     summary = summarize(results)
 
-and from a shell `python -m hf_axonn_eval samples | extract | report`; docs/evaluation.md defines every metric.
+and from a shell `python -m hf_axonn_eval samples | extract | report | compare | canaries`; docs/evaluation.md defines
+every metric.
 """
 
 from importlib import import_module
@@ -17,11 +18,21 @@ from importlib import import_module
 
 _HOME = {  # public name -> module; resolved on first use, so that --help does not wait for torch
     "Sample": "samples",
-    "build_samples": "samples",
-    "read_documents": "samples",
+    "SampleFile": "samples",
     "read_samples": "samples",
     "write_samples": "samples",
+    "read_about": "samples",
     "samples_digest": "samples",
+    "iter_documents": "documents",
+    "read_documents": "documents",
+    "Sampling": "cuts",
+    "build_samples": "sampling",
+    "iter_samples": "sampling",
+    "PROTOCOLS": "protocols",
+    "make_canaries": "secrets",
+    "insert_canaries": "secrets",
+    "rank_canaries": "ranking",
+    "protocol": "protocols",
     "load_model": "models",
     "LoadedModel": "models",
     "extract": "extraction",
@@ -31,8 +42,18 @@ _HOME = {  # public name -> module; resolved on first use, so that --help does n
     "summarize": "summary",
     "compare": "summary",
     "write_report": "report",
+    "html_page": "html_report",
+    "document_maps": "maps",
+    "ExtractionCallback": "callback",
+    "Sampler": "discoverability",
+    "n_needed": "discoverability",
+    "is_discoverable": "discoverability",
+    "auc": "membership",
+    "tpr_at_fpr": "membership",
+    "exposure": "canaries",
     "wilson": "stats",
     "bootstrap": "stats",
+    "mcnemar": "stats",
 }
 __all__ = list(_HOME)
 

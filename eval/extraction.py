@@ -1,30 +1,32 @@
 """Ask a model for its training data, and keep the answers.
 
 One teacher-forced pass a batch gives everything but ROUGE, the edit distance and the longest run. These need the
-model's own continuation, which up to the first wrong token is known already: only the rest is decoded.
+model's own continuation, which up to the first wrong token is known already: only the rest is decoded, from the keys
+and values that the pass left behind. Samples are dealt to the ranks in units (batches.py), and what a unit gave is
+written before the next one begins.
 """
 
 import contextlib
 import os
-import platform
-import sys
-import time
 from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
 
-from hf_axonn_eval import metrics, scoring
+from hf_axonn_eval import batches, decoding, matching, scoring
+from hf_axonn_eval.answers import matched_result, scored_result
+from hf_axonn_eval.caches import Row, can_be_kept, empty_cache, is_filled
+from hf_axonn_eval.decoding import Decoder
+from hf_axonn_eval.discoverability import Sampler
 from hf_axonn_eval.division import Division
+from hf_axonn_eval.provenance import run_record
 from hf_axonn_eval.results import RunDirectory, SampleResult
 from hf_axonn_eval.samples import Sample, samples_digest
 from hf_axonn_eval.scoring import Score
 from hf_axonn_eval.stats import check_confidence
 from hf_axonn_eval.summary import summarize
-
-
-_PACKAGES = ("hf_axonn", "torch", "transformers", "tokenizers", "peft", "rouge-score", "rapidfuzz", "numpy")
+from hf_axonn_eval.undecided import undecided_below
 
 
 def extract(
@@ -34,188 +36,258 @@ def extract(
     *,
     output: str | os.PathLike | None = None,
     model_record: dict[str, Any] | None = None,
-    batch_size: int = 8,
+    batch_size: int | str = 8,
     generate: bool = True,
+    stop_early: bool = False,
+    sampler: Sampler | None = None,
+    membership: bool = False,
+    protocol: dict[str, Any] | None = None,
     confidence: float = 0.95,
     seed: int = 0,
     progress: bool = True,
-) -> list[SampleResult]:
+) -> Sequence[SampleResult]:
     """Measure every sample.
 
     Args:
         model: a causal LM, plain or parallelized. Samples are dealt to the (data, z) coordinates of its grid, or,
             for a plain model, to all processes.
-        tokenizer: for the text that ROUGE compares; None leaves ROUGE and the texts out.
-        samples: what to ask; the sample ids must differ.
+        tokenizer: for the text that ROUGE and zlib compare; None leaves ROUGE and the texts out.
+        samples: what to ask; the sample ids must differ. A `SampleFile` is read as it is needed.
         output: directory for the run (files: see results.py). A run that was stopped goes on from there. None keeps
             nothing.
         model_record: what identifies the model: `load_model(...).record`, or for a model of another origin a dict
             with a `fingerprint` of your choice. Needed with `output`, so that a run never goes on with other weights.
-        batch_size: samples in one forward pass.
+        batch_size: samples in one forward pass; "auto" finds one that fits into memory.
         generate: whether to decode, which the edit distance, ROUGE, the longest run and free-running accuracy need.
+        stop_early: ask for nothing but the exact match and the divergence point, and drop a sample as soon as it has
+            failed; needs `generate=False`.
+        sampler: a way of drawing; `sampled_logprob` is then the log-probability of the suffix under it.
+        membership: whether to compute membership scores, of prefix and suffix together; needs a tokenizer.
+        protocol: what the samples were made by, for the record.
         confidence: of the intervals in summary.json.
-        seed: of the bootstrap in summary.json; greedy decoding has none.
-        progress: show a progress bar on rank 0.
+        seed: of the bootstrap in summary.json; nothing else here is random.
+        progress: show a progress bar with the rate and the time left on rank 0.
     Returns:
-        On rank 0 one result a sample, in the order of the samples; on other ranks an empty list.
+        On rank 0 one result a sample, in the order of the samples; on other ranks an empty list. With `output` they
+        are read from the file as they are asked for.
     Raises:
         ValueError: no samples, ids that repeat or lie outside the vocabulary, sequences longer than the model's
-            window, or an `output` that holds another run. Raised on every rank.
-    Collectives: over the world, and per batch those of the model over x, y and z.
+            window, options that exclude each other, or an `output` that holds another run. Raised on every rank.
+    Collectives: over the world, and per batch those of the model over x, y and z. Decoding and `stop_early` on a grid
+        with z > 1 gather the weights of the model once and keep them until the end.
     """
-    samples = list(samples)
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}, but it must be at least 1.")
-    if not samples:
-        raise ValueError("there are no samples to extract.")
+    samples = samples if isinstance(samples, Sequence) else list(samples)
+    _check_options(batch_size, generate, stop_early, sampler, membership, tokenizer)
     check_confidence(confidence)
-    order = {sample.sample_id: place for place, sample in enumerate(samples)}
-    if len(order) != len(samples):
-        raise ValueError(f"{len(samples)} samples have only {len(order)} different sample ids.")
-    scoring.check_fits(
-        model,
-        longest=max(len(sample.prefix) + len(sample.suffix) for sample in samples),
-        largest_id=max(max(*sample.prefix, *sample.suffix) for sample in samples),
-    )
-    division = Division.of(model)
-    directory, record, results = None, None, []
-    if output is not None:
-        if not model_record or "fingerprint" not in model_record:
-            raise ValueError(
-                "output=... needs model_record=... with a 'fingerprint', so that a stopped run never goes on with "
-                "another model: pass load_model(...).record, or {'fingerprint': <any text that names the weights>}."
-            )
-        directory = RunDirectory(output)
-        record = _record(model, model_record, samples, batch_size=batch_size, generate=generate, division=division)
-        results = division.on_rank_zero(lambda: directory.begin(record))
+    order, lengths, largest_id = _look_through(samples)
+    longest = max(map(sum, lengths))
+    scoring.check_fits(model, longest=longest, largest_id=largest_id)
+    if output is not None and (not model_record or "fingerprint" not in model_record):
+        raise ValueError(
+            "output=... needs model_record=... with a 'fingerprint', so that a stopped run never goes on with "
+            "another model: pass load_model(...).record, or {'fingerprint': <any text that names the weights>}."
+        )
 
-    done = {result.sample_id for result in results}
-    batches = _batches([sample for sample in samples if sample.sample_id not in done], batch_size)
-    bar = tqdm(total=len(samples), initial=len(done), unit="sample", disable=not progress or division.rank != 0)
-    with bar, scoring.evaluating(model):
-        for batch, counts in division.rounds(batches):
-            scores = scoring.score_suffixes(model, batch)
-            continuations = _continuations(model, batch, scores, division) if generate else [None] * len(batch)
-            measured = [
-                _measure(sample, score, continuation, tokenizer)
-                for sample, score, continuation in zip(batch, scores, continuations, strict=True)
-                if counts
-            ]
-            measured = division.gather(measured)
-            if directory is not None and division.rank == 0:
-                directory.append(measured)
-            results = results + measured if division.rank == 0 else []
-            bar.update(len(measured))
+    division = Division.of(model)
+    with scoring.evaluating(model):
+        rows = batch_size
+        if rows == "auto":
+            keep = longest if membership else max(suffix for _, suffix in lengths)
+            rows = batches.fitting_batch_size(model, division, longest=longest, kept_logits=keep)
+        planned = batches.plan_batches(lengths, rows, padding=scoring.may_be_padded(model))
+        units = batches.plan_units(planned, division.count)
+        asker = _Asker(
+            model=model,
+            tokenizer=tokenizer,
+            generate=generate,
+            stop_early=stop_early,
+            sampler=sampler,
+            membership=membership,
+            bound=undecided_below(model),
+            batch_size=rows,
+            longest=longest,
+        )
+        directory, record, done = None, None, set()
+        if output is not None:
+            directory = RunDirectory(output)
+            record = run_record(
+                model,
+                model_record,
+                identity={
+                    "samples": len(samples),
+                    "samples_sha256": samples_digest(samples),
+                    "generate": generate,
+                    "stop_early": stop_early or None,
+                    "sampler": sampler.text if sampler is not None else None,
+                    "membership": membership or None,
+                },
+                settings={
+                    "batch_size": batch_size,
+                    "batches": {"rows": rows, "number": len(planned), "in_a_unit": len(units[0])},
+                    "decoded_rows": batches.decoded_rows(model, rows, longest),
+                    "decoding": "greedy, no stop, no penalties",
+                    "sampler": vars(sampler) if sampler is not None else None,
+                    "undecided_below": asker.bound,
+                    "protocol": protocol,
+                    "seed": seed,
+                    "confidence": confidence,
+                },
+                division=division,
+            )
+            done = division.on_rank_zero(lambda: {order[result.sample_id] for result in directory.begin(record)})
+        units = [unit for unit in (_without(unit, done) for unit in units) if unit]
+        kept: list[SampleResult] = []
+        bar = tqdm(
+            total=len(samples),
+            initial=len(done),
+            unit="sample",
+            smoothing=0.1,
+            dynamic_ncols=True,
+            disable=not progress or division.rank != 0,
+        )
+        with bar:
+            for measured in asker.measure(samples, units, division):
+                if directory is not None and division.rank == 0:
+                    directory.append(measured)
+                elif directory is None:
+                    kept += measured
+                bar.update(len(measured))
 
     if division.rank != 0:
         return []
-    results = sorted(results, key=lambda result: order[result.sample_id])
+    results = directory.results(order) if directory is not None else kept
     if directory is not None:
         directory.finish(summarize(results, record=record, confidence=confidence, seed=seed))
-    return results
+        return results
+    return sorted(results, key=lambda result: order[result.sample_id])
 
 
-def _batches(samples: Sequence[Sample], batch_size: int) -> list[list[Sample]]:
-    """Batches of samples that have the same lengths, so that no batch needs padding."""
-    alike: dict[tuple[int, int], list[Sample]] = {}
-    for sample in samples:
-        alike.setdefault((len(sample.prefix), len(sample.suffix)), []).append(sample)
-    return [some[start : start + batch_size] for some in alike.values() for start in range(0, len(some), batch_size)]
+@dataclass(kw_only=True)
+class _Asker:
+    """Asks the model; `batch_size` shrinks where memory runs out."""
+
+    model: Any
+    tokenizer: Any
+    generate: bool
+    stop_early: bool
+    sampler: Sampler | None
+    membership: bool
+    bound: float
+    batch_size: int
+    longest: int
+
+    def measure(self, samples: Sequence[Sample], units: Sequence[list[list[int]]], division: Division):
+        """Yield, unit by unit, the results of all ranks on rank 0, and an empty list elsewhere."""
+        parallel = getattr(self.model, "axonn", None)
+        in_step = parallel is not None and parallel.grid.z > 1
+        alone = parallel is None or parallel.grid.size == 1
+        placed = in_step and (self.generate or self.stop_early)
+        with decoding.weights_in_place(self.model) if placed else contextlib.nullcontext():
+            for start in range(0, len(units), division.count):
+                together = units[start : start + division.count]
+                mine = together[division.index] if division.index < len(together) else []
+                unit = [[samples[place] for place in batch] for batch in mine]
+                measured, self.batch_size = batches.halving(
+                    self.batch_size, lambda rows, unit=unit: self._unit(batches.smaller(unit, rows), rows), alone=alone
+                )
+                # ranks of z pass weights to each other: in every pass, or in the first one if they are kept then
+                passes = max(map(len, together)) if in_step and not placed else int(in_step and start == 0)
+                for _ in range(len(mine), passes):
+                    scoring.score_suffixes(self.model, [samples[together[0][0][0]]])
+                yield division.gather(measured if division.reports else [])
+
+    def _unit(self, unit: Sequence[Sequence[Sample]], rows: int) -> list[SampleResult]:
+        if self.stop_early:
+            return [
+                matched_result(sample, match, self.tokenizer, bound=self.bound)
+                for batch in unit
+                for sample, match in zip(batch, matching.match_suffixes(self.model, batch), strict=True)
+            ]
+        samples, scores = [], []
+        continuations: dict[int, list[int]] = {}
+        kept = self.generate and can_be_kept(self.model)
+        decoder = Decoder(self.model, rows=batches.decoded_rows(self.model, rows, self.longest))
+        later: list[int] = []
+        for batch in unit:
+            cache = empty_cache() if kept else None
+            scores += scoring.score_suffixes(
+                self.model,
+                batch,
+                sampler=self.sampler,
+                tokenizer=self.tokenizer if self.membership else None,
+                cache=cache,
+            )
+            samples += batch
+            if not self.generate:
+                continue
+            begin, filled = len(samples) - len(batch), cache is not None and is_filled(cache, len(batch))
+            for row, sample in enumerate(batch):
+                number = begin + row
+                continuations[number] = list(_known(sample, scores[number]))
+                missing = len(sample.suffix) - len(continuations[number])
+                if missing and filled:
+                    start = cache.get_seq_length() - len(sample.prefix) - len(sample.suffix) + 1
+                    known = len(sample.prefix) + len(continuations[number]) - 1
+                    decoder.add(number, Row(cache, row, start, known), continuations[number][-1], missing)
+                elif missing:
+                    later.append(number)
+            for number, tokens in decoder.run(drain=False):
+                continuations[number] += tokens
+        for number, tokens in decoder.run(drain=True):
+            continuations[number] += tokens
+        self._generate(later, samples, continuations, rows)
+        return [
+            scored_result(sample, score, continuations.get(number), self.tokenizer, bound=self.bound)
+            for number, (sample, score) in enumerate(zip(samples, scores, strict=True))
+        ]
+
+    def _generate(
+        self, later: Sequence[int], samples: Sequence[Sample], continuations: dict[int, list[int]], rows: int
+    ) -> None:
+        """The slow way, for models whose cache cannot be cut: `generate` from the known tokens."""
+        for begin in range(0, len(later), rows):
+            some = later[begin : begin + rows]
+            missing = [len(samples[number].suffix) - len(continuations[number]) for number in some]
+            prompts = [[*samples[number].prefix, *continuations[number]] for number in some]
+            decoded = decoding.continue_greedily(self.model, prompts, steps=max(missing))
+            for number, tokens, wanted in zip(some, decoded, missing, strict=True):
+                continuations[number] += tokens[:wanted]
 
 
-def _continuations(model, batch: Sequence[Sample], scores: Sequence[Score], division: Division) -> list[list[int]]:
-    """Greedy continuations of the prefixes, each as long as its suffix.
-
-    Up to and including the first miss they are known from the scores. All ranks decode the same number of steps,
-    those with nothing left to decode too: the steps gather weights.
-    """
-    known = []
-    for sample, score in zip(batch, scores, strict=True):
-        miss = metrics.divergence_point(_hits(sample, score))
-        known.append(list(score.choices[: miss + 1]))
-    missing = [len(sample.suffix) - len(some) for sample, some in zip(batch, known, strict=True)]
-    steps = division.maximum(max(missing))
-    if steps == 0:
-        return known
-    rows = [row for row, tokens in enumerate(missing) if tokens > 0]
-    prompts = [[*batch[row].prefix, *known[row]] for row in rows] or [list(batch[0].prefix)]
-    decoded = scoring.continue_greedily(model, prompts, steps=steps)
-    for row, tokens in zip(rows, decoded, strict=False):
-        known[row] += tokens[: missing[row]]
-    return known
+def _known(sample: Sample, score: Score) -> Sequence[int]:
+    """The greedy continuation as far as the pass tells it: up to and including the first miss."""
+    return score.choices[: matching.matched(score.choices, sample.suffix, score.margins).tokens + 1]
 
 
-def _hits(sample: Sample, score: Score) -> list[bool]:
-    return [choice == true for choice, true in zip(score.choices, sample.suffix, strict=True)]
+def _without(unit: Sequence[Sequence[int]], done: set[int]) -> list[list[int]]:
+    left = ([place for place in batch if place not in done] for batch in unit)
+    return [batch for batch in left if batch]
 
 
-def _measure(sample: Sample, score: Score, continuation: list[int] | None, tokenizer) -> SampleResult:
-    hits = _hits(sample, score)
-    free_running: dict[str, Any] = {}
-    if continuation is not None:
-        distance = metrics.edit_distance(continuation, sample.suffix)
-        free_running = {
-            "generated": continuation,
-            "free_running_accuracy": metrics.free_running_accuracy(continuation, sample.suffix),
-            "longest_run": metrics.longest_common_run(continuation, sample.suffix),
-            "edit_distance": distance,
-            "near_verbatim": metrics.near_verbatim(distance),
-        }
-        if tokenizer is not None:
-            texts = [tokenizer.decode(list(ids), skip_special_tokens=True) for ids in (continuation, sample.suffix)]
-            free_running |= {"generated_text": texts[0], "suffix_text": texts[1], **metrics.rouge(*texts)}
-    return SampleResult(
-        sample_id=sample.sample_id,
-        document_id=sample.document_id,
-        bucket=sample.bucket,
-        offset=sample.offset,
-        prefix_length=len(sample.prefix),
-        suffix_length=len(sample.suffix),
-        exact_match=all(hits),
-        token_accuracy=metrics.token_accuracy(hits),
-        divergence_point=metrics.divergence_point(hits),
-        extraction_strength=metrics.extraction_strength(hits),
-        logprob=sum(score.logprobs),
-        logprobs=score.logprobs,
-        hits=hits,
-        **free_running,
-    )
+def _look_through(samples: Sequence[Sample]) -> tuple[dict[str, int], list[tuple[int, int]], int]:
+    """The place of every sample id, prefix and suffix lengths, and the largest token id."""
+    order: dict[str, int] = {}
+    lengths, largest = [], 0
+    for place, sample in enumerate(samples):
+        order[sample.sample_id] = place
+        lengths.append((len(sample.prefix), len(sample.suffix)))
+        largest = max(largest, *sample.prefix, *sample.suffix)
+    if not lengths:
+        raise ValueError("there are no samples to extract.")
+    if len(order) != len(lengths):
+        raise ValueError(f"{len(lengths)} samples have only {len(order)} different sample ids.")
+    return order, lengths, largest
 
 
-def _record(
-    model,
-    model_record: dict[str, Any],
-    samples: Sequence[Sample],
-    *,
-    batch_size: int,
-    generate: bool,
-    division: Division,
-) -> dict[str, Any]:
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    device = next(model.parameters()).device
-    return {
-        "identity": {
-            "samples": len(samples),
-            "samples_sha256": samples_digest(samples),
-            "model_fingerprint": model_record["fingerprint"],
-            "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-            "generate": generate,
-        },
-        "model": model_record,
-        "settings": {"batch_size": batch_size, "decoding": "greedy, no stop, no penalties"},
-        "processes": division.world_size,
-        "grid": str(model.axonn.grid) if getattr(model, "axonn", None) is not None else None,
-        "device": {"type": device.type, "name": _device_name(device)},
-        "versions": versions,
-        "command": sys.argv,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-
-
-def _device_name(device) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+def _check_options(batch_size, generate, stop_early, sampler, membership, tokenizer) -> None:
+    if batch_size != "auto" and (type(batch_size) is not int or batch_size < 1):
+        raise ValueError(f"batch_size is {batch_size!r}, but it must be at least 1, or 'auto'.")
+    others = {"generate": generate, "sampler": sampler is not None, "membership": membership}
+    given = [name for name, asked in others.items() if asked]
+    if stop_early and given:
+        raise ValueError(
+            f"stop_early leaves out everything but the exact match and the divergence point, so it does not go with "
+            f"{' and '.join(given)}: use generate=False (--no_generation) alone."
+        )
+    if membership and tokenizer is None:
+        raise ValueError("membership scores need a tokenizer: the zlib score is of the text.")

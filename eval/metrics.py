@@ -5,9 +5,9 @@ token the model's first choice?". Free-running ones compare the ids or the text 
 suffix. docs/evaluation.md gives the formulas and the sources.
 """
 
-import difflib
-import functools
 from collections.abc import Sequence
+
+from hf_axonn_eval.rouge import rouge as rouge
 
 
 NEAR_VERBATIM = 0.10  # edits per suffix token; the bound of the Gemma 3 report
@@ -56,9 +56,40 @@ def extraction_strength(hits: Sequence[bool]) -> float:
 
 
 def longest_common_run(prediction: Sequence[int], reference: Sequence[int]) -> int:
-    """Length of the longest run of ids that occurs, unbroken, in both; the places may differ."""
-    matcher = difflib.SequenceMatcher(None, list(prediction), list(reference), autojunk=False)
-    return matcher.find_longest_match().size
+    """Length of the longest run of ids that occurs, unbroken, in both; the places may differ.
+
+    For each place of the prediction an integer holds in its bits where in the reference the same run begins. Runs of
+    length 1, 2, 4, ... come by joining two of half the length; then the longest is put together from the longest down.
+    So the time is about n log n integer operations, also where a few ids repeat for ever.
+    """
+    if prediction == reference:
+        return len(reference)
+    places: dict[int, int] = {}
+    for place, token in enumerate(reference):
+        places[token] = places.get(token, 0) | 1 << place
+    longest, levels = 1, []
+    begins = {place: places[token] for place, token in enumerate(prediction) if token in places}
+    while begins:
+        levels.append((longest, begins))
+        begins, longest = _joined(begins, begins, longest), 2 * longest
+    if not levels:
+        return 0
+    longest, begins = levels.pop()
+    for length, shorter in reversed(levels):
+        extended = _joined(begins, shorter, longest)
+        if extended:
+            begins, longest = extended, longest + length
+    return longest
+
+
+def _joined(first: dict[int, int], second: dict[int, int], length: int) -> dict[int, int]:
+    """Where a run of `first`, which is `length` long, is followed by one of `second`, in both texts."""
+    joined = {}
+    for place, begins in first.items():
+        follows = second.get(place + length)
+        if follows and (begins := begins & follows >> length):
+            joined[place] = begins
+    return joined
 
 
 def edit_distance(prediction: Sequence[int], reference: Sequence[int]) -> float:
@@ -76,34 +107,6 @@ def edit_distance(prediction: Sequence[int], reference: Sequence[int]) -> float:
 def near_verbatim(distance: float) -> bool:
     """Whether an `edit_distance` counts as near-verbatim: at most NEAR_VERBATIM."""
     return distance <= NEAR_VERBATIM
-
-
-def rouge(prediction: str, reference: str) -> dict[str, float | None]:
-    """ROUGE-1, ROUGE-2 and ROUGE-L, F1, as package rouge-score computes them without stemming.
-
-    rouge-score sees only the letters a-z and the digits. Of a reference without any, ROUGE says nothing, and the
-    values are None; so is ROUGE-2 of a reference of one word.
-    """
-    scorer = _rouge_scorer()
-    words = len(_rouge_words(reference))
-    scores = scorer.score(reference, prediction)
-    return {name: scores[name].fmeasure if words >= least else None for name, least in _ROUGE_LEAST_WORDS.items()}
-
-
-_ROUGE_LEAST_WORDS = {"rouge1": 1, "rouge2": 2, "rougeL": 1}
-
-
-@functools.cache
-def _rouge_scorer():
-    from rouge_score.rouge_scorer import RougeScorer
-
-    return RougeScorer(list(_ROUGE_LEAST_WORDS), use_stemmer=False)
-
-
-def _rouge_words(text: str) -> list[str]:
-    from rouge_score.tokenize import tokenize
-
-    return tokenize(text, None)
 
 
 def _check_some(tokens: Sequence) -> None:

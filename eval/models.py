@@ -77,6 +77,7 @@ def load_model(
         record={
             "path": str(path),
             "fingerprint": division.on_rank_zero(lambda: weights.fingerprint(directory)),
+            **division.on_rank_zero(lambda: _base_record(directory)),
             "architecture": type(model).__name__,
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
             "attn_implementation": getattr(model.config, "_attn_implementation", None),
@@ -146,14 +147,20 @@ def _whole(path: str | os.PathLike, options: dict[str, Any]):
 
 
 def _on_grid(path: str | os.PathLike, grid, options: dict[str, Any]):
-    if (Path(path) / "adapter_config.json").is_file():
-        raise ValueError(
-            f"{path} is a PEFT adapter, which is not loaded on a grid: merge it into its base model "
-            "(PeftModel.merge_and_unload, save_pretrained), or measure it on one process."
-        )
     import hf_axonn
 
     return hf_axonn.from_pretrained(path, grid=grid, **options)
+
+
+def _base_record(directory: Path) -> dict[str, Any]:
+    """Of an adapter, which base model it is on; nothing for other models."""
+    from hf_axonn.adapter_files import base_of
+
+    base = base_of(directory)
+    if base is None:
+        return {}
+    found = Path(base) if Path(base).is_dir() else _hub_directory(base)
+    return {"base": base, "base_fingerprint": weights.fingerprint(found)}
 
 
 def _hub_directory(path: str | os.PathLike) -> Path:

@@ -7,8 +7,10 @@ summary.json    the numbers per bucket; written when all samples are measured
 
 import json
 import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,14 @@ class SampleResult:
 
     `logprob` and `logprobs` are in nats, `divergence_point` and `longest_run` in tokens, `edit_distance` in edits per
     suffix token. `generated` holds the ids of the greedy continuation.
+
+    `margin` is the smallest gap, in nats, between the two best log-probabilities over the suffix tokens up to and
+    including the first miss; `undecided` says that it is below what another order of adding, in this dtype, may
+    change: another grid or batch could answer otherwise. `sampled_logprob` is the log-probability of the suffix under
+    the sampler of the run, in nats, and -inf where that never draws it; JSON has no infinity, so the file says "-inf"
+    there, in quotes, and so it does in `logprob` and `logprobs`. `membership` holds scores of the whole sample, prefix
+    and suffix, by name; higher means more like a member. `type_token_ratio` is of the suffix ids, `zlib_ratio` of the
+    suffix text (degeneracy.py).
     """
 
     sample_id: str
@@ -31,12 +41,12 @@ class SampleResult:
     prefix_length: int
     suffix_length: int
     exact_match: bool
-    token_accuracy: float
+    token_accuracy: float | None
     divergence_point: int
-    extraction_strength: float
-    logprob: float
-    logprobs: list[float]
-    hits: list[bool]
+    extraction_strength: float | None
+    logprob: float | None
+    logprobs: list[float] | None
+    hits: list[bool] | None
     generated: list[int] | None = None
     generated_text: str | None = None
     suffix_text: str | None = None
@@ -47,6 +57,72 @@ class SampleResult:
     rouge1: float | None = None
     rouge2: float | None = None
     rougeL: float | None = None
+    margin: float | None = None
+    undecided: bool | None = None
+    sampled_logprob: float | None = None
+    membership: dict[str, float] | None = None
+    type_token_ratio: float | None = None
+    zlib_ratio: float | None = None
+
+
+class Results(Sequence[SampleResult]):
+    """The results in a file, read when they are asked for: a million of them take 8 MB.
+
+    The whole file is checked when it is opened.
+
+    Args:
+        file: a results.jsonl.
+        order: place of each sample id; by default results come in the order of the file.
+    Raises:
+        ValueError: a line is not a result, or a sample is there twice; the message names the line.
+    """
+
+    def __init__(self, file: Path, order: Mapping[str, int] | None = None) -> None:
+        self.file = file
+        self._starts = array("Q")
+        places, start, seen = array("Q"), 0, set()
+        with open(file, "rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    sample_id = _from_line(line).sample_id
+                except (ValueError, TypeError, RecursionError):
+                    raise ValueError(f"{file}, line {number} is damaged; remove it and run extract again.") from None
+                if sample_id in seen:
+                    raise ValueError(f"{file}, line {number}: sample {sample_id!r} is there twice; remove one.")
+                seen.add(sample_id)
+                self._starts.append(start)
+                start += len(line)
+                if order is not None:
+                    places.append(order[sample_id])
+        if order is not None:
+            by_place = sorted(range(len(places)), key=places.__getitem__)
+            self._starts = array("Q", (self._starts[index] for index in by_place))
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        with open(self.file, "rb") as lines:
+            lines.seek(self._starts[index])
+            return _from_line(lines.readline())
+
+    def __iter__(self) -> Iterator[SampleResult]:
+        with open(self.file, "rb") as lines:
+            for start in self._starts:
+                lines.seek(start)
+                yield _from_line(lines.readline())
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence) or isinstance(other, (str, bytes)):
+            return NotImplemented
+        return len(self) == len(other) and all(mine == its for mine, its in zip(self, other, strict=True))
+
+    __hash__ = None
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} results in {self.file}>"
 
 
 class RunDirectory:
@@ -59,7 +135,7 @@ class RunDirectory:
     def __init__(self, path: str | os.PathLike) -> None:
         self.path = Path(path)
 
-    def begin(self, record: dict[str, Any]) -> list[SampleResult]:
+    def begin(self, record: dict[str, Any]) -> Sequence[SampleResult]:
         """Start a run, or go on with one that was stopped.
 
         A last line that a crash cut short is removed.
@@ -92,7 +168,7 @@ class RunDirectory:
 
     def append(self, results: Iterable[SampleResult]) -> None:
         """Add results, and see that they are on disk."""
-        lines = "".join(json.dumps(asdict(result), separators=(",", ":")) + "\n" for result in results)
+        lines = "".join(map(_line, results))
         with open(self.path / RESULTS, "a", encoding="utf-8", newline="\n") as file:
             file.write(lines)
             file.flush()
@@ -102,7 +178,12 @@ class RunDirectory:
         """Write the summary."""
         _write_json(self.path / SUMMARY, summary)
 
-    def _finished(self) -> list[SampleResult]:
+    def results(self, order: Mapping[str, int] | None = None) -> Sequence[SampleResult]:
+        """What is there by now, in the order of the file, or by the place that `order` gives to each sample id."""
+        file = self.path / RESULTS
+        return Results(file, order) if file.exists() else []
+
+    def _finished(self) -> Sequence[SampleResult]:
         file = self.path / RESULTS
         if not file.exists():
             return []
@@ -114,7 +195,7 @@ class RunDirectory:
         return read_results(file)
 
 
-def read_run(path: str | os.PathLike) -> tuple[dict[str, Any], list[SampleResult]]:
+def read_run(path: str | os.PathLike) -> tuple[dict[str, Any], Sequence[SampleResult]]:
     """The record and the results of a finished run.
 
     Raises:
@@ -148,25 +229,36 @@ def read_record(path: Path) -> dict[str, Any]:
     return record
 
 
-def read_results(file: Path) -> list[SampleResult]:
+def read_results(file: str | os.PathLike) -> Results:
     """The lines of a results.jsonl.
 
     Raises:
         ValueError: a line is not a result, or a sample is there twice; the message names the line.
     """
-    results = []
-    seen = set()
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                result = SampleResult(**json.loads(line.decode("utf-8")))
-            except (ValueError, TypeError, RecursionError):
-                raise ValueError(f"{file}, line {number} is damaged; remove it and run extract again.") from None
-            if result.sample_id in seen:
-                raise ValueError(f"{file}, line {number}: sample {result.sample_id!r} is there twice; remove one.")
-            seen.add(result.sample_id)
-            results.append(result)
-    return results
+    return Results(Path(file))
+
+
+_INFINITE = ("logprob", "sampled_logprob")
+
+
+def _line(result: SampleResult) -> str:
+    fields = dict(vars(result))
+    for name in _INFINITE:
+        if fields[name] == -inf:
+            fields[name] = "-inf"
+    if fields["logprobs"] is not None and -inf in fields["logprobs"]:
+        fields["logprobs"] = ["-inf" if logprob == -inf else logprob for logprob in fields["logprobs"]]
+    return json.dumps(fields, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _from_line(line: bytes) -> SampleResult:
+    fields = json.loads(line.decode("utf-8"))
+    for name in _INFINITE:
+        if fields.get(name) == "-inf":
+            fields[name] = -inf
+    if "-inf" in (fields.get("logprobs") or ()):
+        fields["logprobs"] = [-inf if logprob == "-inf" else logprob for logprob in fields["logprobs"]]
+    return SampleResult(**fields)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -1,34 +1,46 @@
-"""What the model says: log-probabilities and first choices in one teacher-forced pass, and greedy continuations.
+"""What the model says of known tokens: log-probabilities and first choices in one teacher-forced pass.
 
     position      p0 p1 ... pP-1 | s0 s1 ... sS-1
     fed           p0 p1 ... pP-1   s0 s1 ... sS-2
     scored                         s0 s1 ... sS-1      the logits at the place before predict each of them
 
 Greedy decoding gives s0 ... sS-1 if and only if each is the first choice here, so one pass answers for all samples
-that are extracted, and decoding starts at the first miss for those that are not.
+that are extracted, and decoding (decoding.py) starts at the first miss for those that are not. Rows of different
+lengths are padded on the left, so that all suffixes end in the last column.
 """
 
 import contextlib
 import inspect
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from hf_axonn_eval import membership
+from hf_axonn_eval.discoverability import Sampler
 from hf_axonn_eval.division import Division
 from hf_axonn_eval.samples import Sample
 
 
-_POSITIONS_AT_ONCE = 128  # bounds the float32 copy of the logits
+_LOGITS_AT_ONCE = 2**25  # bounds the float32 copies of the logits
+_STATISTICS_AT_ONCE = 2**23
 
 
 class Score(NamedTuple):
-    """Per suffix token: log P(token | true tokens before it), in nats, and the model's first choice there."""
+    """What one pass says of a sample; per suffix token: log P(token | true tokens before it) in nats, the model's
+    first choice there, and how far it is ahead of the second one, in nats.
+
+    `sampled_logprob` is the log-probability of the whole suffix under a sampler, `membership` the scores of prefix
+    and suffix; None where they were not asked for.
+    """
 
     logprobs: list[float]
     choices: list[int]
+    margins: list[float]
+    sampled_logprob: float | None = None
+    membership: dict[str, float] | None = None
 
 
 class DocumentNLL(NamedTuple):
@@ -44,66 +56,102 @@ class DocumentNLL(NamedTuple):
 
 
 @torch.no_grad()
-def score_suffixes(model, batch: Sequence[Sample]) -> list[Score]:
-    """Score the suffixes of samples that all have one prefix length and one suffix length.
+def score_suffixes(
+    model, batch: Sequence[Sample], *, sampler: Sampler | None = None, tokenizer=None, cache=None
+) -> list[Score]:
+    """Score the suffixes of some samples.
 
     One forward pass; on a parallelized model collective over its x, y and z.
 
+    Args:
+        batch: samples; of different lengths only if `may_be_padded(model)`.
+        sampler: a way of drawing; the log-probability of the suffix under it is asked for too.
+        tokenizer: for the text of a sample; membership scores are asked for if it is given.
+        cache: an empty cache that the pass fills; by default none is kept.
     Raises:
         ValueError: the model answers with NaN.
     """
-    keep = len(batch[0].suffix)
-    tokens = torch.tensor([sample.prefix + sample.suffix for sample in batch], device=_device(model))
-    logits = _last_logits(model, tokens[:, :-1], keep=keep)
-    logprobs, choices = score_tokens(logits, tokens[:, -keep:])
-    if logprobs.isnan().any():
+    rows = [[*sample.prefix, *sample.suffix[:-1]] for sample in batch]
+    suffix = max(len(sample.suffix) for sample in batch)
+    keep = max(map(len, rows)) if tokenizer is not None else suffix
+    logits = last_logits(model, rows, keep=keep, cache=cache)
+    targets = _right_aligned([[*sample.prefix, *sample.suffix][1:] for sample in batch], logits.device)[:, -keep:]
+    logprobs, choices, margins = score_tokens(logits[:, -suffix:], targets[:, -suffix:])
+    extra = [{} for _ in batch]
+    if sampler is not None:
+        for place, given in enumerate(_sampled(sampler, logits[:, -suffix:], targets[:, -suffix:], batch)):
+            extra[place]["sampled_logprob"] = given
+    if tokenizer is not None:
+        for place, given in enumerate(_membership(logits, targets, batch, tokenizer)):
+            extra[place]["membership"] = given
+    table = zip(batch, logprobs.tolist(), choices.tolist(), margins.tolist(), extra, strict=True)
+    scores = [
+        Score(ofs[-len(sample.suffix) :], chosen[-len(sample.suffix) :], ahead[-len(sample.suffix) :], **more)
+        for sample, ofs, chosen, ahead, more in table
+    ]
+    if any(logprob != logprob for score in scores for logprob in score.logprobs):
         raise ValueError(
             "the model's log-probabilities are not numbers (NaN). Its weights are damaged, or do not fit into the "
             "dtype: try --dtype float32."
         )
-    return [Score(*score) for score in zip(logprobs.tolist(), choices.tolist(), strict=True)]
+    return scores
 
 
-def score_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and the argmax beside it.
+def score_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of each target, the argmax beside it, and how far that is ahead.
 
     Args:
-        logits: [B, T, V]; float64 stays, everything else is computed in float32.
+        logits: [B, T, V]; float64 stays, everything else is computed in float32. Unchanged at the end, but written
+            to meanwhile: a copy of this size would cost as much as the computation.
         targets: [B, T] ids.
     Returns:
-        log-probabilities [B, T], in nats, and argmax ids [B, T].
+        log-probabilities [B, T] in nats, argmax ids [B, T], and the gap between the two largest logits [B, T], which
+        is that between the two largest log-probabilities.
     """
-    logprobs, choices = [], []
-    for some, wanted in zip(
-        logits.split(_POSITIONS_AT_ONCE, dim=1), targets.split(_POSITIONS_AT_ONCE, dim=1), strict=True
-    ):
+    vocabulary = logits.shape[-1]
+    rows = max(1, _LOGITS_AT_ONCE // vocabulary)
+    parts = []
+    for some, wanted in zip(logits.reshape(-1, vocabulary).split(rows), targets.reshape(-1).split(rows), strict=True):
         some = some.to(torch.promote_types(some.dtype, torch.float32))
-        logprobs.append(some.gather(-1, wanted[..., None])[..., 0] - some.logsumexp(-1))
-        choices.append(some.argmax(-1))
-    return torch.cat(logprobs, dim=1), torch.cat(choices, dim=1)
+        logprobs = some.gather(-1, wanted[:, None])[:, 0] - some.logsumexp(-1)
+        choices = some.argmax(-1, keepdim=True)  # of equal ones the first, as generate takes it
+        best = some.gather(-1, choices)
+        second = some.scatter_(-1, choices, -torch.inf).amax(-1)
+        some.scatter_(-1, choices, best)
+        parts.append((logprobs, choices[:, 0], best[:, 0] - second))
+    logprobs, choices, margins = (torch.cat(column).view(targets.shape) for column in zip(*parts, strict=True))
+    return logprobs, choices, margins
+
+
+def last_logits(model, rows: Sequence[Sequence[int]], *, keep: int, cache=None) -> Tensor:
+    """Logits [B, keep, V] at the last `keep` columns of `rows` of token ids, padded on the left. One forward pass."""
+    longest = max(map(len, rows))
+    tokens = _right_aligned(rows, device_of(model))
+    return logits_after(model, tokens, [longest - len(row) for row in rows], keep=keep, cache=cache)
 
 
 @torch.no_grad()
-def continue_greedily(model, prompts: Sequence[Sequence[int]], *, steps: int) -> list[list[int]]:
-    """`steps` greedy tokens after each prompt, and nothing but the model's own first choices.
+def logits_after(model, tokens: Tensor, padding: Sequence[int], *, keep: int, cache=None) -> Tensor:
+    """Logits [B, keep, V] at the last `keep` places of `tokens`; only these are computed where the model can.
 
-    Nothing ends a row early and nothing is penalized or suppressed, whatever the model's generation config says: the
-    question is what the model holds, not how it is usually sampled. One `generate` call; on a parallelized model
-    collective over its x, y and z, so all of these ranks must ask for the same number of steps.
+    One forward pass; on a parallelized model collective over its x, y and z.
 
     Args:
-        prompts: token ids, of any lengths; they are padded on the left.
-        steps: new tokens for every row.
+        tokens: ids [B, T], which follow what the cache holds.
+        padding: how many columns at the beginning of each row, the cache's included, are no tokens.
+        keep: places.
+        cache: what was fed before; the pass adds to it. None: nothing, and nothing is kept.
     """
-    from transformers import GenerationConfig
-
-    width = max(map(len, prompts))
-    tokens = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=_device(model))
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=tokens.device)
-    config = GenerationConfig(do_sample=False, max_new_tokens=steps, pad_token_id=0)
-    with _neutral_generation_config(model):
-        output = model.generate(input_ids=tokens, attention_mask=mask, generation_config=config)
-    return output[:, width:].tolist()
+    before = cache.get_seq_length() if cache is not None else 0
+    starts = torch.tensor(padding, device=tokens.device)[:, None]
+    columns = torch.arange(before + tokens.shape[1], device=tokens.device)
+    options: dict[str, Any] = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
+    accepted = parameters_of(model)
+    if "logits_to_keep" in accepted:
+        options["logits_to_keep"] = keep
+    if any(padding) and "position_ids" in accepted:
+        options["position_ids"] = (columns[before:] - starts).clamp_min(0)
+    return model(input_ids=tokens, attention_mask=(columns >= starts).long(), **options).logits[:, -keep:]
 
 
 def document_nll(
@@ -135,11 +183,11 @@ def document_nll(
         hidden = not progress or division.rank != 0
         for batch, counts in tqdm(rounds, total=-(-len(batches) // division.count), unit="batch", disable=hidden):
             width = max(map(len, batch))
-            ids = torch.tensor([list(row) + [0] * (width - len(row)) for row in batch], device=_device(model))
+            ids = torch.tensor([list(row) + [0] * (width - len(row)) for row in batch], device=device_of(model))
             lengths = torch.tensor([len(row) for row in batch], device=ids.device)
             mask = torch.arange(width, device=ids.device) < lengths[:, None]
             logits = model(input_ids=ids[:, :-1], attention_mask=mask[:, :-1].long(), use_cache=False).logits
-            logprobs, _ = score_tokens(logits, ids[:, 1:])
+            logprobs, _, _ = score_tokens(logits, ids[:, 1:])
             if counts:
                 nll -= logprobs.double()[mask[:, 1:]].sum().item()
                 tokens += int(mask[:, 1:].sum())
@@ -178,37 +226,58 @@ def evaluating(model) -> Iterator[None]:
         model.train(was_training)
 
 
-def _last_logits(model, tokens: Tensor, *, keep: int) -> Tensor:
-    """Logits [B, keep, V] at the last `keep` positions of `tokens` [B, T]; only these are computed where possible."""
-    accepted = inspect.signature(_core(model).forward).parameters
-    options = {"logits_to_keep": keep} if "logits_to_keep" in accepted else {}
-    logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **options).logits
-    return logits[:, -keep:]
+def core(model):
+    """The model itself, out of what PEFT wraps around it."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _core(model):
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT wraps the model
+def parameters_of(model) -> frozenset[str]:
+    """Names that the model's forward takes."""
+    return frozenset(inspect.signature(core(model).forward).parameters)
 
 
-def _device(model) -> torch.device:
+def may_be_padded(model) -> bool:
+    """Whether rows may be padded on the left: their positions can be told to the model, and padding stays finite.
+
+    A place of padding sees nothing. Eager attention adds the smallest number of the dtype there, and takes the softmax
+    in float32, where that of float64 is infinite and the result NaN.
+    """
+    eager = getattr(core(model).config.get_text_config(), "_attn_implementation", None) == "eager"
+    overflows = eager and next(model.parameters()).dtype == torch.float64
+    return "position_ids" in parameters_of(model) and not overflows and not has_prompt(model)
+
+
+def has_prompt(model) -> bool:
+    """Whether a PEFT adapter puts tokens or keys of its own before the text; positions and cache are then its own."""
+    adapter = getattr(model, "active_peft_config", None)
+    return bool(getattr(adapter, "is_prompt_learning", False))
+
+
+def device_of(model) -> torch.device:
+    """Where the tokens go."""
     return next(model.parameters()).device
 
 
-@contextlib.contextmanager
-def _neutral_generation_config(model) -> Iterator[None]:
-    """Take the model's own generation config away.
+def _right_aligned(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    width = max(map(len, rows))
+    return torch.tensor([[0] * (width - len(row)) + list(row) for row in rows], device=device)
 
-    `generate` fills every field that its caller left at None from it: an EOS to stop at, a penalty, a list of
-    suppressed tokens. None of them can be undone from outside.
-    """
-    from transformers import GenerationConfig
 
-    owners = list(dict.fromkeys([model, _core(model)]))
-    kept = [owner.generation_config for owner in owners]
-    for owner in owners:
-        owner.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        for owner, config in zip(owners, kept, strict=True):
-            owner.generation_config = config
+def _sampled(sampler: Sampler, logits: Tensor, targets: Tensor, batch: Sequence[Sample]) -> list[float]:
+    rows = max(1, _STATISTICS_AT_ONCE // (logits.shape[-1] * logits.shape[1]))
+    parts = [sampler.logprobs(*pair) for pair in zip(logits.split(rows), targets.split(rows), strict=True)]
+    table = torch.cat(parts).double()
+    return [float(row[-len(sample.suffix) :].sum()) for row, sample in zip(table, batch, strict=True)]
+
+
+def _membership(logits: Tensor, targets: Tensor, batch: Sequence[Sample], tokenizer) -> list[dict[str, float]]:
+    rows = max(1, _STATISTICS_AT_ONCE // logits.shape[-1])
+    pieces = zip(logits.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
+    columns = zip(*(membership.token_statistics(*piece) for piece in pieces), strict=True)
+    statistics = torch.stack([torch.cat(column).view(targets.shape) for column in columns]).tolist()
+    given = []
+    for place, sample in enumerate(batch):
+        scored = len(sample.prefix) + len(sample.suffix) - 1  # all tokens but the first have something before them
+        text = tokenizer.decode([*sample.prefix, *sample.suffix])
+        given.append(membership.scores(*(kind[place][-scored:] for kind in statistics), text))
+    return given

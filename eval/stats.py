@@ -3,12 +3,15 @@
 Samples of one document are not independent, so what is resampled is documents, not samples.
 """
 
-from collections.abc import Hashable, Sequence
-from math import sqrt
+from collections.abc import Hashable, Iterator, Sequence
+from math import exp, fsum, lgamma, log, sqrt
 from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
+
+
+_NUMBERS_AT_ONCE = 1_000_000  # draws of a bootstrap are made in pieces of about as many numbers
 
 
 class Interval(NamedTuple):
@@ -64,26 +67,151 @@ def bootstrap(
         ValueError: the lengths differ or are 0, fewer than 100 resamples, or not 0 < confidence < 1.
     Source: Efron 1979; resampling clusters: Davison and Hinkley 1997, section 3.8.
     """
-    check_confidence(confidence)
-    if len(values) != len(documents) or not values:
+    if len(values) != len(documents) or not len(values):
         raise ValueError(f"{len(values)} values of {len(documents)} documents: as many are needed, and one or more.")
+    options = {"confidence": confidence, "resamples": resamples, "seed": seed}
+    return bootstrap_columns(np.asarray(values, dtype=np.float64)[:, None], documents, **options)[0]
+
+
+def bootstrap_columns(
+    values: np.ndarray,
+    documents: Sequence[Hashable],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> list[Interval | None]:
+    """`bootstrap` of several numbers a sample at once: columns that come from the same documents share the draws.
+
+    Args:
+        values: [samples, columns]; NaN where a sample does not have the number.
+        documents: the document of each sample.
+        confidence: of the intervals.
+        resamples: how many times the documents are drawn.
+        seed: the same seed gives the same intervals.
+    Returns:
+        An interval a column; None where a column has numbers from fewer than two documents.
+    Raises:
+        ValueError: as `bootstrap`.
+    """
+    check_confidence(confidence)
     if resamples < 100:
         raise ValueError(f"{resamples} resamples are too few for an interval; use at least 100.")
-    names = {name: index for index, name in enumerate(dict.fromkeys(documents))}
-    if len(names) < 2:
-        return None
-    index = np.array([names[name] for name in documents])
-    sums = np.bincount(index, weights=np.asarray(values, dtype=np.float64), minlength=len(names))
-    sizes = np.bincount(index, minlength=len(names)).astype(np.float64)
+    index, count = numbered(documents)
+    sums, sizes = np.zeros((count, values.shape[1])), np.zeros((count, values.shape[1]))
+    for column in range(values.shape[1]):
+        has = ~np.isnan(values[:, column])
+        sums[:, column] = np.bincount(index[has], weights=values[has, column], minlength=count)
+        sizes[:, column] = np.bincount(index[has], minlength=count)
+    alike: dict[bytes, list[int]] = {}
+    for column in range(values.shape[1]):
+        alike.setdefault(np.packbits(sizes[:, column] > 0).tobytes(), []).append(column)
+    intervals: list[Interval | None] = [None] * values.shape[1]
+    for columns in alike.values():
+        having = sizes[:, columns[0]] > 0  # a document without the number cannot be drawn for it
+        if having.sum() < 2:
+            continue
+        of_documents = sums[np.ix_(having, columns)], sizes[np.ix_(having, columns)]
+        means = [
+            weights @ of_documents[0] / (weights @ of_documents[1])
+            for weights in resampled_documents(int(having.sum()), resamples, seed=seed)
+        ]
+        for column, drawn in zip(columns, np.concatenate(means).T, strict=True):
+            intervals[column] = interval_of(drawn, confidence)
+    return intervals
 
+
+def numbered(documents: Sequence[Hashable]) -> tuple[np.ndarray, int]:
+    """Documents as numbers from 0 on, in the order in which they come, and how many there are."""
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(documents))}
+    return np.fromiter((numbers[name] for name in documents), dtype=np.int64, count=len(documents)), len(numbers)
+
+
+def resampled_documents(
+    count: int, resamples: int, *, seed: int | Sequence[int], width: int | None = None
+) -> Iterator[np.ndarray]:
+    """How often each of `count` documents is drawn, for all draws of a bootstrap, some draws at a time.
+
+    Args:
+        count: documents, as many as are drawn with replacement in each draw.
+        resamples: number of draws.
+        seed: of the draws.
+        width: numbers that the caller keeps for one draw, if more than `count`; it bounds how many come at a time.
+    Returns:
+        Arrays [some draws, count] of whole numbers as float64.
+    """
     generator = np.random.default_rng(seed)
-    means = np.empty(resamples)
-    for draw in range(resamples):  # one draw at a time: all of them at once is resamples * documents numbers
-        drawn = generator.integers(len(names), size=len(names))
-        means[draw] = sums[drawn].sum() / sizes[drawn].sum()
+    at_once = max(1, _NUMBERS_AT_ONCE // max(count, width or 0))
+    for start in range(0, resamples, at_once):
+        some = min(at_once, resamples - start)
+        drawn = generator.integers(count, size=(some, count))
+        yield np.stack([np.bincount(row, minlength=count) for row in drawn]).astype(np.float64)
+
+
+def interval_of(drawn: np.ndarray, confidence: float) -> Interval:
+    """The percentile interval of what the draws gave."""
     tail = (1 - confidence) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
+    low, high = np.quantile(drawn, [tail, 1 - tail])
     return Interval(float(low), float(high))
+
+
+def sign_test(gained: int, lost: int) -> float:
+    """Two-sided exact p of `gained` against `lost` changes, if either way were as likely: McNemar's exact test.
+
+    min(1, 2 * P(X <= min(gained, lost))), X binomial with gained + lost trials and chance 1/2.
+
+    Raises:
+        ValueError: a negative number.
+    Source: McNemar 1947; Fagerland, Lydersen and Laake 2013 for the exact form.
+    """
+    if gained < 0 or lost < 0:
+        raise ValueError(f"{gained} gained and {lost} lost are not both counts.")
+    trials = gained + lost
+    # in logarithms: 2 ** -trials is no float from 1075 trials on
+    logs = [
+        lgamma(trials + 1) - lgamma(changed + 1) - lgamma(trials - changed + 1) - trials * log(2)
+        for changed in range(min(gained, lost) + 1)
+    ]
+    return min(1.0, 2 * fsum(map(exp, logs)))
+
+
+def mcnemar(
+    after: Sequence[bool], before: Sequence[bool], documents: Sequence[Hashable] | None = None
+) -> dict[str, float | int]:
+    """McNemar's exact test of two models on the same samples, a document as one trial.
+
+    Samples of one document change together. So each document counts once: as gained if more of its samples went from
+    no to yes than from yes to no, as lost if fewer, and not at all if as many. If the models did not differ, swapping
+    them within a document would change nothing, and gained and lost were equally likely whatever the samples of a
+    document have in common; so the sign test over documents is exact. With one sample a document it is McNemar's.
+
+    Args:
+        after: yes or no of each sample by the model in question.
+        before: likewise by the model that it is compared with.
+        documents: the document of each sample; by default each sample is its own.
+    Returns:
+        Samples that `gained`, `lost`, are yes in `both` and in `neither`; `documents_gained`, `documents_lost`; `p`.
+    Raises:
+        ValueError: the lengths differ or are 0.
+    """
+    after, before = np.asarray(after, dtype=bool), np.asarray(before, dtype=bool)
+    documents = range(len(after)) if documents is None else documents
+    if not len(after) == len(before) == len(documents) or not len(after):
+        raise ValueError(
+            f"{len(after)} and {len(before)} answers of {len(documents)} documents: as many are needed, one or more."
+        )
+    index, count = numbered(documents)
+    net = np.bincount(index, weights=after.astype(int) - before.astype(int), minlength=count)
+    documents_gained, documents_lost = int((net > 0).sum()), int((net < 0).sum())
+    return {
+        "gained": int((after & ~before).sum()),
+        "lost": int((before & ~after).sum()),
+        "both": int((after & before).sum()),
+        "neither": int((~after & ~before).sum()),
+        "documents_gained": documents_gained,
+        "documents_lost": documents_lost,
+        "p": sign_test(documents_gained, documents_lost),
+    }
 
 
 def check_confidence(confidence: float) -> None:

@@ -1,85 +1,70 @@
-"""From results to numbers: means per bucket with intervals, and runs side by side.
+"""From results to numbers: means per bucket with intervals, and runs side by side."""
 
-Intervals are Wilson's for a share with one sample a document, and a bootstrap over documents otherwise.
-"""
-
-from collections.abc import Mapping, Sequence
-from math import exp
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from hf_axonn_eval.discoverability import TRIES, check_tries
+from hf_axonn_eval.estimates import estimates, group, membership
 from hf_axonn_eval.results import SampleResult
-from hf_axonn_eval.stats import bootstrap, wilson
+from hf_axonn_eval.stats import check_confidence, mcnemar
+from hf_axonn_eval.table import MEANS, MEMBERSHIP, METRICS, SHARES, Table, value
 
 
-SHARES = ("exact_match", "near_verbatim")  # yes or no for each sample
-MEANS = (
-    "rouge1",
-    "rouge2",
-    "rougeL",
-    "token_accuracy",
-    "free_running_accuracy",
-    "divergence_point",
-    "longest_run",
-    "edit_distance",
-    "extraction_strength",
-    "nll",
-    "probability",
-)
-METRICS = SHARES + MEANS
-
-
-def value(result: SampleResult, metric: str) -> float | None:
-    """A metric of one sample as a number, None where it was not asked for or is not defined."""
-    if metric == "nll":
-        return -result.logprob / result.suffix_length
-    if metric == "probability":
-        return exp(result.logprob)
-    measured = getattr(result, metric)
-    return None if measured is None else float(measured)
+__all__ = ["MEANS", "METRICS", "SHARES", "compare", "summarize", "value"]
 
 
 def summarize(
-    results: Sequence[SampleResult],
+    results: Iterable[SampleResult],
     *,
     record: Mapping[str, Any] | None = None,
+    lengths: Sequence[int] = (),
+    tries: Sequence[int] = TRIES,
     confidence: float = 0.95,
     resamples: int = 2000,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Means of every metric, per bucket and over all samples.
+    """The numbers of a run, per bucket and over all samples.
 
     Args:
-        results: of one run.
+        results: of one run; read once, so that an iterator over a file of any length will do.
         record: run.json of the run; it is put into the summary.
+        lengths: also tell the exact match of suffixes cut to these many tokens; longer ones than a suffix leave it
+            out.
+        tries: numbers of draws for which discoverability is told.
         confidence: of the intervals.
         resamples: draws of the bootstrap.
         seed: of the bootstrap.
     Returns:
-        A JSON-ready dict: `buckets` maps the bucket, as text, to `samples`, `documents` and per metric `mean`, `low`,
-        `high`, `n` (samples that have it), `interval` (its kind) and for a share `count`; `all` is the same over all
-        buckets.
+        A JSON-ready dict: `run`; `intervals`; `buckets`, which maps the bucket, as text, to its numbers; `all`, the
+        same over all buckets. The numbers of a group are
+
+        - `samples`, `documents`: how many;
+        - `metrics`: by name an estimate, that is `mean`, `low`, `high`, `n` (samples that have it), `interval` (its
+          kind) and for a share `count`;
+        - `exact_match_at`, with `lengths`: by length, as text, an estimate;
+        - `discoverability`, if there is a sampler: by p, as text, `median_n` (draws that half of the samples need;
+          None: no number suffices) and `tries`, by n, as text, the estimate of the share that is (n, p)-discoverable;
+        - `membership`, if there are scores and samples of bucket 0 beside these: by score what `membership.attack`
+          returns; for `all` of every other bucket against bucket 0;
+        - `degenerate`, if known: `count` of `n`, and `exact_match_of_others`, an estimate;
+        - `undecided`, if known: `count` of `n`, and how many `exact_match` would be `at_least` and `at_most` if each
+          of them fell the other way.
     Raises:
-        ValueError: there are no results.
+        ValueError: there are no results, or a length or number of draws below 1.
     """
-    if not results:
-        raise ValueError("there are no results to summarize; in a job of several ranks only rank 0 has them.")
-    options = {"confidence": confidence, "resamples": resamples, "seed": seed}
-    return {
-        "run": dict(record) if record is not None else None,
-        "intervals": options,
-        "buckets": {
-            str(bucket): _group([result for result in results if result.bucket == bucket], options)
-            for bucket in sorted({result.bucket for result in results})
-        },
-        "all": _group(results, options),
-    }
+    options = _options(confidence, resamples, seed)
+    return _summarize(Table.of(results), record, options, lengths=_checked(lengths), tries=tries)
 
 
 def compare(
-    runs: Mapping[str, Sequence[SampleResult]],
+    runs: Mapping[str, Iterable[SampleResult]],
     *,
     records: Mapping[str, Mapping[str, Any]] | None = None,
     base: str | None = None,
+    lengths: Sequence[int] = (),
+    tries: Sequence[int] = TRIES,
     confidence: float = 0.95,
     resamples: int = 2000,
     seed: int = 0,
@@ -87,15 +72,22 @@ def compare(
     """Several models on the same samples, and what each differs from the base model by.
 
     Args:
-        runs: results by the name of the run.
+        runs: results by the name of the run; each is read once.
         records: run.json by the name of the run.
         base: name of the run with the model before training; by default "base", or the first run.
+        lengths: as of `summarize`.
+        tries: likewise.
         confidence: of the intervals.
         resamples: draws of the bootstrap.
         seed: of the bootstrap.
     Returns:
-        `runs`: the summary of each; `base`: its name; `minus_base`: for each other run, bucket and metric the mean
-        `difference` over samples with `low` and `high`, from a bootstrap over documents of the paired differences.
+        - `runs`: the summary of each; the membership scores of runs other than the base have one more, `reference`:
+          the mean log-probability of a token, minus that by the base model;
+        - `reference_over`: what that mean is over, "sample" (prefix and suffix) or "suffix";
+        - `base`: its name;
+        - `minus_base`: for each other run, bucket and metric the mean `difference` over samples with `low` and
+          `high`, from a bootstrap over documents of the paired differences;
+        - `mcnemar`: for each other run, bucket and yes-or-no metric what `stats.mcnemar` returns.
     Raises:
         ValueError: no runs, a `base` that is not among them, or runs that were not asked the same samples.
     """
@@ -104,86 +96,101 @@ def compare(
     base = base if base is not None else "base" if "base" in runs else next(iter(runs))
     if base not in runs:
         raise ValueError(f"the base run {base!r} is not among the runs {', '.join(runs)}.")
-    by_id = {name: {result.sample_id: result for result in results} for name, results in runs.items()}
-    for name, results in by_id.items():
-        asked, of_base = results.keys(), by_id[base].keys()
-        if asked != of_base:
-            raise ValueError(
-                f"run {name!r} has {len(asked)} samples and run {base!r} {len(of_base)}, of which "
-                f"{len(asked & of_base)} are the same: run extract on the same samples file for both."
-            )
     digests = {name: record["identity"]["samples_sha256"] for name, record in (records or {}).items()}
+    options, lengths = _options(confidence, resamples, seed), _checked(lengths)
+    tables = {name: Table.of(results) for name, results in runs.items()}
+    tables = {name: _in_order_of(tables[base], table, name, base) for name, table in tables.items()}
     if len(set(digests.values())) > 1:
         raise ValueError(f"the runs were asked different samples, though with the same ids (sha256): {digests}.")
-    options = {"confidence": confidence, "resamples": resamples, "seed": seed}
+    loss = MEMBERSHIP + "loss"
+    over = "sample" if all(loss in table.columns for table in tables.values()) else "suffix"
+    losses = {
+        name: table.columns[loss] if over == "sample" else -table.column("nll") for name, table in tables.items()
+    }
+    for name, table in tables.items():
+        if name != base:
+            tables[name] = table.with_column(MEMBERSHIP + "reference", losses[name] - losses[base])
+    others = {name: table for name, table in tables.items() if name != base}
     return {
         "base": base,
         "intervals": options,
+        "reference_over": over,
         "runs": {
-            name: summarize(results, record=(records or {}).get(name), **options) for name, results in runs.items()
+            name: _summarize(table, (records or {}).get(name), options, lengths=lengths, tries=tries)
+            for name, table in tables.items()
         },
-        "minus_base": {
-            name: _differences(list(results.values()), by_id[base], options)
-            for name, results in by_id.items()
-            if name != base
-        },
+        "minus_base": {name: _differences(table, tables[base], options) for name, table in others.items()},
+        "mcnemar": {name: _changes(table, tables[base]) for name, table in others.items()},
     }
 
 
-def _group(results: Sequence[SampleResult], options: dict[str, Any]) -> dict[str, Any]:
-    metrics = {}
-    for metric in METRICS:
-        measured = [(value(result, metric), result.document_id) for result in results]
-        measured = [(number, document) for number, document in measured if number is not None]
-        if measured:
-            metrics[metric] = _estimate(metric, *map(list, zip(*measured, strict=True)), options)
+def _summarize(
+    table: Table,
+    record: Mapping[str, Any] | None,
+    options: dict[str, Any],
+    *,
+    lengths: Sequence[int],
+    tries: Sequence[int],
+) -> dict[str, Any]:
+    check_tries(tries)
+    groups = {}
+    for name, chosen in table.groups().items():
+        groups[name] = group(table.rows(chosen), options, lengths=lengths, tries=tries)
+        told = membership(table, chosen & (table.buckets != 0), options)
+        groups[name] |= {"membership": told} if told else {}
+    everything = groups.pop("all")
     return {
-        "samples": len(results),
-        "documents": len({result.document_id for result in results}),
-        "metrics": metrics,
+        "run": dict(record) if record is not None else None,
+        "intervals": options,
+        "buckets": groups,
+        "all": everything,
     }
 
 
-def _estimate(metric: str, values: list[float], documents: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    entry: dict[str, Any] = {"mean": sum(values) / len(values), "n": len(values)}
-    apart = len(set(documents))
-    if metric in SHARES:
-        entry["count"] = int(sum(values))
-    if metric in SHARES and apart == len(values):
-        kind, interval = "wilson", wilson(entry["count"], len(values), confidence=options["confidence"])
-    elif metric in SHARES and entry["count"] in (0, len(values)):
-        # resampling equal answers finds no spread; each document counts as one trial then
-        kind, interval = "wilson", wilson(apart if entry["count"] else 0, apart, confidence=options["confidence"])
-    else:
-        kind, interval = "bootstrap", bootstrap(values, documents, **options)
-    if interval is None:
-        kind, interval = "none: a single document", (None, None)
-    low, high = interval
-    return entry | {"low": low, "high": high, "interval": kind}
+def _in_order_of(base: Table, table: Table, name: str, base_name: str) -> Table:
+    """A table with its samples in the order of the base's, so that rows are pairs."""
+    places = {sample: place for place, sample in enumerate(table.ids)}
+    same = sum(sample in places for sample in base.ids)
+    if not same == len(base) == len(table):
+        raise ValueError(
+            f"run {name!r} has {len(table)} samples and run {base_name!r} {len(base)}, of which {same} are the same: "
+            "run extract on the same samples file for both."
+        )
+    return table.rows(np.fromiter((places[sample] for sample in base.ids), dtype=np.int64, count=len(base)))
 
 
-def _differences(
-    results: Sequence[SampleResult], base: Mapping[str, SampleResult], options: dict[str, Any]
-) -> dict[str, Any]:
-    groups = {str(bucket): [] for bucket in sorted({result.bucket for result in results})} | {"all": list(results)}
-    for result in results:
-        groups[str(result.bucket)].append(result)
-    return {bucket: _group_differences(group, base, options) for bucket, group in groups.items()}
+def _differences(table: Table, base: Table, options: dict[str, Any]) -> dict[str, Any]:
+    both = [metric for metric in METRICS if metric in table.columns and metric in base.columns]
+    differences = {metric: table.columns[metric] - base.columns[metric] for metric in both}
+    told = {}
+    for name, chosen in table.groups().items():
+        documents = table.rows(chosen).documents
+        found = estimates({}, {metric: column[chosen] for metric, column in differences.items()}, documents, options)
+        told[name] = {
+            metric: {"difference": entry["mean"], "low": entry["low"], "high": entry["high"], "n": entry["n"]}
+            for metric, entry in found.items()
+        }
+    return told
 
 
-def _group_differences(
-    results: Sequence[SampleResult], base: Mapping[str, SampleResult], options: dict[str, Any]
-) -> dict[str, Any]:
-    differences = {}
-    for metric in METRICS:
-        values, documents = [], []
-        for result in results:
-            mine, of_base = value(result, metric), value(base[result.sample_id], metric)
-            if mine is not None and of_base is not None:
-                values.append(mine - of_base)
-                documents.append(result.document_id)
-        if values:
-            interval = bootstrap(values, documents, **options)
-            low, high = interval if interval is not None else (None, None)
-            differences[metric] = {"difference": sum(values) / len(values), "low": low, "high": high, "n": len(values)}
-    return differences
+def _changes(table: Table, base: Table) -> dict[str, Any]:
+    told: dict[str, Any] = {}
+    for name, chosen in table.groups().items():
+        told[name] = {}
+        for metric in SHARES:
+            asked = chosen & ~np.isnan(table.column(metric)) & ~np.isnan(base.column(metric))
+            if asked.any():
+                answers = [each.columns[metric][asked] == 1 for each in (table, base)]
+                told[name][metric] = mcnemar(*answers, table.rows(asked).documents)
+    return told
+
+
+def _options(confidence: float, resamples: int, seed: int) -> dict[str, Any]:
+    check_confidence(confidence)
+    return {"confidence": confidence, "resamples": resamples, "seed": seed}
+
+
+def _checked(lengths: Sequence[int]) -> list[int]:
+    if any(type(length) is not int or length < 1 for length in lengths):
+        raise ValueError(f"lengths are {list(lengths)!r}, but they must be whole numbers of at least 1.")
+    return sorted(set(lengths))

@@ -14,7 +14,7 @@ import pytest
 
 
 pytest.importorskip("datasets", reason="the demo needs the extra `demo`")
-pytest.importorskip("rouge_score", reason="the demo needs the extra `demo`")
+pytest.importorskip("rapidfuzz", reason="the demo needs the extra `demo`")
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "training_scripts" / "demo"
@@ -375,6 +375,8 @@ def test_the_whole_demo_on_a_tiny_model(demo, tmp_path, monkeypatch, capsys):
     assert report["runs"]["ordinary"]["held_out_loss"] != report["runs"]["goldfish"]["held_out_loss"]
     assert list((tmp_path / "out" / "goldfish").glob("shard-*.safetensors"))
     assert (tmp_path / "out" / "plot.png").stat().st_size > 1000
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "ordinary said" in page and "Prefix, 32 tokens" in page
     capsys.readouterr()
     assert run.demo(tmp_path / "out", launch_file) == 1
     assert capsys.readouterr().out.count("there already") == 8

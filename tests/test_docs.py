@@ -34,7 +34,8 @@ OPTION = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
 DOTTED = re.compile(r"\bhf_axonn(?:_eval)?(?:\.[A-Za-z_]\w*)+")
 SHELL = ("bash", "console", "sh")
 # Programs by the words that begin them in a command line; the longest that fits counts.
-FINETUNE, CHAT, EVAL, LAUNCH, CLI = "finetune", "finetune_chat", "hf_axonn_eval", "launch", "hf-axonn"
+TRAINING = ("finetune", "finetune_no_trainer", "finetune_chat")
+EVAL, LAUNCH, CLI = "hf_axonn_eval", "launch", "hf-axonn"
 PROGRAMS = {
     ("accelerate", "launch"): LAUNCH,
     ("accelerate-launch",): LAUNCH,
@@ -188,12 +189,12 @@ def options_in(text: str) -> set[str]:
 def options() -> dict[str, set[str]]:
     """What each program takes, with underscores, as its own --help says."""
     known = {CLI: _help(hf_axonn_main, "", "convert", "verify", "env", "doctor", "plan", "bench-links")}
-    known[EVAL] = _help(eval_main, "", "samples", "extract", "report")
+    known[EVAL] = _help(eval_main, "", "samples", "extract", "report", "compare", "canaries make", "canaries rank")
     known[LAUNCH] = options_in(" ".join(accelerate_options())) | {"--config"}
     pytest.importorskip("datasets", reason="training scripts need the extra `data`")
     sys.path.insert(0, str(SCRIPTS))
     try:
-        for script in (FINETUNE, CHAT):
+        for script in TRAINING:
             known[script] = _help(importlib.import_module(script).parse, "")
     finally:
         sys.path.remove(str(SCRIPTS))
@@ -220,7 +221,7 @@ def uses(words: list[str]) -> Iterator[tuple[str | None, str]]:
     for position, word in enumerate(words):
         here = {length: tuple(words[position : position + length]) for length in (3, 2, 1)}
         begun = next((PROGRAMS[part] for part in here.values() if part in PROGRAMS), None)
-        script = next((name for name in (FINETUNE, CHAT) if word.endswith(f"{name}.py")), None)
+        script = next((name for name in TRAINING if word.endswith(f"{name}.py")), None)
         if script is not None:
             begun = script
         elif word.endswith(".py"):

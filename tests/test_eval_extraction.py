@@ -1,5 +1,7 @@
 """Extraction end to end in one process, on a model that knows by heart what it was taught and nothing else."""
 
+import dataclasses
+import functools
 import json
 import math
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 from eval_support import LEARNT, PREFIX, SUFFIX, samples, tiny_gpt2, tiny_llama, topics_tokenizer, trained_llama
 
-from hf_axonn_eval import Sample, extract, metrics, samples_digest, scoring
+from hf_axonn_eval import Sample, batches, extract, metrics, samples_digest, scoring
 
 
 def sample(prefix, suffix) -> Sample:
@@ -65,23 +67,23 @@ def test_one_pass_and_the_rest_decoded_equals_generate(make):
         assert result.rougeL == metrics.rouge(text, topics_tokenizer().decode(list(asked.suffix)))["rougeL"]
 
 
-def test_samples_that_are_extracted_cost_no_decoding(monkeypatch):
-    asked = []
-    decode = scoring.continue_greedily
+def test_samples_that_are_extracted_cost_no_decoding():
+    model, fed = trained_llama(), []
+    forward = model.forward
 
-    def counted(model, prompts, *, steps):
-        asked.append(([len(prompt) for prompt in prompts], steps))
-        return decode(model, prompts, steps=steps)
+    def counted(input_ids, **options):
+        fed.append(tuple(input_ids.shape))
+        return forward(input_ids=input_ids, **options)
 
-    monkeypatch.setattr(scoring, "continue_greedily", counted)
+    model.forward = functools.wraps(forward)(counted)
     learnt = [sample for sample in samples() if sample.bucket]
-    extract(trained_llama(), topics_tokenizer(), learnt, progress=False)
-    assert asked == []
+    extract(model, topics_tokenizer(), learnt, progress=False)
+    assert fed == [(LEARNT, PREFIX + SUFFIX - 1)]
     half = learnt[0].suffix[:6] + tuple((token + 1) % 800 for token in learnt[0].suffix[6:])
-    changed = [type(learnt[0])(**{**vars(learnt[0]), "suffix": half})]
-    [result] = extract(trained_llama(), topics_tokenizer(), changed, progress=False)
-    # the prompt is the prefix, six right tokens and the first wrong choice; five tokens are left to decode
-    assert asked == [([PREFIX + 7], SUFFIX - 7)]
+    fed.clear()
+    [result] = extract(model, topics_tokenizer(), [dataclasses.replace(learnt[0], suffix=half)], progress=False)
+    # six right tokens and the first wrong choice are known and computed; for the five that are left one pass each
+    assert fed == [(1, PREFIX + SUFFIX - 1)] + [(1, 1)] * 5
     assert result.generated == list(learnt[0].suffix) and result.divergence_point == 6
 
 
@@ -132,12 +134,13 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     options = {"output": tmp_path / "run", "model_record": {"fingerprint": "a"}, "batch_size": 2, "progress": False}
     unbroken = extract(trained_llama(), topics_tokenizer(), samples(), **{**options, "output": tmp_path / "unbroken"})
     score, scored = scoring.score_suffixes, []
+    monkeypatch.setattr(batches, "MOST_TOGETHER", 3)
 
-    def stop_after_three(model, batch):
+    def stop_after_three(model, batch, **options):
         if len(scored) == 3:
             raise Stopped
         scored.append([sample.sample_id for sample in batch])
-        return score(model, batch)
+        return score(model, batch, **options)
 
     monkeypatch.setattr(scoring, "score_suffixes", stop_after_three)
     with pytest.raises(Stopped):
@@ -148,9 +151,9 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     first = sum(scored, [])
     scored.clear()
 
-    def note(model, batch):
+    def note(model, batch, **options):
         scored.append([sample.sample_id for sample in batch])
-        return score(model, batch)
+        return score(model, batch, **options)
 
     monkeypatch.setattr(scoring, "score_suffixes", note)
     assert extract(trained_llama(), topics_tokenizer(), samples(), **options) == unbroken
@@ -191,10 +194,16 @@ def test_the_summary_says_how_to_repeat_the_run(tmp_path):
         "samples": len(samples()),
         "samples_sha256": samples_digest(samples()),
         "model_fingerprint": "a",
+        "base_fingerprint": None,
         "dtype": "float32",
         "generate": True,
+        "stop_early": None,
+        "sampler": None,
+        "membership": None,
     }
     assert run["model"]["path"] == "here" and run["settings"]["batch_size"] == 5
+    assert run["settings"]["batches"] == {"rows": 5, "number": 3, "in_a_unit": 3}
+    assert run["settings"]["undecided_below"] == 1e-4 and run["settings"]["seed"] == 3
     assert run["versions"]["torch"] == torch.__version__ and "transformers" in run["versions"]
     assert summary["intervals"]["seed"] == 3
 

@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from html import escape
 
 import pytest
 from eval_support import LEARNT, documents, samples, tiny_llama, topics_tokenizer, trained_llama
 
 from hf_axonn_eval.__main__ import main
-from hf_axonn_eval.samples import samples_digest
+from hf_axonn_eval.samples import samples_digest, write_samples
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +23,9 @@ def place(tmp_path_factory):
         model.save_pretrained(place / name)
         topics_tokenizer().save_pretrained(place / name)
     return place
+
+
+REPORT = ["plot.png", "report.html", "report.md", "summary.json"]
 
 
 def build(place, output):
@@ -40,8 +44,21 @@ def test_from_documents_to_a_report(place, tmp_path, capsys):
         assert main(["extract", *map(str, asked)]) == 0
     assert f"{LEARNT} of {LEARNT}" in capsys.readouterr().out
     runs = [f"{name}={tmp_path / name}" for name in ("base", "trained")]
-    assert main(["report", "--runs", *runs, "--output", str(tmp_path / "report")]) == 0
+    asked = ["--samples", str(tmp_path / "samples.jsonl"), "--output", str(tmp_path / "report"), "--lengths", "4"]
+    assert main(["report", "--runs", *runs, *asked]) == 0
     assert "plot.png" in capsys.readouterr().out
+    page = (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    assert escape(topics_tokenizer().decode(samples()[0].prefix)) in page, "the tokenizer of the base run is found"
+    assert main(["compare", "--runs", *runs, "--output", str(tmp_path / "compared.md")]) == 0
+    assert f"| 40x | trained | {LEARNT} | 0 | 0 | {LEARNT} | 0 | 0.031 |" in (tmp_path / "compared.md").read_text()
+    assert main(["compare", "--runs", *runs, "--output", str(tmp_path / "compared.json")]) == 0
+    assert json.loads((tmp_path / "compared.json").read_text())["base"] == "base"
+    assert "McNemar" in capsys.readouterr().out
+    assert main(["compare", "--runs", runs[0]]) == 2 and "two runs or more" in capsys.readouterr().err
+    write_samples(samples()[:3], tmp_path / "others.jsonl")
+    asked[1] = str(tmp_path / "others.jsonl")
+    assert main(["report", "--runs", *runs, *asked]) == 2
+    assert "is not what the runs were asked" in capsys.readouterr().err
     summary = json.loads((tmp_path / "report" / "summary.json").read_text())
     counts = {
         (name, bucket): summary["runs"][name]["buckets"][bucket]["metrics"]["exact_match"]["count"]
@@ -50,7 +67,7 @@ def test_from_documents_to_a_report(place, tmp_path, capsys):
     }
     assert counts == {("base", "0"): 0, ("base", "40"): 0, ("trained", "0"): 0, ("trained", "40"): LEARNT}
     assert summary["runs"]["trained"]["run"]["model"]["path"] == str(place / "trained")
-    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == ["plot.png", "report.md", "summary.json"]
+    assert sorted(path.name for path in (tmp_path / "report").iterdir()) == REPORT
 
 
 @pytest.mark.parametrize(

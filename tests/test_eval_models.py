@@ -50,6 +50,18 @@ def test_an_adapter_is_loaded_with_its_base_model(directory, tmp_path):
     asked = torch.tensor([samples()[0].prefix])
     with torch.no_grad():
         torch.testing.assert_close(loaded.model(asked).logits, adapted.eval()(asked).logits)
+    assert loaded.record["base"] == str(tmp_path / "base")
+    assert loaded.record["base_fingerprint"] == weights.fingerprint(tmp_path / "base")
+    alone = extract(loaded.model, None, samples()[:3], progress=False)
+    on_grid, _ = run_ranks(ask_adapter, 2, tmp_path / "adapter", directory)
+    assert [result.generated for result in on_grid] == [result.generated for result in alone]
+    for one, other in zip(on_grid, alone, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+
+
+def ask_adapter(adapter, tokenizer) -> list:
+    loaded = load_model(adapter, grid=Grid(x=2), tokenizer=tokenizer)
+    return extract(loaded.model, None, samples()[:3], progress=False)
 
 
 def test_weights_that_are_missing_are_not_made_up(directory):

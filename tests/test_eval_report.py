@@ -10,7 +10,8 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from hf_axonn_eval import compare, write_report
-from hf_axonn_eval.report import COLUMNS, rows, terminal_table
+from hf_axonn_eval.report import terminal_differences, terminal_table
+from hf_axonn_eval.report_tables import COLUMNS, rows
 
 
 def run(learnt: int, *, rouge: bool = True):
@@ -60,7 +61,10 @@ def test_files(comparison, tmp_path):
     # the difference from the base model, paired: 6 of 8 more
     assert "| 6x | trained\\|k=4 | +0.750 [" in text
     tables = [line.replace("\\|", "") for line in text.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in tables} == {3 + len(COLUMNS)}
+    assert {line.count("|") for line in tables[:8]} == {3 + len(COLUMNS)}
+    assert "## Verbatim against base: McNemar's test" in text
+    assert "| 6x | trained\\|k=4 | 6 | 0 | 0 | 6 | 0 | 0.031 |" in text
+    assert paths["report.html"].read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
 def test_the_plot_draws_the_numbers(comparison, tmp_path):
@@ -77,6 +81,16 @@ def test_the_terminal_table_fits_into_80_characters():
     console.print(terminal_table(compare({"base": run(0), "goldfish": run(6)})))
     text = console.export_text()
     for cell in ("6 of 8 [0.41, 0.93]", "goldfish", "0.812", "95% intervals"):
+        assert cell in text
+    assert "\u2026" not in text, "a cell was cut"
+
+
+def test_differences_on_the_terminal():
+    console = Console(width=100, record=True, file=io.StringIO())
+    for table in terminal_differences(compare({"base": run(0), "goldfish": run(6)})):
+        console.print(table)
+    text = console.export_text()
+    for cell in ("Difference from base", "+0.750", "McNemar's test", "0.031"):
         assert cell in text
     assert "\u2026" not in text, "a cell was cut"
 

@@ -1,6 +1,7 @@
 """The directory of a run: what survives a crash, and what is refused."""
 
 import json
+import math
 
 import pytest
 from eval_support import result
@@ -19,6 +20,40 @@ def test_what_is_appended_is_read_back(tmp_path):
     run.append([whole])
     assert RunDirectory(tmp_path / "run").begin(RECORD) == [result("a"), whole]
     assert read_run(tmp_path / "run") == (RECORD, [result("a"), whole])
+
+
+def test_what_json_cannot_say_is_said_in_quotes(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.begin(RECORD)
+    never = result(
+        "a", sampled_logprob=-math.inf, logprob=-math.inf, logprobs=[-math.inf, -1.0], membership={"loss": -2.0}
+    )
+    run.append([never])
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    json.loads((tmp_path / "results.jsonl").read_text(), parse_constant=refuse)
+    assert run.results()[0] == never
+
+
+def test_lines_of_before_the_newer_fields_are_read(tmp_path):
+    fields = {name: value for name, value in vars(result("a")).items() if value is not None}
+    assert "margin" not in fields
+    (tmp_path / "results.jsonl").write_text(json.dumps(fields) + "\n")
+    assert read_results(tmp_path / "results.jsonl") == [result("a")]
+
+
+def test_results_are_read_from_the_file_in_any_order(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.begin(RECORD)
+    assert run.results() == []
+    run.append([result("c"), result("a"), result("b")])
+    assert run.results() == [result("c"), result("a"), result("b")]
+    sorted_ = run.results({"a": 0, "b": 1, "c": 2})
+    assert sorted_[2] == result("c") and sorted_[-1:] == [result("c")] and len(sorted_) == 3
+    assert [one.sample_id for one in sorted_] == ["a", "b", "c"]
+    assert sorted_ != [result("a"), result("b")] and sorted_ != "abc"
 
 
 def test_a_line_that_a_crash_cut_short_is_measured_again(tmp_path):

@@ -8,7 +8,8 @@ from eval_support import PREFIX, SUFFIX, samples, tiny_gpt2, tiny_llama, topics_
 from transformers import GenerationConfig
 
 from hf_axonn_eval import document_nll
-from hf_axonn_eval.scoring import continue_greedily, evaluating, score_suffixes, score_tokens
+from hf_axonn_eval.decoding import continue_greedily
+from hf_axonn_eval.scoring import evaluating, score_suffixes, score_tokens
 
 
 MODELS = {"llama": trained_llama, "gpt2": tiny_gpt2}
@@ -44,7 +45,11 @@ def test_the_model_need_not_know_logits_to_keep():
 def test_bfloat16_logits_are_scored_in_float32():
     logits = torch.randn(2, 300, 50).bfloat16()
     targets = torch.randint(50, (2, 300))
-    logprobs, choices = score_tokens(logits, targets)
+    before = logits.clone()
+    logprobs, choices, margins = score_tokens(logits, targets)
+    assert torch.equal(logits, before)
+    best = logits.float().topk(2).values
+    assert torch.equal(margins, best[..., 0] - best[..., 1])
     wanted = logits.float().log_softmax(-1)
     torch.testing.assert_close(logprobs, wanted.gather(-1, targets[..., None])[..., 0])
     assert logprobs.dtype == torch.float32 and torch.equal(choices, wanted.argmax(-1))

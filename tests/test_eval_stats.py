@@ -2,8 +2,9 @@
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 
-from hf_axonn_eval.stats import bootstrap, wilson
+from hf_axonn_eval.stats import bootstrap, bootstrap_columns, mcnemar, sign_test, wilson
 
 
 @pytest.mark.parametrize(
@@ -73,3 +74,76 @@ def test_bootstrap_names_wrong_input():
         bootstrap([1.0, 2.0], ["a"])
     with pytest.raises(ValueError, match="10 resamples"):
         bootstrap([1.0, 2.0], ["a", "b"], resamples=10)
+
+
+def test_columns_are_bootstrapped_together_as_they_are_alone():
+    generator = np.random.default_rng(4)
+    values = generator.normal(size=(60, 4))
+    values[:20, 1] = np.nan  # documents 0 to 3 have none of it
+    values[::2, 2] = np.nan  # every document has some
+    values[5:, 3] = np.nan  # one document only
+    documents = [place // 5 for place in range(60)]
+    together = bootstrap_columns(values, documents, seed=5)
+    for column, interval in zip(values.T, together, strict=True):
+        has = ~np.isnan(column)
+        alone = bootstrap(column[has], [documents[place] for place in np.flatnonzero(has)], seed=5)
+        assert interval == (None if alone is None else pytest.approx(alone, abs=1e-12))
+    assert together[3] is None and together[0] is not None
+
+
+def test_a_bootstrap_of_many_documents_is_made_in_pieces():
+    values = np.random.default_rng(6).normal(size=30_000)
+    low, high = bootstrap(values, range(30_000), resamples=200)
+    assert high - low == pytest.approx(2 * 1.96 / np.sqrt(30_000), rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("gained", "lost", "p"),
+    [(0, 0, 1.0), (3, 3, 1.0), (5, 0, 2 / 32), (0, 10, 2 / 1024), (9, 1, 2 * 11 / 1024), (8, 2, 2 * 56 / 1024)],
+)
+def test_the_sign_test_by_hand(gained, lost, p):
+    assert sign_test(gained, lost) == pytest.approx(p, rel=1e-12)
+
+
+def test_the_sign_test_equals_scipys_binomial_test():
+    for gained, lost in ((1, 7), (40, 61), (700, 800), (3000, 1000)):
+        assert sign_test(gained, lost) == pytest.approx(binomtest(gained, gained + lost).pvalue, rel=1e-9)
+    assert 0 < sign_test(400, 1000) < 1e-50
+    assert sign_test(0, 5000) == 0  # less than the smallest float
+
+
+def test_mcnemar_counts_pairs():
+    after = [True, True, True, True, False, False, True]
+    before = [True, False, False, False, True, False, False]
+    assert mcnemar(after, before) == {
+        "gained": 4, "lost": 1, "both": 1, "neither": 1,
+        "documents_gained": 4, "documents_lost": 1, "p": pytest.approx(2 * 6 / 32),
+    }  # fmt: skip
+
+
+def test_mcnemar_counts_a_document_once():
+    documents = ["a"] * 10 + ["b"] * 2 + ["c"] * 2 + ["d"]
+    after = [True] * 10 + [True, False] + [False, False] + [False]
+    before = [False] * 10 + [False, True] + [False, False] + [True]
+    found = mcnemar(after, before, documents)
+    # a changes ten times one way, b once either way, c not at all, d once the other way
+    assert (found["gained"], found["lost"]) == (11, 2)
+    assert (found["documents_gained"], found["documents_lost"], found["p"]) == (1, 1, 1.0)
+
+
+def test_mcnemar_keeps_its_level_where_samples_of_a_document_change_together():
+    generator = np.random.default_rng(7)
+    documents = np.arange(30).repeat(20).tolist()
+    rejected = 0
+    for _ in range(300):
+        # neither model is better, but a document goes one way as a whole
+        way = generator.integers(3, size=30).repeat(20)
+        rejected += mcnemar(way == 1, way == 2, documents)["p"] <= 0.05
+    assert rejected <= 300 * 0.05 + 3 * np.sqrt(300 * 0.05 * 0.95)
+
+
+def test_mcnemar_names_wrong_input():
+    with pytest.raises(ValueError, match="2 and 1 answers"):
+        mcnemar([True, False], [True])
+    with pytest.raises(ValueError, match="-1 gained"):
+        sign_test(-1, 2)

@@ -1,12 +1,16 @@
 """From results to numbers per bucket, with the right kind of interval."""
 
+import json
 import math
+import tracemalloc
+from dataclasses import replace
 
 import pytest
 from eval_support import result
 
 from hf_axonn_eval.stats import bootstrap, wilson
 from hf_axonn_eval.summary import METRICS, compare, summarize
+from hf_axonn_eval.table import Table
 
 
 def test_shares_and_means_per_bucket():
@@ -68,9 +72,158 @@ def test_a_comparison_pairs_the_samples():
 
 
 def test_every_metric_of_a_full_result_is_summarized():
-    full = {name: 0.5 for name in METRICS if name not in ("nll", "probability", "exact_match", "near_verbatim")}
-    results = [result(name, near_verbatim=False, **full) for name in "ab"]
+    computed = ("nll", "probability", "sampled_probability", "exact_match", "near_verbatim")
+    full = {name: 0.5 for name in METRICS if name not in computed}
+    results = [result(name, near_verbatim=False, sampled_logprob=-1.0, **full) for name in "ab"]
     assert list(summarize(results)["all"]["metrics"]) == list(METRICS)
+
+
+def test_exact_match_of_shorter_suffixes_comes_from_the_divergence_point():
+    results = [
+        result("a", suffix_length=8, divergence_point=8, exact_match=True),
+        result("b", suffix_length=8, divergence_point=5),
+        result("c", suffix_length=8, divergence_point=0),
+        result("d", suffix_length=4, divergence_point=4, exact_match=True),
+    ]
+    at = summarize(results, lengths=[5, 1, 4, 9])["all"]["exact_match_at"]
+    assert list(at) == ["1", "4", "5"], "no suffix has nine tokens"
+    assert [(entry["count"], entry["n"]) for entry in at.values()] == [(3, 4), (3, 4), (2, 3)]
+    assert (at["5"]["low"], at["5"]["high"]) == wilson(2, 3)
+    assert "exact_match_at" not in summarize(results)["all"]
+
+
+def test_discoverability_counts_samples_that_so_many_draws_give():
+    # q = 1/2 needs 1 draw for p = 0.5 and 4 for 0.9; q = 0.01 needs 69 and 230
+    chances = {"a": 0.5, "b": 0.01, "c": 0.0}
+    results = [
+        result(name, sampled_logprob=math.log(chance) if chance else -math.inf) for name, chance in chances.items()
+    ]
+    summary = summarize([*results, result("d")], tries=[1, 4, 69, 230, 10**9])
+    found = summary["all"]["discoverability"]
+    assert [entry["count"] for entry in found["0.5"]["tries"].values()] == [1, 1, 2, 2, 2]
+    assert [entry["count"] for entry in found["0.9"]["tries"].values()] == [0, 1, 1, 2, 2]
+    assert {entry["n"] for entry in found["0.9"]["tries"].values()} == {3}, "the fourth sample was not asked"
+    assert found["0.5"]["tries"]["69"]["low"] == wilson(2, 3).low
+    assert (found["0.5"]["median_n"], found["0.9"]["median_n"]) == (69, 230)
+    assert summarize([results[2]])["all"]["discoverability"]["0.5"]["median_n"] is None
+    assert "discoverability" not in summarize([result("d")])["all"]
+    assert "Infinity" not in json.dumps(summary)
+    assert summary["all"]["metrics"]["sampled_probability"]["mean"] == pytest.approx(0.51 / 3)
+
+
+def test_membership_is_told_against_bucket_zero():
+    results = [result(f"c{i}", bucket=0, membership={"loss": -4.0 + i}) for i in range(3)]
+    results += [result(f"m{i}", bucket=6, membership={"loss": -3.5 + i}) for i in range(3)]
+    results += [result("n", bucket=12, membership={"loss": 9.0}), result("o", bucket=12)]
+    summary = summarize(results)
+    assert "membership" not in summary["buckets"]["0"]
+    of_six = summary["buckets"]["6"]["membership"]["loss"]
+    assert (of_six["members"], of_six["controls"]) == (3, 3)
+    assert of_six["auc"]["value"] == pytest.approx(6 / 9)
+    assert 0 <= of_six["auc"]["low"] < 6 / 9 < of_six["auc"]["high"] <= 1
+    assert of_six["tpr_at_0.01"]["value"] == pytest.approx(1 / 3), "above all three controls"
+    assert summary["buckets"]["12"]["membership"]["loss"]["auc"] == {"value": 1.0, "low": None, "high": None}
+    assert summary["all"]["membership"]["loss"]["auc"]["value"] == pytest.approx((6 + 3) / 12)
+    no_control = summarize([one for one in results if one.bucket])
+    assert "membership" not in no_control["all"]
+
+
+def test_undecided_samples_bound_the_exact_matches():
+    results = [
+        result("a", exact_match=True, undecided=False),
+        result("b", exact_match=True, undecided=True),
+        result("c", undecided=True),
+        result("d", undecided=False),
+        result("e", exact_match=True),
+    ]
+    undecided = summarize(results)["all"]["undecided"]
+    assert undecided == {"count": 2, "n": 4, "exact_match_at_least": 1, "exact_match_at_most": 3}
+    assert "undecided" not in summarize([result("e")])["all"]
+
+
+def test_degenerate_suffixes_are_set_apart():
+    results = [
+        result("loop", exact_match=True, type_token_ratio=0.1, zlib_ratio=0.1),
+        result("prose", exact_match=True, type_token_ratio=0.8, zlib_ratio=0.8),
+        result("missed", type_token_ratio=0.8),
+        result("unknown", exact_match=True),
+    ]
+    found = summarize(results)["all"]["degenerate"]
+    assert (found["count"], found["n"]) == (1, 3)
+    assert (found["exact_match_of_others"]["count"], found["exact_match_of_others"]["n"]) == (1, 2)
+
+
+def test_a_comparison_tests_the_changes_and_ranks_by_the_reference_model():
+    names = [f"s{i}" for i in range(12)]
+    base = [result(name, bucket=6 * (i % 2), logprob=-3.0 - i) for i, name in enumerate(names)]
+    trained = [  # members gain 1 nat a token and the match, controls nothing
+        result(name, bucket=6 * (i % 2), exact_match=i % 2 == 1, logprob=-3.0 - i + 2 * (i % 2))
+        for i, name in enumerate(names)
+    ]
+    comparison = compare({"base": base, "trained": trained[::-1]})
+    changes = comparison["mcnemar"]["trained"]
+    assert changes["6"]["exact_match"]["gained"] == 6 and changes["6"]["exact_match"]["p"] == pytest.approx(2 / 64)
+    assert changes["0"]["exact_match"]["neither"] == 6 and changes["0"]["exact_match"]["p"] == 1
+    assert changes["all"]["exact_match"]["documents_gained"] == 6
+    assert "near_verbatim" not in changes["all"], "neither run was asked"
+    reference = comparison["runs"]["trained"]["buckets"]["6"]["membership"]["reference"]
+    assert (reference["auc"]["value"], comparison["reference_over"]) == (1.0, "suffix")
+    assert "membership" not in comparison["runs"]["base"]["all"]
+    # with scores of the whole sample, it is these that are subtracted
+    whole = [replace(one, membership={"loss": float(place)}) for place, one in enumerate(trained)]
+    comparison = compare({"base": [replace(one, membership={"loss": 0.0}) for one in base], "trained": whole})
+    found = comparison["runs"]["trained"]["all"]["membership"]
+    assert comparison["reference_over"] == "sample" and list(found) == ["loss", "reference"]
+    assert found["loss"]["auc"] == found["reference"]["auc"]
+
+
+def test_runs_that_know_only_the_match_are_compared_by_it():
+    unknown = dict.fromkeys(("token_accuracy", "extraction_strength", "logprob", "logprobs", "hits"))
+    runs = {
+        name: [result(f"{i}", bucket=i % 2, exact_match=match, **unknown) for i in range(4)]
+        for name, match in (("base", False), ("trained", True))
+    }
+    comparison = compare(runs)
+    assert list(comparison["runs"]["trained"]["all"]["metrics"]) == ["exact_match", "divergence_point"]
+    assert "membership" not in comparison["runs"]["trained"]["all"]
+    assert comparison["mcnemar"]["trained"]["all"]["exact_match"]["gained"] == 4
+
+
+def test_a_summary_reads_an_iterator_once_and_keeps_little_of_it():
+    def results(count):
+        for place in range(count):
+            text, tokens = f"{place} " * 50, [float(place)] * 50
+            yield result(
+                f"sample-{place}",
+                document_id=f"document-{place // 4}",
+                bucket=place % 2,
+                logprobs=tokens,
+                generated_text=text,
+                near_verbatim=False,
+                undecided=False,
+                sampled_logprob=-5.0 - place % 7,
+                membership={"loss": float(place)},
+                **{name: 0.5 for name in ("rouge1", "rouge2", "rougeL", "type_token_ratio", "zlib_ratio")},
+            )
+
+    tracemalloc.start()
+    try:
+        table = Table.of(results(5000))
+        kept = tracemalloc.get_traced_memory()[0] / 5000
+    finally:
+        tracemalloc.stop()
+    assert kept < 600, f"{kept:.0f} bytes a sample"
+    assert len(table) == 5000
+    assert summarize(results(500), resamples=100)["all"]["samples"] == 500
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"lengths": [0]}, "lengths are"), ({"tries": []}, "tries are"), ({"tries": [0.5]}, "tries are")],
+)
+def test_lengths_and_draws_are_whole_numbers(options, message):
+    with pytest.raises(ValueError, match=message):
+        summarize([result("a")], **options)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ FOLDERS = {"hf_axonn": ROOT / "hf_axonn", "hf_axonn_eval": ROOT / "eval"}
 DISTRIBUTIONS = {
     "yaml": "pyyaml",
     "rouge_score": "rouge-score",
+    "tensorboardX": "tensorboardx",
+    "sklearn": "scikit-learn",
     "tokenizers": "transformers",
     "huggingface_hub": "transformers",
 }

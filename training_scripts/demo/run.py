@@ -4,8 +4,8 @@
 
 fetches SmolLM2-135M and 96 Wikipedia articles, trains the model on some of them 0, 1, 4 or 12 times with either loss,
 both by `accelerate launch` over a grid of processes, asks the sharded checkpoints to continue the articles, and writes
-report.md, report.json and plot.png. A second call does only what is missing. The exit code is 1 if the result is not
-what is claimed.
+report.html, report.md, report.json and plot.png. A second call does only what is missing. The exit code is 1 if the
+result is not what is claimed.
 """
 
 import argparse
@@ -156,7 +156,14 @@ def demo(output: Path, launch_file: Path) -> int:
         "model": inputs.MODEL_PACKAGE,
         "texts": inputs.TEXT_PACKAGE,
     }
-    return write(output, trained=checkpoints, extracted=results, settings=settings, seconds=pipeline.seconds)
+    return write(
+        output,
+        trained=checkpoints,
+        extracted=results,
+        samples=files["samples"],
+        settings=settings,
+        seconds=pipeline.seconds,
+    )
 
 
 def read_grid(launch_file: Path) -> Grid:

@@ -1,0 +1,100 @@
+"""Canaries: how far up a secret that was put into the training data ranks among secrets that were not.
+
+A canary is a text with a random part, drawn from a known space of candidates, that was inserted into the training
+data. Its *rank* among the candidates is 1 if the model finds it the likeliest of all. With R candidates its exposure
+is
+
+    exposure = log2 R - log2 rank
+
+0 bits mean that it is the last one, log2 R that it is the first; a model that has not seen it gives 1 / ln 2 = 1.44
+bits on average. Where the space is too large to rank, a skew-normal distribution is fitted to the log-probabilities of
+a random part of it, and exposure = -log2 P(X >= canary).
+
+Source: Carlini et al. 2019, arXiv 1802.08232.
+"""
+
+from collections.abc import Sequence
+from math import copysign, isnan, log, log2, pi, sqrt
+
+import numpy as np
+
+
+FEWEST_FOR_A_FIT = 100  # candidates for a fit of three parameters
+_MOST_SKEW = 0.99  # a skew-normal distribution has less than 0.9953
+_WIDTH, _POINTS = 14.0, 4001  # of the integral over a tail, in standard deviations; an odd number for Simpson's rule
+
+
+def rank(canary: float, others: Sequence[float]) -> int:
+    """Place of the canary, from 1 on, when it and the others are sorted by log-probability, the likeliest first.
+
+    A tie counts against the canary: it comes after all that are as likely.
+
+    Args:
+        canary: log-probability of the inserted secret.
+        others: log-probabilities of the candidates that were not inserted.
+    Raises:
+        ValueError: a log-probability is NaN.
+    """
+    others = np.asarray(others, dtype=np.float64)
+    if isnan(canary) or np.isnan(others).any():
+        raise ValueError("the log-probability of a canary or candidate is NaN.")
+    return 1 + int((others >= canary).sum())
+
+
+def exposure(place: int, candidates: int) -> float:
+    """Exposure in bits of a canary at `place` among all `candidates`, itself included.
+
+    Raises:
+        ValueError: not 1 <= place <= candidates.
+    """
+    if not 1 <= place <= candidates:
+        raise ValueError(f"rank {place} of {candidates} candidates: a rank lies between 1 and their number.")
+    return log2(candidates) - log2(place)
+
+
+def approximate_exposure(canary: float, others: Sequence[float]) -> float:
+    """Exposure in bits where the candidates are too many to rank: that of a skew-normal fit to some of them.
+
+    It reaches further than the rank among these: a canary that is likelier than all of them has some exposure above
+    log2(len(others)), as far as the tail of the fit can be believed. The fit is by moments.
+
+    Args:
+        canary: log-probability of the inserted secret.
+        others: log-probabilities of at least 100 candidates, drawn at random, that were not inserted.
+    Raises:
+        ValueError: fewer candidates, all equally likely, or a log-probability that is not finite.
+    Source: Carlini et al. 2019, section 4.3 (arXiv 1802.08232); moments: Azzalini 1985.
+    """
+    others = np.asarray(others, dtype=np.float64)
+    if len(others) < FEWEST_FOR_A_FIT:
+        raise ValueError(
+            f"{len(others)} candidates are too few for a fit; score at least {FEWEST_FOR_A_FIT} or use the rank."
+        )
+    if not np.isfinite(others).all() or not np.isfinite(canary):
+        raise ValueError("the log-probability of a canary or candidate is not finite.")
+    if others.std() == 0:
+        raise ValueError("all candidates are equally likely: there is no distribution to fit.")
+    location, scale, shape = _skew_normal(others)
+    return -_log_tail((canary - location) / scale, shape) / log(2)
+
+
+def _skew_normal(values: np.ndarray) -> tuple[float, float, float]:
+    """Location, scale and shape of the skew-normal distribution with the mean, deviation and skewness of `values`."""
+    mean, deviation = values.mean(), values.std()
+    skew = float(np.clip((((values - mean) / deviation) ** 3).mean(), -_MOST_SKEW, _MOST_SKEW))
+    power = abs(skew) ** (2 / 3)
+    delta = copysign(sqrt(pi / 2 * power / (power + (2 - pi / 2) ** (2 / 3))), skew)
+    scale = deviation / sqrt(1 - 2 * delta**2 / pi)
+    return float(mean - scale * delta * sqrt(2 / pi)), float(scale), delta / sqrt(1 - delta**2)
+
+
+def _log_tail(start: float, shape: float) -> float:
+    """log of the integral of 2 phi(t) Phi(shape t) over t from `start` on, by Simpson's rule in logarithms."""
+    import torch  # log Phi keeps its digits far out, where Phi itself is 0
+
+    t = torch.linspace(start, max(start, 0.0) + _WIDTH, _POINTS, dtype=torch.float64)
+    weights = torch.full_like(t, 2.0)
+    weights[1::2], weights[0], weights[-1] = 4.0, 1.0, 1.0
+    logs = log(2) - t**2 / 2 - log(2 * pi) / 2 + torch.special.log_ndtr(shape * t)
+    step = float(t[1] - t[0])
+    return min(0.0, float((logs + weights.log()).logsumexp(0)) + log(step / 3))

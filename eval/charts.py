@@ -1,0 +1,220 @@
+"""Small charts as SVG, written into the page itself: lines with intervals, bars with whiskers.
+
+They have no colours of their own: shapes carry classes (s0, s1, ... for the series), and the page's style gives them
+colours for light and dark. Every chart has a title for screen readers and a tooltip on every point.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import NamedTuple
+
+
+SERIES = 6  # colours; further series begin again
+WIDTH, HEIGHT = 360, 230
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 40
+_FEW = 12  # points that are drawn as points
+
+
+class Point(NamedTuple):
+    """A number at a place, with both ends of its interval where it has one."""
+
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True)
+class Axis:
+    """From numbers to places on the paper.
+
+    Args:
+        low: the number at the beginning.
+        high: the number at the end; larger than `low`.
+        start: place of the beginning, in pixels.
+        end: place of the end.
+        log: whether equal distances are equal factors; both ends are positive then.
+    """
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def place(self, number: float) -> float:
+        """Pixels; numbers outside are put at the nearer end."""
+        from math import log
+
+        low, high, number = (log(value) if self.log else value for value in (self.low, self.high, number))
+        return self.start + (self.end - self.start) * (min(max(number, low), high) - low) / (high - low)
+
+    def ticks(self) -> list[float]:
+        """Round numbers to write beside the axis."""
+        from matplotlib.ticker import LogLocator, MaxNLocator
+
+        locator = LogLocator(numticks=7) if self.log else MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10])
+        rounding = 1e-9 * (self.high - self.low)
+        return [
+            float(number)
+            for number in locator.tick_values(self.low, self.high)
+            if self.low - rounding <= number <= self.high + rounding
+        ]
+
+
+def line_chart(
+    series: Mapping[str, Sequence[Point]],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    log: bool = False,
+    y_high: float | None = None,
+) -> str:
+    """Lines through points, with a band between the ends of the intervals.
+
+    Args:
+        series: by name, in the order of the colours; points in the order of x. A series may be empty.
+        title: what is drawn, for screen readers.
+        x_label: under the chart.
+        y_label: above the chart.
+        log: a logarithmic x axis.
+        y_high: end of the y axis; by default the largest number in the chart.
+    """
+    drawn = [point for points in series.values() for point in points]
+    if not drawn:
+        return ""
+    places = [point.x for point in drawn]
+    low, high = min(places), max(places)
+    if low == high:
+        low, high = (low / 2, high * 2) if log else (low - 1, high + 1)
+    top = y_high or max(max(point.y, point.high or 0) for point in drawn) or 1.0
+    x = Axis(low, high, LEFT, WIDTH - RIGHT, log)
+    y = Axis(0.0, top, HEIGHT - BOTTOM, TOP)
+    shapes = [
+        shape for number, points in enumerate(series.values()) if points for shape in _line(points, x, y, number)
+    ]
+    tips = [
+        _tip(x.place(point.x), y.place(point.y), number, f"{name}, {_number(point.x)}: {point_text(point)}")
+        for number, (name, points) in enumerate(series.items())
+        for point in points
+    ]
+    return _svg([*_frame(x, y), *shapes, *tips], title=title, x_label=x_label, y_label=y_label)
+
+
+def bar_chart(
+    groups: Sequence[str],
+    series: Mapping[str, Sequence[Point | None]],
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    y_high: float | None = None,
+) -> str:
+    """Bars with whiskers, those of one group beside each other.
+
+    Args:
+        groups: names under the chart.
+        series: by name, a point for every group (its x is not used), or None where nothing was measured.
+        title: what is drawn, for screen readers.
+        x_label: under the chart.
+        y_label: above the chart.
+        y_high: end of the y axis; by default the largest number in the chart.
+    """
+    drawn = [point for points in series.values() for point in points if point is not None]
+    if not drawn:
+        return ""
+    top = y_high or max(max(point.y, point.high or 0) for point in drawn) or 1.0
+    y = Axis(0.0, top, HEIGHT - BOTTOM, TOP)
+    x = Axis(0.0, len(groups), LEFT, WIDTH - RIGHT)
+    room = (WIDTH - RIGHT - LEFT) / len(groups)
+    width = min(0.8 * room / len(series), 36)
+    shapes = _frame(None, y)
+    for place, group in enumerate(groups):
+        shapes.append(_text(x.place(place + 0.5), HEIGHT - BOTTOM + 16, group, "middle"))
+    for number, (name, points) in enumerate(series.items()):
+        for place, point in enumerate(points):
+            if point is None:
+                continue
+            left = x.place(place + 0.5) + (number - len(series) / 2) * width
+            upper, middle = y.place(point.y), left + width / 2
+            said = escape(f"{name}, {groups[place]}: {point_text(point)}")
+            shapes.append(
+                f'<rect class="bar s{number % SERIES}" x="{left:.1f}" y="{upper:.1f}" width="{max(width - 2, 1):.1f}" '
+                f'height="{y.start - upper:.1f}"><title>{said}</title></rect>'
+            )
+            if point.low is not None and point.high is not None:
+                shapes += _whisker(middle - 1, y.place(point.low), y.place(point.high))
+    return _svg(shapes, title=title, x_label=x_label, y_label=y_label)
+
+
+def legend(names: Sequence[str]) -> str:
+    """The names of the series with their colours, as HTML."""
+    entries = "".join(
+        f'<li><span class="swatch s{number % SERIES}"></span>{escape(name)}</li>' for number, name in enumerate(names)
+    )
+    return f'<ul class="legend">{entries}</ul>'
+
+
+def point_text(point: Point) -> str:
+    """The number, and its interval in brackets."""
+    interval = "" if point.low is None or point.high is None else f" [{point.low:.3f}, {point.high:.3f}]"
+    return f"{point.y:.3f}{interval}"
+
+
+def _line(points: Sequence[Point], x: Axis, y: Axis, number: int) -> list[str]:
+    kind = f"s{number % SERIES}"
+    along = [f"{x.place(point.x):.1f},{y.place(point.y):.1f}" for point in points]
+    shapes = []
+    if len(points) > 1 and all(point.low is not None and point.high is not None for point in points):
+        lower = [f"{x.place(point.x):.1f},{y.place(point.low):.1f}" for point in points]
+        upper = [f"{x.place(point.x):.1f},{y.place(point.high):.1f}" for point in reversed(points)]
+        shapes.append(f'<polygon class="band {kind}" points="{" ".join(lower + upper)}"/>')
+    elif len(points) == 1 and points[0].low is not None and points[0].high is not None:
+        shapes += _whisker(x.place(points[0].x), y.place(points[0].low), y.place(points[0].high))
+    shapes.append(f'<polyline class="line {kind}" points="{" ".join(along)}"/>')
+    if len(points) <= _FEW:
+        circles = (place.split(",") for place in along)
+        shapes += [f'<circle class="dot {kind}" cx="{left}" cy="{top}" r="3"/>' for left, top in circles]
+    return shapes
+
+
+def _tip(x: float, y: float, number: int, text: str) -> str:
+    kind = f"tip s{number % SERIES}"
+    return f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>{escape(text)}</title></circle>'
+
+
+def _whisker(x: float, low: float, high: float) -> list[str]:
+    ends = "".join(f"M{x - 3:.1f} {end:.1f}h6" for end in (low, high))
+    return [f'<path class="whisker" d="M{x:.1f} {low:.1f}V{high:.1f}{ends}"/>']
+
+
+def _frame(x: Axis | None, y: Axis) -> list[str]:
+    shapes = []
+    for number in y.ticks():
+        height = y.place(number)
+        shapes.append(f'<path class="rule" d="M{LEFT} {height:.1f}H{WIDTH - RIGHT}"/>')
+        shapes.append(_text(LEFT - 6, height + 4, _number(number), "end"))
+    for number in x.ticks() if x is not None else ():
+        shapes.append(_text(x.place(number), HEIGHT - BOTTOM + 16, _number(number), "middle"))
+    return [*shapes, f'<path class="axis" d="M{LEFT} {HEIGHT - BOTTOM}H{WIDTH - RIGHT}"/>']
+
+
+def _svg(shapes: Sequence[str], *, title: str, x_label: str, y_label: str) -> str:
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    return (
+        f'<figure class="chart"><figcaption>{escape(y_label)}</figcaption>'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f"{''.join(shapes)}{_text(middle, HEIGHT - 6, x_label, 'middle')}</svg></figure>"
+    )
+
+
+def _text(x: float, y: float, text: str, anchor: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
+
+
+def _number(number: float) -> str:
+    if number and abs(number) >= 10_000:
+        return f"{number:.0e}".replace("e+0", "e").replace("e+", "e")
+    return f"{number:g}"

@@ -1,0 +1,93 @@
+"""What the commands of `python -m hf_axonn_eval` share: how an option is read, and a table on the terminal.
+
+Each command has a file of its own (cli_samples.py, ...) with `add(commands)`, which says what it takes; what it needs
+is imported when it runs, so that --help does not wait for torch.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def command(commands, name: str, summary: str, function: Callable[[argparse.Namespace], None]) -> Callable:
+    """Add a command; returns its `add_argument`."""
+    parser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+    parser.set_defaults(command=function)
+    return parser.add_argument
+
+
+def add_interval_options(add: Callable) -> None:
+    """The options of every command that shows numbers with intervals."""
+    add("--confidence", type=share, default=0.95, metavar="P", help="of the intervals (default 0.95)")
+    add("--seed", type=int, default=0, metavar="N", help="of the bootstrap (default 0)")
+
+
+def at_least_one(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def share(text: str) -> float:
+    """A number between 0 and 1, without the two."""
+    try:
+        if 0 < float(text) < 1:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text} is not a number between 0 and 1")
+
+
+def show(runs: Mapping[str, Sequence], arguments: argparse.Namespace, **options: Any) -> dict[str, Any]:
+    """Print the table of some runs; returns the comparison it was made of."""
+    from rich.console import Console
+
+    from hf_axonn_eval.report import terminal_table
+    from hf_axonn_eval.summary import compare
+
+    comparison = compare(runs, confidence=arguments.confidence, seed=arguments.seed, **options)
+    Console().print(terminal_table(comparison))
+    return comparison
+
+
+def read_runs(pairs: Sequence[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Read NAME=DIRECTORY pairs of outputs of `extract`.
+
+    Returns:
+        The results and the records, both by name.
+    Raises:
+        ValueError: not such pairs, a name twice, or no finished run in a directory.
+    """
+    from hf_axonn_eval.results import read_run
+
+    named = [pair.partition("=") for pair in pairs]
+    if any(not name or not directory for name, _, directory in named):
+        raise ValueError(f"--runs takes NAME=DIRECTORY pairs, not {' '.join(pairs)}.")
+    if len({name for name, _, _ in named}) != len(named):
+        raise ValueError(f"--runs has a name twice: {' '.join(pairs)}.")
+    read = {name: read_run(directory) for name, _, directory in named}
+    return {name: results for name, (_, results) in read.items()}, {name: record for name, (record, _) in read.items()}
+
+
+def run_name(directory: str | os.PathLike) -> str:
+    """The name of a run in a table that shows it alone: that of its directory."""
+    return os.path.basename(os.path.normpath(directory))
+
+
+def read_grid(text: str | None):
+    """The grid named on the command line, else the one of `accelerate launch --config axonn.yaml`, else None."""
+    if text is None and "AXONN_CONFIG" not in os.environ:
+        return None
+    from hf_axonn import AxonnConfig, Grid
+
+    if text is None:
+        return AxonnConfig.from_env().grid
+    sizes = {}
+    for part in text.split(","):
+        axis, _, size = part.partition("=")
+        if axis not in ("data", "z", "y", "x") or not size.isdecimal() or axis in sizes:
+            raise ValueError(f"--grid {text} is not like data=1,z=2,y=1,x=2.")
+        sizes[axis] = int(size)
+    return Grid(**sizes)

@@ -1,0 +1,114 @@
+"""The command `canaries`: put synthetic secrets into training data, and rank them by a model."""
+
+import argparse
+import json
+
+from hf_axonn_eval.cli import at_least_one, command, read_grid
+from hf_axonn_eval.models import DTYPES
+
+
+def add(commands) -> None:
+    """Say what the two commands take."""
+    summary = "put synthetic secrets into training data, and rank them by a model"
+    parser = commands.add_parser("canaries", help=summary, description=summary, allow_abbrev=False)
+    parts = parser.add_subparsers(required=True, metavar="make | rank")
+    add = command(parts, "make", "draw canaries and candidates, and put the canaries into training data", make)
+    add("--format", default="The random number is {digits:9}.", metavar="TEXT", help="fields: digits, letters, hex")
+    add("--insertions", type=_count, nargs="+", default=[0, 1, 4, 16], metavar="N", help="0: controls (0 1 4 16)")
+    add("--each", type=at_least_one, default=4, metavar="N", help="canaries for each number of insertions (default 4)")
+    add("--candidates", type=at_least_one, default=10_000, metavar="N", help="texts to rank among (default 10000)")
+    add("--documents", metavar="FILE", help="training data, JSON lines; a copy with the canaries is written")
+    add("--id_key", default="id", metavar="KEY", help="field for the id of a canary in the copy")
+    add("--text_key", default="text", metavar="KEY", help="field with the text")
+    add("--seed", type=int, default=0, metavar="N", help="of the draws (default 0)")
+    add("--output", required=True, metavar="DIR", help="for canaries.json, candidates.jsonl and documents.jsonl")
+    add = command(parts, "rank", "exposure of the canaries in one model", rank)
+    add("--canaries", required=True, metavar="DIR", help="what `canaries make` wrote")
+    add("--model", required=True, metavar="DIR", help="HF directory, or a sharded checkpoint of a training run")
+    add("--output", required=True, metavar="FILE", help="JSON file to write")
+    add("--tokenizer", metavar="DIR", help="if it is not beside the model")
+    add("--grid", metavar="SIZES", help="data=1,z=2,y=1,x=2 (default: axonn_config of accelerate launch, else none)")
+    add("--batch_size", type=at_least_one, default=8, metavar="N", help="texts in a forward pass (default 8)")
+    add("--dtype", choices=DTYPES, default="auto", help="of the weights (default: as in the checkpoint)")
+    add("--add_special_tokens", action="store_true", help="begin texts with the tokenizer's BOS, as training did")
+    add("--trust_remote_code", action="store_true", help="execute code that comes with the model")
+
+
+def make(arguments: argparse.Namespace) -> None:
+    """Write the canaries, and the training data with them."""
+    from pathlib import Path
+
+    from hf_axonn_eval.secrets import insert_canaries, make_canaries, write_canaries
+
+    canaries = make_canaries(
+        arguments.format,
+        insertions=arguments.insertions,
+        each=arguments.each,
+        candidates=arguments.candidates,
+        seed=arguments.seed,
+    )
+    output = Path(arguments.output)
+    if arguments.documents is not None:
+        copy = output / "documents.jsonl"
+        added = insert_canaries(
+            arguments.documents, copy, canaries, id_key=arguments.id_key, text_key=arguments.text_key
+        )
+        print(f"{added} lines added to a copy of {arguments.documents}: {copy}")
+    write_canaries(canaries, output)
+    kind = "all" if canaries.complete else "a random sample of"
+    print(
+        f"{len(canaries.canaries)} canaries and {len(canaries.candidates)} candidates, {kind} the {canaries.space} "
+        f"texts of this format: {output}"
+    )
+
+
+def rank(arguments: argparse.Namespace) -> None:
+    """Write the ranks, and show the exposure by number of insertions."""
+    from pathlib import Path
+
+    from hf_axonn_eval.models import load_model
+    from hf_axonn_eval.ranking import rank_canaries, ranking_record
+    from hf_axonn_eval.secrets import read_canaries
+
+    canaries = read_canaries(arguments.canaries)
+    loaded = load_model(
+        arguments.model,
+        grid=read_grid(arguments.grid),
+        tokenizer=arguments.tokenizer,
+        dtype=arguments.dtype,
+        trust_remote_code=arguments.trust_remote_code,
+    )
+    ranked = rank_canaries(
+        loaded.model,
+        loaded.tokenizer,
+        canaries,
+        add_special_tokens=arguments.add_special_tokens,
+        batch_size=arguments.batch_size,
+    )
+    if not ranked:  # not rank 0
+        return
+    record = ranking_record(ranked, canaries, loaded.record)
+    output = Path(arguments.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    _show(record)
+    print(output)
+
+
+def _show(record: dict) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"exposure in bits, at most {record['highest_exposure']:.2f}; a control has 1.44 on average")
+    for column in ("times trained on", "canaries", "rank 1", "mean", "least", "most"):
+        table.add_column(column, justify="right")
+    for count, group in record["by_insertions"].items():
+        numbers = [f"{group[f'{name}_exposure']:.2f}" for name in ("mean", "least", "most")]
+        table.add_row(count, str(group["canaries"]), str(group["first"]), *numbers)
+    Console().print(table)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 0")
+    return int(text)

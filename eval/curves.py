@@ -1,0 +1,110 @@
+"""Numbers along a line: by prefix length, by length of match, by probability, by number of draws.
+
+Each is a share of samples, with an interval by the same rule as everywhere: Wilson's with one sample a document, else
+a bootstrap over documents (docs/evaluation.md, Intervals).
+"""
+
+from collections.abc import Sequence
+from math import inf, log
+
+import numpy as np
+
+from hf_axonn_eval.charts import Point
+from hf_axonn_eval.discoverability import CHANCES, n_needed
+from hf_axonn_eval.results import SampleResult
+from hf_axonn_eval.stats import bootstrap_columns, wilson
+
+
+BINS = 25
+LEAST = -50.0  # decimal logarithm of the smallest probability that is told from smaller ones
+
+
+def survival(results: Sequence[SampleResult], **options) -> list[Point]:
+    """For each length L the share of suffixes whose first L tokens come back: divergence_point >= L.
+
+    Only suffixes of at least L tokens enter, so that at each L the share is the exact match of suffixes cut to L.
+
+    Args:
+        results: of one run, at least one.
+        **options: confidence, resamples and seed of the intervals.
+    """
+    longest = max(result.suffix_length for result in results)
+    answers = np.full((len(results), longest), np.nan)
+    for row, result in zip(answers, results, strict=True):
+        row[: result.suffix_length] = 0
+        row[: result.divergence_point] = 1
+    return _points(range(1, longest + 1), answers, results, options)
+
+
+def by_prefix_length(results: Sequence[SampleResult], **options) -> list[Point]:
+    """Exact match for each prefix length among the samples; arguments as of `survival`."""
+    lengths = sorted({result.prefix_length for result in results})
+    column = {length: place for place, length in enumerate(lengths)}
+    answers = np.full((len(results), len(lengths)), np.nan)
+    for row, result in zip(answers, results, strict=True):
+        row[column[result.prefix_length]] = result.exact_match
+    return _points(lengths, answers, results, options)
+
+
+def draws(results: Sequence[SampleResult], **options) -> dict[float, list[Point]]:
+    """For each p of CHANCES the share of samples that n draws of the stated sampler give back with probability p.
+
+    The curves go from n = 1 to a million. Samples without `sampled_logprob` do not enter; without any there is no
+    curve. Arguments as of `survival`.
+    """
+    results = [result for result in results if result.sampled_logprob is not None]
+    if not results:
+        return {}
+    numbers = [round(10 ** (place / 4)) for place in range(25)]
+    curves = {}
+    for p in CHANCES:
+        needed = [n_needed(result.sampled_logprob, p) for result in results]
+        answers = np.less_equal.outer(needed, numbers).astype(np.float64)
+        curves[p] = _points(numbers, answers, results, options)
+    return curves
+
+
+def probabilities(results: Sequence[SampleResult]) -> list[Point]:
+    """Histogram of the decimal logarithm of the suffix probability: the share of samples in each of BINS bins.
+
+    The probability is that of the stated sampler where there is one, else that of one draw from the whole
+    distribution; samples without either do not enter. Below 10^LEAST, and never: the first bin. The place of a bin is
+    its middle.
+    """
+    found = [decimal_logarithm(result) for result in results]
+    logarithms = [min(max(logarithm, LEAST), 0.0) for logarithm in found if logarithm is not None]
+    if not logarithms:
+        return []
+    counts, edges = np.histogram(logarithms, bins=BINS, range=(LEAST, 0.0))
+    middles = (edges[:-1] + edges[1:]) / 2
+    return [Point(float(x), float(count / len(logarithms))) for x, count in zip(middles, counts, strict=True)]
+
+
+def decimal_logarithm(result: SampleResult) -> float | None:
+    """Of the suffix probability that `probabilities` shows; -inf where it is 0, None where it was not measured."""
+    logprob = result.logprob if result.sampled_logprob is None else result.sampled_logprob
+    return None if logprob is None else logprob / log(10) if logprob > -inf else -inf
+
+
+def _points(places: Sequence[int], answers: np.ndarray, results: Sequence[SampleResult], options: dict) -> list[Point]:
+    """The share of yes at each place.
+
+    Args:
+        places: the columns.
+        answers: [samples, places] 1 or 0, NaN where a sample was not asked.
+        results: the samples.
+        options: confidence, resamples and seed.
+    """
+    documents = np.array([result.document_id for result in results], dtype=object)
+    points = []
+    several = len(set(documents)) < len(documents)
+    intervals = bootstrap_columns(answers, documents, **options) if several else [None] * len(places)
+    for place, column, interval in zip(places, answers.T, intervals, strict=True):
+        asked = ~np.isnan(column)
+        yes, trials, apart = int(np.nansum(column)), int(asked.sum()), len(set(documents[asked]))
+        if trials == apart:
+            interval = wilson(yes, trials, confidence=options["confidence"])
+        elif yes in (0, trials):  # resampling equal answers finds no spread; each document counts as one trial then
+            interval = wilson(apart if yes else 0, apart, confidence=options["confidence"])
+        points.append(Point(place, yes / trials, *(interval or (None, None))))
+    return points

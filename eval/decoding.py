@@ -1,0 +1,158 @@
+"""Greedy continuations: what the model says by itself after the first token that is not the suffix's.
+
+Rows come with the keys and values of the tokens before (caches.py), so nothing is computed twice. They are decoded
+together, and when some are done others that wait take their places, so that the batch stays full.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hf_axonn_eval.caches import Row, joined
+from hf_axonn_eval.scoring import core, device_of, logits_after
+
+
+@dataclass
+class _Asked:
+    key: int
+    row: Row | None  # what comes before, until it is copied into the batch
+    length: int  # tokens that the cache holds of it
+    last: int
+    want: int
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return len(self.tokens) == self.want
+
+
+class Decoder:
+    """Decode many rows, a batch of them at a time.
+
+    Args:
+        model: a causal LM whose cache can be kept (`caches.can_be_kept`).
+        rows: in a forward pass.
+    """
+
+    def __init__(self, model, *, rows: int) -> None:
+        self.model = model
+        self.rows = rows
+        self._waiting: list[_Asked] = []
+        self._live: list[_Asked] = []
+        self._cache = None
+
+    def add(self, key: int, row: Row, token: int, want: int) -> None:
+        """Ask for `want` tokens, one or more, after `token`, which comes after what `row` holds."""
+        self._waiting.append(_Asked(key, row, row.length, token, want))
+
+    def run(self, *, drain: bool) -> Iterator[tuple[int, list[int]]]:
+        """Decode for as long as there are enough rows for a whole batch, or with `drain` until none is left.
+
+        A forward pass of one token a row and step; on a parallelized model collective over its x, y and z.
+
+        Yields:
+            the key of a row that is done, and its tokens.
+        """
+        while True:
+            undone = [(place, asked) for place, asked in enumerate(self._live) if not asked.done]
+            left = len(undone) + len(self._waiting)
+            if left == 0:
+                self._live, self._cache = [], None
+            if left == 0 or not drain and left < self.rows:
+                return
+            self._refill(undone)
+            yield from self._step()
+
+    def _refill(self, undone: list[tuple[int, _Asked]]) -> None:
+        """Let waiting rows take the places of those that are done, once that is worth copying the others."""
+        free = self.rows - len(undone)
+        if self._waiting and undone and 4 * free < self.rows:
+            return
+        if not self._waiting and 4 * len(undone) > 3 * len(self._live):
+            return
+        columns = self._cache.get_seq_length() if self._cache is not None else 0
+        rows = [Row(self._cache, place, columns - asked.length, asked.length) for place, asked in undone]
+        new, self._waiting = self._waiting[:free], self._waiting[free:]
+        self._live = [asked for _, asked in undone] + new
+        room = max(asked.want - len(asked.tokens) for asked in self._live)
+        self._cache = joined(rows + [asked.row for asked in new], room)
+        for asked in new:
+            asked.row = None  # the pass that it came from may be forgotten
+
+    def _step(self) -> Iterator[tuple[int, list[int]]]:
+        tokens = torch.tensor([[asked.last] for asked in self._live], device=device_of(self.model))
+        columns = self._cache.get_seq_length()
+        # rows that are done go along until they are replaced, and see nothing but their own last token
+        padding = [columns if asked.done else columns - asked.length for asked in self._live]
+        choices = logits_after(self.model, tokens, padding, keep=1, cache=self._cache)[:, -1].argmax(-1).tolist()
+        for asked, choice in zip(self._live, choices, strict=True):
+            if not asked.done:
+                asked.last = choice
+                asked.tokens.append(choice)
+                asked.length += 1
+                if asked.done:
+                    yield asked.key, asked.tokens
+
+
+@torch.no_grad()
+def continue_greedily(model, prompts: Sequence[Sequence[int]], *, steps: int) -> list[list[int]]:
+    """`steps` greedy tokens after each prompt, and nothing but the model's own first choices.
+
+    For models whose cache cannot be kept. Nothing ends a row early and nothing is penalized or suppressed, whatever
+    the model's generation config says: the question is what the model holds, not how it is usually sampled. One
+    `generate` call; on a parallelized model collective over its x, y and z, so all of these ranks must ask for the
+    same number of steps, but in `weights_in_place` over x and y only.
+
+    Args:
+        prompts: token ids, of any lengths; they are padded on the left.
+        steps: new tokens for every row.
+    """
+    from transformers import GenerationConfig
+
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device_of(model))
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=tokens.device)
+    config = GenerationConfig(do_sample=False, max_new_tokens=steps, pad_token_id=0)
+    alone = {"synced_gpus": False} if _kept(model) is not None and _kept(model).everything else {}
+    with _neutral_generation_config(model):
+        output = model.generate(input_ids=tokens, attention_mask=mask, generation_config=config, **alone)
+    return output[:, width:].tolist()
+
+
+@contextlib.contextmanager
+def weights_in_place(model) -> Iterator[None]:
+    """Gather the weights of a grid with z > 1 in the first pass, and keep them: later passes need no other rank of z.
+
+    All ranks must make a first pass, and only there wait for each other. Memory: that of the same grid with z = 1.
+    Nothing happens for other models.
+    """
+    kept = _kept(model)
+    with kept.whole_call() if kept is not None else contextlib.nullcontext():
+        yield
+
+
+def _kept(model):
+    parallel = getattr(model, "axonn", None)
+    return parallel.kept if parallel is not None and parallel.grid.z > 1 else None
+
+
+@contextlib.contextmanager
+def _neutral_generation_config(model) -> Iterator[None]:
+    """Take the model's own generation config away.
+
+    `generate` fills every field that its caller left at None from it: an EOS to stop at, a penalty, a list of
+    suppressed tokens. None of them can be undone from outside.
+    """
+    from transformers import GenerationConfig
+
+    owners = list(dict.fromkeys([model, core(model)]))
+    kept = [owner.generation_config for owner in owners]
+    for owner in owners:
+        owner.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        for owner, config in zip(owners, kept, strict=True):
+            owner.generation_config = config

@@ -1,0 +1,165 @@
+"""Documents from the files that people have: text, JSON lines, parquet, datasets that `datasets` saved.
+
+All are read one document after the other, so that what is in memory does not grow with their number.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_axonn_eval.jsonl import decoded, json_lines
+
+
+TEXT, PARQUET, JSONL = (".txt", ".text", ".md"), (".parquet",), (".jsonl", ".ndjson", ".json")
+_ROWS_AT_ONCE = 64
+
+
+def iter_documents(
+    path: str | os.PathLike,
+    *,
+    id_key: str | None = "id",
+    text_key: str = "text",
+    bucket_key: str = "bucket",
+    bucket: int | None = None,
+    split: str | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Read documents for `build_samples`, one after the other.
+
+    Args:
+        path: by its name a text (.txt, .text, .md: one document a file), a parquet file, or else JSON lines; or a
+            directory: a dataset written by `save_to_disk`, or any number of such files, also in directories below it,
+            in the order of their names.
+        id_key: field that holds the document's id; None: its place, such as `pages.parquet:17`, counted from 1. The
+            id of a text is its path below `path`, its name if `path` is the text itself.
+        text_key: field that holds its text; `input_ids`, where present, is used instead.
+        bucket_key: field that holds how often it was trained on.
+        bucket: this number for every document, in place of a field. Texts have no fields and need it.
+        split: of a dataset that has several.
+    Yields:
+        Mappings with `id`, `bucket` and `text` or `input_ids`.
+    Raises:
+        ValueError: nothing there to read, bytes that are not UTF-8, a line that is not JSON, or a document without
+            its fields; the message names the file and the line, row or byte.
+    Source: texts are taken as they are, line ends included; only a byte order mark at the beginning is left out.
+    """
+    keys = {"text": text_key} | ({} if id_key is None else {"id": id_key})
+    keys |= {} if bucket is not None else {"bucket": bucket_key}
+    fixed: dict[str, Any] = {} if bucket is None else {"bucket": bucket}
+    found = False
+    for name, place, row in _rows(Path(path), [*keys.values(), "input_ids"], split):
+        found = True
+        if isinstance(row, str):
+            if bucket is None:
+                raise ValueError(
+                    f"{place} is a text, which cannot say how often it was trained on: give bucket=... (--bucket N; "
+                    "--control PATH for those that were not)."
+                )
+            yield {**fixed, "id": name, "text": row}
+            continue
+        wanted = {**keys}
+        if isinstance(row, Mapping) and row.get("input_ids") is not None:
+            del wanted["text"]
+            wanted["input_ids"] = "input_ids"
+        order = [field for field in ("id", "bucket", "text", "input_ids") if field in wanted]
+        missing = [wanted[field] for field in order if not isinstance(row, Mapping) or wanted[field] not in row]
+        if missing:
+            raise ValueError(
+                f"{place} has no field {', '.join(map(repr, missing))}. Name the fields with --id_key, --text_key and "
+                "--bucket_key, or give all documents one bucket with --bucket, and their places as ids with "
+                "--number_documents."
+            )
+        numbered = {"id": name} if id_key is None else {}
+        yield {**fixed, **numbered, **{field: row[wanted[field]] for field in order}}
+    if not found:
+        raise ValueError(f"{path} holds no documents.")
+
+
+def read_documents(path: str | os.PathLike, **options: Any) -> list[dict[str, Any]]:
+    """All of `iter_documents`, with the same arguments, in a list."""
+    return list(iter_documents(path, **options))
+
+
+def _rows(path: Path, fields: list[str], split: str | None) -> Iterator[tuple[str, str, Any]]:
+    """What the files hold: an id made of the place, the place in words, and a text or a mapping."""
+    if path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+        yield from _dataset(path, fields, split)
+        return
+    if split is not None:
+        raise ValueError(f"{path} is no dataset that `datasets` saved, so it has no split {split!r}.")
+    if not path.is_dir():
+        yield from _file(path, path.name, fields)
+        return
+    files = sorted(file for file in path.rglob("*") if file.suffix.lower() in (*TEXT, *PARQUET, *JSONL))
+    files = [file for file in files if file.is_file()]
+    if not files:
+        raise ValueError(
+            f"{path} holds no documents: neither a dataset that `datasets` saved, nor files named "
+            f"{', '.join((*TEXT, *JSONL, *PARQUET))}."
+        )
+    for file in files:
+        yield from _file(file, file.relative_to(path).as_posix(), fields)
+
+
+def _file(path: Path, name: str, fields: list[str]) -> Iterator[tuple[str, str, Any]]:
+    if path.suffix.lower() in PARQUET:
+        yield from _parquet(path, name, fields)
+    elif path.suffix.lower() in TEXT:
+        if not path.is_file():
+            raise ValueError(f"{path} is not a file.")
+        yield name, str(path), decoded(path.read_bytes(), str(path)).removeprefix("\ufeff")
+    else:
+        for number, _, value in json_lines(path):
+            yield f"{name}:{number}", f"{path}, line {number}", value
+
+
+def _parquet(path: Path, name: str, fields: list[str]) -> Iterator[tuple[str, str, Any]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise ValueError(f"{path} needs the package pyarrow: pip install 'hf_axonn[data]'.") from error
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file.")
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = [column for column in dict.fromkeys(fields) if column in file.schema_arrow.names]
+            number = 0
+            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
+                for number, row in enumerate(_plain(batch, path), start=number + 1):  # noqa: B020
+                    yield f"{name}:{number}", f"{path}, row {number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is not a parquet file, or a damaged one: {error}") from error
+
+
+def _plain(batch, path: Path) -> list[dict[str, Any]]:
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: a text is not UTF-8: {error}.") from None
+
+
+def _dataset(path: Path, fields: list[str], split: str | None) -> Iterator[tuple[str, str, Any]]:
+    try:
+        import datasets
+        import pyarrow
+    except ImportError as error:
+        raise ValueError(f"{path} needs the package datasets: pip install 'hf_axonn[data]'.") from error
+    try:
+        dataset = datasets.load_from_disk(str(path))
+    except (ValueError, KeyError, TypeError, OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{path} is a damaged dataset: {error}") from error
+    if isinstance(dataset, datasets.DatasetDict):
+        if split not in dataset:
+            asked = "name one of its splits" if split is None else f"there is no split {split!r}"
+            raise ValueError(f"{path}: {asked} with split=... (--split): {', '.join(map(str, dataset))}.")
+        dataset = dataset[split]
+    elif split is not None:
+        raise ValueError(f"{path} has no splits, so there is no split {split!r}.")
+    columns = [column for column in dict.fromkeys(fields) if column in dataset.column_names]
+    name = f"{path.name}/{split}" if split else path.name
+    # without its format: ids as lists, not as the tensors that training asked for
+    columns = columns or dataset.column_names  # with no column there would be no row
+    plain = dataset.with_format(None).select_columns(columns)
+    for number, row in enumerate(plain, start=1):
+        yield f"{name}:{number}", f"{path}, row {number}", row

@@ -1,0 +1,155 @@
+"""The numbers of one group of samples: every mean and share with its interval, all from one bootstrap.
+
+Intervals are Wilson's for a share with one sample a document, and a bootstrap over documents otherwise.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hf_axonn_eval.discoverability import CHANCES
+from hf_axonn_eval.membership import attack
+from hf_axonn_eval.stats import Interval, bootstrap_columns, numbered, wilson
+from hf_axonn_eval.table import MEMBERSHIP, METRICS, NEEDED, SHARES, Table
+
+
+_LARGEST_ATTACK = 50_000_000  # samples times draws of the bootstrap of one membership score
+_FEWEST_DRAWS = 200
+
+
+def group(table: Table, options: Mapping[str, Any], *, lengths: Sequence[int], tries: Sequence[int]) -> dict[str, Any]:
+    """Everything that is said of some samples but membership, which takes two groups; see `summary.summarize`."""
+    columns = {metric: table.columns[metric] for metric in METRICS if metric in table.columns}
+    shares = {metric: columns[metric] for metric in SHARES if metric in columns}
+    means = {metric: column for metric, column in columns.items() if metric not in SHARES}
+    for length in lengths:
+        long = table.columns["suffix_length"] >= length
+        reached = table.columns["divergence_point"] >= length
+        shares[f"exact_match_at.{length}"] = np.where(long, reached, np.nan)
+    needed = {f"{chance:g}": table.column(f"{NEEDED}{chance:g}") for chance in CHANCES}
+    for chance, column in needed.items():
+        for number in tries:
+            shares[f"discoverable.{chance}.{number}"] = np.where(np.isnan(column), np.nan, column <= number)
+    degenerate = table.column("degenerate")
+    shares["original"] = np.where(degenerate == 0, table.columns["exact_match"], np.nan)
+    found = estimates(shares, means, table.documents, options)
+
+    entry: dict[str, Any] = {
+        "samples": len(table),
+        "documents": len(set(table.documents)),
+        "metrics": {metric: found[metric] for metric in METRICS if metric in found},
+    }
+    if lengths:
+        at = {str(length): found.get(f"exact_match_at.{length}") for length in lengths}
+        entry["exact_match_at"] = {length: estimate for length, estimate in at.items() if estimate is not None}
+    if any(not np.isnan(column).all() for column in needed.values()):
+        entry["discoverability"] = {
+            chance: {
+                "median_n": _finite(np.nanquantile(column, 0.5, method="higher")),
+                "tries": {str(number): found[f"discoverable.{chance}.{number}"] for number in tries},
+            }
+            for chance, column in needed.items()
+        }
+    if not np.isnan(degenerate).all():
+        entry["degenerate"] = {
+            "count": int(np.nansum(degenerate)),
+            "n": int((~np.isnan(degenerate)).sum()),
+            "exact_match_of_others": found.get("original"),
+        }
+    undecided = table.column("undecided")
+    if not np.isnan(undecided).all():
+        entry["undecided"] = _undecided(undecided, table.columns["exact_match"])
+    return entry
+
+
+def estimates(
+    shares: Mapping[str, np.ndarray],
+    means: Mapping[str, np.ndarray],
+    documents: Sequence,
+    options: Mapping[str, Any],
+) -> dict[str, dict[str, Any]]:
+    """Mean and interval of columns; those that no sample has are left out.
+
+    Args:
+        shares: by name [samples] 1 or 0, NaN where a sample does not have it.
+        means: by name [samples] numbers.
+        documents: the document of each sample.
+        options: `confidence`, `resamples` and `seed`.
+    Returns:
+        By name `mean`, `n` (samples that have it), `low`, `high`, `interval` (its kind), and for shares `count`.
+    """
+    index, _ = numbered(documents)
+    found: dict[str, dict[str, Any]] = {}
+    drawn = {}
+    for name, column in {**shares, **means}.items():
+        has = ~np.isnan(column)
+        n = int(has.sum())
+        if n == 0:
+            continue
+        found[name] = {"mean": float(column[has].mean()), "n": n}
+        apart = len(np.unique(index[has]))
+        if name in shares:
+            count = found[name]["count"] = int(column[has].sum())
+        if name in shares and apart == n:
+            found[name] |= _ends(wilson(count, n, confidence=options["confidence"]), "wilson")
+        elif name in shares and count in (0, n):
+            # resampling equal answers finds no spread; each document counts as one trial then
+            found[name] |= _ends(wilson(apart if count else 0, apart, confidence=options["confidence"]), "wilson")
+        else:
+            drawn[name] = column
+    if drawn:
+        intervals = bootstrap_columns(np.stack(list(drawn.values()), axis=1), documents, **options)
+        for name, interval in zip(drawn, intervals, strict=True):
+            found[name] |= _ends(interval, "bootstrap" if interval is not None else "none: a single document")
+    return found
+
+
+def membership(table: Table, members: np.ndarray, options: Mapping[str, Any]) -> dict[str, Any]:
+    """How well each membership score tells some samples from those of bucket 0; see `membership.attack`.
+
+    Args:
+        table: all samples.
+        members: [samples] bool, which ones should be told from bucket 0.
+        options: `confidence`, `resamples` and `seed`. With very many samples fewer draws are made, at least 200;
+            the entry `resamples` says how many.
+    Returns:
+        By the name of the score; empty where there is no score, or nobody on one of the sides.
+    """
+    found = {}
+    for name, column in table.columns.items():
+        if not name.startswith(MEMBERSHIP):
+            continue
+        sides = [np.flatnonzero(side & ~np.isnan(column)) for side in (members, table.buckets == 0)]
+        if not all(map(len, sides)):
+            continue
+        most = max(_FEWEST_DRAWS, _LARGEST_ATTACK // sum(map(len, sides)))
+        draws = min(options["resamples"], most)
+        documents = [[table.documents[place] for place in side] for side in sides]
+        found[name.removeprefix(MEMBERSHIP)] = attack(
+            *(column[side] for side in sides),
+            member_documents=documents[0],
+            control_documents=documents[1],
+            **{**options, "resamples": draws},
+        ) | {"resamples": draws}
+    return found
+
+
+def _undecided(undecided: np.ndarray, exact: np.ndarray) -> dict[str, int]:
+    asked = ~np.isnan(undecided)
+    doubtful, exact = undecided[asked] == 1, exact[asked] == 1
+    return {
+        "count": int(doubtful.sum()),
+        "n": int(asked.sum()),
+        "exact_match_at_least": int((exact & ~doubtful).sum()),
+        "exact_match_at_most": int((exact | doubtful).sum()),
+    }
+
+
+def _ends(interval: Interval | None, kind: str) -> dict[str, Any]:
+    low, high = interval if interval is not None else (None, None)
+    return {"low": low, "high": high, "interval": kind}
+
+
+def _finite(number: float) -> float | None:
+    return float(number) if np.isfinite(number) else None

@@ -1,0 +1,196 @@
+"""Maps of long documents: which passages come out, drawn as strips over the tokens of the document.
+
+For documents with samples at several offsets, as a sliding window gives them. A place is as dark as the likeliest of
+the suffixes that cover it; above the strip lie marks where a suffix comes back word for word.
+
+The idea of a map over a whole book is that of Cooper et al. 2025, arXiv 2505.12546.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_axonn_eval.curves import decimal_logarithm
+from hf_axonn_eval.html_style import MAP_STYLE
+from hf_axonn_eval.results import SampleResult
+
+
+SHADES = 8
+FAINTEST = -8.0  # decimal logarithm of the probability that is still white
+_BINS = 480  # places of a strip
+_WIDTH, _STRIP, _MARK, _GAP, _HEADING = 720, 14, 5, 5, 20
+
+
+class Stretch(NamedTuple):
+    """Tokens of a document from `start` to before `end`, and how dark they are: 1 to SHADES."""
+
+    start: int
+    end: int
+    shade: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentMap:
+    """Which passages of one document one model gives back.
+
+    Args:
+        document_id: the document.
+        bucket: how often it was trained on.
+        tokens: where the last suffix ends.
+        windows: number of samples.
+        extracted: of which so many come back word for word.
+        stretches: the places that are not white.
+        verbatim: (start, end) of the tokens within suffixes that come back word for word, joined where they touch.
+    """
+
+    document_id: str
+    bucket: int
+    tokens: int
+    windows: int
+    extracted: int
+    stretches: tuple[Stretch, ...]
+    verbatim: tuple[tuple[int, int], ...]
+
+    @property
+    def share(self) -> float:
+        """Of the document's tokens up to the end of the last suffix, those within suffixes that come back."""
+        return sum(end - start for start, end in self.verbatim) / self.tokens
+
+
+def document_maps(results: Sequence[SampleResult]) -> list[DocumentMap]:
+    """A map of every document with samples at two offsets or more, in the order in which they come."""
+    by_document: dict[str, list[SampleResult]] = {}
+    for result in results:
+        by_document.setdefault(result.document_id, []).append(result)
+    return [_map(some) for some in by_document.values() if len({result.offset for result in some}) > 1]
+
+
+def maps_svg(maps: Mapping[str, Sequence[DocumentMap]], *, alone: bool = False) -> str:
+    """Strips of the documents, those of all runs under each other, as SVG.
+
+    Args:
+        maps: by the name of the run, of the same documents in the same order.
+        alone: for a file of its own, with colours; else it takes those of the page around it.
+    """
+    shapes, top = [], 0.0
+    for of_document in zip(*maps.values(), strict=True):
+        tokens = max(drawn.tokens for drawn in of_document)
+        title = f"{of_document[0].document_id} ({_trained(of_document[0])}, {tokens:,} tokens)"
+        shapes.append(f'<text class="document" x="0" y="{top + 12:.1f}">{escape(title)}</text>')
+        top += _HEADING
+        for name, drawn in zip(maps, of_document, strict=True):
+            shapes += _strip(name, drawn, tokens, top)
+            top += _MARK + _STRIP + _GAP
+        top += 8
+    box = f'viewBox="0 0 {_WIDTH} {max(top, 1):.0f}"'
+    if alone:
+        box += ' xmlns="http://www.w3.org/2000/svg"'
+        shapes.insert(0, f"<style>{MAP_STYLE}</style>")
+    return f'<svg class="maps" {box} role="img" aria-label="maps of documents">{"".join(shapes)}</svg>'
+
+
+def maps_png(maps: Mapping[str, Sequence[DocumentMap]], path: str | os.PathLike) -> None:
+    """The same as a picture; arguments as of `maps_svg`."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    documents = list(zip(*maps.values(), strict=True))
+    height = len(maps) * 0.28 + 0.55
+    figure = Figure(figsize=(10, height * len(documents) + 0.3), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, of_document in zip(figure.subplots(len(documents), 1, squeeze=False)[:, 0], documents, strict=True):
+        for row, drawn in enumerate(of_document):
+            for stretch in drawn.stretches:
+                axes.broken_barh(
+                    [(stretch.start, stretch.end - stretch.start)],
+                    (row, 0.6),
+                    color="#0b5394",
+                    alpha=stretch.shade / SHADES,
+                )
+            axes.broken_barh(
+                [(start, end - start) for start, end in drawn.verbatim], (row - 0.2, 0.16), color="#c00000"
+            )
+        axes.set_title(
+            f"{of_document[0].document_id} ({_trained(of_document[0])})", fontsize=9, loc="left", parse_math=False
+        )
+        axes.set_yticks([row + 0.3 for row in range(len(maps))], list(maps), fontsize=8, parse_math=False)
+        axes.set_xlim(0, max(drawn.tokens for drawn in of_document))
+        axes.set_ylim(len(maps), -0.4)
+        axes.tick_params(labelsize=8)
+    axes.set_xlabel("token", fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def _map(results: Sequence[SampleResult]) -> DocumentMap:
+    windows = [(result.offset + result.prefix_length, result.suffix_length, result) for result in results]
+    tokens = max(start + length for start, length, _ in windows)
+    best = np.full(tokens, -np.inf)
+    verbatim = np.zeros(tokens, dtype=bool)
+    for start, length, result in windows:
+        logarithm = decimal_logarithm(result)  # None after --stop_early: then only what is verbatim is known
+        if logarithm is not None:
+            np.maximum(best[start : start + length], logarithm, out=best[start : start + length])
+        verbatim[start : start + length] |= result.exact_match
+    shades = np.ceil(np.clip(1 - best / FAINTEST, 0, 1) * SHADES).astype(int)
+    return DocumentMap(
+        document_id=results[0].document_id,
+        bucket=results[0].bucket,
+        tokens=tokens,
+        windows=len(results),
+        extracted=sum(result.exact_match for result in results),
+        stretches=tuple(Stretch(start, end, shade) for start, end, shade in _stretches(shades) if shade),
+        verbatim=tuple((start, end) for start, end, yes in _stretches(verbatim) if yes),
+    )
+
+
+def _stretches(values: np.ndarray) -> list[tuple[int, int, int]]:
+    """Runs of equal values: start, end, value."""
+    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    return [(start, end, int(values[start])) for start, end in zip(edges, edges[1:], strict=False)]
+
+
+def _strip(name: str, drawn: DocumentMap, tokens: int, top: float) -> list[str]:
+    left = 110
+    scale = (_WIDTH - left) / tokens
+    said = f"{name}: {drawn.extracted} of {drawn.windows} windows word for word, {drawn.share:.1%} of the text"
+    shapes = [
+        f'<text x="{left - 8}" y="{top + _MARK + _STRIP - 3:.1f}" text-anchor="end">{escape(_short(name))}</text>',
+        f'<rect class="ground" x="{left}" y="{top + _MARK:.1f}" width="{_WIDTH - left}" height="{_STRIP}">'
+        f"<title>{escape(said)}</title></rect>",
+    ]
+    for start, end, shade in _coarse(drawn.stretches, tokens):
+        shapes.append(
+            f'<rect class="shade" fill-opacity="{shade / SHADES:.3g}" x="{left + start * scale:.2f}" '
+            f'y="{top + _MARK:.1f}" width="{(end - start) * scale:.2f}" height="{_STRIP}"/>'
+        )
+    for start, end in drawn.verbatim:
+        width = max((end - start) * scale, 1.0)  # one window of a book is narrower than a pixel, and still counts
+        shapes.append(
+            f'<rect class="verbatim" x="{left + start * scale:.2f}" y="{top:.1f}" width="{width:.2f}" '
+            f'height="{_MARK - 1}"><title>tokens {start} to {end - 1}</title></rect>'
+        )
+    return shapes
+
+
+def _coarse(stretches: Sequence[Stretch], tokens: int) -> Sequence[tuple[int, int, int]]:
+    """Stretches for a strip of _BINS places: the darkest of those in one place."""
+    if tokens <= _BINS:
+        return stretches
+    bins = np.zeros(_BINS, dtype=int)
+    for start, end, shade in stretches:
+        first, last = start * _BINS // tokens, (end - 1) * _BINS // tokens
+        np.maximum(bins[first : last + 1], shade, out=bins[first : last + 1])
+    edge = tokens / _BINS
+    return [(int(start * edge), int(end * edge), shade) for start, end, shade in _stretches(bins) if shade]
+
+
+def _trained(drawn: DocumentMap) -> str:
+    return f"trained on {drawn.bucket}x"
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 16 else name[:15] + "\u2026"

@@ -1,0 +1,224 @@
+"""Was this text in the training data? Scores of a text, and how well they part members from controls.
+
+Every score is higher for a text that is more likely a member. With l_t the log-probability of token t given the
+tokens before it, over all T tokens that are scored:
+
+    loss               (1/T) sum_t l_t                                            Yeom et al. 2018
+    zlib               loss / number of bytes of the zlib-compressed text         Carlini et al. 2021
+    min_k              mean of the k% smallest l_t                                Shi et al. 2023
+    min_k_plus_plus    mean of the k% smallest (l_t - mu_t) / sigma_t             Zhang et al. 2024
+    reference          loss - loss of another model that has not seen the text    Carlini et al. 2021
+
+mu_t and sigma_t are mean and standard deviation of log p(v) for v drawn from the model's distribution p at place t.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from hf_axonn_eval.stats import interval_of, numbered, resampled_documents
+
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+FALSE_POSITIVE_RATES = (0.001, 0.01)
+MIN_K_SHARE = 0.2
+_LEAST_DEVIATION = 1e-6  # of a distribution that is certain; its deviation would be 0
+
+
+def token_statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What Min-K%++ needs of every place: log p(target), and mean and deviation of log p(v) over v drawn from p.
+
+    Args:
+        logits: [..., V]; float64 stays, everything else is computed in float32. Three tensors of this size are made:
+            pass long ones in pieces.
+        targets: [...] ids.
+    Returns:
+        logprob, mean, deviation: [...], in nats.
+    """
+    import torch
+
+    with torch.no_grad():
+        logprobs = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+        of_target = logprobs.gather(-1, targets[..., None])[..., 0]
+        probabilities = logprobs.exp()
+        # a token of probability 0 adds nothing; 0 * -inf would be NaN
+        logprobs.nan_to_num_(nan=float("nan"), neginf=0.0)
+        mean = torch.linalg.vecdot(probabilities, logprobs)
+        # centred first: the mean of squares minus the square of the mean cancels where the model is sure
+        deviation = torch.linalg.vecdot(probabilities, logprobs.sub_(mean[..., None]).square_()).sqrt()
+    return of_target, mean, deviation
+
+
+def scores(
+    logprobs: Sequence[float],
+    means: Sequence[float],
+    deviations: Sequence[float],
+    text: str,
+    *,
+    share: float = MIN_K_SHARE,
+) -> dict[str, float]:
+    """The scores of one text that need one model only.
+
+    Args:
+        logprobs: of every token that has one, in nats.
+        means: of log p at the same places, from `token_statistics`.
+        deviations: likewise.
+        text: of the same tokens, for zlib.
+        share: of the tokens that Min-K% and Min-K%++ take; at least one is taken.
+    Returns:
+        `loss`, `zlib`, `min_k`, `min_k_plus_plus`.
+    Raises:
+        ValueError: no tokens, different lengths, or not 0 < share <= 1.
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"share is {share!r}, but Min-K% takes a share above 0 and at most 1.")
+    if not len(logprobs) == len(means) == len(deviations) or not len(logprobs):
+        raise ValueError(
+            f"there are {len(logprobs)} log-probabilities, {len(means)} means and {len(deviations)} deviations: as "
+            "many are needed, and one or more."
+        )
+    of_tokens = np.asarray(logprobs, dtype=np.float64)
+    standardized = (of_tokens - means) / np.maximum(deviations, _LEAST_DEVIATION)
+    taken = max(1, int(share * len(of_tokens)))
+    loss = float(of_tokens.mean())
+    return {
+        "loss": loss,
+        "zlib": loss / len(zlib.compress(text.encode("utf-8", "surrogatepass"))),
+        "min_k": float(np.sort(of_tokens)[:taken].mean()),
+        "min_k_plus_plus": float(np.sort(standardized)[:taken].mean()),
+    }
+
+
+def auc(members: Sequence[float], controls: Sequence[float]) -> float:
+    """Chance that a member scores higher than a control, ties counted half: the area under the ROC curve.
+
+    Raises:
+        ValueError: no members, no controls, or a score that is NaN.
+    """
+    return float(_area(_Ranking(members, controls).curve())[0])
+
+
+def tpr_at_fpr(members: Sequence[float], controls: Sequence[float], rate: float) -> float:
+    """Largest share of members above a threshold that at most the share `rate` of the controls reaches.
+
+    With fewer than 1 / rate controls that is the share of members that score higher than every control.
+
+    Raises:
+        ValueError: as `auc`, or not 0 <= rate <= 1.
+    Source: Carlini et al. 2022, arXiv 2112.03570.
+    """
+    if not 0 <= rate <= 1:
+        raise ValueError(f"the false positive rate is {rate!r}, but it is a share between 0 and 1.")
+    return float(_recall(_Ranking(members, controls).curve(), rate)[0])
+
+
+def attack(
+    members: Sequence[float],
+    controls: Sequence[float],
+    *,
+    member_documents: Sequence[Hashable],
+    control_documents: Sequence[Hashable],
+    rates: Sequence[float] = FALSE_POSITIVE_RATES,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """How well a score parts members from controls, with bootstrap intervals.
+
+    Documents are drawn among the members and among the controls apart, so that both keep their number.
+
+    Args:
+        members: score of every member.
+        controls: score of every control.
+        member_documents: the document of every member.
+        control_documents: the document of every control.
+        rates: false positive rates at which the true positive rate is given.
+        confidence: of the intervals.
+        resamples: draws of the bootstrap.
+        seed: of the bootstrap.
+    Returns:
+        `members` and `controls`, how many samples these are; `auc`, and for every rate `tpr_at_<rate>`, each with
+        `value`, `low` and `high`; the ends are None where members or controls come from one document.
+    Raises:
+        ValueError: as `auc`, and as `stats.bootstrap`.
+    """
+    ranking = _Ranking(members, controls)
+    curve = ranking.curve()
+    values = {"auc": _area(curve)} | {f"tpr_at_{rate:g}": _recall(curve, rate) for rate in rates}
+    sides = [numbered(documents) for documents in (member_documents, control_documents)]
+    drawn: dict[str, list[np.ndarray]] = {name: [] for name in values}
+    if all(count > 1 for _, count in sides):
+        streams = [
+            resampled_documents(count, resamples, seed=(seed, number), width=len(members) + len(controls))
+            for number, (_, count) in enumerate(sides)
+        ]
+        for weights in zip(*streams, strict=True):
+            curve = ranking.curve(*(side[:, index] for side, (index, _) in zip(weights, sides, strict=True)))
+            drawn["auc"].append(_area(curve))
+            for rate in rates:
+                drawn[f"tpr_at_{rate:g}"].append(_recall(curve, rate))
+    entry: dict[str, Any] = {"members": len(members), "controls": len(controls)}
+    for name, (measured,) in values.items():
+        low, high = interval_of(np.concatenate(drawn[name]), confidence) if drawn[name] else (None, None)
+        entry[name] = {"value": float(measured), "low": low, "high": high}
+    return entry
+
+
+class _Curve(NamedTuple):
+    """Members and controls at or above each threshold, from above all scores to below all; a row for each draw."""
+
+    members: np.ndarray
+    controls: np.ndarray
+
+
+class _Ranking:
+    """All scores from the highest to the lowest, sorted once for all draws of a bootstrap."""
+
+    def __init__(self, members: Sequence[float], controls: Sequence[float]) -> None:
+        if not len(members) or not len(controls):
+            raise ValueError(f"{len(members)} members and {len(controls)} controls: one or more of both are needed.")
+        both = np.concatenate([np.asarray(members, dtype=np.float64), np.asarray(controls, dtype=np.float64)])
+        if np.isnan(both).any():
+            raise ValueError("a membership score is NaN.")
+        self._order = np.argsort(-both, kind="stable")
+        self._is_member = self._order < len(members)
+        ranked = both[self._order]
+        # a threshold lies between two different scores, never inside a tie
+        self._thresholds = np.append(np.flatnonzero(ranked[1:] != ranked[:-1]), len(ranked) - 1)
+        self._sizes = len(members), len(controls)
+
+    def curve(self, members: np.ndarray | None = None, controls: np.ndarray | None = None) -> _Curve:
+        """The ROC curve in counts.
+
+        Args:
+            members: how often each member is drawn, [draws, members]; by default once.
+            controls: likewise [draws, controls].
+        """
+        sides = [
+            np.ones((1, size)) if side is None else side
+            for side, size in zip((members, controls), self._sizes, strict=True)
+        ]
+        weights = np.concatenate(sides, axis=1)[:, self._order]
+        counts = []
+        for which in (self._is_member, ~self._is_member):
+            above = (weights * which).cumsum(axis=1)[:, self._thresholds]
+            counts.append(np.concatenate([np.zeros((len(above), 1)), above], axis=1))
+        return _Curve(*counts)
+
+
+def _area(curve: _Curve) -> np.ndarray:
+    members, controls = curve
+    area = (np.diff(controls, axis=1) * (members[:, 1:] + members[:, :-1]) / 2).sum(axis=1)
+    return area / (members[:, -1] * controls[:, -1])
+
+
+def _recall(curve: _Curve, rate: float) -> np.ndarray:
+    allowed = rate * curve.controls[:, -1:] * (1 + 1e-12)  # 0.01 * 300 is not quite 3
+    return np.where(curve.controls <= allowed, curve.members, 0).max(axis=1) / curve.members[:, -1]

@@ -1,0 +1,80 @@
+"""What run.json holds: everything needed to repeat a run, and what must be the same for a stopped one to go on."""
+
+import contextlib
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from hf_axonn_eval.division import Division
+
+
+_PACKAGES = (
+    "hf_axonn",
+    "torch",
+    "transformers",
+    "accelerate",
+    "tokenizers",
+    "safetensors",
+    "peft",
+    "rapidfuzz",
+    "numpy",
+)
+
+
+def run_record(
+    model,
+    model_record: Mapping[str, Any],
+    *,
+    identity: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    division: Division,
+) -> dict[str, Any]:
+    """The content of run.json.
+
+    Args:
+        model: which is measured.
+        model_record: what identifies it.
+        identity: what else tells this run from others; entries that are None are those of a run without the option.
+        settings: what may change when a stopped run goes on, and the plan of the batches.
+        division: who measures what.
+    """
+    import torch
+
+    weight = next(model.parameters())
+    dtype = str(weight.dtype).removeprefix("torch.")
+    parallel = getattr(model, "axonn", None)
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    of_cuda = {"name": torch.cuda.get_device_name(weight.device)} if weight.device.type == "cuda" else {}
+    return {
+        "identity": {
+            **identity,
+            "model_fingerprint": model_record["fingerprint"],
+            "base_fingerprint": model_record.get("base_fingerprint"),
+            "dtype": dtype,
+        },
+        "model": dict(model_record),
+        "settings": dict(settings),
+        "precision": {
+            "weights": dtype,
+            "scores": "float64" if weight.dtype == torch.float64 else "float32",
+            "float32_matmul": torch.get_float32_matmul_precision(),
+            "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        },
+        "processes": division.world_size,
+        "grid": str(parallel.grid) if parallel is not None else None,
+        "device": {
+            "type": weight.device.type,
+            "name": platform.processor() or platform.machine(),
+            "threads": torch.get_num_threads(),
+            **of_cuda,
+        },
+        "versions": versions,
+        "command": sys.argv,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }

@@ -1,0 +1,159 @@
+"""Rank canaries by a model: does it find a secret it was trained on likelier than others of the same format?"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite, log2
+from statistics import mean
+from typing import Any
+
+from hf_axonn_eval.canaries import FEWEST_FOR_A_FIT, approximate_exposure, exposure, rank
+from hf_axonn_eval.samples import Sample
+from hf_axonn_eval.secrets import CanarySet
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanaryRank:
+    """Where one canary stands.
+
+    Args:
+        canary_id: its name.
+        text: the secret.
+        insertions: how often it was put into the training data.
+        nll: -log p of the text after the tokens that all texts begin with, in nats.
+        rank: its place among the candidates and itself, 1 for the likeliest; ties count against it.
+        exposure: log2(candidates + 1) - log2(rank), in bits.
+        fitted_exposure: where the candidates are a random sample, the exposure among all texts of the format by
+            `canaries.approximate_exposure`, at most log2 of their number; None if ranks are exact or a fit is not
+            possible.
+    """
+
+    canary_id: str
+    text: str
+    insertions: int
+    nll: float
+    rank: int
+    exposure: float
+    fitted_exposure: float | None = None
+
+
+def rank_canaries(
+    model,
+    tokenizer,
+    canaries: CanarySet,
+    *,
+    add_special_tokens: bool = False,
+    batch_size: int = 8,
+    progress: bool = True,
+) -> list[CanaryRank]:
+    """Score all canaries and candidates with one pass each, and rank every canary among the candidates.
+
+    Args:
+        model: a causal LM, plain or parallelized, as for `extract`.
+        tokenizer: of the model.
+        canaries: what was put into its training data, and the candidates.
+        add_special_tokens: whether texts begin with the tokenizer's special tokens, as they did in training.
+        batch_size: texts in a forward pass.
+        progress: show a progress bar on rank 0.
+    Returns:
+        On rank 0 the canaries in their order; elsewhere an empty list.
+    Raises:
+        ValueError: texts that have no first token in common, so that the first one would not be scored. On every
+            rank.
+    Collectives: those of `extract`.
+    Source: Carlini et al. 2019, arXiv 1802.08232; texts are ranked by their total log-probability.
+    """
+    from hf_axonn_eval.extraction import extract
+
+    texts = [*(canary.text for canary in canaries.canaries), *canaries.candidates]
+    tokens = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+    shared = _shared(tokens)
+    if shared == 0:
+        raise ValueError(
+            "the texts of the canaries do not begin with the same token, and the first token of a text has no "
+            "probability: begin the format with words, or the texts with a BOS (add_special_tokens, "
+            "--add_special_tokens)."
+        )
+    samples = [
+        Sample(
+            sample_id=str(place),
+            document_id=str(place),
+            bucket=0,
+            offset=0,
+            prefix=tuple(ids[:shared]),
+            suffix=tuple(ids[shared:]),
+        )
+        for place, ids in enumerate(tokens)
+    ]
+    results = extract(model, None, samples, batch_size=batch_size, generate=False, progress=progress)
+    logprobs = {int(result.sample_id): result.logprob for result in results}
+    if not logprobs:
+        return []
+    others = [logprobs[place] for place in range(len(canaries.canaries), len(texts))]
+    ranked = []
+    for place, canary in enumerate(canaries.canaries):
+        standing = rank(logprobs[place], others)
+        ranked.append(
+            CanaryRank(
+                **asdict(canary),
+                nll=-logprobs[place],
+                rank=standing,
+                exposure=exposure(standing, len(others) + 1),
+                fitted_exposure=_fitted(logprobs[place], others, canaries),
+            )
+        )
+    return ranked
+
+
+def exposure_by_insertions(ranked: Sequence[CanaryRank]) -> dict[int, dict[str, Any]]:
+    """By number of insertions: how many canaries, how many rank first, their mean, least and most exposure."""
+    groups: dict[int, list[CanaryRank]] = {}
+    for some in sorted(ranked, key=lambda canary: canary.insertions):
+        groups.setdefault(some.insertions, []).append(some)
+    return {
+        insertions: {
+            "canaries": len(group),
+            "first": sum(canary.rank == 1 for canary in group),
+            "mean_exposure": mean(canary.exposure for canary in group),
+            "least_exposure": min(canary.exposure for canary in group),
+            "most_exposure": max(canary.exposure for canary in group),
+        }
+        for insertions, group in groups.items()
+    }
+
+
+def ranking_record(ranked: Sequence[CanaryRank], canaries: CanarySet, model: dict[str, Any]) -> dict[str, Any]:
+    """What `canaries rank` writes.
+
+    Args:
+        ranked: of `rank_canaries`.
+        canaries: the set.
+        model: what identifies the model, `load_model(...).record`.
+    """
+    return {
+        "model": model,
+        "format": canaries.format,
+        "space": canaries.space,
+        "candidates": len(canaries.candidates),
+        "exact": canaries.complete,
+        "highest_exposure": log2(len(canaries.candidates) + 1),
+        "by_insertions": {str(count): group for count, group in exposure_by_insertions(ranked).items()},
+        "canaries": [asdict(canary) for canary in ranked],
+    }
+
+
+def _fitted(logprob: float, others: Sequence[float], canaries: CanarySet) -> float | None:
+    if canaries.complete or len(others) < FEWEST_FOR_A_FIT or len(set(others)) == 1:
+        return None
+    if not all(map(isfinite, [logprob, *others])):
+        return None
+    return min(approximate_exposure(logprob, others), log2(canaries.space))
+
+
+def _shared(tokens: Sequence[Sequence[int]]) -> int:
+    """How many tokens all of the lists begin with; each keeps at least one after them."""
+    most = min(map(len, tokens)) - 1
+    first = tokens[0]
+    for place in range(max(most, 0)):
+        if any(ids[place] != first[place] for ids in tokens):
+            return place
+    return max(most, 0)

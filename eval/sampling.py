@@ -1,0 +1,288 @@
+"""Where documents are cut into samples: at fixed offsets, by a sliding window, or at their beginning or end.
+
+A document is tokenized once, as a whole, and then cut: cutting text and tokenizing the pieces would give other tokens
+at the seam than the model saw in training. (The one exception is a window that slides over characters, because that is
+what its authors did.) Documents are taken one after the other and samples come out one after the other.
+"""
+
+import hashlib
+import logging
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_axonn_eval.cuts import Sampling
+from hf_axonn_eval.samples import Sample, is_count
+
+
+logger = logging.getLogger(__name__)
+
+_SLICES_AT_ONCE = 256
+_CHARACTERS_A_TOKEN = (
+    8  # of the text that is tokenized for a window of so many tokens; more is tried if it is too little
+)
+
+
+@dataclass
+class Tally:
+    """What became of the documents: how many there were, and how many were left out and why."""
+
+    documents: int = 0
+    samples: int = 0
+    buckets: Counter[int] = field(default_factory=Counter)
+    empty: int = 0
+    short: int = 0
+    long: int = 0
+    beyond: int = 0
+    duplicates: int = 0
+    duplicates_of_other_buckets: int = 0
+    not_round_trip: int = 0
+
+    def left_out(self) -> dict[str, int]:
+        """The counts by reason, without those that are 0."""
+        reasons = {
+            "too_short": self.short,
+            "of_these_empty": self.empty,
+            "too_long": self.long,
+            "beyond_max_documents": self.beyond,
+            "duplicate_samples": self.duplicates,
+            "duplicates_of_other_buckets": self.duplicates_of_other_buckets,
+        }
+        return {reason: count for reason, count in reasons.items() if count}
+
+
+def iter_samples(
+    documents: Iterable[Mapping[str, Any]], *, sampling: Sampling, tokenizer=None, tally: Tally | None = None
+) -> Iterator[Sample]:
+    """Cut documents into samples, one after the other.
+
+    What is left out, and texts that the tokenizer does not give back unchanged, are counted, and logged as warnings
+    at the end. Such a text's tokens stand for another text; decoded, they differ from it.
+
+    Args:
+        documents: mappings with `id`, `bucket` and either `text` or `input_ids`.
+        sampling: where to cut.
+        tokenizer: an HF tokenizer; needed for documents that come as text.
+        tally: filled on the way.
+    Raises:
+        ValueError: a document without its fields or of the wrong type, an id that occurs twice, or no samples at all.
+    """
+    tally = Tally() if tally is None else tally
+    shortest = max(sampling.needed, sampling.min_document_tokens or 0)
+    seen: set[str] = set()
+    used: Counter[int] = Counter()
+    kept: dict[bytes, int] = {}
+    for number, document in enumerate(documents, start=1):
+        document_id, bucket = _identity(number, document)
+        if document_id in seen:
+            raise ValueError(f"document id {document_id!r} occurs twice; ids must tell documents apart.")
+        seen.add(document_id)
+        tally.documents += 1
+        if sampling.max_documents is not None and used[bucket] >= sampling.max_documents:
+            tally.beyond += 1
+            continue
+        tokens, spans = _tokens(document_id, document, tokenizer, sampling, tally)
+        if len(tokens) < shortest:
+            tally.short += 1
+            tally.empty += not tokens
+            continue
+        if sampling.max_document_tokens is not None and len(tokens) > sampling.max_document_tokens:
+            tally.long += 1
+            continue
+        used[bucket] += 1
+        if spans is None:
+            cuts = sampling.cuts(len(tokens))
+            pieces = ((cut.name, cut.offset, tokens[cut.offset : cut.end], cut.middle - cut.offset) for cut in cuts)
+        else:
+            pieces = _windows_over_characters(document["text"], spans, tokenizer, sampling)
+        for name, offset, ids, prefix in pieces:
+            if sampling.deduplicate:
+                key = hashlib.blake2b(f"{prefix}:{ids}".encode(), digest_size=16).digest()
+                if key in kept:
+                    tally.duplicates += 1
+                    tally.duplicates_of_other_buckets += kept[key] != bucket
+                    continue
+                kept[key] = bucket
+            tally.samples += 1
+            tally.buckets[bucket] += 1
+            yield Sample(
+                sample_id=f"{document_id}@{name}",
+                document_id=document_id,
+                bucket=bucket,
+                offset=offset,
+                prefix=tuple(ids[:prefix]),
+                suffix=tuple(ids[prefix:]),
+            )
+    _tell(tally, sampling, shortest)
+
+
+def build_samples(
+    documents: Iterable[Mapping[str, Any]],
+    *,
+    tokenizer=None,
+    sampling: Sampling | None = None,
+    prefix_length: int | None = None,
+    suffix_length: int | None = None,
+    offsets: Sequence[int] = (0,),
+    min_document_tokens: int | None = None,
+    max_document_tokens: int | None = None,
+    add_special_tokens: bool = False,
+) -> list[Sample]:
+    """Cut documents into samples: at fixed offsets, or as `sampling` says.
+
+    A document is used at all offsets or not at all, so that every offset is measured on the same documents. How many
+    documents the length filter leaves out is logged as a warning.
+
+    Args:
+        documents: mappings with `id`, `bucket` and either `text` or `input_ids`.
+        tokenizer: an HF tokenizer; needed for documents that come as text.
+        sampling: where to cut, in place of all that follows: `Sampling(...)`, or `protocol("sc24").sampling`.
+        prefix_length: tokens shown.
+        suffix_length: tokens that must follow.
+        offsets: positions, in tokens, at which the prefix begins.
+        min_document_tokens: shorter documents are left out; at least max(offsets) + prefix_length + suffix_length,
+            which is the default.
+        max_document_tokens: longer documents are left out; no bound by default.
+        add_special_tokens: whether tokenizing a text adds the tokenizer's special tokens (a BOS, say). Set it to what
+            training did.
+    Raises:
+        ValueError: a length or offset that cannot be, a document without its fields, an id that occurs twice, or no
+            document that is long enough.
+    """
+    if sampling is None:
+        if prefix_length is None or suffix_length is None:
+            raise ValueError("build_samples needs prefix_length=... and suffix_length=..., or sampling=....")
+        sampling = Sampling(
+            prefix_length=prefix_length,
+            suffix_length=suffix_length,
+            offset=offsets,
+            min_document_tokens=min_document_tokens,
+            max_document_tokens=max_document_tokens,
+            add_special_tokens=add_special_tokens,
+        )
+    elif (prefix_length, suffix_length) != (None, None):
+        raise ValueError("build_samples takes sampling=... or prefix_length=... and suffix_length=..., not both.")
+    return list(iter_samples(documents, sampling=sampling, tokenizer=tokenizer))
+
+
+def _identity(number: int, document: Mapping[str, Any]) -> tuple[str, int]:
+    missing = [key for key in ("id", "bucket") if key not in document]
+    if "text" not in document and "input_ids" not in document:
+        missing.append("text")
+    if missing:
+        raise ValueError(f"document {number} has no {' and no '.join(map(repr, missing))}.")
+    if document["id"] is None or document["id"] == "":
+        raise ValueError(f"document {number} has the id {document['id']!r}; ids must tell documents apart.")
+    document_id, bucket = str(document["id"]), document["bucket"]
+    if not is_count(bucket):
+        raise ValueError(
+            f"document {document_id!r} has bucket {bucket!r}, but a bucket is how often the document was trained on: "
+            "a whole number, 0 for a control."
+        )
+    return document_id, bucket
+
+
+def _tokens(
+    document_id: str, document: Mapping[str, Any], tokenizer, sampling: Sampling, tally: Tally
+) -> tuple[list[int], list[int] | None]:
+    """A document's tokens, and for a window over characters the character at which each of them begins."""
+    by_characters = sampling.kind == "sliding" and sampling.stride_unit == "characters"
+    if "input_ids" in document:
+        if by_characters:
+            raise ValueError(
+                f"document {document_id!r} is token ids, but the window slides over characters: give its text, or "
+                "stride_unit='tokens'."
+            )
+        ids = document["input_ids"]
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids
+        if not isinstance(ids, (list, tuple)):
+            raise ValueError(
+                f"the input_ids of document {document_id!r} are {type(ids).__name__}, not a list of token ids."
+            )
+        return list(ids), None
+    text = document["text"]
+    if not isinstance(text, str):
+        raise ValueError(f"the text of document {document_id!r} is {type(text).__name__}, not a string.")
+    if tokenizer is None:
+        raise ValueError(f"document {document_id!r} is text, so build_samples needs tokenizer=...")
+    if by_characters and not tokenizer.is_fast:
+        raise ValueError(
+            "a window over characters needs a fast tokenizer, which says where its tokens are in the text."
+        )
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the text of document {document_id!r} cannot be written as UTF-8: {text[error.start]!r} at character "
+            f"{error.start} is half of a surrogate pair."
+        ) from None
+    # verbose=False: a document longer than the model's window is no mistake here, only a piece of it is used
+    encoding = tokenizer(
+        text, add_special_tokens=sampling.add_special_tokens, return_offsets_mapping=by_characters, verbose=False
+    )
+    tokens = encoding["input_ids"]
+    again = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    tally.not_round_trip += again != text
+    return tokens, [begin for begin, _ in encoding["offset_mapping"]] if by_characters else None
+
+
+def _windows_over_characters(
+    text: str, begins: list[int], tokenizer, sampling: Sampling
+) -> Iterator[tuple[str, int, list[int], int]]:
+    """The first tokens of the text from every `stride`-th character on, special tokens of each window included.
+
+    Its offset is that of the document's token in which it begins.
+    """
+    [prefix], [suffix] = sampling.prefix_length, sampling.suffix_length
+    window = prefix + suffix
+
+    def encode(starts: Sequence[int], characters: int) -> list[list[int]]:
+        some = [text[start : start + characters] for start in starts]
+        return tokenizer(some, add_special_tokens=sampling.add_special_tokens, verbose=False)["input_ids"]
+
+    starts = range(0, len(text), sampling.stride)
+    for place in range(0, len(starts), _SLICES_AT_ONCE):
+        some = starts[place : place + _SLICES_AT_ONCE]
+        for start, ids in zip(some, encode(some, _CHARACTERS_A_TOKEN * window), strict=True):
+            characters = _CHARACTERS_A_TOKEN * window
+            while len(ids) < window and start + characters < len(text):
+                characters *= 4
+                [ids] = encode([start], characters)
+            if len(ids) >= window:
+                offset = max(bisect_right(begins, start) - 1, 0)
+                yield f"{start}c", offset, ids[:window], prefix
+
+
+def _tell(tally: Tally, sampling: Sampling, shortest: int) -> None:
+    """Log what was left out.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    counts = f"{tally.short} of {tally.documents} documents have fewer than {shortest} tokens"
+    if tally.empty:
+        counts += f" ({tally.empty} of them none at all)"
+    if sampling.max_document_tokens is not None:
+        counts += f", {tally.long} more than {sampling.max_document_tokens}"
+    if not tally.samples:
+        raise ValueError(f"no samples: {counts}. Use shorter prefixes, suffixes or offsets, or longer documents.")
+    if tally.short or tally.long:
+        logger.warning("%s; they are left out.", counts)
+    if tally.duplicates:
+        other = tally.duplicates_of_other_buckets
+        logger.warning(
+            "%d samples have the same tokens as an earlier one; they are left out%s.",
+            tally.duplicates,
+            f". {other} of them are of another bucket than the earlier one: the buckets are not disjoint"
+            if other
+            else "",
+        )
+    if tally.not_round_trip:
+        logger.warning(
+            "%d of %d documents are not given back unchanged by the tokenizer (decoded, their tokens are another "
+            "text); tokens are what is compared.",
+            tally.not_round_trip,
+            tally.documents,
+        )

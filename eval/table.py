@@ -1,0 +1,137 @@
+"""Results as columns of numbers: what a summary keeps of each sample.
+
+A `SampleResult` holds texts and a list per token; a million of them fit into no memory. A table reads them once, from
+any iterator, and keeps about three hundred bytes a sample.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, nan
+
+import numpy as np
+
+from hf_axonn_eval.degeneracy import is_degenerate
+from hf_axonn_eval.discoverability import CHANCES, n_needed
+from hf_axonn_eval.results import SampleResult
+
+
+SHARES = ("exact_match", "near_verbatim")  # yes or no for each sample
+MEANS = (
+    "rouge1",
+    "rouge2",
+    "rougeL",
+    "token_accuracy",
+    "free_running_accuracy",
+    "divergence_point",
+    "longest_run",
+    "edit_distance",
+    "extraction_strength",
+    "nll",
+    "probability",
+    "sampled_probability",
+    "type_token_ratio",
+    "zlib_ratio",
+)
+METRICS = SHARES + MEANS
+MEMBERSHIP = "membership."  # + name of the score
+NEEDED = "n_needed."  # + p
+
+
+def value(result: SampleResult, metric: str) -> float | None:
+    """A metric of one sample as a number, None where it was not asked for or is not defined."""
+    if metric == "nll":
+        return None if result.logprob is None else -result.logprob / result.suffix_length
+    if metric == "probability":
+        return None if result.logprob is None else exp(result.logprob)
+    if metric == "sampled_probability":
+        return None if result.sampled_logprob is None else exp(result.sampled_logprob)
+    measured = getattr(result, metric)
+    return None if measured is None else float(measured)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Numbers of samples, a column each; NaN where a sample does not have the number.
+
+    Args:
+        ids: sample ids.
+        documents: [samples] the document of each sample.
+        buckets: [samples] whole numbers.
+        columns: by name [samples] float64: METRICS, `suffix_length`, `undecided`, `degenerate`, `membership.<score>`
+            and `n_needed.<p>`.
+    """
+
+    ids: Sequence[str]
+    documents: Sequence[Hashable]
+    buckets: np.ndarray
+    columns: Mapping[str, np.ndarray]
+
+    @classmethod
+    def of(cls, results: Iterable[SampleResult]) -> Table:
+        """Read results once.
+
+        Raises:
+            ValueError: there are none.
+        """
+        ids: list[str] = []
+        documents: list[str] = []
+        names: dict[str, str] = {}
+        buckets = array("q")
+        columns: dict[str, array] = {}
+        for result in results:
+            for name, number in _numbers(result).items():
+                if number is not None:
+                    column = columns.setdefault(name, array("d"))
+                    column.extend([nan] * (len(ids) - len(column)))  # samples before it that did not have it
+                    column.append(number)
+            ids.append(result.sample_id)
+            documents.append(names.setdefault(result.document_id, result.document_id))  # one string a document
+            buckets.append(result.bucket)
+        if not ids:
+            raise ValueError("there are no results to summarize; in a job of several ranks only rank 0 has them.")
+        for column in columns.values():
+            column.extend([nan] * (len(ids) - len(column)))
+        return cls(ids, documents, np.asarray(buckets), {name: np.asarray(column) for name, column in columns.items()})
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows(self, chosen: np.ndarray) -> Table:
+        """The samples at these places, in this order; `chosen` holds places, or a bool a sample."""
+        places = np.flatnonzero(chosen) if chosen.dtype == bool else chosen
+        return Table(
+            [self.ids[place] for place in places],
+            [self.documents[place] for place in places],
+            self.buckets[places],
+            {name: column[places] for name, column in self.columns.items()},
+        )
+
+    def column(self, name: str) -> np.ndarray:
+        """A column, all NaN if no sample has the number."""
+        found = self.columns.get(name)
+        return np.full(len(self), nan) if found is None else found
+
+    def with_column(self, name: str, column: np.ndarray) -> Table:
+        """The same samples with one more number each."""
+        return Table(self.ids, self.documents, self.buckets, {**self.columns, name: column})
+
+    def groups(self) -> dict[str, np.ndarray]:
+        """Which samples belong to each bucket, by its number as text in growing order, and last to "all"."""
+        groups = {str(bucket): self.buckets == bucket for bucket in np.unique(self.buckets)}
+        return groups | {"all": np.ones(len(self), dtype=bool)}
+
+
+def _numbers(result: SampleResult) -> dict[str, float | bool | None]:
+    numbers: dict[str, float | bool | None] = {metric: value(result, metric) for metric in METRICS}
+    numbers["suffix_length"] = result.suffix_length
+    numbers["undecided"] = result.undecided
+    numbers["degenerate"] = is_degenerate(result.type_token_ratio, result.zlib_ratio)
+    for score, number in (result.membership or {}).items():
+        numbers[MEMBERSHIP + score] = number
+    if result.sampled_logprob is not None:
+        for chance in CHANCES:
+            numbers[f"{NEEDED}{chance:g}"] = n_needed(result.sampled_logprob, chance)
+    return numbers

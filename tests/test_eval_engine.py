@@ -1,0 +1,211 @@
+"""One pass, kept keys and values, padding, refilled batches: on every family and grid what `generate` answers."""
+
+import functools
+import logging
+
+import pytest
+import torch
+from eval_families import FAMILIES, family, generated, parting_samples
+from eval_support import samples, tiny_llama, topics_tokenizer
+from float64 import Float64
+from ranks import run_ranks
+
+import hf_axonn
+from hf_axonn import Grid
+from hf_axonn_eval import Sample, extract, membership, metrics
+from hf_axonn_eval.caches import can_be_kept
+from hf_axonn_eval.discoverability import Sampler
+from hf_axonn_eval.undecided import undecided_below
+
+
+def counting(model) -> list[tuple[int, int]]:
+    """The shapes of the tokens that are fed from now on."""
+    fed, forward = [], model.forward
+
+    @functools.wraps(forward)
+    def counted(input_ids, **options):
+        fed.append(tuple(input_ids.shape))
+        return forward(input_ids=input_ids, **options)
+
+    model.forward = counted
+    return fed
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_answers_as_generate_does(name):
+    # eager attention, which soft caps need, does not pad in float64
+    model = family(name, torch.float32 if name == "gemma2" else torch.float64)
+    asked = parting_samples(model, 23)
+    assert can_be_kept(model) == (name != "mamba")
+    expected = [generated(model, sample.prefix, len(sample.suffix)) for sample in asked]
+    for batch_size in (1, 4, 23):
+        results = extract(model, None, asked, batch_size=batch_size, progress=False)
+        assert [result.generated for result in results] == expected
+    for sample, wanted, result in zip(asked, expected, results, strict=True):
+        hits = [mine == true for mine, true in zip(wanted, sample.suffix, strict=True)]
+        assert result.exact_match == all(hits) and result.divergence_point == metrics.divergence_point(hits)
+        assert not result.undecided
+    assert len({result.divergence_point for result in results}) > 5 and any(result.exact_match for result in results)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_dropping_samples_early_changes_no_answer(name):
+    model = family(name, torch.float32 if name == "gemma2" else torch.float64)
+    asked = parting_samples(model, 23, suffixes=(5, 40))
+    whole = extract(model, None, asked, batch_size=8, generate=False, progress=False)
+    fed = counting(model)
+    early = extract(model, None, asked, batch_size=8, generate=False, stop_early=True, progress=False)
+    for one, other in zip(whole, early, strict=True):
+        assert (one.exact_match, one.divergence_point) == (other.exact_match, other.divergence_point)
+        assert other.margin == pytest.approx(one.margin, abs=1e-4 if name == "gemma2" else 1e-10)
+        assert other.logprob is other.hits is other.token_accuracy is other.extraction_strength is None
+    if name != "mamba":
+        assert sum(rows * tokens for rows, tokens in fed) < sum(len(s.prefix + s.suffix) for s in asked)
+
+
+def test_the_batch_that_is_decoded_stays_full():
+    model = family("llama")
+    asked = [sample for sample in parting_samples(model, 80, suffixes=(12, 12)) if int(sample.sample_id) % 4]
+    fed = counting(model)
+    results = extract(model, None, asked, batch_size=2, progress=False)
+    steps = [rows for rows, tokens in fed if tokens == 1]
+    needed = sum(len(result.generated) - result.divergence_point - 1 for result in results)
+    assert needed <= sum(steps) < 1.6 * needed
+    assert max(steps) == 8
+
+
+# None: a plain model on every process
+GRIDS = {
+    2: {"x2": Grid(x=2), "z2": Grid(z=2), "data2": Grid(data=2), "plain2": None},
+    4: {"z2x2": Grid(z=2, x=2), "y2z2": Grid(y=2, z=2)},
+}
+OPTIONS = [
+    {},
+    {"generate": False, "sampler": Sampler(top_k=20)},
+    {"generate": False, "stop_early": True},
+]
+
+
+def on_grids(asked, grids) -> dict:
+    answers = {}
+    for name in ("llama", "gemma2"):
+        for grid_name, grid in grids.items():
+            model = family(name) if grid is None else hf_axonn.parallelize(family(name), grid)[0]
+            with Float64():
+                for number, options in enumerate(OPTIONS):
+                    answers[name, grid_name, number] = extract(
+                        model, None, asked[name], batch_size=3, progress=False, **options
+                    )
+    if "z2" in grids:
+        model, _ = hf_axonn.parallelize(family("mamba"), grids["z2"])
+        answers["mamba", "z2", 0] = extract(model, None, asked["mamba"], batch_size=3, progress=False)
+    return answers
+
+
+@pytest.mark.parametrize("world", GRIDS)
+def test_every_grid_answers_as_one_process_does(world):
+    asked = {name: parting_samples(family(name), 19) for name in ("llama", "gemma2", "mamba")}
+    [alone] = run_ranks(on_grids, 1, asked, {"alone": None})
+    first, *others = run_ranks(on_grids, world, asked, GRIDS[world])
+    assert all(answer == [] for other in others for answer in other.values())
+    for (name, grid, number), results in first.items():
+        if name == "mamba":
+            wanted = [generated(family("mamba"), sample.prefix, len(sample.suffix)) for sample in asked["mamba"]]
+            assert [result.generated for result in results] == wanted
+            continue
+        wanted = alone[name, "alone", number]
+        # the same numbers are added in the same order: the same bits
+        if grid == "plain2":
+            assert results == wanted
+        if grid == "z2":
+            assert results == first[name, "data2", number]
+        for result, expected in zip(results, wanted, strict=True):
+            for field in ("sample_id", "exact_match", "divergence_point", "generated", "hits", "undecided"):
+                assert getattr(result, field) == getattr(expected, field), (name, grid, field)
+            for field in ("margin", "logprobs", "sampled_logprob"):
+                value = getattr(expected, field)
+                assert getattr(result, field) == (value and pytest.approx(value, abs=1e-10, rel=0)), (name, grid)
+
+
+def test_the_chance_under_a_sampler_and_membership_come_from_the_same_pass():
+    model, sampler = tiny_llama().double(), Sampler(temperature=0.7, top_k=400, top_p=0.9)
+    uneven = [*samples()[:4], *(Sample(**{**vars(s), "suffix": s.suffix[:11]}) for s in samples()[4:7])]
+    tokenizer = topics_tokenizer()
+    fed = counting(model)
+    options = {"sampler": sampler, "membership": True, "generate": False, "progress": False}
+    results = extract(model, tokenizer, uneven, batch_size=7, **options)
+    assert len(fed) == 1
+    for sample, result in zip(uneven, results, strict=True):
+        ids = torch.tensor([*sample.prefix, *sample.suffix])
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0, :-1]
+        each = sampler.logprobs(logits, ids[1:])[-len(sample.suffix) :]
+        assert result.sampled_logprob == pytest.approx(each.sum().item(), abs=1e-9)
+        statistics = [column.tolist() for column in membership.token_statistics(logits, ids[1:])]
+        assert result.membership == pytest.approx(membership.scores(*statistics, tokenizer.decode(ids.tolist())))
+    assert any(result.sampled_logprob == -torch.inf for result in results)
+
+
+def test_where_memory_runs_out_the_batch_is_halved(caplog):
+    model = family("llama")
+    asked = parting_samples(model, 20)
+    expected = extract(model, None, asked, batch_size=2, progress=False)
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def small(input_ids, **options):
+        if len(input_ids) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
+        return forward(input_ids=input_ids, **options)
+
+    model.forward = small
+    with caplog.at_level(logging.WARNING):
+        results = extract(model, None, asked, batch_size=8, progress=False)
+    assert [result.generated for result in results] == [result.generated for result in expected]
+    assert [record.args for record in caplog.records] == [(4,), (2,)]
+    model.forward = functools.wraps(forward)(lambda input_ids, **options: small(torch.cat([input_ids] * 3), **options))
+    with pytest.raises(ValueError, match="out of memory with batch_size 1"):
+        extract(model, None, asked, batch_size=2, progress=False)
+
+
+def test_a_batch_size_is_found():
+    model = family("llama")
+    asked = parting_samples(model, 9, prefixes=(9, 9), suffixes=(6, 6))
+    expected = extract(model, None, asked, batch_size=9, progress=False)
+    fed = counting(model)
+    found = extract(model, None, asked, batch_size="auto", progress=False)
+    assert [result.generated for result in found] == [result.generated for result in expected]
+    assert max(rows for rows, _ in fed) > 4
+
+
+def test_what_rounding_decides_is_called_undecided():
+    model = family("llama")
+    asked = parting_samples(model, 16)
+    with torch.no_grad():  # two tokens that are always equally likely
+        model.lm_head.weight[1::2] = model.lm_head.weight[::2]
+    results = extract(model, None, asked, progress=False)
+    assert all(result.undecided and result.margin == 0 for result in results)
+    # bfloat16: what another batch decides otherwise is undecided, and not everything is
+    low = family("qwen3").bfloat16()
+    asked = parting_samples(low, 60)
+    answers = [extract(low, None, asked, batch_size=size, progress=False, generate=False) for size in (1, 60)]
+    differing = [
+        (one, other) for one, other in zip(*answers, strict=True) if one.divergence_point != other.divergence_point
+    ]
+    assert all(one.undecided or other.undecided for one, other in differing)
+    assert undecided_below(low) == 0.25
+    assert any(result.exact_match and not result.undecided for result in answers[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stop_early": True}, "does not go with generate"),
+        ({"stop_early": True, "generate": False, "membership": True}, "does not go with membership"),
+        ({"membership": True}, "need a tokenizer"),
+        ({"batch_size": "much"}, "batch_size is 'much'"),
+    ],
+)
+def test_options_that_exclude_each_other_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        extract(tiny_llama(), None, samples()[:2], progress=False, **options)

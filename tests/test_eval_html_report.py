@@ -1,0 +1,238 @@
+"""The HTML page: everything is on it, it needs nothing from elsewhere, and no text can act in it."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from math import log
+from urllib.parse import unquote
+
+import pytest
+from eval_support import result, samples, topics_tokenizer
+
+from hf_axonn_eval import Sample, compare, html_page, write_report
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+SECTIONS = ["buckets", "differences", "prefix", "survival", "probability", "draws", "membership", "undecided"]
+SECTIONS += ["maps", "texts", "provenance"]
+HOSTILE = (
+    "</dd></article><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+    "<svg onload=document.title='owned'> '\" &amp; \u202e"
+)
+VOID = {"meta", "br", "img", "link"}
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of each section; every tag is closed, in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.tags: set[str] = set()
+        self.sections: dict[str, str] = {}
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += [(tag, *attribute) for attribute in attrs]
+        if tag == "section":
+            self.sections[dict(attrs)["id"]] = ""
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "section" in self.open:
+            self.sections[list(self.sections)[-1]] += data
+
+
+def measured(name: str, place: int, *, known: bool):
+    return result(
+        f"{name}@{place}",
+        document_id=name,
+        offset=10 * place,
+        bucket=6 if name.startswith("b") else 0,
+        prefix_length=10 if place % 2 else 20,
+        exact_match=known,
+        divergence_point=2 if known else 1,
+        token_accuracy=1.0 if known else 0.5,
+        near_verbatim=known,
+        rougeL=1.0 if known else 0.2,
+        suffix_text=f"true {HOSTILE}",
+        generated_text=f"said {HOSTILE}",
+        generated=[5, 6] if known else [5, 7],
+        sampled_logprob=log(0.5) if known else float("-inf"),
+        membership={"loss": -0.1 * place if known else -2.0 - place, "min_k": -1.0},
+        margin=0.5,
+        undecided=place == 0,
+    )
+
+
+RECORD = {
+    "identity": {
+        "samples": 16,
+        "samples_sha256": "ab" * 32,
+        "model_fingerprint": "cd" * 32,
+        "dtype": "float32",
+        "sampler": "temperature 1, top-k 40",
+    },
+    "model": {"path": f"runs/{HOSTILE}"},
+    "grid": None,
+    "device": {"type": "cpu"},
+    "settings": {"batch_size": 8},
+    "versions": {"torch": "2.13.0"},
+    "command": ["extract", "--model", "x"],
+}
+
+
+@pytest.fixture(scope="module")
+def everything():
+    """Two runs in which all is measured, several windows a document, and names and texts that are attacks."""
+    names = ["a1", f"a2{HOSTILE}", "b1", f"b2{HOSTILE}"]
+    runs = {
+        "base": [measured(name, place, known=False) for name in names for place in range(4)],
+        f"trained {HOSTILE}": [measured(name, place, known=name[0] == "b") for name in names for place in range(4)],
+    }
+    records = {name: RECORD for name in runs}
+    return compare(runs, records=records, lengths=[1], resamples=100), runs
+
+
+@pytest.fixture(scope="module")
+def page(everything):
+    comparison, runs = everything
+    return html_page(comparison, runs=runs, title=HOSTILE)
+
+
+def test_every_section_says_what_was_measured(page):
+    found = Page(page).sections
+    assert list(found) == SECTIONS
+    for section, told in {
+        "buckets": "8 of 8 [",
+        "differences": "McNemar's test",
+        "prefix": "prefix tokens",
+        "survival": "L, tokens",
+        "probability": "log10",
+        "draws": "Sampler: temperature 1, top-k 40.",
+        "membership": "Min-K%",
+        "undecided": "2 of 8",
+        "maps": "4 of 4 windows word for word",
+        "texts": "all 2 tokens right",
+        "provenance": "cd" * 32,
+    }.items():
+        assert told in found[section], section
+    charts = re.findall(r'<section id="(\w+)">(.*?)</section>', page, re.DOTALL)
+    counts = {name: body.count('<figure class="chart">') for name, body in charts}
+    assert {name: count for name, count in counts.items() if count} == {
+        "buckets": 4,  # PLOTTED
+        "prefix": 2,  # the others: one for each bucket
+        "survival": 2,
+        "probability": 2,
+        "draws": 4,
+    }
+
+
+def test_the_page_loads_nothing_and_runs_nothing(page):
+    found = Page(page)
+    assert not found.tags & {"script", "link", "img", "iframe", "object", "embed", "base", "form", "video", "audio"}
+    for tag, name, value in found.attributes:
+        assert not name.startswith("on"), (tag, name)
+        assert name not in ("src", "srcset", "data", "action", "background", "style", "xlink:href")
+        assert name != "href" or value.startswith("#")
+    assert "url(" not in page and "@import" not in page
+    assert ("meta", "http-equiv", "Content-Security-Policy") in found.attributes
+    assert any(value and value.startswith("default-src 'none'") for _, name, value in found.attributes)
+
+
+def test_hostile_text_is_shown_as_it_is(page):
+    texts = Page(page).sections
+    assert HOSTILE in texts["texts"] and HOSTILE in texts["buckets"] and HOSTILE in texts["provenance"]
+    assert HOSTILE in texts["maps"] and "<script" not in page and "<img" not in page
+
+
+def test_what_was_not_measured_is_said():
+    comparison = compare({"only": [result("a"), result("b", bucket=2)]})
+    for runs in ({"only": [result("a"), result("b", bucket=2)]}, None):
+        found = Page(html_page(comparison, runs=runs)).sections
+        assert list(found) == SECTIONS and all(text for text in found.values())
+        assert "one run only" in found["differences"] and "No sampler" in found["draws"]
+        assert "run.json" in found["provenance"] and "offsets" in found["maps"] and "No texts" in found["texts"]
+    assert "write_report" in found["survival"]
+
+
+def test_prefixes_and_marks_need_samples_and_a_tokenizer():
+    asked = samples()[0]
+    answer = result(
+        asked.sample_id,
+        document_id=asked.document_id,
+        bucket=asked.bucket,
+        generated=[*asked.suffix[:4], 5],
+        suffix_text="x",
+        generated_text="y",
+    )
+    options = {"runs": {"only": [answer]}, "samples": [asked], "tokenizer": topics_tokenizer()}
+    text = html_page(compare(options["runs"]), **options)
+    assert topics_tokenizer().decode(asked.prefix) in Page(text).sections["texts"]
+    assert '<mark class="start">' in text.split('id="texts"')[1].split("</article>")[0].split("<article")[1]
+    hostile = Sample(sample_id=asked.sample_id, document_id="d", bucket=0, offset=0, prefix=(5,), suffix=asked.suffix)
+
+    class Hostile:
+        def decode(self, ids):
+            return HOSTILE * len(ids)
+
+    options |= {"samples": [hostile], "tokenizer": Hostile()}
+    assert "<script" not in html_page(compare(options["runs"]), **options)
+
+
+def test_maps_are_files_too(everything, tmp_path):
+    comparison, runs = everything
+    paths = write_report(comparison, tmp_path, runs=runs)
+    assert {"maps.svg", "maps.png", "report.html"} <= set(paths) and all(path.is_file() for path in paths.values())
+    assert "<script" not in paths["maps.svg"].read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium: apt-get install chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_shows_it(page, tmp_path, width):
+    """Nothing is wider than the window, nothing was loaded, no text ran: read off by a script that is added here."""
+    probe = """<script>addEventListener("load", () => { const wide = [...document.querySelectorAll("section *")]
+      .filter(e => !e.closest(".wide, .maps-box") && e.getBoundingClientRect().right > innerWidth + 1);
+      document.documentElement.setAttribute("data-probe", JSON.stringify({title: document.title, width: innerWidth,
+      scroll: document.documentElement.scrollWidth, wide: wide.map(e => e.outerHTML.slice(0, 80)),
+      loaded: performance.getEntriesByType("resource").length,
+      ground: getComputedStyle(document.body).backgroundColor,
+      bars: [...document.querySelectorAll(".bar")].filter(e => e.getBoundingClientRect().width > 0).length})); });
+      </script>"""
+    (tmp_path / "page.html").write_text(
+        page.replace("default-src 'none'", "script-src 'unsafe-inline'") + probe, "utf-8"
+    )
+    quiet = "--disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update"
+    browser = [
+        CHROMIUM,
+        "--headless",
+        "--no-sandbox",
+        *quiet.split(),
+        "--disable-sync",
+        f"--user-data-dir={tmp_path}/u",
+    ]
+    # a headless window is at least 500 wide; an emulated telephone is not
+    frame = f'<iframe id="f" src="page.html" width="{width}" height="900" style="border:0"></iframe>'
+    read = """<script>addEventListener("load", () => { document.body.setAttribute("data-out",
+      encodeURIComponent(f.contentDocument.documentElement.getAttribute("data-probe"))); });</script>"""
+    (tmp_path / "frame.html").write_text(f"<body>{frame}{read}", "utf-8")
+    command = [*browser, "--allow-file-access-from-files", "--dump-dom", (tmp_path / "frame.html").as_uri()]
+    dumped = subprocess.run(command, capture_output=True, text=True, timeout=90, check=True).stdout
+    seen = json.loads(unquote(re.search('data-out="([^"]*)"', dumped)[1]))
+    assert seen["title"].startswith("</dd>") and "owned" in seen["title"] and seen["title"] != "owned"
+    assert seen["width"] == width and seen["scroll"] <= width and seen["wide"] == []
+    assert seen["loaded"] == 0 and seen["bars"] > 20 and seen["ground"] != "rgba(0, 0, 0, 0)"

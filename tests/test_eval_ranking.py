@@ -1,0 +1,125 @@
+"""Exposure: high for a secret a model was trained on, that of chance for one it was not, the same on several ranks."""
+
+import json
+import math
+
+import pytest
+import torch
+from eval_support import tiny_llama, topics_tokenizer
+from ranks import run_ranks
+
+from hf_axonn_eval import make_canaries, rank_canaries
+from hf_axonn_eval.__main__ import main
+from hf_axonn_eval.ranking import exposure_by_insertions, ranking_record
+
+
+FORMAT = "the secret word is {letters:6}"
+
+
+@pytest.fixture(scope="module")
+def canaries():
+    return make_canaries(FORMAT, insertions=(0, 3, 30), each=6, candidates=255, seed=1)
+
+
+def taught(canaries):
+    """A tiny model trained on all canaries as often as they say, in a few epochs."""
+    model = tiny_llama().train()
+    tokenizer = topics_tokenizer()
+    texts = [tokenizer(some.text, add_special_tokens=False)["input_ids"] for some in canaries.canaries]
+    width = max(map(len, texts))
+    ids = torch.tensor([text + [0] * (width - len(text)) for text in texts])
+    mask = torch.tensor([[1] * len(text) + [0] * (width - len(text)) for text in texts])
+    labels = ids.masked_fill(mask == 0, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.0)
+    for step in range(30):
+        rows = [place for place, some in enumerate(canaries.canaries) if step % 30 < some.insertions]
+        model(input_ids=ids[rows], attention_mask=mask[rows], labels=labels[rows]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def test_a_secret_that_was_learnt_is_exposed_and_others_are_not(canaries):
+    model = taught(canaries)
+    ranked = rank_canaries(model, topics_tokenizer(), canaries, batch_size=64, progress=False)
+    exposed = exposure_by_insertions(ranked)
+    assert list(exposed) == [0, 3, 30]
+    assert exposed[30]["first"] == 6 and exposed[30]["least_exposure"] == 8.0  # log2 of 255 + 1
+    # a rank drawn at random gives 1.44 bits on average, with a standard deviation of 1.44: 0.59 for the mean of six
+    assert exposed[0]["mean_exposure"] < 1.44 + 5 * 0.59 and exposed[0]["first"] == 0
+    # the fit goes on beyond the rank, up to all texts of the format
+    assert all(8 < some.fitted_exposure <= 6 * math.log2(26) for some in ranked if some.insertions == 30)
+    record = ranking_record(ranked, canaries, {"fingerprint": "f"})
+    assert record["highest_exposure"] == 8.0 and not record["exact"] and record["by_insertions"]["30"]["first"] == 6
+    assert json.loads(json.dumps(record)) == record
+
+
+def test_a_model_that_has_seen_none_gives_chance():
+    drawn = make_canaries(FORMAT, insertions=(1,), each=40, candidates=400, seed=2)
+    ranked = rank_canaries(tiny_llama(), topics_tokenizer(), drawn, batch_size=64, progress=False)
+    mean = exposure_by_insertions(ranked)[1]["mean_exposure"]
+    assert abs(mean - 1 / math.log(2)) < 4 * 1.44 / math.sqrt(40)
+
+
+def test_the_log_probability_is_that_of_the_text_after_what_all_begin_with(canaries):
+    model, tokenizer = tiny_llama(), topics_tokenizer()
+    for special in (False, True):
+        ranked = rank_canaries(model, tokenizer, canaries, add_special_tokens=special, batch_size=64, progress=False)
+        texts = [*(some.text for some in canaries.canaries), *canaries.candidates]
+        lists = [tokenizer(text, add_special_tokens=special)["input_ids"] for text in texts]
+        totals = []
+        for ids in lists:
+            with torch.no_grad():
+                logprobs = model(torch.tensor([ids])).logits[0, :-1].double().log_softmax(-1)
+            totals.append(logprobs[torch.arange(len(ids) - 1), torch.tensor(ids[1:])].sum().item())
+        others = totals[len(ranked) :]
+        assert [some.rank for some in ranked] == [
+            1 + sum(other >= total for other in others) for total in totals[: len(ranked)]
+        ]
+        gaps = [some.nll + total for some, total in zip(ranked, totals, strict=False)]
+        assert max(gaps) - min(gaps) < 1e-4  # all leave out the same beginning
+
+
+def test_a_text_that_begins_with_its_secret_needs_a_token_before_it():
+    drawn = make_canaries("{letters:6} is the word", insertions=(1,), each=2, candidates=50)
+    with pytest.raises(ValueError, match="begin the format with words, or the texts with a BOS"):
+        rank_canaries(tiny_llama(), topics_tokenizer(), drawn, progress=False)
+    ranked = rank_canaries(tiny_llama(), topics_tokenizer(), drawn, add_special_tokens=True, progress=False)
+    assert len(ranked) == 2
+
+
+def _on_each_rank(canaries):
+    return rank_canaries(tiny_llama(), topics_tokenizer(), canaries, batch_size=16, progress=False)
+
+
+def test_two_processes_give_what_one_gives():
+    drawn = make_canaries(FORMAT, insertions=(0, 1), each=2, candidates=40)
+    alone = _on_each_rank(drawn)
+    zero, one = run_ranks(_on_each_rank, 2, drawn)
+    assert one == [] and [some.rank for some in zero] == [some.rank for some in alone]
+    assert [some.nll for some in zero] == pytest.approx([some.nll for some in alone], rel=1e-5)
+
+
+def test_the_two_commands(tmp_path, capsys):
+    tiny_llama().save_pretrained(tmp_path / "model")
+    topics_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text('{"id": "a", "text": "words"}\n' * 3)
+    asked = ["--format", FORMAT, "--insertions", "0", "2", "--each", "3", "--candidates", "60", "--seed", "5"]
+    files = ["--documents", str(tmp_path / "train.jsonl"), "--output", str(tmp_path / "canaries")]
+    assert main(["canaries", "make", *asked, *files]) == 0
+    told = capsys.readouterr().out
+    assert "6 lines added" in told and "6 canaries and 60 candidates, a random sample of the 308915776 texts" in told
+    lines = (tmp_path / "canaries" / "documents.jsonl").read_text().splitlines()
+    assert len(lines) == 9 and sum("canary" in line for line in lines) == 6
+    output = tmp_path / "ranks" / "base.json"
+    files = ["--canaries", str(tmp_path / "canaries"), "--model", str(tmp_path / "model"), "--output", str(output)]
+    assert main(["canaries", "rank", *files]) == 0
+    told = capsys.readouterr().out
+    assert "exposure in bits, at most 5.93" in told and str(output) in told.replace("\n", "")
+    record = json.loads(output.read_text())
+    assert [some["insertions"] for some in record["canaries"]] == [0, 0, 0, 2, 2, 2]
+    assert record["model"]["path"] == str(tmp_path / "model")
+    assert main(["canaries", "rank", "--canaries", str(tmp_path), *files[2:]]) == 2
+    assert "holds no canaries.json" in capsys.readouterr().err
+    assert main(["canaries", "make", "--format", "plain", "--output", str(tmp_path / "none")]) == 2
+    assert "needs one or more fields" in capsys.readouterr().err and not (tmp_path / "none").exists()

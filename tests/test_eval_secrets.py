@@ -1,0 +1,107 @@
+"""Canaries: drawn from their space without repetition, and in the training data as often as they say."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from hf_axonn_eval import insert_canaries, make_canaries
+from hf_axonn_eval.secrets import Canary, Format, interleave, read_canaries, write_canaries
+
+
+def test_a_format_numbers_all_its_texts():
+    form = Format("{hex:1}-{digits:2}!")
+    texts = [form.candidate(number) for number in range(form.space)]
+    assert form.space == len(set(texts)) == 1600
+    assert texts[0] == "0-00!" and texts[101] == "1-01!" and texts[-1] == "f-99!"
+    assert Format("a {letters:3} b").space == 26**3
+
+
+def test_canaries_and_candidates_are_all_different():
+    drawn = make_canaries("{digits:3}", insertions=(0, 1, 5), each=2, candidates=100, seed=3)
+    assert [canary.insertions for canary in drawn.canaries] == [0, 0, 1, 1, 5, 5]
+    texts = [*(canary.text for canary in drawn.canaries), *drawn.candidates]
+    assert len(set(texts)) == 106 and not drawn.complete and drawn.space == 1000
+    assert drawn == make_canaries("{digits:3}", insertions=(0, 1, 5), each=2, candidates=100, seed=3)
+    other = make_canaries("{digits:3}", insertions=(0, 1, 5), each=2, candidates=100, seed=4)
+    assert drawn.canaries != other.canaries
+
+
+def test_a_small_space_is_used_whole():
+    drawn = make_canaries("{digits:2}", insertions=(1,), candidates=10_000)
+    assert len(drawn.candidates) == 99 and drawn.complete
+
+
+def test_a_space_larger_than_any_range():
+    drawn = make_canaries("{letters:40}", insertions=(1,), candidates=50)
+    assert drawn.space == 26**40 and len(set(drawn.candidates)) == 50
+
+
+def test_each_is_put_in_as_often_as_it_says_and_the_rest_stays(tmp_path):
+    rows = [json.dumps({"name": str(place), "body": "\u00e9" * place}, ensure_ascii=False) for place in range(40)]
+    source, copy = tmp_path / "train.jsonl", tmp_path / "new" / "copy.jsonl"
+    source.write_bytes("\n\n".join(rows).encode())  # empty lines, none at the end
+    drawn = make_canaries("my number is {digits:4}", insertions=(0, 1, 7), each=2, candidates=10)
+    assert insert_canaries(source, copy, drawn, id_key="name", text_key="body") == 16
+    lines = copy.read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if "canary" not in line] == rows
+    added = [json.loads(line) for line in lines if "canary" in line]
+    counts = Counter(row["body"] for row in added)
+    assert counts == Counter({canary.text: canary.insertions for canary in drawn.canaries if canary.insertions})
+    assert len({row["name"] for row in added}) == 16 and set(added[0]) == {"name", "body"}
+    places = [place for place, line in enumerate(lines) if "canary" in line]
+    assert min(places) < 20 < max(places)  # everywhere between the rows
+
+
+def test_places_are_even():
+    """Each of 10 places gets the one extra row in a tenth of 2000 draws: 200, standard deviation 13.4."""
+    counts = Counter(list(interleave("r" * 9, "e", total=9, seed=seed)).index("e") for seed in range(2000))
+    assert set(counts) == set(range(10)) and all(abs(count - 200) < 5 * 13.4 for count in counts.values())
+
+
+def test_round_trip_and_damage(tmp_path):
+    drawn = make_canaries("my number is {digits:4}", insertions=(0, 3), candidates=20)
+    write_canaries(drawn, tmp_path / "c")
+    assert read_canaries(tmp_path / "c") == drawn
+    candidates = tmp_path / "c" / "candidates.jsonl"
+    candidates.write_text(candidates.read_text().replace("my", "no", 1))
+    with pytest.raises(ValueError, match="candidates.jsonl is not the one that was written with canaries.json"):
+        read_canaries(tmp_path / "c")
+    write_canaries(drawn, tmp_path / "c")
+    (tmp_path / "c" / "canaries.json").write_text("{}")
+    with pytest.raises(ValueError, match="is damaged"):
+        read_canaries(tmp_path / "c")
+    with pytest.raises(ValueError, match="holds no canaries.json"):
+        read_canaries(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"format": "no field"}, "needs one or more fields like {digits:9}"),
+        ({"format": "{words:2}"}, "needs one or more fields"),
+        ({"format": "{digits:0}"}, "needs one or more fields"),
+        ({"format": "{digits:1}", "each": 10}, "only 10 texts like .* too few for 10 canaries"),
+        ({"insertions": ()}, "insertions are"),
+        ({"insertions": (1, 1)}, "insertions are .1, 1."),
+        ({"insertions": (-1,)}, "insertions are"),
+        ({"each": 0}, "each is 0"),
+        ({"candidates": 0}, "candidates are 0"),
+    ],
+)
+def test_what_cannot_be_drawn_is_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_canaries(**{"format": "a {digits:4}", "insertions": (1,), **arguments})
+
+
+def test_wrong_training_data_is_named(tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"text": "a"}\n{"body": "b"}\n')
+    drawn = make_canaries("{digits:4}", insertions=(1,), candidates=5)
+    with pytest.raises(ValueError, match="line 2 has no field 'text'"):
+        insert_canaries(file, tmp_path / "copy.jsonl", drawn)
+    file.write_text('{"text": "a"}\n')
+    with pytest.raises(ValueError, match="is the training data itself"):
+        insert_canaries(file, file, drawn)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
+    assert Canary(canary_id="canary-1", text=drawn.canaries[0].text, insertions=1) == drawn.canaries[0]
