@@ -26,9 +26,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_axonn import Grid, parallelize
 from hf_axonn.manifest import Manifest
-from hf_axonn.pieces import SavedTensor, Writers, box_at, pieces_in
+from hf_axonn.pieces import SavedTensor, box_at, pieces_in
 from hf_axonn.saving import PARTS, Save
-from hf_axonn.shard_files import byte_sizes, describe, file_name, pieces_to_write
+from hf_axonn.shard_files import PieceReader, describe, file_name, pieces_to_write
 
 
 def timed(function: Callable, *args) -> tuple[float, object]:
@@ -54,14 +54,9 @@ def saved_tensors(grid: Grid, layers: int) -> tuple[dict[str, SavedTensor], floa
 def read_plan(tensors: dict[str, SavedTensor], saved: Grid, now: Grid, rank: int) -> int:
     """Work out where a rank of `now` finds its part of what was saved on another grid; the number of files."""
     pieces_in.cache_clear()
-    writers, here = Writers(tensors, saved, byte_sizes(tensors)), now.coordinates(rank)
-    return len(
-        {
-            writers.rank(name, place)
-            for name, tensor in tensors.items()
-            for place, _ in pieces_in(tensor, saved, box_at(tensor, now, here))
-        }
-    )
+    here = now.coordinates(rank)
+    reader = PieceReader(Path(), tensors, saved)
+    return len(reader.plan({name: box_at(tensor, now, here) for name, tensor in tensors.items()}))
 
 
 def merge(tensors: dict[str, SavedTensor], grid: Grid) -> tuple[float, int]:

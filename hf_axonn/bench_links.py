@@ -23,16 +23,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_axonn.collectives import barrier, reduce_, start_all_gather
+from hf_axonn.collectives import barrier, exchange, reduce_, start_all_gather, start_reduce_scatter
 from hf_axonn.perf.machines import from_mapping
 from hf_axonn.perf.planner import divisors
 
 
 ROUNDS = 5  # timings of which the median counts, after one that does not
+LONG = (
+    0.05  # seconds that a timing of something short lasts at least, by repeating it: processes that share cores take
+)
+# turns of some milliseconds, and what is shorter than a turn would seem to have a core to itself
+MOST_REPEATS = 10_000
 PAYLOADS = {"nccl": 2**28, "gloo": 2**23}  # bytes of a gathered tensor; AxoNN's authors took a gigabyte
 SMALL = 64  # bytes of a block whose gather is all latency
 SIZES = {"cuda": (256, 512, 1024, 2048, 4096, 8192), "cpu": (64, 128, 256, 512, 1024)}
 COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes of a tensor that is copied to measure memory
+TINY = 64  # numbers
 UNMEASURED = 1e-6  # seconds for a latency that came out below what a clock can tell
 
 
@@ -105,6 +111,7 @@ def measure(local: int, device: torch.device, *, seconds: float) -> dict[str, An
         how_inter = f"measured: one ring through {nodes} nodes"
     products = _products(device)
     best = max(products.values())
+    costs, overlap = _relative_costs(payload, device), _overlap(payload, device)
     how = f"measured by hf-axonn bench-links: {backend}, torch {torch.__version__}, {local} processes a node"
     how_intra = how + (f"; not measured for want of time: {', '.join(skipped)}" if skipped else "")
     on_gpu = device.type == "cuda"
@@ -119,6 +126,10 @@ def measure(local: int, device: torch.device, *, seconds: float) -> dict[str, An
         "gemm_by_size": {str(size): rate / best for size, rate in products.items()},
         "memory_gib": (properties.total_memory if properties else _host_memory() / local) / 2**30,
         "memory_gbs": _copy_bandwidth(device) / 1e9,
+        "memory_fraction": 1.0,
+        "kernel_us": _shortest(device) * 1e6,
+        "overlap": overlap,
+        "relative_cost": costs,
         "units": properties.multi_processor_count if properties else 1,
         "intra_gbs": table or 1.0,
         "inter_gbs": inter,
@@ -131,6 +142,10 @@ def measure(local: int, device: torch.device, *, seconds: float) -> dict[str, An
             "gemm_by_size": f"{how}; square products, all processes at once",
             "memory_gib": "torch" if on_gpu else "the host's memory, divided by its processes",
             "memory_gbs": f"{how}; a copy, read and written",
+            "memory_fraction": "1: memory_gbs is measured",
+            "kernel_us": f"{how}; adding one to {TINY} numbers",
+            "overlap": f"{how}; a product and a gather alone and at once",
+            "relative_cost": f"{how}; of {payload} bytes in a ring of all ranks, beside an all-gather",
             "units": "torch" if on_gpu else "1: gemm_by_size is measured",
             "intra_gbs": how_intra if table else "not measured, a node has one process: 1 stands for nothing",
             "inter_gbs": f"{how_inter}; {how}",
@@ -155,16 +170,24 @@ def _slowest(value: float, device: torch.device) -> float:
 
 
 def _median_seconds(action: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of `action`: the median of ROUNDS, each begun by all ranks together; the slowest rank's."""
-    timings = []
-    for _ in range(ROUNDS + 1):
+    """Seconds of `action`: the median of ROUNDS, each begun by all ranks together and over with the slowest.
+
+    What is over in less than LONG is repeated.
+    """
+
+    def seconds(repeats: int) -> float:
         barrier()
         _finish(device)
         start = time.perf_counter()
-        action()
+        for _ in range(repeats):
+            action()
         _finish(device)
-        timings.append(time.perf_counter() - start)
-    return _slowest(statistics.median(timings[1:]), device)
+        return _slowest((time.perf_counter() - start) / repeats, device)
+
+    seconds(1)
+    # The same number of repeats on all ranks.
+    repeats = min(MOST_REPEATS, max(1, round(LONG / max(seconds(1), UNMEASURED))))
+    return statistics.median(seconds(repeats) for _ in range(ROUNDS))
 
 
 def _finish(device: torch.device) -> None:
@@ -203,6 +226,56 @@ def _products(device: torch.device) -> dict[int, float]:
         left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         found[size] = 2 * size**3 / _median_seconds(lambda a=left, b=right: a @ b, device) / 1e12
     return found
+
+
+def _shortest(device: torch.device) -> float:
+    """Seconds of an operation on next to nothing."""
+    value = torch.zeros(TINY, device=device)
+    return max(UNMEASURED, _median_seconds(lambda: value.add(1), device))
+
+
+def _relative_costs(payload: int, device: torch.device) -> dict[str, float]:
+    """By kind, seconds of a collective over all ranks, over those of an all-gather in which a rank sends as much.
+
+    Of p blocks a reduce-scatter and an all-to-all send p - 1, as a gather does, and an all-reduce twice that.
+    """
+    world = dist.get_world_size()
+    if world == 1:
+        return {}
+    block = payload // 4 // world
+    whole = torch.zeros(world, block, device=device)
+    gather = _gather_seconds(4 * block, dist.group.WORLD, device)
+    found = {
+        "reduce_scatter": _median_seconds(lambda: start_reduce_scatter(whole, dist.group.WORLD).wait(), device),
+        "all_to_all": _median_seconds(lambda: exchange(whole, dist.group.WORLD), device),
+        "all_reduce": _median_seconds(lambda: reduce_(whole, dist.group.WORLD), device) / 2,
+    }
+    return {kind: seconds / gather for kind, seconds in found.items()}
+
+
+def _overlap(payload: int, device: torch.device) -> float:
+    """Share of a gather that goes on beside a product of about as many seconds, 0 to 1."""
+    world, size = dist.get_world_size(), SIZES[device.type][-1]
+    if world == 1:
+        return 1.0
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    block = torch.zeros(payload // 4 // world, device=device)
+    gather = _gather_seconds(block.nbytes, dist.group.WORLD, device)
+    times = max(1, round(gather / _median_seconds(lambda: left @ right, device)))
+
+    def multiply() -> None:
+        for _ in range(times):
+            left @ right
+
+    def both() -> None:
+        pending = start_all_gather(block, dist.group.WORLD)
+        multiply()
+        pending.wait()
+
+    product = _median_seconds(multiply, device)
+    hidden = product + gather - _median_seconds(both, device)
+    return min(1.0, max(0.0, hidden / min(product, gather)))
 
 
 def _copy_bandwidth(device: torch.device) -> float:

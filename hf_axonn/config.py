@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from hf_axonn.grid import AXES, Grid
+from hf_axonn.placement import ORDER, check_order
 
 
 VARIABLE = "AXONN_CONFIG"
@@ -59,6 +60,8 @@ class AxonnConfig:
             (y > 1, norms that are RMSNorm or LayerNorm), else token.
         async_save: whether Trainer's checkpoints are written while training goes on.
         save_failure: what a Trainer does when a checkpoint cannot be saved (a full disk), one of SAVE_FAILURES.
+        order: the axes as they lie on the machine, the one with the fastest links first; read where processes start
+            (placement.py), it changes nothing in a running one.
     Raises:
         ValueError: a value is not of its kind; the message says what to write.
     """
@@ -71,6 +74,7 @@ class AxonnConfig:
     layout: str = "auto"
     async_save: bool = False
     save_failure: str = "stop"
+    order: tuple[str, ...] = ORDER
 
     def __post_init__(self) -> None:
         if not isinstance(self.grid, Grid):
@@ -92,6 +96,7 @@ class AxonnConfig:
             raise ValueError(f"async_save is {self.async_save!r}, but it is a switch: write true or false.")
         if self.save_failure not in SAVE_FAILURES:
             raise ValueError(f"save_failure is {self.save_failure!r}, but it is one of {', '.join(SAVE_FAILURES)}.")
+        object.__setattr__(self, "order", check_order(self.order))
 
     @classmethod
     def from_mapping(cls, section: Mapping[str, Any], *, num_processes: int | None = None) -> AxonnConfig:
@@ -99,7 +104,7 @@ class AxonnConfig:
 
         Args:
             section: keys grid (required; a mapping from axis to size), overlap (a mapping of switches), reduce_dtype,
-                keep_gathered, tune_matmuls, layout, async_save, save_failure.
+                keep_gathered, tune_matmuls, layout, async_save, save_failure, order.
             num_processes: number of processes on all machines together, which the grid must have; None: not checked.
         Raises:
             ValueError: an unknown key, a value of the wrong kind, or a grid of another size than `num_processes`.
@@ -129,7 +134,10 @@ class AxonnConfig:
 
     def to_json(self) -> str:
         """The section as one line of JSON, which `from_env` reads back."""
-        return json.dumps(asdict(self))
+        values = asdict(self)
+        if self.order == ORDER:  # then there is nothing to do at the start
+            del values["order"]
+        return json.dumps(values)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> AxonnConfig | None:

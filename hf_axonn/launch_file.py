@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from hf_axonn.built_shapes import read_shape
 from hf_axonn.config import VARIABLE, AxonnConfig
 from hf_axonn.perf.jobs import resolve_auto
 
@@ -68,7 +69,7 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
     section, planned = settings[SECTION], []
     if isinstance(section, Mapping):
         precision = str(options.get("mixed_precision") or settings.get("mixed_precision") or "no").lower()
-        section, planned = resolve_auto(section, num_processes, mixed_precision=precision)
+        section, planned = resolve_auto(section, num_processes, mixed_precision=precision, read=read_shape)
     config = AxonnConfig.from_mapping(section, num_processes=num_processes)
     kept = {key: value for key, value in settings.items() if key != SECTION}
     # YAML reads an unquoted no as false, where accelerate expects the word.

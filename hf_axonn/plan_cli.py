@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 
+from hf_axonn.built_shapes import read_shape
 from hf_axonn.perf import machines, models
 from hf_axonn.perf.jobs import WEIGHTS, make_job, number
-from hf_axonn.perf.model import Job, Prediction
+from hf_axonn.perf.model import Job, Prediction, reorder
 from hf_axonn.perf.paper import ORDER, rank_grids
-from hf_axonn.perf.planner import Plan, alternatives, grids, other_order, plan, sweep
+from hf_axonn.perf.planner import Plan, alternatives, grids, plan, sweep
 
 
 def add_plan(commands) -> None:
@@ -85,6 +86,7 @@ def _job(options: argparse.Namespace) -> Job:
         options.machine,
         options.batch_tokens,
         options.seq,
+        read=read_shape,
         param_bytes=WEIGHTS[options.weights],
         reduce_bytes=WEIGHTS[options.reduce_dtype],
         checkpointing=not options.no_checkpointing,
@@ -115,6 +117,8 @@ def lines(found: Plan, top: int) -> list[str]:
     text += _left_out(found)
     if found.ranked:
         text += ["", "axonn_config:", f"  grid: {_pasted(found.best.grid)}"]
+        if found.best.order != ORDER:
+            text.append(f"  order: [{', '.join(found.best.order)}]")
         best = found.best
         rows = found.job.sequences // (best.grid.samples_size * best.micro_batches)
         text.append(
@@ -145,12 +149,11 @@ def _judgement(found: Plan) -> list[str]:
         text += [f"with {name} the first would be {entry.grid}" for name, entry in others]
         if others or behind < 0.01:
             text.append("too close to call: measure the first ones")
-    faster = other_order(found.best)
-    if faster.total < 0.99 * found.best.total:
-        gain = 1 - faster.total / found.best.total
+    if found.best.order != ORDER:
+        gain = 1 - found.best.total / reorder(found.best, ORDER).total
         text.append(
-            f"with its axes in the order {', '.join(faster.order)} (innermost first) this grid would take {gain:.0%} "
-            f"less, but ranks are numbered {', '.join(ORDER)}"
+            f"its axes lie on the machine in the order {', '.join(found.best.order)} (the fastest links first), which "
+            f"takes {gain:.0%} less than the engine's own, {', '.join(ORDER)}"
         )
     return text
 
@@ -177,6 +180,7 @@ def entry_json(entry: Prediction) -> dict:
     """A prediction as JSON: seconds, bytes, FLOP/s."""
     return {
         "grid": entry.grid.as_dict(),
+        "order": list(entry.order),
         "micro_batches": entry.micro_batches,
         "step_seconds": entry.total,
         "seconds": entry.seconds,

@@ -31,11 +31,12 @@ class AxonnPlugin(ParallelismConfig):
         reduce_dtype: dtype in which gradients are summed.
         keep_gathered: which gathered weights are kept from forward to backward: "none", "all", or of how many layers.
         tune_matmuls: whether operand layouts of matmuls are timed on the first steps and the fastest used.
+        layout: of the residual stream where y > 1: "auto", "token" or "feature".
         async_save: whether Trainer's checkpoints are written while training goes on.
         save_failure: what a Trainer does when a checkpoint cannot be saved: "stop" or "continue".
     Raises:
-        ValueError: no grid is given and none was launched; later, when the Accelerator is made: the grid is not the
-            number of processes, or fp16, fp8 or torch.compile is asked for.
+        ValueError: no grid is given and none was launched, or there are settings without a grid; later, when the
+            Accelerator is made: the grid is not the number of processes, or fp16, fp8 or torch.compile is asked for.
     """
 
     def __init__(
@@ -46,9 +47,19 @@ class AxonnPlugin(ParallelismConfig):
         reduce_dtype: str = "float32",
         keep_gathered: str | int = "none",
         tune_matmuls: bool = False,
+        layout: str = "auto",
         async_save: bool = False,
         save_failure: str = "stop",
     ) -> None:
+        given = dict(
+            overlap=overlap or Overlap(),
+            reduce_dtype=reduce_dtype,
+            keep_gathered=keep_gathered,
+            tune_matmuls=tune_matmuls,
+            layout=layout,
+            async_save=async_save,
+            save_failure=save_failure,
+        )
         if grid is None:
             config = AxonnConfig.from_env()
             if config is None:
@@ -56,16 +67,15 @@ class AxonnPlugin(ParallelismConfig):
                     f"AxonnPlugin() without a grid takes it from the launch file, but {VARIABLE} is not set: start "
                     "with accelerate launch --config axonn.yaml, or pass grid=Grid(...)."
                 )
+            defaults = AxonnConfig(grid=config.grid)
+            unread = [name for name, value in given.items() if value != getattr(defaults, name)]
+            if unread:
+                raise ValueError(
+                    f"AxonnPlugin({unread[0]}=...) without a grid takes all settings from the launch file: write "
+                    f"{unread[0]} there, under axonn_config, or pass grid=Grid(...) as well."
+                )
         else:
-            config = AxonnConfig(
-                grid=grid,
-                overlap=overlap or Overlap(),
-                reduce_dtype=reduce_dtype,
-                keep_gathered=keep_gathered,
-                tune_matmuls=tune_matmuls,
-                async_save=async_save,
-                save_failure=save_failure,
-            )
+            config = AxonnConfig(grid=grid, **given)
         self.config = config
         if config.grid.size > 1:
             _install_trainer_hooks()
@@ -96,7 +106,7 @@ class AxonnPlugin(ParallelismConfig):
 
     def __deepcopy__(self, memo: dict) -> AxonnPlugin:
         copied = AxonnPlugin(self.grid)
-        copied.config = self.config  # with what only a launch file can say
+        copied.config = self.config
         return copied
 
     def build_device_mesh(self, device_type: str):

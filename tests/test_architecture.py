@@ -21,6 +21,7 @@ FLOORS = [
         "gloo",
         "importing",
         "pending",
+        "placement",
         "compat",
         "compat_accelerate",
         "compat_loading",
@@ -81,7 +82,7 @@ FLOORS = [
         "expert_weights",
         "router_loss",
     },
-    {"adafactor", "samplers", "plain_models", "plain_values", "whole_model"}
+    {"adafactor", "built_shapes", "samplers", "plain_models", "plain_values", "whole_model"}
     | {"export", "parallelize", "gradients", "checkpoint", "adapter_files", "injection", "plain_checkpoint"},
     {"accelerator_data", "accelerator_files", "accelerator_training", "dispatching", "grid_accelerator"}
     | {
@@ -92,6 +93,7 @@ FLOORS = [
         "trainer_hub",
         "trainer_resume",
         "trainer_saving",
+        "trainer_smoothing",
         "launch",
         "launch_file",
         "_autoload",

@@ -30,6 +30,7 @@ def test_json_in_the_environment_reads_back_as_the_same():
         keep_gathered=3,
         async_save=True,
         save_failure="continue",
+        order=("x", "y", "z", "data"),
     )
     assert AxonnConfig.from_env({"AXONN_CONFIG": config.to_json()}) == config
     assert json.loads(config.to_json())["grid"] == {"data": 2, "z": 1, "y": 3, "x": 1}

@@ -139,7 +139,7 @@ def test_seconds_of_a_product_by_hand():
     # Thin: 2 (8192^2 + 2 * 8192) bytes at 800 GB/s.
     thin = 2 * (8192 * 8192 + 2 * 8192) / 0.8e12
     assert compute.product(TOY, 1, 8192, 8192) == pytest.approx(max(thin, 2 * 8192**2 / 50e12 * 128))
-    assert compute.product(TOY, 1, 1, 1) == compute.KERNEL and compute.product(TOY, 0, 5, 5) == 0
+    assert compute.product(TOY, 1, 1, 1) == TOY.kernel and compute.product(TOY, 0, 5, 5) == 0
     table = replace(TOY, gemm_by_size=((100, 0.2), (200, 0.6)))
     assert [compute.share(table, size, 999, 999) for size in (50, 100, 150, 400)] == pytest.approx(
         [0.1, 0.2, 0.4, 0.6]
@@ -228,6 +228,23 @@ def test_overlaps_hide_and_never_cost():
     assert all(gain > 0 for gain in gained.values())
 
 
+def test_where_cores_move_the_data_overlaps_hide_less():
+    off = replace(JOB, all_gather=False, reduce_scatter=False, all_reduce=False)
+    for grid in SOME:
+        shares = [predict(replace(JOB, machine=replace(TOY, overlap=share)), grid).total for share in (1, 0.5, 0)]
+        assert shares == sorted(shares)
+        assert shares[2] == pytest.approx(predict(off, grid).total, rel=1e-12)
+
+
+def test_collectives_of_a_kind_may_cost_more_than_a_gather():
+    dear = replace(TOY, relative_cost={"reduce_scatter": 3.0, "all_reduce": 2.0, "all_to_all": 4.0})
+    links = Links(dear, Grid(x=4))
+    assert links.seconds("all_gather", ("x",), 1e6) == pytest.approx(10e-6 + 3e-6 + 30e-6)
+    assert links.seconds("reduce_scatter", ("x",), 1e6) == pytest.approx(10e-6 + 3e-6 + 3 * 30e-6)
+    assert links.seconds("all_reduce", ("x",), 4e6) == pytest.approx(10e-6 + 6e-6 + 2 * 60e-6)
+    assert links.seconds("all_to_all", ("x",), 4e6) == pytest.approx(10e-6 + 3e-6 + 4 * 30e-6)
+
+
 def test_checkpointing_trades_time_for_memory():
     grid = Grid(z=4, x=2, y=2)
     on, off = predict(JOB, grid), predict(replace(JOB, checkpointing=False), grid)
@@ -246,11 +263,28 @@ def test_memory_by_hand():
     assert needed.states == 16 * local
     # up and gate, and down, of half of the features: 16 * 8 + 8 * 8, in bf16, and gradients in fp32
     assert needed.gathered == (16 * 8 + 8 * 8) * (2 + 4)
-    # the inputs of two layers in fp32 [4 tokens / 2, 8], and one layer's own
+    # the inputs of two layers in fp32 [4 tokens / 2, 8], and what the last norm keeps, twice that
+    assert needed.activations == (2 + 2) * (4 * 8 // 2) * 4
+    # one layer's own; dI of the first products over x before its reduction: [4, 8] in bf16
     inside = 2 * (4 * 8 // 2) * 4 * 2 + (2 * 8 + 2 * 8) * 4 // 2 * 2 + 3 * 4 * 16 // 2 * 2
     inside += (2 * 4 * 8 + 4 * 16 // 2) * 2 + 4 * 4 // 2 * 2 + 4 * 4 * 2 // 2
-    assert needed.activations == 2 * (4 * 8 // 2) * 4 + inside
-    assert needed.buckets == 0 and needed.total == needed.states + needed.activations + max(needed[2], needed[4])
+    assert needed.layer == inside + 4 * 8 * 2
+    # logits [4, 6] in fp32, their gradient in bf16; the input [2, 8] in fp32 and bf16, and gathered; the head's block
+    assert needed.logits == 4 * 6 * (4 + 2) + 2 * 8 * (4 + 2) + 4 * 8 * 2 + 6 * 8 * 2
+    assert needed.head == 6 * 8 * 4 + 2 * 8 * 2
+    # the gradient of the output [4, 8] twice; [6, 8] for z and once more to travel
+    assert needed.embedding == 2 * 4 * 8 * 4 + 6 * 8 * (4 + 4)
+    rest = needed.gradients - needed.last
+    assert rest == 4 * (local - layer // 4 - 12 * 8 // 4) and needed.buckets == 0
+    moments = (
+        needed.activations + needed.head + max(needed.logits, needed.gathered + needed.layer),
+        rest + needed.gathered + needed.layer,
+        needed.gradients + needed.embedding,
+    )
+    assert needed.total == 12 * local + max(moments)
+    # With a second micro-batch all gradients are there from the beginning.
+    again = memory(shape, grid, replace(step, micro_batches=2))
+    assert again.total == 16 * local + max(moments[0], needed.gathered + needed.layer, needed.embedding)
 
 
 @pytest.mark.parametrize("grid", SOME, ids=str)
@@ -337,12 +371,16 @@ def test_the_authors_database_is_looked_up_and_never_interpolated():
         ({"intra_gbs": {"1x16": 5}}, "intra_gbs has the key '1x16'"),
         ({"intra_gbs": {}}, "intra_gbs is empty"),
         ({"gemm_by_size": {"big": 1}}, "gemm_by_size is"),
+        ({"overlap": 1.5}, "overlap is 1.5, but it is a share from 0 to 1"),
+        ({"relative_cost": {"gather": 2}}, "relative_cost is .*it maps kinds of collectives .all_gather"),
+        ({"relative_cost": {"all_reduce": 0}}, "relative_cost.all_reduce is 0"),
+        ({"kernel_us": -1}, "kernel_us is -1"),
         ({"speed": 3}, "speed is unknown"),
     ],
 )
 def test_wrong_machine_files_are_refused(change, message, tmp_path):
     text = json.loads((machines.FOLDER / "frontier.json").read_text())
-    text["sources"] |= {"gemm_by_size": "here"}
+    text["sources"] |= dict.fromkeys(("gemm_by_size", "overlap", "relative_cost", "kernel_us"), "here")
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(text | change))
     with pytest.raises(ValueError, match=message):

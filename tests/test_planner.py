@@ -20,6 +20,7 @@ from hf_axonn.perf import machines, models
 from hf_axonn.perf.jobs import number, resolve_auto, sequences_of
 from hf_axonn.perf.model import Job, predict
 from hf_axonn.perf.planner import alternatives, divisors, factorizations, grids, other_order, plan, sweep
+from hf_axonn.placement import ORDER
 
 
 JOB = Job(shape=models.load("gpt-5b"), machine=machines.load("perlmutter"), sequences=512, seq=2048)
@@ -84,9 +85,33 @@ def test_another_order_of_axes_is_never_slower_and_is_found():
     entry = predict(replace(JOB, machine=machines.load("frontier")), Grid(data=8, z=8))
     better = other_order(entry)
     assert better.total <= entry.total and sorted(better.order) == ["data", "x", "y", "z"]
+    assert better.total == predict(entry.job, entry.grid, order=better.order).total
     # With y = x = 1 z is a ring inside a node (135 GB/s); with data inside of it, one between nodes (5 GB/s).
     inside = predict(entry.job, entry.grid, order=("data", "z", "x", "y"))
     assert inside.traffic["z"] > entry.traffic["z"]
+
+
+# Frontier's small rings of neighbours are slower than those of its whole nodes, so that z is better off inside.
+ORDERED = replace(JOB, shape=models.load("gpt-80b"), machine=machines.load("frontier"), sequences=8192)
+
+
+def test_the_first_places_get_the_order_that_is_fastest_for_them(capsys):
+    plain, free = plan(ORDERED, 8192, order=ORDER), plan(ORDERED, 8192)
+    assert {entry.order for entry in plain.ranked} == {ORDER}
+    assert free.best.order != ORDER and free.best.total < 0.99 * plain.best.total
+    totals = [entry.total for entry in free.ranked[:10]]
+    assert totals == sorted(totals) and {entry.grid for entry in free.ranked} == {each.grid for each in plain.ranked}
+    command = "plan --model gpt-80b --machine frontier --gpus 8192 --batch-tokens 16.8M --seq 2048".split()
+    assert main(command) == 0
+    pasted = capsys.readouterr().out.partition("axonn_config:\n")[2]
+    assert f"  order: [{', '.join(free.best.order)}]" in pasted
+    auto = {"grid": "auto", "plan": AUTO | {"model": "gpt-80b", "machine": "frontier", "batch_tokens": "16.8M"}}
+    section, notes = resolve_auto(auto, 8192, mixed_precision="bf16")
+    config = AxonnConfig.from_mapping(section)
+    assert (config.grid, config.order) == (free.best.grid, free.best.order)
+    assert f"with its axes in the order {', '.join(free.best.order)}" in notes[0]
+    section, _ = resolve_auto(auto | {"order": list(ORDER)}, 8192, mixed_precision="bf16")
+    assert AxonnConfig.from_mapping(section) == AxonnConfig(grid=plain.best.grid)
 
 
 def test_the_first_place_is_checked_against_wrong_numbers():
@@ -229,6 +254,7 @@ def measured(folder):
     bench_links.PAYLOADS = {"gloo": 2**16}
     bench_links.COPIED = {"cpu": 2**16}
     bench_links.ROUNDS = 3
+    bench_links.LONG = 1e-3
     import os
 
     os.environ["LOCAL_WORLD_SIZE"] = "2"
@@ -244,6 +270,8 @@ def test_bench_links_writes_a_machine_that_plans(tmp_path, capsys):
     machine = machines.load(str(tmp_path / "this.json"))
     assert machine.gpus_per_node == 2 and set(machine.intra) == {(1, 2)}
     assert "one ring through 2 nodes" in machine.sources["inter_gbs"]
+    assert 0 <= machine.overlap <= 1 == machine.memory_fraction and machine.kernel > 0
+    assert set(machine.relative_cost) == {"reduce_scatter", "all_to_all", "all_reduce"}
     assert max(share for _, share in machine.gemm_by_size) == 1.0 == machine.gemm_fraction
     assert main([*COMMAND, "--machine", str(tmp_path / "this.json"), "--gpus", "16"]) in (0, 1)
     assert "of this, " in capsys.readouterr().out

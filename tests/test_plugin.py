@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import json
 import pickle
 
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from training import collate, token_data
 
 from hf_axonn import AxonnPlugin, Grid, from_pretrained
-from hf_axonn.config import VARIABLE
+from hf_axonn.config import VARIABLE, AxonnConfig, Overlap
 
 
 GRIDS = [Grid(z=2, x=2), Grid(data=2, y=2)]
@@ -128,14 +129,30 @@ def test_the_grid_of_the_launch_file(monkeypatch):
     plugin = AxonnPlugin()
     assert plugin.grid == Grid(z=2, x=2) and not plugin.config.overlap.all_reduce
     assert (plugin.tp_size, plugin.dp_shard_size, plugin.dp_replicate_size) == (2, 2, 1)
+    with pytest.raises(ValueError, match="write layout there, under axonn_config"):
+        AxonnPlugin(layout="token")
     monkeypatch.delenv(VARIABLE)
     with pytest.raises(ValueError, match="accelerate launch --config axonn.yaml"):
         AxonnPlugin()
 
 
+def test_the_plugin_takes_every_setting_of_a_launch_file():
+    arguments = inspect.signature(AxonnPlugin).parameters
+    assert list(arguments) == [setting.name for setting in dataclasses.fields(AxonnConfig)]
+    assert AxonnPlugin(grid=Grid(z=2)).config == AxonnConfig(grid=Grid(z=2))
+    wanted = dict(reduce_dtype="bfloat16", keep_gathered=3, tune_matmuls=True, layout="token", async_save=True)
+    wanted |= dict(overlap=Overlap(all_gather=False), save_failure="continue")
+    config = AxonnConfig(grid=Grid(y=2), **wanted)
+    assert (
+        AxonnPlugin(**{setting.name: getattr(config, setting.name) for setting in dataclasses.fields(config)}).config
+        == config
+    )
+    with pytest.raises(ValueError, match="layout is 'tokens', but it is one of auto, token, feature"):
+        AxonnPlugin(grid=Grid(y=2), layout="tokens")
+
+
 def test_a_plugin_survives_pickle_and_copy():
-    plugin = AxonnPlugin(grid=Grid(z=2), reduce_dtype="bfloat16", async_save=True, save_failure="continue")
-    plugin.config = dataclasses.replace(plugin.config, layout="token")  # as a launch file can say it
+    plugin = AxonnPlugin(grid=Grid(z=2), reduce_dtype="bfloat16", layout="token", save_failure="continue")
     for twin in (pickle.loads(pickle.dumps(plugin)), copy.deepcopy(plugin)):
         assert twin.config == plugin.config and twin.dp_shard_size == 2
 

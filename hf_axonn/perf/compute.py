@@ -4,7 +4,7 @@
                  share: tiles of TILE x TILE on `units` multiprocessors, the last wave is not full; or the machine's
                  own measured table by the smallest dim
     attention    two products of half the square (causal), backward 2.5 times forward, at ATTENTION of gemm_flops
-    elementwise  bytes read and written / (MEMORY * memory_bandwidth)
+    elementwise  bytes read and written / (memory_fraction * memory_bandwidth)
 
 Legend: T = tokens of one (data, z) position, a = heads * head_dim, k = kv heads * head_dim, I = intermediate.
 """
@@ -23,9 +23,7 @@ TILE = 128  # rows and columns of a product's result that one multiprocessor com
 # reports up to 73% forward and 63% backward of A100's 312 TFLOP/s, less for short sequences and narrow heads.
 ATTENTION = 0.6
 ATTENTION_BACKWARD = 2.5  # products in its backward to those in forward; the same source
-MEMORY = 0.8  # share of the advertised memory bandwidth that simple kernels reach: an assumption, usual for STREAM
-KERNEL = 5e-6  # seconds that no kernel undercuts: an assumption, launch and tail
-NORM_AND_RESIDUAL = 8  # kernels of a layer's norms and residuals, for KERNEL
+NORM_AND_RESIDUAL = 8  # kernels of a layer's norms and residuals
 # Bytes of a parameter that clipping and AdamW read and write in fp32: clip 3; weight, gradient and two moments 7.
 OPTIMIZER_BYTES = 40
 
@@ -47,7 +45,7 @@ def product(machine: Machine, rows: float, inner: float, cols: float, *, element
     flops = 2 * rows * inner * cols
     rate = machine.gemm_flops * machine.gemm_fraction * share(machine, rows, inner, cols)
     moved = element * (rows * inner + inner * cols + rows * cols)
-    return max(KERNEL, flops / rate, moved / (MEMORY * machine.memory_bandwidth))
+    return max(machine.kernel, flops / rate, moved / (machine.memory_fraction * machine.memory_bandwidth))
 
 
 def share(machine: Machine, rows: float, inner: float, cols: float) -> float:
@@ -114,7 +112,8 @@ class Compute:
 
     def moved(self, bytes_moved: float, kernels: int = 1) -> float:
         """Seconds to read and write so many bytes."""
-        return max(kernels * KERNEL, bytes_moved / (MEMORY * self.machine.memory_bandwidth))
+        machine = self.machine
+        return max(kernels * machine.kernel, bytes_moved / (machine.memory_fraction * machine.memory_bandwidth))
 
     def attention(self) -> tuple[float, float]:
         """Rotation of q and k, and attention itself: forward, backward."""
@@ -122,7 +121,7 @@ class Compute:
         tokens = self.step.tokens * self.heads_share
         # Scores and their use: 2 products of 2 T S a, of which the causal half is computed.
         flops = 2 * tokens * self.step.seq * width
-        seconds = max(KERNEL, flops / (self.machine.gemm_flops * ATTENTION))
+        seconds = max(self.machine.kernel, flops / (self.machine.gemm_flops * ATTENTION))
         # rotation reads and writes q and k twice, the kernel reads q, k, v and writes one
         rotation = self.moved((4 * (width + kv) + 2 * (width + kv)) * tokens * self.step.compute_bytes, 4)
         return seconds + rotation, ATTENTION_BACKWARD * seconds + 2 * rotation

@@ -9,13 +9,15 @@ The launcher replaces both by the grid that the planner ranks first, and says wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from hf_axonn.perf import machines, models
 from hf_axonn.perf.model import Job
 from hf_axonn.perf.planner import plan
+from hf_axonn.perf.shapes import ModelShape
+from hf_axonn.placement import ORDER, check_order
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -54,14 +56,22 @@ def sequences_of(batch_tokens: int, seq: int) -> int:
     return near if abs(near - count) <= NEAR * near else count
 
 
-def make_job(model: str, machine: str, batch_tokens: int, seq: int, **settings: Any) -> Job:
-    """A job of names and numbers; `settings` are those of `Job`.
+def make_job(
+    model: str,
+    machine: str,
+    batch_tokens: int,
+    seq: int,
+    *,
+    read: Callable[[str], ModelShape] = models.load,
+    **settings: Any,
+) -> Job:
+    """A job of names and numbers; `settings` are those of `Job`, and `read` gives the shape of a model.
 
     Raises:
         ValueError: no such model or machine, or a wrong setting.
     """
     return Job(
-        shape=models.load(model),
+        shape=read(model),
         machine=machines.load(machine),
         sequences=sequences_of(batch_tokens, seq),
         seq=seq,
@@ -70,7 +80,11 @@ def make_job(model: str, machine: str, batch_tokens: int, seq: int, **settings: 
 
 
 def resolve_auto(
-    section: Mapping[str, Any], num_processes: int, *, mixed_precision: str
+    section: Mapping[str, Any],
+    num_processes: int,
+    *,
+    mixed_precision: str,
+    read: Callable[[str], ModelShape] = models.load,
 ) -> tuple[dict[str, Any], list[str]]:
     """The section `axonn_config` with `grid: auto` replaced by sizes, and what to tell the user.
 
@@ -78,6 +92,7 @@ def resolve_auto(
         section: as it stands in the launch file; returned as it is where it has neither `grid: auto` nor `plan`.
         num_processes: ranks of the grid.
         mixed_precision: no or bf16, for the bytes of activations.
+        read: gives the shape of a model by its name.
     Raises:
         ValueError: `plan` is missing, wrong, or stands beside sizes; or no grid fits.
     """
@@ -113,18 +128,25 @@ def resolve_auto(
             str(given["machine"]),
             number(given["batch_tokens"]),
             number(given["seq"]),
+            read=read,
             compute_bytes=2 if mixed_precision == "bf16" else WEIGHTS[weights],
             param_bytes=WEIGHTS[weights],
             reduce_bytes=DTYPE_BYTES.get(section.get("reduce_dtype", "float32"), 4),
             checkpointing=checkpointing,
         )
-        found = plan(job, num_processes)
+        order = check_order(section["order"]) if "order" in section else None
+        found = plan(job, num_processes, order=order)
         best = found.best
     except ValueError as error:
         raise ValueError(f"axonn_config.plan: {error}") from None
     resolved = {key: value for key, value in section.items() if key != "plan"}
     resolved["grid"] = best.grid.as_dict()
-    notes = [f"grid: auto is {best.grid}, {best.total:.3g} s a step predicted, {best.micro_batches} micro-batch(es)."]
+    if best.order != ORDER:
+        resolved["order"] = list(best.order)
+    lie = "" if best.order == ORDER else f" with its axes in the order {', '.join(best.order)}"
+    notes = [
+        f"grid: auto is {best.grid}{lie}, {best.total:.3g} s a step predicted, {best.micro_batches} micro-batch(es)."
+    ]
     if len(found.ranked) > 1:
         second = found.ranked[1]
         notes.append(f"second is {second.grid}, {second.total / best.total - 1:.1%} slower.")

@@ -100,15 +100,16 @@ class Links:
             return 0.0
         p = ring.ranks
         step = (ring.nodes - 1) * machine.inter_step + (p - ring.nodes) * machine.intra_step
+        cost = machine.relative_cost.get(kind, 1.0)
         if kind == "all_reduce":
-            by_ring = calls * (machine.base + 2 * step) + 2 * (p - 1) / p * payload / ring.bandwidth
+            by_ring = calls * (machine.base + 2 * step) + cost * 2 * (p - 1) / p * payload / ring.bandwidth
             depth = (p / ring.nodes - 1) * machine.intra_step + math.log2(ring.nodes) * machine.inter_step
-            return min(by_ring, calls * (machine.base + 2 * depth) + 2 * payload / ring.bandwidth)
+            return min(by_ring, calls * (machine.base + 2 * depth) + cost * 2 * payload / ring.bandwidth)
         if kind in ("all_to_all", "exchange"):
             sent = payload if kind == "exchange" else (p - 1) / p * payload
-            return calls * (machine.base + step) + sent / ring.scatter
+            return calls * (machine.base + step) + cost * sent / ring.scatter
         sent = payload if kind == "broadcast" else (p - 1) * payload
-        return calls * (machine.base + step) + sent / ring.bandwidth
+        return calls * (machine.base + step) + cost * sent / ring.bandwidth
 
     def of(self, key: Key, volume: Volume) -> float:
         """Seconds of an entry of a ledger."""

@@ -13,19 +13,25 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from hf_axonn.perf.ledger import KINDS
 
 
+Made = TypeVar("Made")
 FOLDER = Path(__file__).with_name("machines")
 NUMBERS = ("gpus_per_node", "peak_tflops", "gemm_tflops", "memory_gib", "memory_gbs", "units", "inter_gbs")
 REQUIRED = (*NUMBERS, "intra_gbs", "latency_us")
-OPTIONAL = ("gemm_fraction", "gemm_by_size")
+OPTIONAL = ("gemm_fraction", "gemm_by_size", "memory_fraction", "kernel_us", "overlap", "relative_cost")
 LATENCIES = ("base", "intra", "inter")
 # What products in a training step reach of the best one measured: docs/planning.md derives it from Megatron-LM's
 # published runs on A100.
 GEMM_FRACTION = 0.72
+MEMORY_FRACTION = 0.8  # of the advertised memory bandwidth that simple kernels reach: an assumption, usual for STREAM
+KERNEL_US = 5.0  # microseconds that no kernel undercuts: an assumption, launch and tail
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +48,12 @@ class Machine:
             `units` by the number of waves.
         memory: bytes of a GPU.
         memory_bandwidth: bytes/s of a GPU's memory.
+        memory_fraction: share of it that simple kernels reach.
+        kernel: seconds that no kernel undercuts.
+        overlap: share of a collective that can go on beside compute: 1 where other hardware moves the data, towards 0
+            where the cores that compute move it.
+        relative_cost: by kind of collective, its time over that of an all-gather in which a rank sends as much; 1 for
+            kinds that are not in it.
         units: multiprocessors of a GPU.
         intra: bytes/s by (stride between neighbours of a ring, ranks of a ring); or
         intra_any: bytes/s of every ring in a node, where a switch joins all.
@@ -59,6 +71,10 @@ class Machine:
     gemm_by_size: tuple[tuple[int, float], ...] = ()
     memory: float
     memory_bandwidth: float
+    memory_fraction: float = MEMORY_FRACTION
+    kernel: float = KERNEL_US * 1e-6
+    overlap: float = 1.0
+    relative_cost: dict[str, float] = field(default_factory=dict, hash=False)
     units: int
     intra: dict[tuple[int, int], float] = field(default_factory=dict, hash=False)
     intra_any: float | None = None
@@ -121,14 +137,23 @@ def load(name: str) -> Machine:
             f"there is no machine {name!r}: choose one of {', '.join(known())}, or give a JSON file, which "
             "`hf-axonn bench-links` writes for the machine it runs on."
         )
+    return read_json(path, "machine file", from_mapping)
+
+
+def read_json(path: Path, kind: str, make: Callable[[Any], Made]) -> Made:
+    """What `make` makes of the contents of a JSON file.
+
+    Raises:
+        ValueError: the file cannot be read, or `make` refuses it; the message names the kind of file and its path.
+    """
     try:
-        text = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"the machine file {path} cannot be read: {error}") from None
+        raise ValueError(f"the {kind} {path} cannot be read: {error}") from None
     try:
-        return from_mapping(text)
+        return make(content)
     except ValueError as error:
-        raise ValueError(f"the machine file {path}: {error}") from None
+        raise ValueError(f"the {kind} {path}: {error}") from None
 
 
 def from_mapping(text: Any) -> Machine:
@@ -158,15 +183,24 @@ def from_mapping(text: Any) -> Machine:
         raise ValueError(f"latency_us is {latency!r}, but it has the keys {', '.join(LATENCIES)}.")
     for key in LATENCIES:
         _positive(f"latency_us.{key}", latency[key])
-    fraction = text.get("gemm_fraction", GEMM_FRACTION)
-    _positive("gemm_fraction", fraction)
+    measured = {"gemm_fraction": GEMM_FRACTION, "memory_fraction": MEMORY_FRACTION, "kernel_us": KERNEL_US}
+    for key in measured:
+        measured[key] = text.get(key, measured[key])
+        _positive(key, measured[key])
+    overlap = text.get("overlap", 1.0)
+    if isinstance(overlap, bool) or not isinstance(overlap, (int, float)) or not 0 <= overlap <= 1:
+        raise ValueError(f"overlap is {overlap!r}, but it is a share from 0 to 1.")
     return Machine(
         name=str(text["name"]),
         description=str(text.get("description", "")),
         gpus_per_node=text["gpus_per_node"],
         peak_flops=text["peak_tflops"] * 1e12,
         gemm_flops=text["gemm_tflops"] * 1e12,
-        gemm_fraction=fraction,
+        gemm_fraction=measured["gemm_fraction"],
+        memory_fraction=measured["memory_fraction"],
+        kernel=measured["kernel_us"] * 1e-6,
+        overlap=float(overlap),
+        relative_cost=_relative_cost(text.get("relative_cost", {})),
         gemm_by_size=_by_size(text.get("gemm_by_size", {})),
         memory=text["memory_gib"] * 2**30,
         memory_bandwidth=text["memory_gbs"] * 1e9,
@@ -200,6 +234,16 @@ def _intra(given: Any, gpus_per_node: int) -> dict[str, Any]:
     if gpus_per_node > 1 and not table:
         raise ValueError("intra_gbs is empty: write GB/s by STRIDExRANKS, for instance 1x2.")
     return {"intra": table}
+
+
+def _relative_cost(given: Any) -> dict[str, float]:
+    if not isinstance(given, dict) or set(given) - set(KINDS):
+        raise ValueError(
+            f"relative_cost is {given!r}, but it maps kinds of collectives ({', '.join(KINDS)}) to factors."
+        )
+    for kind, value in given.items():
+        _positive(f"relative_cost.{kind}", value)
+    return {kind: float(value) for kind, value in given.items()}
 
 
 def _by_size(given: Any) -> tuple[tuple[int, float], ...]:

@@ -6,12 +6,13 @@ One decoder layer has four groups of Linears, g = (q, k, v), (o), (up and gate),
 z, R = reduction over z, X = reduction of dI over x or y. With the three overlaps (docs/algorithm.md) what is left of
 the communication of a layer is
 
-    OAG   max(0, A of the next group - C of this one), in forward, in the recomputation and in backward
+    OAG   A of the next group - min(A, C of this one), in forward, in the recomputation and in backward
     ORS   in backward R of the group before shares that window
-    OAR   max(0, X - C of this group's dW)
+    OAR   X - min(X, C of this group's dW)
 
 and all other collectives over x and y in full. Without an overlap its collectives count in full. Averages over data
-hide behind what is left of the last backward pass. Compute does not slow down while something travels.
+hide behind what is left of the last backward pass. Where the machine's `overlap` is below 1, only that share of what
+could be hidden is. Compute does not slow down while something travels.
 
 Two schedules: `hf_axonn`, whose collectives are those of volumes.py and so of the engine, byte by byte; `axonn`, the
 paper's, whose volumes are equations (1) to (5), where ranks of y repeat attention and ranks of x repeat norms.
@@ -217,17 +218,22 @@ def predict(job: Job, grid: Grid, *, order: tuple[str, ...] = ORDER, micro_batch
     step = step_of(job, grid, micro_batches)
     if job.schedule == "axonn":
         traffic = of_axonn(job.shape, grid, step)
-        compute = Compute(job.shape, job.machine, grid, step, repeat_heads=grid.y, repeat_stream=grid.x)
     else:
         traffic = of_engine(job.shape, grid, step, layout_of(grid))
-        repeat = heads_repeat(job.shape, grid)
-        compute = Compute(job.shape, job.machine, grid, step, repeat_heads=repeat)
+    compute = _compute(job, grid, step)
     return _assemble(job, grid, order, traffic, compute, needed)
 
 
 def reorder(prediction: Prediction, order: tuple[str, ...]) -> Prediction:
     """The same grid with its axes in another order on the machine."""
-    return predict(prediction.job, prediction.grid, order=order, micro_batches=prediction.micro_batches)
+    job, grid = prediction.job, prediction.grid
+    compute = _compute(job, grid, step_of(job, grid, prediction.micro_batches))
+    return _assemble(job, grid, order, prediction.travels, compute, prediction.memory)
+
+
+def _compute(job: Job, grid: Grid, step: Step) -> Compute:
+    heads, stream = (grid.y, grid.x) if job.schedule == "axonn" else (heads_repeat(job.shape, grid), 1)
+    return Compute(job.shape, job.machine, grid, step, repeat_heads=heads, repeat_stream=stream)
 
 
 def _assemble(
@@ -272,9 +278,10 @@ def _exposed(job: Job, layer: Layer, groups: list[Group]) -> tuple[float, float,
     forward = [group.forward + group.after_forward for group in groups]
     backward = [group.input_gradient + group.weight_gradient + group.after_backward for group in groups]
     count = len(groups)
+    share = job.machine.overlap
     gathers = [layer.gathers[(index + 1) % count] for index in range(count)]  # of the next group
-    window = (lambda travel, compute: max(0.0, travel - compute)) if job.all_gather else (lambda travel, _: travel)
-    forward_z = sum(map(window, gathers, forward))
+    beside = share if job.all_gather else 0.0
+    forward_z = sum(travel - beside * min(travel, room) for travel, room in zip(gathers, forward, strict=True))
     if job.checkpointing and layer.gathers_again:
         forward_z *= 2  # a recomputed layer gathers once more, in the same order
     # Backward goes from the last group to the first: while group g computes, the weights of g - 1 come and the
@@ -282,18 +289,14 @@ def _exposed(job: Job, layer: Layer, groups: list[Group]) -> tuple[float, float,
     backward_z = slack = 0.0
     for index in range(count):
         gather, reduce, room = layer.gathers[index - 1], layer.reduces[(index + 1) % count], backward[index]
-        if not job.all_gather:
-            backward_z += gather
-            gather = 0.0
-        if not job.reduce_scatter:
-            backward_z += reduce
-            reduce = 0.0
-        backward_z += max(0.0, gather + reduce - room)
-        slack += max(0.0, room - gather - reduce)
+        travel = (gather if job.all_gather else 0.0) + (reduce if job.reduce_scatter else 0.0)
+        hidden = share * min(travel, room)
+        backward_z += gather + reduce - hidden
+        slack += share * max(0.0, room - travel)
     exposed_xy = layer.forward + layer.backward
     for index, group in enumerate(groups):
-        room = group.weight_gradient if job.all_reduce else 0.0
-        exposed_xy += max(0.0, layer.hidden[index] - room)
+        room = share * min(layer.hidden[index], group.weight_gradient) if job.all_reduce else 0.0
+        exposed_xy += layer.hidden[index] - room
     return forward_z, backward_z, exposed_xy, slack
 
 

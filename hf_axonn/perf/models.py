@@ -6,10 +6,10 @@ gated, which Linears have a bias, which norms there are) is known for the famili
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from hf_axonn.perf.machines import read_json
 from hf_axonn.perf.shapes import ModelShape
 
 
@@ -53,6 +53,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tied": True,
     },
     "gpt_neox": {"gated": False, "layer_norm": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True},
+    "starcoder2": {
+        "gated": False,
+        "layer_norm": True,
+        "qkv_bias": True,
+        "out_bias": True,
+        "mlp_bias": True,
+        "tied": True,
+    },
     "opt": {
         "gated": False,
         "layer_norm": True,
@@ -63,7 +71,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 LEARNED_POSITIONS = {"gpt2": 0, "opt": 2}  # rows beyond max_position_embeddings
-TIED_UNLESS_SAID = ("gemma", "gemma2", "gemma3_text", "gpt2", "opt")
+TIED_UNLESS_SAID = ("gemma", "gemma2", "gemma3_text", "gpt2", "starcoder2", "opt")
 ALIASES = {
     "layers": ("num_hidden_layers", "n_layer"),
     "hidden": ("hidden_size", "n_embd"),
@@ -109,14 +117,7 @@ def load(model: str) -> ModelShape:
         raise ValueError(
             f"there is no model {model!r}: give {', '.join(GPTS)}, a config.json, or a directory that has one."
         )
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"the config {path} cannot be read: {error}") from None
-    try:
-        return from_config(config)
-    except ValueError as error:
-        raise ValueError(f"the config {path}: {error}") from None
+    return read_json(path, "config", from_config)
 
 
 def from_config(config: dict[str, Any]) -> ModelShape:
@@ -148,6 +149,8 @@ def from_config(config: dict[str, Any]) -> ModelShape:
         traits["qkv_bias"] = traits["out_bias"] = bool(config["attention_bias"])
     if kind in ("llama", "granite", "smollm3") and config.get("mlp_bias") is not None:
         traits["mlp_bias"] = bool(config["mlp_bias"])
+    if kind == "starcoder2" and config.get("use_bias") is not None:
+        traits["qkv_bias"] = traits["out_bias"] = traits["mlp_bias"] = bool(config["use_bias"])
     if kind in LEARNED_POSITIONS:
         traits["positions"] = size("positions") + LEARNED_POSITIONS[kind]
     tied = config.get("tie_word_embeddings")

@@ -3,8 +3,9 @@
     plan(job, gpus)      -> Plan: what fits, fastest first; what does not, and why; how sure the first place is
     sweep(job, counts)   -> the best grid of each number of GPUs: strong or weak scaling
 
-A grid is legal if its sizes multiply to the number of GPUs and data * z divides the batch. The engine numbers ranks
-with y innermost, then x, z, data (grid.py); `other_order` says whether another order would be faster.
+A grid is legal if its sizes multiply to the number of GPUs and data * z divides the batch. All are ranked with y
+innermost, then x, z, data, as the engine numbers ranks (grid.py); the CONTENDERS first then get the order of axes that
+is fastest for them, if it gains GAIN, and are ranked again (placement.py brings it about).
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from hf_axonn.perf.paper import ORDER
 
 
 OFF = 0.2  # how far bandwidth or the speed of products may be off, when the first two places are compared
-CONTENDERS = 10  # places among which a slower or faster machine may choose anew
+CONTENDERS = 10  # places that get an order of their own, and among which a slower or faster machine may choose anew
+GAIN = 0.01  # what another order of axes than the engine's own has to save
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +86,12 @@ def grids(gpus: int) -> list[Grid]:
     return [Grid(data=data, z=z, y=y, x=x) for data, z, y, x in factorizations(gpus, 4)]
 
 
-def plan(job: Job, gpus: int) -> Plan:
+def plan(job: Job, gpus: int, *, order: tuple[str, ...] | None = None) -> Plan:
     """Rank all grids of `gpus` ranks.
 
+    Args:
+        job, gpus: of what.
+        order: of the axes on the machine, from the innermost on, for all grids; None: chosen for the first ones.
     Raises:
         ValueError: gpus is below 1.
     """
@@ -98,9 +103,12 @@ def plan(job: Job, gpus: int) -> Plan:
         if why:
             impossible.append((grid, why))
             continue
-        prediction = predict(job, grid)
+        prediction = predict(job, grid, order=order or ORDER)
         (ranked if prediction.fits else too_big).append(prediction)
     ranked.sort(key=lambda entry: (entry.total, str(entry.grid)))
+    if order is None:
+        ranked[:CONTENDERS] = map(in_best_order, ranked[:CONTENDERS])
+        ranked[:CONTENDERS] = sorted(ranked[:CONTENDERS], key=lambda entry: entry.total)
     too_big.sort(key=lambda entry: (entry.memory.total, str(entry.grid)))
     return Plan(job=job, gpus=gpus, ranked=tuple(ranked), too_big=tuple(too_big), impossible=tuple(impossible))
 
@@ -111,6 +119,12 @@ def other_order(prediction: Prediction) -> Prediction:
     short = [axis for axis in ORDER if axis not in long_axes]
     orders = (tuple([*order, *short]) for order in itertools.permutations(long_axes))
     return min([prediction, *(reorder(prediction, order) for order in orders)], key=lambda entry: entry.total)
+
+
+def in_best_order(prediction: Prediction) -> Prediction:
+    """The same grid in the order that is fastest, or in its own where that gains less than GAIN."""
+    better = other_order(prediction)
+    return better if better.total < (1 - GAIN) * prediction.total else prediction
 
 
 def alternatives(found: Plan) -> list[tuple[str, Prediction]]:
@@ -127,7 +141,7 @@ def alternatives(found: Plan) -> list[tuple[str, Prediction]]:
         ("products 20% faster", {"gemm": 1 + OFF}),
     ):
         job = scaled(found.job, **changes)
-        again = [predict(job, entry.grid, micro_batches=entry.micro_batches) for entry in first]
+        again = [predict(job, each.grid, order=each.order, micro_batches=each.micro_batches) for each in first]
         if again:
             answers.append((name, min(again, key=lambda entry: entry.total)))
     return answers

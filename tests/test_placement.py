@@ -1,0 +1,129 @@
+"""The order of the axes on the machine: which process takes which rank, by arithmetic and in a real launch."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from float64 import Float64
+from models import tiny_batch, tiny_model
+
+from hf_axonn.config import AxonnConfig
+from hf_axonn.grid import AXES, Grid
+from hf_axonn.perf.paper import strides
+from hf_axonn.placement import ORDER, PLACED, check_order, rank_at, take_rank
+
+
+ORDERS = list(itertools.permutations(AXES))
+GRIDS = [Grid(data=2, z=3, y=4, x=5), Grid(z=2, y=2), Grid(x=4), Grid(data=2, z=2, y=2, x=2)]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_every_order_gives_each_process_a_rank_and_each_axis_its_stride(grid):
+    for order in ORDERS:
+        ranks = [rank_at(grid, order, place) for place in range(grid.size)]
+        assert sorted(ranks) == list(range(grid.size)) and ranks[0] == 0
+        place_of = {rank: place for place, rank in enumerate(ranks)}
+        for axis, stride in strides(grid, order).items():  # what the planner reckons with
+            for rank in range(grid.size):
+                here = grid.coordinates(rank)
+                if here[axis] + 1 < getattr(grid, axis):
+                    neighbour = grid.rank(**here | {axis: here[axis] + 1})
+                    assert place_of[neighbour] - place_of[rank] == stride, (order, axis)
+    assert [rank_at(grid, ORDER, place) for place in range(grid.size)] == list(range(grid.size))
+
+
+def environment(order, rank, **others):
+    config = AxonnConfig(grid=Grid(z=4, y=2), order=order)
+    its = {"AXONN_CONFIG": config.to_json(), "RANK": str(rank), "WORLD_SIZE": "8", "MASTER_PORT": "1234"}
+    return its | {"MASTER_ADDR": "here"} | others
+
+
+def test_a_process_takes_its_rank_once():
+    assert [rank_at(Grid(z=4, y=2), ("z", "y", "x", "data"), place) for place in range(8)] == [0, 2, 4, 6, 1, 3, 5, 7]
+    here = environment(("z", "y", "x", "data"), 1)
+    take_rank(here)
+    assert here["RANK"] == "2" and here[PLACED] == "here:1234:2"
+    take_rank(here)  # as in a process that it starts
+    assert here["RANK"] == "2"
+    another = here | {"MASTER_PORT": "99", "RANK": "3"}  # a launch inside of a process that has its rank
+    take_rank(another)
+    assert another["RANK"] == "6"
+
+
+def test_ranks_stay_where_there_is_nothing_to_order():
+    for its in (
+        environment(ORDER, 1),
+        environment(("z", "y", "x", "data"), 1, WORLD_SIZE="4"),
+        {"AXONN_CONFIG": "{}"},
+    ):
+        before = dict(its)
+        take_rank(its)
+        assert its == before
+    assert "order" not in json.loads(AxonnConfig(grid=Grid(x=2)).to_json())
+
+
+@pytest.mark.parametrize("order", ["yxzd", ["y", "x"], ["y", "x", "z", "z"], 3, {"y": 1}, ["y", "x", "z", "Data"]])
+def test_an_order_names_each_axis_once(order):
+    with pytest.raises(ValueError, match=r"names each axis once.*write order: \[y, x, z, data\]"):
+        check_order(order)
+    with pytest.raises(ValueError, match="axonn_config: order is"):
+        AxonnConfig.from_mapping({"grid": {"x": 2}, "order": order})
+
+
+SCRIPT = """
+import json, os, sys
+import torch
+from accelerate import Accelerator
+from float64 import Float64
+from models import tiny_batch, tiny_model
+accelerator = Accelerator()
+model = accelerator.prepare(tiny_model("llama").train())
+mesh = accelerator.axonn_mesh
+rows = {name: its.chunk(mesh.size("data", "z"))[mesh.index("data", "z")] for name, its in tiny_batch(4, 7).items()}
+with Float64():
+    loss = model(**rows).loss
+    accelerator.backward(loss)
+norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+total = accelerator.reduce(loss.detach(), "mean")
+found = {"rank": accelerator.process_index, "here": mesh.coordinates, "loss": float(total), "norm": float(norm)}
+open(os.path.join(sys.argv[1], os.environ["LOCAL_RANK"]), "w").write(json.dumps(found))
+accelerator.end_training()
+"""
+
+
+def test_a_launch_in_another_order_equals_one_process(tmp_path):
+    order, grid = ["z", "x", "y", "data"], Grid(z=2, y=2)
+    settings = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_machines": 1}
+    settings |= {"num_processes": 4, "use_cpu": True, "mixed_precision": "no"}
+    settings["axonn_config"] = {"grid": grid.as_dict(), "order": order}
+    (tmp_path / "launch.yaml").write_text(yaml.safe_dump(settings))
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config", str(tmp_path / "launch.yaml")]
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [*command, str(tmp_path / "script.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    model = tiny_model("llama").train()
+    with Float64():
+        loss = model(**tiny_batch(4, 7)).loss
+        loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for place in range(4):
+        found = json.loads((tmp_path / str(place)).read_text())
+        assert found["here"] == {"data": 0, "z": place % 2, "x": 0, "y": place // 2}
+        assert found["rank"] == grid.rank(**found["here"]) == rank_at(grid, order, place)
+        assert found["loss"] == pytest.approx(float(loss.detach()), rel=1e-10)
+        assert found["norm"] == pytest.approx(float(norm), rel=1e-10)

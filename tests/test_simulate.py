@@ -1,0 +1,79 @@
+"""benchmarks/simulate.py: the engine's step on fake ranks is what the planner says, in traffic and in memory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, Starcoder2Config
+
+from hf_axonn.grid import Grid
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import simulate  # noqa: E402
+from meter import Meter, nbytes  # noqa: E402
+
+
+SIZES = dict(
+    hidden_size=512, num_hidden_layers=3, num_attention_heads=16, vocab_size=4000, max_position_embeddings=512
+)
+LLAMA = LlamaConfig(**SIZES, intermediate_size=1408, num_key_value_heads=8)
+GPT = Starcoder2Config(**SIZES, intermediate_size=2048, num_key_value_heads=16, sliding_window=None)
+# Ranks by the thousand cost nothing but the making of their groups.
+CASES = {
+    "512 ranks": simulate.Case(LLAMA, Grid(data=8, z=16, y=2, x=2), rows=2, seq=512),
+    "all kept": simulate.Case(LLAMA, Grid(data=2, z=2, y=2, x=2), rows=2, seq=512, checkpointing=False),
+    "gpt": simulate.Case(GPT, Grid(z=4, y=2, x=2), rows=2, seq=512),
+    "gpt, all kept": simulate.Case(GPT, Grid(z=2, x=4), rows=2, seq=512, checkpointing=False),
+    "fp32": simulate.Case(LLAMA, Grid(z=8), rows=2, seq=512, checkpointing=False, bf16=False),
+    "data": simulate.Case(LLAMA, Grid(data=4), rows=2, seq=512),
+    "x": simulate.Case(LLAMA, Grid(x=4), rows=2, seq=512, checkpointing=False),
+    "y": simulate.Case(LLAMA, Grid(y=4), rows=2, seq=512),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_simulated_rank_sends_and_holds_what_the_planner_says(case):
+    outcome = simulate.simulate(case)
+    lines, agree = simulate.compare(case, outcome)
+    assert agree, "\n".join(lines)
+    assert outcome.ledger.calls() > 30 and outcome.peak > outcome.parameters + outcome.moments
+    # The comparison can fail: nothing is within a tenth of twice as much.
+    outcome.backward *= 4
+    assert not simulate.compare(case, outcome)[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_last_rank_sends_what_is_said_of_it():
+    """Sizes that do not divide: 3 parts of 1408 / 2 features, and of 4000 / 6 rows."""
+    case = simulate.Case(LLAMA, Grid(z=3, x=2), rows=1, seq=64)
+    assert "Collectives of a step" in "\n".join(simulate.compare(case, simulate.simulate(case, 5), 5)[0])
+    first, last = (simulate.simulate(case, rank).ledger for rank in (0, 5))
+    for rank, ledger in ((0, first), (5, last)):
+        assert ledger.entries == simulate.volumes(case.shape, case.grid, case.step, rank=rank).entries
+
+
+def test_the_meter_counts_storages_until_they_are_gone():
+    kept = torch.zeros(10)
+    with Meter([kept]) as meter:
+        kept.add_(1)
+        first = torch.zeros(1000)
+        view = first.view(10, 100)[2:]
+        second = view + 1
+        assert meter.live == meter.most == 4000 + 3200
+        del first, view
+        assert (meter.live, meter.most) == (3200, 7200)
+        meter.begin()
+        third = second[:1].clone()
+        assert meter.most == 3600
+    assert nbytes([second, second[1:], third]) == 3600
+
+
+def test_groups_are_made_once_for_each_axis():
+    """16 ranks: 8 groups of each of the axes, one for each place outside of it, and 4 of both products."""
+    _, _, calls = simulate.build_groups(Grid(data=2, z=2, y=2, x=2))
+    assert calls == 4 * 8 + 2 * 4
