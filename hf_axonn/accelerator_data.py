@@ -41,10 +41,10 @@ class DataMethods:
         dispatch = self.dispatch_batches
         if dispatch is None:
             dispatch = placed and isinstance(data_loader.dataset, IterableDataset)
-        if not (compat_accelerate.is_prepared(data_loader) or dispatch):
+        if not dispatch:
             require_alike(loader_facts(data_loader), self.device, "Give every rank the whole of the same data.")
+        generator = own_generator(data_loader)  # on all ranks: dropout's generator moves alike on all of them
         if not dispatch or self.axonn_mesh.size("x", "y") == 1:
-            generator = own_generator(data_loader)
             prepared = super().prepare_data_loader(
                 data_loader, device_placement=device_placement, slice_fn_for_dispatch=slice_fn_for_dispatch
             )
@@ -58,7 +58,6 @@ class DataMethods:
                     f"use_stateful_dataloader with dispatch_batches is not supported over {self.axonn_plugin.grid}: "
                     "set dispatch_batches=False, every rank then reads its own samples."
                 )
-            own_generator(data_loader)  # on all ranks, so that the generator that dropout uses stays the same on all
             prepared = dispatching_loader(
                 data_loader,
                 self.axonn_mesh,

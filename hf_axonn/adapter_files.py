@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -16,6 +17,12 @@ from hf_axonn.install import shard_of
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the CPU, all of it. An all-gather where it is sharded."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+
+
+def base_of(directory: str | Path) -> str | None:
+    """The model that the adapters in a directory are for; None where there are none."""
+    config = Path(directory) / "adapter_config.json"
+    return json.loads(config.read_text()).get("base_model_name_or_path") if config.is_file() else None
 
 
 def save_adapters(model: nn.Module, directory: Path) -> None:

@@ -24,7 +24,7 @@ from hf_axonn.dora import Dora
 from hf_axonn.dropout import dropout_names, install_dropout, probability
 from hf_axonn.experts import Experts
 from hf_axonn.install import distributed
-from hf_axonn.lora import install_pair, output_of, pair_of
+from hf_axonn.lora import HeadLora, install_pair, output_of, pair_of
 from hf_axonn.parameter_lora import ParameterLora
 from hf_axonn.reads import Reader
 from hf_axonn.report import Entry
@@ -129,7 +129,11 @@ def _lora(state: ModelState, names: dict, name: str, layer: nn.Module, base: nn.
             for hook in base._forward_hooks.values():  # latent attention's
                 b.register_forward_hook(hook)
             if isinstance(state.styles.get(base), Head):
-                state.has_head = False  # PEFT adds to logits, so they are formed
+                plain = isinstance(layer.lora_dropout[adapter], nn.Identity) and b.bias is None
+                if plain and adapter not in layer.lora_variant:
+                    HeadLora(state, a, b)
+                else:
+                    state.has_head = False  # PEFT changes the logits, so they are formed
         for module in layer.lora_dropout[adapter].modules():
             if found := dropout_names(module):
                 install_dropout(state, module, dropped, probability(module, *found))

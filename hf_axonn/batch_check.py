@@ -1,8 +1,11 @@
 """Ranks that share samples must be given the same batch, and stand at the same random number.
 
 Checked at the first passes and at every 32nd after them, training and evaluation each for itself: other batches would
-not always fail, but train on nonsense. Shapes of every batch are noted for the account that a rank gives when the run
-stands still (progress.py).
+not always fail, but train on nonsense. Each pass adds its batch to a checksum, which is what is compared, so that a
+single batch that differs is found at the next check. A check waits for the device and for the other ranks; the adding
+does not.
+
+Shapes of every batch are noted for the account that a rank gives when the run stands still (progress.py).
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from hf_axonn.styles import wrap_forward
 FIRST_PASSES = 4
 EVERY = 32
 SHOWN = 6  # numbers of a batch are shown in the message
+EARLIER = "a batch among the last {}"  # where this one does not differ
 _ODD = 0x9E3779B97F4A7C1
 
 
@@ -52,6 +56,7 @@ class BatchCheck:
         self.mesh = state.mesh
         self.model = model
         self._passes = {True: 0, False: 0}
+        self._since = {True: _Sum(), False: _Sum()}  # of the batches since the last check
         self._drops: bool | None = None
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -59,25 +64,29 @@ class BatchCheck:
         tensors = {name: value for name, value in named.items() if type(value) is Tensor}
         HERE.passes += 1
         HERE.batch = {name: tuple(value.shape) for name, value in tensors.items()}
-        number = self._passes[self.model.training]
-        self._passes[self.model.training] = number + 1
-        if self.mesh.size("x", "y") > 1 and (number < FIRST_PASSES or number % EVERY == 0):
-            self._compare(tensors)
+        training = self.model.training
+        number = self._passes[training]
+        self._passes[training] = number + 1
+        if self.mesh.size("x", "y") == 1:
+            return
+        self._since[training].add(tensors, self.mesh.device)
+        if number < FIRST_PASSES or number % EVERY == 0:
+            since, self._since[training] = self._since[training], _Sum()
+            self._compare(tensors, since)
 
-    def _compare(self, tensors: dict[str, Tensor]) -> None:
+    def _compare(self, tensors: dict[str, Tensor], since: _Sum) -> None:
         group, device = self.mesh.group("x", "y"), self.mesh.device
-        shapes = digest_number(json.dumps({name: list(value.shape) for name, value in sorted(tensors.items())}))
         random = digest_number(torch.random.get_rng_state().numpy().tobytes().hex()) if self._uses_random() else 0
-        content = torch.zeros((), dtype=torch.int64, device=device)
-        for value in tensors.values():
-            content = content * 31 + checksum(value).to(device)
-        own = torch.stack([torch.tensor(shapes, device=device), content, torch.tensor(random, device=device)])
+        numbers = torch.tensor([since.shapes, random], device=device)
+        own = torch.cat([numbers, since.content.view(1)])
         every = gather_quietly(own, group).tolist()
         if all(its == every[0] for its in every):
             return
         facts = {name: _in_words(value) for name, value in tensors.items()}
-        if any(its[2] != every[0][2] for its in every):
+        if any(its[1] != every[0][1] for its in every):
             facts["the random state"] = f"number {random % 10**6} (of seed {torch.initial_seed()})"
+        if any((its[0], its[2]) != (every[0][0], every[0][2]) for its in every):
+            facts[EARLIER.format(since.batches)] = f"of checksum {(int(since.content) ^ since.shapes) % 10**6}"
         ranks = dist.get_process_group_ranks(group)
         by_rank = dict(zip(ranks, map(json.loads, gather_texts(json.dumps(facts), device, group)), strict=True))
         self._refuse(by_rank)
@@ -85,6 +94,7 @@ class BatchCheck:
     def _refuse(self, facts: dict[int, dict[str, str]]) -> None:
         at = self.mesh.coordinates
         found = differences(list(facts.values()), list(facts))
+        found = [its for its in found if not its.startswith(EARLIER[:9])] or found
         if found == [] or (len(found) == 1 and found[0].startswith("the random state")):
             remedy = (
                 "They would drop different values: give all ranks one seed, transformers.set_seed(N) without "
@@ -104,6 +114,25 @@ class BatchCheck:
         if self._drops is None:
             self._drops = any(probability(its, *dropout_names(its))() for its in self.model.modules())
         return self._drops
+
+
+class _Sum:
+    """A checksum of all batches that were added, in their order."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+        self.shapes = 0
+        self.content = torch.zeros((), dtype=torch.int64)
+
+    def add(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+        """Add the tensors of a batch. Without waiting for the device."""
+        shapes = json.dumps({name: list(value.shape) for name, value in sorted(tensors.items())})
+        self.batches += 1
+        self.shapes = digest_number(f"{self.shapes} {shapes}")
+        content = self.content.to(device)
+        for _, value in sorted(tensors.items()):
+            content = content * 31 + checksum(value).to(device)
+        self.content = content
 
 
 def checksum(value: Tensor) -> Tensor:

@@ -167,8 +167,19 @@ def load_model(model: nn.Module, directory: str | Path, manifest: Manifest) -> N
             return
         if not manifest.model:
             raise ValueError(f"{directory} holds adapters, not a whole model: give the model its adapters first.")
-        tensors, _ = compat.model_tensors(model)
-        PieceReader(directory, manifest.model, manifest.grid).fill(tensors)
+        read_weights(model, directory, manifest)
+
+
+def read_weights(model: nn.Module, directory: str | Path, manifest: Manifest | None = None) -> None:
+    """Fill a model from a checkpoint that has been verified. Only files that hold a part of this rank's are opened.
+
+    Raises:
+        ValueError: the checkpoint lacks a tensor of the model, has it with another shape, or cannot be read.
+    No communication.
+    """
+    manifest = manifest or read_manifest(directory)
+    tensors, _ = compat.model_tensors(model)
+    PieceReader(Path(directory), manifest.model, manifest.grid).fill(tensors)
 
 
 def _load_layouts(state: ModelState, path: Path, manifest: Manifest) -> None:

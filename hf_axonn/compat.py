@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 from torch import nn
@@ -190,12 +191,36 @@ def saved_tensors_have_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def world_timeout() -> float:
-    """The timeout of collectives over the world, in seconds, as `init_process_group` was given it."""
-    backend = torch.distributed.group.WORLD._get_backend(torch.device(default_device_type()))
+def world_timeout(device_type: str = "") -> float:
+    """The timeout of collectives over the world, in seconds, as `init_process_group` was given it.
+
+    `device_type`: of the tensors; that on which this process trains if it is empty.
+    """
+    backend = torch.distributed.group.WORLD._get_backend(torch.device(device_type or default_device_type()))
     options = getattr(backend, "options", None)
     timeout = getattr(options, "_timeout", None) or torch.distributed.constants.default_pg_timeout
     return timeout.total_seconds()
+
+
+@contextlib.contextmanager
+def groups_with_world_timeout(device_type: str) -> Iterator[None]:
+    """Process groups that are made inside get the timeout of the world.
+
+    init_device_mesh cannot be told one and takes torch's default of 10 or 30 minutes. Of gloo, messages between two
+    ranks keep the timeout with which their group was made, so that it cannot be mended afterwards.
+    """
+    from torch.distributed import distributed_c10d
+
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    before = {name: getattr(distributed_c10d, name) for name in names}
+    timeout = timedelta(seconds=world_timeout(device_type))
+    for name in names:
+        setattr(distributed_c10d, name, timeout)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(distributed_c10d, name, value)
 
 
 def watch_store() -> torch.distributed.Store:

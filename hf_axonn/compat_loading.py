@@ -24,10 +24,14 @@ READERS = 4  # threads that copy out of files at the same time; as many as Trans
 
 @contextlib.contextmanager
 def distribute_when_built(
-    distribute: Callable[[nn.Module], None], part_of: Callable[[DTensor], Region], device: torch.device
+    distribute: Callable[[nn.Module], None],
+    part_of: Callable[[DTensor], Region],
+    device: torch.device,
+    read_pieces: Callable[[nn.Module, str], None],
 ) -> Iterator[tuple[dict, set[str]]]:
     """Let `from_pretrained` call `distribute(model)` on the model it has just built on the meta device, and then read
-    `part_of(parameter)`, and nothing else, of each weight that is a DTensor, to `device`.
+    `part_of(parameter)`, and nothing else, of each weight that is a DTensor, to `device`. A directory of files of
+    pieces is left to `read_pieces(model, directory)`: torch.distributed.checkpoint opens all of them on every rank.
 
     Yields the keyword arguments to pass to `from_pretrained`, and a set that will have the names of what the
     checkpoint lacks (of a directory with adapters its own report has only what the adapters lack). The hook is the one
@@ -36,6 +40,7 @@ def distribute_when_built(
     so the two places where it reads a tensor and where it sets a parameter are replaced as well.
     """
     from transformers import PreTrainedModel, core_model_loading
+    from transformers.distributed import mixin
     from transformers.distributed.configuration_utils import DistributedConfig
 
     class _NoMesh:  # from_pretrained asks its mesh manager for a mesh and passes it on; the loader does not read it
@@ -55,11 +60,9 @@ def distribute_when_built(
         missing.update(info.missing_keys)
         return info
 
-    def shard_operation(parameter):
-        return _Part(parameter.shape, part_of(parameter))
-
     with ThreadPoolExecutor(READERS) as readers:
         replaced = {
+            (mixin, "_load_model_checkpoint_distributed"): read_pieces,
             (PreTrainedModel, "prepare_distribute_model"): staticmethod(
                 lambda config, device_map=None: (config, device_map, _NoMesh())
             ),

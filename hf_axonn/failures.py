@@ -73,14 +73,20 @@ def watch() -> None:
 
 @contextlib.contextmanager
 def failures_told():
-    """Tell the other ranks of an exception that leaves the block. For programs whose exceptions never reach Python's
-    sys.excepthook: functions that multiprocessing runs, notebooks. Scripts do not need it."""
+    """Tell the other ranks of an exception that leaves the block; one that they have caused becomes their message. For
+    programs whose exceptions never reach Python's sys.excepthook: functions that multiprocessing runs, notebooks."""
     try:
         yield
     except Exception as error:
-        if _watch is not None and _watch.process == os.getpid():
-            _watch.failed(error)
+        if _watch is not None and _watch.process == os.getpid() and not _watch.failed(error) and is_symptom(error):
+            raise RuntimeError(_watch._result()["text"]) from None
         raise
+
+
+def ended() -> None:
+    """The program of this rank ends here, as its others should. Scripts do not need it: leaving Python says it."""
+    if _watch is not None and _watch.process == os.getpid():
+        _watch._at_exit()
 
 
 class Watch:
@@ -93,7 +99,7 @@ class Watch:
         self.limit = SHARE * compat.world_timeout()
         self.place = f"host {socket.gethostname()}, process {os.getpid()}"
         self.round = 0  # of roll calls
-        self._store = compat.watch_store()
+        self._store, self._store_outlives = compat.watch_store(), compat.store_outlives_ranks()
         self._stopped = threading.Event()
         self._ending = threading.Event()
         self._lock = threading.Lock()
@@ -119,9 +125,8 @@ class Watch:
             sys.excepthook = self._hook_before
 
     def _at_exit(self) -> None:
-        # A script that has ended its process group (`accelerator.end_training`) ended as it should.
-        going_on = self.process == os.getpid() and not self._ending.is_set() and dist.is_initialized()
-        if going_on and compat.store_outlives_ranks():
+        # Also of a script that has ended its process group (`accelerator.end_training`): others may wait for it.
+        if self.process == os.getpid() and not self._ending.is_set() and self._store_outlives:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"ended/{self.rank}", f"({self.place}) ended its script, {HERE.done} steps done")
         self.stop()

@@ -179,6 +179,8 @@ class GridMesh(Place):
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
+        from hf_axonn.compat import groups_with_world_timeout
+
         if not dist.is_initialized():
             raise RuntimeError(
                 f"the grid {grid} needs {grid.size} processes, but torch.distributed is not initialized: start the "
@@ -188,10 +190,11 @@ class GridMesh(Place):
         self.rank = dist.get_rank()
         super().__init__(grid, grid.coordinates(self.rank))
         self.device_type = device_type
-        mesh = init_device_mesh(device_type, tuple(getattr(grid, axis) for axis in AXES), mesh_dim_names=AXES)
-        self._groups: dict[tuple[str, ...], ProcessGroup] = {(axis,): mesh.get_group(axis) for axis in AXES}
-        for axes in (("x", "y"), ("data", "z")):
-            self._groups[axes] = self._product_group(axes)
+        with groups_with_world_timeout(device_type):
+            mesh = init_device_mesh(device_type, tuple(getattr(grid, axis) for axis in AXES), mesh_dim_names=AXES)
+            self._groups: dict[tuple[str, ...], ProcessGroup] = {(axis,): mesh.get_group(axis) for axis in AXES}
+            for axes in (("x", "y"), ("data", "z")):
+                self._groups[axes] = self._product_group(axes)
 
     def _product_group(self, axes: tuple[str, ...]) -> ProcessGroup:
         import torch.distributed as dist
@@ -199,8 +202,8 @@ class GridMesh(Place):
         long_axes = tuple(axis for axis in axes if getattr(self.grid, axis) > 1)
         if len(long_axes) < 2:  # then one of the axes' own groups has these very ranks
             return self._groups[(long_axes or axes)[:1]]
-        partitions = {tuple(self.grid.ranks_along(axes, rank)) for rank in range(self.grid.size)}
-        group, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in sorted(partitions)])
+        first = (rank for rank in range(self.grid.size) if not any(self.grid.coordinates(rank)[axis] for axis in axes))
+        group, _ = dist.new_subgroups_by_enumeration([self.grid.ranks_along(axes, rank) for rank in first])
         return group
 
     def group(self, *axes: str) -> ProcessGroup:

@@ -40,6 +40,8 @@ def label_statistics(logits: Tensor | DeferredLogits, targets: Tensor) -> tuple[
         targets: [B * S] int64, IGNORE_INDEX where ignored.
     Collectives: those of `_ShardedStatistics` for deferred logits, none for others.
     """
+    if isinstance(logits, DeferredLogits) and logits.beside:
+        logits = logits.full()
     if not isinstance(logits, DeferredLogits):
         return _whole_statistics(logits.reshape(-1, logits.shape[-1]), targets.to(logits.device))
     head = logits.head

@@ -29,6 +29,7 @@ from hf_axonn.latent import LatentColumn
 from hf_axonn.layouts import pad_dim
 from hf_axonn.state import ModelState, replicated_local, scale_gradient
 from hf_axonn.styles import take_slice, wrap_forward
+from hf_axonn.vocabulary import LowRank, defers, own_tokens
 
 
 def pair_of(layer: nn.Module, adapter: str) -> tuple[Tensor, Tensor]:
@@ -148,6 +149,27 @@ class RowLora:
             down = down.view(*self.row.leading, -1)
         bias = None if self.b.bias is None else self.output.parameter(self.b.bias)
         return F.linear(down, self.output.parameter(self.b.weight), bias)
+
+
+class HeadLora:
+    """A and B of a head: in training with labels what they add is left to the loss, as the logits are.
+
+    No communication: the loss has it (loss.py). Else they are as before.
+    """
+
+    def __init__(self, state: ModelState, a: nn.Linear, b: nn.Linear) -> None:
+        self.state, self.a, self.b = state, a, b
+        wrap_forward(a, self._down)
+        wrap_forward(b, self._up)
+
+    def _down(self, original: Callable, hidden: Tensor) -> Tensor:
+        if not defers(hidden, self.state):
+            return original(hidden)
+        own, _ = own_tokens(hidden, self.state)
+        return F.linear(own, replicated_local(self.a.weight, self.state.mesh, ("x", "y")))
+
+    def _up(self, original: Callable, down: Tensor) -> Tensor | LowRank:
+        return LowRank(down, self.b.weight) if defers(down, self.state) else original(down)
 
 
 def install_pair(

@@ -6,6 +6,10 @@ The head and the loss go together, chunk by chunk. For each chunk of tokens, gat
     nll = max + log(sum exp) - target logit                 three numbers a token reduced over (x, y), never logits
     dh[chunk/(x*y)], dW[V/(x*y)] from softmax - one-hot     dh reduce-scattered over (x, y), dW kept for the reduction
 
+With label smoothing e a token costs (1 - e) * nll + e / V * sum over V of -log p, which takes one more sum a token:
+
+    sum of -log p = V * log(sum exp) - sum of (logits - max);    dlogits = softmax - (1 - e) * one-hot - e / V
+
 Gradients are formed in the forward pass, when the logits are there anyway; backward multiplies by the incoming number.
 
 Source: vocabulary-parallel cross-entropy, Shoeybi et al. 2019 (arXiv 1909.08053), section 3; DESIGN 2.4.
@@ -13,8 +17,12 @@ Source: vocabulary-parallel cross-entropy, Shoeybi et al. 2019 (arXiv 1909.08053
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
+from torch.nn.functional import log_softmax
 
 from hf_axonn.collectives import reduce_, start_all_gather, start_reduce_scatter
 from hf_axonn.goldfish import IGNORE_INDEX
@@ -22,7 +30,7 @@ from hf_axonn.layouts import pad_dim
 from hf_axonn.matmul3d import leave_gradients
 from hf_axonn.overlap import placeholder
 from hf_axonn.state import ModelState
-from hf_axonn.token_loss import CausalLMLoss
+from hf_axonn.token_loss import CausalLMLoss, Targets
 from hf_axonn.vocabulary import DeferredLogits, vocabulary_range
 
 
@@ -39,14 +47,34 @@ class ShardedCausalLMLoss(CausalLMLoss):
     def __init__(self, state: ModelState) -> None:
         super().__init__()
         self.state = state
+        self._smoothing = 0.0
+
+    @contextmanager
+    def smoothed(self, epsilon: float) -> Iterator[None]:
+        """Inside, losses are those of labels smoothed by epsilon, as Transformers' LabelSmoother defines them.
+
+        They are not taken note of: they are not what tokens cost.
+        """
+        self._smoothing = epsilon
+        try:
+            yield
+        finally:
+            self._smoothing = 0.0
+
+    def note(self, nll: Tensor, targets: Targets, *more: Tensor) -> None:
+        """As the base class."""
+        if not self._smoothing:
+            super().note(nll, targets, *more)
 
     def weighted_nll(self, logits: Tensor | DeferredLogits, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """As the base class; for `DeferredLogits` the head is applied here."""
         if not isinstance(logits, DeferredLogits):
-            return super().weighted_nll(logits, targets, weights)
+            total, nll = super().weighted_nll(logits, targets, weights)
+            return self._smooth(total, logits, weights) if self._smoothing else total, nll
         head, mesh = logits.head, self.state.mesh
         product = head.product()
         dtype = self.state.compute_dtype(logits.hidden)
+        low, up = logits.low_rank(torch.promote_types(dtype, torch.float32))
         hidden = logits.hidden.squeeze(0)
         padded = logits.tokens.padded(mesh)
         targets = targets.to(hidden.device)
@@ -54,6 +82,8 @@ class ShardedCausalLMLoss(CausalLMLoss):
             hidden.to(dtype),
             product.shards()[0],
             head.local_bias(),
+            low,
+            up,
             product,
             len(vocabulary_range(head.linear.out_features, mesh)),
             vocabulary_range(head.linear.out_features, mesh).start,
@@ -61,7 +91,16 @@ class ShardedCausalLMLoss(CausalLMLoss):
             pad_dim(weights.to(hidden.device), 0, padded),
             len(targets),
             logits.apply_steps if logits.steps else None,
+            self._smoothing / head.linear.out_features,
+            head.linear.out_features,
         )
+
+    def _smooth(self, total: Tensor, logits: Tensor, weights: Tensor) -> Tensor:
+        """The smoothed sum of whole logits [B, S, V], whose ordinary sum over kept tokens is `total`."""
+        logits = logits.reshape(len(weights), -1)
+        log_probs = log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+        spread = -(log_probs.mean(dim=-1) * weights.to(logits.device)).sum()
+        return (1 - self._smoothing) * total + self._smoothing * spread
 
     def normalize(self, weighted_sum: Tensor, kept_count: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
         """As the base class. In training without num_items_in_batch: sum * data * z / kept tokens of all ranks, so
@@ -77,24 +116,31 @@ class _ChunkedLoss(torch.autograd.Function):
     """Head, softmax and cross-entropy of this (data, z) position's tokens.
 
     Global: hidden [T, H], weight [V, H]. Local: hidden [T/(x*y), H], weight's z shard. Returns (sum, nll [T]).
-    Collectives, for each chunk: all-gather of tokens, all-reduce of max, all-reduce of sum-exp and target logit,
-    reduce-scatter of dh, all over (x, y); all-gather of the weight over z; backward: reduce-scatter of dW over z.
+    What adapters add to the logits is low [T/(x*y), R] @ up [V/(x*y), R].T, both None without them.
+    `smoothing` is e / V, `size` is V.
+    Collectives, for each chunk: all-gather of tokens, all-reduce of max, all-reduce of sum-exp and target logit (and
+    with smoothing the sum of logits), reduce-scatter of dh, all over (x, y); all-gather of the weight over z;
+    backward: reduce-scatter of dW over z.
     """
 
     @staticmethod
-    def forward(ctx, hidden, shard, bias, product, own, start, targets, weights, count, steps):
+    def forward(
+        ctx, hidden, shard, bias, low, up, product, own, start, targets, weights, count, steps, smoothing, size
+    ):
         mesh = product.state.mesh
         group, parts = mesh.group("x", "y"), mesh.size("x", "y")
         ctx.product, ctx.like = product, placeholder(shard)
-        grad_hidden, grad_shard, grad_bias = ctx.needs_input_grad[:3]
+        grad_hidden, grad_shard, grad_bias, grad_low, grad_up = ctx.needs_input_grad[:5]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         weight = product.gather(hidden.dtype)[0].flatten(2).flatten(0, 1)  # [v, H], v = own padded
         dhidden = torch.empty_like(hidden) if grad_hidden else None
         dweight = torch.zeros_like(weight, dtype=wide) if grad_shard else None
         dbias = torch.zeros_like(bias, dtype=wide) if grad_bias else None
+        dlow = torch.empty_like(low) if grad_low else None
+        dup = torch.zeros_like(up) if grad_up else None
         # Token t of rank r is token r * T/(x*y) + t of the batch.
         targets, weights = targets.view(parts, -1), weights.view(parts, -1)
-        nlls = []
+        nlls, spreads = [], []
         # The padded width is the same on every rank, and so is the number of chunks.
         step = max(1, CHUNK_LOGITS // weight.shape[0] // parts // (1 if steps is None else 3))
         with torch.autocast(hidden.device.type, enabled=False):
@@ -103,27 +149,38 @@ class _ChunkedLoss(torch.autograd.Function):
                 tokens = start_all_gather(hidden[span], group).wait().flatten(0, 1)
                 target, kept = targets[:, span].reshape(-1), weights[:, span].reshape(-1, 1)
                 logits = local_logits(tokens, weight, bias).to(wide)
+                if low is not None:
+                    beside = start_all_gather(low[span], group).wait().flatten(0, 1)
+                    logits.addmm_(beside, up.t())
                 if steps is not None:  # soft caps and scales, whose derivative autograd knows
                     with torch.enable_grad():
                         raw = logits.requires_grad_()
                         stepped = steps(raw)
                     logits = stepped.detach().clone()
                 logits[:, own:] = float("-inf")
-                nll, probabilities, mine, column = _cross_entropy(logits, target, start, own, group)
+                found = _cross_entropy(logits, target, start, own, group, size if smoothing else 0)
+                nll, probabilities, mine, column, spread = found
                 nlls.append(nll.view(parts, -1))
-                if not (grad_hidden or grad_shard or grad_bias):
-                    del logits, probabilities
+                spreads.append(spread.view(parts, -1))
+                if not any(ctx.needs_input_grad):
+                    del logits, probabilities, found
                     continue
                 # softmax - one-hot, for kept tokens
                 rows = mine.nonzero().squeeze(-1)
-                probabilities[rows, column[rows]] -= 1
+                probabilities[rows, column[rows]] -= 1 - smoothing * size
+                if smoothing:
+                    probabilities[:, :own] -= smoothing
                 dlogits = probabilities.mul_(kept.to(wide))
                 if steps is not None:
                     (dlogits,) = torch.autograd.grad(stepped, raw, dlogits)
                 if dbias is not None:
                     dbias += dlogits.sum(dim=0)
+                if dup is not None:
+                    dup.addmm_(dlogits.t(), beside)
+                if dlow is not None:
+                    dlow[span] = start_reduce_scatter((dlogits @ up).view(parts, -1, up.shape[1]), group).wait()
                 dlogits = dlogits.to(weight.dtype)
-                del logits, probabilities  # and what came of them: the next chunk needs the room
+                del logits, probabilities, found  # and what came of them: the next chunk needs the room
                 if steps is not None:
                     del raw, stepped
                 if dweight is not None:
@@ -134,8 +191,11 @@ class _ChunkedLoss(torch.autograd.Function):
                     del dtokens
                 del dlogits, tokens
         nll = torch.cat(nlls, dim=1).flatten()[:count]
-        total = (nll * weights.flatten()[:count]).sum()
-        ctx.gradients = (dhidden, dweight, dbias)
+        cost = nll
+        if smoothing:
+            cost = nll * (1 - smoothing * size) + torch.cat(spreads, dim=1).flatten()[:count] * smoothing
+        total = (cost * weights.flatten()[:count]).sum()
+        ctx.gradients = (dhidden, dweight, dbias, dlow, dup)
         ctx.mark_non_differentiable(nll)
         return total, nll
 
@@ -146,7 +206,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 "backward through the loss of a parallelized model a second time: its gradients are formed in the "
                 "forward pass and given away once, so call the model again instead of retain_graph=True."
             )
-        (dhidden, dweight, dbias), ctx.gradients = ctx.gradients, None
+        (dhidden, dweight, *others), ctx.gradients = ctx.gradients, None
         product = ctx.product
         if dweight is not None:
             dweight *= grad
@@ -156,8 +216,8 @@ class _ChunkedLoss(torch.autograd.Function):
         return (
             dhidden * grad.to(dhidden.dtype) if dhidden is not None else None,
             ctx.like if dweight is not None else None,
-            (dbias * grad) if dbias is not None else None,
-            *(None,) * 7,
+            *(None if other is None else other * grad for other in others),
+            *(None,) * 9,
         )
 
 
@@ -178,17 +238,24 @@ def add_product(dweight: Tensor, dlogits: Tensor, tokens: Tensor) -> None:
 
 
 def _cross_entropy(
-    logits: Tensor, target: Tensor, start: int, own: int, group
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    logits: Tensor, target: Tensor, start: int, own: int, group, spread_over: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Negative log-likelihood [T] of targets, and the softmax [T, v] of this rank's columns (in place of the logits).
 
-    Also which targets are this rank's, and their columns. Two all-reduces over `group`.
+    Also which targets are this rank's, and their columns, and [T] the sum of -log p over the whole vocabulary if its
+    size is given as `spread_over` (else 0). Two all-reduces over `group`.
     """
     peak = reduce_(logits.max(dim=-1).values, group, op="max")
     mine = (target >= start) & (target < start + own)
     column = torch.where(mine, target - start, 0)
     of_target = torch.where(mine, logits.gather(1, column.unsqueeze(1)).squeeze(1) - peak, 0)
-    exponentials = logits.sub_(peak.unsqueeze(1)).exp_()
-    total, of_target = reduce_(torch.stack([exponentials.sum(dim=-1), of_target]), group)
-    nll = torch.where(target == IGNORE_INDEX, 0, total.log() - of_target)
-    return nll, exponentials.div_(total.unsqueeze(1)), mine, column
+    sums = [of_target]
+    logits.sub_(peak.unsqueeze(1))
+    if spread_over:
+        sums.append(logits[:, :own].sum(dim=-1))
+    exponentials = logits.exp_()
+    total, of_target, *every = reduce_(torch.stack([exponentials.sum(dim=-1), *sums]), group)
+    ignored, log_total = target == IGNORE_INDEX, total.log()
+    nll = torch.where(ignored, 0, log_total - of_target)
+    spread = torch.where(ignored, 0, spread_over * log_total - every[0]) if every else torch.zeros_like(nll)
+    return nll, exponentials.div_(total.unsqueeze(1)), mine, column, spread

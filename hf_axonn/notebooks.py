@@ -113,11 +113,15 @@ class _Worker:
     def __call__(self, *args: Any) -> None:
         import torch
 
+        from hf_axonn.failures import ended, failures_told
+
         os.environ.update(self.environment)
         _use_grid()
-        value = self.function(*args)
+        with failures_told():
+            value = self.function(*args)
         if os.environ["RANK"] == "0":
             self.result.write_bytes(_pickled(value))
+        ended()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 

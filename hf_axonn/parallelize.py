@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn import compat, compat_peft
 from hf_axonn.adapter_checks import check_adapters, check_plan
+from hf_axonn.adapter_files import base_of
 from hf_axonn.adapters import apart, install_adapters
 from hf_axonn.agreement import raising_together, require_alike
-from hf_axonn.checkpoint import verify_together
+from hf_axonn.checkpoint import read_weights, verify_together
 from hf_axonn.compat_loading import distribute_when_built
 from hf_axonn.config import AxonnConfig
 from hf_axonn.facts import model_facts, versions
@@ -187,7 +188,7 @@ def from_pretrained(
             incomplete sharded checkpoint, weights that the checkpoint lacks (they would be filled with numbers that
             differ from rank to rank) or has in another size; on every rank, if one of them cannot read its slices.
     Collectives: those of `parallelize` for a model on the meta device, and of `raising_together`; those of
-        torch.distributed.checkpoint for a sharded checkpoint.
+        `verify_together` for a sharded checkpoint.
     """
     from transformers import AutoModelForCausalLM
 
@@ -209,8 +210,9 @@ def from_pretrained(
         del kwargs["quantization_config"]
         where = {key: kwargs.pop(key) for key in WHERE if key in kwargs}
         name_or_path = converted(origin, gguf_file, auto_class=auto_class, dtype=kwargs.get("dtype"), **where)
-    if is_sharded_checkpoint(name_or_path):
-        verify_together(name_or_path)
+    for directory in filter(None, (name_or_path, base_of(name_or_path))):
+        if is_sharded_checkpoint(directory):
+            verify_together(directory)
     device = torch.device(compat.default_device_type())
     if device.type != "cpu":
         kwargs["device_map"] = {"": torch.get_device_module(device).current_device()}
@@ -223,7 +225,7 @@ def from_pretrained(
     def part_of(parameter: DTensor) -> tuple[slice, ...]:
         return shard_slices(parameter.shape, parameter.placements, grid_mesh(grid, device.type))
 
-    hooks = distribute_when_built(distribute, part_of, device)
+    hooks = distribute_when_built(distribute, part_of, device, read_weights)
     with contextlib.ExitStack() as reading, hooks as (extra, missing):
         model, info = auto_class.from_pretrained(name_or_path, output_loading_info=True, **extra, **kwargs)
     missing = sorted({*missing, *info["missing_keys"]} - set(getattr(model, "all_tied_weights_keys", {})))

@@ -1,7 +1,7 @@
 """Samplers of Transformers' Trainer that need to know of a grid.
 
-`group_by_length` shuffles by torch's global generator, which a Trainer sets alike on all ranks. Its order is made that
-of one process.
+`group_by_length` shuffles by torch's global generator. Its order is made that of one process, and the same on all
+ranks: their generators part when a script draws from them on some ranks only.
 
 `batch_rebalance` divides samples among ranks by itself; on a grid it is among positions.
 
@@ -13,20 +13,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from accelerate.utils import RNGType, synchronize_rng_state
 from torch.utils.data import Sampler
-from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler, get_length_grouped_indices
 
 from hf_axonn.grid import Grid
 
 
 class GridLengthGroupedSampler(LengthGroupedSampler):
-    """The order of one process. Made by `for_grid`. No communication."""
+    """The order of one process. Made by `for_grid`.
+
+    Collectives: a broadcast over the world of a generator's state, whenever an epoch begins.
+    """
 
     def __iter__(self) -> Iterator[int]:
-        # On one process the loader draws a number for its workers first. Here it has a generator of its own for that
-        # (accelerator_data.py).
-        torch.empty((), dtype=torch.int64).random_()
-        return super().__iter__()
+        generator = torch.Generator()
+        generator.set_state(torch.get_rng_state())
+        synchronize_rng_state(RNGType.GENERATOR, generator)  # with that of rank 0
+        for source in (None, generator):  # each rank's own moves on as that of one process
+            # On one process the loader draws a number for its workers first. Here it has a generator of its own for
+            # that (accelerator_data.py).
+            torch.empty((), dtype=torch.int64).random_(generator=source)
+            order = get_length_grouped_indices(self.lengths, self.batch_size, generator=source)
+        return iter(order)
 
 
 def for_grid(sampler: Sampler | None, grid: Grid, rank: int, batch_size: int) -> Sampler | None:
@@ -39,6 +48,7 @@ def for_grid(sampler: Sampler | None, grid: Grid, rank: int, batch_size: int) ->
     """
     if type(sampler) is LengthGroupedSampler and sampler.generator is None:
         sampler.__class__ = GridLengthGroupedSampler
+        sampler.batch_size *= grid.samples_size  # by it rows are grouped; one process has those of all positions
     if isinstance(sampler, BatchRebalanceSampler):
         here = grid.coordinates(rank)
         return BatchRebalanceSampler(

@@ -188,16 +188,11 @@ class PieceReader:
             ValueError: the checkpoint lacks one of them, or has it with another shape.
         """
         self.check(targets)
-        todo: dict[int, list[tuple[str, Box, Box]]] = {}
-        for name, target in targets.items():
-            box = box_of(target)
-            if target.numel() and all(start < stop for start, stop in box):
-                for place, piece in pieces_in(self.tensors[name], self.grid, box):
-                    todo.setdefault(self._writers.rank(name, place), []).append((name, piece, box))
         from safetensors import SafetensorError, safe_open
 
+        plan = self.plan({name: box_of(target) for name, target in targets.items()})
         with torch.no_grad():
-            for rank, parts in sorted(todo.items()):
+            for rank, parts in sorted(plan.items()):
                 path = self.directory / file_name(rank)
                 try:
                     with safe_open(path, framework="pt") as file:
@@ -208,6 +203,21 @@ class PieceReader:
                             )
                 except (SafetensorError, OSError) as problem:
                     raise ValueError(f"{path} cannot be read: {problem}") from problem
+
+    def plan(self, boxes: Mapping[str, Box]) -> dict[int, list[tuple[str, Box, Box]]]:
+        """Which files must be opened to read these boxes, by the rank that wrote them.
+
+        Args:
+            boxes: of each tensor what is wanted.
+        Returns:
+            For each such rank (name, the piece in its file, the box that is wanted) of all that it has.
+        """
+        found: dict[int, list[tuple[str, Box, Box]]] = {}
+        for name, box in boxes.items():
+            if all(start < stop for start, stop in box):
+                for place, piece in pieces_in(self.tensors[name], self.grid, box):
+                    found.setdefault(self._writers.rank(name, place), []).append((name, piece, box))
+        return found
 
     def read(self, name: str) -> Tensor:
         """One whole tensor."""

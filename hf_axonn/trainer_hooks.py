@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from hf_axonn import compat_trl, trainer_checks, trainer_hub, trainer_resume, trainer_saving
+from hf_axonn import compat_trl, trainer_checks, trainer_hub, trainer_resume, trainer_saving, trainer_smoothing
 from hf_axonn.gradients import find_state
 from hf_axonn.plain_models import shard_plain_model
 from hf_axonn.plugin import AxonnPlugin
@@ -170,5 +170,6 @@ WRAPPERS = (
     *trainer_saving.WRAPPERS,
     *trainer_resume.WRAPPERS,
     *trainer_checks.WRAPPERS,
+    *trainer_smoothing.WRAPPERS,
     *trainer_hub.WRAPPERS,
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -106,6 +107,19 @@ class Embedding:
         return _whole_weight(self, self.module.num_embeddings)
 
 
+def defers(hidden: Tensor, state: ModelState) -> bool:
+    """Whether a head that gets this leaves its logits to the loss."""
+    return state.defer_head and (state.tokens is not None or hidden.dim() == 3)
+
+
+def own_tokens(hidden: Tensor, state: ModelState) -> tuple[Tensor, Tokens]:
+    """Of what comes into a head that `defers` this rank's tokens, [1, T/(x*y), H]."""
+    if state.tokens is not None:
+        return hidden, state.tokens
+    tokens = Tokens(*hidden.shape[:2], sharded=True)
+    return take_tokens(hidden, tokens, state.mesh), tokens
+
+
 class Head:
     """The Linear that ends a causal LM. [B, S, H] -> [B, S, V], or `DeferredLogits` where the state says so.
 
@@ -124,14 +138,7 @@ class Head:
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor | DeferredLogits:
         state = self.state
-        if not state.defer_head:
-            return self.full_logits(hidden)
-        if state.tokens is not None:
-            return DeferredLogits(self, hidden, state.tokens)
-        if hidden.dim() != 3:
-            return self.full_logits(hidden)
-        tokens = Tokens(*hidden.shape[:2], sharded=True)
-        return DeferredLogits(self, take_tokens(hidden, tokens, state.mesh), tokens)
+        return DeferredLogits(self, *own_tokens(hidden, state)) if defers(hidden, state) else self.full_logits(hidden)
 
     def product(self) -> Product:
         return Product(self.state, self.weights, self.cuts)
@@ -162,6 +169,22 @@ class Head:
         return _whole_weight(self, self.linear.out_features)
 
 
+@dataclass(frozen=True)
+class LowRank:
+    """What a LoRA of the head adds to logits that nobody has formed yet: low @ up.T.
+
+    Args:
+        low: [1, T/(x*y), r] of this rank's tokens.
+        up: the replicated parameter [V, r].
+    """
+
+    low: Tensor
+    up: nn.Parameter
+
+    def __mul__(self, factor: float) -> LowRank:
+        return LowRank(self.low * factor, self.up)
+
+
 class DeferredLogits:
     """Logits that nobody has formed yet: `hidden` [1, T/(x*y), H] of this rank's tokens, and the head to multiply by.
 
@@ -170,19 +193,41 @@ class DeferredLogits:
     `full()` does, a collective over (x, y).
     """
 
-    def __init__(self, head: Head, hidden: Tensor, tokens: Tokens, steps: tuple[Callable, ...] = ()) -> None:
+    def __init__(
+        self,
+        head: Head,
+        hidden: Tensor,
+        tokens: Tokens,
+        steps: tuple[Callable, ...] = (),
+        beside: tuple[LowRank, ...] = (),
+    ) -> None:
         self.head = head
         self.hidden = hidden
         self.tokens = tokens
         self.steps = steps
+        self.beside = beside
         self._full: Tensor | None = None
 
     def full(self) -> Tensor:
         """[B, S, V] on every rank of (x, y), each of which then repeats the same work. Collective over (x, y)."""
         if self._full is None:
-            hidden = gather_tokens(self.hidden, self.tokens, self.head.state.mesh)
-            self._full = self.apply_steps(self.head.full_logits(hidden))
+            mesh = self.head.state.mesh
+            logits = self.head.full_logits(gather_tokens(self.hidden, self.tokens, mesh))
+            for its in self.beside:
+                low = gather_tokens(its.low, self.tokens, mesh)
+                logits = logits + F.linear(low, replicated_local(its.up, mesh, ())).to(logits.dtype)
+            self._full = self.apply_steps(logits)
         return self._full
+
+    def low_rank(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """What adapters add, (low [T/(x*y), R], up [V/(x*y), R]); `up` is zero-padded like the local logits."""
+        if not self.beside:
+            return None, None
+        mesh = self.head.state.mesh
+        own = vocabulary_range(self.head.linear.out_features, mesh)
+        low = torch.cat([its.low.squeeze(0).to(dtype) for its in self.beside], dim=-1)
+        ups = [replicated_local(its.up, mesh, ("x", "y"))[own.start : own.stop].to(dtype) for its in self.beside]
+        return low, pad_dim(torch.cat(ups, dim=-1), 0, self.head.cuts[0].out_size)
 
     def apply_steps(self, logits: Tensor) -> Tensor:
         """What has been done elementwise to the logits so far."""
@@ -192,7 +237,15 @@ class DeferredLogits:
 
     def then(self, step: Callable[[Tensor], Tensor]) -> DeferredLogits:
         """The same logits with one more elementwise step."""
-        return DeferredLogits(self.head, self.hidden, self.tokens, (*self.steps, step))
+        return DeferredLogits(self.head, self.hidden, self.tokens, (*self.steps, step), self.beside)
+
+    def __add__(self, other):
+        if isinstance(other, LowRank) and not self.steps:
+            return DeferredLogits(self.head, self.hidden, self.tokens, (), (*self.beside, other))
+        return self.full() + other
+
+    def to(self, *args, **kwargs) -> DeferredLogits | Tensor:
+        return self if args == (self.dtype,) and not kwargs else self.full().to(*args, **kwargs)
 
     def _scaled(self, operation: Callable, other) -> DeferredLogits | Tensor:
         if isinstance(other, (int, float)):

@@ -13,9 +13,10 @@ from equality import full
 from float64 import Float64
 from models import tiny_model
 from torch.nn import functional as F
+from training import training_options
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
-from hf_axonn import AxonnPlugin, Grid
+from hf_axonn import Grid
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # TRL would report its use
@@ -96,33 +97,10 @@ def make_sft(output: Path, grid: Grid | None, *, goldfish: bool = True, kind: st
 
     from hf_axonn import GoldfishSFTConfig, GoldfishSFTTrainer
 
-    samples = grid.samples_size if grid else 1
     trainer_options = {key: changes.pop(key) for key in ("peft_config", "callbacks") if key in changes}
     completions = changes.pop("completions", True)
-    options = dict(
-        output_dir=str(output),
-        per_device_train_batch_size=4 // samples,
-        gradient_accumulation_steps=2,
-        per_device_eval_batch_size=3,
-        max_steps=3,
-        max_length=37,
-        logging_steps=1,
-        save_strategy="no",
-        learning_rate=1e-2,
-        max_grad_norm=0.5,
-        adam_beta2=0.95,
-        weight_decay=0.1,
-        gradient_checkpointing=False,
-        bf16=False,
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    if goldfish:
-        options.update(goldfish_k=3, goldfish_context_width=3)
-    if grid:
-        options.update(parallelism_config=AxonnPlugin(grid=grid))
-    options.update(changes)
+    own = dict(max_length=37, gradient_checkpointing=False, bf16=False, max_steps=3, per_device_eval_batch_size=3)
+    options = training_options(output, grid, goldfish=goldfish, **dict(save_strategy="no") | own | changes)
     trainer_class, config = (GoldfishSFTTrainer, GoldfishSFTConfig) if goldfish else (SFTTrainer, SFTConfig)
     return trainer_class(
         model=tiny_model(kind) if model is None else model,

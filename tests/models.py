@@ -33,8 +33,11 @@ def tiny_config(kind: str, **changes):
         sizes.update(num_attention_heads=9, num_key_value_heads=3, hidden_size=36, tie_word_embeddings=True)
     if kind == "mistral":
         sizes.update(sliding_window=5)
-    sizes.update(changes)
-    return AutoConfig.for_model("llama" if kind == "smollm2" else kind, **sizes)
+    kind = "llama" if kind == "smollm2" else kind
+    # GPT-2 has no num_key_value_heads: one that it were given would be believed. A head_dim is read where it is given.
+    known = AutoConfig.for_model(kind)
+    sizes = {name: value for name, value in sizes.items() if name == "head_dim" or hasattr(known, name)}
+    return AutoConfig.for_model(kind, **sizes | changes)
 
 
 def tiny_model(kind: str, *, dtype=torch.float64, seed: int = 0, attention: str = "sdpa", **changes):

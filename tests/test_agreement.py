@@ -117,12 +117,20 @@ def _batches() -> dict[str, str]:
     torch.manual_seed(5)
     checks, passes = [], [0]
     compare = batch_check.BatchCheck._compare
-    batch_check.BatchCheck._compare = lambda self, tensors: checks.append(passes[0])
+    batch_check.BatchCheck._compare = lambda self, tensors, since: checks.append(passes[0])
     with torch.no_grad():
         for passes[0] in range(2, 66):
             call()()
     batch_check.BatchCheck._compare = compare
     assert checks == [2, 3, 32, 64], checks
+    # One batch between them that differs is found at the next, once.
+    with torch.no_grad():
+        model(**tiny_batch(2, 8, seed=3 + me))
+        for _ in range(29):
+            call()()
+        found["earlier"] = refused(call())
+        for _ in range(32):
+            call()()
     return found
 
 
@@ -131,6 +139,8 @@ def test_what_is_found_at_the_first_step():
     assert all("data=0, z=0" in text for text in found.values())
     assert "input_ids is [2, 8] int64" in found["shape"] and "[2, 9] int64" in found["shape"]
     assert "input_ids is [2, 8] int64" in found["content"] and "on rank 1" in found["content"]
+    assert "a batch among the last 32 is of checksum " in found["earlier"] and "Feed ranks" in found["earlier"]
+    assert not any("among" in text for name, text in found.items() if name != "earlier")
     assert "of seed 5) on rank 0" in found["random"] and "set_seed" in found["random"]
     assert "position_ids is missing on rank 0" in found["keys"]
 

@@ -7,15 +7,15 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from launching import TORCHRUN, Ended, launch
+from launching import run as run_script
 from models import tiny_batch, tiny_model
 
 import hf_axonn
@@ -39,7 +39,9 @@ def fail(how: str):
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "hangs":
         time.sleep(1000)
-    if how == "leaves":
+    if how == "ends":
+        dist.destroy_process_group()
+    if how in ("leaves", "ends"):
         sys.exit(0)
     if how == "memory":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
@@ -137,13 +139,19 @@ def message(output: str) -> str:
             marks=pytest.mark.slow,
         ),
         ("leaves", [1], r"ended before the others, which are in step 3: rank 1 .* ended its script, 2 steps done"),
+        pytest.param(
+            "ends",
+            [1],
+            r"ended before the others, which are in step 3: rank 1 .* ended its script, 2 steps done",
+            marks=pytest.mark.slow,
+        ),
         ("hangs", [2], r"(?s)rank 2 .* hangs in step 3: .* ranks 0, 1 and 3 waited .* in fail: time.sleep\(1000\)"),
     ],
 )
 def test_a_rank_that_fails_in_a_step_is_named_and_all_end(tmp_path, how, failing, said):
     codes, output, took = run(tmp_path, how, *failing)
     assert re.search(said, message(output)), message(output)
-    expected = {"killed": -signal.SIGKILL, "frozen": None, "leaves": 0}.get(how, 1)
+    expected = {"killed": -signal.SIGKILL, "frozen": None, "leaves": 0, "ends": 0}.get(how, 1)
     assert codes == [expected if rank in failing else 1 for rank in range(WORLD)]
     assert took < TIMEOUTS.get(how, 0) + 25
     tracebacks = output.count("Traceback (most recent call last)")
@@ -164,41 +172,49 @@ dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
 loop(sys.argv[2], [2], 3)
 """
 
+STOCK_TRAINER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from models import tiny_model
+from test_failures import fail
+from training import collate, token_data
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("killed", "rank 2 .* died or froze in step 3"),
-        pytest.param("nan", "rank 2 .* raised in step 3", marks=pytest.mark.slow),
-    ],
+class Fails(TrainerCallback):
+    def on_step_begin(self, args, state, control, model, **kwargs):
+        if args.process_index == 1 and state.global_step == 2:
+            model.model.layers[1].mlp.act_fn.register_forward_pre_hook(lambda *_: fail(sys.argv[2]))
+
+arguments = TrainingArguments(
+    output_dir="out", use_cpu=True, report_to="none", save_strategy="no", max_steps=1000, ddp_timeout=60
 )
-def test_torchrun_ends_the_others_but_not_before_the_message(tmp_path, how, said):
+data = token_data(64, seed=0)
+Trainer(tiny_model("llama"), arguments, collate, data, callbacks=[Fails()]).train()
+"""
+
+SAID = {"killed": "died or froze in step 3", "nan": "raised in step 3: FloatingPointError: the loss is nan"}
+
+
+def assert_told(ended: Ended, rank: int, how: str) -> None:
+    """One message that names the rank, the step and the cause; no process is left."""
+    assert ended.code == 1 and not ended.left, ended.output[-3000:]
+    assert re.search(f"rank {rank} .* {SAID[how]}", message(ended.output)), message(ended.output)
+    shown = len(re.findall(r"^(?:\[rank\d\]: )?Traceback", ended.output, re.M))
+    assert shown <= 1 + (how == "nan"), "of the rank that raised, and of the launcher"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", SAID)
+def test_torchrun_ends_the_others_but_not_before_the_message(tmp_path, how):
     """It sends them SIGTERM a tenth of a second after one has died."""
     (tmp_path / "loop.py").write_text(LAUNCHED)
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={WORLD}"]
-    with open(tmp_path / "log", "w") as file:
-        process = subprocess.Popen(
-            [sys.executable, *launch, str(tmp_path / "loop.py"), str(TESTS), how],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    family: dict[int, psutil.Process] = {}
-    end = time.monotonic() + 150
-    try:
-        while process.poll() is None and time.monotonic() < end:
-            family.update((its.pid, its) for its in psutil.Process(process.pid).children(recursive=True))
-            time.sleep(0.05)
-        output = (tmp_path / "log").read_text()
-        left = [its for its in family.values() if its.is_running() and its.status() != psutil.STATUS_ZOMBIE]
-    finally:
-        for its in family.values():
-            if its.is_running():
-                its.kill()
-        process.kill()
-        process.wait()
-    assert process.returncode == 1 and not left, output[-3000:]
-    assert re.search(said, message(output)), message(output)
+    assert_told(run_script(tmp_path, *TORCHRUN, f"--nproc_per_node={WORLD}", "loop.py", TESTS, how), 2, how)
+
+
+@pytest.mark.parametrize("how", ["killed", pytest.param("nan", marks=pytest.mark.slow)])
+def test_accelerate_launch_with_a_stock_trainer_ends_with_the_message(tmp_path, how):
+    (tmp_path / "train.py").write_text(STOCK_TRAINER)
+    assert_told(launch(tmp_path, Grid(z=2), "train.py", TESTS, how), 1, how)
 
 
 def _account(rank: int, **changes) -> Account:

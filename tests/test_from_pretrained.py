@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import safetensors
 import torch
 import torch.distributed as dist
 from equality import Outcome, exact, fit, rows_of
@@ -15,9 +19,17 @@ from models import tiny_batch, tiny_model
 from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GgufConfig, LlamaForCausalLM, PreTrainedModel, core_model_loading
+from transformers import (
+    AutoModelForCausalLM,
+    GgufConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    core_model_loading,
+    modeling_utils,
+)
 
 from hf_axonn import Grid, from_pretrained, load_sharded, save_sharded, unread
+from hf_axonn.shard_files import file_name
 
 
 GRIDS = [Grid(z=2, x=2), Grid(y=2, x=2), Grid(data=2, z=2), Grid(y=4)]
@@ -216,9 +228,7 @@ def test_adapters_in_the_directory_are_loaded_onto_a_sharded_base(folder):
     adapted.save_pretrained(folder / "adapter")
     _behead(folder / "qwen3", folder / "other")
     shutil.copytree(folder / "adapter", folder / "adapter-of-headless")
-    config = json.loads((folder / "adapter" / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = str(folder / "other")
-    (folder / "adapter-of-headless" / "adapter_config.json").write_text(json.dumps(config))
+    _set_base(folder / "adapter-of-headless", folder / "other")
     with exact():
         plain = AutoModelForCausalLM.from_pretrained(folder / "qwen3", dtype=torch.float64)(IDS).logits
         model = AutoModelForCausalLM.from_pretrained(folder / "adapter", dtype=torch.float64)
@@ -266,3 +276,78 @@ def _round_trip(folder: Path, output: Path) -> None:
 
 def test_sharded_checkpoints_of_other_grids(folder, tmp_path):
     run_ranks(_round_trip, 4, folder, tmp_path)
+
+
+@contextlib.contextmanager
+def _opened() -> Iterator[list[str]]:
+    """Names of the safetensors files that are opened, by whatever library."""
+    names = []
+    stock = safetensors.safe_open
+
+    def opening(filename, *args, **kwargs):
+        names.append(Path(filename).name)
+        return stock(filename, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (safetensors, modeling_utils):
+            patch.setattr(module, "safe_open", opening)
+        yield names
+
+
+def _opens(folder: Path, output: Path) -> tuple[list[str], list[str], list[str]]:
+    """What is opened by loads on the grid of the checkpoint and on another, and of a base with adapters."""
+    grid = Grid(y=2, x=2)
+    plain = AutoModelForCausalLM.from_pretrained(folder / "qwen3")
+    save_sharded(from_pretrained(folder / "qwen3", grid=grid), output / "sharded")
+    if dist.get_rank() == 0:
+        _adapter_of(output / "sharded", copy.deepcopy(plain), output / "adapter")
+    dist.barrier()
+    found = []
+    for directory, loaded in (("sharded", grid), ("sharded", Grid(data=4)), ("adapter", grid)):
+        with _opened() as names:
+            model = from_pretrained(output / directory, grid=loaded, dtype=torch.bfloat16)
+        own = {name.replace(".base_layer", ""): its for name, its in model.named_parameters()}
+        for name, parameter in plain.named_parameters():
+            assert own[name].dtype == torch.bfloat16
+            assert torch.equal(own[name].full_tensor(), parameter.bfloat16()), (directory, loaded, name)
+        found.append(sorted(names))
+    return tuple(found)
+
+
+def test_a_rank_opens_only_the_files_that_hold_its_slices(folder, tmp_path):
+    """On the grid of the checkpoint its own, and that of rank 0 for what every rank holds, each once."""
+    for rank, (same, other, adapted) in enumerate(run_ranks(_opens, 4, folder, tmp_path)):
+        assert same == sorted({file_name(0), file_name(rank)})
+        assert other == [file_name(each) for each in range(4)]
+        assert [name for name in adapted if name.startswith("shard")] == same
+
+
+def _adapter_of(base: Path, model, target: Path) -> None:
+    """Save a new adapter of a model as one of the checkpoint `base`."""
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(target)
+    _set_base(target, base)
+
+
+def _set_base(adapter: Path, base: Path) -> None:
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": str(base)}))
+
+
+def _damaged_base(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"damaged checkpoint: .*its checksum differs"):
+        from_pretrained(folder / "adapter", grid=Grid(x=2))
+
+
+def test_the_base_of_adapters_is_verified_too(folder, tmp_path):
+    plain = AutoModelForCausalLM.from_pretrained(folder / "qwen3")
+    run_ranks(_save, 2, folder / "qwen3", tmp_path / "sharded")
+    _adapter_of(tmp_path / "sharded", plain, tmp_path / "adapter")
+    path = tmp_path / "sharded" / file_name(1)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    run_ranks(_damaged_base, 2, tmp_path)
+
+
+def _save(source: Path, target: Path) -> None:
+    save_sharded(from_pretrained(source, grid=Grid(x=2)), target)

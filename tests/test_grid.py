@@ -1,8 +1,12 @@
 """The grid: who sits where, and what it says to a user who has miscounted."""
 
 import itertools
+import os
+import time
+from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import all_grids, run_ranks
 
@@ -78,6 +82,30 @@ def test_text_and_picture():
 def test_a_mesh_needs_a_world():
     with pytest.raises(RuntimeError, match="torch.distributed is not initialized: start the script with"):
         GridMesh(Grid(z=2), "cpu")
+
+
+def groups_keep_the_timeout(folder):
+    dist.destroy_process_group()
+    rank, grid = int(os.environ["RANK"]), Grid(z=2, x=2)
+    world = dict(init_method=f"file://{folder}/again", rank=rank, world_size=grid.size)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=5), **world)
+    mesh = grid_mesh(grid, "cpu")
+    for axes in (*((axis,) for axis in AXES), ("x", "y"), ("data", "z")):
+        backend = mesh.group(*axes)._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(seconds=5), axes
+    if rank == 0:
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError):  # the other rank along z sends nothing
+            dist.recv(torch.empty(1), group=mesh.group("z"), group_src=1)
+        assert 4 < time.monotonic() - begin < 15
+    dist.barrier(dist.new_group(range(grid.size), timeout=timedelta(seconds=60)))
+    assert dist.new_group([rank], use_local_synchronization=True)._get_backend(
+        torch.device("cpu")
+    ).options._timeout == timedelta(minutes=30), "groups that a script makes afterwards have torch's timeout"
+
+
+def test_groups_have_the_timeout_of_the_world(tmp_path):
+    run_ranks(groups_keep_the_timeout, 4, tmp_path)
 
 
 def groups_are_right():

@@ -6,16 +6,18 @@ import functools
 
 import pytest
 import torch
-from adapting import ONE_OF_EACH, SIX_HEADS, Adapted, adapt, adapted_model, two_adapters
+from adapting import ONE_OF_EACH, SIX_HEADS, Adapted, adapt, adapted_model, drawing, two_adapters
 from equality import compare, exact, fit, full, rows_of, too_large
-from float64 import recompute_in_float64
+from float64 import recompute_in_float64, relative_errors
 from models import tiny_batch, tiny_model, unplanned_model
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from ranks import all_grids, run_ranks
 
 from hf_axonn.checkpoint import load_sharded, save_sharded
+from hf_axonn.gradients import sync_gradients
 from hf_axonn.grid import Grid
 from hf_axonn.parallelize import parallelize
+from hf_axonn.vocabulary import DeferredLogits
 
 
 def checkpointed(model, *, reentrant):
@@ -49,6 +51,8 @@ SITUATIONS = [
     case("dropout, DoRA", "qwen2", lora_dropout=1e-14, use_dora=True),
     case("some layers", "llama", target_modules=["q_proj", "v_proj", "down_proj"]),
     case("the head too", "llama", target_modules=["q_proj", "lm_head"]),
+    case("the head too, with dropout", "llama", target_modules=["q_proj", "lm_head"], lora_dropout=1e-14),
+    case("the head too, no block plan", "bitnet", target_modules=["q_proj", "lm_head"]),
     case("the embedding too", "llama", target_modules=["q_proj", "embed_tokens"]),
     case("embedding and head, tied", "smollm2", target_modules=["q_proj", "embed_tokens", "lm_head"]),
     case("embedding and head, DoRA", "llama", use_dora=True, target_modules=["o_proj", "embed_tokens", "lm_head"]),
@@ -124,6 +128,44 @@ def test_the_report_names_adapters_and_they_can_be_switched_off():
             plain = model(**batch).logits
     assert (adapted - plain).abs().max() > 1e-3
     run_ranks(_report_and_switching_off, 4, batch, plain, adapted)
+
+
+def _head_of_two_adapters(dropout):
+    """A model whose head has two adapters at once."""
+    model = adapt(tiny_model("llama"), target_modules=["q_proj", "lm_head"], lora_dropout=dropout)
+    with drawing(8):
+        model.add_adapter("second", LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "second"])
+    return model
+
+
+def _logits_and_gradients(batch, truths):
+    for dropout, deferred in ((0.0, True), (1e-14, False)):
+        for grid in (Grid(y=2, x=2), Grid(z=2, x=2)):
+            model, _ = parallelize(_head_of_two_adapters(dropout).train(), grid)
+            for of_own, truth in truths.items():
+                with exact():
+                    output = model(**batch)
+                    assert isinstance(output.logits, DeferredLogits) == deferred
+                    (output.logits[..., 3].square().sum() if of_own else output.loss).backward()
+                sync_gradients(model)
+                gradients = {name: full(its.grad) for name, its in model.named_parameters() if its.grad is not None}
+                errors = relative_errors(gradients, truth)
+                assert max(errors.values()) < 1e-10, (dropout, grid, of_own, errors)
+                model.zero_grad()
+
+
+def test_an_adapted_head_leaves_its_logits_to_the_loss():
+    """With several adapters, and also where a caller takes the logits for a loss of their own."""
+    batch, truths = tiny_batch(2, 7), {}
+    for of_own in (False, True):
+        model = _head_of_two_adapters(0.0).train()
+        with exact():
+            output = model(**batch)
+            (output.logits[..., 3].square().sum() if of_own else output.loss).backward()
+        truths[of_own] = {name: its.grad for name, its in model.named_parameters() if its.grad is not None}
+        assert {"second" in name for name in truths[of_own] if "lm_head.lora" in name} == {False, True}
+    run_ranks(_logits_and_gradients, 4, batch, truths)
 
 
 SAVED = {

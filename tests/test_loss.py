@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from equality import mean_over_world, rows_of
+from equality import full, mean_over_world, rows_of
 from float64 import Float64, relative_errors
 from models import tiny_batch, tiny_model
 from ranks import run_ranks
@@ -106,6 +106,45 @@ def _contract() -> None:
         with pytest.raises(RuntimeError, match="a second time"):
             loss.backward()
         assert all((parameter.grad.to_local() == 0).all() for parameter in model.parameters())
+
+
+def _smoothed() -> None:
+    """Sum, gradients and what a caller sees of labels smoothed by Transformers' own function."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    batch = tiny_batch(4, 7)
+    hf_axonn.loss.CHUNK_LOGITS = 600
+    capped = {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 4, "attention": "eager"}
+    for kind, changes in (("smollm2", {}), ("gemma2", capped)):
+        truth = tiny_model(kind, **changes).train()
+        with Float64():
+            inputs = {name: value for name, value in batch.items() if name != "labels"}
+            expected = LabelSmoother(0.2)(truth(**inputs), batch["labels"], shift_labels=True, num_items_in_batch=5)
+            expected.backward()
+        for grid in (Grid(y=2, x=2), Grid(z=2, x=2)):
+            model, _ = parallelize(tiny_model(kind, **changes), grid)
+            loss = model.train().loss_function
+            own = _share(batch, grid, model)
+            with Float64(), loss.smoothed(0.2), loss.watch(own["labels"]):
+                output = model(**own, num_items_in_batch=5)
+                (output.loss * grid.samples_size).backward()
+            sync_gradients(model)
+            assert loss.calls == 0 and isinstance(output.logits, DeferredLogits)
+            ours = mean_over_world(output.loss.detach() * grid.samples_size)
+            torch.testing.assert_close(ours, expected.detach(), rtol=1e-12, atol=0)
+            own = {name: full(its.grad) for name, its in model.named_parameters() if its.grad is not None}
+            true = {name: its.grad for name, its in truth.named_parameters() if its.grad is not None}
+            assert max(relative_errors(own, true).values()) < 1e-10, (kind, grid)
+            # Of logits that are whole, too.
+            with Float64():
+                plain = truth(**inputs).logits.detach()
+            with Float64(), loss.smoothed(0.2):
+                whole = loss(plain, batch["labels"], num_items_in_batch=5)
+            torch.testing.assert_close(whole, expected.detach(), rtol=1e-12, atol=0)
+
+
+def test_smoothed_labels():
+    run_ranks(_smoothed, 4)
 
 
 def test_what_a_caller_sees():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from models import tiny_batch, tiny_model
 
 import hf_axonn
 from hf_axonn import AxonnConfig, Grid
@@ -68,6 +71,35 @@ def fails_on_rank_1():
 def test_a_process_that_fails_is_reported_and_the_others_end():
     with pytest.raises(Exception, match="a bad cell"):
         hf_axonn.notebook_launcher(fails_on_rank_1, grid={"x": 2}, use_cpu=True)
+
+
+def fails_in_a_step(how):
+    model, _ = hf_axonn.parallelize(tiny_model("llama"), Grid(x=2))
+    for step in range(1, 4):
+        if dist.get_rank() == 1 and step == 2:
+            if how == "raises":
+                raise RuntimeError("a bad cell")
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return
+        model(**tiny_batch(2, 8)).loss.backward()
+        hf_axonn.sync_gradients(model)
+
+
+@pytest.mark.parametrize(
+    ("how", "raised", "said"),
+    [
+        ("raises", "a bad cell", "rank 1 .* raised in step 2: RuntimeError: a bad cell"),
+        pytest.param("killed", "SIGKILL", "rank 1 .* died or froze in step 2", marks=pytest.mark.slow),
+        ("returns", "RuntimeError: ended before the others", "rank 1 .* ended its script, 1 steps done"),
+    ],
+)
+def test_who_failed_in_a_step_is_told_as_in_a_script(capfd, how, raised, said):
+    with pytest.raises(Exception, match=raised):
+        hf_axonn.notebook_launcher(fails_in_a_step, (how,), grid={"x": 2}, use_cpu=True)
+    told = capfd.readouterr().err
+    assert told.count("hf_axonn: the run ends") == 1 and re.search(said, told), told[-3000:]
+    assert not multiprocessing.active_children()
 
 
 def test_one_rank_needs_no_process_and_what_cannot_be_sent_is_none():

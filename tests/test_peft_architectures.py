@@ -32,6 +32,7 @@ KINDS = {
     "mixtral": {},  # routed experts, whose parameters PEFT adapts by themselves, and those of routers
     "opt": {"modules_to_save": ["fc1"], "target_modules": ["fc2", "q_proj"]},  # a block that is a lone Linear
 }
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 BEFORE_AND_AFTER = ("before", "after")
 # PEFT alone cannot train these, or refuses their Linears.
 NOT_IN_PEFT = {"deepseek_v4", "gemma3n", "llama4", "llama4_text", "phimoe", "reformer"} | {
@@ -80,6 +81,15 @@ def compare(kinds, grids):
 
 def test_one_of_each_kind():
     compare(KINDS, {Grid(y=2, x=2): ("after",), Grid(z=2, x=2): ("before",)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "gpt_neox", "gemma2", "phi3", "mixtral", "afmoe"])
+def test_dora_on_every_kind_of_grid(kind):
+    """Of a mixture of experts the attention only: PEFT has no DoRA of experts' parameters."""
+    options = {"use_dora": True} | ({"target_modules": ATTENTION} if kind in ("mixtral", "afmoe") else {})
+    grids = [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2), Grid(y=2, x=2), Grid(z=2, x=2), Grid(z=2, y=2)]
+    compare({kind: options}, dict.fromkeys(grids, BEFORE_AND_AFTER))
 
 
 @pytest.mark.slow

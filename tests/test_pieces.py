@@ -14,6 +14,7 @@ from ranks import all_grids
 
 from hf_axonn import Grid
 from hf_axonn.pieces import MOST_WRITERS, SMALL_BYTES, SavedTensor, Writers, box_at, overlap, pieces_in
+from hf_axonn.shard_files import PieceReader
 
 
 CUTS = [(1, 0, 0), (0, 1, 0), (0, 0, 0), (0, 0, 2), (None, None, None), (None, 1, None)]
@@ -83,13 +84,14 @@ def plan(grid: Grid, tensors: dict[str, SavedTensor], rank: int) -> int:
     writers = Writers(tensors, grid, dict.fromkeys(tensors, 2**30))
     here = grid.coordinates(rank)
     assert list(writers.names_of(here)) or rank
-    return len(
-        {
-            writers.rank(name, place)
-            for name, tensor in tensors.items()
-            for place, _ in pieces_in(tensor, grid, box_at(tensor, grid, here))
-        }
-    )
+    return files_read(grid, tensors, grid, rank)
+
+
+def files_read(saved: Grid, tensors: dict[str, SavedTensor], now: Grid, rank: int) -> int:
+    """How many files of a checkpoint from `saved` a rank of `now` opens."""
+    here = now.coordinates(rank)
+    reader = PieceReader(Path(), tensors, saved)
+    return len(reader.plan({name: box_at(tensor, now, here) for name, tensor in tensors.items()}))
 
 
 def test_the_work_of_a_rank_does_not_grow_with_their_number():
@@ -103,6 +105,16 @@ def test_the_work_of_a_rank_does_not_grow_with_their_number():
         seconds[grid.size] = time.process_time() - started
         assert max(files) <= 2 * MOST_WRITERS
     assert seconds[4096] < 4 * seconds[256] + 0.2, seconds
+
+
+@pytest.mark.parametrize(
+    "now", [Grid(data=64, z=16, y=2, x=2), Grid(data=32, z=8, y=4, x=4), Grid(z=512, x=8)], ids=str
+)
+def test_a_rank_opens_few_of_the_files_of_4096_ranks(now):
+    """Also on another grid; of each piece that it needs a part of there are at most MOST_WRITERS files."""
+    tensors, saved = layers(126), Grid(data=64, z=8, y=2, x=4)
+    most = max(files_read(saved, tensors, now, rank) for rank in range(0, now.size, 511))
+    assert most <= 4 * MOST_WRITERS + 1
 
 
 @pytest.mark.parametrize(

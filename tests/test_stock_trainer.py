@@ -20,11 +20,11 @@ from equality import full
 from float64 import Float64, relative_errors
 from models import tiny_model
 from ranks import run_ranks
-from training import collate, token_data
+from training import collate, token_data, training_options
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.optimization import Adafactor, AdafactorSchedule
 
-from hf_axonn import AxonnPlugin, Grid
+from hf_axonn import Grid
 from hf_axonn.trainer_hooks import OPTIMIZERS
 
 
@@ -77,33 +77,14 @@ class Events(TrainerCallback):
 
 def stock_trainer(output: Path, grid: Grid | None, *, even: bool = False, **changes) -> Trainer:
     """8 rows a step in two micro-batches. The 8 rows of evaluation are as long, so that `eval_loss` is one number."""
-    samples = grid.samples_size if grid else 1
-    options = dict(
-        output_dir=str(output),
-        per_device_train_batch_size=4 // samples,
-        gradient_accumulation_steps=2,
-        per_device_eval_batch_size=4 // samples,
-        max_steps=2,
-        logging_steps=1,
-        save_strategy="no",
-        learning_rate=1e-2,
-        max_grad_norm=0.5,
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        include_for_metrics=["inputs"],
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    if grid:
-        options.update(parallelism_config=AxonnPlugin(grid=grid))
-    options.update(changes)
+    own = dict(max_steps=2, save_strategy="no", include_for_metrics=["inputs"])
+    own.update(per_device_eval_batch_size=4 // (grid.samples_size if grid else 1))
     rows = token_data(64, seed=0)
     if even:
         rows = Dataset.from_list([{name: row[name][:15] for name in row} for row in rows])
     return Trainer(
         model=tiny_model("qwen3"),
-        args=TrainingArguments(**options),
+        args=TrainingArguments(**training_options(output, grid, **own | changes)),
         train_dataset=rows,
         eval_dataset=Dataset.from_list(list(token_data(16, seed=1))[::2]),
         data_collator=collate,

@@ -35,19 +35,13 @@ def collate(samples: list[dict]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": pad("labels", -100), "attention_mask": (ids != 0).long()}
 
 
-def make_trainer(output: Path, grid: Grid | None, *, kind: str = "qwen3", stock: bool = False, model=None, **changes):
-    """A trainer whose global batch is 8 rows in two micro-batches, on one process (grid None) or on a grid."""
-    samples = grid.samples_size if grid else 1
+def training_options(output: Path, grid: Grid | None, *, goldfish: bool = False, **changes) -> dict:
+    """Arguments of a run: 8 rows a step in two micro-batches, on one process (grid None) or on a grid."""
     options = dict(
         output_dir=str(output),
-        per_device_train_batch_size=4 // samples,
+        per_device_train_batch_size=4 // (grid.samples_size if grid else 1),
         gradient_accumulation_steps=2,
-        per_device_eval_batch_size=3,
-        max_steps=6,
         logging_steps=1,
-        save_steps=3,
-        eval_strategy="steps",
-        eval_steps=3,
         learning_rate=1e-2,
         max_grad_norm=0.5,
         adam_beta2=0.95,
@@ -56,11 +50,17 @@ def make_trainer(output: Path, grid: Grid | None, *, kind: str = "qwen3", stock:
         use_cpu=True,
         disable_tqdm=True,
     )
-    if not stock:
+    if goldfish:
         options.update(goldfish_k=3, goldfish_context_width=3)
     if grid:
         options.update(parallelism_config=AxonnPlugin(grid=grid))
-    options.update(changes)
+    return options | changes
+
+
+def make_trainer(output: Path, grid: Grid | None, *, kind: str = "qwen3", stock: bool = False, model=None, **changes):
+    """A trainer whose global batch is 8 rows in two micro-batches, on one process (grid None) or on a grid."""
+    often = dict(max_steps=6, save_steps=3, eval_strategy="steps", eval_steps=3, per_device_eval_batch_size=3)
+    options = training_options(output, grid, goldfish=not stock, **often | changes)
     trainer_class, config = (Trainer, TrainingArguments) if stock else (GoldfishTrainer, GoldfishConfig)
     return trainer_class(
         model=tiny_model(kind) if model is None else model,

@@ -1,0 +1,69 @@
+"""Accelerate's own scripts under `accelerate launch`, unmodified, and our counterpart of them; docs/accelerate.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from accelerate.test_utils import scripts
+from launching import assert_quiet, launch
+
+from hf_axonn import Grid
+
+
+SCRIPTS = Path(scripts.__file__).parent
+COUNTERPART = Path(__file__).with_name("accelerate_counterpart.py")
+SLOW = pytest.mark.slow
+END = {
+    "test_ops": "",
+    "test_sync": "Test `accumulate` gradient accumulation with optimizer and scheduler",
+    "test_script": "**Test reinstantiated state**",
+    "external_deps/test_metrics": "**Test that `drop_last` is taken into account**",
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "grid"),
+    [
+        ("test_ops", Grid(x=2)),
+        pytest.param("test_ops", Grid(data=2), marks=SLOW),
+        pytest.param("test_sync", Grid(data=2), marks=SLOW),
+        pytest.param("test_script", Grid(data=2), marks=SLOW),
+        pytest.param("external_deps/test_metrics", Grid(data=2), marks=SLOW),
+    ],
+    ids=str,
+)
+def test_scripts_of_accelerate_pass(tmp_path, script, grid):
+    ended = launch(tmp_path, grid, SCRIPTS / f"{script}.py")
+    assert_quiet(ended)
+    assert END[script] in ended.output, "it did not come to its last part"
+
+
+@SLOW
+def test_the_script_that_joins_uneven_inputs_is_refused_at_once(tmp_path):
+    """Stock accelerate does not end here on CPUs: its join does nothing, and rank 0 has a batch more."""
+    ended = launch(tmp_path, Grid(data=2), SCRIPTS / "test_distributed_data_loop.py")
+    assert ended.code == 1 and not ended.left
+    assert ended.output.count("hf_axonn: the run ends") == 1
+    assert "even_batches=False gives 2 batches to some ranks and 1 to others" in ended.output
+    assert "Test joining uneven inputs" in ended.output and "Test overriding" not in ended.output
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("grid", "parts"),
+    [
+        (Grid(data=2), ["data_loop"]),
+        (Grid(z=2), ["data_loop"]),
+        (Grid(x=2), []),
+        (Grid(y=2), []),
+        (Grid(z=2), []),
+        (Grid(data=2, y=2), []),
+        (Grid(z=2, x=2), []),
+    ],
+    ids=str,
+)
+def test_our_counterpart_passes(tmp_path, grid, parts):
+    ended = launch(tmp_path, grid, COUNTERPART, *parts)
+    assert_quiet(ended)
+    assert "ALL IS WELL" in ended.output

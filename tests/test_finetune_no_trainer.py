@@ -1,0 +1,104 @@
+"""training_scripts/finetune_no_trainer.py as a user starts it: alone, and by `accelerate launch` on a grid."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+from eval_support import documents, tiny_llama, topics_tokenizer
+from launching import Ended, assert_quiet, launch, run
+from tensorboardX.proto.event_pb2 import Event
+
+from hf_axonn import Grid
+
+
+SCRIPT = Path(__file__).resolve().parents[1] / "training_scripts" / "finetune_no_trainer.py"
+STEPS = 5
+# float32 on both sides: rounding of 6e-8 grows to a few 1e-6 in some AdamW steps at this rate.
+TOLERANCE = 1e-4
+
+
+def inputs(folder: Path) -> None:
+    """A tiny model with its tokenizer, and documents of one row each, all of one length."""
+    tiny_llama().save_pretrained(folder / "model")
+    tokenizer = topics_tokenizer()
+    tokenizer.save_pretrained(folder / "model")
+    words = [tokenizer(document["text"], add_special_tokens=False)["input_ids"] for document in documents()]
+    rows = [{"input_ids": [0, *its[start : start + 31]]} for its in words for start in (0, 31, 62, 93)]
+    rows = [row for row in rows if len(row["input_ids"]) == 32][: 8 * STEPS]
+    assert len(rows) == 8 * STEPS
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def arguments(folder: Path, output: str, rows: int, *more: str) -> list[str]:
+    """8 rows a step, of which each position takes `rows`."""
+    settings = dict(
+        model=folder / "model",
+        data=folder / "rows.jsonl",
+        output_dir=folder / output,
+        sequence_length=32,
+        batch_size=rows,
+        learning_rate=1e-3,
+        save_every=3,
+        log_with="tensorboard",
+    )
+    return [str(SCRIPT), *(f"--{name}={value}" for name, value in settings.items()), *more]
+
+
+def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) of every scalar in the one event file of a folder, which tensorboard would show."""
+    (path,) = (path for path in folder.rglob("events.out.tfevents.*") if path.parent.name == "finetune")
+    content, found = path.read_bytes(), {}
+    while content:  # records: length, its checksum, an event, its checksum
+        (length,) = struct.unpack("<Q", content[:8])
+        event = Event.FromString(content[12 : 12 + length])
+        content = content[16 + length :]
+        for value in event.summary.value:
+            found.setdefault(value.tag, []).append((event.step, value.simple_value))
+    return found
+
+
+def printed(ended: Ended) -> list[str]:
+    return [line for line in ended.output.splitlines() if line.startswith("step ")]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory) -> tuple[Path, dict, list[str]]:
+    """Its folder, what it logged, and what it printed."""
+    folder = tmp_path_factory.mktemp("loop")
+    inputs(folder)
+    ended = run(folder, *arguments(folder, "one", 8))
+    assert_quiet(ended)
+    return folder, logged(folder / "one"), printed(ended)
+
+
+@pytest.mark.parametrize("grid", [Grid(z=2), pytest.param(Grid(data=2, y=2), marks=pytest.mark.slow)], ids=str)
+def test_it_logs_once_what_one_process_logs_and_ends_quietly(one_process, grid):
+    folder, truth, lines = one_process
+    ended = launch(folder, grid, *arguments(folder, f"on-{grid}", 8 // grid.samples_size))
+    assert_quiet(ended)  # it ends its process group by `end_training`
+    found = logged(folder / f"on-{grid}")
+    assert found.keys() == truth.keys() == {"loss", "rate"}
+    for name, values in truth.items():
+        assert [step for step, _ in found[name]] == [step for step, _ in values] == list(range(1, STEPS + 1))
+        differences = [abs(own - true) for (_, own), (_, true) in zip(found[name], values, strict=True)]
+        assert max(differences) < TOLERANCE, (name, differences)
+    assert truth["loss"][-1][1] < truth["loss"][0][1]
+    assert len(printed(ended)) == len(lines) == STEPS, "printed by the main process alone"
+    state = folder / f"on-{grid}" / "checkpoints" / "checkpoint_0" / "axonn_checkpoint.json"
+    assert state.is_file() and (folder / f"on-{grid}" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_it_goes_on_on_another_grid(one_process):
+    """From the state of step 3, here of the whole run: only the steps after it are done again."""
+    folder, truth, _ = one_process
+    assert_quiet(launch(folder, Grid(z=2), *arguments(folder, "moved", 4)))
+    (folder / "moved" / "finetune").rename(folder / "moved" / "before")
+    ended = launch(folder, Grid(data=2, x=2), *arguments(folder, "moved", 4, "--resume"))
+    assert_quiet(ended)
+    again = logged(folder / "moved")["loss"]
+    assert [step for step, _ in again] == [4, 5]
+    assert max(abs(own - true) for (_, own), (_, true) in zip(again, truth["loss"][3:], strict=True)) < TOLERANCE

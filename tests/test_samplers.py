@@ -1,0 +1,77 @@
+"""Samplers of Trainer: every sample at one position, whatever the ranks have drawn from their generators before."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from models import tiny_model
+from ranks import run_ranks
+from transformers import Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from hf_axonn import AxonnPlugin, Grid
+from hf_axonn.compat_accelerate import forget_state
+from hf_axonn.samplers import for_grid
+
+
+ROWS = 24
+LENGTHS = [1 + row * 7 % 11 for row in range(ROWS)]
+
+
+def grouped_trainer(output, grid: Grid | None, seed: int, **options) -> Trainer:
+    """A Trainer that groups by length, with 4 rows a step; afterwards the generator of this rank stands at `seed`."""
+    trainer = Trainer(
+        model=tiny_model("llama"),
+        args=TrainingArguments(
+            output_dir=str(output),
+            train_sampling_strategy="group_by_length",
+            per_device_train_batch_size=4 // (grid.samples_size if grid else 1),
+            parallelism_config=AxonnPlugin(grid=grid) if grid else None,
+            use_cpu=True,
+            report_to="none",
+            remove_unused_columns=False,
+            **options,
+        ),
+        train_dataset=Dataset.from_list([{"input_ids": [row] * length} for row, length in enumerate(LENGTHS)]),
+        data_collator=lambda rows: {"row": torch.tensor([row["input_ids"][0] for row in rows])},
+    )
+    torch.manual_seed(seed)
+    return trainer
+
+
+def epochs(trainer: Trainer) -> tuple[list[int], list[float]]:
+    """The rows of two epochs in the order of all positions, and what is drawn from the generator then."""
+    loader, rows = trainer.get_train_dataloader(), []
+    for _ in range(2):
+        for batch in loader:
+            rows += trainer.accelerator.gather_for_metrics(batch["row"]).tolist()
+    return rows, torch.rand(2).tolist()
+
+
+def check_orders(output, truth: dict) -> None:
+    rank = dist.get_rank()
+    for grid in (Grid(data=2), Grid(z=2), Grid(x=2), Grid(y=2)):
+        for workers in (0, 1) if grid.z > 1 else (0,):
+            for seed in (5, 5 + rank):
+                forget_state()
+                rows, drawn = epochs(grouped_trainer(output, grid, seed, dataloader_num_workers=workers))
+                assert rows == truth[5][0], (grid, seed)
+                assert drawn == truth[seed][1], "each rank goes on from its own state"
+
+
+def test_groups_by_length_are_those_of_one_process_though_generators_differ(tmp_path):
+    truth = {}
+    for seed in (5, 6):
+        forget_state()
+        truth[seed] = epochs(grouped_trainer(tmp_path, None, seed))
+    assert truth[5] != truth[6]
+    for rows, _ in truth.values():
+        assert sorted(rows[:ROWS]) == sorted(rows[ROWS:]) == list(range(ROWS)) and rows[:ROWS] != rows[ROWS:]
+    run_ranks(check_orders, 2, tmp_path, truth)
+
+
+def test_other_samplers_are_left_alone():
+    seeded = LengthGroupedSampler(4, lengths=LENGTHS, generator=torch.Generator().manual_seed(1))
+    assert type(for_grid(seeded, Grid(x=2), 0, 4)) is LengthGroupedSampler
+    assert for_grid(None, Grid(x=2), 0, 4) is None
