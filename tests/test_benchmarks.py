@@ -110,6 +110,7 @@ def test_a_batch_is_real_text_in_order(scripts):
     assert len(batches[0].unique()) > 20 and int(batches.max()) < 512
 
 
+@pytest.mark.slow
 def test_the_profile_names_what_the_time_goes_to():
     sizes = "--size tiny --steps 2 --ranks 2 --top 5".split()
     done = run(str(FOLDER / "peers_profile.py"), *sizes, "x=2")
@@ -118,6 +119,7 @@ def test_the_profile_names_what_the_time_goes_to():
     assert "matmul" in head and "communication" in head
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     report = tmp_path / "gpu.md"
     done = run(str(FOLDER / "gpu.py"), "--smoke", "--output", str(report))

@@ -54,6 +54,7 @@ KINDS = {
 }
 TWO = [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)]
 FOUR = [Grid(y=2, x=2), Grid(z=2, x=2)]
+SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 NO_OVERLAP = Overlap(all_gather=False, reduce_scatter=False, all_reduce=False)
 
 
@@ -95,7 +96,7 @@ def test_two_steps_linear_by_linear(monkeypatch, grids):
     assert not errors([two_steps(kind) for kind in ("gpt_oss", "llama4_text")], grids)
 
 
-@pytest.mark.parametrize("grid", [Grid(x=3), Grid(z=2, x=3), Grid(z=2, y=2, x=2)], ids=str)
+@pytest.mark.parametrize("grid", [SLOW(Grid(x=3)), Grid(z=2, x=3), SLOW(Grid(z=2, y=2, x=2))], ids=str)
 def test_experts_that_do_not_divide_and_eight_ranks(monkeypatch, grid):
     plan_blocks(monkeypatch, True)
     assert not errors([two_steps("gpt_oss"), two_steps("llama4_text")], [grid])
@@ -252,7 +253,7 @@ def one_precision(name):
     return moe("mixtral", dtype=torch.float32, experts_implementation=name, **sizes).train()
 
 
-@pytest.mark.parametrize("name", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("name", ["grouped_mm", SLOW("batched_mm")])
 def test_other_ways_of_multiplying(monkeypatch, name):
     """Transformers' grouped and batched matmuls: the same within float32, and roughly in bfloat16."""
     plan_blocks(monkeypatch, True)

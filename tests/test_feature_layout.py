@@ -236,6 +236,7 @@ TOKEN = {"tokens not divisible", "one token a row", "accumulation of two shapes"
          "loss in eval mode", "frozen start", "biases everywhere"}  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_token_layout_equals_one_process_too():
     cases = [case for case in SITUATIONS if case.name in TOKEN]
     assert len(cases) == len(TOKEN)

@@ -262,9 +262,9 @@ def switches_change_no_bit(grids, modes, combinations):
     return wrong
 
 
-def test_switches_and_kept_weights_change_no_bit():
-    grids = [Grid(z=2, x=2), Grid(data=2, z=2)]
-    for wrong in run_ranks(switches_change_no_bit, 4, grids, list(MODES), SWITCHES[-1:]):
+@pytest.mark.parametrize("grid", [Grid(z=2, x=2), pytest.param(Grid(data=2, z=2), marks=pytest.mark.slow)], ids=str)
+def test_switches_and_kept_weights_change_no_bit(grid):
+    for wrong in run_ranks(switches_change_no_bit, 4, [grid], list(MODES), SWITCHES[-1:]):
         assert not wrong
 
 

@@ -38,7 +38,9 @@ def _train(folder, stock):
     return history, resumed
 
 
-@pytest.mark.parametrize("stock", [False, True], ids=["GoldfishTrainer", "Trainer"])
+@pytest.mark.parametrize(
+    "stock", [pytest.param(False, marks=pytest.mark.slow), True], ids=["GoldfishTrainer", "Trainer"]
+)
 def test_a_run_with_adapters_is_as_on_one_process(tmp_path, stock):
     tiny_model("qwen3").save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)

@@ -110,6 +110,7 @@ def _equal(folder: Path, pairs: list[tuple[Grid, str]], truths: dict) -> None:
             assert errors[worst] < TOLERANCE, (grid, case, worst, errors[worst])
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_process(tmp_path, truths):
     packed, padded, adapters = FIRST
     pairs = [(grid, case) for grid in (Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)) for case in (packed, adapters)]
