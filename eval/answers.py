@@ -36,18 +36,21 @@ def scored_result(
         hits=hits,
         sampled_logprob=score.sampled_logprob,
         membership=score.membership,
-        **(_free_running(sample, list(continuation), text, tokenizer) if continuation is not None else {}),
+        **_decoded(sample, continuation, text, tokenizer),
     )
 
 
-def matched_result(sample: Sample, match: Match, tokenizer, *, bound: float) -> SampleResult:
-    """The result where nothing but the match was asked for.
+def matched_result(
+    sample: Sample, match: Match, continuation: Sequence[int] | None, tokenizer, *, bound: float
+) -> SampleResult:
+    """The result where the true tokens after a miss were not fed; arguments as of `scored_result`.
 
-    What the tokens after a miss would say is unknown then, so it is None for all samples, those without a miss too:
-    a mean over these alone would mislead.
+    What these would say is unknown then, so it is None for all samples, those without a miss too: a mean over these
+    alone would mislead.
     """
     unknown = dict.fromkeys(("token_accuracy", "extraction_strength", "logprob", "logprobs", "hits"))
-    return _result(sample, match, bound, _suffix_text(sample, tokenizer), **unknown)
+    text = _suffix_text(sample, tokenizer)
+    return _result(sample, match, bound, text, **unknown, **_decoded(sample, continuation, text, tokenizer))
 
 
 def _result(sample: Sample, match: Match, bound: float, text: str | None, **fields: Any) -> SampleResult:
@@ -72,7 +75,10 @@ def _suffix_text(sample: Sample, tokenizer) -> str | None:
     return tokenizer.decode(list(sample.suffix), skip_special_tokens=True) if tokenizer is not None else None
 
 
-def _free_running(sample: Sample, continuation: list[int], suffix_text: str | None, tokenizer) -> dict[str, Any]:
+def _decoded(sample: Sample, continuation: Sequence[int] | None, suffix_text: str | None, tokenizer) -> dict[str, Any]:
+    if continuation is None:
+        return {}
+    continuation = list(continuation)
     distance = metrics.edit_distance(continuation, sample.suffix)
     fields: dict[str, Any] = {
         "generated": continuation,

@@ -72,6 +72,8 @@ def decoded_rows(model, batch_size: int, longest: int) -> int:
     Args:
         longest: tokens of the longest sample.
     """
+    if batch_size == 1:  # whoever asks one by one has no memory for more
+        return 1
     held = _MORE_ROWS * _TOKENS.get(device_of(model).type, _TOKENS["cpu"])
     return max(batch_size, min(_MORE_ROWS * batch_size, held // longest))
 

@@ -87,34 +87,46 @@ def is_filled(cache: Cache, rows: int) -> bool:
     )
 
 
-def select_rows(cache: Cache, rows: Sequence[int]) -> None:
-    """Keep only these rows."""
-    for layer in cache.layers:
+def rows_of(cache: Cache, rows: Sequence[int], *, room: int = 0) -> Cache:
+    """A copy of some rows, with room for more columns."""
+    taken = Cache(layers=[Columns() for _ in cache.layers])
+    for layer, into in zip(cache.layers, taken.layers, strict=True):
         index = torch.tensor(rows, dtype=torch.long, device=layer.keys.device)
-        layer.keys, layer.values = layer.keys.index_select(0, index), layer.values.index_select(0, index)
+        kinds = [some.index_select(0, index)[..., : layer.columns, :] for some in (layer.keys, layer.values)]
+        into.hold(*(_with_room(some, layer.columns, layer.columns + room) for some in kinds), layer.columns)
+    return taken
 
 
 def joined(rows: Sequence[Row], room: int) -> Cache:
     """A cache of these rows, all ending in the same column, with room for `room` more.
 
-    Columns before a row's first are zeros: they are masked, but NaN times 0 would be NaN.
+    Columns before a row's first are masked, so they may hold anything but NaN, which times 0 would be NaN.
     """
     width = max(row.length for row in rows)
+    device = rows[0].cache.layers[0].keys.device
+    alike: dict[tuple[int, int], list[int]] = {}  # rows that end in the same column of a cache are copied together
+    for place, row in enumerate(rows):
+        alike.setdefault((id(row.cache), row.start + row.length), []).append(place)
+    copies = []
+    for (_, end), places in alike.items():
+        wide = max(rows[place].length for place in places)
+        index = [torch.tensor(some, device=device) for some in (places, [rows[place].row for place in places])]
+        copies.append((rows[places[0]].cache, *index, end - wide, end))
     cache = Cache(layers=[Columns() for _ in rows[0].cache.layers])
     for number, layer in enumerate(cache.layers):
         kinds = []
         for kind in ("keys", "values"):
-            sources = [getattr(row.cache.layers[number], kind) for row in rows]
-            shape = (len(rows), sources[0].shape[1], width + room, sources[0].shape[3])
-            tensor = sources[0].new_zeros(shape)
-            for place, (row, source) in enumerate(zip(rows, sources, strict=True)):
-                tensor[place, :, width - row.length : width] = source[row.row, :, row.start : row.start + row.length]
+            like = getattr(rows[0].cache.layers[number], kind)
+            tensor = like.new_zeros((len(rows), like.shape[1], width + room, like.shape[3]))
+            for source, into, chosen, start, end in copies:
+                some = getattr(source.layers[number], kind).index_select(0, chosen)[..., start:end, :]
+                tensor[..., width - (end - start) : width, :].index_copy_(0, into, some)
             kinds.append(tensor)
         layer.hold(*kinds, width)
     return cache
 
 
 def _with_room(tensor: Tensor, columns: int, room: int) -> Tensor:
-    larger = tensor.new_zeros((*tensor.shape[:-2], room, tensor.shape[-1]))
+    larger = tensor.new_empty((*tensor.shape[:-2], room, tensor.shape[-1]))
     larger[..., :columns, :] = tensor[..., :columns, :]
     return larger

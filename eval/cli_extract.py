@@ -22,7 +22,7 @@ def add(commands) -> None:
     add("--attn_implementation", metavar="NAME", help="eager, sdpa, ...")
     add("--no_generation", action="store_true", help="only what needs no decoding: no ROUGE, no edit distance")
     add("--generation", action="store_true", help="decode, though the protocol of the samples does not")
-    add("--stop_early", action="store_true", help="exact match only: drop a sample when it has failed; no decoding")
+    add("--stop_early", action="store_true", help="no probabilities: a sample leaves the pass when it has failed")
     add(
         "--sampler",
         metavar="SETTINGS",
@@ -38,8 +38,8 @@ def run(arguments: argparse.Namespace) -> None:
     from hf_axonn_eval.samples import SampleFile, read_about
 
     # what is wrong is said before a model is loaded
-    if arguments.generation and (arguments.no_generation or arguments.stop_early):
-        raise ValueError("--generation does not go with --no_generation and --stop_early.")
+    if arguments.generation and arguments.no_generation:
+        raise ValueError("--generation does not go with --no_generation.")
     samples = SampleFile(arguments.samples)
     about = read_about(arguments.samples) or {}
     options = _options(arguments, about.get("extract") or {})
@@ -80,11 +80,9 @@ def _options(arguments: argparse.Namespace, asked: Mapping[str, Any]) -> dict[st
     from hf_axonn_eval.discoverability import Sampler
 
     sampler = asked.get("sampler") if arguments.sampler is None else _sampler(arguments.sampler)
-    if arguments.stop_early:
-        if arguments.sampler is None:
-            sampler = None
-        generate = False
-    elif arguments.generation or arguments.no_generation:
+    if arguments.stop_early and arguments.sampler is None:
+        sampler = None
+    if arguments.generation or arguments.no_generation:
         generate = arguments.generation
     else:
         generate = asked.get("generate", True)

@@ -1,22 +1,22 @@
 """Numbers along a line: by prefix length, by length of match, by probability, by number of draws.
 
-Each is a share of samples, with an interval by the same rule as everywhere: Wilson's with one sample a document, else
-a bootstrap over documents (docs/evaluation.md, Intervals).
+Each is a share of samples, with an interval by the rules of shares.py.
 """
 
 from collections.abc import Sequence
-from math import inf, log
+from math import floor, inf, log
 
 import numpy as np
 
 from hf_axonn_eval.charts import Point
 from hf_axonn_eval.discoverability import CHANCES, n_needed
 from hf_axonn_eval.results import SampleResult
-from hf_axonn_eval.stats import bootstrap_columns, wilson
+from hf_axonn_eval.shares import share_intervals
 
 
 BINS = 25
 LEAST = -50.0  # decimal logarithm of the smallest probability that is told from smaller ones
+WIDTH = -LEAST / BINS
 
 
 def survival(results: Sequence[SampleResult], **options) -> list[Point]:
@@ -80,6 +80,18 @@ def probabilities(results: Sequence[SampleResult]) -> list[Point]:
     return [Point(float(x), float(count / len(logarithms))) for x, count in zip(middles, counts, strict=True)]
 
 
+def median_probability(results: Sequence[SampleResult]) -> str:
+    """The probability that half of the samples have at least, of the same samples as `probabilities`, as text."""
+    found = sorted(number for result in results if (number := decimal_logarithm(result)) is not None)
+    if not found:
+        return "-"
+    middle = found[len(found) // 2]
+    if middle == -inf:
+        return "0"
+    power = floor(middle + 1e-9)
+    return f"{10**middle:.2g}" if middle > -4 else f"{10 ** (middle - power):.1f}e{power}"
+
+
 def decimal_logarithm(result: SampleResult) -> float | None:
     """Of the suffix probability that `probabilities` shows; -inf where it is 0, None where it was not measured."""
     logprob = result.logprob if result.sampled_logprob is None else result.sampled_logprob
@@ -95,16 +107,8 @@ def _points(places: Sequence[int], answers: np.ndarray, results: Sequence[Sample
         results: the samples.
         options: confidence, resamples and seed.
     """
-    documents = np.array([result.document_id for result in results], dtype=object)
-    points = []
-    several = len(set(documents)) < len(documents)
-    intervals = bootstrap_columns(answers, documents, **options) if several else [None] * len(places)
-    for place, column, interval in zip(places, answers.T, intervals, strict=True):
-        asked = ~np.isnan(column)
-        yes, trials, apart = int(np.nansum(column)), int(asked.sum()), len(set(documents[asked]))
-        if trials == apart:
-            interval = wilson(yes, trials, confidence=options["confidence"])
-        elif yes in (0, trials):  # resampling equal answers finds no spread; each document counts as one trial then
-            interval = wilson(apart if yes else 0, apart, confidence=options["confidence"])
-        points.append(Point(place, yes / trials, *(interval or (None, None))))
-    return points
+    told = share_intervals(answers, [result.document_id for result in results], **options)
+    return [
+        Point(place, float(np.nanmean(column)), *(interval or (None, None)))
+        for place, column, (interval, _) in zip(places, answers.T, told, strict=True)
+    ]

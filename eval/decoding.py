@@ -42,6 +42,7 @@ class Decoder:
         self._waiting: list[_Asked] = []
         self._live: list[_Asked] = []
         self._cache = None
+        self._idle = 0  # places in the batch, step by step, that nobody used since the last copy
 
     def add(self, key: int, row: Row, token: int, want: int) -> None:
         """Ask for `want` tokens, one or more, after `token`, which comes after what `row` holds."""
@@ -59,19 +60,19 @@ class Decoder:
             undone = [(place, asked) for place, asked in enumerate(self._live) if not asked.done]
             left = len(undone) + len(self._waiting)
             if left == 0:
-                self._live, self._cache = [], None
+                self._live, self._cache, self._idle = [], None, 0
             if left == 0 or not drain and left < self.rows:
                 return
-            self._refill(undone)
+            self._idle += (self.rows if self._waiting else len(self._live)) - len(undone)
+            # to copy a row costs about half of what a step does: no more is lost than that, one way or the other
+            if not undone or 2 * self._idle > len(undone):
+                self._refill(undone)
+                self._idle = 0
             yield from self._step()
 
     def _refill(self, undone: list[tuple[int, _Asked]]) -> None:
-        """Let waiting rows take the places of those that are done, once that is worth copying the others."""
+        """Let waiting rows take the places of those that are done, and forget these."""
         free = self.rows - len(undone)
-        if self._waiting and undone and 4 * free < self.rows:
-            return
-        if not self._waiting and 4 * len(undone) > 3 * len(self._live):
-            return
         columns = self._cache.get_seq_length() if self._cache is not None else 0
         rows = [Row(self._cache, place, columns - asked.length, asked.length) for place, asked in undone]
         new, self._waiting = self._waiting[:free], self._waiting[free:]

@@ -1,6 +1,6 @@
 """The numbers of one group of samples: every mean and share with its interval, all from one bootstrap.
 
-Intervals are Wilson's for a share with one sample a document, and a bootstrap over documents otherwise.
+Intervals are those of shares.py for shares, and a bootstrap over documents otherwise.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,11 +10,12 @@ import numpy as np
 
 from hf_axonn_eval.discoverability import CHANCES
 from hf_axonn_eval.membership import attack
-from hf_axonn_eval.stats import Interval, bootstrap_columns, numbered, wilson
+from hf_axonn_eval.shares import BOOTSTRAP, NONE, difference_interval, share_intervals
+from hf_axonn_eval.stats import Interval, bootstrap_columns
 from hf_axonn_eval.table import MEMBERSHIP, METRICS, NEEDED, SHARES, Table
 
 
-_LARGEST_ATTACK = 50_000_000  # samples times draws of the bootstrap of one membership score
+_LARGEST_ATTACK = 20_000_000  # samples times draws of the bootstrap of one membership score
 _FEWEST_DRAWS = 200
 
 
@@ -79,30 +80,52 @@ def estimates(
     Returns:
         By name `mean`, `n` (samples that have it), `low`, `high`, `interval` (its kind), and for shares `count`.
     """
-    index, _ = numbered(documents)
+    asked = {name: column for name, column in {**shares, **means}.items() if not np.isnan(column).all()}
     found: dict[str, dict[str, Any]] = {}
-    drawn = {}
-    for name, column in {**shares, **means}.items():
-        has = ~np.isnan(column)
-        n = int(has.sum())
-        if n == 0:
-            continue
-        found[name] = {"mean": float(column[has].mean()), "n": n}
-        apart = len(np.unique(index[has]))
+    for name, column in asked.items():
+        found[name] = {"mean": float(np.nanmean(column)), "n": int((~np.isnan(column)).sum())}
         if name in shares:
-            count = found[name]["count"] = int(column[has].sum())
-        if name in shares and apart == n:
-            found[name] |= _ends(wilson(count, n, confidence=options["confidence"]), "wilson")
-        elif name in shares and count in (0, n):
-            # resampling equal answers finds no spread; each document counts as one trial then
-            found[name] |= _ends(wilson(apart if count else 0, apart, confidence=options["confidence"]), "wilson")
-        else:
-            drawn[name] = column
-    if drawn:
-        intervals = bootstrap_columns(np.stack(list(drawn.values()), axis=1), documents, **options)
-        for name, interval in zip(drawn, intervals, strict=True):
-            found[name] |= _ends(interval, "bootstrap" if interval is not None else "none: a single document")
+            found[name]["count"] = int(np.nansum(column))
+    of_shares = {name: column for name, column in asked.items() if name in shares}
+    of_means = {name: column for name, column in asked.items() if name not in shares}
+    if of_shares:
+        told = share_intervals(np.stack(list(of_shares.values()), axis=1), documents, **options)
+        for name, (interval, kind) in zip(of_shares, told, strict=True):
+            found[name] |= _ends(interval, kind)
+    if of_means:
+        intervals = bootstrap_columns(np.stack(list(of_means.values()), axis=1), documents, **options)
+        for name, interval in zip(of_means, intervals, strict=True):
+            found[name] |= _ends(interval, NONE if interval is None else BOOTSTRAP)
     return found
+
+
+def differences(after: Table, before: Table, options: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Mean and interval of what one run has more than another, sample by sample.
+
+    Args:
+        after: the run.
+        before: the run that is subtracted; the same samples in the same order.
+        options: `confidence`, `resamples` and `seed`.
+    Returns:
+        By metric that both have `difference`, `low`, `high`, `n` (samples) and `interval` (its kind).
+    """
+    pairs = {
+        metric: (after.columns[metric], before.columns[metric])
+        for metric in METRICS
+        if metric in after.columns and metric in before.columns
+    }
+    changes = {metric: mine - other for metric, (mine, other) in pairs.items()}
+    found = estimates({}, changes, after.documents, options)
+    for metric in SHARES:
+        if metric not in found:
+            continue
+        has = ~np.isnan(changes[metric])
+        answers = [column[has] == 1 for column in pairs[metric]]
+        found[metric] |= _ends(*difference_interval(*answers, after.rows(has).documents, **options))
+    return {
+        metric: {"difference": entry["mean"], **{key: entry[key] for key in ("low", "high", "n", "interval")}}
+        for metric, entry in found.items()
+    }
 
 
 def membership(table: Table, members: np.ndarray, options: Mapping[str, Any]) -> dict[str, Any]:

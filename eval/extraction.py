@@ -6,24 +6,19 @@ and values that the pass left behind. Samples are dealt to the ranks in units (b
 written before the next one begins.
 """
 
-import contextlib
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
 
-from hf_axonn_eval import batches, decoding, matching, scoring
-from hf_axonn_eval.answers import matched_result, scored_result
-from hf_axonn_eval.caches import Row, can_be_kept, empty_cache, is_filled
-from hf_axonn_eval.decoding import Decoder
+from hf_axonn_eval import batches, scoring
+from hf_axonn_eval.asking import Asker
 from hf_axonn_eval.discoverability import Sampler
 from hf_axonn_eval.division import Division
 from hf_axonn_eval.provenance import run_record
 from hf_axonn_eval.results import RunDirectory, SampleResult
 from hf_axonn_eval.samples import Sample, samples_digest
-from hf_axonn_eval.scoring import Score
 from hf_axonn_eval.stats import check_confidence
 from hf_axonn_eval.summary import summarize
 from hf_axonn_eval.undecided import undecided_below
@@ -59,8 +54,9 @@ def extract(
             with a `fingerprint` of your choice. Needed with `output`, so that a run never goes on with other weights.
         batch_size: samples in one forward pass; "auto" finds one that fits into memory.
         generate: whether to decode, which the edit distance, ROUGE, the longest run and free-running accuracy need.
-        stop_early: ask for nothing but the exact match and the divergence point, and drop a sample as soon as it has
-            failed; needs `generate=False`.
+        stop_early: check the suffix piece by piece and drop a sample from the pass as soon as it has failed, to be
+            decoded from there if `generate` says so. There are no probabilities and hits then: exact match,
+            divergence point and what comes of decoding are all.
         sampler: a way of drawing; `sampled_logprob` is then the log-probability of the suffix under it.
         membership: whether to compute membership scores, of prefix and suffix together; needs a tokenizer.
         protocol: what the samples were made by, for the record.
@@ -77,7 +73,7 @@ def extract(
         with z > 1 gather the weights of the model once and keep them until the end.
     """
     samples = samples if isinstance(samples, Sequence) else list(samples)
-    _check_options(batch_size, generate, stop_early, sampler, membership, tokenizer)
+    _check_options(batch_size, stop_early, sampler, membership, tokenizer)
     check_confidence(confidence)
     order, lengths, largest_id = _look_through(samples)
     longest = max(map(sum, lengths))
@@ -96,7 +92,7 @@ def extract(
             rows = batches.fitting_batch_size(model, division, longest=longest, kept_logits=keep)
         planned = batches.plan_batches(lengths, rows, padding=scoring.may_be_padded(model))
         units = batches.plan_units(planned, division.count)
-        asker = _Asker(
+        asker = Asker(
             model=model,
             tokenizer=tokenizer,
             generate=generate,
@@ -105,7 +101,7 @@ def extract(
             membership=membership,
             bound=undecided_below(model),
             batch_size=rows,
-            longest=longest,
+            decoded=batches.decoded_rows(model, rows, longest),
         )
         directory, record, done = None, None, set()
         if output is not None:
@@ -124,7 +120,7 @@ def extract(
                 settings={
                     "batch_size": batch_size,
                     "batches": {"rows": rows, "number": len(planned), "in_a_unit": len(units[0])},
-                    "decoded_rows": batches.decoded_rows(model, rows, longest),
+                    "decoded_rows": asker.decoded,
                     "decoding": "greedy, no stop, no penalties",
                     "sampler": vars(sampler) if sampler is not None else None,
                     "undecided_below": asker.bound,
@@ -162,103 +158,6 @@ def extract(
     return sorted(results, key=lambda result: order[result.sample_id])
 
 
-@dataclass(kw_only=True)
-class _Asker:
-    """Asks the model; `batch_size` shrinks where memory runs out."""
-
-    model: Any
-    tokenizer: Any
-    generate: bool
-    stop_early: bool
-    sampler: Sampler | None
-    membership: bool
-    bound: float
-    batch_size: int
-    longest: int
-
-    def measure(self, samples: Sequence[Sample], units: Sequence[list[list[int]]], division: Division):
-        """Yield, unit by unit, the results of all ranks on rank 0, and an empty list elsewhere."""
-        parallel = getattr(self.model, "axonn", None)
-        in_step = parallel is not None and parallel.grid.z > 1
-        alone = parallel is None or parallel.grid.size == 1
-        placed = in_step and (self.generate or self.stop_early)
-        with decoding.weights_in_place(self.model) if placed else contextlib.nullcontext():
-            for start in range(0, len(units), division.count):
-                together = units[start : start + division.count]
-                mine = together[division.index] if division.index < len(together) else []
-                unit = [[samples[place] for place in batch] for batch in mine]
-                measured, self.batch_size = batches.halving(
-                    self.batch_size, lambda rows, unit=unit: self._unit(batches.smaller(unit, rows), rows), alone=alone
-                )
-                # ranks of z pass weights to each other: in every pass, or in the first one if they are kept then
-                passes = max(map(len, together)) if in_step and not placed else int(in_step and start == 0)
-                for _ in range(len(mine), passes):
-                    scoring.score_suffixes(self.model, [samples[together[0][0][0]]])
-                yield division.gather(measured if division.reports else [])
-
-    def _unit(self, unit: Sequence[Sequence[Sample]], rows: int) -> list[SampleResult]:
-        if self.stop_early:
-            return [
-                matched_result(sample, match, self.tokenizer, bound=self.bound)
-                for batch in unit
-                for sample, match in zip(batch, matching.match_suffixes(self.model, batch), strict=True)
-            ]
-        samples, scores = [], []
-        continuations: dict[int, list[int]] = {}
-        kept = self.generate and can_be_kept(self.model)
-        decoder = Decoder(self.model, rows=batches.decoded_rows(self.model, rows, self.longest))
-        later: list[int] = []
-        for batch in unit:
-            cache = empty_cache() if kept else None
-            scores += scoring.score_suffixes(
-                self.model,
-                batch,
-                sampler=self.sampler,
-                tokenizer=self.tokenizer if self.membership else None,
-                cache=cache,
-            )
-            samples += batch
-            if not self.generate:
-                continue
-            begin, filled = len(samples) - len(batch), cache is not None and is_filled(cache, len(batch))
-            for row, sample in enumerate(batch):
-                number = begin + row
-                continuations[number] = list(_known(sample, scores[number]))
-                missing = len(sample.suffix) - len(continuations[number])
-                if missing and filled:
-                    start = cache.get_seq_length() - len(sample.prefix) - len(sample.suffix) + 1
-                    known = len(sample.prefix) + len(continuations[number]) - 1
-                    decoder.add(number, Row(cache, row, start, known), continuations[number][-1], missing)
-                elif missing:
-                    later.append(number)
-            for number, tokens in decoder.run(drain=False):
-                continuations[number] += tokens
-        for number, tokens in decoder.run(drain=True):
-            continuations[number] += tokens
-        self._generate(later, samples, continuations, rows)
-        return [
-            scored_result(sample, score, continuations.get(number), self.tokenizer, bound=self.bound)
-            for number, (sample, score) in enumerate(zip(samples, scores, strict=True))
-        ]
-
-    def _generate(
-        self, later: Sequence[int], samples: Sequence[Sample], continuations: dict[int, list[int]], rows: int
-    ) -> None:
-        """The slow way, for models whose cache cannot be cut: `generate` from the known tokens."""
-        for begin in range(0, len(later), rows):
-            some = later[begin : begin + rows]
-            missing = [len(samples[number].suffix) - len(continuations[number]) for number in some]
-            prompts = [[*samples[number].prefix, *continuations[number]] for number in some]
-            decoded = decoding.continue_greedily(self.model, prompts, steps=max(missing))
-            for number, tokens, wanted in zip(some, decoded, missing, strict=True):
-                continuations[number] += tokens[:wanted]
-
-
-def _known(sample: Sample, score: Score) -> Sequence[int]:
-    """The greedy continuation as far as the pass tells it: up to and including the first miss."""
-    return score.choices[: matching.matched(score.choices, sample.suffix, score.margins).tokens + 1]
-
-
 def _without(unit: Sequence[Sequence[int]], done: set[int]) -> list[list[int]]:
     left = ([place for place in batch if place not in done] for batch in unit)
     return [batch for batch in left if batch]
@@ -279,15 +178,14 @@ def _look_through(samples: Sequence[Sample]) -> tuple[dict[str, int], list[tuple
     return order, lengths, largest
 
 
-def _check_options(batch_size, generate, stop_early, sampler, membership, tokenizer) -> None:
+def _check_options(batch_size, stop_early, sampler, membership, tokenizer) -> None:
     if batch_size != "auto" and (type(batch_size) is not int or batch_size < 1):
         raise ValueError(f"batch_size is {batch_size!r}, but it must be at least 1, or 'auto'.")
-    others = {"generate": generate, "sampler": sampler is not None, "membership": membership}
-    given = [name for name, asked in others.items() if asked]
+    given = [name for name, asked in {"sampler": sampler is not None, "membership": membership}.items() if asked]
     if stop_early and given:
         raise ValueError(
-            f"stop_early leaves out everything but the exact match and the divergence point, so it does not go with "
-            f"{' and '.join(given)}: use generate=False (--no_generation) alone."
+            "stop_early drops a sample from the pass when it has failed, so it does not go with "
+            f"{' and '.join(given)}: all probabilities are needed for that."
         )
     if membership and tokenizer is None:
         raise ValueError("membership scores need a tokenizer: the zlib score is of the text.")

@@ -81,6 +81,7 @@ NOT_MEASURED = {
     "draws": "No sampler was stated, so nothing is said about drawing: extract with --sampler.",
     "membership": "No membership scores are in these results, or there is no control bucket (0) to compare with.",
     "results": "Only a summary was given. write_report(..., runs=...) draws this from the results.",
+    "probability": "Probabilities were not measured: extract without --stop_early.",
     "maps": "No document was asked at several offsets. A sliding window (protocol cooper100) makes maps.",
 }
 
@@ -146,11 +147,27 @@ def _probability(runs: Runs) -> str:
     if not runs:
         return _note(NOT_MEASURED["results"])
     found = _by_bucket(runs, curves.probabilities)
-    return _note(
-        "Share of samples by the decimal logarithm of the probability that one draw gives the whole suffix: with the "
-        "stated sampler, or else from the whole distribution at temperature 1. At 0 it is certain; the bin on the "
-        "left holds all that is less likely, too."
-    ) + _lines(found, x_label="log10 of the probability", y_label="share of samples")
+    if not any(points for series in found.values() for points in series.values()):
+        return _note(NOT_MEASURED["probability"])
+    # nearly all samples may lie in the first bin, and beside it nothing else would be seen
+    charts = {bucket: {name: points[1:] for name, points in series.items()} for bucket, series in found.items()}
+    medians = _by_bucket(runs, curves.median_probability)
+    body = [
+        [tables.bucket_name(bucket), name, f"{points[0].y:.3f}", medians[bucket][name]]
+        for bucket, series in found.items()
+        for name, points in series.items()
+        if points
+    ]
+    least = f"1e{curves.LEAST + curves.WIDTH:.0f}"
+    return (
+        _note(
+            "Share of samples by the decimal logarithm of the probability that one draw gives the whole suffix: with "
+            "the stated sampler, or else from the whole distribution at temperature 1. At 0 it is certain. What is "
+            f"below {least} is in the table alone."
+        )
+        + _lines(charts, x_label="log10 of the probability", y_label="share of samples")
+        + _table(["trained on", "model", f"below {least}, or never", "median"], body, first=len(runs))
+    )
 
 
 def _draws(comparison: Mapping[str, Any], runs: Runs) -> str:
@@ -185,8 +202,9 @@ def _maps(runs: Runs) -> str:
     shown = len(next(iter(drawn.values())))
     return (
         _note(
-            f"{shown} documents, those first of which most comes back. Dark: a likely suffix (white below 1e-8, dark "
-            "at 1, in logarithms). Marks above a strip: suffixes that come back word for word."
+            f"{shown} documents, those first of which most comes back. The stronger the colour, the likelier a "
+            "suffix: none below 1e-8, all of it at 1, in logarithms. Marks above a strip: suffixes that come back "
+            "word for word."
         )
         + f'<div class="maps-box">{maps.maps_svg(drawn)}</div>'
     )
@@ -217,9 +235,9 @@ def _curves(comparison: Mapping[str, Any], runs: Runs, function: Callable) -> di
     return _by_bucket(runs, lambda results: function(results, **options))
 
 
-def _by_bucket(runs: Runs, function: Callable) -> dict[str, dict[str, list[Point]]]:
-    """By bucket and run, what the function makes of its results."""
-    found: dict[str, dict[str, list[Point]]] = {}
+def _by_bucket(runs: Runs, function: Callable) -> dict[str, dict[str, Any]]:
+    """By bucket and run, what the function makes of its results; an empty list where there are none."""
+    found: dict[str, dict[str, Any]] = {}
     for bucket in sorted({result.bucket for results in runs.values() for result in results}):
         for name, results in runs.items():
             mine = [result for result in results if result.bucket == bucket]

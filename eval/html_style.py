@@ -1,5 +1,8 @@
 """The look of the HTML report: light and dark as the reader's system says, and readable on a telephone."""
 
+# Of the series on paper, --s0 to --s5 below.
+COLOURS = ("#7a7f87", "#0072b2", "#d55e00", "#009e73", "#aa4499", "#b58900")
+
 STYLE = """
 :root { color-scheme: light dark; --ground: #ffffff; --ink: #1b1f24; --soft: #5b6570; --rule: #dde2e7;
   --card: #f6f8fa; --start: #ffd9a8; --run: #cfe5ff; --mark: #c00000; --shade: #0b5394;
@@ -12,6 +15,7 @@ body { margin: 0 auto; padding: 1rem clamp(0.8rem, 3vw, 2rem) 4rem; max-width: 8
   color: var(--ink); font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 h1 { margin: 0.5rem 0 0; font-size: 1.7rem; } h2 { margin: 2.5rem 0 0.5rem; font-size: 1.25rem; }
 h3 { margin: 1.5rem 0 0.5rem; font-size: 1rem; } p, .note { max-width: 48rem; }
+h1, h2, h3, p, li, dt { overflow-wrap: anywhere; }
 .note, figcaption, dt { color: var(--soft); font-size: 0.9rem; }
 nav ul { display: flex; flex-wrap: wrap; gap: 0.2rem 1rem; padding: 0; margin: 0.8rem 0; list-style: none; }
 a { color: var(--s1); } code { font-size: 0.9em; overflow-wrap: anywhere; }
@@ -37,7 +41,7 @@ svg text.document { fill: var(--ink); font-size: 12px; }
 .swatch { display: inline-block; width: 0.9rem; height: 0.9rem; margin-right: 0.4rem; border-radius: 0.2rem;
   background: var(--c); vertical-align: -0.1rem; }
 .ground { fill: var(--card); stroke: var(--rule); } .shade { fill: var(--shade); } .verbatim { fill: var(--mark); }
-.maps-box { overflow-x: auto; } .maps { min-width: 34rem; }
+.maps-box { overflow-x: auto; } .maps { min-width: 34rem; max-width: 60rem; }
 .example { background: var(--card); border-radius: 0.5rem; padding: 0.8rem 1rem; margin: 0.8rem 0; }
 .example h4 { margin: 0 0 0.4rem; font-size: 0.95rem; overflow-wrap: anywhere; }
 .sides { display: grid; grid-template-columns: 1fr 1fr; gap: 0.4rem 1.2rem; margin-top: 0.6rem; }

@@ -8,6 +8,9 @@ from hf_axonn_eval.results import SampleResult
 from hf_axonn_eval.samples import Sample
 
 
+MOST_SHOWN = 200  # tokens of a prefix; sc24 has 1998, and a page with all of them cannot be read
+
+
 def texts_section(
     runs: Mapping[str, Sequence[SampleResult]], *, samples: Sequence[Sample] | None, tokenizer, count: int
 ) -> str:
@@ -46,8 +49,10 @@ def _example(answers: Mapping[str, SampleResult], sample: Sample | None, tokeniz
     one = next(iter(answers.values()))
     parts = [f"<h4>{escape(one.document_id)}, tokens from {one.offset} on</h4>"]
     if sample is not None and tokenizer is not None:
-        shown = Piece(tokenizer.decode(list(sample.prefix)), OTHER)
-        parts.append(_side(f"Prefix, {one.prefix_length} tokens", [shown]))
+        label = f"Prefix, {one.prefix_length} tokens"
+        if one.prefix_length > MOST_SHOWN:
+            label = f"Prefix, the last {MOST_SHOWN} of {one.prefix_length:,} tokens"
+        parts.append(_side(label, [Piece(tokenizer.decode(list(sample.prefix[-MOST_SHOWN:])), OTHER)]))
     for name, result in answers.items():
         found = passage(result, sample, tokenizer)
         sides = [_side("True suffix", found.true)] if found.true is not None else []

@@ -110,6 +110,7 @@ def maps_png(maps: Mapping[str, Sequence[DocumentMap]], path: str | os.PathLike)
                     (row, 0.6),
                     color="#0b5394",
                     alpha=stretch.shade / SHADES,
+                    linewidth=0,
                 )
             axes.broken_barh(
                 [(start, end - start) for start, end in drawn.verbatim], (row - 0.2, 0.16), color="#c00000"
@@ -117,7 +118,9 @@ def maps_png(maps: Mapping[str, Sequence[DocumentMap]], path: str | os.PathLike)
         axes.set_title(
             f"{of_document[0].document_id} ({_trained(of_document[0])})", fontsize=9, loc="left", parse_math=False
         )
-        axes.set_yticks([row + 0.3 for row in range(len(maps))], list(maps), fontsize=8, parse_math=False)
+        axes.set_yticks(
+            [row + 0.3 for row in range(len(maps))], [_short(name) for name in maps], fontsize=8, parse_math=False
+        )
         axes.set_xlim(0, max(drawn.tokens for drawn in of_document))
         axes.set_ylim(len(maps), -0.4)
         axes.tick_params(labelsize=8)
@@ -135,7 +138,8 @@ def _map(results: Sequence[SampleResult]) -> DocumentMap:
         if logarithm is not None:
             np.maximum(best[start : start + length], logarithm, out=best[start : start + length])
         verbatim[start : start + length] |= result.exact_match
-    shades = np.ceil(np.clip(1 - best / FAINTEST, 0, 1) * SHADES).astype(int)
+    # a shade's upper bound belongs to it, also where it is a rounding error below the number
+    shades = np.ceil(np.clip(1 - best / FAINTEST, 0, 1) * SHADES - 1e-9).astype(int)
     return DocumentMap(
         document_id=results[0].document_id,
         bucket=results[0].bucket,

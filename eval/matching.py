@@ -1,30 +1,39 @@
-"""Exact match and nothing else: a sample is dropped as soon as it has failed.
+"""How far the model's first choices agree with a suffix, without what comes after: a sample that missed is dropped.
 
 The suffix is checked in pieces of growing length. Most samples that fail do so in the first few tokens, so little
 more than the prefix of them is ever fed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from hf_axonn_eval.caches import can_be_kept, empty_cache, is_filled, select_rows
+from hf_axonn_eval.caches import Row, can_be_kept, empty_cache, is_filled, rows_of
 from hf_axonn_eval.samples import Sample
-from hf_axonn_eval.scoring import device_of, last_logits, logits_after, score_suffixes, score_tokens
+from hf_axonn_eval.scoring import device_of, first_choices, last_logits, logits_after, score_suffixes
 
 
 FIRST_PIECE = 8
+LONGER = 3  # times the tokens so far are checked after a piece
+_FEWEST = 64  # tokens in a pass: fewer take as long
 
 
 class Match(NamedTuple):
-    """Suffix tokens before the first miss, and the smallest margin up to there, in nats."""
+    """How a suffix was met: `tokens` of it before the first miss, and the smallest margin up to there, in nats.
+
+    `known` is the model's greedy continuation as far as that tells it: up to and including the first miss.
+    """
 
     tokens: int
     margin: float
+    known: list[int]
 
 
-def match_suffixes(model, batch: Sequence[Sample]) -> list[Match]:
+Missed = Callable[[int, Match, Row | None], None]
+
+
+def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = None) -> list[Match]:
     """How far the model's first choices agree with each suffix.
 
     One forward pass for each piece of the suffix; on a parallelized model collective over its x, y and z, where ranks
@@ -32,59 +41,72 @@ def match_suffixes(model, batch: Sequence[Sample]) -> list[Match]:
 
     Args:
         batch: samples; of different lengths only if `scoring.may_be_padded(model)`.
+        missed: is told of each sample whose continuation is not known to its end: its place in the batch, its match,
+            and the keys and values of the tokens before the miss; None instead of these where they cannot be kept.
     Raises:
         ValueError: the model answers with NaN.
     """
     if not can_be_kept(model):
-        return [
+        found = [
             matched(score.choices, sample.suffix, score.margins)
             for sample, score in zip(batch, score_suffixes(model, batch), strict=True)
         ]
+        for place, match in enumerate(found):
+            if missed is not None and len(match.known) < len(batch[place].suffix):
+                missed(place, match, None)
+        return found
     found: list[Match | None] = [None] * len(batch)
     choices: list[list[int]] = [[] for _ in batch]
     margins: list[list[float]] = [[] for _ in batch]
     left = list(range(len(batch)))
     longest = max(len(sample.prefix) for sample in batch)
+    padding = [longest - len(sample.prefix) for sample in batch]
     cache, begin, end = empty_cache(), 0, min(FIRST_PIECE, max(len(sample.suffix) for sample in batch))
     while left:
         # a suffix that is shorter than others of its batch is filled up on the right, where nothing looks back at
-        asked = [_piece(batch[row].suffix, begin, end) for row in left]
         if begin == 0:
-            rows = [[*batch[row].prefix, *piece[:-1]] for row, piece in zip(left, asked, strict=True)]
+            rows = [[*batch[row].prefix, *_piece(batch[row].suffix, 0, end)[:-1]] for row in left]
             logits = last_logits(model, rows, keep=end, cache=cache)
             if not is_filled(cache, len(batch)):
                 raise ValueError(f"the cache of {type(model).__name__} cannot be cut; leave --stop_early out.")
         else:
             fed = [_piece(batch[row].suffix, begin - 1, end - 1) for row in left]
-            padding = [longest - len(batch[row].prefix) for row in left]
             tokens = torch.tensor(fed, device=device_of(model))
-            logits = logits_after(model, tokens, padding, keep=end - begin, cache=cache)
-        targets = torch.tensor(asked, device=logits.device)
-        logprobs, chosen, ahead = score_tokens(logits, targets)
-        if logprobs.isnan().any():
-            raise ValueError("the model's log-probabilities are not numbers (NaN): try --dtype float32.")
-        going = []
-        for place, row in enumerate(left):
-            choices[row] += chosen[place].tolist()
-            margins[row] += ahead[place].tolist()
+            logits = logits_after(model, tokens, [padding[row] for row in left], keep=end - begin, cache=cache)
+        chosen, ahead = first_choices(logits)
+        if ahead.isnan().any():
+            raise ValueError("the model's logits are not numbers (NaN): try --dtype float32.")
+        going, gone = [], []
+        for place, (row, words, gaps) in enumerate(zip(left, chosen.tolist(), ahead.tolist(), strict=True)):
+            choices[row] += words
+            margins[row] += gaps
             suffix = batch[row].suffix
             match = matched(choices[row][: len(suffix)], suffix[:end], margins[row])
-            if match.tokens < min(end, len(suffix)) or end >= len(suffix):
-                found[row] = match
-            else:
+            if match.tokens == min(end, len(suffix)) and end < len(suffix):
                 going.append(place)
-        if going and len(going) < len(left):
-            select_rows(cache, going)
+                continue
+            found[row] = match
+            if len(match.known) < len(suffix):
+                gone.append(place)
+        if missed is not None and gone:
+            taken = rows_of(cache, gone)
+            for number, place in enumerate(gone):
+                row = left[place]
+                match = found[row]
+                missed(row, match, Row(taken, number, padding[row], len(batch[row].prefix) + match.tokens))
+        remaining = max((len(batch[left[place]].suffix) for place in going), default=end) - end
+        if going and (begin == 0 or len(going) < len(left)):
+            cache = rows_of(cache, going, room=remaining)
         left = [left[place] for place in going]
-        begin, end = end, min(2 * end, max((len(batch[row].suffix) for row in left), default=end))
+        begin, end = end, end + min(remaining, max((LONGER - 1) * end, _FEWEST // max(1, len(left))))
     return found
 
 
 def matched(choices: Sequence[int], suffix: Sequence[int], margins: Sequence[float]) -> Match:
-    """Tokens before the first miss, and the smallest margin of these and of the miss."""
+    """How far choices agree with a suffix."""
     hits = [choice == true for choice, true in zip(choices, suffix, strict=True)]
     tokens = next((place for place, hit in enumerate(hits) if not hit), len(hits))
-    return Match(tokens, min(margins[: min(tokens + 1, len(hits))]))
+    return Match(tokens, min(margins[: min(tokens + 1, len(hits))]), list(choices[: tokens + 1]))
 
 
 def _piece(suffix: Sequence[int], begin: int, end: int) -> list[int]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hf_axonn_eval.stats import interval_of, numbered, resampled_documents
+from hf_axonn_eval.stats import Interval, interval_of, numbered, resampled_documents, wilson
 
 
 if TYPE_CHECKING:
@@ -165,10 +165,19 @@ def attack(
             for rate in rates:
                 drawn[f"tpr_at_{rate:g}"].append(_recall(curve, rate))
     entry: dict[str, Any] = {"members": len(members), "controls": len(controls)}
+    fewest = min(count for _, count in sides)
     for name, (measured,) in values.items():
-        low, high = interval_of(np.concatenate(drawn[name]), confidence) if drawn[name] else (None, None)
+        draws = np.concatenate(drawn[name]) if drawn[name] else None
+        low, high = _ends(measured, draws, confidence, fewest) if draws is not None else (None, None)
         entry[name] = {"value": float(measured), "low": low, "high": high}
     return entry
+
+
+def _ends(measured: float, draws: np.ndarray, confidence: float, fewest: int) -> Interval:
+    """The interval of a share; one of 0 or 1 that no draw moves gets Wilson's, with documents as trials."""
+    if measured in (0, 1) and (draws == measured).all():
+        return wilson(int(measured) * fewest, fewest, confidence=confidence)
+    return interval_of(draws, confidence, fewest)
 
 
 class _Curve(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any
 from hf_axonn_eval import maps
 from hf_axonn_eval import report_tables as tables
 from hf_axonn_eval.html_report import chosen_maps, html_page
+from hf_axonn_eval.html_style import COLOURS
 from hf_axonn_eval.report_details import all_details, changes
 from hf_axonn_eval.report_tables import COLUMNS, TITLES
 from hf_axonn_eval.results import SampleResult
@@ -70,8 +71,8 @@ def terminal_table(comparison: Mapping[str, Any], *, columns: Sequence[str] = TE
 
 
 def terminal_differences(comparison: Mapping[str, Any], *, columns: Sequence[str] = TERMINAL) -> list:
-    """The differences from the base run for `rich.print`, and the tests of them."""
-    headings, body = tables.difference_rows(comparison, columns)
+    """The differences from the base run for `rich.print`, as narrow as `terminal_table`, and the tests of them."""
+    headings, body = tables.difference_rows(comparison, columns=columns, intervals=SHARES)
     found = [_rich(f"Difference from {comparison['base']}", headings, body, tables.caption(comparison))]
     return found + [_rich(one.title, one.headings, one.rows, one.note) for one in changes(comparison)]
 
@@ -82,7 +83,7 @@ def markdown(comparison: Mapping[str, Any], *, columns: Sequence[str] = COLUMNS)
     lines += [*_markdown_table(*tables.rows(comparison, columns=columns)), "", tables.caption(comparison), ""]
     if comparison["minus_base"]:
         lines += [f"## Difference from `{comparison['base']}`, sample by sample", ""]
-        lines += [*_markdown_table(*tables.difference_rows(comparison, columns)), ""]
+        lines += [*_markdown_table(*tables.difference_rows(comparison, columns=columns)), ""]
     for found in all_details(comparison):
         lines += [f"## {found.title}", "", *_markdown_table(found.headings, found.rows), ""]
         lines += [found.note, ""] if found.note else []
@@ -112,7 +113,8 @@ def plot(comparison: Mapping[str, Any], path: str | os.PathLike) -> None:
             places = [place + (number - (len(runs) - 1) / 2) * width for place, _ in drawn]
             means = [entry["mean"] for _, entry in drawn]
             whiskers = [[_whisker(entry, end) for _, entry in drawn] for end in ("low", "high")]
-            axes.bar(places, means, width, yerr=whiskers, capsize=3, label=name)
+            colour = COLOURS[number % len(COLOURS)]
+            axes.bar(places, means, width, yerr=whiskers, capsize=3, label=name, color=colour)
         axes.set_title(TITLES[metric])
         axes.set_xticks(range(len(buckets)), [f"{bucket}x" for bucket in buckets])
         axes.set_xlabel("times trained on")

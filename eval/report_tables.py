@@ -43,15 +43,16 @@ def rows(
 
 
 def difference_rows(
-    comparison: Mapping[str, Any], columns: Sequence[str] = COLUMNS
+    comparison: Mapping[str, Any], *, columns: Sequence[str] = COLUMNS, intervals: Collection[str] = METRICS
 ) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the differences from the base run, sample by sample."""
+    """Headings and cells of the differences from the base run, sample by sample. Those in `intervals` show theirs."""
     differences = comparison["minus_base"]
     columns = [metric for metric in columns if any(metric in run["all"] for run in differences.values())]
     body = []
     for bucket in [*buckets(comparison), "all"]:
         for name, run in differences.items():
-            body.append([bucket_name(bucket), name, *(_difference(run[bucket].get(metric)) for metric in columns)])
+            cells = [_difference(run[bucket].get(metric), interval=metric in intervals) for metric in columns]
+            body.append([bucket_name(bucket), name, *cells])
     return ["trained on", "model", *(title(metric) for metric in columns)], body
 
 
@@ -69,8 +70,9 @@ def caption(comparison: Mapping[str, Any]) -> str:
     """What the brackets mean."""
     share = comparison["intervals"]["confidence"]
     return (
-        f"In brackets: {share:.0%} intervals; Wilson for shares with one sample a document, otherwise a bootstrap "
-        f"over documents ({comparison['intervals']['resamples']} draws, seed {comparison['intervals']['seed']})."
+        f"In brackets: {share:.0%} intervals; Wilson's for shares with one sample a document, otherwise a bootstrap "
+        f"over documents ({comparison['intervals']['resamples']} draws, seed {comparison['intervals']['seed']}), for "
+        "shares no narrower than Wilson's."
     )
 
 
@@ -126,8 +128,8 @@ def estimate_text(entry: Mapping[str, Any] | None, *, interval: bool = True) -> 
     return mean if entry["low"] is None or not interval else f"{mean} [{entry['low']:.2f}, {entry['high']:.2f}]"
 
 
-def _difference(entry: Mapping[str, Any] | None) -> str:
+def _difference(entry: Mapping[str, Any] | None, *, interval: bool) -> str:
     if entry is None:
         return "-"
-    interval = "" if entry["low"] is None else f" [{entry['low']:+.2f}, {entry['high']:+.2f}]"
-    return f"{entry['difference']:+.3f}{interval}"
+    ends = "" if entry["low"] is None or not interval else f" [{entry['low']:+.2f}, {entry['high']:+.2f}]"
+    return f"{entry['difference']:+.3f}{ends}"

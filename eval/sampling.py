@@ -20,9 +20,8 @@ from hf_axonn_eval.samples import Sample, is_count
 logger = logging.getLogger(__name__)
 
 _SLICES_AT_ONCE = 256
-_CHARACTERS_A_TOKEN = (
-    8  # of the text that is tokenized for a window of so many tokens; more is tried if it is too little
-)
+_CHARACTERS_A_TOKEN = 8  # that are tokenized for a window of so many tokens; more are tried if they are too few
+_SPARE = 16  # tokens beyond the window: where the text was cut off, the last ones are not those of the whole text
 
 
 @dataclass
@@ -247,7 +246,7 @@ def _windows_over_characters(
         some = starts[place : place + _SLICES_AT_ONCE]
         for start, ids in zip(some, encode(some, _CHARACTERS_A_TOKEN * window), strict=True):
             characters = _CHARACTERS_A_TOKEN * window
-            while len(ids) < window and start + characters < len(text):
+            while len(ids) < window + _SPARE and start + characters < len(text):
                 characters *= 4
                 [ids] = encode([start], characters)
             if len(ids) >= window:

@@ -24,7 +24,10 @@ from hf_axonn_eval.division import Division
 from hf_axonn_eval.samples import Sample
 
 
-_LOGITS_AT_ONCE = 2**25  # bounds the float32 copies of the logits
+# logits that are looked at together: on a CPU as many as its caches hold, on others so many that the float32 copies
+# stay small
+_LOGITS_AT_ONCE = {"cpu": 2**20}
+_LOGITS_AT_ONCE_ELSEWHERE = 2**25
 _STATISTICS_AT_ONCE = 2**23
 
 
@@ -108,19 +111,37 @@ def score_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tenso
         log-probabilities [B, T] in nats, argmax ids [B, T], and the gap between the two largest logits [B, T], which
         is that between the two largest log-probabilities.
     """
-    vocabulary = logits.shape[-1]
-    rows = max(1, _LOGITS_AT_ONCE // vocabulary)
+    wanted = iter(targets.reshape(-1).split(_rows_at_once(logits)))
     parts = []
-    for some, wanted in zip(logits.reshape(-1, vocabulary).split(rows), targets.reshape(-1).split(rows), strict=True):
-        some = some.to(torch.promote_types(some.dtype, torch.float32))
-        logprobs = some.gather(-1, wanted[:, None])[:, 0] - some.logsumexp(-1)
-        choices = some.argmax(-1, keepdim=True)  # of equal ones the first, as generate takes it
-        best = some.gather(-1, choices)
-        second = some.scatter_(-1, choices, -torch.inf).amax(-1)
-        some.scatter_(-1, choices, best)
-        parts.append((logprobs, choices[:, 0], best[:, 0] - second))
+    for some in _pieces(logits):
+        logprobs = some.gather(-1, next(wanted)[:, None])[:, 0] - some.logsumexp(-1)
+        parts.append((logprobs, *_best(some)))
     logprobs, choices, margins = (torch.cat(column).view(targets.shape) for column in zip(*parts, strict=True))
     return logprobs, choices, margins
+
+
+def first_choices(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """What `score_tokens` says without targets: argmax ids [B, T], and how far each is ahead [B, T], in nats."""
+    parts = [_best(some) for some in _pieces(logits)]
+    choices, margins = (torch.cat(column).view(logits.shape[:-1]) for column in zip(*parts, strict=True))
+    return choices, margins
+
+
+def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
+    choices = logits.argmax(-1, keepdim=True)  # of equal ones the first, as generate takes it
+    best = logits.gather(-1, choices)
+    second = logits.scatter_(-1, choices, -torch.inf).amax(-1)
+    logits.scatter_(-1, choices, best)
+    return choices[:, 0], best[:, 0] - second
+
+
+def _pieces(logits: Tensor) -> Iterator[Tensor]:
+    for some in logits.reshape(-1, logits.shape[-1]).split(_rows_at_once(logits)):
+        yield some.to(torch.promote_types(some.dtype, torch.float32))
+
+
+def _rows_at_once(logits: Tensor) -> int:
+    return max(1, _LOGITS_AT_ONCE.get(logits.device.type, _LOGITS_AT_ONCE_ELSEWHERE) // logits.shape[-1])
 
 
 def last_logits(model, rows: Sequence[Sequence[int]], *, keep: int, cache=None) -> Tensor:
@@ -150,7 +171,9 @@ def logits_after(model, tokens: Tensor, padding: Sequence[int], *, keep: int, ca
     if "logits_to_keep" in accepted:
         options["logits_to_keep"] = keep
     if any(padding) and "position_ids" in accepted:
-        options["position_ids"] = (columns[before:] - starts).clamp_min(0)
+        # what fills a row up on the right may lie outside the window, where models have no position
+        window = getattr(core(model).config.get_text_config(), "max_position_embeddings", None)
+        options["position_ids"] = (columns[before:] - starts).clamp(0, window - 1 if window is not None else None)
     return model(input_ids=tokens, attention_mask=(columns >= starts).long(), **options).logits[:, -keep:]
 
 

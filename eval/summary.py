@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from hf_axonn_eval.discoverability import TRIES, check_tries
-from hf_axonn_eval.estimates import estimates, group, membership
+from hf_axonn_eval.estimates import differences, group, membership
 from hf_axonn_eval.results import SampleResult
 from hf_axonn_eval.stats import check_confidence, mcnemar
 from hf_axonn_eval.table import MEANS, MEMBERSHIP, METRICS, SHARES, Table, value
@@ -85,8 +85,9 @@ def compare(
           the mean log-probability of a token, minus that by the base model;
         - `reference_over`: what that mean is over, "sample" (prefix and suffix) or "suffix";
         - `base`: its name;
-        - `minus_base`: for each other run, bucket and metric the mean `difference` over samples with `low` and
-          `high`, from a bootstrap over documents of the paired differences;
+        - `minus_base`: for each other run, bucket and metric the mean `difference` over samples with `low`, `high`,
+          `n` and `interval`: for shares with one sample a document made of Wilson's, otherwise a bootstrap over
+          documents of the paired differences;
         - `mcnemar`: for each other run, bucket and yes-or-no metric what `stats.mcnemar` returns.
     Raises:
         ValueError: no runs, a `base` that is not among them, or runs that were not asked the same samples.
@@ -160,17 +161,9 @@ def _in_order_of(base: Table, table: Table, name: str, base_name: str) -> Table:
 
 
 def _differences(table: Table, base: Table, options: dict[str, Any]) -> dict[str, Any]:
-    both = [metric for metric in METRICS if metric in table.columns and metric in base.columns]
-    differences = {metric: table.columns[metric] - base.columns[metric] for metric in both}
-    told = {}
-    for name, chosen in table.groups().items():
-        documents = table.rows(chosen).documents
-        found = estimates({}, {metric: column[chosen] for metric, column in differences.items()}, documents, options)
-        told[name] = {
-            metric: {"difference": entry["mean"], "low": entry["low"], "high": entry["high"], "n": entry["n"]}
-            for metric, entry in found.items()
-        }
-    return told
+    return {
+        name: differences(table.rows(chosen), base.rows(chosen), options) for name, chosen in table.groups().items()
+    }
 
 
 def _changes(table: Table, base: Table) -> dict[str, Any]:

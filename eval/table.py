@@ -1,7 +1,7 @@
 """Results as columns of numbers: what a summary keeps of each sample.
 
 A `SampleResult` holds texts and a list per token; a million of them fit into no memory. A table reads them once, from
-any iterator, and keeps about three hundred bytes a sample.
+any iterator, and keeps some hundred bytes a sample.
 """
 
 from __future__ import annotations

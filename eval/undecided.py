@@ -9,7 +9,7 @@ import torch
 
 # Nats. What another order of adding changed in the gap between two logits (docs/evaluation.md), with room to spare.
 # Weights in fewer bits are computed with in one of these: the widest bound.
-BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.25}
+BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.5}
 
 
 def undecided_below(model) -> float:

@@ -48,7 +48,11 @@ def test_the_command_line_has_the_last_word(place, tmp_path):
     assert set(result["membership"]) == {"loss", "zlib", "min_k", "min_k_plus_plus"}
     run, result = extracted(place, tmp_path / "early", "cooper", "--stop_early", "--batch_size", "3")
     assert run["identity"]["stop_early"] is True and run["identity"]["sampler"] is None
+    assert run["identity"]["generate"] is False
     assert run["settings"]["batches"]["rows"] == 3 and result["logprob"] is None
+    run, result = extracted(place, tmp_path / "rest", "plain", "--stop_early")
+    assert run["identity"]["stop_early"] is run["identity"]["generate"] is True
+    assert result["logprobs"] is None and result["rougeL"] is not None
     run, _ = extracted(place, tmp_path / "plain", "plain", "--sampler", "temperature=0.5,top_p=0.9")
     assert run["identity"]["sampler"] == "temperature 0.5, top-p 0.9" and run["identity"]["generate"] is True
 
@@ -59,7 +63,7 @@ def test_the_command_line_has_the_last_word(place, tmp_path):
         ("--sampler top_k", "--sampler top_k is not like"),
         ("--sampler heat=1", "--sampler heat=1 is not like"),
         ("--sampler temperature=0", "temperature is 0.0"),
-        ("--generation --stop_early", "--generation does not go with"),
+        ("--generation --no_generation", "--generation does not go with"),
         ("--stop_early --sampler top_k=2", "does not go with sampler"),
         ("--stop_early --membership", "does not go with membership"),
     ],

@@ -63,7 +63,7 @@ def test_without_a_protocol(place, tmp_path, capsys):
     assert read_about(output)["left_out"] == {"beyond_max_documents": 3}
     assert run(place, output, "--prefix_length", "4", "8", "--offset", "0", "9", "--combine", "axes") == 0
     assert {len(sample.prefix) for sample in read_samples(output)} == {4, 8}
-    assert "protocol" not in capsys.readouterr().out
+    assert "  protocol " not in capsys.readouterr().out
 
 
 def test_rows_without_ids(place, tmp_path):

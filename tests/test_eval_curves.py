@@ -6,7 +6,7 @@ import pytest
 from eval_support import result
 
 from hf_axonn_eval import wilson
-from hf_axonn_eval.curves import BINS, LEAST, by_prefix_length, draws, probabilities, survival
+from hf_axonn_eval.curves import BINS, LEAST, by_prefix_length, draws, median_probability, probabilities, survival
 
 
 OPTIONS = {"confidence": 0.95, "resamples": 200, "seed": 0}
@@ -65,3 +65,6 @@ def test_histogram_of_probabilities():
     points = probabilities(results)
     assert [point.x for point in points] == pytest.approx([LEAST + width * (place + 0.5) for place in range(BINS)])
     assert [point.y for point in points] == [0.5] + [0.0] * (BINS - 3) + [0.25, 0.25]
+    assert median_probability(results) == "0.001"
+    assert median_probability([some("d", 0, logprob=-200.0)]) == "1.4e-87"
+    assert median_probability(results[2:3]) == "0" and median_probability([some("e", 0, logprob=None)]) == "-"

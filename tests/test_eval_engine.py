@@ -1,5 +1,6 @@
 """One pass, kept keys and values, padding, refilled batches: on every family and grid what `generate` answers."""
 
+import dataclasses
 import functools
 import logging
 
@@ -12,7 +13,7 @@ from ranks import run_ranks
 
 import hf_axonn
 from hf_axonn import Grid
-from hf_axonn_eval import Sample, extract, membership, metrics
+from hf_axonn_eval import Sample, batches, extract, membership, metrics
 from hf_axonn_eval.caches import can_be_kept
 from hf_axonn_eval.discoverability import Sampler
 from hf_axonn_eval.undecided import undecided_below
@@ -38,8 +39,8 @@ def test_every_family_answers_as_generate_does(name):
     asked = parting_samples(model, 23)
     assert can_be_kept(model) == (name != "mamba")
     expected = [generated(model, sample.prefix, len(sample.suffix)) for sample in asked]
-    for batch_size in (1, 4, 23):
-        results = extract(model, None, asked, batch_size=batch_size, progress=False)
+    for batch_size, early in ((1, True), (23, True), (4, False), (23, False)):
+        results = extract(model, None, asked, batch_size=batch_size, stop_early=early, progress=False)
         assert [result.generated for result in results] == expected
     for sample, wanted, result in zip(asked, expected, results, strict=True):
         hits = [mine == true for mine, true in zip(wanted, sample.suffix, strict=True)]
@@ -51,26 +52,46 @@ def test_every_family_answers_as_generate_does(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_dropping_samples_early_changes_no_answer(name):
     model = family(name, torch.float32 if name == "gemma2" else torch.float64)
-    asked = parting_samples(model, 23, suffixes=(5, 40))
-    whole = extract(model, None, asked, batch_size=8, generate=False, progress=False)
+    asked = parting_samples(model, 16, suffixes=(5, 40))
+    whole = extract(model, None, asked, batch_size=8, progress=False)
+    decoded = extract(model, None, asked, batch_size=8, stop_early=True, progress=False)
+    fields = ("exact_match", "divergence_point", "undecided", "generated", "edit_distance", "longest_run")
+    for one, other in zip(whole, decoded, strict=True):
+        assert [getattr(one, field) for field in fields] == [getattr(other, field) for field in fields]
+        assert other.logprob is other.hits is None
     fed = counting(model)
     early = extract(model, None, asked, batch_size=8, generate=False, stop_early=True, progress=False)
     for one, other in zip(whole, early, strict=True):
         assert (one.exact_match, one.divergence_point) == (other.exact_match, other.divergence_point)
         assert other.margin == pytest.approx(one.margin, abs=1e-4 if name == "gemma2" else 1e-10)
         assert other.logprob is other.hits is other.token_accuracy is other.extraction_strength is None
+        assert other.generated is None
     if name != "mamba":
         assert sum(rows * tokens for rows, tokens in fed) < sum(len(s.prefix + s.suffix) for s in asked)
 
 
-def test_the_batch_that_is_decoded_stays_full():
+def test_rows_that_are_filled_up_stay_in_the_window():
+    model = family("gpt2")  # has a weight for each of its 64 positions, and no other
+    asked = parting_samples(model, 4, prefixes=(40, 40), suffixes=(24, 24))
+    short = parting_samples(model, 4, prefixes=(46, 46), suffixes=(18, 18))
+    asked += [dataclasses.replace(sample, sample_id=f"short {sample.sample_id}") for sample in short]
+    fed = counting(model)
+    results = extract(model, None, asked, batch_size=8, stop_early=True, progress=False)
+    assert fed[0][0] == 8
+    assert any(result.exact_match for result in results[4:])
+    for sample, result in zip(asked, results, strict=True):
+        assert result.generated == generated(model, sample.prefix, len(sample.suffix))
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_batch_that_is_decoded_stays_full(early):
     model = family("llama")
     asked = [sample for sample in parting_samples(model, 80, suffixes=(12, 12)) if int(sample.sample_id) % 4]
     fed = counting(model)
-    results = extract(model, None, asked, batch_size=2, progress=False)
+    results = extract(model, None, asked, batch_size=2, stop_early=early, progress=False)
     steps = [rows for rows, tokens in fed if tokens == 1]
     needed = sum(len(result.generated) - result.divergence_point - 1 for result in results)
-    assert needed <= sum(steps) < 1.6 * needed
+    assert needed <= sum(steps) < 1.3 * needed
     assert max(steps) == 8
 
 
@@ -81,38 +102,32 @@ GRIDS = {
 }
 OPTIONS = [
     {},
+    {"stop_early": True},
     {"generate": False, "sampler": Sampler(top_k=20)},
     {"generate": False, "stop_early": True},
 ]
 
 
-def on_grids(asked, grids) -> dict:
+def on_grids(asked, grids, options=OPTIONS) -> dict:
     answers = {}
-    for name in ("llama", "gemma2"):
+    for name in asked:
         for grid_name, grid in grids.items():
             model = family(name) if grid is None else hf_axonn.parallelize(family(name), grid)[0]
             with Float64():
-                for number, options in enumerate(OPTIONS):
+                for number, some in enumerate(options):
                     answers[name, grid_name, number] = extract(
-                        model, None, asked[name], batch_size=3, progress=False, **options
+                        model, None, asked[name], batch_size=3, progress=False, **some
                     )
-    if "z2" in grids:
-        model, _ = hf_axonn.parallelize(family("mamba"), grids["z2"])
-        answers["mamba", "z2", 0] = extract(model, None, asked["mamba"], batch_size=3, progress=False)
     return answers
 
 
 @pytest.mark.parametrize("world", GRIDS)
 def test_every_grid_answers_as_one_process_does(world):
-    asked = {name: parting_samples(family(name), 19) for name in ("llama", "gemma2", "mamba")}
+    asked = {name: parting_samples(family(name), 13) for name in ("llama", "gemma2")}
     [alone] = run_ranks(on_grids, 1, asked, {"alone": None})
     first, *others = run_ranks(on_grids, world, asked, GRIDS[world])
     assert all(answer == [] for other in others for answer in other.values())
     for (name, grid, number), results in first.items():
-        if name == "mamba":
-            wanted = [generated(family("mamba"), sample.prefix, len(sample.suffix)) for sample in asked["mamba"]]
-            assert [result.generated for result in results] == wanted
-            continue
         wanted = alone[name, "alone", number]
         # the same numbers are added in the same order: the same bits
         if grid == "plain2":
@@ -125,6 +140,21 @@ def test_every_grid_answers_as_one_process_does(world):
             for field in ("margin", "logprobs", "sampled_logprob"):
                 value = getattr(expected, field)
                 assert getattr(result, field) == (value and pytest.approx(value, abs=1e-10, rel=0)), (name, grid)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_family_on_every_grid_answers_as_generate_does(world):
+    """The two families of the test above are left out; mamba, which is decoded with `generate`, is here."""
+    asked = {name: parting_samples(family(name), 7) for name in FAMILIES if name not in ("llama", "gemma2")}
+    grids = {name: grid for name, grid in GRIDS[world].items() if grid is not None}
+    first, *_ = run_ranks(on_grids, world, asked, grids, [{}, {"stop_early": True}])
+    assert len(first) == 2 * len(grids) * len(asked)
+    for name, samples_of in asked.items():
+        model = family(name)
+        wanted = [generated(model, sample.prefix, len(sample.suffix)) for sample in samples_of]
+        for (of, grid, number), results in first.items():
+            if of == name:
+                assert [result.generated for result in results] == wanted, (name, grid, number)
 
 
 def test_the_chance_under_a_sampler_and_membership_come_from_the_same_pass():
@@ -146,7 +176,9 @@ def test_the_chance_under_a_sampler_and_membership_come_from_the_same_pass():
     assert any(result.sampled_logprob == -torch.inf for result in results)
 
 
-def test_where_memory_runs_out_the_batch_is_halved(caplog):
+@pytest.mark.parametrize(("asked_for", "halved"), [(8, [4, 2]), ("auto", [8, 4, 2])])
+def test_where_memory_runs_out_the_batch_is_halved(asked_for, halved, caplog, monkeypatch):
+    monkeypatch.setattr(batches, "_MOST_ROWS", 16)
     model = family("llama")
     asked = parting_samples(model, 20)
     expected = extract(model, None, asked, batch_size=2, progress=False)
@@ -160,9 +192,9 @@ def test_where_memory_runs_out_the_batch_is_halved(caplog):
 
     model.forward = small
     with caplog.at_level(logging.WARNING):
-        results = extract(model, None, asked, batch_size=8, progress=False)
+        results = extract(model, None, asked, batch_size=asked_for, progress=False)
     assert [result.generated for result in results] == [result.generated for result in expected]
-    assert [record.args for record in caplog.records] == [(4,), (2,)]
+    assert [record.args for record in caplog.records] == [(rows,) for rows in halved]
     model.forward = functools.wraps(forward)(lambda input_ids, **options: small(torch.cat([input_ids] * 3), **options))
     with pytest.raises(ValueError, match="out of memory with batch_size 1"):
         extract(model, None, asked, batch_size=2, progress=False)
@@ -193,15 +225,15 @@ def test_what_rounding_decides_is_called_undecided():
         (one, other) for one, other in zip(*answers, strict=True) if one.divergence_point != other.divergence_point
     ]
     assert all(one.undecided or other.undecided for one, other in differing)
-    assert undecided_below(low) == 0.25
+    assert undecided_below(low) == 0.5
     assert any(result.exact_match and not result.undecided for result in answers[0])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stop_early": True}, "does not go with generate"),
-        ({"stop_early": True, "generate": False, "membership": True}, "does not go with membership"),
+        ({"stop_early": True, "membership": True}, "does not go with membership"),
+        ({"stop_early": True, "sampler": Sampler()}, "does not go with sampler"),
         ({"membership": True}, "need a tokenizer"),
         ({"batch_size": "much"}, "batch_size is 'much'"),
     ],

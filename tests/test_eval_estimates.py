@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from eval_support import result
 
-from hf_axonn_eval.estimates import estimates, membership
+from hf_axonn_eval.estimates import differences, estimates, membership
+from hf_axonn_eval.shares import share_intervals, wilson_of_difference
 from hf_axonn_eval.stats import bootstrap, wilson
 from hf_axonn_eval.table import Table
 
@@ -26,16 +27,46 @@ def test_the_kind_of_interval_follows_the_documents():
     assert list(found) == ["alone", "several", "none", "every", "length", "of one"]
     kinds = {name: entry["interval"] for name, entry in found.items()}
     assert kinds == {
-        "alone": "wilson", "several": "bootstrap", "none": "wilson", "every": "wilson",
+        "alone": "wilson", "several": "bootstrap, at least wilson", "none": "wilson", "every": "wilson",
         "length": "bootstrap", "of one": "none: a single document",
     }  # fmt: skip
     ends = {name: (entry["low"], entry["high"]) for name, entry in found.items()}
     assert ends["alone"] == wilson(2, 3, confidence=0.9)
     assert (ends["none"], ends["every"]) == (wilson(0, 3, confidence=0.9), wilson(3, 3, confidence=0.9))
     assert ends["length"] == pytest.approx(bootstrap(means["length"], documents, **OPTIONS))
-    assert ends["several"] == pytest.approx(bootstrap(shares["several"], documents, **OPTIONS))
+    [several] = share_intervals(shares["several"][:, None], documents, **OPTIONS)
+    assert ends["several"] == pytest.approx(several.interval)
     assert ends["of one"] == (None, None)
     assert found["several"]["count"] == 3 and "count" not in found["length"]
+
+
+def table(documents: str, exact: list[bool], near: list[bool | None]) -> Table:
+    answers = zip(documents, exact, near, strict=True)
+    return Table.of(
+        result(f"{name}{place}", document_id=name, exact_match=yes, near_verbatim=also, divergence_point=2 * yes)
+        for place, (name, yes, also) in enumerate(answers)
+    )
+
+
+def test_the_kind_of_interval_of_a_difference_follows_the_documents():
+    yes, no = True, False
+    one_each = differences(
+        table("abcd", [yes, yes, no, no], [yes, None, None, None]), table("abcd", [no] * 4, [no] * 4), OPTIONS
+    )
+    assert one_each["exact_match"] == {
+        "difference": 0.5, "n": 4, "interval": "wilson",
+        **wilson_of_difference(0, 2, 0, 2, confidence=0.9)._asdict(),
+    }  # fmt: skip
+    assert one_each["near_verbatim"]["n"] == 1 and one_each["divergence_point"]["interval"] == "bootstrap"
+    base = table("aabb", [no, yes, no, yes], [no] * 4)
+    several = differences(table("aabb", [yes, yes, no, yes], [yes] * 4), base, OPTIONS)
+    assert several["exact_match"]["interval"] == "bootstrap, at least wilson"
+    low, high = wilson(2, 2, confidence=0.9)
+    assert several["near_verbatim"] == {"difference": 1, "low": low, "high": high, "n": 4, "interval": "wilson"}
+    nothing = differences(base, base, OPTIONS)["exact_match"]
+    assert (nothing["low"], nothing["high"]) == (low - 1, 1 - low), "two documents that did not change"
+    less = differences(base, table("aabb", [no, yes, no, yes], [yes] * 4), OPTIONS)["near_verbatim"]
+    assert (less["difference"], less["low"], less["high"]) == (-1, -1, -low)
 
 
 def test_a_very_large_attack_is_bootstrapped_with_fewer_draws(monkeypatch):

@@ -184,6 +184,16 @@ def test_prefixes_and_marks_need_samples_and_a_tokenizer():
     text = html_page(compare(options["runs"]), **options)
     assert topics_tokenizer().decode(asked.prefix) in Page(text).sections["texts"]
     assert '<mark class="start">' in text.split('id="texts"')[1].split("</article>")[0].split("<article")[1]
+    long = Sample(
+        sample_id="long", document_id="d", bucket=0, offset=0, prefix=(60,) * 300 + (61,) * 200, suffix=(5, 6)
+    )
+    answer = result("long", prefix_length=500, suffix_text="x", generated_text="y", generated=[5, 5])
+    shown = html_page(
+        compare({"only": [answer]}), runs={"only": [answer]}, samples=[long], tokenizer=topics_tokenizer()
+    )
+    texts = Page(shown).sections["texts"]
+    assert "Prefix, the last 200 of 500 tokens" in texts and topics_tokenizer().decode([61] * 200) in texts
+    assert topics_tokenizer().decode([60, 61]) not in texts
     hostile = Sample(sample_id=asked.sample_id, document_id="d", bucket=0, offset=0, prefix=(5,), suffix=asked.suffix)
 
     class Hostile:
@@ -235,4 +245,4 @@ def test_a_browser_shows_it(page, tmp_path, width):
     seen = json.loads(unquote(re.search('data-out="([^"]*)"', dumped)[1]))
     assert seen["title"].startswith("</dd>") and "owned" in seen["title"] and seen["title"] != "owned"
     assert seen["width"] == width and seen["scroll"] <= width and seen["wide"] == []
-    assert seen["loaded"] == 0 and seen["bars"] > 20 and seen["ground"] != "rgba(0, 0, 0, 0)"
+    assert seen["loaded"] == 0 and seen["bars"] == 16 and seen["ground"] != "rgba(0, 0, 0, 0)"

@@ -9,6 +9,7 @@ import torch
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from hf_axonn_eval.membership import attack, auc, scores, token_statistics, tpr_at_fpr
+from hf_axonn_eval.stats import wilson
 
 
 def test_token_statistics_by_hand():
@@ -110,6 +111,16 @@ def test_intervals_of_an_attack_resample_documents_on_both_sides():
     assert copied["auc"] == pytest.approx(alone["auc"])
     single = attack(members, controls, member_documents=range(150), control_documents=["c"] * 120)
     assert single["auc"]["value"] == a and single["auc"]["low"] is None
+
+
+def test_a_score_that_parts_all_is_no_surer_than_its_documents():
+    """12 documents with two members each above 20 controls: every draw says 1, or 0 the other way round."""
+    members, controls = np.arange(100, 124), np.arange(20)
+    documents = {"member_documents": (np.arange(24) // 2).tolist(), "control_documents": range(20)}
+    found = attack(members, controls, resamples=100, **documents)
+    assert found["auc"] == found["tpr_at_0.001"] == {"value": 1.0, **wilson(12, 12)._asdict()}
+    found = attack(-members, controls, resamples=100, **documents)
+    assert found["auc"] == found["tpr_at_0.01"] == {"value": 0.0, **wilson(0, 12)._asdict()}
 
 
 @pytest.mark.parametrize(("members", "controls", "message"), [([], [1.0], "0 members"), ([1.0], [math.nan], "NaN")])

@@ -10,6 +10,8 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from hf_axonn_eval import compare, write_report
+from hf_axonn_eval.charts import SERIES
+from hf_axonn_eval.html_style import COLOURS, STYLE
 from hf_axonn_eval.report import terminal_differences, terminal_table
 from hf_axonn_eval.report_tables import COLUMNS, rows
 
@@ -76,6 +78,14 @@ def test_the_plot_draws_the_numbers(comparison, tmp_path):
     assert imread(write_report(one_sample, tmp_path)["plot.png"]).size > 0
 
 
+def test_the_plot_has_the_colours_of_the_page(comparison, tmp_path):
+    assert all(f"--s{number}: {colour};" in STYLE for number, colour in enumerate(COLOURS)) and len(COLOURS) == SERIES
+    image = (255 * imread(write_report(comparison, tmp_path)["plot.png"])[..., :3]).round().astype(int)
+    for colour in COLOURS[:2]:
+        asked = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
+        assert (image == asked).all(axis=-1).sum() > 1000
+
+
 def test_the_terminal_table_fits_into_80_characters():
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(terminal_table(compare({"base": run(0), "goldfish": run(6)})))
@@ -86,7 +96,7 @@ def test_the_terminal_table_fits_into_80_characters():
 
 
 def test_differences_on_the_terminal():
-    console = Console(width=100, record=True, file=io.StringIO())
+    console = Console(width=80, record=True, file=io.StringIO())
     for table in terminal_differences(compare({"base": run(0), "goldfish": run(6)})):
         console.print(table)
     text = console.export_text()

@@ -5,6 +5,8 @@ import logging
 import pytest
 from eval_support import documents as topics_documents
 from eval_support import topics_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from hf_axonn_eval import Sample, Sampling, build_samples, iter_samples
 from hf_axonn_eval.sampling import Tally
@@ -117,6 +119,18 @@ def test_a_window_of_long_tokens_is_filled():
     found, _ = cut([{"id": "d", "bucket": 0, "text": text}], stride=400, **settings)
     assert [name for name, _, _ in found] == ["d@0c", "d@400c", "d@800c", "d@1200c"]
     assert len(found[0][1]) == 20 and len(set(found)) == 4 and len({prefix for _, prefix, _ in found}) == 1
+
+
+def test_a_window_ends_as_the_whole_text_does_and_not_where_its_piece_was_cut_off():
+    """Words of nine letters: in 56 characters lie six of them, and a rest that is a token of another kind."""
+    tokenizer = Tokenizer(models.WordLevel({"unknown": 0, "ninechars": 1}, unk_token="unknown"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("ninechars", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    text = "ninechars" * 20
+    sampling = Sampling(kind="sliding", prefix_length=4, suffix_length=3, stride=1000, stride_unit="characters")
+    [sample] = iter_samples([{"id": "d", "bucket": 0, "text": text}], sampling=sampling, tokenizer=tokenizer)
+    assert tokenizer(text[: 8 * 7])["input_ids"] == [1] * 6 + [0]
+    assert [*sample.prefix, *sample.suffix] == [1] * 7
 
 
 def test_same_tokens_are_one_sample_and_buckets_that_share_them_are_told(caplog):

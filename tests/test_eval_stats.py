@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from scipy.stats import binomtest
+from scipy.stats import binomtest, norm, t
 
-from hf_axonn_eval.stats import bootstrap, bootstrap_columns, mcnemar, sign_test, wilson
+from hf_axonn_eval.stats import bootstrap, bootstrap_columns, interval_of, mcnemar, sign_test, student_quantile, wilson
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,33 @@ def test_confidence_must_be_a_share():
         wilson(1, 2, confidence=95)
     with pytest.raises(ValueError, match="95"):
         bootstrap([1.0, 2.0], ["a", "b"], confidence=95)
+
+
+def test_quantiles_of_student_equal_scipys():
+    for freedom in (1, 2, 3, 4, 7, 10, 31, 200, 1000, 1001, 50_000):
+        for probability in (0.5, 0.6, 0.95, 0.975, 0.9999):
+            found, allowed = student_quantile(probability, freedom), 1e-6 if freedom <= 1000 else 2e-5
+            assert found == pytest.approx(t.ppf(probability, freedom), rel=allowed, abs=1e-9)
+
+
+def test_the_tails_are_cut_further_out_for_few_documents():
+    drawn = norm.ppf((np.arange(100_000) + 0.5) / 100_000)
+    for count in (5, 12, 100_000):
+        low, high = interval_of(drawn, 0.95, count)
+        expected = np.sqrt(count / (count - 1)) * t.ppf(0.975, count - 1)
+        assert (-low, high) == pytest.approx((expected, expected), rel=2e-3)
+
+
+def test_a_bootstrap_of_few_documents_covers_the_mean_as_often_as_it_says():
+    generator, covered, plain = np.random.default_rng(0), 0, 0
+    for seed in range(800):
+        values = generator.normal(size=8)
+        low, high = bootstrap(values, range(8), resamples=300, seed=seed)
+        covered += low <= 0 <= high
+        means = values[generator.integers(8, size=(300, 8))].mean(axis=1)
+        plain += np.quantile(means, 0.025) <= 0 <= np.quantile(means, 0.975)
+    assert 800 * 0.92 < covered < 800 * 0.97
+    assert plain < 800 * 0.91, "plain percentiles do not, so that this test can fail"
 
 
 def test_bootstrap_of_independent_values_agrees_with_the_standard_error():

@@ -5,13 +5,15 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from eval_support import tiny_llama, topics_tokenizer, trained_llama
+from eval_support import LEARNT, samples, tiny_llama, topics_tokenizer, trained_llama
 from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hf_axonn_eval import weights
+from hf_axonn import Grid, parallelize, save_sharded
+from hf_axonn_eval import extract, weights
 from hf_axonn_eval.models import load_model
 
 
@@ -47,6 +49,32 @@ def test_a_sharded_checkpoint_is_read_as_it_was_saved(sharded):
     expected = dict(trained_llama().named_parameters())
     for name, parameter in loaded.model.named_parameters():
         assert torch.equal(parameter, expected[name]), name
+
+
+def ask(directory: str) -> dict:
+    """Saved on one grid and measured on every one."""
+    model, _ = parallelize(trained_llama(), Grid(y=2))
+    save_sharded(model, directory)
+    if dist.get_rank() == 0:
+        trained_llama().config.save_pretrained(directory)
+        topics_tokenizer().save_pretrained(directory)
+    dist.barrier()
+    answers = {}
+    for axis in ("data", "z", "y", "x"):
+        loaded = load_model(directory, grid=Grid(**{axis: 2}))
+        answers[axis] = extract(loaded.model, loaded.tokenizer, samples(), batch_size=3, progress=False)
+    return answers
+
+
+def test_a_sharded_checkpoint_is_asked_on_any_grid(tmp_path):
+    expected = extract(trained_llama(), topics_tokenizer(), samples(), batch_size=3, progress=False)
+    assert sum(result.exact_match for result in expected) == LEARNT
+    first, second = run_ranks(ask, 2, str(tmp_path))
+    assert weights.is_sharded(tmp_path)
+    for axis, results in first.items():
+        assert second[axis] == []
+        for field in ("generated", "exact_match", "rougeL"):
+            assert [getattr(one, field) for one in results] == [getattr(one, field) for one in expected], axis
 
 
 @pytest.mark.parametrize("missing", [0, 1])
