@@ -15,6 +15,7 @@ there before, are not counted.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -44,8 +45,15 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.live = self.most = 0
+        self._made = self.most = 0
+        self._gone: deque[int] = deque()  # a thread of a backend may be the last to hold a storage
         self._known = weakref.WeakSet(local(tensor.detach()).untyped_storage() for tensor in known)
+
+    @property
+    def live(self) -> int:
+        while self._gone:
+            self._made -= self._gone.popleft()
+        return self._made
 
     def begin(self) -> None:
         """Forget what `most` was."""
@@ -58,13 +66,10 @@ class Meter(TorchDispatchMode):
             held = tensor.untyped_storage()
             if id(held) not in given and held not in self._known:
                 self._known.add(held)
-                self.live += held.nbytes()
-                weakref.finalize(held, self._forget, held.nbytes())
+                self._made += held.nbytes()
+                weakref.finalize(held, self._gone.append, held.nbytes())
         self.most = max(self.most, self.live)
         return result
-
-    def _forget(self, size: int) -> None:
-        self.live -= size
 
 
 def _is_plain(value: object) -> bool:

@@ -2,7 +2,7 @@
 
     python benchmarks/simulate.py                                   Llama 405B and the paper's 80B GPT, 16,384 ranks
     python benchmarks/simulate.py --case llama-405b --grid data=2,z=64,y=8,x=16 --rank 77
-    python benchmarks/simulate.py --groups 1024 8192 32768          what building the process groups takes
+    python benchmarks/simulate.py --groups 1024 8192 32768          and what building the process groups takes
 
 The model is built, sharded and trained for two steps by the code that trains on GPUs. Tensors are fake (sizes and
 dtypes, no values), the process group is torch's `fake` backend, in which collectives return at once. Everything that
@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import subprocess
+import platform
 import sys
 import time
 import warnings
@@ -30,7 +30,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import transformers
 from big_load import LLAMA_405B, read_grid
+from groups_cost import groups_table
 from meter import Meter, local, nbytes
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -40,7 +42,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Starcoder2Config
 
-from hf_axonn import Grid, parallelize
+from hf_axonn import Grid, __version__, parallelize
 from hf_axonn.gradients import syncing
 from hf_axonn.grid import grid_mesh
 from hf_axonn.perf import models
@@ -200,21 +202,30 @@ def simulate(case: Case, rank: int = 0) -> Outcome:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(case.config, dtype=torch.float32).train()
         model, _ = parallelize(model, case.grid)
-        if case.checkpointing:
-            model.gradient_checkpointing_enable()
-        model.config.use_cache = False
         with FakeTensorMode(allow_non_fake_inputs=True), NoValues(), values_are_read():
             faked(model)
             ids = torch.zeros(case.rows, case.seq, dtype=torch.int64)
             count = torch.ones((), dtype=torch.int64)
-            optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-            for _ in range(2):
-                outcome = _step(model, case, ids, count)
-                optimizer.step()
-                state = [value for its in optimizer.state.values() for name, value in its.items() if name != "step"]
-                outcome.moments = nbytes(state)
-                optimizer.zero_grad()
+            outcome = train(model, case, ids, count)
     outcome.seconds = time.monotonic() - begin
+    return outcome
+
+
+def train(model: nn.Module, case: Case, ids: Tensor, count: Tensor) -> Outcome:
+    """Two steps of this rank with AdamW on ids [rows, seq], of which `count` are to be learnt in the world.
+
+    Real ranks are measured by it too (memory_measured.py). Collectives: those of the two steps.
+    """
+    if case.checkpointing:
+        model.gradient_checkpointing_enable()
+    model.config.use_cache = False
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for _ in range(2):
+        outcome = _step(model, case, ids, count)
+        optimizer.step()
+        state = [value for its in optimizer.state.values() for name, value in its.items() if name != "step"]
+        outcome.moments = nbytes(state)
+        optimizer.zero_grad()
     return outcome
 
 
@@ -273,67 +284,34 @@ def compare(case: Case, outcome: Outcome, rank: int = 0) -> tuple[list[str], boo
     return [*lines, ""], agree
 
 
-# Run in a process of its own, which says what the groups alone took.
-BUILD = """
-import psutil, sys, time
-import torch, torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from hf_axonn.grid import Grid, grid_mesh
-grid = Grid(**dict(zip(("data", "z", "y", "x"), map(int, sys.argv[1:]))))
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=grid.size)
-made, new_group = [0], dist.distributed_c10d._new_process_group_helper
-def counting(*args, **kwargs):
-    made[0] += 1
-    return new_group(*args, **kwargs)
-dist.distributed_c10d._new_process_group_helper = counting
-resident = psutil.Process().memory_info
-before, begin = resident().rss, time.monotonic()
-grid_mesh(grid, "cpu").storage_mesh
-print(time.monotonic() - begin, resident().rss - before, made[0])
-"""
-
-
-def build_groups(grid: Grid) -> tuple[float, float, int]:
-    """Seconds, MiB and calls that the process groups of a grid take on one rank, without waiting for others."""
-    sizes = [str(size) for size in grid.as_dict().values()]
-    done = subprocess.run([sys.executable, "-c", BUILD, *sizes], capture_output=True, text=True, timeout=600)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    seconds, size, calls = done.stdout.split()
-    return float(seconds), float(size) / 2**20, int(calls)
-
-
-def groups_table(counts: list[int]) -> list[str]:
-    """Markdown: what building the groups takes by number of ranks."""
-    lines = ["| ranks | grid | groups asked for | seconds | MiB |", "| --: | --- | --: | --: | --: |"]
-    for count in counts:
-        grid = Grid(data=max(1, count // 4096), z=min(64, count // 64), y=8, x=8)
-        seconds, mib, calls = build_groups(grid)
-        lines.append(f"| {grid.size:,} | {grid} | {calls:,} | {seconds:.1f} | {mib:.0f} |")
-    return [*lines, ""]
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, nargs="*", default=list(CASES), help="models (all)")
     parser.add_argument("--grid", type=read_grid, help="another grid for them, as data=2,z=64,y=8,x=16")
     parser.add_argument("--rank", type=int, default=0, help="which rank (0, which holds most)")
-    parser.add_argument("--groups", type=int, nargs="+", default=[], help="ranks for which groups are timed instead")
+    parser.add_argument("--groups", type=int, nargs="+", default=[], help="ranks for which groups are timed too")
     parser.add_argument("--output", type=Path, help="write the report to this file too")
     options = parser.parse_args(arguments)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    lines, agree = [], True
-    if options.groups:
-        lines = groups_table(options.groups)
-    for name in [] if options.groups else options.case:
+    lines = [
+        "# A rank of thousands, simulated",
+        "",
+        f"`python benchmarks/simulate.py`: hf_axonn {__version__}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, Python {platform.python_version()}, one CPU core.",
+        "",
+    ]
+    agree = True
+    for name in options.case:
         case = CASES[name] if options.grid is None else replace(CASES[name], grid=options.grid)
         found, agrees = compare(case, simulate(case, options.rank), options.rank)
         lines += [f"## {name}", "", *found]
         agree = agree and agrees
+    if options.groups:
+        lines += ["## Process groups", "", *groups_table(options.groups)]
     print("\n".join(lines))
     if options.output:
-        options.output.write_text("\n".join(lines))
+        options.output.write_text("\n".join(lines).rstrip() + "\n")
     return 0 if agree else 1
 
 

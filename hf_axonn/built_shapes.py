@@ -77,6 +77,8 @@ def _shape(model) -> ModelShape:
     plan = plan_for(model)
     if plan.reason or plan.whole or any(block.latent for block in plan.blocks):
         raise ValueError(f"it is not cut into attention and MLP blocks ({plan.reason or 'some modules stay whole'}).")
+    if any(block.head_norms for block in plan.blocks):
+        raise ValueError("its norms of q and k span all heads, and what travels for them is not reckoned.")
     modules = dict(model.named_modules())
 
     def sizes(block) -> tuple:

@@ -24,7 +24,7 @@ def test_modules_say_what_the_families_say(kind):
     assert built_shape(config) == models.from_config(config)
 
 
-UNKNOWN = {"olmo2": {}, "ministral": {}, "helium": {"head_dim": 8}, "stablelm": {}, "cohere": {}, "glm": {}}
+UNKNOWN = {"ministral": {"head_dim": 8}, "helium": {"head_dim": 8}, "stablelm": {}, "cohere": {}, "glm": {}}
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)
@@ -47,6 +47,8 @@ def test_what_a_shape_cannot_describe_is_refused(tmp_path, capsys):
     command = ["plan", "--model", str(tmp_path), "--machine", "perlmutter", "--gpus", "4"]
     assert main([*command, "--batch-tokens", "1M", "--seq", "2048"]) == 2
     assert "cannot describe" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="norms of q and k span all heads"):
+        built_shape(AutoConfig.for_model("olmo2", **SIZES).to_dict())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing-like-it"}))
     with pytest.raises(ValueError, match="'nothing-like-it', which cannot be built"):
         read_shape(str(tmp_path))

@@ -1,6 +1,7 @@
 """Seconds that one rank computes: matrix products, attention, everything that only moves memory, the optimizer.
 
-    product      2 M K N / (gemm_flops * gemm_fraction * share), not faster than memory delivers its operands
+    product      2 M K N / (gemm_flops * gemm_fraction * share), not faster than memory delivers its operands; in our
+                 engine each Linear by itself, and where y cuts features one for each of its ranks (matmul3d.py)
                  share: tiles of TILE x TILE on `units` multiprocessors, the last wave is not full; or the machine's
                  own measured table by the smallest dim
     attention    two products of half the square (causal), backward 2.5 times forward, at ATTENTION of gemm_flops
@@ -11,6 +12,8 @@ Legend: T = tokens of one (data, z) position, a = heads * head_dim, k = kv heads
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from typing import NamedTuple
 
 from hf_axonn.grid import Grid, ceil_div
@@ -38,13 +41,15 @@ class Group(NamedTuple):
     after_backward: float
 
 
-def product(machine: Machine, rows: float, inner: float, cols: float, *, element: int = 2) -> float:
-    """Seconds of [rows, inner] @ [inner, cols]."""
+def product(
+    machine: Machine, rows: float, inner: float, cols: float, *, element: int = 2, accumulate: bool = False
+) -> float:
+    """Seconds of [rows, inner] @ [inner, cols], which may be added to what is there."""
     if not (rows and inner and cols):
         return 0.0
     flops = 2 * rows * inner * cols
     rate = machine.gemm_flops * machine.gemm_fraction * share(machine, rows, inner, cols)
-    moved = element * (rows * inner + inner * cols + rows * cols)
+    moved = element * (rows * inner + inner * cols + (2 if accumulate else 1) * rows * cols)
     return max(machine.kernel, flops / rate, moved / (machine.memory_fraction * machine.memory_bandwidth))
 
 
@@ -73,6 +78,7 @@ class Compute:
         shape, machine, grid, step: which.
         repeat_heads, repeat_stream: ranks that repeat the same attention, and the same norms and residuals; 1 and 1
             in our engine where heads divide, y and x in AxoNN's schedule.
+        blocks: whether products are those of our engine; else one for each group of Linears.
     """
 
     def __init__(
@@ -84,31 +90,47 @@ class Compute:
         *,
         repeat_heads: int = 1,
         repeat_stream: int = 1,
+        blocks: bool = True,
     ) -> None:
+        self.blocks, self.repeat_heads = blocks, repeat_heads
         self.shape, self.machine, self.grid, self.step = shape, machine, grid, step
         self.heads_share = repeat_heads / (grid.x * grid.y)
         self.stream_share = repeat_stream / (grid.x * grid.y)
 
     def groups(self) -> list[Group]:
         """The four groups of a decoder layer in their order: q, k, v; o; up (and gate); down."""
-        found = []
+        found: list[Group] = []
+        y, x = self.grid.y, self.grid.x
         for columns, row in (self.shape.attention(), self.shape.mlp()):
             is_attention = not found
-            features = sum(ceil_div(linear.rows, self.grid.x) for linear in columns)
-            column = self._products(ceil_div(columns[0].cols, self.grid.y), features)
             between = self.attention() if is_attention else self.activation()
-            found.append(Group(*column, *between))
-            rows = self._products(ceil_div(row.cols, self.grid.x), ceil_div(row.rows, self.grid.y))
-            found.append(Group(*rows, *self.stream()))
+            inner = ceil_div(columns[0].cols, y)
+            if self.blocks:
+                features = [ceil_div(ceil_div(linear.rows, x), y) for linear in columns for _ in range(y)]
+            else:
+                features = [sum(ceil_div(linear.rows, x) for linear in columns)]
+            found.append(Group(*self._products([inner], features), *between))
+            # A row layer whose input is whole, because heads are not divided over y, has it in one piece.
+            parts = y if self.blocks and not (is_attention and self.repeat_heads > 1) else 1
+            inner = ceil_div(ceil_div(row.cols, x), parts)
+            found.append(Group(*self._products([inner] * parts, [ceil_div(row.rows, y)]), *self.stream()))
         return found
 
-    def _products(self, inner: int, outer: int) -> tuple[float, float, float]:
+    def _products(self, inner: list[int], outer: list[int]) -> tuple[float, float, float]:
+        """Forward, dI and dW of [T, sum of inner] x [sum of outer, sum of inner], a product for every two pieces."""
         tokens, element = self.step.tokens, self.step.compute_bytes
-        return (
-            product(self.machine, tokens, inner, outer, element=element),
-            product(self.machine, tokens, outer, inner, element=element),
-            product(self.machine, outer, tokens, inner, element=element),
-        )
+        seconds = [0.0, 0.0, 0.0]
+        for (k, k_times), (n, n_times) in itertools.product(Counter(inner).items(), Counter(outer).items()):
+            times, last = k_times * n_times, {"element": element}
+            more = last | {"accumulate": True}
+            first = product(self.machine, tokens, k, n, **last)
+            again = product(self.machine, tokens, k, n, **more)
+            seconds[0] += n_times * (first + (k_times - 1) * again)
+            first = product(self.machine, tokens, n, k, **last)
+            again = product(self.machine, tokens, n, k, **more)
+            seconds[1] += k_times * (first + (n_times - 1) * again)
+            seconds[2] += times * product(self.machine, n, tokens, k, **last)
+        return seconds[0], seconds[1], seconds[2]
 
     def moved(self, bytes_moved: float, kernels: int = 1) -> float:
         """Seconds to read and write so many bytes."""

@@ -120,7 +120,7 @@ def resolve_auto(
     checkpointing, weights = given.get("checkpointing", True), given.get("weights", "fp32")
     if not isinstance(checkpointing, bool):
         raise ValueError(f"axonn_config.plan.checkpointing is {checkpointing!r}: write true or false.")
-    if weights not in WEIGHTS:
+    if not isinstance(weights, str) or weights not in WEIGHTS:
         raise ValueError(f"axonn_config.plan.weights is {weights!r}, but it is one of {', '.join(WEIGHTS)}.")
     try:
         job = make_job(
@@ -131,13 +131,13 @@ def resolve_auto(
             read=read,
             compute_bytes=2 if mixed_precision == "bf16" else WEIGHTS[weights],
             param_bytes=WEIGHTS[weights],
-            reduce_bytes=DTYPE_BYTES.get(section.get("reduce_dtype", "float32"), 4),
+            reduce_bytes=DTYPE_BYTES.get(str(section.get("reduce_dtype", "float32")), 4),
             checkpointing=checkpointing,
         )
         order = check_order(section["order"]) if "order" in section else None
         found = plan(job, num_processes, order=order)
         best = found.best
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: of a name that no file can have
         raise ValueError(f"axonn_config.plan: {error}") from None
     resolved = {key: value for key, value in section.items() if key != "plan"}
     resolved["grid"] = best.grid.as_dict()

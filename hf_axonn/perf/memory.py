@@ -89,12 +89,14 @@ def _sharded(shape: ModelShape, grid: Grid) -> tuple[int, int]:
     return sum(_local(kind, linear, grid) for kind, linear in layer), vocabulary
 
 
-def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token") -> Memory:
+def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", bucketed: bool = True) -> Memory:
     """What rank 0 holds.
 
     Args:
         shape, grid, step: which.
         layout: of the residual stream, token or feature.
+        bucketed: whether gradients are copied into buckets for the averages over data; on gloo large ones are not
+            (collectives.travels_alone).
     """
     parameters = local_parameters(shape, grid)
     gradients = parameters * step.param_bytes
@@ -112,7 +114,7 @@ def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token") 
         logits=logits,
         head=head,
         embedding=_embedding(shape, grid, step),
-        buckets=min(3 * BUCKET_BYTES, gradients - last) if grid.data > 1 else 0,
+        buckets=min(3 * BUCKET_BYTES, gradients - last) if bucketed and grid.data > 1 else 0,
         gradients=gradients,
         last=0 if step.micro_batches > 1 else last,
         waits=step.micro_batches > 1,
@@ -169,6 +171,9 @@ def _activations(shape: ModelShape, grid: Grid, step: Step, layout: str) -> tupl
     layer += (2 * tokens * shape.hidden / grid.y + tokens * shape.intermediate / grid.x) * compute
     if grid.y > 1:
         layer += tokens * width / grid.x * compute
+    if (shape.packed_qkv or grid.y > 1) and not shape.positions and repeat == 1:
+        # Values are a part of one tensor with the queries and keys, which stay with them when rotated ones are made.
+        layer += (width + kv) * tokens / parts * compute
     layer += 4 * tokens / (grid.x if feature else parts) * 2 + 4 * tokens * shape.heads / parts * repeat
     last = norm * residual  # the norm before the head
     # Gradients of an input before they are reduced. Other gradients take the place of what is saved and used up.

@@ -34,6 +34,7 @@ from hf_axonn.perf.schedules import Layer, Traffic, of_axonn, of_engine
 from hf_axonn.perf.shapes import ModelShape, Step
 
 
+MOST_TOKENS = 10**10  # of a batch; more is a slip, and its divisors take long to find
 SCHEDULES = ("hf_axonn", "axonn")
 
 
@@ -69,6 +70,8 @@ class Job:
         for name in ("sequences", "seq"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but a batch has at least 1.")
+        if self.tokens > MOST_TOKENS:
+            raise ValueError(f"a batch of {self.tokens} tokens cannot be planned: at most {MOST_TOKENS} can.")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}, but it is one of {', '.join(SCHEDULES)}.")
 
@@ -181,11 +184,17 @@ def fewest_micro_batches(job: Job, grid: Grid) -> tuple[int, Memory]:
     """The fewest micro-batches that fit a GPU, and what they need; one sample each where none fits."""
     rows = job.sequences // grid.samples_size
     layout = layout_of(grid)
-    for count in (count for count in range(1, rows + 1) if rows % count == 0):
+    for count in divisors(rows):
         needed = memory(job.shape, grid, step_of(job, grid, count), layout=layout)
         if needed.fits(job.machine.memory) or count == rows:
             return count, needed
     raise AssertionError("rows divides itself")
+
+
+def divisors(number: int) -> list[int]:
+    """Divisors in ascending order."""
+    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
 
 
 def layout_of(grid: Grid) -> str:
@@ -232,8 +241,9 @@ def reorder(prediction: Prediction, order: tuple[str, ...]) -> Prediction:
 
 
 def _compute(job: Job, grid: Grid, step: Step) -> Compute:
-    heads, stream = (grid.y, grid.x) if job.schedule == "axonn" else (heads_repeat(job.shape, grid), 1)
-    return Compute(job.shape, job.machine, grid, step, repeat_heads=heads, repeat_stream=stream)
+    ours = job.schedule == "hf_axonn"
+    heads, stream = (heads_repeat(job.shape, grid), 1) if ours else (grid.y, grid.x)
+    return Compute(job.shape, job.machine, grid, step, repeat_heads=heads, repeat_stream=stream, blocks=ours)
 
 
 def _assemble(

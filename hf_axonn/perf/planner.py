@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from hf_axonn.grid import Grid
-from hf_axonn.perf.model import Job, Prediction, predict, refusal, reorder, scaled
+from hf_axonn.perf.model import Job, Prediction, divisors, predict, refusal, reorder, scaled
 from hf_axonn.perf.paper import ORDER
 
 
@@ -73,12 +73,6 @@ def factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
     for first in divisors(number):
         for rest in factorizations(number // first, parts - 1):
             yield (first, *rest)
-
-
-def divisors(number: int) -> list[int]:
-    """Divisors in ascending order."""
-    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})
 
 
 def grids(gpus: int) -> list[Grid]:

@@ -1,0 +1,58 @@
+"""benchmarks/memory_measured.py: what real ranks hold at the worst moment is what the planner says, on every kind of
+grid."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from transformers import LlamaConfig
+
+from hf_axonn.grid import Grid
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import memory_measured  # noqa: E402
+from simulate import TOLERANCE, Case  # noqa: E402
+
+
+LLAMA = LlamaConfig(
+    hidden_size=384,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    intermediate_size=1024,
+    vocab_size=2048,
+    max_position_embeddings=128,
+)
+
+
+def cases(ranks: int) -> list[Case]:
+    """Every second one as `mixed_precision: bf16` with checkpointing, the others in fp32 with all kept."""
+    return [
+        Case(LLAMA, grid, rows=8 // grid.samples_size, seq=128, checkpointing=bool(place % 2), bf16=bool(place % 2))
+        for place, grid in enumerate(memory_measured.GRIDS[ranks])
+    ]
+
+
+def _peaks():
+    return [memory_measured.peak(case) for case in cases(4)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_real_ranks_hold_what_the_planner_says():
+    peaks = [max(of_ranks) for of_ranks in zip(*run_ranks(_peaks, 4), strict=True)]
+    errors = {
+        str(case.grid): memory_measured.predicted(case) / peak - 1 for case, peak in zip(cases(4), peaks, strict=True)
+    }
+    assert len(errors) == 7 and max(map(abs, errors.values())) <= TOLERANCE, errors
+    # The grids differ by far more than the tolerance, and a tenth of the wrong one would not do.
+    assert max(peaks) > 2 * min(peaks)
+
+
+def test_without_buckets_data_ranks_hold_less():
+    case = Case(LLAMA, Grid(data=4), rows=2, seq=128)
+    needed = memory_measured.memory(case.shape, case.grid, case.step)
+    assert needed.buckets > 0 and needed.total > memory_measured.predicted(case)
