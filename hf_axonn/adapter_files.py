@@ -20,9 +20,22 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def base_of(directory: str | Path) -> str | None:
-    """The model that the adapters in a directory are for; None where there are none."""
-    config = Path(directory) / "adapter_config.json"
-    return json.loads(config.read_text()).get("base_model_name_or_path") if config.is_file() else None
+    """The model that the adapters in a directory are for; None where there are none, or it is not told.
+
+    Raises:
+        ValueError: adapter_config.json is not a mapping in JSON.
+    """
+    path = Path(directory) / "adapter_config.json"
+    if not path.is_file():
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise ValueError(f"{path} is not JSON: {problem}.") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds no mapping of settings.")
+    base = config.get("base_model_name_or_path")
+    return base if isinstance(base, str) else None
 
 
 def save_adapters(model: nn.Module, directory: Path) -> None:

@@ -37,6 +37,7 @@ MOST_REPEATS = 10_000
 PAYLOADS = {"nccl": 2**28, "gloo": 2**23}  # bytes of a gathered tensor; AxoNN's authors took a gigabyte
 SMALL = 64  # bytes of a block whose gather is all latency
 SIZES = {"cuda": (256, 512, 1024, 2048, 4096, 8192), "cpu": (64, 128, 256, 512, 1024)}
+BETWEEN = {"cuda": 2048, "cpu": 512}  # size of the product before a gather that is all latency
 COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes of a tensor that is copied to measure memory
 TINY = 64  # numbers
 UNMEASURED = 1e-6  # seconds for a latency that came out below what a clock can tell
@@ -98,7 +99,7 @@ def measure(local: int, device: torch.device, *, seconds: float) -> dict[str, An
             continue
         group = _siblings(stride, ranks)
         if stride == 1:
-            steps[ranks] = _gather_seconds(SMALL, group, device)
+            steps[ranks] = _latency_seconds(group, device)
         table[f"{stride}x{ranks}"] = _ring_bandwidth(payload, group, device) / 1e9
     base, intra_step = _latency(steps)
     inter, inter_step, how_inter = max(table.values(), default=1.0), intra_step, "not measured, there is one node: "
@@ -106,7 +107,7 @@ def measure(local: int, device: torch.device, *, seconds: float) -> dict[str, An
     if world > local:
         inter = _ring_bandwidth(payload, dist.group.WORLD, device) / 1e9
         nodes = world // local
-        through = _gather_seconds(SMALL, dist.group.WORLD, device)
+        through = _latency_seconds(dist.group.WORLD, device)
         inter_step = max(UNMEASURED, (through - base - (world - nodes) * intra_step) / (nodes - 1))
         how_inter = f"measured: one ring through {nodes} nodes"
     products = _products(device)
@@ -149,7 +150,7 @@ def measure(local: int, device: torch.device, *, seconds: float) -> dict[str, An
             "units": "torch" if on_gpu else "1: gemm_by_size is measured",
             "intra_gbs": how_intra if table else "not measured, a node has one process: 1 stands for nothing",
             "inter_gbs": f"{how_inter}; {how}",
-            "latency_us": f"{how}; gathers of {SMALL} bytes by 2 and by {local} ranks of a node",
+            "latency_us": f"{how}; what gathers of {SMALL} bytes by 2 and by {local} ranks of a node add to a product",
         },
     }
 
@@ -199,6 +200,23 @@ def _gather_seconds(nbytes: int, group, device: torch.device) -> float:
     """Seconds to all-gather blocks of `nbytes`, in all groups at once."""
     block = torch.zeros(max(1, nbytes // 4), device=device)
     return _median_seconds(lambda: start_all_gather(block, group).wait(), device)
+
+
+def _latency_seconds(group, device: torch.device) -> float:
+    """What a gather of SMALL bytes adds to a product before it, in all groups at once.
+
+    In training ranks come to a collective from work of their own, and where they share cores they wait for each other.
+    """
+    size = BETWEEN[device.type]
+    left, right = (torch.randn(size, size, device=device) for _ in range(2))
+    block = torch.zeros(SMALL // 4, device=device)
+
+    def both() -> None:
+        left @ right
+        start_all_gather(block, group).wait()
+
+    alone = _median_seconds(lambda: left @ right, device)
+    return max(UNMEASURED, _median_seconds(both, device) - alone)
 
 
 def _ring_bandwidth(payload: int, group, device: torch.device) -> float:

@@ -106,6 +106,7 @@ class Watch:
         self._answered = False
         self._interval = max(INTERVAL, self.size / 2000)
         self._still_since, self._footprint = time.monotonic(), None
+        HERE.begin()
         self._counting = contextlib.ExitStack()
         self._counting.enter_context(observe(HERE.count))
         self._hook_before, sys.excepthook = sys.excepthook, self._excepthook

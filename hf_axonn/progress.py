@@ -37,6 +37,10 @@ class Progress:
     last: str = ""
     batch: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
+    def begin(self) -> None:
+        """A run begins; an earlier one of this process, or of the one that it was forked from, is over."""
+        self.__init__()
+
     def count(self, kind: str, payload: int, group) -> None:
         """An observer for collectives.observe."""
         self.collectives += 1

@@ -38,18 +38,29 @@ class GridLengthGroupedSampler(LengthGroupedSampler):
         return iter(order)
 
 
-def for_grid(sampler: Sampler | None, grid: Grid, rank: int, batch_size: int) -> Sampler | None:
+def for_grid(
+    sampler: Sampler | None, grid: Grid, rank: int, batch_size: int, *, dispatched: bool = False
+) -> Sampler | None:
     """What a Trainer on a grid takes instead of its stock sampler of training samples.
 
     Args:
         sampler: the stock one.
         grid, rank: where this rank is.
         batch_size: rows of a micro-batch at one position.
+        dispatched: whether rank 0 alone reads, for all.
+    Raises:
+        ValueError: a sampler that gives each position its own samples is to be read by rank 0 for all.
     """
     if type(sampler) is LengthGroupedSampler and sampler.generator is None:
-        sampler.__class__ = GridLengthGroupedSampler
         sampler.batch_size *= grid.samples_size  # by it rows are grouped; one process has those of all positions
+        if not dispatched:
+            sampler.__class__ = GridLengthGroupedSampler
     if isinstance(sampler, BatchRebalanceSampler):
+        if dispatched:
+            raise ValueError(
+                "train_sampling_strategy='batch_rebalance' divides samples among positions by itself, so that rank 0 "
+                "cannot read for all: leave dispatch_batches of accelerator_config away."
+            )
         here = grid.coordinates(rank)
         return BatchRebalanceSampler(
             lengths=sampler.lengths,

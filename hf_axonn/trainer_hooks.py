@@ -150,7 +150,8 @@ def _get_train_sampler(self, original: Callable, *args, **kwargs):
         return sampler
     from hf_axonn.samplers import for_grid
 
-    return for_grid(sampler, plugin.grid, self.args.process_index, self.args.train_batch_size)
+    rank, dispatched = self.args.process_index, bool(self.accelerator.dispatch_batches)
+    return for_grid(sampler, plugin.grid, rank, self.args.train_batch_size, dispatched=dispatched)
 
 
 def floating_point_ops(self, original: Callable, *args, **kwargs) -> int:

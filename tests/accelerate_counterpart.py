@@ -80,7 +80,7 @@ def check_loaders() -> None:
                 assert skipped == own[-len(skipped) :] and len(skipped) == len(own) - (len(own) // len(prepared))
 
 
-def check_operations() -> None:
+def check_operations(folder: Path) -> None:
     """Each position counts once in the accelerator's methods, each process in accelerate's functions."""
     accelerator = new_accelerator()
     position, positions = place(accelerator)
@@ -98,6 +98,10 @@ def check_operations() -> None:
         assert all((its == part) == (rank * positions // ranks == position) for rank, its in enumerate(every))
     assert accelerate.utils.gather(torch.tensor([accelerator.process_index])).tolist() == list(range(ranks))
     assert broadcast_object_list([accelerator.process_index], from_process=ranks - 1) == [ranks - 1]
+    written = folder / "written"
+    with accelerator.main_process_first():
+        assert written.exists() != accelerator.is_main_process
+        written.touch()
     for rank in range(ranks):
         if accelerator.process_index == rank:
             accelerator.set_trigger()
@@ -221,7 +225,7 @@ def main() -> None:
         if "loaders" in named:
             check_loaders()
         if "operations" in named:
-            check_operations()
+            check_operations(Path(folder))
         if "training" in named:
             check_training(Path(folder, "state"))
         if "data_loop" in named:

@@ -23,7 +23,7 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
-from hf_axonn import Grid, from_pretrained, unread
+from hf_axonn import Grid, from_pretrained, save_sharded, unread
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -80,9 +80,10 @@ class Peak(threading.Thread):
 
 
 def _grows(folder: Path, grids: list[Grid], dtype: torch.dtype | None) -> list[tuple[float, float, float]]:
-    """For each grid MiB: growth at its peak, this rank's shard, the largest slice."""
+    """For each grid MiB: growth at its peak, this rank's shard, the largest slice. A save grows by less."""
     found = []
-    from_pretrained(folder.parent / "warm", grid=grids[0])  # imports and thread pools are not of the load
+    # Imports and thread pools are not of the load.
+    save_sharded(from_pretrained(folder.parent / "warm", grid=grids[0]), folder.parent / "warm saved")
     for grid in grids:
         # Free memory that this process has kept, or was forked with, would be used again and hide the growth.
         ctypes.CDLL(None).malloc_trim(0)
@@ -93,6 +94,13 @@ def _grows(folder: Path, grids: list[Grid], dtype: torch.dtype | None) -> list[t
         held = [its.to_local().nbytes for its in model.parameters()]
         found.append((growth / MIB, sum(held) / MIB, max(held) / MIB))
         assert str(folder) not in Path("/proc/self/maps").read_text()
+        if grid == grids[0]:
+            ctypes.CDLL(None).malloc_trim(0)
+            peak = Peak()
+            peak.start()
+            save_sharded(model, folder.parent / "saved")
+            growth = peak.growth()
+            assert growth < max(held) + 4 * MIB, f"a save takes {growth / MIB:.0f} MiB"
         del model
     return found
 
@@ -113,7 +121,7 @@ linux = pytest.mark.skipif(
 
 
 @linux
-def test_a_rank_grows_by_its_shard_and_a_slice(tmp_path):
+def test_a_rank_grows_by_its_shard_and_a_slice_and_saves_within_a_slice(tmp_path):
     config = LlamaConfig(**SMALL, **HEADS)
     check_growth(tmp_path, config, [Grid(z=2, x=2), Grid(y=2, x=2)], file_bytes=64 * MIB)
 

@@ -336,6 +336,11 @@ def _set_base(adapter: Path, base: Path) -> None:
 def _damaged_base(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"damaged checkpoint: .*its checksum differs"):
         from_pretrained(folder / "adapter", grid=Grid(x=2))
+    for text, words in (("{", "is not JSON"), ("[1]", "holds no mapping"), ("\xff", "is not JSON")):
+        (folder / f"settings-{dist.get_rank()}").mkdir(exist_ok=True)
+        (folder / f"settings-{dist.get_rank()}" / "adapter_config.json").write_text(text, encoding="latin-1")
+        with pytest.raises(ValueError, match=f"adapter_config.json {words}"):
+            from_pretrained(folder / f"settings-{dist.get_rank()}", grid=Grid(x=2))
 
 
 def test_the_base_of_adapters_is_verified_too(folder, tmp_path):

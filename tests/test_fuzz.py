@@ -71,11 +71,22 @@ SECTION = st.fixed_dictionaries(
         "layout": mostly(st.sampled_from(LAYOUTS)),
         "async_save": mostly(st.booleans()),
         "save_failure": mostly(st.sampled_from(["stop", "continue"])),
+        "order": mostly(st.permutations(["data", "z", "y", "x"])),
         "more": VALUES,
     },
 )
+PLAN = st.fixed_dictionaries(
+    {
+        "model": mostly(st.just("gpt-5b")),
+        "machine": mostly(st.just("dgx-h100")),
+        "batch_tokens": mostly(st.sampled_from([8192, "1M", "1e400", 10**30])),
+        "seq": mostly(st.sampled_from([2048, 7])),
+    },
+    optional={"checkpointing": mostly(st.booleans()), "weights": mostly(st.just("bf16")), "more": VALUES},
+)
+PLANNED = st.tuples(SECTION, mostly(PLAN)).map(lambda both: both[0] | {"grid": "auto", "plan": both[1]})
 LAUNCH_FILE = st.fixed_dictionaries(
-    {"axonn_config": mostly(SECTION), "num_processes": mostly(st.sampled_from([1, 2, 4]))},
+    {"axonn_config": st.one_of(mostly(SECTION), PLANNED), "num_processes": mostly(st.sampled_from([1, 2, 4]))},
     optional={
         "compute_environment": mostly(st.just("LOCAL_MACHINE")),
         "distributed_type": mostly(st.sampled_from(["MULTI_GPU", "MULTI_CPU"])),
@@ -95,8 +106,18 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
 )
 
 
+def planned(**changes) -> dict:
+    """A launch file whose grid is to be planned."""
+    plan = {"model": "gpt-5b", "machine": "dgx-h100", "batch_tokens": 8192, "seq": 2048}
+    return {"axonn_config": {"grid": "auto", "plan": plan | changes}, "num_processes": 4}
+
+
 @FUZZ
 @given(settings_=LAUNCH_FILE)
+@example(settings_=planned(weights=[1]))
+@example(settings_=planned(batch_tokens=10**30))
+@example(settings_=planned(model="x" * 400))
+@example(settings_=planned(machine="x" * 400))
 def test_launch_files(settings_):
     with contextlib.suppress(ValueError):
         launch = resolve(settings_, {})

@@ -251,7 +251,7 @@ def test_sizes_are_left_alone():
 def measured(folder):
     """Two nodes of two processes each, as it seems to this rank."""
     bench_links.SIZES = {"cpu": (16, 64)}
-    bench_links.PAYLOADS = {"gloo": 2**16}
+    bench_links.PAYLOADS, bench_links.BETWEEN = {"gloo": 2**16}, {"cpu": 16}
     bench_links.COPIED = {"cpu": 2**16}
     bench_links.ROUNDS = 3
     bench_links.LONG = 1e-3

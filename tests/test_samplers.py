@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
 from models import tiny_model
 from ranks import run_ranks
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from hf_axonn import AxonnPlugin, Grid
 from hf_axonn.compat_accelerate import forget_state
@@ -50,14 +51,17 @@ def epochs(trainer: Trainer) -> tuple[list[int], list[float]]:
 
 
 def check_orders(output, truth: dict) -> None:
-    rank = dist.get_rank()
-    for grid in (Grid(data=2), Grid(z=2), Grid(x=2), Grid(y=2)):
-        for workers in (0, 1) if grid.z > 1 else (0,):
-            for seed in (5, 5 + rank):
-                forget_state()
-                rows, drawn = epochs(grouped_trainer(output, grid, seed, dataloader_num_workers=workers))
-                assert rows == truth[5][0], (grid, seed)
-                assert drawn == truth[seed][1], "each rank goes on from its own state"
+    seed = 5 + dist.get_rank()  # that of rank 0 counts
+    for grid, workers in ((Grid(data=2), 0), (Grid(z=2), 1), (Grid(x=2), 0)):
+        forget_state()
+        rows, drawn = epochs(grouped_trainer(output, grid, seed, dataloader_num_workers=workers))
+        assert rows == truth[5][0], grid
+        assert drawn == truth[seed][1], "each rank goes on from its own state"
+    # Rank 0 alone reads: it has nobody to agree with.
+    for grid in (Grid(data=2), Grid(x=2)):
+        forget_state()
+        rows, _ = epochs(grouped_trainer(output, grid, 5, accelerator_config={"dispatch_batches": True}))
+        assert sorted(rows[:ROWS]) == sorted(rows[ROWS:]) == list(range(ROWS)), (grid, rows)
 
 
 def test_groups_by_length_are_those_of_one_process_though_generators_differ(tmp_path):
@@ -75,3 +79,10 @@ def test_other_samplers_are_left_alone():
     seeded = LengthGroupedSampler(4, lengths=LENGTHS, generator=torch.Generator().manual_seed(1))
     assert type(for_grid(seeded, Grid(x=2), 0, 4)) is LengthGroupedSampler
     assert for_grid(None, Grid(x=2), 0, 4) is None
+
+
+def test_samples_that_are_balanced_among_positions_are_not_read_by_one_rank_for_all():
+    balanced = BatchRebalanceSampler(LENGTHS, effective_batch_size=4, dp_size=1, grad_accum=1)
+    assert for_grid(balanced, Grid(data=2), 1, 4).dp_size == 2
+    with pytest.raises(ValueError, match="rank 0 cannot read for all"):
+        for_grid(balanced, Grid(data=2), 1, 4, dispatched=True)
