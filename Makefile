@@ -20,7 +20,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 help:
 	@echo "make demo       train a language model on Wikipedia articles over a 4D grid, with and without the goldfish"
-	@echo "                loss, and measure what it memorized; the report is runs/demo/report.md"
+	@echo "                loss, and measure what it memorized; the reports are runs/demo/report.md and report.html"
 	@echo "make test       the tests; make test-slow and make test-gpu run those that it leaves out"
 	@echo "make lint       ruff; make format rewrites the files"
 	@echo "make wheel      build the source archive and the wheel into dist/"

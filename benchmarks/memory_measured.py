@@ -56,7 +56,7 @@ def cases(ranks: int, size: str) -> list[Case]:
 
 def predicted(case: Case) -> float:
     """Bytes of the rank that holds most, on gloo."""
-    return memory(case.shape, case.grid, case.step, layout=layout_of(case.grid), bucketed=False).total
+    return memory(case.shape, case.grid, case.step, layout=layout_of(case.grid), gloo=True).total
 
 
 def peak(case: Case) -> int:

@@ -35,7 +35,7 @@ _watching: list[bool] = []
 
 
 def _install() -> None:
-    from peft import PeftModel
+    from peft.peft_model import PeftModel  # `peft` itself may be in the middle of its import
     from peft.tuners.tuners_utils import BaseTuner
 
     for owner, wrapper in ((BaseTuner, inject_adapter), (PeftModel, add_adapter), (PeftModel, save_pretrained)):

@@ -27,10 +27,13 @@ def add_plan(commands) -> None:
     parser.add_argument("--model", required=True, help=f"a config.json, its directory, or {', '.join(models.GPTS)}")
     parser.add_argument("--machine", required=True, help=f"{', '.join(machines.known())}, or a JSON file")
     parser.add_argument("--gpus", type=number, help="number of GPUs")
-    parser.add_argument("--batch-tokens", type=number, required=True, help="tokens of the whole batch, such as 16.8M")
+    batch = parser.add_mutually_exclusive_group(required=True)
+    batch.add_argument("--batch-tokens", type=number, help="tokens of the whole batch, such as 16.8M")
+    batch.add_argument("--batch-sequences", type=number, help="or its sequences")
     parser.add_argument("--seq", type=number, required=True, help="tokens of a sequence")
     parser.add_argument("--top", type=int, default=10, help="how many grids to show")
     parser.add_argument("--weights", choices=sorted(WEIGHTS), default="fp32", help="dtype of weights and gradients")
+    parser.add_argument("--activations", choices=sorted(WEIGHTS), default="bf16", help="dtype of products")
     parser.add_argument("--reduce-dtype", choices=sorted(WEIGHTS), default="fp32", help="of sums of gradients")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--schedule", choices=("hf_axonn", "axonn"), default="hf_axonn", help="whose collectives")
@@ -84,9 +87,10 @@ def _job(options: argparse.Namespace) -> Job:
     return make_job(
         options.model,
         options.machine,
-        options.batch_tokens,
+        options.batch_tokens or options.batch_sequences * options.seq,
         options.seq,
         read=read_shape,
+        compute_bytes=WEIGHTS[options.activations],
         param_bytes=WEIGHTS[options.weights],
         reduce_bytes=WEIGHTS[options.reduce_dtype],
         checkpointing=not options.no_checkpointing,
@@ -185,11 +189,13 @@ def entry_json(entry: Prediction) -> dict:
         "step_seconds": entry.total,
         "seconds": entry.seconds,
         "communication_seconds": entry.traffic,
+        "layer_seconds": entry.layer._asdict(),
         "tokens_per_second": entry.tokens_per_second,
         "flops_per_gpu": entry.flops,
         "mfu": entry.mfu,
         "hfu": entry.hfu,
-        "memory_bytes": {**entry.memory._asdict(), "total": entry.memory.total},
+        "memory_bytes": entry.memory.by_kind(),
+        "fits": entry.fits,
     }
 
 

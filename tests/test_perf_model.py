@@ -146,6 +146,23 @@ def test_seconds_of_a_product_by_hand():
     )
 
 
+@pytest.mark.parametrize(("blocks", "counts"), [(True, (6, 2, 4, 2)), (False, (1, 1, 1, 1))])
+def test_products_are_counted_as_they_are_computed(blocks, counts):
+    """y = 2: q, k, v are six products and o is two; up and gate four, down two. Here each takes a second."""
+    slow = replace(TOY, kernel=1.0)
+    found = compute.Compute(LLAMA, slow, Grid(y=2, x=2), Step(rows=1, seq=64), blocks=blocks).groups()
+    for group, count in zip(found, counts, strict=True):
+        assert group[:3] == (count, count, count)
+    repeated = compute.Compute(LLAMA, slow, Grid(y=2, x=16), Step(rows=1, seq=64), repeat_heads=2).groups()
+    assert repeated[1][:3] == (1, 1, 1)  # o has all features of x at once
+
+
+def test_a_product_that_is_added_reads_the_sum():
+    """4096 x 8 x 4096: 2 (2 * 8 * 4096 + 4096^2) bytes at 800 GB/s, and once more the result."""
+    thin = [compute.product(TOY, 4096, 8, 4096, accumulate=accumulate) for accumulate in (False, True)]
+    assert thin == pytest.approx([2 * (2 * 8 * 4096 + times * 4096**2) / 0.8e12 for times in (1, 2)])
+
+
 def test_flops_of_a_step_are_those_of_the_paper():
     """96 B s L h^2 (1 + s / 6h + V / 16 L h), recomputation included."""
     shape = models.load("gpt-80b")
@@ -343,6 +360,12 @@ def test_wrong_configs_are_refused(config, message, tmp_path):
 def test_a_missing_model_names_what_there_is():
     with pytest.raises(ValueError, match="there is no model 'gpt-9b': give gpt-5b"):
         models.load("gpt-9b")
+
+
+def test_an_adapter_is_refused_with_what_to_plan_instead(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds an adapter, which the planner does not reckon: give its base model"):
+        models.load(str(tmp_path))
 
 
 def test_every_machine_has_a_source_for_every_number():

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -167,6 +168,10 @@ def test_the_command_prints_json_and_pictures(capsys, tmp_path):
     found = json.loads(capsys.readouterr().out)
     first = found["ranked"][0]
     assert first["step_seconds"] == pytest.approx(sum(first["seconds"].values()))
+    held, layer = first["memory_bytes"], first["layer_seconds"]
+    assert held["parameters"] == held["gradients"] == held["optimizer"] / 2 > 0 and first["fits"]
+    assert held["optimizer"] * 2 < held["total"] < sum(held.values()) - held["total"]
+    assert len(layer["gathers"]) == len(layer["reduces"]) == len(layer["hidden"]) == 4
     assert found["fit"] + found["do_not_fit"] + found["impossible"] == len(grids(16))
     curve = tmp_path / "sweep.svg"
     assert main([*COMMAND, "--sweep", "16..64", "--plot", str(curve)]) == 0
@@ -174,6 +179,24 @@ def test_the_command_prints_json_and_pictures(capsys, tmp_path):
     assert picture.read_bytes()[:4] == b"\x89PNG" and "<svg" in curve.read_text()
     assert main([*COMMAND, "--gpus", "16", "--plot", str(tmp_path / "no" / "where.png")]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_batch_is_given_in_tokens_or_in_sequences(capsys):
+    command = "plan --model gpt-5b --machine perlmutter --gpus 16 --seq 2048 --json".split()
+    found = []
+    for more in (["--batch-tokens", str(512 * 2048)], ["--batch-sequences", "512"], ["--batch-sequences", "512"]):
+        more += ["--activations", "fp32"] if len(found) == 2 else []
+        assert main([*command, *more]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0] == found[1] and found[1]["sequences"] == 512
+    assert found[2]["ranked"][0]["step_seconds"] > found[1]["ranked"][0]["step_seconds"]
+
+
+def test_the_manual_shows_what_is_printed(capsys):
+    manual = (Path(__file__).parents[1] / "docs" / "planning.md").read_text()
+    command = next(line for line in manual.splitlines() if line.startswith("hf-axonn plan --model gpt-80b"))
+    assert main(command.split()[1:]) == 0
+    assert capsys.readouterr().out.strip() in manual
 
 
 def test_the_paper_mode_ranks_by_communication(capsys):

@@ -70,6 +70,14 @@ class Memory(NamedTuple):
         end = self.buckets + max(self.gradients - self.last + work, self.gradients + self.embedding)
         return self.states - self.gradients + max(loss, begin, middle, end)
 
+    def by_kind(self) -> dict[str, float]:
+        """Bytes of each kind, and their `total` at the worst moment, when not all of them are there."""
+        rest = ("activations", "gathered", "layer", "logits", "head", "embedding", "buckets")
+        optimizer = MOMENT_BYTES * self.parameters
+        weights = self.states - self.gradients - optimizer
+        found = {"parameters": weights, "gradients": self.gradients, "optimizer": optimizer}
+        return found | {name: getattr(self, name) for name in rest} | {"total": self.total}
+
     def fits(self, capacity: float) -> bool:
         """Whether it leaves RESERVE of `capacity` bytes."""
         return self.total <= (1 - RESERVE) * capacity
@@ -89,20 +97,21 @@ def _sharded(shape: ModelShape, grid: Grid) -> tuple[int, int]:
     return sum(_local(kind, linear, grid) for kind, linear in layer), vocabulary
 
 
-def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", bucketed: bool = True) -> Memory:
+def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", gloo: bool = False) -> Memory:
     """What rank 0 holds.
 
     Args:
         shape, grid, step: which.
         layout: of the residual stream, token or feature.
-        bucketed: whether gradients are copied into buckets for the averages over data; on gloo large ones are not
-            (collectives.travels_alone).
+        gloo: whether the backend is gloo, where large gradients are averaged in place and not in buckets, and a
+            reduce-scatter receives all blocks before it adds them up (collectives.py).
     """
     parameters = local_parameters(shape, grid)
     gradients = parameters * step.param_bytes
     first, vocabulary = _sharded(shape, grid)
     last = (first + (0 if shape.tied else vocabulary)) * step.param_bytes
-    saved, layer = _activations(shape, grid, step, layout)
+    saved, layer, reduced = _activations(shape, grid, step, layout)
+    layer += reduced * (2 if gloo else 1)
     saved += min(step.kept_layers, shape.layers) * sum(_groups(shape, grid)) * step.compute_bytes
     logits, head = _logits(shape, grid, step)
     return Memory(
@@ -114,7 +123,7 @@ def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", 
         logits=logits,
         head=head,
         embedding=_embedding(shape, grid, step),
-        buckets=min(3 * BUCKET_BYTES, gradients - last) if bucketed and grid.data > 1 else 0,
+        buckets=min(3 * BUCKET_BYTES, gradients - last) if grid.data > 1 and not gloo else 0,
         gradients=gradients,
         last=0 if step.micro_batches > 1 else last,
         waits=step.micro_batches > 1,
@@ -156,8 +165,8 @@ def _gathered(shape: ModelShape, grid: Grid, step: Step) -> int:
     return own * (step.compute_bytes + gradient)
 
 
-def _activations(shape: ModelShape, grid: Grid, step: Step, layout: str) -> tuple[float, float]:
-    """What forward saves, and what one layer needs at work in backward besides."""
+def _activations(shape: ModelShape, grid: Grid, step: Step, layout: str) -> tuple[float, float, float]:
+    """What forward saves, what one layer makes again in backward, and the largest that is reduced meanwhile."""
     tokens, parts = step.padded(grid), grid.x * grid.y
     compute, stream = step.compute_bytes, step.param_bytes
     width, kv = shape.heads * shape.width, shape.kv * shape.width
@@ -171,7 +180,7 @@ def _activations(shape: ModelShape, grid: Grid, step: Step, layout: str) -> tupl
     layer += (2 * tokens * shape.hidden / grid.y + tokens * shape.intermediate / grid.x) * compute
     if grid.y > 1:
         layer += tokens * width / grid.x * compute
-    if (shape.packed_qkv or grid.y > 1) and not shape.positions and repeat == 1:
+    if (shape.packed_qkv or grid.y > 1) and not shape.positions and shape.kv % parts == 0:
         # Values are a part of one tensor with the queries and keys, which stay with them when rotated ones are made.
         layer += (width + kv) * tokens / parts * compute
     layer += 4 * tokens / (grid.x if feature else parts) * 2 + 4 * tokens * shape.heads / parts * repeat
@@ -180,8 +189,8 @@ def _activations(shape: ModelShape, grid: Grid, step: Step, layout: str) -> tupl
     at_work = tokens * shape.intermediate / grid.x * compute if grid.y > 1 else 0.0
     at_work = max(at_work, tokens * shape.hidden / grid.y * compute if grid.x > 1 else 0.0)
     if step.checkpointing:
-        return shape.layers * residual + last, layer + at_work
-    return shape.layers * layer + last, at_work
+        return shape.layers * residual + last, layer, at_work
+    return shape.layers * layer + last, 0.0, at_work
 
 
 def _embedding(shape: ModelShape, grid: Grid, step: Step) -> float:

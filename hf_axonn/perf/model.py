@@ -21,7 +21,7 @@ paper's, whose volumes are equations (1) to (5), where ranks of y repeat attenti
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from hf_axonn.grid import Grid
 from hf_axonn.perf.compute import Compute, Group
@@ -125,6 +125,11 @@ class Prediction:
         """Seconds of all communication, hidden or not, by axes ("y", "x", "z", "data", "x+y", ...)."""
         links = Links(self.job.machine, self.grid, self.order)
         return self.travels.by_axes(links, self.job.shape.layers, self.micro_batches)
+
+    @property
+    def layer(self) -> Layer:
+        """Seconds of the collectives of one decoder layer and micro-batch, hidden or not."""
+        return self.travels.layer.seconds(Links(self.job.machine, self.grid, self.order))
 
     @property
     def total(self) -> float:
@@ -312,8 +317,3 @@ def _exposed(job: Job, layer: Layer, groups: list[Group]) -> tuple[float, float,
 
 def _sum(ledger: Ledger, links: Links) -> float:
     return math.fsum(links.of(key, volume) for key, volume in ledger.entries.items())
-
-
-def scaled(job: Job, *, bandwidth: float = 1.0, gemm: float = 1.0) -> Job:
-    """The same job on a machine with faster or slower links or products."""
-    return replace(job, machine=job.machine.scaled(bandwidth=bandwidth, gemm=gemm))

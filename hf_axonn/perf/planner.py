@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from hf_axonn.grid import Grid
-from hf_axonn.perf.model import Job, Prediction, divisors, predict, refusal, reorder, scaled
+from hf_axonn.perf.model import Job, Prediction, divisors, predict, refusal, reorder
 from hf_axonn.perf.paper import ORDER
 
 
@@ -134,7 +134,7 @@ def alternatives(found: Plan) -> list[tuple[str, Prediction]]:
         ("products 20% slower", {"gemm": 1 - OFF}),
         ("products 20% faster", {"gemm": 1 + OFF}),
     ):
-        job = scaled(found.job, **changes)
+        job = replace(found.job, machine=found.job.machine.scaled(**changes))
         again = [predict(job, each.grid, order=each.order, micro_batches=each.micro_batches) for each in first]
         if again:
             answers.append((name, min(again, key=lambda entry: entry.total)))

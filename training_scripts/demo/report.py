@@ -73,7 +73,7 @@ def write(
     Console().print(terminal_table(comparison))
     for claim in content["claims"]:
         print(f"{'holds' if claim['holds'] else 'FAILS'}: {claim['claim']} ({claim['measured']})")
-    print(f"{content['seconds']['total']:.0f} s for all steps. The report is {output / 'report.md'}")
+    print(f"{content['seconds']['total']:.0f} s for all steps. The report is {output / 'report.html'}")
     return 0 if all(claim["holds"] for claim in content["claims"]) else 1
 
 
