@@ -102,6 +102,7 @@ def test_a_launch_on_four_ranks_logs_what_one_process_logs(folder, one_process):
     assert AutoTokenizer.from_pretrained(folder / "plain").vocab_size == topics_tokenizer().vocab_size
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_a_save_resumes_on_another_grid(folder, one_process):
     grid = ROOT / "training_scripts" / "grids" / "cpu_4_z2_x2.yaml"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}

@@ -121,7 +121,7 @@ def on_grids(asked, grids, options=OPTIONS) -> dict:
     return answers
 
 
-@pytest.mark.parametrize("world", GRIDS)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_grid_answers_as_one_process_does(world):
     asked = {name: parting_samples(family(name), 13) for name in ("llama", "gemma2")}
     [alone] = run_ranks(on_grids, 1, asked, {"alone": None})

@@ -113,7 +113,7 @@ def compare(grids: list[Grid]) -> list[tuple]:
     ]
 
 
-@pytest.mark.parametrize("world", GRIDS)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_a_training_step_issues_what_volumes_says(world, monkeypatch):
     # Small chunks and buckets, so that there are several of each.
     for module in (loss, arithmetic):

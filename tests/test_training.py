@@ -158,6 +158,7 @@ def _bf16(folder: Path, options: dict, truth: list[float]) -> None:
         assert all(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
 
 
+@pytest.mark.slow
 def test_lora_trains_saves_and_resumes_on_another_grid(tmp_path):
     one = _lora_run(tmp_path / "one", None)
     run_ranks(_lora, 4, tmp_path, one)

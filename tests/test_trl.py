@@ -175,6 +175,7 @@ def _resumed(folder: Path, truth: list[dict], adapters: list[dict]) -> None:
     assert worst_difference(history, adapters) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_checkpoints_resume_on_another_grid(tmp_path):
     import trl.trainer.utils as utils
 
@@ -223,6 +224,7 @@ def _ways(folder: Path, bf16: list[dict], checkpointed: list[dict], adapted: lis
     assert worst_difference(ours, adapted) < 1e-4
 
 
+@pytest.mark.slow
 def test_trl_defaults_and_a_model_that_is_sharded_already(tmp_path):
     tiny_model("llama", dtype=torch.float32).save_pretrained(tmp_path / "model")
     bf16 = _float32(tmp_path / "a", None, **DEFAULTS)
