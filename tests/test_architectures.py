@@ -47,6 +47,7 @@ def test_one_of_each_kind():
     assert next(row for row in rows if row.model_type == "llama").planned
 
 
+@pytest.mark.slow
 def test_the_survey_sees_what_is_wrong_and_goes_on(monkeypatch):
     broken, unequal, late, right = (prepare(model_type) for model_type in ("llama", "gpt2", "llama", "llama"))
     broken.batch = {"input_ids": broken.batch["labels"]}  # -100 is no token

@@ -31,6 +31,7 @@ def run(*command, **options):
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=400, **options)
 
 
+@pytest.mark.slow
 def test_all_contenders_train_the_same_model(tmp_path):
     """Exit code 0 says that the losses agree."""
     report = tmp_path / "peers.md"

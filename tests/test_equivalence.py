@@ -33,7 +33,7 @@ def run(cases, grids, timeout=240):
     return run_ranks(compare, world, with_truth, grids, timeout=timeout)[0]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_five_steps_on_every_grid(world):
     table = run([five_steps(kind) for kind in BLOCKWISE], all_grids(world))
     assert len(table) == len(BLOCKWISE) * {1: 1, 2: 4}[world]
@@ -44,7 +44,7 @@ def test_five_steps_on_every_grid_of_four():
     """One model on each grid, and each model where weights are cut along two axes."""
     assert not too_large(run([five_steps("llama")], all_grids(4)), 1e-10)
     others = [five_steps(kind) for kind in BLOCKWISE if kind != "llama"]
-    assert not too_large(run(others, [Grid(z=2, y=2)]), 1e-10)
+    assert not too_large(run(others, [Grid(y=2, x=2), Grid(z=2, x=2)]), 1e-10)
 
 
 @pytest.mark.slow
@@ -59,7 +59,7 @@ def test_six_ranks_with_different_x_and_y():
 
 
 def test_eight_ranks():
-    assert not too_large(run([five_steps("llama")], EIGHT_RANKS), 1e-10)
+    assert not too_large(run([five_steps("llama")], EIGHT_RANKS[:2]), 1e-10)
 
 
 @pytest.mark.slow

@@ -218,6 +218,7 @@ def test_it_equals_one_process_on_four_ranks():
     assert not too_large(run(CASES, [Grid(y=2, x=2)]), 1e-10)
 
 
+@pytest.mark.slow
 def test_it_equals_one_process_where_nothing_divides():
     assert not too_large(run(CASES[:7], [Grid(y=3)]), 1e-10)
 

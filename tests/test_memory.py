@@ -91,7 +91,10 @@ def resident(sizes):
     return found
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(sizes, id=name, marks=pytest.mark.slow if sizes else ()) for name, sizes in SIZES.items()],
+)
 def test_parameters_gradients_and_optimizer_state_are_divided_by_the_grid(sizes):
     for found in run_ranks(resident, 4, sizes):
         assert len(found) == 20 - 10 and all(found)

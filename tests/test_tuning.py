@@ -146,7 +146,7 @@ def equality(cases, grids):
     ("world", "grids"),
     [
         (2, [Grid(x=2), Grid(y=2), Grid(z=2)]),
-        (4, [Grid(y=2, x=2), Grid(data=2, z=2)]),
+        pytest.param(4, [Grid(y=2, x=2), Grid(data=2, z=2)], marks=pytest.mark.slow),
     ],
 )
 def test_a_grid_with_tuned_matmuls_equals_one_process(world, grids):
