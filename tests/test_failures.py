@@ -75,6 +75,7 @@ def _rank(rank: int, port: int, log: str, how: str, failing: list[int], step: in
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_ERROR_FILE=f"{log}-{rank}.json")
     import atexit
 
+    atexit._clear()  # what the process of the tests would do at its end is not this rank's to do
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=TIMEOUTS.get(how, 60))
