@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hf_axonn_eval.models import DTYPES
+
 
 def command(commands, name: str, summary: str, function: Callable[[argparse.Namespace], None]) -> Callable:
     """Add a command; returns its `add_argument`."""
@@ -21,6 +23,33 @@ def add_interval_options(add: Callable) -> None:
     """The options of every command that shows numbers with intervals."""
     add("--confidence", type=share, default=0.95, metavar="P", help="of the intervals (default 0.95)")
     add("--seed", type=int, default=0, metavar="N", help="of the bootstrap (default 0)")
+
+
+def add_model_options(add: Callable) -> None:
+    """The options of every command that asks one model; `load` reads them."""
+    add("--model", required=True, metavar="DIR", help="HF directory, or a sharded checkpoint of a training run")
+    add("--tokenizer", metavar="DIR", help="if it is not beside the model")
+    add("--grid", metavar="SIZES", help="data=1,z=2,y=1,x=2 (default: axonn_config of accelerate launch, else none)")
+    add("--dtype", choices=DTYPES, default="auto", help="of the weights (default: as in the checkpoint)")
+    add("--trust_remote_code", action="store_true", help="execute code that comes with the model")
+
+
+def load(arguments: argparse.Namespace, **options: Any):
+    """The model that `add_model_options` named, as a `models.LoadedModel`; `options` are more of `load_model`."""
+    from hf_axonn_eval.models import load_model
+
+    if os.environ.get("RANK", "0") != "0":
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()  # one bar for the job, not one a rank
+    return load_model(
+        arguments.model,
+        grid=read_grid(arguments.grid),
+        tokenizer=arguments.tokenizer,
+        dtype=arguments.dtype,
+        trust_remote_code=arguments.trust_remote_code,
+        **options,
+    )
 
 
 def at_least_one(text: str) -> int:

@@ -3,8 +3,7 @@
 import argparse
 import json
 
-from hf_axonn_eval.cli import at_least_one, command, read_grid
-from hf_axonn_eval.models import DTYPES
+from hf_axonn_eval.cli import add_model_options, at_least_one, command, load
 
 
 def add(commands) -> None:
@@ -24,14 +23,10 @@ def add(commands) -> None:
     add("--output", required=True, metavar="DIR", help="for canaries.json, candidates.jsonl and documents.jsonl")
     add = command(parts, "rank", "exposure of the canaries in one model", rank)
     add("--canaries", required=True, metavar="DIR", help="what `canaries make` wrote")
-    add("--model", required=True, metavar="DIR", help="HF directory, or a sharded checkpoint of a training run")
     add("--output", required=True, metavar="FILE", help="JSON file to write")
-    add("--tokenizer", metavar="DIR", help="if it is not beside the model")
-    add("--grid", metavar="SIZES", help="data=1,z=2,y=1,x=2 (default: axonn_config of accelerate launch, else none)")
+    add_model_options(add)
     add("--batch_size", type=at_least_one, default=8, metavar="N", help="texts in a forward pass (default 8)")
-    add("--dtype", choices=DTYPES, default="auto", help="of the weights (default: as in the checkpoint)")
     add("--add_special_tokens", action="store_true", help="begin texts with the tokenizer's BOS, as training did")
-    add("--trust_remote_code", action="store_true", help="execute code that comes with the model")
 
 
 def make(arguments: argparse.Namespace) -> None:
@@ -66,18 +61,11 @@ def rank(arguments: argparse.Namespace) -> None:
     """Write the ranks, and show the exposure by number of insertions."""
     from pathlib import Path
 
-    from hf_axonn_eval.models import load_model
     from hf_axonn_eval.ranking import rank_canaries, ranking_record
     from hf_axonn_eval.secrets import read_canaries
 
     canaries = read_canaries(arguments.canaries)
-    loaded = load_model(
-        arguments.model,
-        grid=read_grid(arguments.grid),
-        tokenizer=arguments.tokenizer,
-        dtype=arguments.dtype,
-        trust_remote_code=arguments.trust_remote_code,
-    )
+    loaded = load(arguments)
     ranked = rank_canaries(
         loaded.model,
         loaded.tokenizer,

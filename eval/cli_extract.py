@@ -1,24 +1,19 @@
 """The command `extract`: ask one model for the suffixes."""
 
 import argparse
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from hf_axonn_eval.cli import add_interval_options, at_least_one, command, read_grid, run_name, show
-from hf_axonn_eval.models import DTYPES
+from hf_axonn_eval.cli import add_interval_options, add_model_options, at_least_one, command, load, run_name, show
 
 
 def add(commands) -> None:
     """Say what the command takes."""
     add = command(commands, "extract", "ask one model for the suffixes; goes on where it was stopped", run)
-    add("--model", required=True, metavar="DIR", help="HF directory, or a sharded checkpoint of a training run")
+    add_model_options(add)
     add("--samples", required=True, metavar="FILE", help="what `samples` wrote")
     add("--output", required=True, metavar="DIR", help="directory for the results of this model")
-    add("--tokenizer", metavar="DIR", help="if it is not beside the model")
-    add("--grid", metavar="SIZES", help="data=1,z=2,y=1,x=2 (default: axonn_config of accelerate launch, else none)")
     add("--batch_size", type=_batch_size, default="auto", metavar="N", help="samples in a forward pass (default auto)")
-    add("--dtype", choices=DTYPES, default="auto", help="of the weights (default: as in the checkpoint)")
     add("--attn_implementation", metavar="NAME", help="eager, sdpa, ...")
     add("--no_generation", action="store_true", help="only what needs no decoding: no ROUGE, no edit distance")
     add("--generation", action="store_true", help="decode, though the protocol of the samples does not")
@@ -29,7 +24,6 @@ def add(commands) -> None:
         help="also the chance of the suffix when drawn: temperature=1,top_k=40; or none",
     )
     add("--membership", action="store_true", help="also membership scores: loss, zlib, Min-K%%, Min-K%%++")
-    add("--trust_remote_code", action="store_true", help="execute code that comes with the model")
     add_interval_options(add)
 
 
@@ -44,20 +38,8 @@ def run(arguments: argparse.Namespace) -> None:
     about = read_about(arguments.samples) or {}
     options = _options(arguments, about.get("extract") or {})
     from hf_axonn_eval.extraction import extract
-    from hf_axonn_eval.models import load_model
 
-    if os.environ.get("RANK", "0") != "0":
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()  # one bar for the job, not one a rank
-    loaded = load_model(
-        arguments.model,
-        grid=read_grid(arguments.grid),
-        tokenizer=arguments.tokenizer,
-        dtype=arguments.dtype,
-        attn_implementation=arguments.attn_implementation,
-        trust_remote_code=arguments.trust_remote_code,
-    )
+    loaded = load(arguments, attn_implementation=arguments.attn_implementation)
     results = extract(
         loaded.model,
         loaded.tokenizer,

@@ -42,24 +42,23 @@ class Protocol:
         }
 
 
+SC24 = Protocol(
+    name="sc24",
+    source="Singh et al. 2024, Democratizing AI (SC24), arXiv 2502.08145",
+    summary="the last 50 of a document's first 2048 tokens, given all before them",
+    sampling=Sampling(kind="first", max_tokens=2048, suffix_length=50, add_special_tokens=True),
+    extract={"generate": True},
+)
 PROTOCOLS = {
     some.name: some
     for some in (
-        Protocol(
-            name="sc24",
-            source="Singh et al. 2024, Democratizing AI (SC24), arXiv 2502.08145",
-            summary="the last 50 of a document's first 2048 tokens, given all before them",
-            sampling=Sampling(kind="first", max_tokens=2048, suffix_length=50, add_special_tokens=True),
-            extract={"generate": True},
-        ),
-        Protocol(
+        SC24,
+        replace(
+            SC24,
             name="goldfish",
             source="Hans et al. 2024, Be like a Goldfish, arXiv 2406.10209, eval/data_extraction.py of its code",
             summary="as sc24, of the first 500 documents of each bucket",
-            sampling=Sampling(
-                kind="first", max_tokens=2048, suffix_length=50, add_special_tokens=True, max_documents=500
-            ),
-            extract={"generate": True},
+            sampling=replace(SC24.sampling, max_documents=500),
         ),
         Protocol(
             name="carlini50",

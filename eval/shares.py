@@ -31,8 +31,7 @@ def share_intervals(
     documents: Sequence[Hashable],
     *,
     confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
+    **drawing: int,
 ) -> list[Found]:
     """Intervals of the shares of yes.
 
@@ -40,8 +39,7 @@ def share_intervals(
         answers: [samples, columns] 1 or 0, NaN where a sample was not asked; a column has one answer at least.
         documents: the document of each sample.
         confidence: of the intervals.
-        resamples: draws of the bootstrap.
-        seed: of the bootstrap.
+        drawing: `resamples` and `seed` of the bootstrap, as `stats.bootstrap` takes them.
     Raises:
         ValueError: as `stats.bootstrap`.
     """
@@ -58,8 +56,7 @@ def share_intervals(
         else:
             found.append(Found(wilson(yes, trials, confidence=confidence), HULL))
             left.append(place)
-    options = {"confidence": confidence, "resamples": resamples, "seed": seed}
-    drawn = bootstrap_columns(answers[:, left], documents, **options) if left else []
+    drawn = bootstrap_columns(answers[:, left], documents, confidence=confidence, **drawing) if left else []
     for place, interval in zip(left, drawn, strict=True):
         found[place] = _hull(found[place].interval, interval)
     return found
@@ -71,8 +68,7 @@ def difference_interval(
     documents: Sequence[Hashable],
     *,
     confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
+    **drawing: int,
 ) -> Found:
     """Interval of the difference of two shares of the same samples.
 
@@ -81,12 +77,10 @@ def difference_interval(
         before: [samples] bool, what is subtracted.
         documents: the document of each sample.
         confidence: of the interval.
-        resamples: draws of the bootstrap.
-        seed: of the bootstrap.
+        drawing: as of `share_intervals`.
     Raises:
         ValueError: as `stats.bootstrap`.
     """
-    options = {"confidence": confidence, "resamples": resamples, "seed": seed}
     change = after.astype(np.float64) - before
     apart = numbered(documents)[1]
     counts = (after & before, after & ~before, before & ~after, ~after & ~before)
@@ -97,7 +91,7 @@ def difference_interval(
         least = wilson(apart, apart, confidence=confidence).low
         alike = {0: Interval(least - 1, 1 - least), 1: Interval(least, 1.0), -1: Interval(-1.0, -least)}
         return Found(alike[int(change[0])], WILSON)
-    return _hull(ends, bootstrap_columns(change[:, None], documents, **options)[0])
+    return _hull(ends, bootstrap_columns(change[:, None], documents, confidence=confidence, **drawing)[0])
 
 
 def wilson_of_difference(both: int, gained: int, lost: int, neither: int, *, confidence: float = 0.95) -> Interval:

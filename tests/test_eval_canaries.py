@@ -28,9 +28,11 @@ def test_a_canary_that_was_not_inserted_has_the_mean_exposure_of_chance():
 def test_the_approximation_goes_on_where_ranks_end(shape):
     space = skewnorm(shape, loc=-80, scale=6)
     seen = space.rvs(4000, random_state=1)
-    for share, allowed in ((0.3, 0.1), (1e-2, 0.4), (1e-6, 2.5)):  # the last lies beyond all 4000
+    # The last lies beyond all 4000. Draws of other seeds are off by up to 0.05, 0.41 and 2.4 bits.
+    for share, allowed in ((0.3, 0.05), (1e-2, 0.4), (1e-6, 2.5)):
         assert approximate_exposure(space.isf(share), seen) == pytest.approx(-math.log2(share), abs=allowed)
     exact = exposure(rank(space.isf(0.05), seen), 4001)
+    # a place among 4000 texts has a standard error of 0.1 bits there
     assert approximate_exposure(space.isf(0.05), seen) == pytest.approx(exact, abs=0.2)
 
 

@@ -63,7 +63,8 @@ def test_dropping_samples_early_changes_no_answer(name):
     early = extract(model, None, asked, batch_size=8, generate=False, stop_early=True, progress=False)
     for one, other in zip(whole, early, strict=True):
         assert (one.exact_match, one.divergence_point) == (other.exact_match, other.divergence_point)
-        assert other.margin == pytest.approx(one.margin, abs=1e-4 if name == "gemma2" else 1e-10)
+        # in float32, or in float64
+        assert other.margin == pytest.approx(one.margin, abs=1e-5 if name == "gemma2" else 1e-10)
         assert other.logprob is other.hits is other.token_accuracy is other.extraction_strength is None
         assert other.generated is None
     if name != "mamba":

@@ -4,13 +4,13 @@ The same ones are tried in every run; AXONN_FUZZ=2000 tries as many others.
 """
 
 import json
-import os
 from collections import Counter
 
 import pyarrow
 import pytest
 from eval_support import tiny_llama, topics_tokenizer
-from hypothesis import HealthCheck, assume, example, given, settings
+from fuzzing import fuzz
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -20,15 +20,7 @@ from hf_axonn_eval.sampling import Tally
 from hf_axonn_eval.secrets import insert_canaries, make_canaries, read_canaries
 
 
-MORE = int(os.environ.get("AXONN_FUZZ", "0"))
-FUZZ = settings(
-    max_examples=MORE or 120,
-    derandomize=not MORE,
-    database=None,
-    deadline=5000,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-FILES = settings(FUZZ, max_examples=MORE or 50)
+FUZZ, FILES = fuzz(120), fuzz(50)
 # surrogates too: JSON can hold half of a pair
 TEXTS = st.text(st.characters(), max_size=60) | st.text("ab <>/s\u4e2d\U0001f600\ud83d", max_size=30) | st.just("")
 ANYTHING = (
@@ -122,7 +114,7 @@ def test_samples_are_pieces_of_their_documents(documents, asked):
         assert len({(sample.prefix, sample.suffix) for sample in samples}) == len(samples)
 
 
-@settings(FUZZ, max_examples=MORE or 12)
+@fuzz(12)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5)), min_size=1, max_size=5), generate=st.booleans()
 )
@@ -189,7 +181,7 @@ def test_rows_of_any_types(tmp_path, rows):
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
-@settings(FUZZ, max_examples=MORE or 30)
+@fuzz(30)
 @given(
     changes=st.dictionaries(
         st.sampled_from(["stride", "offset", "suffix_length", "max_tokens", "combine", "x"]), ANYTHING

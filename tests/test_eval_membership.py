@@ -98,7 +98,8 @@ def test_intervals_of_an_attack_resample_documents_on_both_sides():
     a = alone["auc"]["value"]
     more = 149 * (a / (2 - a) - a * a) + 119 * (2 * a * a / (1 + a) - a * a)
     error = math.sqrt((a * (1 - a) + more) / (150 * 120))
-    assert alone["auc"]["high"] - alone["auc"]["low"] == pytest.approx(2 * 1.96 * error, rel=0.15)
+    # 1000 draws know the width to 3%, and it is made 2% wider for so few documents
+    assert alone["auc"]["high"] - alone["auc"]["low"] == pytest.approx(2 * 1.96 * error, rel=0.1)
     assert alone["auc"]["low"] < a < alone["auc"]["high"]
     # five copies of each inside its document bring no new information
     copied = attack(

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, example, given, settings
+from fuzzing import fuzz
+from hypothesis import example, given
 from hypothesis import strategies as st
 from ranks import run_ranks
 
@@ -30,15 +31,7 @@ from hf_axonn_eval.__main__ import main as eval_cli
 from hf_axonn_eval.samples import Sample, read_samples, write_samples
 
 
-MORE = int(os.environ.get("AXONN_FUZZ", "0"))
-FUZZ = settings(
-    max_examples=MORE or 150,
-    derandomize=not MORE,
-    database=None,
-    deadline=5000,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-FILES = settings(FUZZ, max_examples=MORE or 60)
+FUZZ, FILES = fuzz(150), fuzz(60)
 SCALARS = st.one_of(
     st.none(),
     st.booleans(),
