@@ -5,7 +5,7 @@ It is registered under the entry point group `torch.backends`, and is how stock 
 - in a process that is `accelerate launch`, the command line is rewritten before accelerate reads it (launch.py);
 - in a process that was started with AXONN_CONFIG set, a bare `Accelerator()` or `Trainer` gets the plugin (plugin.py),
   by a hook that acts when accelerate itself is imported; and RANK becomes what the order of the axes says, where the
-  launch file gives one (placement.py);
+  launch file gives one (placement.py), and all nodes give the same (nodes.py);
 - in every other process nothing happens.
 
 torch turns any exception raised here into a failure of `import torch`, so none leaves this module. A launch that
@@ -24,9 +24,10 @@ OWN_LAUNCHERS = ("axonn-launch", "hf_axonn.launch")
 
 
 def autoload() -> None:
-    """Act according to what this process is. Never raises an Exception; may raise SystemExit in a launcher.
+    """Act according to what this process is.
 
-    Set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to keep torch from calling it.
+    Never raises an Exception; may raise SystemExit in a launcher, and where the nodes of a launch differ. Set
+    TORCH_DEVICE_BACKEND_AUTOLOAD=0 to keep torch from calling it.
     """
     try:
         program = _program()
@@ -38,6 +39,10 @@ def autoload() -> None:
 
             sys.argv[start:] = prepare_or_exit(sys.argv[start:])
         elif os.environ.get("AXONN_CONFIG"):
+            if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+                from hf_axonn.nodes import compare_or_exit
+
+                compare_or_exit(os.environ)
             if '"order"' in os.environ["AXONN_CONFIG"]:
                 from hf_axonn.placement import take_rank
 
