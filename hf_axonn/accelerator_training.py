@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import torch
 from accelerate.scheduler import AcceleratedScheduler
@@ -138,9 +139,22 @@ class TrainingMethods:
             state.averages = before
 
     def clip_grad_norm_(self, parameters, max_norm: float, norm_type: float = 2):
-        """As the stock method; the norm is a plain tensor, the same on all ranks. Every rank must call it."""
-        norm = super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        """As the stock method; the norm is a plain tensor, the same on all ranks. Every rank must call it.
+
+        What is scaled are the local tensors: DTensor would think about each gradient for some 10 ms in the first step.
+        """
+        parameters = list(parameters)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        meshes = {its.device_mesh if isinstance(its, DTensor) else None for its in gradients}
+        if len(meshes) != 1 or None in meshes:
+            norm = super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+            return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.unscale_gradients()
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type).full_tensor()
+        with torch.no_grad():
+            local = [SimpleNamespace(grad=its.to_local()) for its in gradients]
+        torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm)
+        return norm
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True):
         """As the stock method, which can take autocast only off a forward that is the method of a class."""

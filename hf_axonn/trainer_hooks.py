@@ -9,6 +9,7 @@ Checked with transformers 5.23.0 (trainer.py).
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable
 
@@ -93,6 +94,13 @@ def _prepare_for_training(self, original: Callable, *args, **kwargs):
     return original(*args, **kwargs)
 
 
+def _move_model_to_device(self, original: Callable, model: nn.Module, device: torch.device) -> None:
+    """Shards on the CPU stay where they are: Trainer names it cpu:0, for which torch copies all that is on cpu."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    if find_state(model) is None or device.type != "cpu" or any(its.device.type != "cpu" for its in tensors):
+        original(model, device)
+
+
 def _make_ready(self) -> None:
     """Refuse what a grid cannot do, and shard a model that is not."""
     plugin = _plugin(self)
@@ -163,6 +171,7 @@ def floating_point_ops(self, original: Callable, *args, **kwargs) -> int:
 
 WRAPPERS = (
     create_accelerator_and_postprocess,
+    _move_model_to_device,
     _get_train_sampler,
     floating_point_ops,
     _prepare_for_training,

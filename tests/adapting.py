@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from equality import Case, fit, mean_over_world, rows_of
+from equality import Case, mean_over_world, rows_of
 from models import tiny_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -72,6 +72,6 @@ class Adapted(Case):
         assert {entry.style for entry in report.entries[count:]} >= {"adapter"}
         with self.context():
             mine = [rows_of(batch, grid, dist.get_rank()) for batch in self.batches]
-            ours = fit(model, mine, steps=self.steps, samples_size=grid.samples_size)
+            ours = self.fit(model, mine, samples_size=grid.samples_size)
         ours.losses = [mean_over_world(loss) for loss in ours.losses]
         return ours

@@ -44,7 +44,8 @@ def recompute_in_float64(module: torch.nn.Module) -> None:
 
 
 def is_small_float(value: object) -> bool:
-    return value in (torch.float32, torch.float16, torch.bfloat16)
+    # not for a tensor, which torch would try to compare with a dtype
+    return isinstance(value, torch.dtype) and value in (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _is_float64(value: object) -> bool:

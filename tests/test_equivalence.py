@@ -23,7 +23,9 @@ SIX_RANKS = [Grid(y=2, x=3)]
 
 
 def five_steps(kind):
-    return Case(kind, functools.partial(tiny_model, kind), steps=FIVE_STEPS)
+    # One of them clips as Trainer does: it has tied weights, and is on grids of every size.
+    foreach = None if kind == "smollm2" else False
+    return Case(kind, functools.partial(tiny_model, kind), steps=FIVE_STEPS, foreach=foreach)
 
 
 def run(cases, grids, timeout=240):

@@ -226,8 +226,8 @@ def step(model, grid, *, number=0, micro_batches=2, ahead=True):
     return losses
 
 
-def bits(model, grid, *, steps=3, **options):
-    """Everything that a few steps leave, as this rank holds it."""
+def bits(model, grid, *, steps=2, **options):
+    """Everything that a few steps leave, as this rank holds it. What begins ahead is known after the first pass."""
     trained = {name: its for name, its in model.named_parameters() if its.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
     found = {}

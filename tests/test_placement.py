@@ -78,7 +78,26 @@ def test_an_order_names_each_axis_once(order):
         AxonnConfig.from_mapping({"grid": {"x": 2}, "order": order})
 
 
-SCRIPT = """
+# Each process writes its rank, where it is, and the sum of 10 ** place over the processes on its axes.
+RANKS = """
+import json, os, sys
+import torch
+import torch.distributed as dist
+from hf_axonn.config import AxonnConfig
+from hf_axonn.grid import AXES, grid_mesh
+dist.init_process_group("gloo")
+place = os.environ["LOCAL_RANK"]
+mesh = grid_mesh(AxonnConfig.from_env().grid, "cpu")
+found = {"rank": dist.get_rank(), "here": mesh.coordinates}
+for axis in AXES:
+    total = torch.tensor(10 ** int(place))
+    dist.all_reduce(total, group=mesh.group(axis))
+    found[axis] = int(total)
+open(os.path.join(sys.argv[1], place), "w").write(json.dumps(found))
+dist.barrier()
+dist.destroy_process_group()
+"""
+TRAINING = """
 import json, os, sys
 import torch
 from accelerate import Accelerator
@@ -99,13 +118,16 @@ accelerator.end_training()
 """
 
 
-def test_a_launch_in_another_order_equals_one_process(tmp_path):
-    order, grid = ["z", "x", "y", "data"], Grid(z=2, y=2)
+ORDERED, GRID = ["z", "x", "y", "data"], Grid(z=2, y=2)
+
+
+def launched(tmp_path, script):
+    """What the processes of a launch in that order have found, by place."""
     settings = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_machines": 1}
     settings |= {"num_processes": 4, "use_cpu": True, "mixed_precision": "no"}
-    settings["axonn_config"] = {"grid": grid.as_dict(), "order": order}
+    settings["axonn_config"] = {"grid": GRID.as_dict(), "order": ORDERED}
     (tmp_path / "launch.yaml").write_text(yaml.safe_dump(settings))
-    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "script.py").write_text(script)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config", str(tmp_path / "launch.yaml")]
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
@@ -116,14 +138,27 @@ def test_a_launch_in_another_order_equals_one_process(tmp_path):
         env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads((tmp_path / str(place)).read_text()) for place in range(4)]
+    for place, its in enumerate(found):
+        assert its["here"] == {"data": 0, "z": place % 2, "x": 0, "y": place // 2}
+        assert its["rank"] == GRID.rank(**its["here"]) == rank_at(GRID, ORDERED, place)
+    return found
+
+
+def test_processes_of_a_launch_lie_in_the_order_of_the_file(tmp_path):
+    found = launched(tmp_path, RANKS)
+    assert [its["z"] for its in found] == [11, 11, 1100, 1100], "neighbours"
+    assert [its["y"] for its in found] == [101, 1010, 101, 1010]
+    assert [(its["data"], its["x"]) for its in found] == [(10**place, 10**place) for place in range(4)]
+
+
+@pytest.mark.slow
+def test_a_launch_in_another_order_equals_one_process(tmp_path):
     model = tiny_model("llama").train()
     with Float64():
         loss = model(**tiny_batch(4, 7)).loss
         loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for place in range(4):
-        found = json.loads((tmp_path / str(place)).read_text())
-        assert found["here"] == {"data": 0, "z": place % 2, "x": 0, "y": place // 2}
-        assert found["rank"] == grid.rank(**found["here"]) == rank_at(grid, order, place)
+    for found in launched(tmp_path, TRAINING):
         assert found["loss"] == pytest.approx(float(loss.detach()), rel=1e-10)
         assert found["norm"] == pytest.approx(float(norm), rel=1e-10)

@@ -12,12 +12,13 @@ from ranks import run_ranks
 from training import make_trainer, numbers, train, worst_difference
 from transformers import AutoModelForCausalLM
 
-from hf_axonn import Grid
+from hf_axonn import Grid, parallelize
 from hf_axonn.export import export_hf
 from hf_axonn.manifest import MANIFEST, check_complete, is_sharded_checkpoint
 
 
-GRIDS = [Grid(z=2, x=2), Grid(y=2, x=2), Grid(data=2, y=2), Grid(data=2, z=2), Grid(x=4)]
+GRIDS = [Grid(z=2, x=2), Grid(y=2, x=2), Grid(data=2, z=2)]
+MORE = [Grid(data=2, y=2), Grid(x=4)]
 # The truth and the grids sum in different orders; six AdamW steps carry 1e-16 to well below this.
 TOLERANCE = 1e-9
 
@@ -32,12 +33,12 @@ def truth(tmp_path_factory) -> tuple[Path, list[dict]]:
 def runs(truth, tmp_path_factory) -> Path:
     """One folder for each grid with the checkpoints of an unbroken run, and its history beside it."""
     folder = tmp_path_factory.mktemp("runs")
-    run_ranks(_train_all, 4, folder, truth[1])
+    run_ranks(_train_all, 4, folder, truth[1], GRIDS)
     return folder
 
 
-def _train_all(folder: Path, truth: list[dict]) -> None:
-    for index, grid in enumerate(GRIDS):
+def _train_all(folder: Path, truth: list[dict], grids: list[Grid]) -> None:
+    for index, grid in enumerate(grids):
         history = train(folder / str(index), grid)
         assert worst_difference(history, truth) < TOLERANCE, (grid, history, truth)
 
@@ -45,6 +46,12 @@ def _train_all(folder: Path, truth: list[dict]) -> None:
 def test_goldfish_training_logs_what_one_process_logs(runs):
     for index in range(len(GRIDS)):
         assert check_complete(runs / str(index) / "checkpoint-6").grid == GRIDS[index]
+
+
+@pytest.mark.slow
+def test_goldfish_training_on_more_grids(truth, tmp_path):
+    run_ranks(_train_all, 4, tmp_path, truth[1], MORE)
+    check_plain_transformers_reads(tmp_path, truth[0], MORE)
 
 
 def test_the_logs_are_of_a_goldfish_run(truth):
@@ -59,7 +66,7 @@ def test_a_broken_run_resumes_on_another_grid(runs, truth):
 
 
 def _resume_all(folder: Path, plain: Path, truth: list[dict]) -> None:
-    for index, grid in enumerate(GRIDS[:3]):
+    for index, grid in enumerate(GRIDS):
         # The second goes on with what one process saved.
         other = plain if index == 1 else folder / str((index + 1) % len(GRIDS)) / "checkpoint-3"
         history = train(folder / f"resumed-{index}", grid, resume=other)
@@ -72,12 +79,16 @@ def test_a_run_of_a_grid_resumes_on_one_process(runs, truth, tmp_path):
     assert worst_difference(history[:-1], truth[1][:-1]) < TOLERANCE
 
 
-def test_plain_transformers_reads_a_sharded_checkpoint(runs, truth, tmp_path):
-    expected = AutoModelForCausalLM.from_pretrained(truth[0] / "checkpoint-6", dtype=torch.float64).state_dict()
-    for index in range(len(GRIDS)):
+def check_plain_transformers_reads(runs: Path, plain: Path, grids: list[Grid]) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(plain / "checkpoint-6", dtype=torch.float64).state_dict()
+    for index in range(len(grids)):
         sharded = AutoModelForCausalLM.from_pretrained(runs / str(index) / "checkpoint-6", dtype=torch.float64)
         for name, value in sharded.state_dict().items():
             torch.testing.assert_close(value, expected[name], rtol=1e-8, atol=1e-9)
+
+
+def test_plain_transformers_reads_a_sharded_checkpoint(runs, truth, tmp_path):
+    check_plain_transformers_reads(runs, truth[0], GRIDS)
     export_hf(runs / "1" / "checkpoint-6", tmp_path / "plain", shard_bytes=20_000)
     assert not is_sharded_checkpoint(tmp_path / "plain")
     assert len(list((tmp_path / "plain").glob("*.safetensors"))) > 2
@@ -136,6 +147,10 @@ def _options(folder: Path, stock: list[dict]) -> None:
         make_trainer(folder / "c", grid, fp16=True)
     with pytest.raises(ValueError, match="data \\* z \\* y \\* x = 1 \\* 1 \\* 1 \\* 2 = 2, but 4 process"):
         make_trainer(folder / "d", Grid(x=2))
+    model, _ = parallelize(tiny_model("qwen3"), grid)
+    before = [parameter.to_local().data_ptr() for parameter in model.parameters()]
+    model = make_trainer(folder / "e", grid, model=model).model
+    assert [parameter.to_local().data_ptr() for parameter in model.parameters()] == before, "nothing was copied"
 
 
 def test_bf16_autocast_is_close_to_one_process(tmp_path):
