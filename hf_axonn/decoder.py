@@ -11,6 +11,7 @@ One token at a time without gradients (decoding) the residual stream stays whole
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable
@@ -90,7 +91,8 @@ def _whole(state: ModelState, original: Callable, /, *args, **kwargs):
 
 
 def _keep_tokens_for_recomputation(state: ModelState, layer: nn.Module) -> None:
-    """A checkpointed layer runs again in backward, when another batch may have passed: give it back its own."""
+    """A checkpointed layer runs again in backward, when another batch may have passed: give it back its own. What is
+    checkpointed is the forward of its class, without what was put around it, so its own parameters are shown too."""
     checkpoint = layer._gradient_checkpointing_func
     if getattr(checkpoint, "keeps_tokens", False):
         return
@@ -99,7 +101,12 @@ def _keep_tokens_for_recomputation(state: ModelState, layer: nn.Module) -> None:
         tokens = state.tokens
 
         def again(*inner_args, **inner_kwargs):
-            with state.passing(tokens):
+            styles = [state.styles.get(layer), *(its for its in state.readings if its.module is layer)]
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(state.passing(tokens))
+                for style in styles:
+                    if hasattr(style, "shown"):
+                        stack.enter_context(style.shown())
                 return function(*inner_args, **inner_kwargs)
 
         return checkpoint(again, *args, **kwargs)

@@ -163,6 +163,7 @@ class Reading:
 
     def __init__(self, state: ModelState, reader: Reader) -> None:
         self.state = state
+        self.module = reader.module
         self.read = list(reader.read)
         self.places = [
             (parent, name, child)
@@ -180,6 +181,12 @@ class Reading:
         self.places.append((parent, name, child))
 
     def _call(self, original: Callable, *args, **kwargs):
+        with self.shown():
+            return original(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """For a while, the method finds what it uses."""
         styles = self.state.styles
         with contextlib.ExitStack() as stack:
             for child in self.read:
@@ -189,7 +196,7 @@ class Reading:
                 if hasattr(styles.get(child), "whole_weight") and parent._modules[name] is child:
                     stack.callback(parent._modules.__setitem__, name, child)
                     parent._modules[name] = _WholeWeight(child, styles[child], self.state)
-            return original(*args, **kwargs)
+            yield
 
 
 class _WholeWeight:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from float64 import Float64, relative_errors
+from float64 import Float64, recompute_in_float64, relative_errors
 from models import tiny_batch, tiny_model
 from ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
@@ -26,6 +26,7 @@ OTHERS = {
     "gemma2": dict(num_key_value_heads=2, head_dim=4, **DECODER),  # scaled embeddings, capped logits
     "bitnet": dict(num_key_value_heads=2, head_dim=4, **DECODER),  # no block plan
     "mixtral": dict(num_key_value_heads=2, num_local_experts=3, num_experts_per_tok=2, **DECODER),  # experts
+    "doge": dict(num_key_value_heads=2, **DECODER),  # layers with parameters of their own
 }
 
 
@@ -37,7 +38,13 @@ def other_model(kind: str):
             setattr(config, name, 0.0)
     # The fused kernel for experts has no float64.
     experts = {"experts_implementation": "eager"} if kind == "mixtral" else {}
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager", **experts).double().train()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", **experts).double().train()
+    if kind == "doge":
+        model.gradient_checkpointing_enable()
+        for layer in model.model.layers:
+            for child in layer.children():
+                recompute_in_float64(child)
+    return model
 
 
 def gradients(model, batch: dict, scale: float = 1.0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -83,7 +90,9 @@ def _check_report(model, report) -> None:
     assert report.summary in str(report)
 
 
-@pytest.mark.parametrize("kinds", [["gpt2", "opt", "gpt_neox"], ["phi", "gemma2", "bitnet", "mixtral"]], ids=str)
+@pytest.mark.parametrize(
+    "kinds", [["gpt2", "opt", "gpt_neox"], ["phi", "gemma2", "bitnet", "mixtral", "doge"]], ids=str
+)
 def test_every_other_model(kinds):
     run_ranks(_others, 4, kinds)
 
