@@ -4,11 +4,12 @@
     python benchmarks/planning_measured.py measure --ranks 4     --folder F         times of all grids, in pieces
     python benchmarks/planning_measured.py report  --ranks 4 8   --folder F --output FILE
 
-`measure` may be run again: it goes on with the grids that are not in the folder yet, and begins none after --minutes.
-Grids of a heat take turns, one step a turn, so that what disturbs the machine disturbs all alike; the medians of their
-steps count. float32, AdamW, one thread a rank, no checkpointing. A machine file is made for each number of ranks,
-because ranks that share cores have less of them each. Grids of different heats compare less well than those of one, so
-take as many together as memory holds.
+`measure` may be run again: it goes on with what is not in the folder yet, and begins nothing after --minutes. It goes
+round all grids in random order, several times. A visit to a grid starts its processes, trains some steps and ends
+them, so that memory limits nothing. A step in which other programs took more than QUIET of the processors does not
+count, nor does a machine file that was made so. The median of all steps of a grid counts; how well two rounds agree
+says how well any prediction could. float32, AdamW, one thread a rank, no checkpointing. A machine file is made for
+each number of ranks, because ranks that share cores have less of them each.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import os
 import platform
 import random
+import resource
 import statistics
 import subprocess
 import sys
@@ -32,7 +34,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 from peers import model_config, save_weights  # noqa: E402
 from peers_contenders import grid_name  # noqa: E402
-from peers_ranks import Ranks  # noqa: E402
+from peers_ranks import Ranks, busy_seconds  # noqa: E402
 
 from hf_axonn import __version__  # noqa: E402
 from hf_axonn.perf import machines, models  # noqa: E402
@@ -42,49 +44,80 @@ from hf_axonn.perf.planner import grids  # noqa: E402
 
 ROWS, SEQ = 8, 128
 NEAR, ALIKE = 0.1, 0.8  # what is hoped for: see `verdict`
+WARM = 2  # steps of a visit that do not count
+QUIET = 0.03  # the part of the machine's processor time that other programs may take in a step that counts
+ATTEMPTS = 3  # so many times as many steps as wanted a visit may take, where others disturb
 
 
 def links(ranks: int, folder: Path) -> None:
-    """Write `machine-RANKS.json`."""
+    """Write `machine-RANKS.json`; again and again while other programs disturb.
+
+    Raises:
+        RuntimeError: they disturb always.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "hf_axonn.cli", "bench-links", "--output", str(folder / f"machine-{ranks}.json")]
-    subprocess.run(command, check=True, timeout=300)
+    for _ in range(ATTEMPTS):
+        begin, busy, own = time.perf_counter(), busy_seconds(), _seconds_of_children()
+        subprocess.run(command, check=True, timeout=300)
+        others = busy_seconds() - busy - (_seconds_of_children() - own)
+        others /= (time.perf_counter() - begin) * os.cpu_count()
+        print(f"{ranks} ranks: other programs took {others:.0%} of the processors")
+        if others <= QUIET:
+            return
+    raise RuntimeError(f"other programs took more than {QUIET:.0%} of the processors, {ATTEMPTS} times.")
 
 
-def measure(ranks: int, folder: Path, size: str, options: argparse.Namespace) -> None:
-    """Add seconds of a step, by grid, to `measured-RANKS.json`."""
+def _seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def measure(ranks: int, folder: Path, options: argparse.Namespace) -> None:
+    """Add visits to `measured-RANKS.json`: by grid, a list of visits, each a list of seconds of a step."""
     file = folder / f"measured-{ranks}.json"
     found = json.loads(file.read_text()) if file.is_file() else {}
-    names = [grid_name(grid) for grid in grids(ranks)]
-    random.Random(0).shuffle(names)
-    left, end = [name for name in names if name not in found], time.monotonic() + 60 * options.minutes
-    config = model_config(size, sequence=SEQ)
+    names, end = [grid_name(grid) for grid in grids(ranks)], time.monotonic() + 60 * options.minutes
+    config = model_config(options.size, sequence=SEQ)
     torch.manual_seed(0)
     batches = torch.randint(config.vocab_size, (4, ROWS, SEQ))
     with tempfile.TemporaryDirectory() as scratch:
         save_weights(config, Path(scratch) / "weights")
-        while left and time.monotonic() < end:
-            heat, left = left[: options.together], left[options.together :]
-            found |= _heat(heat, ranks, Path(scratch), batches, options.steps)
-            file.write_text(json.dumps(found, indent=1))
-            print(", ".join(f"{name} {statistics.median(found[name]):.2f}" for name in heat), flush=True)
-    print(f"{ranks} ranks: {len(found)} of {len(names)} grids are measured")
+        for visits in range(options.rounds):
+            for name in random.Random(visits).sample(names, len(names)):
+                if len(found.get(name, [])) > visits:
+                    continue
+                if time.monotonic() >= end:
+                    return
+                seconds, others = visit(name, ranks, Path(scratch), batches, options.steps)
+                if len(seconds) == options.steps:
+                    found.setdefault(name, []).append(seconds)
+                    file.write_text(json.dumps(found, indent=1))
+                print(
+                    f"round {visits + 1}, {ranks} ranks, {name}: {statistics.median(seconds or [0]):.2f} s, "
+                    f"{len(seconds)} of {options.steps} steps; others took {max(others):.0%} at most",
+                    flush=True,
+                )
 
 
-def _heat(names: list[str], ranks: int, folder: Path, batches: torch.Tensor, steps: int) -> dict[str, list[float]]:
-    contenders, seconds = [], {name: [] for name in names}
+def visit(name: str, ranks: int, folder: Path, batches: torch.Tensor, steps: int) -> tuple[list[float], list[float]]:
+    """Start a grid's processes, train `steps` undisturbed steps, end them.
+
+    Returns:
+        Seconds of each step in which other programs took at most QUIET of the processors; what they took in every one.
+    """
+    contender = Ranks(name, ranks, 1, folder / "weights", batches, folder)
     try:
-        for name in names:
-            contenders.append(Ranks(name, ranks, 1, folder / "weights", batches, folder))
-        for number in range(steps + 1):
-            for contender in contenders:
-                turn = contender.turn(1)
-                if number:  # the first step learns what to gather ahead, and makes the optimizer's state
-                    seconds[contender.name].append(turn.seconds)
+        contender.turn(WARM)  # the first step learns what to gather ahead, and makes the optimizer's state
+        seconds, others = [], []
+        while len(seconds) < steps and len(others) < ATTEMPTS * steps:
+            turn = contender.turn(1)
+            others.append(turn.others)
+            if turn.others <= QUIET:
+                seconds.append(turn.seconds)
     finally:
-        for contender in contenders:
-            contender.stop()
-    return seconds
+        contender.stop()
+    return seconds, others
 
 
 def predictions(ranks: int, folder: Path, size: str) -> dict[str, Prediction]:
@@ -114,14 +147,25 @@ def verdict(measured: dict[str, float], predicted: dict[str, float]) -> tuple[fl
     return measured[choice] / min(measured.values()) - 1, statistics.correlation(*both)
 
 
+def agreement(visits: dict[str, list[list[float]]]) -> list[str]:
+    """How well the first two rounds agree, where there are two."""
+    both = [[statistics.median(each[number]) for each in visits.values() if len(each) > 1] for number in (0, 1)]
+    if len(both[0]) < 3:
+        return []
+    apart = statistics.median(abs(second / first - 1) for first, second in zip(*both, strict=True))
+    alike = statistics.correlation(*map(places, both))
+    return [f"- two rounds of the same grids: rank correlation {alike:.2f}, {apart:.1%} apart in the median"]
+
+
 def report(ranks: int, folder: Path, size: str) -> list[str]:
     """A section of Markdown for one number of ranks."""
-    timings = json.loads((folder / f"measured-{ranks}.json").read_text())
-    measured = {name: statistics.median(seconds[1:]) for name, seconds in timings.items()}  # caches are warm by then
+    visits = json.loads((folder / f"measured-{ranks}.json").read_text())
+    timings = {name: [seconds for each in of_grid for seconds in each] for name, of_grid in visits.items()}
+    measured = {name: statistics.median(seconds) for name, seconds in timings.items()}
     entries = {name: entry for name, entry in predictions(ranks, folder, size).items() if name in measured}
     predicted = {name: entry.total for name, entry in entries.items()}
     behind, alike = verdict(measured, predicted)
-    fastest = verdict({name: min(seconds[1:]) for name, seconds in timings.items()}, predicted)
+    fastest = verdict({name: min(seconds) for name, seconds in timings.items()}, predicted)
     machine = next(iter(entries.values())).job.machine
     scale = statistics.median(measured[name] / predicted[name] for name in measured)
     lines = [f"## {ranks} ranks", ""]
@@ -133,9 +177,12 @@ def report(ranks: int, folder: Path, size: str) -> list[str]:
     lines += [
         f"- with the fastest step of each grid in place of the median: {fastest[0]:.1%} and {fastest[1]:.2f}",
         f"- {len(measured)} of {len(grids(ranks))} grids; measured over predicted seconds: {scale:.2f} in the median",
+        *agreement(visits),
         f"- of this machine: products {machine.gemm_flops / 1e9:.0f} GFLOP/s a rank, links "
         f"{machine.fastest_link / 1e9:.2f} GB/s, memory {machine.memory_bandwidth / 1e9:.1f} GB/s, overlap "
-        f"{machine.overlap:.2f}, a step of a ring {machine.intra_step * 1e6:.0f} us",
+        f"{machine.overlap:.2f}, latency of a gather "
+        f"{1e3 * (machine.base + (ranks - 1) * machine.intra_step):.1f} ms, of an all-reduce "
+        f"{machine.relative_latency.get('all_reduce', 1.0):.1f} times that",
         "",
         "| grid | measured s | steps | predicted s | compute | x/y | z | data | other |",
         "| --- | --: | --: | --: | --: | --: | --: | --: | --: |",
@@ -145,7 +192,7 @@ def report(ranks: int, folder: Path, size: str) -> list[str]:
         exposed = [entry.seconds[f"exposed {axes}"] for axes in ("x/y", "z", "data")] + [entry.seconds["other"]]
         numbers = [entry.total, entry.total - entry.exposed, *exposed]
         lines.append(
-            f"| {name} | {measured[name]:.2f} | {len(timings[name]) - 1} | "
+            f"| {name} | {measured[name]:.2f} | {len(timings[name])} | "
             + " | ".join(f"{value:.2f}" for value in numbers)
             + " |"
         )
@@ -158,9 +205,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--folder", type=Path, required=True, help="for machine files and times")
     parser.add_argument("--size", choices=("60m", "tiny"), default="60m", help="the model, as in peers.py")
-    parser.add_argument("--steps", type=int, default=5, help="steps of a grid that count (5)")
-    parser.add_argument("--together", type=int, default=3, help="grids in a heat (3)")
-    parser.add_argument("--minutes", type=float, default=6, help="after so many no heat begins (6)")
+    parser.add_argument("--rounds", type=int, default=2, help="visits to each grid (2)")
+    parser.add_argument("--steps", type=int, default=4, help="steps of a visit that count (4)")
+    parser.add_argument("--minutes", type=float, default=10, help="after so many no visit begins (10)")
     parser.add_argument("--output", type=Path, help="write the report to this file")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -178,7 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.action == "links":
             links(ranks, options.folder)
         elif options.action == "measure":
-            measure(ranks, options.folder, options.size, options)
+            measure(ranks, options.folder, options)
         else:
             text += report(ranks, options.folder, options.size)
     if options.action == "report":

@@ -4,17 +4,18 @@
 
 All groups of one kind run at once, as they do in training and as the paper measured them: every ring of p ranks,
 `stride` apart, inside a node; then one ring through all nodes. NCCL (or RCCL) where there are GPUs, gloo on CPUs.
-Collective over the world; rank 0 writes the file. Numbers are medians, of the slowest rank.
+In training a rank comes to a collective from work of its own, and where ranks share cores they wait for each other; so
+what counts is what a collective adds to a product before it. Two sizes make a line: latency, and bytes over bandwidth.
+Collective over the world; rank 0 writes the file. Numbers are medians, of the slowest rank (timings.py).
 
 Source: AxoNN (arXiv 2502.08145), section on the performance model, for which groups are measured and how.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,24 +24,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_axonn.collectives import barrier, exchange, reduce_, start_all_gather, start_reduce_scatter
+from hf_axonn.collectives import exchange, reduce_, start_all_gather, start_reduce_scatter
 from hf_axonn.perf.machines import from_mapping
 from hf_axonn.perf.planner import divisors
+from hf_axonn.timings import UNMEASURED, Line, Timings
 
 
-ROUNDS = 5  # timings of which the median counts, after one that does not
-LONG = (
-    0.05  # seconds that a timing of something short lasts at least, by repeating it: processes that share cores take
-)
-# turns of some milliseconds, and what is shorter than a turn would seem to have a core to itself
-MOST_REPEATS = 10_000
-PAYLOADS = {"nccl": 2**28, "gloo": 2**23}  # bytes of a gathered tensor; AxoNN's authors took a gigabyte
-SMALL = 64  # bytes of a block whose gather is all latency
+PASSES = 11
+# Bytes of a gathered tensor, a short one and a long one. AxoNN's authors took a gigabyte. On gloo large blocks travel
+# in another way than small ones (gloo.py), and steps are made of large ones, so there the short one is not tiny.
+PAYLOADS = {"nccl": (2**10, 2**28), "gloo": (2**21, 2**23)}
 SIZES = {"cuda": (256, 512, 1024, 2048, 4096, 8192), "cpu": (64, 128, 256, 512, 1024)}
-BETWEEN = {"cuda": 2048, "cpu": 512}  # size of the product before a gather that is all latency
-COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes of a tensor that is copied to measure memory
+BETWEEN = {"cuda": 2048, "cpu": 512}  # size of the product before a collective
+COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes of a tensor that is copied, and of the weights of products: no cache
 TINY = 64  # numbers
-UNMEASURED = 1e-6  # seconds for a latency that came out below what a clock can tell
 
 
 def bench_links(output: str, *, seconds: float = 60.0) -> int:
@@ -48,7 +45,7 @@ def bench_links(output: str, *, seconds: float = 60.0) -> int:
 
     Args:
         output: the file that rank 0 writes.
-        seconds: when this is over no further kind of group is measured; the file names what is missing.
+        seconds: as `measure`; the file names what is missing.
     Raises:
         ValueError: not started by torchrun, or nodes differ in their number of processes.
     """
@@ -83,38 +80,47 @@ def measure(local: int, device: torch.device, *, seconds: float) -> dict[str, An
     Args:
         local: processes of a node; the world is nodes of as many.
         device: where.
-        seconds: most to spend on groups inside a node.
+        seconds: when they are over nothing is measured again, and rings of fewer ranks than a node not at all.
     """
     world, backend = dist.get_world_size(), dist.get_backend()
-    payload = PAYLOADS.get(backend, PAYLOADS["gloo"])
-    start = time.perf_counter()
-    table: dict[str, float] = {}
-    steps: dict[int, float] = {}
-    skipped = []
-    pairs = [(stride, ranks) for ranks in divisors(local)[1:] for stride in divisors(local // ranks)]
-    for stride, ranks in pairs:
-        # The clock of the slowest decides, so that all ranks measure the same groups.
-        if table and _slowest(time.perf_counter() - start, device) > seconds:
-            skipped.append(f"{stride}x{ranks}")
-            continue
-        group = _siblings(stride, ranks)
-        if stride == 1:
-            steps[ranks] = _latency_seconds(group, device)
-        table[f"{stride}x{ranks}"] = _ring_bandwidth(payload, group, device) / 1e9
-    base, intra_step = _latency(steps)
+    payloads = PAYLOADS.get(backend, PAYLOADS["gloo"])
+    timings = Timings(device)
+    _add_compute(timings, device)
+    whole = "world" if world > local else f"1x{local}"
+    if world > local:
+        _add_collectives(timings, "all_gather", whole, dist.group.WORLD, payloads, device)
+    rings = [(stride, ranks) for ranks in divisors(local)[1:] for stride in divisors(local // ranks)]
+    rings.sort(key=lambda ring: (ring[0] > 1, -ring[1]))  # what latency and relative costs are made of first
+    for stride, ranks in rings:
+        name, group = f"{stride}x{ranks}", _siblings(stride, ranks)
+        _add_collectives(timings, "all_gather", name, group, payloads, device, optional=name != f"1x{local}")
+    for kind in ("reduce_scatter", "all_to_all", "all_reduce") if world > 1 else ():
+        _add_collectives(timings, kind, whole, dist.group.WORLD, payloads, device)
+    timings.run(PASSES, seconds)
+
+    skipped = sorted({name.split()[1] for name in timings.missing})
+    lines = {
+        (stride, ranks): _line(timings, "all_gather", f"{stride}x{ranks}", ranks, payloads)
+        for stride, ranks in sorted(rings)
+        if f"{stride}x{ranks}" not in skipped
+    }
+    table = {f"{stride}x{ranks}": line.bandwidth / 1e9 for (stride, ranks), line in lines.items()}
+    base, intra_step = _latency({ranks: line.latency for (stride, ranks), line in lines.items() if stride == 1})
     inter, inter_step, how_inter = max(table.values(), default=1.0), intra_step, "not measured, there is one node: "
     how_inter += "the fastest ring in it"
     if world > local:
-        inter = _ring_bandwidth(payload, dist.group.WORLD, device) / 1e9
-        nodes = world // local
-        through = _latency_seconds(dist.group.WORLD, device)
-        inter_step = max(UNMEASURED, (through - base - (world - nodes) * intra_step) / (nodes - 1))
+        through, nodes = _line(timings, "all_gather", whole, world, payloads), world // local
+        inter = through.bandwidth / 1e9
+        inter_step = max(UNMEASURED, (through.latency - base - (world - nodes) * intra_step) / (nodes - 1))
         how_inter = f"measured: one ring through {nodes} nodes"
-    products = _products(device)
+    sizes = SIZES[device.type]
+    products = {size: 6 * size * sizes[-1] ** 2 / timings.seconds(f"product {size}") / 1e12 for size in sizes}
     best = max(products.values())
-    costs, overlap = _relative_costs(payload, device), _overlap(payload, device)
+    costs, latencies = _relative(timings, whole, payloads)
+    overlap = _overlap(timings, whole, payloads, device, seconds=seconds)
     how = f"measured by hf-axonn bench-links: {backend}, torch {torch.__version__}, {local} processes a node"
     how_intra = how + (f"; not measured for want of time: {', '.join(skipped)}" if skipped else "")
+    how_line = f"{how}; what collectives of {payloads[0]} and {payloads[1]} bytes add to a product"
     on_gpu = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if on_gpu else None
     return {
@@ -126,11 +132,12 @@ def measure(local: int, device: torch.device, *, seconds: float) -> dict[str, An
         "gemm_fraction": 1.0,
         "gemm_by_size": {str(size): rate / best for size, rate in products.items()},
         "memory_gib": (properties.total_memory if properties else _host_memory() / local) / 2**30,
-        "memory_gbs": _copy_bandwidth(device) / 1e9,
+        "memory_gbs": 2 * COPIED[device.type] / timings.seconds("copy") / 1e9,
         "memory_fraction": 1.0,
-        "kernel_us": _shortest(device) * 1e6,
+        "kernel_us": timings.seconds("shortest") * 1e6,
         "overlap": overlap,
         "relative_cost": costs,
+        "relative_latency": latencies,
         "units": properties.multi_processor_count if properties else 1,
         "intra_gbs": table or 1.0,
         "inter_gbs": inter,
@@ -138,19 +145,20 @@ def measure(local: int, device: torch.device, *, seconds: float) -> dict[str, An
         "sources": {
             "gpus_per_node": how,
             "peak_tflops": f"{how}; the fastest product, not an advertised rate, so utilisation is a share of that",
-            "gemm_tflops": f"{how}; the fastest square product",
+            "gemm_tflops": f"{how}; products of Linears, {sizes[-1]} wide, on the best number of tokens",
             "gemm_fraction": "1: gemm_by_size is measured",
-            "gemm_by_size": f"{how}; square products, all processes at once",
+            "gemm_by_size": f"{how}; products of Linears, {sizes[-1]} wide, by tokens, all processes at once",
             "memory_gib": "torch" if on_gpu else "the host's memory, divided by its processes",
             "memory_gbs": f"{how}; a copy, read and written",
             "memory_fraction": "1: memory_gbs is measured",
             "kernel_us": f"{how}; adding one to {TINY} numbers",
-            "overlap": f"{how}; a product and a gather alone and at once",
-            "relative_cost": f"{how}; of {payload} bytes in a ring of all ranks, beside an all-gather",
+            "overlap": f"{how}; products and a gather, one after the other and at once",
+            "relative_cost": f"{how_line}, in a ring of all ranks: bytes, over those of an all-gather",
+            "relative_latency": f"{how_line}, in a ring of all ranks: the rest, over that of an all-gather",
             "units": "torch" if on_gpu else "1: gemm_by_size is measured",
             "intra_gbs": how_intra if table else "not measured, a node has one process: 1 stands for nothing",
             "inter_gbs": f"{how_inter}; {how}",
-            "latency_us": f"{how}; what gathers of {SMALL} bytes by 2 and by {local} ranks of a node add to a product",
+            "latency_us": f"{how_line}: the part that is not bytes, of gathers by 2 and by {local} ranks",
         },
     }
 
@@ -165,65 +173,73 @@ def _siblings(stride: int, ranks: int):
     return group
 
 
-def _slowest(value: float, device: torch.device) -> float:
-    """The largest of all ranks' values. One all-reduce over the world."""
-    return float(reduce_(torch.tensor(value, dtype=torch.float64, device=device), dist.group.WORLD, op="max"))
+def _add_compute(timings: Timings, device: torch.device) -> None:
+    """Products of Linears (bf16 on GPUs, float32 on CPUs), a copy, and an operation on next to nothing.
 
-
-def _median_seconds(action: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of `action`: the median of ROUNDS, each begun by all ranks together and over with the slowest.
-
-    What is over in less than LONG is repeated.
+    Linears have the largest of SIZES in and out, and as many tokens as each of them: forward, dI and dW, with operands
+    as the engine hands them to the library. They take turns, so that weights come from memory as they do in a step.
     """
+    dtype, width = torch.bfloat16 if device.type == "cuda" else torch.float32, SIZES[device.type][-1]
+    count = max(1, COPIED[device.type] // (width * width * dtype.itemsize))
+    weights = itertools.cycle([torch.randn(width, width, device=device).to(dtype) for _ in range(count)])
 
-    def seconds(repeats: int) -> float:
-        barrier()
-        _finish(device)
-        start = time.perf_counter()
-        for _ in range(repeats):
-            action()
-        _finish(device)
-        return _slowest((time.perf_counter() - start) / repeats, device)
+    def products(input_: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weight = next(weights)
+        return input_ @ weight.t(), grad @ weight, grad.t() @ input_
 
-    seconds(1)
-    # The same number of repeats on all ranks.
-    repeats = min(MOST_REPEATS, max(1, round(LONG / max(seconds(1), UNMEASURED))))
-    return statistics.median(seconds(repeats) for _ in range(ROUNDS))
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    for size in SIZES[device.type]:
+        operands = [torch.randn(size, width, device=device).to(dtype) for _ in range(2)]
+        timings.add(f"product {size}", lambda operands=operands: products(*operands))
+    timings.add("between", _between(device))
+    source: Tensor = torch.zeros(COPIED[device.type] // 4, device=device)
+    target = torch.empty_like(source)
+    timings.add("copy", lambda: target.copy_(source))
+    value = torch.zeros(TINY, device=device)
+    timings.add("shortest", lambda: value.add(1))
 
 
-def _gather_seconds(nbytes: int, group, device: torch.device) -> float:
-    """Seconds to all-gather blocks of `nbytes`, in all groups at once."""
-    block = torch.zeros(max(1, nbytes // 4), device=device)
-    return _median_seconds(lambda: start_all_gather(block, group).wait(), device)
+def _between(device: torch.device) -> Callable[[], Tensor]:
+    """The product that comes before a collective."""
+    left, right = (torch.randn(BETWEEN[device.type], BETWEEN[device.type], device=device) for _ in range(2))
+    return lambda: left @ right
 
 
-def _latency_seconds(group, device: torch.device) -> float:
-    """What a gather of SMALL bytes adds to a product before it, in all groups at once.
+def _add_collectives(
+    timings: Timings,
+    kind: str,
+    name: str,
+    group,
+    payloads: tuple[int, int],
+    device: torch.device,
+    *,
+    optional: bool = False,
+) -> None:
+    """A product and then a collective over `group`, of a short and of a long tensor."""
+    first = _between(device)
+    for payload in payloads:
+        blocks = torch.zeros(group.size(), _elements(payload, group.size()), device=device)
+        start = {
+            "all_gather": lambda blocks=blocks: start_all_gather(blocks[0], group).wait(),
+            "reduce_scatter": lambda blocks=blocks: start_reduce_scatter(blocks, group).wait(),
+            "all_to_all": lambda blocks=blocks: exchange(blocks, group),
+            "all_reduce": lambda blocks=blocks: reduce_(blocks, group),
+        }[kind]
+        timings.add(f"{kind} {name} {payload}", lambda start=start: (first(), start()), optional=optional)
 
-    In training ranks come to a collective from work of their own, and where they share cores they wait for each other.
-    """
-    size = BETWEEN[device.type]
-    left, right = (torch.randn(size, size, device=device) for _ in range(2))
-    block = torch.zeros(SMALL // 4, device=device)
 
-    def both() -> None:
-        left @ right
-        start_all_gather(block, group).wait()
-
-    alone = _median_seconds(lambda: left @ right, device)
-    return max(UNMEASURED, _median_seconds(both, device) - alone)
+def _elements(payload: int, ranks: int) -> int:
+    """Of a rank's block of float32."""
+    return max(1, payload // 4 // ranks)
 
 
-def _ring_bandwidth(payload: int, group, device: torch.device) -> float:
-    """Bytes/s that a rank sends while a tensor of `payload` bytes is gathered in all groups at once."""
-    ranks = group.size()
-    block = payload // ranks
-    return (ranks - 1) * block / _gather_seconds(block, group, device)
+def _line(timings: Timings, kind: str, name: str, ranks: int, payloads: tuple[int, int]) -> Line:
+    """Of p blocks an all-gather, a reduce-scatter and an all-to-all send p - 1, an all-reduce twice that."""
+    times = 2 if kind == "all_reduce" else 1
+    points = [
+        (4 * times * (ranks - 1) * _elements(payload, ranks), timings.beyond(f"{kind} {name} {payload}", "between"))
+        for payload in payloads
+    ]
+    return Line.through(*points)
 
 
 def _latency(steps: dict[int, float]) -> tuple[float, float]:
@@ -236,71 +252,50 @@ def _latency(steps: dict[int, float]) -> tuple[float, float]:
     return max(UNMEASURED, steps[few] - (few - 1) * step), step
 
 
-def _products(device: torch.device) -> dict[int, float]:
-    """TFLOP/s of square products by size: bf16 on GPUs, float32 on CPUs."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    found = {}
-    for size in SIZES[device.type]:
-        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        found[size] = 2 * size**3 / _median_seconds(lambda a=left, b=right: a @ b, device) / 1e12
-    return found
-
-
-def _shortest(device: torch.device) -> float:
-    """Seconds of an operation on next to nothing."""
-    value = torch.zeros(TINY, device=device)
-    return max(UNMEASURED, _median_seconds(lambda: value.add(1), device))
-
-
-def _relative_costs(payload: int, device: torch.device) -> dict[str, float]:
-    """By kind, seconds of a collective over all ranks, over those of an all-gather in which a rank sends as much.
-
-    Of p blocks a reduce-scatter and an all-to-all send p - 1, as a gather does, and an all-reduce twice that.
-    """
+def _relative(timings: Timings, whole: str, payloads: tuple[int, int]) -> tuple[dict[str, float], dict[str, float]]:
+    """By kind, seconds a byte and latency over all ranks, over those of an all-gather."""
     world = dist.get_world_size()
     if world == 1:
-        return {}
-    block = payload // 4 // world
-    whole = torch.zeros(world, block, device=device)
-    gather = _gather_seconds(4 * block, dist.group.WORLD, device)
-    found = {
-        "reduce_scatter": _median_seconds(lambda: start_reduce_scatter(whole, dist.group.WORLD).wait(), device),
-        "all_to_all": _median_seconds(lambda: exchange(whole, dist.group.WORLD), device),
-        "all_reduce": _median_seconds(lambda: reduce_(whole, dist.group.WORLD), device) / 2,
-    }
-    return {kind: seconds / gather for kind, seconds in found.items()}
+        return {}, {}
+    gather = _line(timings, "all_gather", whole, world, payloads)
+    kinds = ("reduce_scatter", "all_to_all", "all_reduce")
+    lines = {kind: _line(timings, kind, whole, world, payloads) for kind in kinds}
+    costs = {kind: gather.bandwidth / line.bandwidth for kind, line in lines.items()}
+    return costs, {kind: line.latency / gather.latency for kind, line in lines.items()}
 
 
-def _overlap(payload: int, device: torch.device) -> float:
-    """Share of a gather that goes on beside a product of about as many seconds, 0 to 1."""
-    world, size = dist.get_world_size(), SIZES[device.type][-1]
+def _overlap(
+    timings: Timings, whole: str, payloads: tuple[int, int], device: torch.device, *, seconds: float
+) -> float:
+    """Share of a gather that goes on beside products of about as many seconds, 0 to 1. Collective over the world."""
+    world = dist.get_world_size()
     if world == 1:
         return 1.0
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    block = torch.zeros(payload // 4 // world, device=device)
-    gather = _gather_seconds(block.nbytes, dist.group.WORLD, device)
-    times = max(1, round(gather / _median_seconds(lambda: left @ right, device)))
+    multiply = _between(device)
+    gather = timings.beyond(f"all_gather {whole} {payloads[1]}", "between")
+    block = torch.zeros(_elements(payloads[1], world), device=device)
+    times = max(1, round(gather / timings.seconds("between")))  # the same on all ranks, as the slowest's seconds are
 
-    def multiply() -> None:
+    def products() -> None:
         for _ in range(times):
-            left @ right
+            multiply()
 
-    def both() -> None:
+    def apart() -> None:
+        products()
+        start_all_gather(block, dist.group.WORLD).wait()
+
+    def at_once() -> None:
         pending = start_all_gather(block, dist.group.WORLD)
-        multiply()
+        products()
         pending.wait()
 
-    product = _median_seconds(multiply, device)
-    hidden = product + gather - _median_seconds(both, device)
-    return min(1.0, max(0.0, hidden / min(product, gather)))
-
-
-def _copy_bandwidth(device: torch.device) -> float:
-    """Bytes/s that a copy reads and writes."""
-    source: Tensor = torch.zeros(COPIED[device.type] // 4, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / _median_seconds(lambda: target.copy_(source), device)
+    both = Timings(device)
+    for name, action in (("products", products), ("apart", apart), ("at once", at_once)):
+        both.add(name, action)
+    both.run(PASSES, seconds)
+    alone = both.seconds("products")
+    hidden = both.beyond("apart", "at once")
+    return min(1.0, hidden / max(UNMEASURED, min(alone, both.seconds("apart") - alone)))
 
 
 def _host_memory() -> int:

@@ -6,6 +6,8 @@
     tree        an all-reduce takes this where it is faster, as in NCCL: base + 2 (intra steps in a node + log2(nodes)
                 inter steps), the whole tensor twice
     exchange    all-to-all: base + steps as a ring; what leaves a node is divided by all of the node's bandwidth
+    measured    a kind that the machine's relative_latency has: that factor times base + p - 1 steps, in place of the
+                start-up and steps above
 
 Bandwidth is the machine's for the stride and length of the ring, machines.py. Axes that lie side by side in the order
 make one longer ring. Bytes that a rank sends for a payload: ledger.py.
@@ -101,15 +103,19 @@ class Links:
         p = ring.ranks
         step = (ring.nodes - 1) * machine.inter_step + (p - ring.nodes) * machine.intra_step
         cost = machine.relative_cost.get(kind, 1.0)
+        latency = calls * (machine.base + step) * machine.relative_latency.get(kind, 1.0)
         if kind == "all_reduce":
-            by_ring = calls * (machine.base + 2 * step) + cost * 2 * (p - 1) / p * payload / ring.bandwidth
+            by_ring = cost * 2 * (p - 1) / p * payload / ring.bandwidth
+            if kind in machine.relative_latency:  # measured, whatever the algorithm is
+                return latency + by_ring
             depth = (p / ring.nodes - 1) * machine.intra_step + math.log2(ring.nodes) * machine.inter_step
-            return min(by_ring, calls * (machine.base + 2 * depth) + cost * 2 * payload / ring.bandwidth)
+            by_tree = calls * (machine.base + 2 * depth) + cost * 2 * payload / ring.bandwidth
+            return min(calls * (machine.base + 2 * step) + by_ring, by_tree)
         if kind in ("all_to_all", "exchange"):
             sent = payload if kind == "exchange" else (p - 1) / p * payload
-            return calls * (machine.base + step) + cost * sent / ring.scatter
+            return latency + cost * sent / ring.scatter
         sent = payload if kind == "broadcast" else (p - 1) * payload
-        return calls * (machine.base + step) + cost * sent / ring.bandwidth
+        return latency + cost * sent / ring.bandwidth
 
     def of(self, key: Key, volume: Volume) -> float:
         """Seconds of an entry of a ledger."""

@@ -25,7 +25,8 @@ Made = TypeVar("Made")
 FOLDER = Path(__file__).with_name("machines")
 NUMBERS = ("gpus_per_node", "peak_tflops", "gemm_tflops", "memory_gib", "memory_gbs", "units", "inter_gbs")
 REQUIRED = (*NUMBERS, "intra_gbs", "latency_us")
-OPTIONAL = ("gemm_fraction", "gemm_by_size", "memory_fraction", "kernel_us", "overlap", "relative_cost")
+OPTIONAL = ("gemm_fraction", "gemm_by_size", "memory_fraction", "kernel_us", "overlap")
+FACTORS = ("relative_cost", "relative_latency")  # by kind of collective; optional too
 LATENCIES = ("base", "intra", "inter")
 # What products in a training step reach of the best one measured: docs/planning.md derives it from Megatron-LM's
 # published runs on A100.
@@ -54,6 +55,8 @@ class Machine:
             where the cores that compute move it.
         relative_cost: by kind of collective, its time over that of an all-gather in which a rank sends as much; 1 for
             kinds that are not in it.
+        relative_latency: by kind of collective, its start-up and steps over those of an all-gather by as many ranks;
+            links.py says what holds for kinds that are not in it.
         units: multiprocessors of a GPU.
         intra: bytes/s by (stride between neighbours of a ring, ranks of a ring); or
         intra_any: bytes/s of every ring in a node, where a switch joins all.
@@ -75,6 +78,7 @@ class Machine:
     kernel: float = KERNEL_US * 1e-6
     overlap: float = 1.0
     relative_cost: dict[str, float] = field(default_factory=dict, hash=False)
+    relative_latency: dict[str, float] = field(default_factory=dict, hash=False)
     units: int
     intra: dict[tuple[int, int], float] = field(default_factory=dict, hash=False)
     intra_any: float | None = None
@@ -165,7 +169,7 @@ def from_mapping(text: Any) -> Machine:
     if not isinstance(text, dict):
         raise ValueError("it holds no keys: write the keys of hf_axonn/perf/machines/frontier.json.")
     missing = [key for key in ("name", *REQUIRED) if key not in text]
-    unknown = [key for key in text if key not in ("name", "description", "sources", *REQUIRED, *OPTIONAL)]
+    unknown = [key for key in text if key not in ("name", "description", "sources", *REQUIRED, *OPTIONAL, *FACTORS)]
     if missing or unknown:
         wrong = [f"{key} is missing" for key in missing] + [f"{key} is unknown" for key in unknown]
         raise ValueError(f"{', '.join(wrong)}: it needs the keys name, {', '.join(REQUIRED)}.")
@@ -175,7 +179,7 @@ def from_mapping(text: Any) -> Machine:
         if not isinstance(text[key], int):
             raise ValueError(f"{key} is {text[key]!r}, but it is a whole number.")
     sources = text.get("sources") or {}
-    unsourced = [key for key in (*REQUIRED, *OPTIONAL) if key in text and not sources.get(key)]
+    unsourced = [key for key in (*REQUIRED, *OPTIONAL, *FACTORS) if key in text and not sources.get(key)]
     if unsourced:
         raise ValueError(f"sources says nothing of {', '.join(unsourced)}: write where each number comes from.")
     latency = text["latency_us"]
@@ -200,7 +204,7 @@ def from_mapping(text: Any) -> Machine:
         memory_fraction=measured["memory_fraction"],
         kernel=measured["kernel_us"] * 1e-6,
         overlap=float(overlap),
-        relative_cost=_relative_cost(text.get("relative_cost", {})),
+        **{key: _factors(key, text.get(key, {})) for key in FACTORS},
         gemm_by_size=_by_size(text.get("gemm_by_size", {})),
         memory=text["memory_gib"] * 2**30,
         memory_bandwidth=text["memory_gbs"] * 1e9,
@@ -236,13 +240,12 @@ def _intra(given: Any, gpus_per_node: int) -> dict[str, Any]:
     return {"intra": table}
 
 
-def _relative_cost(given: Any) -> dict[str, float]:
+def _factors(key: str, given: Any) -> dict[str, float]:
+    """Numbers above 0 by kind of collective."""
     if not isinstance(given, dict) or set(given) - set(KINDS):
-        raise ValueError(
-            f"relative_cost is {given!r}, but it maps kinds of collectives ({', '.join(KINDS)}) to factors."
-        )
+        raise ValueError(f"{key} is {given!r}, but it maps kinds of collectives ({', '.join(KINDS)}) to factors.")
     for kind, value in given.items():
-        _positive(f"relative_cost.{kind}", value)
+        _positive(f"{key}.{kind}", value)
     return {kind: float(value) for kind, value in given.items()}
 
 
