@@ -1,6 +1,6 @@
 """One rank of a grid of thousands: the real engine's training step, without the other ranks and without values.
 
-    python benchmarks/simulate.py                                   Llama 405B and the paper's 80B GPT, 16,384 ranks
+    python benchmarks/simulate.py                                   Llama 405B, DeepSeek-V3 and the paper's 80B GPT
     python benchmarks/simulate.py --case llama-405b --grid data=2,z=64,y=8,x=16 --rank 77
     python benchmarks/simulate.py --groups 1024 8192 32768          and what building the process groups takes
 
@@ -25,6 +25,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from unittest import mock
 
@@ -40,15 +41,18 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Starcoder2Config
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig, Starcoder2Config
 
 from hf_axonn import Grid, __version__, parallelize
+from hf_axonn.built_shapes import shape_of
 from hf_axonn.gradients import syncing
 from hf_axonn.grid import grid_mesh
 from hf_axonn.perf import models
+from hf_axonn.perf.layers import Stack
 from hf_axonn.perf.ledger import Ledger
 from hf_axonn.perf.memory import memory
-from hf_axonn.perf.shapes import ModelShape, Step
+from hf_axonn.perf.model import layout_of
+from hf_axonn.perf.shapes import Step
 from hf_axonn.perf.volumes import volumes
 from hf_axonn.traffic import count_traffic
 
@@ -68,10 +72,10 @@ class Case:
     checkpointing: bool = True
     bf16: bool = True
 
-    @property
-    def shape(self) -> ModelShape:
+    @cached_property
+    def shape(self) -> Stack:
         """The model as the planner reads its config."""
-        return models.from_config(self.config.to_dict())
+        return shape_of(self.config.to_dict())
 
     @property
     def step(self) -> Step:
@@ -97,6 +101,7 @@ def gpt(name: str) -> PreTrainedConfig:
 
 CASES = {
     "llama-405b": Case(LlamaConfig(**LLAMA_405B), Grid(data=4, z=64, y=8, x=8), rows=1, seq=8192),
+    "deepseek-v3": Case(DeepseekV3Config(), Grid(data=4, z=64, y=8, x=8), rows=1, seq=4096),
     "gpt-80b": Case(gpt("gpt-80b"), Grid(data=64, z=64, y=2, x=2), rows=1, seq=2048),
 }
 
@@ -105,11 +110,13 @@ class NoValues(TorchDispatchMode):
     """Answers for fake tensors what only values could tell.
 
     A number of a tensor that this rank made of a list is what it put there (as if all ranks had said the same), any
-    other number is 1, and everything is nonzero.
+    other number is 1. Every number is nonzero. Of truth values one in `parts` is true, in each place alike: tokens
+    spread evenly over the experts of `parts` ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parts: int) -> None:
         super().__init__()
+        self.parts = parts
         self._lists: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -117,8 +124,11 @@ class NoValues(TorchDispatchMode):
             values = self._lists.get(args[0].untyped_storage())
             return 1 if values is None else values[args[0].storage_offset()]
         if func is torch.ops.aten.nonzero.default:
-            return args[0].new_empty((args[0].numel(), args[0].dim()), dtype=torch.int64)
+            found = args[0].numel() // (self.parts if args[0].dtype == torch.bool else 1)
+            return args[0].new_empty((found, args[0].dim()), dtype=torch.int64)
         result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.sum.dim_IntList and args[0].dtype == torch.bool:
+            self._lists[result.untyped_storage()] = [args[0].numel() // result.numel() // self.parts] * result.numel()
         if func is torch.ops.aten.lift_fresh.default and args[0].dim():
             with no_dispatch():
                 self._lists[result.untyped_storage()] = args[0].flatten().tolist()
@@ -202,7 +212,8 @@ def simulate(case: Case, rank: int = 0) -> Outcome:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(case.config, dtype=torch.float32).train()
         model, _ = parallelize(model, case.grid)
-        with FakeTensorMode(allow_non_fake_inputs=True), NoValues(), values_are_read():
+        parts = case.grid.x * case.grid.y
+        with FakeTensorMode(allow_non_fake_inputs=True), NoValues(parts), values_are_read():
             faked(model)
             ids = torch.zeros(case.rows, case.seq, dtype=torch.int64)
             count = torch.ones((), dtype=torch.int64)
@@ -251,7 +262,7 @@ def _step(model: nn.Module, case: Case, ids: Tensor, count: Tensor) -> Outcome:
 
 def compare(case: Case, outcome: Outcome, rank: int = 0) -> tuple[list[str], bool]:
     """What the planner says beside what was counted, as Markdown, and whether they agree."""
-    layout = "feature" if case.grid.y > 1 else "token"
+    layout = layout_of(case.shape, case.grid)
     said = volumes(case.shape, case.grid, case.step, layout=layout, rank=rank)
     needed = memory(case.shape, case.grid, case.step, layout=layout)
     elements, size = needed.parameters, case.step.param_bytes

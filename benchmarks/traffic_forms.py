@@ -27,7 +27,8 @@ def all_reduce_form(shape: ModelShape, grid: Grid, step: Step, *, fused: bool) -
         ledger.add("forward", "all_reduce", (inner,), unit * linear.rows // getattr(grid, outer))
         ledger.add("backward", "all_reduce", (outer,), unit * linear.cols // getattr(grid, inner))
 
-    for columns, row in (shape.attention(), shape.mlp()):
+    for block in (shape.attention, shape.mlp):
+        columns, row = block.columns, block.row
         if fused:
             columns = [LinearShape(sum(column.rows for column in columns), columns[0].cols)]
         for column in columns:

@@ -15,13 +15,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hf_axonn.built_shapes import shape_of
 from hf_axonn.config import AxonnConfig
 from hf_axonn.grid import Grid
 from hf_axonn.launch import read_launch_file, write_temporary
 from hf_axonn.launch_file import SECTION, Launch, check_spelling, resolve
-from hf_axonn.perf import machines, models
+from hf_axonn.perf import machines
+from hf_axonn.perf.layers import Stack
 from hf_axonn.perf.memory import MOMENT_BYTES, RESERVE, memory
-from hf_axonn.perf.shapes import ModelShape, Step
+from hf_axonn.perf.shapes import Step
 
 
 FINE, WARNED, REFUSED = 0, 1, 2
@@ -244,7 +246,7 @@ def _examine_memory(
     states = local * (2 * size + MOMENT_BYTES)
     total, text = states, f"memory of rank 0: {states / GIB:.2f} GiB parameters, gradients and AdamW's moments"
     try:
-        shape = models.from_config(config)
+        shape = shape_of(config)
     except ValueError as problem:
         findings.facts.append(f"{text}; what a step takes besides is not known: {problem}")
     else:
@@ -272,6 +274,7 @@ def _examine_memory(
             f"{text}, {more}; about {total / GIB:.2f} GiB at the worst moment of a step ({step.rows} row(s) of "
             f"{step.seq} tokens, checkpointing {'on' if step.checkpointing else 'off'})"
         )
+        findings.facts += [f"note: {note}" for note in shape.notes]
     capacity = options.gpu_memory * GIB if options.gpu_memory else None
     if options.machine:
         capacity = machines.load(options.machine).memory
@@ -282,6 +285,6 @@ def _examine_memory(
         )
 
 
-def _kept_layers(config: AxonnConfig, shape: ModelShape) -> int:
+def _kept_layers(config: AxonnConfig, shape: Stack) -> int:
     keep = config.keep_gathered
-    return {"all": shape.layers, "none": 0}[keep] if isinstance(keep, str) else keep
+    return {"all": shape.depth, "none": 0}[keep] if isinstance(keep, str) else keep

@@ -109,7 +109,7 @@ def header(job: Job, gpus: str) -> str:
 
 def lines(found: Plan, top: int) -> list[str]:
     """A plan as text: the table, what is left out, how sure it is, and what to paste."""
-    text = [header(found.job, f"{found.gpus:,}"), ""]
+    text = [header(found.job, f"{found.gpus:,}"), *(f"note: {note}" for note in found.job.shape.notes), ""]
     if found.ranked:
         text.append(
             f"{'':>3} {'data':>5} {'z':>5} {'y':>5} {'x':>5} {'micro':>5} {'step s':>8} {'compute':>8} {'x/y':>7} "
@@ -189,7 +189,7 @@ def entry_json(entry: Prediction) -> dict:
         "step_seconds": entry.total,
         "seconds": entry.seconds,
         "communication_seconds": entry.traffic,
-        "layer_seconds": entry.layer._asdict(),
+        "layer_seconds": [{"layers": count, **layer._asdict()} for layer, count in entry.layers],
         "tokens_per_second": entry.tokens_per_second,
         "flops_per_gpu": entry.flops,
         "mfu": entry.mfu,

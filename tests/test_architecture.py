@@ -20,6 +20,7 @@ FLOORS = [
         "collectives",
         "gloo",
         "importing",
+        "nodes",
         "pending",
         "placement",
         "compat",
@@ -35,8 +36,12 @@ FLOORS = [
         "progress",
         "termination",
         "verdict",
+        "perf.exposed",
+        "perf.layer_volumes",
+        "perf.layers",
         "perf.ledger",
         "perf.shapes",
+        "perf.shares",
         "perf.volumes",
         "perf.machines",
         "perf.models",
@@ -82,7 +87,16 @@ FLOORS = [
         "expert_weights",
         "router_loss",
     },
-    {"adafactor", "built_shapes", "samplers", "plain_models", "plain_values", "whole_model"}
+    {
+        "adafactor",
+        "built_shapes",
+        "found_shapes",
+        "layer_probe",
+        "samplers",
+        "plain_models",
+        "plain_values",
+        "whole_model",
+    }
     | {"export", "parallelize", "gradients", "checkpoint", "adapter_files", "injection", "plain_checkpoint"},
     {"accelerator_data", "accelerator_files", "accelerator_training", "dispatching", "grid_accelerator"}
     | {
@@ -98,7 +112,7 @@ FLOORS = [
         "launch_file",
         "_autoload",
     },
-    {"trainer", "trl", "cli", "doctor", "plan_cli", "plan_plots", "bench_links"},
+    {"trainer", "trl", "cli", "doctor", "plan_cli", "plan_plots", "bench_links", "timings"},
 ]
 FLOOR = {name: number for number, floor in enumerate(FLOORS) for name in floor}
 ENGINE = ROOT / "hf_axonn"

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_axonn.built_shapes import built_shape, read_shape
 from hf_axonn.cli import main
 from hf_axonn.perf import models
+from hf_axonn.perf.layers import Block, Experts, LinearShape, Whole
 
 
 SIZES = dict(hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6, vocab_size=131)
@@ -21,7 +22,13 @@ KNOWN = ("llama", "qwen2", "qwen3", "gemma2", "starcoder2", "phi3")  # read both
 @pytest.mark.parametrize("kind", KNOWN)
 def test_modules_say_what_the_families_say(kind):
     config = AutoConfig.for_model(kind, **SIZES, head_dim=8).to_dict()
-    assert built_shape(config) == models.from_config(config)
+    built, known = built_shape(config), models.from_config(config)
+    (layer, count), (same, layers) = built.runs[0], known.runs[0]
+    assert (count, layer.parts, layer.norms, layer.ends) == (layers, same.parts, same.norms, same.ends)
+    # In the order of the model here, of the blocks there.
+    assert sorted(built.weights) == sorted(known.weights) and sorted(built.replicated) == sorted(known.replicated)
+    assert (built.tied, built.centered, built.tables) == (known.tied, known.centered, known.tables)
+    assert (built.features, built.ends_whole, built.loose) == (True, known.ends_whole, False)
 
 
 UNKNOWN = {"ministral": {"head_dim": 8}, "helium": {"head_dim": 8}, "stablelm": {}, "cohere": {}, "glm": {}}
@@ -36,21 +43,77 @@ def test_a_type_that_is_not_known_by_name_is_built(kind, tmp_path):
         model = AutoModelForCausalLM.from_config(config)
     shape = read_shape(str(tmp_path))
     assert shape.parameters() == sum(parameter.numel() for parameter in model.parameters())
-    assert (shape.layers, shape.hidden, shape.heads, shape.kv, shape.intermediate) == (3, 48, 6, 3, 40)
+    ((layer, count),) = shape.runs
+    attention, mlp = layer.blocks
+    assert (count, shape.hidden, attention.query, attention.kv, mlp.row.cols) == (3, 48, 6, 3, 40)
+    assert not shape.notes and shape.features
+
+
+def test_a_mixture_by_hand():
+    """Two of four experts on each token: 3 * 48 * 24 a piece, chosen by a router [4, 48]; all with their own norms."""
+    config = AutoConfig.for_model("mixtral", **SIZES | {"intermediate_size": 24}, num_local_experts=4)
+    shape = built_shape(config.to_dict())
+    ((layer, count),) = shape.runs
+    attention, experts = layer.parts
+    assert count == 3 and attention.query == 6 and isinstance(experts, Experts)
+    assert (experts.number, experts.chosen, experts.weights) == (4, 2, (LinearShape(48, 48), LinearShape(48, 24)))
+    assert layer.routed == 4 and not shape.features  # a router works on whole tokens
+    linears = 2 * 48 * 48 + 2 * 48 * 24
+    squares = 2 * 7 * 2 * 48
+    assert shape.flops(7) == 3 * (2 * (linears + 2 * 3 * 48 * 24 + 4 * 48) + squares)
+    assert shape.parameters() == 3 * (linears + 4 * 3 * 48 * 24 + 4 * 48 + 2 * 48) + 2 * 131 * 48 + 48
+
+
+def test_layers_that_differ_are_runs():
+    sizes = SIZES | dict(num_key_value_heads=6, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    sizes |= dict(n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16)
+    sizes |= dict(qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+    shape = built_shape(AutoConfig.for_model("deepseek_v3", **sizes).to_dict())
+    (dense, one), (sparse, two) = shape.runs
+    assert (one, two, shape.depth) == (1, 2, 3) and shape.kinds[0] == (sparse, 2)
+    assert len(dense.parts) == 2 and [type(part) for part in sparse.parts] == [Block, Experts, Block]
+    latent = dense.parts[0]
+    assert (latent.down, latent.rotary) == ((LinearShape(24, 48), LinearShape(16, 48)), 8)
+    assert (latent.query_features, latent.value_features) == (6 * 16, 6 * 8)
+
+
+def test_what_needs_whole_sequences_is_noted():
+    shape = built_shape(
+        AutoConfig.for_model("codegen", **SIZES | {"num_attention_heads": 4, "rotary_dim": 4}).to_dict()
+    )
+    (note,) = shape.notes
+    assert note.startswith("modules that need whole sequences (attn) are reckoned as their Linears")
+    loose = built_shape(AutoConfig.for_model("bitnet", **SIZES).to_dict())
+    assert loose.loose and len(loose.notes) == 1 and loose.notes[0].startswith("it is cut Linear by Linear")
+    assert {type(part) for layer, _ in loose.runs for part in layer.parts} == {Whole}
 
 
 def test_what_a_shape_cannot_describe_is_refused(tmp_path, capsys):
-    config = AutoConfig.for_model("mixtral", **SIZES, num_local_experts=4)
+    config = AutoConfig.for_model("bart", d_model=48, decoder_layers=2, decoder_attention_heads=4, vocab_size=131)
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="model_type is 'mixtral', which the planner cannot describe: its layers are"):
+    with pytest.raises(
+        ValueError, match="model_type is 'bart', which the planner cannot describe: it computes its loss"
+    ):
         read_shape(str(tmp_path))
     command = ["plan", "--model", str(tmp_path), "--machine", "perlmutter", "--gpus", "4"]
     assert main([*command, "--batch-tokens", "1M", "--seq", "2048"]) == 2
     assert "cannot describe" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="norms of q and k span all heads"):
-        built_shape(AutoConfig.for_model("olmo2", **SIZES).to_dict())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing-like-it"}))
     with pytest.raises(ValueError, match="'nothing-like-it', which cannot be built"):
         read_shape(str(tmp_path))
     with pytest.raises(ValueError, match="there is no model 'gpt-9b'"):
         read_shape("gpt-9b")
+
+
+def test_a_plan_of_a_mixture(tmp_path, capsys):
+    AutoConfig.for_model("mixtral").save_pretrained(tmp_path)
+    command = ["plan", "--model", str(tmp_path), "--machine", "alps", "--gpus", "256"]
+    assert main([*command, "--batch-tokens", "4.2M", "--seq", "4096", "--top", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    first = found["ranked"][0]
+    (layer,) = first["layer_seconds"]
+    # q, k and v; o; the experts of this rank in one.
+    assert layer["layers"] == 32 and len(layer["gathers"]) == 3
+    assert 0.1 < first["mfu"] < first["hfu"] < 0.6
+    assert main([*command, "--batch-tokens", "4.2M", "--seq", "4096", "--paper"]) == 2
+    assert "the paper's equations are of layers that are alike" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from hf_axonn import bench_links
+from hf_axonn import bench_links, timings
 from hf_axonn.cli import main
 from hf_axonn.config import AxonnConfig
 from hf_axonn.grid import Grid
@@ -168,7 +168,7 @@ def test_the_command_prints_json_and_pictures(capsys, tmp_path):
     found = json.loads(capsys.readouterr().out)
     first = found["ranked"][0]
     assert first["step_seconds"] == pytest.approx(sum(first["seconds"].values()))
-    held, layer = first["memory_bytes"], first["layer_seconds"]
+    held, (layer,) = first["memory_bytes"], first["layer_seconds"]
     assert held["parameters"] == held["gradients"] == held["optimizer"] / 2 > 0 and first["fits"]
     assert held["optimizer"] * 2 < held["total"] < sum(held.values()) - held["total"]
     assert len(layer["gathers"]) == len(layer["reduces"]) == len(layer["hidden"]) == 4
@@ -274,10 +274,10 @@ def test_sizes_are_left_alone():
 def measured(folder):
     """Two nodes of two processes each, as it seems to this rank."""
     bench_links.SIZES = {"cpu": (16, 64)}
-    bench_links.PAYLOADS, bench_links.BETWEEN = {"gloo": 2**16}, {"cpu": 16}
+    bench_links.PAYLOADS, bench_links.BETWEEN = {"gloo": (2**12, 2**18)}, {"cpu": 16}
     bench_links.COPIED = {"cpu": 2**16}
-    bench_links.ROUNDS = 3
-    bench_links.LONG = 1e-3
+    bench_links.PASSES = 3
+    timings.LONG = 1e-3
     import os
 
     os.environ["LOCAL_WORLD_SIZE"] = "2"
@@ -294,7 +294,8 @@ def test_bench_links_writes_a_machine_that_plans(tmp_path, capsys):
     assert machine.gpus_per_node == 2 and set(machine.intra) == {(1, 2)}
     assert "one ring through 2 nodes" in machine.sources["inter_gbs"]
     assert 0 <= machine.overlap <= 1 == machine.memory_fraction and machine.kernel > 0
-    assert set(machine.relative_cost) == {"reduce_scatter", "all_to_all", "all_reduce"}
+    kinds = {"reduce_scatter", "all_to_all", "all_reduce"}
+    assert set(machine.relative_cost) == set(machine.relative_latency) == kinds
     assert max(share for _, share in machine.gemm_by_size) == 1.0 == machine.gemm_fraction
     assert main([*COMMAND, "--machine", str(tmp_path / "this.json"), "--gpus", "16"]) in (0, 1)
     assert "of this, " in capsys.readouterr().out
@@ -303,7 +304,7 @@ def test_bench_links_writes_a_machine_that_plans(tmp_path, capsys):
 def test_latency_is_a_line_through_two_sizes():
     assert bench_links._latency({2: 12e-6, 8: 24e-6}) == pytest.approx((10e-6, 2e-6))
     assert bench_links._latency({2: 12e-6, 4: 9e-6}) == (pytest.approx(11e-6), bench_links.UNMEASURED)
-    assert bench_links._latency({}) == (bench_links.UNMEASURED,) * 2
+    assert bench_links._latency({}) == (timings.UNMEASURED,) * 2
 
 
 def test_bench_links_needs_torchrun(capsys, monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, Starcoder2Config
+from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig, Starcoder2Config
 
 from hf_axonn.grid import Grid
 
@@ -23,6 +23,14 @@ SIZES = dict(
 )
 LLAMA = LlamaConfig(**SIZES, intermediate_size=1408, num_key_value_heads=8)
 GPT = Starcoder2Config(**SIZES, intermediate_size=2048, num_key_value_heads=16, sliding_window=None)
+MIXTURE = MixtralConfig(
+    **SIZES, intermediate_size=1024, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2
+)
+LATENT = DeepseekV3Config(
+    **SIZES, intermediate_size=1024, num_key_value_heads=16, moe_intermediate_size=256, n_routed_experts=16,
+    num_experts_per_tok=4, n_group=4, topk_group=2, first_k_dense_replace=1, q_lora_rank=256, kv_lora_rank=128,
+    qk_rope_head_dim=32, qk_nope_head_dim=64, v_head_dim=96,
+)  # fmt: skip
 # Ranks by the thousand cost nothing but the making of their groups.
 CASES = {
     "512 ranks": simulate.Case(LLAMA, Grid(data=8, z=16, y=2, x=2), rows=2, seq=512),
@@ -32,6 +40,8 @@ CASES = {
     "fp32": simulate.Case(LLAMA, Grid(z=8), rows=2, seq=512, checkpointing=False, bf16=False),
     "data": simulate.Case(LLAMA, Grid(data=4), rows=2, seq=512),
     "x": simulate.Case(LLAMA, Grid(x=4), rows=2, seq=512, checkpointing=False),
+    "mixture": simulate.Case(MIXTURE, Grid(z=4, y=2, x=2), rows=2, seq=512),
+    "latent": simulate.Case(LATENT, Grid(z=4, y=2, x=2), rows=2, seq=512),
     "y": simulate.Case(LLAMA, Grid(y=4), rows=2, seq=512),
 }
 

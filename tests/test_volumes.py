@@ -69,7 +69,7 @@ def test_a_layer_sends_what_design_says(grid, kv_heads):
 def test_z_moves_weights_three_times_and_x_y_divide_them():
     grid = Grid(z=4, y=2, x=2)
     ledger = layer_volumes(LLAMA, grid, STEP)
-    weights = sum(linear.rows * linear.cols for _, linear in LLAMA.sharded()[1:8])
+    weights = sum(weight.elements for weight in LLAMA.weights[1:8])
     block = weights // 16
     assert ledger.sent(kind="all_gather", axes=("z",), phase="forward") == 3 * block * 2
     assert ledger.sent(kind="all_gather", axes=("z",), phase="backward") == 3 * block * 2
@@ -123,7 +123,7 @@ def test_a_model_of_640_billion_parameters_takes_no_time():
     ledger = volumes(shape, Grid(data=16, z=128, y=2, x=8), Step(rows=1, seq=2048, checkpointing=True))
     assert ledger.sent(axes=("data",)) > 0
     # Each rank holds 1 / (x * y * z) of the sharded parameters, and averages them over data in float32.
-    block = sum(linear.rows * linear.cols for _, linear in shape.sharded()) / (8 * 2 * 128)
+    block = sum(weight.elements for weight in shape.weights) / (8 * 2 * 128)
     assert float(ledger.sent(axes=("data",))) == pytest.approx(2 * 15 / 16 * block * 4, rel=1e-3)
 
 

@@ -17,8 +17,10 @@ from collections import Counter
 from typing import NamedTuple
 
 from hf_axonn.grid import Grid, ceil_div
+from hf_axonn.perf.layers import Block, Call, Experts, Layer, Stack, Whole
 from hf_axonn.perf.machines import Machine
-from hf_axonn.perf.shapes import ModelShape, Step
+from hf_axonn.perf.shapes import Step
+from hf_axonn.perf.shares import heads_repeat
 
 
 TILE = 128  # rows and columns of a product's result that one multiprocessor computes at a time; cuBLAS: 128 or 256
@@ -32,13 +34,15 @@ OPTIMIZER_BYTES = 40
 
 
 class Group(NamedTuple):
-    """Seconds of one group of Linears (those that share an input): forward, dI and dW, and what else runs after it."""
+    """Seconds of one group of weights (those that are multiplied together): forward, dI and dW, and what else runs
+    after it; `attends`: whether that is attention."""
 
     forward: float
     input_gradient: float
     weight_gradient: float
     after_forward: float
     after_backward: float
+    attends: bool = False
 
 
 def product(
@@ -76,49 +80,91 @@ class Compute:
 
     Args:
         shape, machine, grid, step: which.
-        repeat_heads, repeat_stream: ranks that repeat the same attention, and the same norms and residuals; 1 and 1
-            in our engine where heads divide, y and x in AxoNN's schedule.
-        blocks: whether products are those of our engine; else one for each group of Linears.
+        ours: whether the schedule is our engine's, whose products are many and whose ranks repeat attention where
+            heads do not divide. In AxoNN's there is one product for each group of Linears, ranks of y repeat attention
+            and ranks of x norms and residuals.
     """
 
-    def __init__(
-        self,
-        shape: ModelShape,
-        machine: Machine,
-        grid: Grid,
-        step: Step,
-        *,
-        repeat_heads: int = 1,
-        repeat_stream: int = 1,
-        blocks: bool = True,
-    ) -> None:
-        self.blocks, self.repeat_heads = blocks, repeat_heads
+    def __init__(self, shape: Stack, machine: Machine, grid: Grid, step: Step, *, ours: bool = True) -> None:
+        self.ours = ours
         self.shape, self.machine, self.grid, self.step = shape, machine, grid, step
-        self.heads_share = repeat_heads / (grid.x * grid.y)
-        self.stream_share = repeat_stream / (grid.x * grid.y)
+        self.stream_share = 1.0 if shape.loose else (1 if ours else grid.x) / (grid.x * grid.y)
 
-    def groups(self) -> list[Group]:
-        """The four groups of a decoder layer in their order: q, k, v; o; up (and gate); down."""
+    def groups(self, layer: Layer) -> list[Group]:
+        """The groups of a decoder layer in their order: q, k, v; o; up (and gate); down; or experts in one."""
         found: list[Group] = []
-        y, x = self.grid.y, self.grid.x
-        for columns, row in (self.shape.attention(), self.shape.mlp()):
-            is_attention = not found
-            between = self.attention() if is_attention else self.activation()
-            inner = ceil_div(columns[0].cols, y)
-            if self.blocks:
-                features = [ceil_div(ceil_div(linear.rows, x), y) for linear in columns for _ in range(y)]
-            else:
-                features = [sum(ceil_div(linear.rows, x) for linear in columns)]
-            found.append(Group(*self._products([inner], features), *between))
-            # A row layer whose input is whole, because heads are not divided over y, has it in one piece.
-            parts = y if self.blocks and not (is_attention and self.repeat_heads > 1) else 1
-            inner = ceil_div(ceil_div(row.cols, x), parts)
-            found.append(Group(*self._products([inner] * parts, [ceil_div(row.rows, y)]), *self.stream()))
+        blocks = max(1, len(layer.blocks))
+        for part in layer.parts:
+            if isinstance(part, Experts):
+                found.append(self.experts(part))
+                continue
+            if isinstance(part, Whole):
+                found += [self.alone(call) for call in part.calls]
+                continue
+            y, x = self.grid.y, self.grid.x
+            repeat = (heads_repeat(part, self.grid) if self.ours else y) if part.query else 1
+            for kind, linears in part.groups():
+                if kind == "row":
+                    # A row layer whose input is whole, because heads are not divided over y, has it in one piece.
+                    parts = y if self.ours and repeat == 1 else 1
+                    inner, outer = [ceil_div(ceil_div(part.row.cols, x), parts)] * parts, [ceil_div(part.row.rows, y)]
+                    found.append(Group(*self._products(inner, outer), *self.stream(layer.norms / blocks)))
+                    continue
+                if self.ours and kind == "column":
+                    outer = [ceil_div(ceil_div(linear.rows, x), y) for linear in linears for _ in range(y)]
+                else:
+                    outer = [sum(ceil_div(linear.rows, x) for linear in linears)]
+                products = self._products([ceil_div(linears[0].cols, y)], outer)
+                if kind == "full":  # its latent is whole, and so is the norm that follows
+                    found.append(Group(*products, *self._norm(linears[0].rows)))
+                elif part.down and linears[0] != part.columns[-1]:
+                    found.append(Group(*products, 0.0, 0.0))
+                elif part.query:
+                    found.append(Group(*products, *self.attention(part, repeat), attends=True))
+                else:
+                    found.append(Group(*products, *self.activation(part.row.cols, 5 if part.gated else 2)))
         return found
 
-    def _products(self, inner: list[int], outer: list[int]) -> tuple[float, float, float]:
+    def alone(self, call: Call) -> Group:
+        """A Linear on its own, and what its module does with its output, which all ranks of (x, y) repeat: taken to
+        read and write it twice."""
+        linear, tokens = call.linear, float(call.inputs) * self.step.tokens
+        inner, outer = [ceil_div(linear.cols, self.grid.y)], [ceil_div(linear.rows, self.grid.x)]
+        seconds = self.moved(4 * tokens * linear.rows * self.step.compute_bytes, 2)
+        return Group(*self._products(inner, outer, tokens), seconds, 2 * seconds)
+
+    def experts(self, experts: Experts) -> Group:
+        """The experts of this rank, on as many tokens each as come to it if they spread evenly."""
+        step, machine = self.step, self.machine
+        own = ceil_div(experts.number, self.grid.x * self.grid.y)
+        each = step.tokens * (1 if experts.sorted else experts.chosen / experts.number)  # tokens of an expert
+        seconds = [0.0, 0.0, 0.0]
+        for rows, cols, _ in experts.weights:
+            for index, (m, k, n) in enumerate(((each, cols, rows), (each, rows, cols), (rows, each, cols))):
+                # One kernel for all of them.
+                rate = machine.gemm_flops * machine.gemm_fraction * share(machine, m, k, n)
+                moved = step.compute_bytes * (m * k + k * n + m * n)
+                work = max(2 * m * k * n / rate, moved / (machine.memory_fraction * machine.memory_bandwidth))
+                seconds[index] += max(machine.kernel, own * work)
+        hidden, inner = self.shape.hidden, sum(rows * cols for rows, cols, _ in experts.weights) / self.shape.hidden
+        # Tokens are picked, put in order, weighted and added up; between the products an activation function.
+        moved = own * each * (10 * hidden + 2 * inner) * step.compute_bytes
+        rest = self.moved(moved, 10)
+        return Group(*seconds, rest, 2 * rest)
+
+    def router(self, layer: Layer) -> tuple[float, float]:
+        """Routers on this rank's own tokens: forward, backward."""
+        if not layer.routed:
+            return 0.0, 0.0
+        tokens = self.step.tokens / (self.grid.x * self.grid.y)
+        seconds = product(self.machine, tokens, self.shape.hidden, layer.routed, element=self.step.compute_bytes)
+        rest = self.moved(tokens * layer.routed * 6 * 4, 6)
+        return seconds + rest, 2 * (seconds + rest)
+
+    def _products(self, inner: list[int], outer: list[int], tokens: float | None = None) -> tuple[float, float, float]:
         """Forward, dI and dW of [T, sum of inner] x [sum of outer, sum of inner], a product for every two pieces."""
-        tokens, element = self.step.tokens, self.step.compute_bytes
+        element = self.step.compute_bytes
+        tokens = self.step.tokens if tokens is None else tokens
         seconds = [0.0, 0.0, 0.0]
         for (k, k_times), (n, n_times) in itertools.product(Counter(inner).items(), Counter(outer).items()):
             times, last = k_times * n_times, {"element": element}
@@ -137,31 +183,36 @@ class Compute:
         machine = self.machine
         return max(kernels * machine.kernel, bytes_moved / (machine.memory_fraction * machine.memory_bandwidth))
 
-    def attention(self) -> tuple[float, float]:
-        """Rotation of q and k, and attention itself: forward, backward."""
-        width, kv = self.shape.heads * self.shape.width, self.shape.kv * self.shape.width
-        tokens = self.step.tokens * self.heads_share
+    def attention(self, block: Block, repeat: int) -> tuple[float, float]:
+        """Rotation of q and k, and attention itself: forward, backward. `repeat`: ranks that do the same."""
+        query, value, keys = block.query_features, block.value_features, block.kv_features / 2
+        tokens = self.step.tokens * repeat / (self.grid.x * self.grid.y)
         # Scores and their use: 2 products of 2 T S a, of which the causal half is computed.
-        flops = 2 * tokens * self.step.seq * width
+        flops = tokens * self.step.seq * (query + value)
         seconds = max(self.machine.kernel, flops / (self.machine.gemm_flops * ATTENTION))
         # rotation reads and writes q and k twice, the kernel reads q, k, v and writes one
-        rotation = self.moved((4 * (width + kv) + 2 * (width + kv)) * tokens * self.step.compute_bytes, 4)
+        moved = 5 * query + value + 6 * keys
+        rotation = self.moved(moved * tokens * self.step.compute_bytes, 4)
         return seconds + rotation, ATTENTION_BACKWARD * seconds + 2 * rotation
 
-    def activation(self) -> tuple[float, float]:
-        """The MLP's activation function: read and write I; a gated one reads and writes 5 I."""
-        passes = 5 if self.shape.gated else 2
-        per_rank = self.step.tokens * ceil_div(ceil_div(self.shape.intermediate, self.grid.x), self.grid.y)
+    def activation(self, inner: int, passes: int) -> tuple[float, float]:
+        """The MLP's activation function: reads and writes I features `passes` times, 2, or 5 of a gated one."""
+        per_rank = self.step.tokens * ceil_div(ceil_div(inner, self.grid.x), self.grid.y)
         seconds = self.moved(passes * per_rank * self.step.compute_bytes, 2)
         return seconds, 2 * seconds
 
-    def stream(self) -> tuple[float, float]:
-        """One residual addition and one norm: reads and writes of the stream, p bytes an element, c of activations."""
+    def stream(self, norms: float) -> tuple[float, float]:
+        """One residual addition and `norms` norms: reads and writes of the stream, p bytes an element, c of
+        activations."""
         param, compute = self.step.param_bytes, self.step.compute_bytes
         elements = self.step.tokens * self.shape.hidden * self.stream_share
-        count = self.shape.norms_per_layer / 2
-        moved = elements * ((2 * param + compute) + count * (param + compute))
+        moved = elements * ((2 * param + compute) + norms * (param + compute))
         seconds = self.moved(moved, NORM_AND_RESIDUAL // 2)
+        return seconds, 2 * seconds
+
+    def _norm(self, features: int) -> tuple[float, float]:
+        """A norm of whole activations, which all ranks repeat."""
+        seconds = self.moved(2 * self.step.tokens * features * self.step.compute_bytes, 2)
         return seconds, 2 * seconds
 
     def head(self) -> tuple[float, float]:

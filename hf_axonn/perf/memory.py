@@ -18,11 +18,14 @@ for them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from hf_axonn.grid import Grid, ceil_div
-from hf_axonn.perf.shapes import LinearShape, ModelShape, Step
-from hf_axonn.perf.volumes import BUCKET_BYTES, CHUNK_LOGITS, shard_shape
+from hf_axonn.perf.layers import Block, Call, Experts, Layer, LinearShape, Stack, Weight, Whole
+from hf_axonn.perf.shapes import Step
+from hf_axonn.perf.shares import heads_repeat, own_elements, own_experts, shard_shape
+from hf_axonn.perf.volumes import BUCKET_BYTES, CHUNK_LOGITS
 
 
 RESERVE = 0.1  # share of a GPU's memory that a plan leaves free: an assumption
@@ -83,21 +86,25 @@ class Memory(NamedTuple):
         return self.total <= (1 - RESERVE) * capacity
 
 
-def local_parameters(shape: ModelShape, grid: Grid) -> int:
+def local_parameters(shape: Stack, grid: Grid) -> int:
     """Elements of parameters on rank 0."""
-    layer, vocabulary = _sharded(shape, grid)
-    return shape.layers * layer + (1 if shape.tied else 2) * vocabulary + sum(shape.replicated())
+    layers = sum(count * _sharded(layer.weights, grid) for layer, count in shape.everything)
+    rest = [_vocabulary(shape)] * (1 if shape.tied else 2)
+    rest += [Weight(its.kind, its.rows, shape.hidden) for its in shape.tables if its.kind != "replicated"]
+    idle = ceil_div(sum(shape.idle), grid.x * grid.y * grid.z)
+    return layers + _sharded(rest, grid) + sum(shape.replicated) + idle
 
 
-def _sharded(shape: ModelShape, grid: Grid) -> tuple[int, int]:
-    """Elements on rank 0 of the weights of one layer, and of the embedding."""
-    layer = [("column", linear) for part in (shape.attention(), shape.mlp()) for linear in part[0]]
-    layer += [("row", part[1]) for part in (shape.attention(), shape.mlp())]
-    vocabulary = _local("vocabulary", LinearShape(shape.vocab, shape.hidden), grid)
-    return sum(_local(kind, linear, grid) for kind, linear in layer), vocabulary
+def _vocabulary(shape: Stack) -> Weight:
+    return Weight("vocabulary", shape.vocab, shape.hidden)
 
 
-def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", gloo: bool = False) -> Memory:
+def _sharded(weights: Iterable[Weight], grid: Grid) -> int:
+    """Elements of weights on rank 0."""
+    return sum(own_elements(weight, grid, ORIGIN) for weight in weights)
+
+
+def memory(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", gloo: bool = False) -> Memory:
     """What rank 0 holds.
 
     Args:
@@ -108,16 +115,16 @@ def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", 
     """
     parameters = local_parameters(shape, grid)
     gradients = parameters * step.param_bytes
-    first, vocabulary = _sharded(shape, grid)
-    last = (first + (0 if shape.tied else vocabulary)) * step.param_bytes
+    last = _sharded([*shape.runs[0][0].weights, *([] if shape.tied else [_vocabulary(shape)])], grid)
+    last *= step.param_bytes
     saved, layer, reduced = _activations(shape, grid, step, layout)
     layer += reduced * (2 if gloo else 1)
-    saved += min(step.kept_layers, shape.layers) * sum(_groups(shape, grid)) * step.compute_bytes
+    saved += _kept(shape, grid, step)
     logits, head = _logits(shape, grid, step)
     return Memory(
         parameters=parameters,
         states=parameters * (2 * step.param_bytes + MOMENT_BYTES),
-        gathered=_gathered(shape, grid, step),
+        gathered=_gathered(shape, grid, step, gloo),
         activations=saved,
         layer=layer,
         logits=logits,
@@ -130,70 +137,158 @@ def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", 
     )
 
 
-def _local(kind: str, linear: LinearShape, grid: Grid) -> int:
-    rows, cols = shard_shape(kind, linear, grid, ORIGIN)
-    return ceil_div(rows, grid.z) * cols
-
-
-def _block(kind: str, linears: list[LinearShape], grid: Grid) -> int:
-    """Elements of a rank's gathered weights; none are gathered where z is 1."""
-    if grid.z == 1:
-        return 0
+def _gathered_block(kind: str, linears: Iterable[LinearShape], grid: Grid) -> int:
+    """Elements of a rank's gathered weights."""
+    if kind == "experts":  # of one of them; z cuts the other dim
+        return sum(linear.rows * ceil_div(linear.cols, grid.z) * grid.z for linear in linears)
     shapes = [shard_shape(kind, linear, grid, ORIGIN) for linear in linears]
     return sum(ceil_div(rows, grid.z) * grid.z * cols for rows, cols in shapes)
 
 
-def _groups(shape: ModelShape, grid: Grid) -> list[int]:
-    """Elements of the gathered weights of a layer's four groups."""
+def _groups(layer: Layer, grid: Grid) -> list[int]:
+    """Elements of the gathered weights of a layer's products, each with those that are gathered together."""
     groups = []
-    for columns, row in (shape.attention(), shape.mlp()):
-        groups += [_block("column", columns, grid), _block("row", [row], grid)]
+    for part in layer.parts:
+        for kind, linears in part.groups():
+            own = own_experts(part.number, grid, ORIGIN) if isinstance(part, Experts) else 1
+            groups.append(own * _gathered_block(kind, linears, grid))
     return groups
 
 
-def _gathered(shape: ModelShape, grid: Grid, step: Step) -> int:
-    groups = _groups(shape, grid)
-    largest = max(first + second for first, second in zip(groups, [*groups[1:], groups[0]], strict=True))
+def _kept(shape: Stack, grid: Grid, step: Step) -> int:
+    """Bytes of gathered weights that are kept from forward to backward, of the first layers."""
+    kept, total = step.kept_layers, 0
+    for layer, count in shape.runs if grid.z > 1 else ():
+        held = min(max(kept, 0), count)
+        total += held * sum(_groups(layer, grid)) * step.compute_bytes
+        kept -= held
+    return total
+
+
+def _gathered(shape: Stack, grid: Grid, step: Step, gloo: bool) -> int:
     gradient = max(step.compute_bytes, step.reduce_bytes)
-    if grid.z > 1:
-        return largest * (step.compute_bytes + gradient)
-    # At z = 1 nothing is gathered, but the product uses a copy in the compute dtype, and so does its gradient.
-    own = max(
-        sum(rows * cols for rows, cols in (shard_shape(kind, linear, grid, ORIGIN) for linear in linears))
-        for kind, linears in (("column", shape.mlp()[0]), ("row", [shape.mlp()[1]]))
-    )
-    return own * (step.compute_bytes + gradient)
+    most = 0
+    for layer, _ in shape.kinds:
+        groups = _groups(layer, grid)
+        if grid.z == 1:
+            # Nothing is gathered, but the product uses a copy in the compute dtype, and so does its gradient.
+            most = max(most, max(groups) * (step.compute_bytes + gradient))
+            continue
+        held = [elements * (step.compute_bytes + gradient) for elements in groups]
+        if gloo:  # receives the gradient of all experts of one weight while those of the others are there
+            own = [part for part in layer.parts for _ in part.groups()]
+            for index, part in enumerate(own):
+                if isinstance(part, Experts):
+                    largest = max(weight.rows * weight.cols for weight in part.weights)
+                    whole = sum(weight.rows * weight.cols for weight in part.weights)
+                    held[index] += groups[index] * largest // whole * gradient
+        most = max(most, *(first + second for first, second in zip(held, [*held[1:], held[0]], strict=True)))
+    return most
 
 
-def _activations(shape: ModelShape, grid: Grid, step: Step, layout: str) -> tuple[float, float, float]:
+def _activations(shape: Stack, grid: Grid, step: Step, layout: str) -> tuple[float, float, float]:
     """What forward saves, what one layer makes again in backward, and the largest that is reduced meanwhile."""
-    tokens, parts = step.padded(grid), grid.x * grid.y
-    compute, stream = step.compute_bytes, step.param_bytes
-    width, kv = shape.heads * shape.width, shape.kv * shape.width
-    repeat = heads_repeat(shape, grid)
-    feature = layout == "feature" and grid.y > 1
-    residual = tokens * shape.hidden / parts * stream
-    norm = 1 if shape.layer_norm else 2  # an RMSNorm of Transformers keeps its input and what it has normalized
-    layer = residual * shape.norms_per_layer * (1 if feature else norm)
-    layer += (2 * width + 2 * kv) * tokens / parts * repeat * compute
-    layer += (3 if shape.gated else 1) * tokens * shape.intermediate / parts * compute
-    layer += (2 * tokens * shape.hidden / grid.y + tokens * shape.intermediate / grid.x) * compute
-    if grid.y > 1:
-        layer += tokens * width / grid.x * compute
-    if (shape.packed_qkv or grid.y > 1) and not shape.positions and shape.kv % parts == 0:
-        # Values are a part of one tensor with the queries and keys, which stay with them when rotated ones are made.
-        layer += (width + kv) * tokens / parts * compute
-    layer += 4 * tokens / (grid.x if feature else parts) * 2 + 4 * tokens * shape.heads / parts * repeat
-    last = norm * residual  # the norm before the head
+    parts = 1 if shape.loose else grid.x * grid.y
+    residual = step.padded(grid) * shape.hidden / parts * step.param_bytes
+    last = _norm(shape) * residual  # the norm before the head
+    saved = {layer: _saved(shape, layer, grid, step, layout) for layer, _ in shape.kinds}
     # Gradients of an input before they are reduced. Other gradients take the place of what is saved and used up.
-    at_work = tokens * shape.intermediate / grid.x * compute if grid.y > 1 else 0.0
-    at_work = max(at_work, tokens * shape.hidden / grid.y * compute if grid.x > 1 else 0.0)
+    at_work = max((_at_work(shape, part, grid, step) for layer in saved for part in layer.parts), default=0.0)
     if step.checkpointing:
-        return shape.layers * residual + last, layer, at_work
-    return shape.layers * layer + last, 0.0, at_work
+        return shape.depth * residual + last, max(saved.values()), at_work
+    return sum(count * saved[layer] for layer, count in shape.kinds) + last, 0.0, at_work
 
 
-def _embedding(shape: ModelShape, grid: Grid, step: Step) -> float:
+def _norm(shape: Stack) -> int:
+    """Tensors that a norm saves: an RMSNorm of Transformers keeps its input and what it has normalized."""
+    return 1 if shape.centered else 2
+
+
+def _saved(shape: Stack, layer: Layer, grid: Grid, step: Step, layout: str) -> float:
+    """Bytes that forward saves of one layer, all of its activations."""
+    tokens, parts = step.padded(grid), 1 if shape.loose else grid.x * grid.y
+    feature = layout == "feature" and grid.y > 1
+    residual = tokens * shape.hidden / parts * step.param_bytes
+    saved = residual * layer.norms * (1 if feature else _norm(shape)) + 4 * tokens / (grid.x if feature else parts) * 2
+    saved += sum(rows * cols for rows, cols, _ in layer.gathered) * step.param_bytes
+    for part in layer.parts:
+        if isinstance(part, Experts):
+            saved += _saved_by_experts(shape, part, grid, step)
+        elif isinstance(part, Whole):
+            saved += sum(_saved_by_call(call, grid, step) for call in part.calls)
+        elif part.down:
+            saved += _saved_by_latents(part, grid, step)
+        elif part.query:
+            saved += tokens * shape.hidden / grid.y * step.compute_bytes
+            saved += _saved_by_attention(shape, part, grid, step)
+        else:
+            inner = part.row.cols
+            saved += (3 if part.gated else 1) * tokens * inner / parts * step.compute_bytes
+            saved += tokens * (shape.hidden / grid.y + inner / grid.x) * step.compute_bytes
+    return saved
+
+
+def _saved_by_attention(shape: Stack, block: Block, grid: Grid, step: Step) -> float:
+    """Queries, keys, values and what attention makes of them; the row layer's input where y gathers it; what norms
+    over all heads are given."""
+    tokens, parts, compute = step.padded(grid), grid.x * grid.y, step.compute_bytes
+    repeat = heads_repeat(block, grid)
+    query, kv = block.query_features, block.kv_features
+    saved = (query + block.value_features + kv) * tokens / parts * repeat * compute
+    if block.head_norms:
+        saved += (query + kv / 2) * tokens / parts * repeat * compute
+    if grid.y > 1:
+        saved += tokens * block.value_features / grid.x * compute
+    if (block.packed or grid.y > 1) and not shape.tables and block.kv % parts == 0:
+        # Values are a part of one tensor with the queries and keys, which stay with them when rotated ones are made.
+        saved += (query + kv / 2) * tokens / parts * compute
+    return saved + 4 * tokens * block.query / parts * repeat
+
+
+def _saved_by_latents(block: Block, grid: Grid, step: Step) -> float:
+    """Inputs of all Linears; latents before and after their norms; whole keys, in which every head has the rotary
+    part, beside what they were made of; queries, values and what attention makes of them."""
+    tokens, parts, compute = step.padded(grid), grid.x * grid.y, step.compute_bytes
+    repeat = heads_repeat(block, grid)
+    inputs = sum(linear.cols for linear in (*block.down, *block.columns)) / grid.y
+    latents = 2 * sum(linear.rows for linear in block.down)
+    heads = 2 * block.query_features + block.value_features + block.columns[-1].rows
+    saved = tokens * (inputs + latents + heads / parts * repeat) * compute
+    if grid.y > 1:
+        saved += tokens * block.value_features / grid.x * compute
+    return saved + 4 * tokens * block.query / parts * repeat
+
+
+def _saved_by_experts(shape: Stack, experts: Experts, grid: Grid, step: Step) -> float:
+    """Of each (token, choice) that comes to this rank, choices evenly spread: its hidden states, what the experts make
+    of them, and the result before it is weighted."""
+    tokens = step.padded(grid) * (experts.number if experts.sorted else experts.chosen) / (grid.x * grid.y)
+    inner = [
+        max(rows, cols) if shape.hidden == min(rows, cols) else min(rows, cols) for rows, cols, _ in experts.weights
+    ]
+    return tokens * (3 * shape.hidden + 2 * max(inner)) * step.compute_bytes
+
+
+def _saved_by_call(call: Call, grid: Grid, step: Step) -> float:
+    """The input of a Linear on its own, and twice its output, whole: as it is, and as its module goes on with it."""
+    features = call.linear.cols / grid.y + 2 * call.linear.rows
+    return float(call.inputs) * step.tokens * features * step.compute_bytes
+
+
+def _at_work(shape: Stack, part: Block | Experts | Whole, grid: Grid, step: Step) -> float:
+    """Bytes of the largest gradient of an input before it is reduced."""
+    tokens, compute = step.padded(grid), step.compute_bytes
+    if isinstance(part, Experts):
+        return tokens * shape.hidden * compute if grid.x * grid.y > 1 else 0.0
+    if isinstance(part, Whole):
+        inner = max((float(call.inputs) * call.linear.cols for call in part.calls), default=0.0)
+        return step.tokens * inner / grid.y * compute if grid.x > 1 else 0.0
+    inner = 0 if part.query else part.row.cols
+    at_work = tokens * inner / grid.x * compute if grid.y > 1 else 0.0
+    return max(at_work, tokens * shape.hidden / grid.y * compute if grid.x > 1 else 0.0)
+
+
+def _embedding(shape: Stack, grid: Grid, step: Step) -> float:
     """At the end of backward: the gradient of the embedding's output, whole, twice; and over z that of its weight, and
     what is made of it for the reduction."""
     tokens, size = step.padded(grid), step.param_bytes
@@ -202,14 +297,7 @@ def _embedding(shape: ModelShape, grid: Grid, step: Step) -> float:
     return 2 * tokens * shape.hidden * size + weight
 
 
-def heads_repeat(shape: ModelShape, grid: Grid) -> int:
-    """Ranks that compute the same attention because the heads do not divide, see heads.py."""
-    if shape.heads % (grid.x * grid.y) == 0:
-        return 1
-    return grid.y if shape.heads % grid.x == 0 else grid.x * grid.y
-
-
-def _logits(shape: ModelShape, grid: Grid, step: Step) -> tuple[float, float]:
+def _logits(shape: Stack, grid: Grid, step: Step) -> tuple[float, float]:
     """What the loss needs while it is computed, and what it leaves for backward: the gradients of the head."""
     tokens, parts, compute = step.padded(grid), grid.x * grid.y, step.compute_bytes
     wide, casts = max(4, compute), compute != step.param_bytes

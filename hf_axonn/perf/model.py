@@ -2,17 +2,8 @@
 
     time of a step = micro_batches * (forward + backward + head) + averages over data that nothing hides + optimizer
 
-One decoder layer has four groups of Linears, g = (q, k, v), (o), (up and gate), (down); C = compute, A = gather over
-z, R = reduction over z, X = reduction of dI over x or y. With the three overlaps (docs/algorithm.md) what is left of
-the communication of a layer is
-
-    OAG   A of the next group - min(A, C of this one), in forward, in the recomputation and in backward
-    ORS   in backward R of the group before shares that window
-    OAR   X - min(X, C of this group's dW)
-
-and all other collectives over x and y in full. Without an overlap its collectives count in full. Averages over data
-hide behind what is left of the last backward pass. Where the machine's `overlap` is below 1, only that share of what
-could be hidden is. Compute does not slow down while something travels.
+What overlaps hide of a layer's communication is in exposed.py. Averages over data hide behind what is left of the last
+backward pass. Compute does not slow down while something travels.
 
 Two schedules: `hf_axonn`, whose collectives are those of volumes.py and so of the engine, byte by byte; `axonn`, the
 paper's, whose volumes are equations (1) to (5), where ranks of y repeat attention and ranks of x repeat norms.
@@ -24,14 +15,16 @@ import math
 from dataclasses import dataclass, field
 
 from hf_axonn.grid import Grid
-from hf_axonn.perf.compute import Compute, Group
+from hf_axonn.perf.compute import Compute
+from hf_axonn.perf.exposed import Overlaps, exposed
+from hf_axonn.perf.layers import Stack
 from hf_axonn.perf.ledger import Ledger
 from hf_axonn.perf.links import Links
 from hf_axonn.perf.machines import Machine
-from hf_axonn.perf.memory import Memory, heads_repeat, memory
-from hf_axonn.perf.paper import ORDER, decoder_layers
-from hf_axonn.perf.schedules import Layer, Traffic, of_axonn, of_engine
-from hf_axonn.perf.shapes import ModelShape, Step
+from hf_axonn.perf.memory import Memory, memory
+from hf_axonn.perf.paper import ORDER
+from hf_axonn.perf.schedules import LayerSeconds, Traffic, of_axonn, of_engine
+from hf_axonn.perf.shapes import Step
 
 
 MOST_TOKENS = 10**10  # of a batch; more is a slip, and its divisors take long to find
@@ -53,7 +46,7 @@ class Job:
         ValueError: a size below 1, or an unknown schedule.
     """
 
-    shape: ModelShape
+    shape: Stack
     machine: Machine
     sequences: int
     seq: int
@@ -94,9 +87,7 @@ class Job:
 
     def layers_flops(self) -> float:
         """FLOP of one forward pass of all decoder layers."""
-        weights = sum(layer.k * layer.n for layer in decoder_layers(self.shape))
-        squares = 2 * self.seq * self.shape.heads * self.shape.width
-        return self.shape.layers * self.tokens * 2 * (weights + squares)
+        return self.tokens * self.shape.flops(self.seq)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +115,13 @@ class Prediction:
     def traffic(self) -> dict[str, float]:
         """Seconds of all communication, hidden or not, by axes ("y", "x", "z", "data", "x+y", ...)."""
         links = Links(self.job.machine, self.grid, self.order)
-        return self.travels.by_axes(links, self.job.shape.layers, self.micro_batches)
+        return self.travels.by_axes(links, self.micro_batches)
 
     @property
-    def layer(self) -> Layer:
-        """Seconds of the collectives of one decoder layer and micro-batch, hidden or not."""
-        return self.travels.layer.seconds(Links(self.job.machine, self.grid, self.order))
+    def layers(self) -> list[tuple[LayerSeconds, int]]:
+        """Seconds of the collectives of one decoder layer and micro-batch, hidden or not, and how many such layers."""
+        links = Links(self.job.machine, self.grid, self.order)
+        return [(traffic.seconds(links), count) for traffic, count in self.travels.layers]
 
     @property
     def total(self) -> float:
@@ -188,7 +180,7 @@ def refusal(job: Job, grid: Grid) -> str:
 def fewest_micro_batches(job: Job, grid: Grid) -> tuple[int, Memory]:
     """The fewest micro-batches that fit a GPU, and what they need; one sample each where none fits."""
     rows = job.sequences // grid.samples_size
-    layout = layout_of(grid)
+    layout = layout_of(job.shape, grid)
     for count in divisors(rows):
         needed = memory(job.shape, grid, step_of(job, grid, count), layout=layout)
         if needed.fits(job.machine.memory) or count == rows:
@@ -202,9 +194,9 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // size for size in small)})
 
 
-def layout_of(grid: Grid) -> str:
-    """The layout of the residual stream that the engine takes for norms it knows."""
-    return "feature" if grid.y > 1 else "token"
+def layout_of(shape: Stack, grid: Grid) -> str:
+    """The layout of the residual stream that the engine takes."""
+    return "feature" if shape.features and grid.y > 1 else "token"
 
 
 def predict(job: Job, grid: Grid, *, order: tuple[str, ...] = ORDER, micro_batches: int | None = None) -> Prediction:
@@ -228,12 +220,12 @@ def predict(job: Job, grid: Grid, *, order: tuple[str, ...] = ORDER, micro_batch
                 f"{job.sequences // grid.samples_size} samples of a (data, z) position do not make {micro_batches} "
                 "micro-batches of one size."
             )
-        needed = memory(job.shape, grid, step_of(job, grid, micro_batches), layout=layout_of(grid))
+        needed = memory(job.shape, grid, step_of(job, grid, micro_batches), layout=layout_of(job.shape, grid))
     step = step_of(job, grid, micro_batches)
     if job.schedule == "axonn":
         traffic = of_axonn(job.shape, grid, step)
     else:
-        traffic = of_engine(job.shape, grid, step, layout_of(grid))
+        traffic = of_engine(job.shape, grid, step, layout_of(job.shape, grid))
     compute = _compute(job, grid, step)
     return _assemble(job, grid, order, traffic, compute, needed)
 
@@ -246,33 +238,45 @@ def reorder(prediction: Prediction, order: tuple[str, ...]) -> Prediction:
 
 
 def _compute(job: Job, grid: Grid, step: Step) -> Compute:
-    ours = job.schedule == "hf_axonn"
-    heads, stream = (heads_repeat(job.shape, grid), 1) if ours else (grid.y, grid.x)
-    return Compute(job.shape, job.machine, grid, step, repeat_heads=heads, repeat_stream=stream, blocks=ours)
+    return Compute(job.shape, job.machine, grid, step, ours=job.schedule == "hf_axonn")
 
 
 def _assemble(
     job: Job, grid: Grid, order: tuple[str, ...], traffic: Traffic, compute: Compute, needed: Memory
 ) -> Prediction:
     links = Links(job.machine, grid, order)
-    layer, groups = traffic.layer.seconds(links), compute.groups()
-    times, layers = compute.step.micro_batches, job.shape.layers
-    forward_z, backward_z, exposed_xy, slack = _exposed(job, layer, groups)
+    times, passes = compute.step.micro_batches, 2 if job.checkpointing else 1
+    overlaps = Overlaps(
+        all_gather=job.all_gather,
+        reduce_scatter=job.reduce_scatter,
+        all_reduce=job.all_reduce,
+        checkpointing=job.checkpointing,
+        share=job.machine.overlap,
+    )
+    seconds = dict.fromkeys(("gemm", "attention", "elementwise"), 0.0)
+    exposed_xy = exposed_z = slack = 0.0
+    for (layer, count), (travels, _) in zip(job.shape.kinds, traffic.layers, strict=True):
+        groups = compute.groups(layer)
+        hidden = exposed(overlaps, travels.seconds(links), travels.once, groups)
+        exposed_z += times * count * (hidden.forward_z + hidden.backward_z)
+        exposed_xy += times * count * hidden.xy
+        slack += count * hidden.slack
+        for group in groups:
+            products = group.forward * passes + group.input_gradient + group.weight_gradient
+            seconds["gemm"] += times * count * products
+            between = group.after_forward * passes + group.after_backward
+            seconds["attention" if group.attends else "elementwise"] += times * count * between
+        forward, backward = compute.router(layer)
+        seconds["elementwise"] += times * count * (forward * passes + backward)
     data = _sum(traffic.gradients, links)
-    hidden = slack * layers if job.all_gather and job.reduce_scatter else 0.0
-    passes = 2 if job.checkpointing else 1
+    room = slack if job.all_gather and job.reduce_scatter else 0.0
     products, rest = compute.head()
-    products_layer = sum(g.forward * passes + g.input_gradient + g.weight_gradient for g in groups)
-    between = [g.after_forward * passes + g.after_backward for g in groups]
-    seconds = {
-        "gemm": times * layers * products_layer,
-        "attention": times * layers * between[0],
-        "elementwise": times * (layers * sum(between[1:])),
+    seconds |= {
         "head": times * (products + rest),
         "optimizer": compute.optimizer(needed.parameters),
-        "exposed x/y": times * layers * exposed_xy,
-        "exposed z": times * layers * (forward_z + backward_z),
-        "exposed data": max(0.0, data - hidden),
+        "exposed x/y": exposed_xy,
+        "exposed z": exposed_z,
+        "exposed data": data - overlaps.share * min(data, room),
         "other": times * _sum(traffic.rest, links),
     }
     return Prediction(
@@ -285,34 +289,6 @@ def _assemble(
         fits=needed.fits(job.machine.memory),
         travels=traffic,
     )
-
-
-def _exposed(job: Job, layer: Layer, groups: list[Group]) -> tuple[float, float, float, float]:
-    """Seconds of one layer that nothing hides: over z in forward, over z in backward, over x and y; and the compute
-    of backward behind which nothing over z travels."""
-    forward = [group.forward + group.after_forward for group in groups]
-    backward = [group.input_gradient + group.weight_gradient + group.after_backward for group in groups]
-    count = len(groups)
-    share = job.machine.overlap
-    gathers = [layer.gathers[(index + 1) % count] for index in range(count)]  # of the next group
-    beside = share if job.all_gather else 0.0
-    forward_z = sum(travel - beside * min(travel, room) for travel, room in zip(gathers, forward, strict=True))
-    if job.checkpointing and layer.gathers_again:
-        forward_z *= 2  # a recomputed layer gathers once more, in the same order
-    # Backward goes from the last group to the first: while group g computes, the weights of g - 1 come and the
-    # gradients of g + 1 leave.
-    backward_z = slack = 0.0
-    for index in range(count):
-        gather, reduce, room = layer.gathers[index - 1], layer.reduces[(index + 1) % count], backward[index]
-        travel = (gather if job.all_gather else 0.0) + (reduce if job.reduce_scatter else 0.0)
-        hidden = share * min(travel, room)
-        backward_z += gather + reduce - hidden
-        slack += share * max(0.0, room - travel)
-    exposed_xy = layer.forward + layer.backward
-    for index, group in enumerate(groups):
-        room = share * min(layer.hidden[index], group.weight_gradient) if job.all_reduce else 0.0
-        exposed_xy += layer.hidden[index] - room
-    return forward_z, backward_z, exposed_xy, slack
 
 
 def _sum(ledger: Ledger, links: Links) -> float:

@@ -51,8 +51,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "packed_qkv": True,
         "tied": True,
+        "ends_whole": True,
     },
-    "gpt_neox": {"gated": False, "layer_norm": True, "qkv_bias": True, "out_bias": True, "mlp_bias": True},
     "starcoder2": {
         "gated": False,
         "layer_norm": True,
@@ -68,8 +68,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "out_bias": True,
         "mlp_bias": True,
         "tied": True,
+        "ends_whole": True,
     },
 }
+DROPOUTS = ("resid_pdrop", "dropout", "hidden_dropout", "residual_dropout")  # after an MLP
 LEARNED_POSITIONS = {"gpt2": 0, "opt": 2}  # rows beyond max_position_embeddings
 TIED_UNLESS_SAID = ("gemma", "gemma2", "gemma3_text", "gpt2", "starcoder2", "opt")
 ALIASES = {
@@ -150,7 +152,7 @@ def from_config(config: dict[str, Any]) -> ModelShape:
         return value
 
     traits = dict(FAMILIES[kind])
-    if kind in ("llama", "granite", "gemma", "smollm3", "gpt_neox") and config.get("attention_bias") is not None:
+    if kind in ("llama", "granite", "gemma", "smollm3") and config.get("attention_bias") is not None:
         traits["qkv_bias"] = traits["out_bias"] = bool(config["attention_bias"])
     if kind in ("llama", "granite", "smollm3") and config.get("mlp_bias") is not None:
         traits["mlp_bias"] = bool(config["mlp_bias"])
@@ -158,6 +160,8 @@ def from_config(config: dict[str, Any]) -> ModelShape:
         traits["qkv_bias"] = traits["out_bias"] = traits["mlp_bias"] = bool(config["use_bias"])
     if kind in LEARNED_POSITIONS:
         traits["positions"] = size("positions") + LEARNED_POSITIONS[kind]
+        traits["offset_positions"] = LEARNED_POSITIONS[kind] > 0
+    traits["drops"] = any(config.get(name) for name in DROPOUTS)
     tied = config.get("tie_word_embeddings")
     hidden = size("hidden")
     return ModelShape(

@@ -24,6 +24,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hf_axonn.grid import Grid
+from hf_axonn.perf.layers import Stack
 from hf_axonn.perf.machines import Machine
 from hf_axonn.perf.shapes import ModelShape
 
@@ -81,17 +82,26 @@ def layer_times(layer: Layer, tokens: float, grid: Grid, beta: dict[str, float],
     )
 
 
-def decoder_layers(shape: ModelShape) -> list[Layer]:
-    """A decoder layer as AxoNN cuts it: q, k, v in one; o, transposed; up (and gate); down, transposed."""
+def decoder_layers(shape: Stack) -> list[Layer]:
+    """A decoder layer as AxoNN cuts it: q, k, v in one; o, transposed; up (and gate); down, transposed.
+
+    Raises:
+        ValueError: layers differ, or are not one attention and one MLP.
+    """
+    if not isinstance(shape, ModelShape):
+        raise ValueError(
+            "the paper's equations are of layers that are alike, of one attention and one MLP; this model has others: "
+            "plan with the schedule hf_axonn."
+        )
     found = []
-    for columns, row in (shape.attention(), shape.mlp()):
-        found.append(Layer(shape.hidden, sum(linear.rows for linear in columns)))
-        found.append(Layer(row.cols, row.rows, transposed=True))
+    for block in (shape.attention, shape.mlp):
+        found.append(Layer(shape.hidden, sum(linear.rows for linear in block.columns)))
+        found.append(Layer(block.row.cols, block.row.rows, transposed=True))
     return found
 
 
 def network_time(
-    shape: ModelShape, machine: Machine, grid: Grid, batch_tokens: int, *, counting: str = "equations"
+    shape: Stack, machine: Machine, grid: Grid, batch_tokens: int, *, counting: str = "equations"
 ) -> float:
     """Equation (6): seconds of communication of all decoder layers in one step.
 
@@ -114,11 +124,11 @@ def network_time(
             continue
         forward = times.forward * (layer.k / layer.n if index == len(layers) - 1 else 1)
         total += 2 * times.all_gather_z + times.reduce_scatter_z + 2 * forward + times.backward + 2 * times.data
-    return shape.layers * total / (2**30 / 1e9 if counting == "script" else 1)
+    return shape.depth * total / (2**30 / 1e9 if counting == "script" else 1)
 
 
 def rank_grids(
-    shape: ModelShape,
+    shape: Stack,
     machine: Machine,
     grids: list[Grid],
     batch_tokens: int,

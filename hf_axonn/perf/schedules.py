@@ -3,7 +3,8 @@
     of_engine    the collectives of volumes.py
     of_axonn     equations (1) to (5) of the paper, every all-reduce in one piece
 
-A decoder layer has four groups of Linears: q, k, v; o; up (and gate); down. Payloads as in ledger.py, bytes.
+A decoder layer has groups of weights that are gathered and multiplied together: q, k, v; o; up (and gate); down;
+the experts of a mixture are one, and so is each Linear that makes latents. Payloads as in ledger.py, bytes.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hf_axonn.grid import Grid
+from hf_axonn.perf.layers import Block, Experts, Layer, Stack
 from hf_axonn.perf.ledger import Ledger
 from hf_axonn.perf.links import Links
 from hf_axonn.perf.paper import decoder_layers
-from hf_axonn.perf.shapes import ModelShape, Step
+from hf_axonn.perf.shapes import Step
 from hf_axonn.perf.volumes import Account
 
 
-class Layer(NamedTuple):
+class LayerSeconds(NamedTuple):
     """Seconds of a decoder layer's collectives.
 
     gathers, reduces: over z, of each group, one pass; gathers_again: whether recomputation gathers once more.
@@ -44,6 +46,7 @@ class LayerTraffic:
         gathers_again: whether recomputation gathers once more.
         ledger: collectives over x and y that nothing hides.
         hidden: (kind, axis, payload) over x or y beside the weight gradient of each group; None for none.
+        once: groups that recomputation does not gather once more (experts).
     """
 
     gathers: list[int]
@@ -51,11 +54,12 @@ class LayerTraffic:
     gathers_again: bool
     ledger: Ledger
     hidden: list[tuple[str, str, float] | None]
+    once: tuple[int, ...] = ()
 
-    def seconds(self, links: Links) -> Layer:
+    def seconds(self, links: Links) -> LayerSeconds:
         """On a machine."""
         entries = self.ledger.entries.items()
-        return Layer(
+        return LayerSeconds(
             gathers=[links.seconds("all_gather", ("z",), payload) for payload in self.gathers],
             reduces=[links.seconds("reduce_scatter", ("z",), payload) for payload in self.reduces],
             gathers_again=self.gathers_again,
@@ -70,63 +74,81 @@ class Traffic:
     """What travels in a step.
 
     Args:
-        layer: of one decoder layer and micro-batch.
+        layers: (one decoder layer and micro-batch, how many such layers), the most frequent kind first.
         rest: of embedding, head and loss, one micro-batch.
         gradients: after the last one.
         checkpointing: whether layers run again.
     """
 
-    layer: LayerTraffic
+    layers: tuple[tuple[LayerTraffic, int], ...]
     rest: Ledger
     gradients: Ledger
     checkpointing: bool
 
-    def by_axes(self, links: Links, layers: int, micro_batches: int) -> dict[str, float]:
+    def by_axes(self, links: Links, micro_batches: int) -> dict[str, float]:
         """Seconds of a whole step by axes, hidden or not."""
-        layer = self.layer.seconds(links)
-        gathers = 2 + (self.checkpointing and layer.gathers_again)
-        found = {"z": layers * micro_batches * (gathers * sum(layer.gathers) + sum(layer.reduces))}
+        found: dict[str, float] = {}
 
         def enter(axes: tuple[str, ...], seconds: float) -> None:
             found["+".join(axes)] = found.get("+".join(axes), 0.0) + seconds
 
-        for each, seconds in zip(self.layer.hidden, layer.hidden, strict=True):
-            if each:
-                enter((each[1],), layers * micro_batches * seconds)
-        for times, ledger in (
-            (layers * micro_batches, self.layer.ledger),
-            (micro_batches, self.rest),
-            (1, self.gradients),
-        ):
+        def enter_ledger(ledger: Ledger, times: int) -> None:
             for key, volume in ledger.entries.items():
                 enter(key.axes, times * links.of(key, volume))
+
+        for traffic, count in self.layers:
+            layer, times = traffic.seconds(links), count * micro_batches
+            gathers = 2 + (self.checkpointing and layer.gathers_again)
+            again = sum(layer.gathers) - sum(layer.gathers[index] for index in traffic.once) if gathers > 2 else 0.0
+            enter(("z",), times * (2 * sum(layer.gathers) + again + sum(layer.reduces)))
+            for each, seconds in zip(traffic.hidden, layer.hidden, strict=True):
+                if each:
+                    enter((each[1],), times * seconds)
+            enter_ledger(traffic.ledger, times)
+        enter_ledger(self.rest, micro_batches)
+        enter_ledger(self.gradients, 1)
         return {axes: seconds for axes, seconds in found.items() if seconds}
 
 
-def of_engine(shape: ModelShape, grid: Grid, step: Step, layout: str) -> Traffic:
+def of_engine(shape: Stack, grid: Grid, step: Step, layout: str) -> Traffic:
     """The engine's own collectives, see volumes.py."""
     account = Account(shape, grid, step, layout)
-    layer = account.layer()
-    gathers, reduces = [], []
-    for columns, row in (shape.attention(), shape.mlp()):
-        for kind, linears in (("column", columns), ("row", [row])):
-            elements = account.travels(kind, linears)
-            gathers.append(elements * step.compute_bytes)
-            reduces.append(elements * max(step.compute_bytes, step.reduce_bytes))
+    layers = tuple((_layer_of_engine(account, layer), count) for layer, count in shape.kinds)
+    rest = account.embedding()
+    if shape.outside is not None:
+        rest.include(account.layer(shape.outside, once=True))
+    rest.include(account.end())
+    return Traffic(layers, rest, account.gradients(), step.checkpointing)
+
+
+def _layer_of_engine(account: Account, layer: Layer) -> LayerTraffic:
+    step, grid = account.step, account.grid
+    ledger, elements, once = account.layer(layer), [], []
     hidden: list[tuple[str, str, float] | None] = []
-    for axis, payload in zip("xyxy", account.beside_weight_gradients(), strict=True):
+
+    def hide(axis: str, payload: int) -> None:
         hidden.append(("reduce_scatter", axis, payload) if payload and getattr(grid, axis) > 1 else None)
         if hidden[-1]:
-            layer.add("backward", "reduce_scatter", (axis,), -payload, -1)
-    for key in [key for key in layer.entries if key.axes == ("z",)]:
-        del layer.entries[key]
-    rest = account.embedding()
-    rest.include(account.end())
-    traffic = LayerTraffic(gathers, reduces, True, layer, hidden)
-    return Traffic(traffic, rest, account.gradients(), step.checkpointing)
+            ledger.add("backward", "reduce_scatter", (axis,), -payload, -1)
+
+    for part in layer.parts:
+        if isinstance(part, Experts):
+            once.append(len(elements))
+            elements.append(account.of_experts(part))
+            hidden.append(None)
+            continue
+        of_columns, of_row = account.beside_weight_gradients(part) if isinstance(part, Block) else (0, 0)
+        for kind, linears in part.groups():
+            elements.append(account.travels(kind, linears))
+            hide("y" if kind == "row" else "x", {"row": of_row, "column": of_columns}.get(kind, 0))
+    for key in [key for key in ledger.entries if key.axes == ("z",)]:
+        del ledger.entries[key]
+    size = max(step.compute_bytes, step.reduce_bytes)
+    gathers, reduces = [its * step.compute_bytes for its in elements], [its * size for its in elements]
+    return LayerTraffic(gathers, reduces, True, ledger, hidden, tuple(once))
 
 
-def of_axonn(shape: ModelShape, grid: Grid, step: Step) -> Traffic:
+def of_axonn(shape: Stack, grid: Grid, step: Step) -> Traffic:
     """Equations (1) to (5): all-reduces after every product, bf16 over z, fp32 over data.
 
     Under checkpointing forward all-reduces run again; the weights that were gathered for the recomputation serve
@@ -138,7 +160,7 @@ def of_axonn(shape: ModelShape, grid: Grid, step: Step) -> Traffic:
     weights = 0.0
     for layer in decoder_layers(shape):
         block = layer.k * layer.n / (grid.x * grid.y)
-        weights += shape.layers * block / grid.z
+        weights += shape.depth * block / grid.z
         gathers.append(block / grid.z * size)
         reduces.append(block / grid.z * size)
         inner, outer = ("x", "y") if layer.transposed else ("y", "x")  # the axes that cut k and n
@@ -155,5 +177,6 @@ def of_axonn(shape: ModelShape, grid: Grid, step: Step) -> Traffic:
     vocabulary = shape.vocab * shape.hidden / (grid.x * grid.y * grid.z)
     rest.add("forward", "all_gather", ("z",), vocabulary * size)
     rest.add("backward", "reduce_scatter", ("z",), vocabulary * size)
-    gradients.add("gradients", "all_reduce", ("data",), 4 * (weights + vocabulary), 4 * shape.layers)
-    return Traffic(LayerTraffic(gathers, reduces, False, ledger, hidden), rest, gradients, step.checkpointing)
+    gradients.add("gradients", "all_reduce", ("data",), 4 * (weights + vocabulary), 4 * shape.depth)
+    layer = LayerTraffic(gathers, reduces, False, ledger, hidden)
+    return Traffic(((layer, shape.depth),), rest, gradients, step.checkpointing)

@@ -1,25 +1,20 @@
-"""A decoder and a training step, described by plain numbers."""
+"""A dense decoder in a few numbers, any other as what was found in it, and a training step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from hf_axonn.grid import Grid
+from hf_axonn.perf.layers import Block, Layer, LinearShape, Stack, Table, Weight
 
 
-class LinearShape(NamedTuple):
-    """A Linear's weight [rows, cols] = [out_features, in_features], and whether it has a bias [rows]."""
-
-    rows: int
-    cols: int
-    bias: bool = False
+SMALLEST_PART = 1 / 64  # as gathered.SMALLEST_PART
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """A decoder-only transformer, pre-norm, all layers alike.
+class ModelShape(Stack):
+    """A decoder-only transformer, all layers alike: attention and an MLP.
 
     Args:
         layers, hidden, heads, intermediate, vocab: sizes of the whole model.
@@ -32,7 +27,10 @@ class ModelShape:
         layer_norm: LayerNorm with weight and bias, else RMSNorm with a weight.
         norms_per_layer: norms on the residual stream of one layer.
         qk_norm: RMSNorms [head_dim] of each query and key head.
-        positions: rows of a learned position embedding [positions, hidden], held whole; 0 for none.
+        positions: rows of a learned position embedding [positions, hidden]; 0 for none.
+        offset_positions: whether the class of the embedding shifts its positions, so that it is not a plain one.
+        drops: whether features are dropped after the MLP (their mask is saved, so recomputation goes to the end).
+        ends_whole: as in `Stack`.
     Raises:
         ValueError: a size is below 1, or kv_heads does not divide heads.
     """
@@ -56,6 +54,9 @@ class ModelShape:
     norms_per_layer: int = 2
     qk_norm: bool = False
     positions: int = 0
+    offset_positions: bool = False
+    drops: bool = False
+    ends_whole: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "intermediate", "vocab", "kv", "width"):
@@ -74,57 +75,91 @@ class ModelShape:
         """Features of a head."""
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
-    def attention(self) -> tuple[list[LinearShape], LinearShape]:
-        """The column layers of an attention block (queries first) and its row layer."""
-        return self._blocks[0]
+    @property
+    def centered(self) -> bool:
+        """Whether norms take off the mean."""
+        return self.layer_norm
 
-    def mlp(self) -> tuple[list[LinearShape], LinearShape]:
-        """The column layers of an MLP and its row layer."""
-        return self._blocks[1]
-
-    def replicated(self) -> list[int]:
-        """Elements of every parameter that all ranks hold whole: norms, biases, positions."""
-        return self._replicated
-
-    def sharded(self) -> list[tuple[str, LinearShape]]:
-        """Kind (column, row, vocabulary) and shape of every parameter that is cut, in the order of the model."""
-        return self._sharded
-
-    # A planner asks a thousand times.
+    @property
+    def final(self) -> tuple[int, ...]:
+        """Elements of the parameters of a norm."""
+        return (self.hidden,) * (2 if self.layer_norm else 1)
 
     @cached_property
-    def _blocks(self) -> tuple[tuple[list[LinearShape], LinearShape], tuple[list[LinearShape], LinearShape]]:
+    def tables(self) -> tuple[Table, ...]:
+        """Positions: like the vocabulary if they are many, in pieces if they are not few (install.py)."""
+        if not self.positions:
+            return ()
+        largest = max(weight.elements for weight in self.runs[0][0].weights)
+        whole = self.positions * self.hidden < SMALLEST_PART * max(largest, self.vocab * self.hidden)
+        plain = not self.offset_positions and 4 * self.positions >= self.vocab
+        return (Table("vocabulary" if plain else "replicated" if whole else "gathered", self.positions),)
+
+    @cached_property
+    def attention(self) -> Block:
+        """The attention block of a layer."""
         query, kv = self.heads * self.width, self.kv * self.width
         rows = [query + 2 * kv] if self.packed_qkv else [query, kv, kv]
-        attention = [LinearShape(size, self.hidden, self.qkv_bias) for size in rows]
-        count = 2 if self.gated else 1
-        rows = [count * self.intermediate] if self.packed_mlp else [self.intermediate] * count
-        mlp = [LinearShape(size, self.hidden, self.mlp_bias) for size in rows]
-        return (
-            (attention, LinearShape(self.hidden, query, self.out_bias)),
-            (mlp, LinearShape(self.hidden, self.intermediate, self.mlp_bias)),
+        return Block(
+            columns=tuple(LinearShape(size, self.hidden, self.qkv_bias) for size in rows),
+            segments=(("query", "kv", "kv"),) if self.packed_qkv else (("query",), ("kv",), ("kv",)),
+            row=LinearShape(self.hidden, query, self.out_bias),
+            query=self.heads,
+            kv=self.kv,
         )
 
     @cached_property
-    def _replicated(self) -> list[int]:
-        norm = [self.hidden] * (2 if self.layer_norm else 1)
-        linears = [*self.attention()[0], self.attention()[1], *self.mlp()[0], self.mlp()[1]]
-        layer = [linear.rows for linear in linears if linear.bias]
-        layer += self.norms_per_layer * norm + ([self.width] * 2 if self.qk_norm else [])
-        whole = [self.positions * self.hidden] if self.positions else []
-        return whole + self.layers * layer + norm + ([self.vocab] if self.head_bias else [])
+    def mlp(self) -> Block:
+        """The MLP of a layer."""
+        count = 2 if self.gated else 1
+        packed = self.gated and self.packed_mlp
+        rows = [count * self.intermediate] if packed else [self.intermediate] * count
+        return Block(
+            columns=tuple(LinearShape(size, self.hidden, self.mlp_bias) for size in rows),
+            segments=(("own",) * count,) if packed else (("own",),) * count,
+            row=LinearShape(self.hidden, self.intermediate, self.mlp_bias),
+        )
 
     @cached_property
-    def _sharded(self) -> list[tuple[str, LinearShape]]:
-        layer = []
-        for columns, row in (self.attention(), self.mlp()):
-            layer += [("column", linear) for linear in columns] + [("row", row)]
-        vocabulary = ("vocabulary", LinearShape(self.vocab, self.hidden))
-        return [vocabulary, *self.layers * layer, *([] if self.tied else [vocabulary])]
+    def runs(self) -> tuple[tuple[Layer, int], ...]:
+        """One kind of layer, `layers` times."""
+        blocks = (self.attention, self.mlp)
+        replicated = [linear.rows for block in blocks for linear in block.linears if linear.bias]
+        replicated += self.norms_per_layer * list(self.final) + ([self.width] * 2 if self.qk_norm else [])
+        weights: list[Weight] = []
+        for block in blocks:
+            weights += [Weight("column", linear.rows, linear.cols) for linear in block.columns]
+            weights.append(Weight("row", block.row.rows, block.row.cols))
+        layer = Layer(
+            parts=blocks,
+            norms=self.norms_per_layer,
+            weights=tuple(weights),
+            replicated=tuple(replicated),
+            # Two norms stand before the blocks; where there are more, one comes after the MLP and saves its input.
+            ends=None if self.norms_per_layer > 2 or self.drops else 1,
+        )
+        return ((layer, self.layers),)
 
-    def parameters(self) -> int:
-        """Elements of all parameters; tied ones once."""
-        return sum(linear.rows * linear.cols for _, linear in self.sharded()) + sum(self.replicated())
+
+@dataclass(frozen=True, kw_only=True)
+class FoundShape(Stack):
+    """A decoder as it was found in a model that was built (built_shapes.py). Attributes as `Stack` says."""
+
+    runs: tuple[tuple[Layer, int], ...]
+    hidden: int
+    vocab: int
+    tied: bool = False
+    head_bias: bool = False
+    centered: bool = False
+    final: tuple[int, ...]
+    tables: tuple[Table, ...] = ()
+    features: bool = True
+    ends_whole: bool = False
+    ends_narrow: bool = False
+    loose: bool = False
+    outside: Layer | None = None
+    idle: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

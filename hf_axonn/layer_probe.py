@@ -1,0 +1,223 @@
+"""In which order the parts of a decoder layer run, found by running the model without values.
+
+A checkpointed layer runs again in backward, but only up to the last tensor that backward needs: where the last part
+of a layer is followed by nothing that saves one, the collectives after its last product are not repeated. That is a
+matter of the layer's own code, so it is watched at work, on the meta device. No communication, no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from hf_axonn import compat
+from hf_axonn.experts import is_experts
+from hf_axonn.plans import Plan
+from hf_axonn.state import linear_size
+from hf_axonn.styles import pop_hidden
+
+
+ROWS, TOKENS = 2, 8
+# What only values could tell.
+ANSWERS = {Tensor.item: 1, Tensor.__int__: 1, Tensor.__bool__: True, Tensor.__contains__: False}
+# Functions, and methods of tensors, whose inputs autocast narrows.
+PRODUCTS = set("linear matmul __matmul__ mm addmm bmm baddbmm einsum conv1d scaled_dot_product_attention".split())
+
+
+@dataclass
+class Order:
+    """What was seen of one layer, or outside of all of them.
+
+    Attributes:
+        parts: names of rows (each stands for its block), of experts, and of Linears on their own, in the order in
+            which they ended.
+        saved: whether anything was saved for backward after the last of them.
+        routing: name of experts -> number of choices of a token, and the dtype of their weights.
+        calls: name of a Linear on its own -> its inputs for each token of the batch, and whether they were bfloat16.
+        whole: name of a module that gets whole sequences -> how many tensors of tokens it is given, and whether its
+            output was bfloat16.
+    """
+
+    parts: list[str] = field(default_factory=list)
+    saved: bool = False
+    routing: dict[str, tuple[int, str]] = field(default_factory=dict)
+    calls: dict[str, tuple[Fraction, bool]] = field(default_factory=dict)
+    whole: dict[str, tuple[int, bool]] = field(default_factory=dict)
+
+
+class _OnMeta(TorchFunctionMode):
+    """What the meta device lacks: autocast (inputs of products become bfloat16), and values (every number is
+    1, and one element of a tensor is not zero)."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in ANSWERS:
+            return ANSWERS[func]
+        if func in (torch.nonzero, Tensor.nonzero) or (func is torch.where and len(args) == 1):
+            found = args[0].new_zeros(1, args[0].dim(), dtype=torch.int64)
+            return found if func is not torch.where and not (kwargs or {}).get("as_tuple") else found.unbind(1)
+        if getattr(func, "__name__", "") in PRODUCTS:
+            args, kwargs = map(_narrow, args), {name: _narrow(value) for name, value in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
+
+
+def _narrow(value):
+    floats = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(torch.bfloat16) if floats else value
+
+
+def orders(model: nn.Module, plan: Plan, layers: list[str], alone: set[str]) -> Watch:
+    """What each of `layers` does, and what runs outside of them.
+
+    Args:
+        model: on the meta device; it is unchanged afterwards.
+        plan: its plan.
+        layers: names of the layers that are watched.
+        alone: names of Linears on their own.
+    Raises:
+        ValueError: the model does not run without values, or runs a block, experts or a Linear more than once.
+    """
+    watch = Watch(model, plan, layers, alone)
+    ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64, device="meta")
+    training, loss, shared = model.training, model.loss_function, []
+
+    def stand_in(logits: Tensor, *_, **__) -> Tensor:
+        shared.append(True)
+        return logits.sum()
+
+    try:
+        model.loss_function = stand_in
+        with watch.watching(), _OnMeta():
+            model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    except ValueError:
+        raise
+    except Exception as error:  # whatever its code does with values
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"it does not run on the meta device ({why.splitlines()[0]}).") from None
+    finally:
+        watch.trained |= {id(parameter) for parameter in model.parameters() if parameter.grad is not None}
+        model.zero_grad()
+        model.loss_function = loss
+        model.train(training)
+    if not shared:
+        raise ValueError("it computes its loss by code of its own.")
+    seen = [part for order in (*watch.layers.values(), watch.outside) for part in order.parts]
+    twice = sorted({part for part in seen if seen.count(part) > 1})
+    if twice:
+        raise ValueError(f"it runs {twice[0]} more than once.")
+    return watch
+
+
+class Watch:
+    """Hooks on everything that `Order` tells of.
+
+    Attributes:
+        layers: what each layer does, by its name.
+        outside: what runs outside of them.
+        narrow: whether the head's input was bfloat16.
+        ran: names of modules that ran, with the number of elements of their first input.
+        outputs, inputs: names of Linears on their own whose output, and whose input, backward came to.
+        trained: ids of the parameters that got a gradient, or are experts'.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, layers: list[str], alone: set[str]) -> None:
+        self.model, self.plan, self.alone = model, plan, alone
+        self.rows = {block.row for block in plan.blocks}
+        self.layers = {name: Order() for name in layers}
+        self.outside = self.current = Order()
+        self.narrow = False
+        self.ran: dict[str, int] = {}
+        self.outputs: set[str] = set()
+        self.inputs: set[str] = set()
+        self.trained: set[int] = set()
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Until the end of the context."""
+        handles: list[RemovableHandle] = []
+        stubbed: list[nn.Module] = []
+        try:
+            for name, module in self.model.named_modules():
+                handles.append(module.register_forward_hook(partial(self._ran, name)))
+                if name in self.layers:
+                    handles.append(module.register_forward_pre_hook(partial(self._begin, name)))
+                    handles.append(module.register_forward_hook(self._end))
+                if name in self.rows:
+                    handles.append(module.register_forward_hook(partial(self._ended, name)))
+                if name in self.alone:
+                    handles.append(module.register_forward_hook(partial(self._called, name)))
+                if name in self.plan.whole:
+                    handles.append(module.register_forward_hook(partial(self._passed, name), with_kwargs=True))
+                if module is compat.output_embedding(self.model):
+                    handles.append(module.register_forward_hook(self._head))
+                if is_experts(module):
+                    stubbed.append(module)
+                    self.trained |= {id(parameter) for parameter in module.parameters()}
+                    module.forward = partial(self._stub, name)
+            with torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for module in stubbed:
+                del module.forward
+
+    def _ran(self, name: str, _module: nn.Module, args: tuple, _output) -> None:
+        self.ran[name] = args[0].numel() if args and isinstance(args[0], Tensor) else 0
+
+    def _begin(self, name: str, *_) -> None:
+        if self.current is self.outside and self.outside.parts and not any(its.parts for its in self.layers.values()):
+            raise ValueError(f"it runs {self.outside.parts[0]} before its layers.")
+        self.current = self.layers[name]
+
+    def _end(self, *_) -> None:
+        self.current = self.outside
+
+    def _ended(self, name: str, *_) -> None:
+        self.current.parts.append(name)
+        self.current.saved = False
+
+    def _head(self, _module: nn.Module, args: tuple, _output: Tensor) -> None:
+        self.narrow = args[0].dtype == torch.bfloat16
+
+    def _saved(self, tensor: Tensor) -> Tensor:
+        self.current.saved = True
+        return tensor
+
+    def _called(self, name: str, linear: nn.Module, args: tuple, output: Tensor) -> None:
+        (given,) = args
+        inputs = Fraction(given.numel() // linear_size(linear)[1], ROWS * TOKENS)
+        self.current.calls[name] = (inputs, given.dtype == torch.bfloat16)
+        for tensor, reached in ((output, self.outputs), (given, self.inputs)):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(_note, reached, name))
+        self._ended(name)
+
+    def _passed(self, name: str, _module: nn.Module, args: tuple, kwargs: dict, output) -> None:
+        shape = pop_hidden(args, kwargs)[0].shape
+        given = [its for its in (*args, *kwargs.values()) if isinstance(its, Tensor) and its.shape == shape]
+        output = output if isinstance(output, Tensor) else output[0]
+        self.current.whole[name] = (len(given), output.dtype == torch.bfloat16)
+
+    def _stub(self, name: str, hidden: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
+        """In place of experts, which look at values: hidden states pass, and how they are routed is written down."""
+        routing = (*routing, *named.values())
+        if len(routing) == 2:
+            choices, weights = sorted(routing, key=lambda tensor: tensor.is_floating_point())
+            dtype = "compute" if weights.dtype == torch.bfloat16 else "wide"
+            self.current.routing[name] = (choices.shape[-1], dtype)
+        # Backward comes to the router by the sum.
+        output = sum((its.sum() for its in routing if its.is_floating_point()), hidden.clone())
+        self._ended(name)
+        return output
+
+
+def _note(names: set[str], name: str, _grad: Tensor) -> None:
+    names.add(name)

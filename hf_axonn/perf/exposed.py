@@ -1,0 +1,77 @@
+"""What overlaps leave of the communication of a decoder layer.
+
+A layer has groups of weights that are multiplied together, g = (q, k, v), (o), (up and gate), (down); C = compute, A =
+gather over z, R = reduction over z, X = reduction of dI over x or y. With the three overlaps (docs/algorithm.md) what
+is left is
+
+    OAG   A of the next group - min(A, C of this one), in forward, in the recomputation and in backward
+    ORS   in backward R of the group before shares that window
+    OAR   X - min(X, C of this group's dW)
+
+and all other collectives over x and y in full. Without an overlap its collectives count in full. Where the machine's
+`overlap` is below 1, only that share of what could be hidden is. Layers of a kind are taken to follow each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hf_axonn.perf.compute import Group
+from hf_axonn.perf.schedules import LayerSeconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlaps:
+    """Which overlaps are on, the machine's share of what could be hidden, and whether layers run again."""
+
+    all_gather: bool
+    reduce_scatter: bool
+    all_reduce: bool
+    checkpointing: bool
+    share: float
+
+
+class Exposed(NamedTuple):
+    """Seconds of one layer that nothing hides: over z in forward, over z in backward, over x and y; and the compute
+    of backward behind which nothing over z travels."""
+
+    forward_z: float
+    backward_z: float
+    xy: float
+    slack: float
+
+
+def exposed(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ...], groups: list[Group]) -> Exposed:
+    """What is left of a layer's communication. `once`: groups that recomputation does not gather once more."""
+    forward = [group.forward + group.after_forward for group in groups]
+    backward = [group.input_gradient + group.weight_gradient + group.after_backward for group in groups]
+    count = len(groups)
+    share = overlaps.share
+    beside = share if overlaps.all_gather else 0.0
+
+    def gathered_ahead(gathers: list[float]) -> float:
+        """Each gather travels beside the compute of the group before."""
+        following = gathers[1:] + gathers[:1]
+        return sum(travel - beside * min(travel, room) for travel, room in zip(following, forward, strict=True))
+
+    forward_z = gathered_ahead(layer.gathers)
+    again = layer.gathers
+    if overlaps.checkpointing and layer.gathers_again:
+        # A recomputed layer gathers once more, in the same order; what it gathers of experts serves backward.
+        forward_z += gathered_ahead(layer.gathers)
+        again = [0.0 if index in once else seconds for index, seconds in enumerate(layer.gathers)]
+    # Backward goes from the last group to the first: while group g computes, the weights of g - 1 come and the
+    # gradients of g + 1 leave.
+    backward_z = slack = 0.0
+    for index in range(count):
+        gather, reduce, room = again[index - 1], layer.reduces[(index + 1) % count], backward[index]
+        travel = (gather if overlaps.all_gather else 0.0) + (reduce if overlaps.reduce_scatter else 0.0)
+        hidden = share * min(travel, room)
+        backward_z += gather + reduce - hidden
+        slack += max(0.0, room - travel)
+    exposed_xy = layer.forward + layer.backward
+    for index, group in enumerate(groups):
+        room = share * min(layer.hidden[index], group.weight_gradient) if overlaps.all_reduce else 0.0
+        exposed_xy += layer.hidden[index] - room
+    return Exposed(forward_z, backward_z, exposed_xy, slack)

@@ -1,0 +1,263 @@
+"""Which collectives one rank issues for one decoder layer and one micro-batch: a method for each part of a layer.
+
+What is computed where stands beside each entry. Legend as in volumes.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_axonn.grid import Grid, Place, ceil_div
+from hf_axonn.heads import Heads, exchanged_features, is_own_slice
+from hf_axonn.perf.layers import Block, Call, Experts, Layer, LinearShape, Stack, Whole
+from hf_axonn.perf.ledger import Key, Ledger
+from hf_axonn.perf.shapes import Step
+from hf_axonn.perf.shares import own_experts, shard_shape
+
+
+LAYOUTS = ("token", "feature")
+INDEX_BYTES = 8  # of the number of an expert
+
+
+class LayerAccount:
+    """The sizes that all entries share, and the collectives of a layer. Arguments as `volumes.volumes`."""
+
+    def __init__(self, shape: Stack, grid: Grid, step: Step, layout: str, rank: int = 0) -> None:
+        if layout not in LAYOUTS:
+            raise ValueError(f"layout is {layout!r}, but the residual stream is divided by {' or by '.join(LAYOUTS)}.")
+        self.shape, self.grid, self.step = shape, grid, step
+        self.by_features = layout == "feature" and grid.y > 1
+        self.here = grid.coordinates(rank)
+        self.place = Place(grid, self.here)
+        self.tokens = step.tokens
+        self.padded = step.padded(grid)
+        self.hidden_y = ceil_div(shape.hidden, grid.y)
+        # Statistics and the loss are at least float32; gradients are reduced in the wider of their and reduce_dtype.
+        self.wide = max(step.compute_bytes, 4)
+
+    def layer(self, layer: Layer, *, kept: bool = False, once: bool = False) -> Ledger:
+        """One decoder layer, forward and backward. `kept`: its gathered weights live until backward is done. `once`:
+        it does not run again under checkpointing."""
+        first, again = Ledger(self.grid), Ledger(self.grid)  # what runs once; what checkpointing runs again
+        self.norms(again, layer.norms)
+        for rows, cols, partial in layer.gathered:
+            self.in_pieces(again, rows, cols, ("y", "x") if partial else ())
+        for index, part in enumerate(layer.parts):
+            last = first if index == layer.ends else again
+            if isinstance(part, Experts):
+                self.experts(again, last, part)
+            elif isinstance(part, Whole):
+                self.whole(again, last, part)
+            else:
+                self.block(again, last, part)
+        total = Ledger(self.grid)
+        total.include(first)
+        total.include(again)
+        if self.step.checkpointing and not once:
+            for key, volume in again.chosen(phase="forward"):
+                total.add("backward", key.kind, key.axes, volume.payload, volume.calls)
+            # Experts that are gathered for the recomputation serve backward too.
+            for part in layer.parts:
+                if isinstance(part, Experts):
+                    self.gathers(total, "backward", -self.of_experts(part), -len(part.weights))
+        if kept:
+            total.entries.pop(Key("backward", "all_gather", ("z",)), None)
+        return total
+
+    def both(
+        self, into: Ledger, forward: str | None, backward: str | None, over: tuple[str, ...], elements: int
+    ) -> None:
+        """A collective and its conjugate, in the compute dtype."""
+        for phase, kind in (("forward", forward), ("backward", backward)):
+            if kind is not None:
+                into.add(phase, kind, over, elements * self.step.compute_bytes)
+
+    def block(self, ledger: Ledger, last: Ledger, block: Block) -> None:
+        """An attention block or an MLP. What follows its last matmul goes to `last`: a recomputation stops there."""
+        grid, both = self.grid, self.both
+        heads = Heads.divide(block.query, block.kv, self.place) if block.query else None
+        axes = heads.axes if heads else ("x", "y")
+        stream = self.padded // grid.x * self.hidden_y  # a rank's part of the residual stream [T/x, H/y]
+        if block.down:
+            self.latents(ledger, block, axes)
+        else:  # Column.enter
+            if not self.by_features:
+                both(ledger, "all_to_all", "all_to_all", ("y",), stream)
+            both(ledger, "all_gather", "reduce_scatter", ("x",), stream)
+            self.weights(ledger, "column", block.columns)
+        # Column._compute: one reduction for all; without y in axes the ranks of y go on with all features of x.
+        for linears in [[linear] for linear in block.columns] if block.down else [block.columns]:
+            features = sum(ceil_div(ceil_div(linear.rows, grid.x), grid.y) for linear in linears)
+            if "y" in axes:
+                both(ledger, "reduce_scatter", "all_gather", ("y",), self.tokens * features)
+            else:
+                both(ledger, "all_reduce", None, ("y",), self.tokens * grid.y * features)
+        # Column._place: where heads are on no axis all features are gathered; packed ones and kv heads that do not
+        # divide are exchanged
+        for linear, segments in zip(block.columns, block.segments, strict=True):
+            if not axes:
+                both(ledger, "all_gather", None, ("x",), self.tokens * ceil_div(linear.rows, grid.x))
+            elif not is_own_slice(linear.rows, segments, heads, self.place):
+                sent, arriving = exchanged_features(linear.rows, segments, heads, self.place)
+                ledger.add("forward", "exchange", axes, self.tokens * sent * self.step.compute_bytes)
+                ledger.add("backward", "exchange", axes, self.tokens * arriving * self.step.compute_bytes)
+        for _, centered in block.head_norms:
+            self.statistics(ledger, axes, self.tokens, centered)
+        # Row._forward
+        row = block.row
+        if "y" in axes:
+            inner = ceil_div(ceil_div(row.cols, grid.x), grid.y)
+            both(ledger, "all_gather", "reduce_scatter", ("y",), self.padded * inner)
+        else:
+            inner = ceil_div(row.cols, grid.x)
+            both(ledger, None, "all_reduce", ("y",), self.padded * inner)
+            if not axes:
+                both(ledger, None, "all_gather", ("x",), self.padded * inner)
+        self.weights(ledger, "row", [row])
+        both(last, "reduce_scatter", "all_gather", ("x",), stream)
+        if not self.by_features:
+            both(last, "all_to_all", "all_to_all", ("y",), stream)
+
+    def latents(self, ledger: Ledger, block: Block, axes: tuple[str, ...]) -> None:
+        """Latent attention up to its columns: whole activations, Linears on their own, whole latents (latent.py)."""
+        grid, both = self.grid, self.both
+        parts = self.padded // grid.x * self.hidden_y
+        parts = parts if self.by_features else self.padded // grid.x // grid.y * self.shape.hidden
+        ledger.add("forward", "all_gather", ("x", "y"), parts * self.step.param_bytes)
+        for linear in (*block.down, *block.columns):  # take_features, and the sum over x of what comes back
+            self.whole_input(ledger, self.tokens * ceil_div(linear.cols, grid.y) * self.step.param_bytes)
+            self.weights(ledger, "full" if linear in block.down else "column", [linear])
+        for linear in block.down:  # FullLinear
+            self.whole_output(ledger, self.tokens * ceil_div(linear.rows, grid.x))
+        both(ledger, None, "all_reduce", axes, self.tokens * block.rotary)
+
+    def whole_input(self, ledger: Ledger, payload: int) -> None:
+        """Into a product whose input is whole: its gradient is gathered over y and summed over x."""
+        ledger.add("backward", "all_gather", ("y",), payload)
+        ledger.add("backward", "all_reduce", ("x",), payload)
+
+    def whole_output(self, ledger: Ledger, elements: int) -> None:
+        """Out of a Linear on its own: sums over y, features of all ranks of x."""
+        self.both(ledger, "all_reduce", None, ("y",), elements)
+        self.both(ledger, "all_gather", None, ("x",), elements)
+
+    def whole(self, ledger: Ledger, last: Ledger, module: Whole) -> None:
+        """Linears on their own, on whole activations. What follows the last one goes to `last`."""
+        own, step = self.padded // (self.grid.x * self.grid.y) * self.shape.hidden, self.step
+        if module.taken:  # gather_tokens before, take_tokens after
+            ledger.add("forward", "all_gather", ("x", "y"), module.taken * own * step.param_bytes, module.taken)
+            size = step.compute_bytes if module.narrow else step.param_bytes
+            ledger.add("backward", "all_gather", ("x", "y"), own * size)
+        for index, call in enumerate(module.calls):
+            ends = last if index == len(module.calls) - 1 else ledger
+            self.call(ledger, ends, call)
+
+    def call(self, ledger: Ledger, last: Ledger, call: Call) -> None:
+        """A Linear on its own. What follows its product goes to `last`."""
+        linear, inputs = call.linear, int(self.tokens * call.inputs)
+        output, input_ = call.backward
+        elements = self.travels("full", [linear])
+        self.gathers(ledger, "forward", elements, 1)
+        if output:
+            size = max(self.step.compute_bytes, self.step.reduce_bytes)
+            ledger.add("backward", "reduce_scatter", ("z",), elements * size)
+        if output and input_:
+            self.gathers(ledger, "backward", elements, 1)
+            size = self.step.compute_bytes if call.narrow else self.step.param_bytes
+            self.whole_input(ledger, inputs * ceil_div(linear.cols, self.grid.y) * size)
+        self.whole_output(last, inputs * ceil_div(linear.rows, self.grid.x))
+
+    def experts(self, ledger: Ledger, last: Ledger, experts: Experts) -> None:
+        """The experts of a layer. What follows their work goes to `last`."""
+        step, parts = self.step, self.grid.x * self.grid.y
+        each = self.of_experts(experts)
+        for phase in ("forward", "backward"):
+            self.gathers(ledger, phase, each, len(experts.weights))
+        size = max(step.compute_bytes, step.reduce_bytes)
+        ledger.add("backward", "reduce_scatter", ("z",), each * size, len(experts.weights))
+        own = self.padded // parts * self.shape.hidden
+        if self.shape.loose:  # all tokens are here; what comes back is summed
+            self.both(ledger, None, "all_reduce", ("x", "y"), self.tokens * self.shape.hidden)
+            if experts.sorted:
+                most = own_experts(experts.number, self.grid, dict.fromkeys(self.here, 0))
+                self.both(last, "all_gather", None, ("x", "y"), most * self.tokens * self.shape.hidden)
+                return
+            ledger.add("backward", "all_reduce", ("x", "y"), self.tokens * experts.chosen * self.routing(experts))
+            self.both(last, "all_reduce", None, ("x", "y"), self.tokens * self.shape.hidden)
+            return
+        if experts.sorted:
+            most = own_experts(experts.number, self.grid, dict.fromkeys(self.here, 0))
+            for into in (ledger, last):
+                self.both(into, "all_to_all", "all_to_all", ("x", "y"), parts * most * own)
+            return
+        self.both(ledger, "all_gather", "reduce_scatter", ("x", "y"), own)
+        chosen = self.padded // parts * experts.chosen
+        ledger.add("forward", "all_gather", ("x", "y"), chosen * INDEX_BYTES)
+        weights = (
+            chosen * {"wide": self.wide, "stream": step.param_bytes, "compute": step.compute_bytes}[experts.routing]
+        )
+        ledger.add("forward", "all_gather", ("x", "y"), weights)
+        ledger.add("backward", "reduce_scatter", ("x", "y"), weights)
+        self.both(last, "reduce_scatter", "all_gather", ("x", "y"), own)
+
+    def in_pieces(self, ledger: Ledger, rows: int, cols: int, partial: tuple[str, ...] = ()) -> None:
+        """A parameter that is whole while its module runs, in its own dtype; autograd keeps it. `partial`: the axes
+        whose ranks do different work with it."""
+        size, linear = self.step.param_bytes, LinearShape(rows, cols)
+        stored = self.travels("gathered", [linear])
+        ledger.add("forward", "all_gather", ("z",), stored * size)
+        ledger.add("backward", "reduce_scatter", ("z",), stored * max(size, self.step.reduce_bytes))
+        block = ceil_div(ceil_div(rows, self.grid.y), self.grid.x) * cols * size
+        for axis in ("y", "x"):
+            ledger.add("forward", "all_gather", (axis,), block)
+            if axis in partial:
+                ledger.add("backward", "reduce_scatter", (axis,), block)
+            block *= getattr(self.grid, axis)
+
+    def routing(self, experts: Experts) -> int:
+        """Bytes of the weight of a choice."""
+        return self.step.compute_bytes if experts.routing == "compute" else self.wide
+
+    def of_experts(self, experts: Experts) -> int:
+        """Elements of one rank's shards of all experts' weights, padded over z."""
+        own = own_experts(experts.number, self.grid, self.here)
+        return sum(own * rows * ceil_div(cols, self.grid.z) for rows, cols, _ in experts.weights)
+
+    def gathers(self, ledger: Ledger, phase: str, elements: int, calls: int) -> None:
+        """Weights that are gathered over z."""
+        ledger.add(phase, "all_gather", ("z",), elements * self.step.compute_bytes, calls)
+
+    def weights(self, ledger: Ledger, kind: str, linears: Sequence[LinearShape]) -> None:
+        """The weights of one product, in one collective: gathered in both passes, their gradients reduced."""
+        elements = self.travels(kind, linears)
+        for phase in ("forward", "backward"):
+            self.gathers(ledger, phase, elements, 1)
+        size = max(self.step.compute_bytes, self.step.reduce_bytes)
+        ledger.add("backward", "reduce_scatter", ("z",), elements * size)
+
+    def beside_weight_gradients(self, block: Block) -> list[int]:
+        """Payloads of the reduce-scatters that run while the weight gradients of a block's two groups are computed.
+
+        Over x of its columns, over y of its row; 0 where there is none: where the backward of a row layer is an
+        all-reduce, and before latents.
+        """
+        divided = not block.query or "y" in Heads.divide(block.query, block.kv, self.place).axes
+        inner = ceil_div(ceil_div(block.row.cols, self.grid.x), self.grid.y)
+        found = [self.padded // self.grid.x * self.hidden_y * (not block.down), self.padded * inner * divided]
+        return [elements * self.step.compute_bytes for elements in found]
+
+    def travels(self, kind: str, linears: Sequence[LinearShape]) -> int:
+        """Elements of one rank's shards, padded over z."""
+        shapes = (shard_shape(kind, linear, self.grid, self.here) for linear in linears)
+        return sum(ceil_div(rows, self.grid.z) * cols for rows, cols in shapes)
+
+    def norms(self, ledger: Ledger, count: int) -> None:
+        """In the feature layout a norm merges its statistics over y."""
+        for _ in range(count if self.by_features else 0):
+            self.statistics(ledger, ("y",), self.padded // self.grid.x, self.shape.centered)
+
+    def statistics(self, ledger: Ledger, axes: tuple[str, ...], tokens: int, centered: bool) -> None:
+        """Of a norm whose features lie on several ranks: mean square, or mean and squared deviation, of each token."""
+        size = tokens * (2 if centered else 1) * self.wide
+        for phase, kind in (("forward", "all_gather" if centered else "all_reduce"), ("backward", "all_reduce")):
+            ledger.add(phase, kind, axes, size)

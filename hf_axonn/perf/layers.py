@@ -1,0 +1,293 @@
+"""A decoder as the engine cuts it (plans.py), described by plain numbers: layers, and in them blocks and experts.
+
+Stack     runs of decoder layers that are alike, and what stands around them
+Layer     the parts of one decoder layer, its norms, and every parameter
+Block     attention or MLP: column layers and the row layer that ends it; latent attention makes latents first
+Experts   the experts of a mixture
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from typing import NamedTuple
+
+
+class LinearShape(NamedTuple):
+    """A Linear's weight [rows, cols] = [out_features, in_features], and whether it has a bias [rows]."""
+
+    rows: int
+    cols: int
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Attention or MLP.
+
+    Args:
+        columns, segments: its projections (queries first), and what the output of each consists of (heads.py).
+        row: the projection that ends it.
+        query, kv: numbers of heads; 0 for an MLP.
+        head_norms: norms over all features of a projection: which of `columns`, and whether it is a LayerNorm.
+        down: latent attention: the Linears that make latents of whole activations.
+        rotary: latent attention: features of a latent that go to every head.
+    """
+
+    columns: tuple[LinearShape, ...]
+    segments: tuple[tuple[str, ...], ...]
+    row: LinearShape
+    query: int = 0
+    kv: int = 0
+    head_norms: tuple[tuple[int, bool], ...] = ()
+    down: tuple[LinearShape, ...] = ()
+    rotary: int = 0
+
+    @property
+    def gated(self) -> bool:
+        """Whether an MLP multiplies two column layers (gate and up), or has one."""
+        return sum(linear.rows for linear in self.columns) == 2 * self.row.cols
+
+    @property
+    def packed(self) -> bool:
+        """Whether one Linear makes several things."""
+        return any(len(segments) > 1 for segments in self.segments)
+
+    @property
+    def value_features(self) -> int:
+        """Features that attention hands to its row layer, of all query heads."""
+        return self.row.cols
+
+    @cached_property
+    def query_features(self) -> int:
+        """Features of all query heads."""
+        return self.row.cols if self.packed else self.columns[0].rows
+
+    @cached_property
+    def kv_features(self) -> int:
+        """Features of all keys and values, each kv head once."""
+        return (self.query_features + self.value_features) // self.query * self.kv
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        """All its Linears."""
+        return (*self.down, *self.columns, self.row)
+
+    def groups(self) -> list[tuple[str, tuple[LinearShape, ...]]]:
+        """(how they are cut, Linears) of each product; columns are one, but those of latents are each their own."""
+        columns = [(linear,) for linear in self.columns] if self.down else [self.columns]
+        found = [("full", (linear,)) for linear in self.down]
+        return [*found, *(("column", linears) for linears in columns), ("row", (self.row,))]
+
+    def flops(self) -> int:
+        """Multiplications and additions a token that its weights ask for."""
+        return 2 * sum(linear.rows * linear.cols for linear in self.linears)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The experts of one layer (experts.py).
+
+    Args:
+        number: E, of the whole model.
+        chosen: experts that work on a token.
+        weights: [A, B] of each parameter [E, A, B].
+        routing: dtype of the weights of the choices: wide (float32) or compute.
+        sorted: whether they are handed all tokens, one expert after another (Llama 4).
+    """
+
+    number: int
+    chosen: int
+    weights: tuple[LinearShape, ...]
+    routing: str = "wide"
+    sorted: bool = False
+
+    def groups(self) -> list[tuple[str, tuple[LinearShape, ...]]]:
+        """As of `Block`: they are gathered together."""
+        return [("experts", self.weights)]
+
+    def flops(self) -> int:
+        """Multiplications and additions a token that its weights ask for: those of the chosen experts."""
+        return 2 * self.chosen * sum(weight.rows * weight.cols for weight in self.weights)
+
+
+class Call(NamedTuple):
+    """A Linear on its own, called once.
+
+    Args:
+        linear: its shape.
+        inputs: how many it gets for each token.
+        narrow: whether autocast has narrowed them before, else they come in the dtype of parameters.
+        backward: whether the output takes part in backward, and whether the input does.
+    """
+
+    linear: LinearShape
+    inputs: Fraction = Fraction(1)
+    narrow: bool = False
+    backward: tuple[bool, bool] = (True, True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """A module whose activations are whole, the same on every rank of (x, y).
+
+    Args:
+        calls: its Linears in the order in which they are called.
+        taken: whole tensors that are made of this rank's tokens for it; 0 where activations are whole anyway.
+        narrow: whether its output is in the compute dtype, else in that of parameters.
+    """
+
+    calls: tuple[Call, ...]
+    taken: int = 1
+    narrow: bool = True
+
+    def groups(self) -> list[tuple[str, tuple[LinearShape, ...]]]:
+        """As of `Block`."""
+        return [("full", (call.linear,)) for call in self.calls]
+
+    def flops(self) -> int:
+        """Multiplications and additions a token that its weights ask for."""
+        return int(2 * sum(call.inputs * call.linear.rows * call.linear.cols for call in self.calls))
+
+
+class Weight(NamedTuple):
+    """A parameter that is cut: how (column, row, full, experts, vocabulary, gathered) and its shape; `experts`: the
+    first dim of [E, rows, cols] where it has three."""
+
+    kind: str
+    rows: int
+    cols: int
+    experts: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Of the whole parameter."""
+        return self.experts * self.rows * self.cols
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One decoder layer.
+
+    Args:
+        parts: in the order in which they run.
+        norms: norms on the residual stream.
+        weights: every parameter that is cut, in the order of the model.
+        replicated: elements of every other parameter, in the order of the model.
+        gathered: (rows, cols, whether ranks do different work with them) of parameters that are whole while their
+            module runs (gathered.py): large routers and kernels.
+        routed: features that routers make of a token, all together.
+        ends: index of the part after which nothing is saved for backward, so that a recomputation stops at its last
+            product; None where there is no such part, as where a norm follows the last one.
+    """
+
+    parts: tuple[Block | Experts | Whole, ...]
+    norms: int
+    weights: tuple[Weight, ...]
+    replicated: tuple[int, ...]
+    gathered: tuple[tuple[int, int, bool], ...] = ()
+    routed: int = 0
+    ends: int | None = None
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Its attention and MLP blocks."""
+        return tuple(part for part in self.parts if isinstance(part, Block))
+
+
+class Table(NamedTuple):
+    """An embedding beside that of tokens, of positions or types: its kind (vocabulary, gathered, replicated), its
+    rows, and whether all rows of the batch share what is looked up."""
+
+    kind: str
+    rows: int
+    shared: bool = True
+
+
+class Stack:
+    """A decoder-only model: `runs` of decoder layers that are alike, and what is around them.
+
+    Subclasses have the attributes
+
+        runs: (layer, how many) in the order of the model
+        hidden, vocab: features of the residual stream, rows of the embedding
+        tied, head_bias: whether embedding and head are one weight; whether the head has a bias
+        centered, final: whether norms take off the mean (LayerNorm); elements of each parameter of the last one
+        tables: other embeddings [rows, hidden]
+        features: whether the residual stream takes the feature layout where y > 1
+        ends_whole: whether the last layer hands on whole activations, where the code after it is not known to work
+            token by token (plans.py); ends_narrow: in the compute dtype then, not that of parameters
+        loose: whether activations are whole everywhere, Linear by Linear
+        outside: what runs after the layers, once
+        idle: elements of each parameter that is cut and gets no gradient
+        notes: what is not reckoned, for whoever reads a plan
+    """
+
+    runs: tuple[tuple[Layer, int], ...]
+    hidden: int
+    vocab: int
+    tied: bool
+    head_bias: bool
+    centered: bool
+    final: tuple[int, ...]
+    tables: tuple[Table, ...]
+    features = True
+    ends_whole = False
+    ends_narrow = False
+    loose = False
+    outside: Layer | None = None
+    idle: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    # A planner asks a thousand times.
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[Layer, int], ...]:
+        """(layer, how many) of every kind of layer, the most frequent first."""
+        found: Counter[Layer] = Counter()
+        for layer, count in self.runs:
+            found[layer] += count
+        return tuple(found.most_common())
+
+    @cached_property
+    def depth(self) -> int:
+        """Number of decoder layers."""
+        return sum(count for _, count in self.runs)
+
+    @cached_property
+    def everything(self) -> tuple[tuple[Layer, int], ...]:
+        """`runs`, and what is outside of them."""
+        return self.runs if self.outside is None else (*self.runs, (self.outside, 1))
+
+    @cached_property
+    def replicated(self) -> list[int]:
+        """Elements of every parameter that all ranks hold whole, in the order of the model."""
+        found = [table.rows * self.hidden for table in self.tables if table.kind == "replicated"]
+        for layer, count in self.everything:
+            found += count * layer.replicated
+        return [*found, *self.final, *([self.vocab] if self.head_bias else [])]
+
+    @cached_property
+    def weights(self) -> list[Weight]:
+        """Every parameter that is cut, in the order of the model."""
+        vocabulary = Weight("vocabulary", self.vocab, self.hidden)
+        found = [vocabulary]
+        found += [Weight(its.kind, its.rows, self.hidden) for its in self.tables if its.kind != "replicated"]
+        for layer, count in self.everything:
+            found += count * layer.weights
+        return found if self.tied else [*found, vocabulary]
+
+    def parameters(self) -> int:
+        """Elements of all parameters; tied ones once."""
+        return sum(weight.elements for weight in self.weights) + sum(self.replicated) + sum(self.idle)
+
+    def flops(self, seq: int) -> int:
+        """Multiplications and additions a token of one forward pass of all decoder layers, attention in whole
+        squares."""
+        total = 0
+        for layer, count in self.everything:
+            squares = sum(2 * seq * (its.query_features + its.value_features) for its in layer.blocks if its.query)
+            total += count * (sum(part.flops() for part in layer.parts) + squares + 2 * layer.routed * self.hidden)
+        return total

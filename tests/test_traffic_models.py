@@ -1,0 +1,76 @@
+"""benchmarks/traffic_models.py: what the planner finds in a model is what the engine sends."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import traffic_models  # noqa: E402
+from tiny_configs import MODEL_TYPES, tiny_config  # noqa: E402
+
+from hf_axonn import Grid  # noqa: E402
+from hf_axonn.perf.layers import Experts, Whole  # noqa: E402
+
+
+# One for each way in which a model can differ from a Llama.
+KINDS = {
+    "gpt2": "learned positions, dropout, a last norm on whole tokens",
+    "bloom": "packed projections, a norm after the embedding",
+    "gemma2": "norms after blocks",
+    "olmo2": "norms over all heads",
+    "cohere": "one norm for attention and MLP, without bias",
+    "qwen3_moe": "experts",
+    "qwen2_moe": "shared experts with a gate",
+    "llama4_text": "experts that get all tokens",
+    "deepseek_v3": "latent attention, layers that differ",
+    "deepseek_v32": "an index without gradients",
+    "codegen": "attention on whole sequences",
+    "bitnet": "Linear by Linear",
+    "bert": "a head with a Linear of its own",
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_engine_sends_what_the_planner_found(kind):
+    config = tiny_config(kind)
+    shape = traffic_models.shape_of(config)
+    assert not traffic_models.differences(config, shape, traffic_models.GRID)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sizes_that_do_not_divide_and_a_shape_that_is_not_the_model_s():
+    config, grid = tiny_config("deepseek_v3"), Grid(z=3, y=2)
+    shape = traffic_models.shape_of(config)
+    assert any(isinstance(part, Experts) for layer, _ in shape.runs for part in layer.parts)
+    assert not traffic_models.differences(config, shape, grid)
+    wrong = traffic_models.differences(config, traffic_models.shape_of(tiny_config("bitnet")), grid)
+    assert "forward all_gather over z: counted" in "\n".join(wrong)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_is_as_it_was_after_it_was_looked_at():
+    with torch.device("meta"):
+        model = traffic_models.AutoModelForCausalLM.from_config(tiny_config("codegen"))
+    before, loss = [*model.modules()], model.loss_function
+    shape = traffic_models.found_shape(model.eval())
+    assert any(isinstance(part, Whole) for layer, _ in shape.runs for part in layer.parts)
+    assert [*model.modules()] == before and model.loss_function is loss and not model.training
+    assert not any(
+        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in before
+    )
+    assert all(parameter.grad is None and parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.slow  # four minutes; KINDS are looked at ordinarily
+@pytest.mark.filterwarnings("ignore")
+def test_every_type(tmp_path):
+    output = tmp_path / "table.md"
+    assert traffic_models.main(["--output", str(output)]) == 0
+    text = output.read_text()
+    assert all(f"| {kind} |" in text for kind in MODEL_TYPES) and text.count("| equal |") > 110
