@@ -190,7 +190,7 @@ class _Finder:
             own = [its for its in own if id(its) not in self.seen]
             self.seen |= {id(its) for its in own}
             on_stream = not is_inside(path, self.entries) and not is_inside(path, self.plan.whole)
-            # Without a layout of features it is the memory alone that they matter for.
+            # Those that may work on features are known; others matter for memory alone.
             norms += module in self.norms if self.norms else on_stream and "Norm" in type(module).__name__
             for parameter in own:
                 kind = self.kinds.get(id(parameter), "replicated")
@@ -243,10 +243,11 @@ class _Finder:
     def _part(self, name: str, order: Order) -> Block | Experts:
         if name in self.blocks:
             return self._block(self.blocks[name])
-        return _experts(self.modules[name], order.routing.get(name))
+        # Llama 4's experts are not told who chose them.
+        chosen = getattr(compat.text_config(self.model), "num_experts_per_tok", 1)
+        return _experts(self.modules[name], order.routing.get(name), chosen)
 
     def _block(self, plan: BlockPlan) -> Block:
-
         def linear(name: str) -> LinearShape:
             module = self.modules[name]
             return LinearShape(*linear_size(module), module.bias is not None)
@@ -264,9 +265,8 @@ class _Finder:
         )
 
 
-def _experts(module: nn.Module, routing: tuple[int, str] | None) -> Experts:
-
-    chosen, dtype = routing or (1, "wide")
+def _experts(module: nn.Module, routing: tuple[int, str] | None, unless_told: int) -> Experts:
+    chosen, dtype = routing or (unless_told, "wide")
     return Experts(
         number=module.num_experts,
         chosen=chosen,
