@@ -14,9 +14,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from hf_axonn.perf import machines, models
+from hf_axonn.perf.layers import Stack
 from hf_axonn.perf.model import Job
 from hf_axonn.perf.planner import plan
-from hf_axonn.perf.shapes import ModelShape
 from hf_axonn.placement import ORDER, check_order
 
 
@@ -62,7 +62,7 @@ def make_job(
     batch_tokens: int,
     seq: int,
     *,
-    read: Callable[[str], ModelShape] = models.load,
+    read: Callable[[str], Stack] = models.load,
     **settings: Any,
 ) -> Job:
     """A job of names and numbers; `settings` are those of `Job`, and `read` gives the shape of a model.
@@ -84,7 +84,7 @@ def resolve_auto(
     num_processes: int,
     *,
     mixed_precision: str,
-    read: Callable[[str], ModelShape] = models.load,
+    read: Callable[[str], Stack] = models.load,
 ) -> tuple[dict[str, Any], list[str]]:
     """The section `axonn_config` with `grid: auto` replaced by sizes, and what to tell the user.
 
