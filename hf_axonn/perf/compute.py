@@ -111,7 +111,7 @@ class Compute:
                     found.append(Group(*self._products(inner, outer), *self.stream(layer.norms / blocks)))
                     continue
                 if self.ours and kind == "column":
-                    outer = [ceil_div(ceil_div(linear.rows, x), y) for linear in linears for _ in range(y)]
+                    outer = y * [ceil_div(ceil_div(linear.rows, x), y) for linear in linears]
                 else:
                     outer = [sum(ceil_div(linear.rows, x) for linear in linears)]
                 products = self._products([ceil_div(linears[0].cols, y)], outer)
