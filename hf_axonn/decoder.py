@@ -18,8 +18,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_axonn.collectives import gather_replicated
+from hf_axonn.dropout import opened
 from hf_axonn.layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
 from hf_axonn.loss import ShardedCausalLMLoss
 from hf_axonn.plans import Plan
@@ -54,8 +56,6 @@ def _layer(state: ModelState, layer: nn.Module, first: bool, end: str | None, or
         if state.tokens.sharded:
             hidden = take_tokens(hidden, state.tokens, state.mesh)
         args = (hidden, *args)
-    if layer.training and getattr(layer, "gradient_checkpointing", False):
-        _keep_tokens_for_recomputation(state, layer)
     output = original(*args, **kwargs)
     tokens, mesh = state.tokens, state.mesh
     if end == "whole" and tokens.sharded:
@@ -90,29 +90,48 @@ def _whole(state: ModelState, original: Callable, /, *args, **kwargs):
     return _map_first(output, lambda hidden: take_tokens(hidden, tokens, mesh).view(*shape[:-1], -1))
 
 
-def _keep_tokens_for_recomputation(state: ModelState, layer: nn.Module) -> None:
-    """A checkpointed layer runs again in backward, when another batch may have passed: give it back its own. What is
-    checkpointed is the forward of its class, without what was put around it, so its own parameters are shown too."""
+def install_recomputation(state: ModelState, model: nn.Module) -> None:
+    """Let every layer that can be checkpointed run again as it ran at first."""
+
+    def forward(layer: nn.Module, original: Callable, /, *args, **kwargs):
+        if layer.training and layer.gradient_checkpointing:
+            _keep_for_recomputation(state, layer)
+        return original(*args, **kwargs)
+
+    for layer in model.modules():
+        if hasattr(layer, "gradient_checkpointing") and not isinstance(layer, PreTrainedModel):
+            wrap_forward(layer, functools.partial(forward, layer))
+
+
+def _keep_for_recomputation(state: ModelState, layer: nn.Module) -> None:
+    """A checkpointed layer runs again in backward, when another batch may have passed. What then runs is the forward
+    of its class without what was put around it, so its tokens, the seed of its dropout and its own parameters are put
+    back."""
     checkpoint = layer._gradient_checkpointing_func
-    if getattr(checkpoint, "keeps_tokens", False):
+    if getattr(checkpoint, "keeps_pass", False):
         return
 
-    def with_tokens(function: Callable, *args, **kwargs):
-        tokens = state.tokens
+    def with_pass(function: Callable, *args, **kwargs):
+        tokens, seed, count, first = state.tokens, state.random_seed, state.random_count, True
 
-        def again(*inner_args, **inner_kwargs):
+        def run(*inner_args, **inner_kwargs):
+            nonlocal first
+            if first:  # all is in its place, and dropout goes on counting after the layer
+                first = False
+                return function(*inner_args, **inner_kwargs)
             styles = [state.styles.get(layer), *(its for its in state.readings if its.module is layer)]
             with contextlib.ExitStack() as stack:
                 stack.enter_context(state.passing(tokens))
+                stack.enter_context(opened(state, seed, count))
                 for style in styles:
                     if hasattr(style, "shown"):
                         stack.enter_context(style.shown())
                 return function(*inner_args, **inner_kwargs)
 
-        return checkpoint(again, *args, **kwargs)
+        return checkpoint(run, *args, **kwargs)
 
-    with_tokens.keeps_tokens = True
-    layer._gradient_checkpointing_func = with_tokens
+    with_pass.keeps_pass = True
+    layer._gradient_checkpointing_func = with_pass
 
 
 def _decoder(state: ModelState, ended: bool, original: Callable, /, *args, **kwargs):

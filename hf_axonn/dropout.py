@@ -41,13 +41,21 @@ def keyed_random(state: ModelState, axes: tuple[str, ...]) -> Iterator[None]:
         seed = mix(outer, state.random_count)
     coordinates = [state.coordinates[axis] for axis in ("data", "z", *axes)]
     device = state.mesh.device
+    # fork_rng puts the generators back, so that ranks are in step again afterwards.
+    devices = [] if device.type == "cpu" else [device]
+    with opened(state, seed, 0), torch.random.fork_rng(devices, device_type=_device_type(device)):
+        torch.manual_seed(mix(seed, *coordinates))
+        yield
+
+
+@contextlib.contextmanager
+def opened(state: ModelState, seed: int | None, count: int) -> Iterator[None]:
+    """Inside, a `keyed_random` derives its seed from this one, as the one after `count` others; None: from the
+    generator."""
     before = state.random_seed, state.random_count
-    state.random_seed, state.random_count = seed, 0
+    state.random_seed, state.random_count = seed, count
     try:
-        # fork_rng puts the generators back, so that ranks are in step again afterwards.
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=_device_type(device)):
-            torch.manual_seed(mix(seed, *coordinates))
-            yield
+        yield
     finally:
         state.random_seed, state.random_count = before
 

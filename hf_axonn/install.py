@@ -18,7 +18,7 @@ from hf_axonn import compat
 from hf_axonn.batch_check import install_batch_check
 from hf_axonn.blocks import Block, Column, Row, install_heads
 from hf_axonn.collectives import broadcast_
-from hf_axonn.decoder import install_causal_lm, install_decoder
+from hf_axonn.decoder import install_causal_lm, install_decoder, install_recomputation
 from hf_axonn.dropout import dropout_names, install_dropout, probability
 from hf_axonn.experts import expert_weights, is_experts, style_of
 from hf_axonn.feature_layout import LayoutChoice
@@ -266,6 +266,7 @@ def install_styles(
         state.give(module, functools.partial(HeadNorm, state, kind=kind, selection=selection))
     if plan.decoder is not None:
         install_decoder(state, model, plan)
+    install_recomputation(state, model)
     for reader in find_readers(model)[0]:
         Reading(state, reader)
     install_causal_lm(state, model)

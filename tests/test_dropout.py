@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from models import tiny_batch, tiny_model
 from ranks import run_ranks
+from transformers import AutoModelForCausalLM, OPTConfig, ProphetNetConfig
 
 from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.dropout import keyed_random, mix
@@ -90,6 +91,34 @@ def _model() -> None:
             sync_gradients(model)
             grads.append([parameter.grad.full_tensor() for parameter in model.parameters()])
         for plain, recomputed in zip(*grads, strict=True):
+            torch.testing.assert_close(plain, recomputed, rtol=1e-5, atol=1e-6)
+
+
+def test_recomputed_layers_draw_what_they_drew_inside_of_other_dropouts():
+    run_ranks(_nested, 2)
+
+
+def _nested() -> None:
+    """In attention, the layer around it and the decoder: OPT, which is cut by blocks, ProphetNet Linear by Linear."""
+    sizes = dict(hidden_size=24, vocab_size=131, dropout=0.3, attention_dropout=0.4)
+    opt = OPTConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, ffn_dim=20, word_embed_proj_dim=24)
+    other = ProphetNetConfig(
+        **sizes, num_decoder_layers=2, num_decoder_attention_heads=4, decoder_ffn_dim=20, ngram=2, is_decoder=True
+    )
+    for config, reentrant in ((opt, False), (opt, True), (other, False)):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+        model, _ = parallelize(model, Grid(x=2))
+        batch, found = tiny_batch(2, 8), []
+        for checkpointing in (False, True):
+            if checkpointing:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            model.zero_grad()
+            torch.manual_seed(4)
+            model(**batch).loss.backward()
+            sync_gradients(model)
+            found.append([its.grad.full_tensor() for its in model.parameters() if its.grad is not None])
+        for plain, recomputed in zip(*found, strict=True):
             torch.testing.assert_close(plain, recomputed, rtol=1e-5, atol=1e-6)
 
 
