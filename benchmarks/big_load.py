@@ -26,8 +26,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from hf_axonn import Grid, parallelize
-from hf_axonn.grid import AXES, Place
 from hf_axonn.install import shard_slices
+from hf_axonn.topology.grid import AXES, Place
 
 
 FILE_BYTES = 5 * 10**9  # of a file of the checkpoint, as save_pretrained cuts it

@@ -14,12 +14,12 @@ import statistics
 import sys
 from dataclasses import dataclass, replace
 
-from hf_axonn.grid import Grid
 from hf_axonn.perf import compute, machines, models
 from hf_axonn.perf.model import Job
 from hf_axonn.perf.paper import network_time
 from hf_axonn.perf.planner import Plan, plan
-from hf_axonn.placement import ORDER
+from hf_axonn.topology.axis_order import ORDER
+from hf_axonn.topology.grid import Grid
 
 
 SEQ, SEQUENCES = 2048, 8192  # 16.8 million tokens

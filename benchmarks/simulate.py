@@ -46,7 +46,6 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Pr
 from hf_axonn import Grid, __version__, parallelize
 from hf_axonn.built_shapes import shape_of
 from hf_axonn.gradients import syncing
-from hf_axonn.grid import grid_mesh
 from hf_axonn.perf import models
 from hf_axonn.perf.layers import Stack
 from hf_axonn.perf.ledger import Ledger
@@ -54,6 +53,7 @@ from hf_axonn.perf.memory import memory
 from hf_axonn.perf.model import layout_of
 from hf_axonn.perf.shapes import Step
 from hf_axonn.perf.volumes import volumes
+from hf_axonn.topology.grid import grid_mesh
 from hf_axonn.traffic import count_traffic
 
 

@@ -13,9 +13,9 @@ T tokens a (data, z) position, Linear [N, K]; every collective is a ring (hf_axo
 
 from __future__ import annotations
 
-from hf_axonn.grid import Grid
 from hf_axonn.perf.ledger import Ledger
 from hf_axonn.perf.shapes import LinearShape, ModelShape, Step
+from hf_axonn.topology.grid import Grid
 
 
 def all_reduce_form(shape: ModelShape, grid: Grid, step: Step, *, fused: bool) -> Ledger:

@@ -29,11 +29,11 @@ from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid, __version__, parallelize
 from hf_axonn.found_shapes import found_shape
-from hf_axonn.grid import grid_mesh
 from hf_axonn.perf.layers import Stack
 from hf_axonn.perf.ledger import Ledger
 from hf_axonn.perf.model import layout_of
 from hf_axonn.perf.volumes import volumes
+from hf_axonn.topology.grid import grid_mesh
 
 
 ROWS, SEQ = 2, 12

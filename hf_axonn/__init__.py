@@ -19,7 +19,7 @@ _EXPORTS = {
     "GoldfishSFTConfig": "trl",
     "GoldfishSFTTrainer": "trl",
     "GoldfishTrainer": "trainer",
-    "Grid": "grid",
+    "Grid": "topology.grid",
     "SaveError": "saving",
     "auto_parallelize": "parallelize",
     "export_hf": "export",

@@ -5,7 +5,7 @@ It is registered under the entry point group `torch.backends`, and is how stock 
 - in a process that is `accelerate launch`, the command line is rewritten before accelerate reads it (launch.py);
 - in a process that was started with AXONN_CONFIG set, a bare `Accelerator()` or `Trainer` gets the plugin (plugin.py),
   by a hook that acts when accelerate itself is imported; and RANK becomes what the order of the axes says, where the
-  launch file gives one (placement.py), and all nodes give the same (nodes.py);
+  launch file gives one (topology/axis_order.py), and all nodes give the same (nodes.py);
 - in every other process nothing happens.
 
 torch turns any exception raised here into a failure of `import torch`, so none leaves this module. A launch that
@@ -44,7 +44,7 @@ def autoload() -> None:
 
                 compare_or_exit(os.environ)
             if '"order"' in os.environ["AXONN_CONFIG"]:
-                from hf_axonn.placement import take_rank
+                from hf_axonn.topology.axis_order import take_rank
 
                 take_rank(os.environ)
             from hf_axonn.importing import after_import

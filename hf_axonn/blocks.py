@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn.collectives import all_reduce, all_reduce_backward, reduce_scatter
-from hf_axonn.heads import Heads, feature_slice
 from hf_axonn.layouts import (
     ceil_div,
     features_to_tokens,
@@ -36,6 +35,7 @@ from hf_axonn.overlap import GradientSlot, gather_with_slot, wait_gradient
 from hf_axonn.selection import Selection
 from hf_axonn.state import ModelState, linear_size, replicated_local
 from hf_axonn.styles import cut_weight, take_slice, wrap_forward
+from hf_axonn.topology.heads import Heads, feature_slice
 
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from hf_axonn.grid import AXES, Grid
-from hf_axonn.placement import ORDER, check_order
+from hf_axonn.topology.axis_order import ORDER, check_order
+from hf_axonn.topology.grid import AXES, Grid
 
 
 VARIABLE = "AXONN_CONFIG"
@@ -61,7 +61,7 @@ class AxonnConfig:
         async_save: whether Trainer's checkpoints are written while training goes on.
         save_failure: what a Trainer does when a checkpoint cannot be saved (a full disk), one of SAVE_FAILURES.
         order: the axes as they lie on the machine, the one with the fastest links first; read where processes start
-            (placement.py), it changes nothing in a running one.
+            (topology/axis_order.py), it changes nothing in a running one.
     Raises:
         ValueError: a value is not of its kind; the message says what to write.
     """

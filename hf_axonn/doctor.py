@@ -17,13 +17,13 @@ from pathlib import Path
 
 from hf_axonn.built_shapes import shape_of
 from hf_axonn.config import AxonnConfig
-from hf_axonn.grid import Grid
 from hf_axonn.launch import read_launch_file, write_temporary
 from hf_axonn.launch_file import SECTION, Launch, check_spelling, resolve
 from hf_axonn.perf import machines
 from hf_axonn.perf.layers import Stack
 from hf_axonn.perf.memory import MOMENT_BYTES, RESERVE, memory
 from hf_axonn.perf.shapes import Step
+from hf_axonn.topology.grid import Grid
 
 
 FINE, WARNED, REFUSED = 0, 1, 2
@@ -197,8 +197,8 @@ def _examine_shards(model, grid: Grid, findings: Findings) -> int:
     """Elements on rank 0, which has the longest pieces; and what the last rank of x, y and z has of each weight."""
     from torch.distributed.tensor import DTensor
 
-    from hf_axonn.grid import Place
     from hf_axonn.install import shard_slices
+    from hf_axonn.topology.grid import Place
 
     last = Place(grid, grid.coordinates(grid.size - 1))
     local, share = 0, 0.0

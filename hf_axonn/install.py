@@ -23,8 +23,6 @@ from hf_axonn.dropout import dropout_names, install_dropout, probability
 from hf_axonn.experts import expert_weights, is_experts, style_of
 from hf_axonn.feature_layout import LayoutChoice
 from hf_axonn.gathered import SMALLEST_PART, Gathered
-from hf_axonn.grid import WEIGHT_AXES, GridMesh
-from hf_axonn.heads import Heads, feature_slice
 from hf_axonn.latent import LatentColumn, install_latent
 from hf_axonn.layouts import bounds
 from hf_axonn.loss import ShardedCausalLMLoss
@@ -36,6 +34,8 @@ from hf_axonn.router_loss import install_router_loss
 from hf_axonn.selection import Selection
 from hf_axonn.state import ModelState, is_conv1d, is_linear, shard_placements
 from hf_axonn.styles import FullLinear, Reading, Replicated
+from hf_axonn.topology.grid import WEIGHT_AXES, GridMesh
+from hf_axonn.topology.heads import Heads, feature_slice
 from hf_axonn.vocabulary import Embedding, Head, is_vocabulary
 
 

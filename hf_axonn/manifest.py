@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from hf_axonn.grid import Grid
 from hf_axonn.pieces import SavedTensor
 from hf_axonn.shard_files import DTYPES, FileRecord, checksum_of
+from hf_axonn.topology.grid import Grid
 
 
 MANIFEST = "axonn_checkpoint.json"

@@ -19,8 +19,8 @@ import sys
 from collections.abc import MutableMapping
 from datetime import timedelta
 
-from hf_axonn.grid import Grid
-from hf_axonn.placement import ORDER, check_order
+from hf_axonn.topology.axis_order import ORDER, check_order
+from hf_axonn.topology.grid import Grid
 
 
 PATIENCE = timedelta(minutes=5)  # nodes start together, but read Python's modules from a disk that all of them share

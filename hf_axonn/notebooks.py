@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_axonn.config import VARIABLE, AxonnConfig
-from hf_axonn.grid import Grid
+from hf_axonn.topology.grid import Grid
 
 
 PRECISIONS = ("no", "bf16")

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hf_axonn.grid import AXES, WEIGHT_AXES, Grid, bounds
+from hf_axonn.topology.grid import AXES, WEIGHT_AXES, Grid, bounds
 
 
 Box = tuple[tuple[int, int], ...]

@@ -38,7 +38,7 @@ class BlockPlan:
 
     Attributes:
         entry: the module at whose input tokens become features.
-        columns, segments: the projections (queries first) and what their outputs consist of (heads.py).
+        columns, segments: the projections (queries first) and what their outputs consist of (topology/heads.py).
         row: the projection that ends the block.
         query, kv: numbers of heads; 0 for an MLP.
         attributes: of the entry, which hold a number of the whole model and are to be made this rank's: name ->

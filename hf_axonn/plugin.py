@@ -19,7 +19,7 @@ from hf_axonn.agreement import require_alike
 from hf_axonn.config import VARIABLE, AxonnConfig, Overlap
 from hf_axonn.facts import versions
 from hf_axonn.failures import watch
-from hf_axonn.grid import Grid, grid_mesh
+from hf_axonn.topology.grid import Grid, grid_mesh
 
 
 class AxonnPlugin(ParallelismConfig):

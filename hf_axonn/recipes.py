@@ -17,7 +17,7 @@ class BlockRecipe:
     """One attention or MLP; names are relative to the decoder layer.
 
     Attributes:
-        columns: projection -> what its output consists of, packed parts in order (heads.py). Queries first.
+        columns: projection -> what its output consists of, packed parts in order (topology/heads.py). Queries first.
         row: the projection that ends the block.
         entry: the module at whose input tokens become features.
         is_attention: whether it has heads.

@@ -17,7 +17,7 @@ from accelerate.utils import RNGType, synchronize_rng_state
 from torch.utils.data import Sampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler, get_length_grouped_indices
 
-from hf_axonn.grid import Grid
+from hf_axonn.topology.grid import Grid
 
 
 class GridLengthGroupedSampler(LengthGroupedSampler):

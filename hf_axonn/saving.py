@@ -30,10 +30,10 @@ from torch import Tensor
 from hf_axonn.agreement import first_problem
 from hf_axonn.collectives import broadcast_text, world_rank
 from hf_axonn.commit import commit, new_stage, write_manifest
-from hf_axonn.grid import Grid
 from hf_axonn.manifest import MANIFEST, FileRecord, Manifest
 from hf_axonn.pieces import Box, SavedTensor
 from hf_axonn.shard_files import checksum_of, describe, file_name, local_of, pieces_to_write, write_pieces
+from hf_axonn.topology.grid import Grid
 
 
 logger = logging.getLogger(__name__)

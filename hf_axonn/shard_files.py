@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hf_axonn.grid import WEIGHT_AXES, Grid, bounds
 from hf_axonn.pieces import Box, SavedTensor, Writers, box_at, overlap, pieces_in
+from hf_axonn.topology.grid import WEIGHT_AXES, Grid, bounds
 
 
 # What a FileRecord holds is told in manifest.py.

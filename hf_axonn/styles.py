@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from hf_axonn.collectives import all_reduce, all_reduce_backward
 from hf_axonn.cuts import Cut
-from hf_axonn.grid import GridMesh
-from hf_axonn.heads import feature_slice
 from hf_axonn.layouts import bounds, ceil_div, gather_features, pad_dim, take_features
 from hf_axonn.matmul3d import Product, gathered_weight
 from hf_axonn.reads import Reader
 from hf_axonn.state import ModelState, is_conv1d, linear_size, replicated_local
+from hf_axonn.topology.grid import GridMesh
+from hf_axonn.topology.heads import feature_slice
 
 
 def wrap_forward(module: nn.Module, forward: Callable, *, method: str = "forward") -> None:

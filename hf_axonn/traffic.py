@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hf_axonn.collectives import observe
-from hf_axonn.grid import AXES, Grid
 from hf_axonn.overlap import in_backward
 from hf_axonn.perf.ledger import Ledger
+from hf_axonn.topology.grid import AXES, Grid
 
 
 class TrafficCounter:

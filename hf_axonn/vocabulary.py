@@ -27,8 +27,8 @@ from hf_axonn.styles import cut_weight, wrap_forward
 
 
 if TYPE_CHECKING:
-    from hf_axonn.grid import GridMesh
     from hf_axonn.state import ModelState
+    from hf_axonn.topology.grid import GridMesh
 
 
 def vocabulary_range(size: int, mesh: GridMesh, *, y: int | None = None, x: int | None = None) -> range:

@@ -13,8 +13,8 @@ from models import tiny_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from hf_axonn.grid import Grid
 from hf_axonn.parallelize import parallelize
+from hf_axonn.topology.grid import Grid
 
 
 ONE_OF_EACH = [Grid(y=2, x=2), Grid(z=2, x=2), Grid(data=2, y=2)]

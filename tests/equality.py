@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn.config import AxonnConfig
 from hf_axonn.gradients import find_state, sync_gradients
-from hf_axonn.grid import Grid
 from hf_axonn.parallelize import parallelize
+from hf_axonn.topology.grid import Grid
 
 
 Batch = dict[str, Tensor]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hf_axonn import compat_accelerate
-from hf_axonn.grid import Grid, GridMesh
+from hf_axonn.topology.grid import Grid, GridMesh
 
 
 def all_grids(size: int) -> list[Grid]:

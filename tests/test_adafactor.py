@@ -12,9 +12,9 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 from hf_axonn.adafactor import GridAdafactor, follow_grid
-from hf_axonn.grid import grid_mesh
 from hf_axonn.install import distributed, shard_of
 from hf_axonn.state import shard_placements
+from hf_axonn.topology.grid import grid_mesh
 
 
 SHAPES = {

@@ -8,8 +8,8 @@ from models import tiny_batch, tiny_model
 from ranks import all_grids, paper_mesh, run_ranks
 
 from hf_axonn.blocks import Heads
-from hf_axonn.grid import Grid
 from hf_axonn.parallelize import parallelize
+from hf_axonn.topology.grid import Grid
 
 
 GRIDS = [grid for size in range(1, 9) for grid in all_grids(size)]

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from hf_axonn.config import AxonnConfig, Overlap
-from hf_axonn.grid import Grid
+from hf_axonn.topology.grid import Grid
 
 
 GRID = {"data": 1, "z": 2, "y": 1, "x": 2}

@@ -14,7 +14,7 @@ from models import BLOCKWISE, tiny_batch, tiny_model
 from ranks import all_grids, run_ranks
 
 from hf_axonn.config import AxonnConfig, Overlap
-from hf_axonn.grid import Grid
+from hf_axonn.topology.grid import Grid
 
 
 FIVE_STEPS = 5

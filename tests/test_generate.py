@@ -13,8 +13,8 @@ from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
 
 from hf_axonn.gradients import sync_gradients
-from hf_axonn.grid import Grid
 from hf_axonn.parallelize import parallelize
+from hf_axonn.topology.grid import Grid
 
 
 # Grids, and whether every model runs on them.

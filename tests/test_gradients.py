@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from hf_axonn import AxonnPlugin, collectives, gradients
 from hf_axonn.gradients import find_state, sync_gradients, syncing
-from hf_axonn.grid import Grid
 from hf_axonn.parallelize import parallelize
+from hf_axonn.topology.grid import Grid
 
 
 def trained(model, grid):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ranks import all_grids, run_ranks
 
-from hf_axonn.grid import AXES, Grid, GridMesh, grid_mesh
+from hf_axonn.topology.grid import AXES, Grid, GridMesh, grid_mesh
 
 
 GRIDS = [grid for size in range(1, 9) for grid in all_grids(size)]

@@ -15,9 +15,9 @@ from transformers import GenerationConfig, StoppingCriteria
 
 from hf_axonn import matmul3d
 from hf_axonn.config import AxonnConfig
-from hf_axonn.grid import Grid
 from hf_axonn.kept import Gathered, KeptWeights
 from hf_axonn.parallelize import parallelize
+from hf_axonn.topology.grid import Grid
 
 
 def test_what_nobody_holds_is_not_found():

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from hf_axonn import launch_file
-from hf_axonn.grid import Grid
 from hf_axonn.launch_file import check_spelling, resolve
+from hf_axonn.topology.grid import Grid
 
 
 SCRIPTS = Path(__file__).parents[1] / "training_scripts"

@@ -15,8 +15,8 @@ from ranks import all_grids, run_ranks
 
 from hf_axonn.checkpoint import load_sharded, save_sharded
 from hf_axonn.gradients import sync_gradients
-from hf_axonn.grid import Grid
 from hf_axonn.parallelize import parallelize
+from hf_axonn.topology.grid import Grid
 from hf_axonn.vocabulary import DeferredLogits
 
 

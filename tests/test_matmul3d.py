@@ -6,12 +6,12 @@ from ranks import all_grids, run_ranks
 from torch import nn
 
 from hf_axonn.config import AxonnConfig
-from hf_axonn.grid import Grid, grid_mesh
 from hf_axonn.install import shard_parameters
 from hf_axonn.layouts import bounds, ceil_div, pad_dim
 from hf_axonn.matmul3d import Product, gathered_weight, input_gradient, multiply, weight_gradient
 from hf_axonn.state import ModelState
 from hf_axonn.styles import cut_weight
+from hf_axonn.topology.grid import Grid, grid_mesh
 
 
 SIZES = [(6, 10, 14), (5, 7, 3), (3, 1, 1), (4, 2, 5)]  # M, K, N: all different, some smaller than an axis

@@ -24,8 +24,8 @@ from hf_axonn import loss as loss_module
 from hf_axonn import matmul3d
 from hf_axonn.config import AxonnConfig
 from hf_axonn.gradients import sync_gradients
-from hf_axonn.grid import Grid
 from hf_axonn.parallelize import parallelize
+from hf_axonn.topology.grid import Grid
 
 
 def piece(size, parts, index):

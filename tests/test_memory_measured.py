@@ -10,7 +10,7 @@ import pytest
 from ranks import run_ranks
 from transformers import LlamaConfig
 
-from hf_axonn.grid import Grid
+from hf_axonn.topology.grid import Grid
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

@@ -17,7 +17,7 @@ import yaml
 
 from hf_axonn import nodes
 from hf_axonn.config import AxonnConfig
-from hf_axonn.grid import Grid
+from hf_axonn.topology.grid import Grid
 
 
 ORDER = ("z", "y", "x", "data")

@@ -19,9 +19,9 @@ from hf_axonn import collectives, gradients, matmul3d, overlap
 from hf_axonn.compat_peft import without_peft
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.gradients import sync_gradients, syncing
-from hf_axonn.grid import Grid
 from hf_axonn.overlap import DeliveryOrder, GatherAhead, GradientSlot, ReductionQueue, placeholder, wait_gradient
 from hf_axonn.parallelize import parallelize
+from hf_axonn.topology.grid import Grid
 
 
 class Weights:

@@ -15,8 +15,8 @@ from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.checkpoint import save_sharded
-from hf_axonn.grid import Grid
 from hf_axonn.parallelize import parallelize
+from hf_axonn.topology.grid import Grid
 
 
 IDS = {"input_ids": tiny_batch(2, 7)["input_ids"]}

@@ -14,8 +14,8 @@ from float64 import relative_errors
 from ranks import run_ranks
 
 from hf_axonn.gradients import sync_gradients
-from hf_axonn.grid import Grid
 from hf_axonn.parallelize import parallelize
+from hf_axonn.topology.grid import Grid
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

@@ -22,9 +22,9 @@ from peft import (
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.grid import Grid
 from hf_axonn.parallelize import parallelize
 from hf_axonn.plain_models import refuse_low_bit
+from hf_axonn.topology.grid import Grid
 
 
 def llama(**sizes):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_axonn.grid import Grid
 from hf_axonn.perf import compute, machines, models
 from hf_axonn.perf.ledger import Key, Volume, sent_bytes
 from hf_axonn.perf.links import Links
@@ -24,6 +23,7 @@ from hf_axonn.perf.planner import grids
 from hf_axonn.perf.schedules import of_engine
 from hf_axonn.perf.shapes import ModelShape, Step
 from hf_axonn.perf.volumes import volumes
+from hf_axonn.topology.grid import Grid
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

@@ -16,9 +16,9 @@ from float64 import Float64
 from models import tiny_batch, tiny_model
 
 from hf_axonn.config import AxonnConfig
-from hf_axonn.grid import AXES, Grid
 from hf_axonn.perf.paper import strides
-from hf_axonn.placement import ORDER, PLACED, check_order, rank_at, take_rank
+from hf_axonn.topology.axis_order import ORDER, PLACED, check_order, rank_at, take_rank
+from hf_axonn.topology.grid import AXES, Grid
 
 
 ORDERS = list(itertools.permutations(AXES))
@@ -84,7 +84,7 @@ import json, os, sys
 import torch
 import torch.distributed as dist
 from hf_axonn.config import AxonnConfig
-from hf_axonn.grid import AXES, grid_mesh
+from hf_axonn.topology.grid import AXES, grid_mesh
 dist.init_process_group("gloo")
 place = os.environ["LOCAL_RANK"]
 mesh = grid_mesh(AxonnConfig.from_env().grid, "cpu")

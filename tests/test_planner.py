@@ -15,13 +15,13 @@ from ranks import run_ranks
 from hf_axonn import bench_links, timings
 from hf_axonn.cli import main
 from hf_axonn.config import AxonnConfig
-from hf_axonn.grid import Grid
 from hf_axonn.launch_file import resolve
 from hf_axonn.perf import machines, models
 from hf_axonn.perf.jobs import number, resolve_auto, sequences_of
 from hf_axonn.perf.model import Job, predict
 from hf_axonn.perf.planner import alternatives, divisors, factorizations, grids, other_order, plan, sweep
-from hf_axonn.placement import ORDER
+from hf_axonn.topology.axis_order import ORDER
+from hf_axonn.topology.grid import Grid
 
 
 JOB = Job(shape=models.load("gpt-5b"), machine=machines.load("perlmutter"), sequences=512, seq=2048)

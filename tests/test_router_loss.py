@@ -14,8 +14,8 @@ from transformers.models.jamba import modeling_jamba
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.nllb_moe import modeling_nllb_moe
 
-from hf_axonn.grid import Grid, grid_mesh
 from hf_axonn.router_loss import RouterLogits, RouterLoss, _is_of_switch, _of_all_ranks, switch_loss
+from hf_axonn.topology.grid import Grid, grid_mesh
 
 
 LAYERS, ROWS, SEQ, WIDTH = 3, 4, 5, 6

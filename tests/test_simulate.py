@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig, Starcoder2Config
 
-from hf_axonn.grid import Grid
+from hf_axonn.topology.grid import Grid
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

@@ -16,12 +16,12 @@ from hf_axonn import gradients, loss
 from hf_axonn.collectives import start_all_gather
 from hf_axonn.config import AxonnConfig
 from hf_axonn.gradients import sync_gradients, syncing
-from hf_axonn.grid import Grid, grid_mesh
 from hf_axonn.parallelize import parallelize
 from hf_axonn.perf import volumes as arithmetic
 from hf_axonn.perf.ledger import Key, Ledger, Volume
 from hf_axonn.perf.shapes import ModelShape, Step
 from hf_axonn.perf.volumes import volumes
+from hf_axonn.topology.grid import Grid, grid_mesh
 from hf_axonn.traffic import count_traffic
 
 

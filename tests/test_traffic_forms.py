@@ -12,9 +12,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from traffic_forms import all_reduce_form, megatron
 
-from hf_axonn.grid import Grid
 from hf_axonn.perf.shapes import ModelShape, Step
 from hf_axonn.perf.volumes import layer_volumes
+from hf_axonn.topology.grid import Grid
 
 
 GATED = ModelShape(layers=1, hidden=96, heads=16, intermediate=256, vocab=9)

@@ -23,11 +23,11 @@ from hf_axonn.commit import write_manifest
 from hf_axonn.config import AxonnConfig
 from hf_axonn.export import export_hf
 from hf_axonn.gradients import sync_gradients
-from hf_axonn.grid import Grid
 from hf_axonn.manifest import check_complete
 from hf_axonn.operand_layouts import AS_IS, Sample
 from hf_axonn.parallelize import parallelize
 from hf_axonn.shard_files import checksum_of
+from hf_axonn.topology.grid import Grid
 from hf_axonn.tuning import STEPS, Key, MatmulTuner
 
 

@@ -7,8 +7,8 @@ from ranks import run_ranks
 from torch import nn
 
 from hf_axonn.gradients import sync_gradients
-from hf_axonn.grid import Grid
 from hf_axonn.parallelize import parallelize
+from hf_axonn.topology.grid import Grid
 
 
 GRIDS = [Grid(y=2, x=2), Grid(z=2, x=2), Grid(z=2, y=2)]

@@ -6,10 +6,10 @@ from fractions import Fraction
 
 import pytest
 
-from hf_axonn.grid import Grid
 from hf_axonn.perf.ledger import Key, Ledger, Volume, sent_bytes
 from hf_axonn.perf.shapes import ModelShape, Step
 from hf_axonn.perf.volumes import BUCKET_BYTES, buckets, layer_volumes, volumes
+from hf_axonn.topology.grid import Grid
 
 
 LLAMA = ModelShape(layers=4, hidden=96, heads=16, kv_heads=8, intermediate=160, vocab=256)

@@ -16,11 +16,11 @@ import itertools
 from collections import Counter
 from typing import NamedTuple
 
-from hf_axonn.grid import Grid, ceil_div
 from hf_axonn.perf.layers import Block, Call, Experts, Layer, Stack, Whole
 from hf_axonn.perf.machines import Machine
 from hf_axonn.perf.shapes import Step
 from hf_axonn.perf.shares import heads_repeat
+from hf_axonn.topology.grid import Grid, ceil_div
 
 
 TILE = 128  # rows and columns of a product's result that one multiprocessor computes at a time; cuBLAS: 128 or 256

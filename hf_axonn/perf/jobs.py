@@ -17,7 +17,7 @@ from hf_axonn.perf import machines, models
 from hf_axonn.perf.layers import Stack
 from hf_axonn.perf.model import Job
 from hf_axonn.perf.planner import plan
-from hf_axonn.placement import ORDER, check_order
+from hf_axonn.topology.axis_order import ORDER, check_order
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_axonn.grid import Grid, Place, ceil_div
-from hf_axonn.heads import Heads, exchanged_features, is_own_slice
 from hf_axonn.perf.layers import Block, Call, Experts, Layer, LinearShape, Stack, Whole
 from hf_axonn.perf.ledger import Key, Ledger
 from hf_axonn.perf.shapes import Step
 from hf_axonn.perf.shares import own_experts, shard_shape
+from hf_axonn.topology.grid import Grid, Place, ceil_div
+from hf_axonn.topology.heads import Heads, exchanged_features, is_own_slice
 
 
 LAYOUTS = ("token", "feature")

@@ -28,7 +28,7 @@ class Block:
     """Attention or MLP.
 
     Args:
-        columns, segments: its projections (queries first), and what the output of each consists of (heads.py).
+        columns, segments: its projections (queries first), and what the output of each consists of (topology/heads.py).
         row: the projection that ends it.
         query, kv: numbers of heads; 0 for an MLP.
         head_norms: norms over all features of a projection: which of `columns`, and whether it is a LayerNorm.

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-from hf_axonn.grid import AXES, Grid
+from hf_axonn.topology.grid import AXES, Grid
 
 
 PHASES = ("forward", "backward", "gradients")

@@ -22,10 +22,10 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
-from hf_axonn.grid import AXES, Grid
 from hf_axonn.perf.ledger import Key, Volume
 from hf_axonn.perf.machines import Machine
 from hf_axonn.perf.paper import ORDER, strides
+from hf_axonn.topology.grid import AXES, Grid
 
 
 class Ring(NamedTuple):

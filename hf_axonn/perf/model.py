@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from hf_axonn.grid import Grid
 from hf_axonn.perf.compute import Compute
 from hf_axonn.perf.exposed import Overlaps, exposed
 from hf_axonn.perf.layers import Stack
@@ -25,6 +24,7 @@ from hf_axonn.perf.memory import Memory, memory
 from hf_axonn.perf.paper import ORDER
 from hf_axonn.perf.schedules import LayerSeconds, Traffic, of_axonn, of_engine
 from hf_axonn.perf.shapes import Step
+from hf_axonn.topology.grid import Grid
 
 
 MOST_TOKENS = 10**10  # of a batch; more is a slip, and its divisors take long to find

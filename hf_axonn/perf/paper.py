@@ -23,10 +23,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hf_axonn.grid import Grid
 from hf_axonn.perf.layers import Stack
 from hf_axonn.perf.machines import Machine
 from hf_axonn.perf.shapes import ModelShape
+from hf_axonn.topology.grid import Grid
 
 
 COUNTINGS = ("equations", "script")

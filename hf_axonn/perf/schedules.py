@@ -12,13 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_axonn.grid import Grid
 from hf_axonn.perf.layers import Block, Experts, Layer, Stack
 from hf_axonn.perf.ledger import Ledger
 from hf_axonn.perf.links import Links
 from hf_axonn.perf.paper import decoder_layers
 from hf_axonn.perf.shapes import Step
 from hf_axonn.perf.volumes import Account
+from hf_axonn.topology.grid import Grid
 
 
 class LayerSeconds(NamedTuple):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from hf_axonn.grid import Grid
 from hf_axonn.perf.layers import Block, Layer, LinearShape, Stack, Table, Weight
+from hf_axonn.topology.grid import Grid
 
 
 SMALLEST_PART = 1 / 64  # as gathered.SMALLEST_PART

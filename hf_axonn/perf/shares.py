@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hf_axonn.grid import Grid, bounds
 from hf_axonn.perf.layers import Block, LinearShape, Weight
+from hf_axonn.topology.grid import Grid, bounds
 
 
 def shard_shape(kind: str, linear: LinearShape, grid: Grid, here: dict[str, int]) -> tuple[int, int]:
@@ -39,7 +39,7 @@ def own_elements(weight: Weight, grid: Grid, here: dict[str, int]) -> int:
 
 
 def heads_repeat(block: Block, grid: Grid) -> int:
-    """Ranks that compute the same attention because the heads do not divide, see heads.py."""
+    """Ranks that compute the same attention because the heads do not divide, see topology/heads.py."""
     if block.query % (grid.x * grid.y) == 0:
         return 1
     return grid.y if block.query % grid.x == 0 else grid.x * grid.y

@@ -18,7 +18,7 @@ import yaml
 
 import hf_axonn
 from hf_axonn import AxonnConfig
-from hf_axonn.grid import Grid
+from hf_axonn.topology.grid import Grid
 
 
 # Set before anything imports transformers: every input is on this machine once it is fetched.

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_axonn.grid import Place, ceil_div
+from hf_axonn.topology.grid import Place, ceil_div
 
 
 def feature_slice(size: int, place: Place, *axes: str) -> tuple[slice, int]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import MutableMapping, Sequence
 
-from hf_axonn.grid import AXES, Grid
+from hf_axonn.topology.grid import AXES, Grid
 
 
 ORDER = tuple(reversed(AXES))  # the engine's own
