@@ -1,4 +1,4 @@
-"""All-gathers on gloo: torch's own against messages between pairs of ranks (hf_axonn/gloo.py).
+"""All-gathers on gloo: torch's own against messages between pairs of ranks (hf_axonn/distributed/gloo.py).
 
     OMP_NUM_THREADS=1 python benchmarks/gather.py
 
@@ -19,7 +19,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 
-from hf_axonn import gloo  # noqa: E402
+from hf_axonn.distributed import gloo  # noqa: E402
 
 
 def theirs(block: torch.Tensor) -> torch.Tensor:

@@ -17,9 +17,9 @@ from accelerate.utils import recursively_apply
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from hf_axonn import compat_accelerate
-from hf_axonn.agreement import require_alike
 from hf_axonn.dispatching import dispatching_loader
-from hf_axonn.facts import loader_facts
+from hf_axonn.distributed.consistency import require_alike
+from hf_axonn.distributed.facts import loader_facts
 from hf_axonn.gradients import find_state
 
 

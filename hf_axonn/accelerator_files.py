@@ -29,7 +29,7 @@ from torch import nn
 from hf_axonn import compat_accelerate
 from hf_axonn.accelerator_training import GridScheduler
 from hf_axonn.checkpoint import add_model, begin_save, load_model, load_optimizer, save_sharded, verify_together
-from hf_axonn.collectives import barrier, world_rank
+from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.gradients import find_state
 from hf_axonn.manifest import Manifest, is_sharded_checkpoint
 from hf_axonn.plain_checkpoint import load_plain_optimizer, load_plain_weights

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
 from hf_axonn import compat
-from hf_axonn.collectives import reduce_
+from hf_axonn.distributed.collectives import reduce_
 
 
 FACTORS = {"exp_avg_sq_row": -1, "exp_avg_sq_col": -2}  # the dim that a mean leaves out

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.collectives import world_rank
+from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.gradients import find_state
 from hf_axonn.install import shard_of
 

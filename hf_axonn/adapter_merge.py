@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.collectives import reduce_
+from hf_axonn.distributed.collectives import reduce_
 from hf_axonn.dora import ShardPlace, plain
 from hf_axonn.install import shard_slices
 from hf_axonn.lora import pair_of

@@ -5,7 +5,7 @@ not always fail, but train on nonsense. Each pass adds its batch to a checksum, 
 single batch that differs is found at the next check. A check waits for the device and for the other ranks; the adding
 does not.
 
-Shapes of every batch are noted for the account that a rank gives when the run stands still (progress.py).
+Shapes of every batch are noted for the account that a rank gives when the run stands still (distributed/watchdog/progress.py).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_axonn.agreement import differences, digest_number, gather_texts
-from hf_axonn.collectives import gather_quietly
+from hf_axonn.distributed.collectives import gather_quietly
+from hf_axonn.distributed.consistency import differences, digest_number, gather_texts
+from hf_axonn.distributed.watchdog.progress import HERE
 from hf_axonn.dropout import dropout_names, probability
-from hf_axonn.progress import HERE
 from hf_axonn.state import ModelState
 from hf_axonn.styles import wrap_forward
 

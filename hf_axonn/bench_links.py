@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hf_axonn.collectives import exchange, reduce_, start_all_gather, start_reduce_scatter
+from hf_axonn.distributed.collectives import exchange, reduce_, start_all_gather, start_reduce_scatter
 from hf_axonn.perf.machines import from_mapping
 from hf_axonn.perf.planner import divisors
 from hf_axonn.timings import UNMEASURED, Line, Timings
@@ -32,7 +32,7 @@ from hf_axonn.timings import UNMEASURED, Line, Timings
 
 PASSES = 11
 # Bytes of a gathered tensor, a short one and a long one. AxoNN's authors took a gigabyte. On gloo large blocks travel
-# in another way than small ones (gloo.py), and steps are made of large ones, so there the short one is not tiny.
+# in another way than small ones (distributed/gloo.py), and steps are made of large ones, so there the short one is not tiny.
 PAYLOADS = {"nccl": (2**10, 2**28), "gloo": (2**21, 2**23)}
 SIZES = {"cuda": (256, 512, 1024, 2048, 4096, 8192), "cpu": (64, 128, 256, 512, 1024)}
 BETWEEN = {"cuda": 2048, "cpu": 512}  # size of the product before a collective

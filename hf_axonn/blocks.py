@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.collectives import all_reduce, all_reduce_backward, reduce_scatter
+from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward, reduce_scatter
 from hf_axonn.layouts import (
     ceil_div,
     features_to_tokens,

@@ -21,9 +21,9 @@ from torch import nn
 
 from hf_axonn import compat
 from hf_axonn.adapter_files import load_adapters, save_adapters
-from hf_axonn.agreement import raising_together
-from hf_axonn.collectives import world_rank
 from hf_axonn.commit import OPTIMIZER, recover
+from hf_axonn.distributed.collectives import world_rank
+from hf_axonn.distributed.consistency import raising_together
 from hf_axonn.gradients import find_state
 from hf_axonn.manifest import Manifest, find_problems, read_manifest, refuse
 from hf_axonn.saving import Save, finish_saves

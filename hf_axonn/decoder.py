@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_axonn.collectives import gather_replicated
+from hf_axonn.distributed.collectives import gather_replicated
 from hf_axonn.dropout import opened
 from hf_axonn.layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
 from hf_axonn.loss import ShardedCausalLMLoss

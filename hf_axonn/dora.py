@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.collectives import reduce_
+from hf_axonn.distributed.collectives import reduce_
 from hf_axonn.install import shard_slices
 from hf_axonn.lora import OwnOutput
 from hf_axonn.state import ModelState, is_conv1d

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.collectives import (
+from hf_axonn.distributed.collectives import (
     all_gather,
     all_reduce,
     all_reduce_backward,

@@ -12,7 +12,7 @@ import math
 
 from torch import Tensor, nn
 
-from hf_axonn.collectives import all_gather, gather_replicated
+from hf_axonn.distributed.collectives import all_gather, gather_replicated
 from hf_axonn.matmul3d import Product, gathered_weight
 from hf_axonn.state import ModelState
 from hf_axonn.styles import Replicated, cut_weight

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_axonn.collectives import start_all_reduce, travels_alone
-from hf_axonn.pending import Pending, together
-from hf_axonn.progress import HERE
+from hf_axonn.distributed.collectives import start_all_reduce, travels_alone
+from hf_axonn.distributed.pending import Pending, together
+from hf_axonn.distributed.watchdog.progress import HERE
 from hf_axonn.state import ModelState, is_parallelized
 
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from hf_axonn import compat
 from hf_axonn.batch_check import install_batch_check
 from hf_axonn.blocks import Block, Column, Row, install_heads
-from hf_axonn.collectives import broadcast_
 from hf_axonn.decoder import install_causal_lm, install_decoder, install_recomputation
+from hf_axonn.distributed.collectives import broadcast_
 from hf_axonn.dropout import dropout_names, install_dropout, probability
 from hf_axonn.experts import expert_weights, is_experts, style_of
 from hf_axonn.feature_layout import LayoutChoice

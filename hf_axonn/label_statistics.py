@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_axonn.collectives import reduce_, start_all_gather, start_reduce_scatter
+from hf_axonn.distributed.collectives import reduce_, start_all_gather, start_reduce_scatter
 from hf_axonn.goldfish import IGNORE_INDEX
 from hf_axonn.kept import Gathered
 from hf_axonn.loss import CHUNK_LOGITS, add_product, local_logits

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_axonn.collectives import (
+from hf_axonn.distributed.collectives import (
     all_gather,
     all_to_all,
     gather_replicated,

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_axonn.blocks import Column, Row
-from hf_axonn.collectives import all_reduce, all_reduce_backward
+from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward
 from hf_axonn.latent import LatentColumn
 from hf_axonn.layouts import pad_dim
 from hf_axonn.state import ModelState, replicated_local, scale_gradient

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from hf_axonn.collectives import reduce_, start_all_gather, start_reduce_scatter
+from hf_axonn.distributed.collectives import reduce_, start_all_gather, start_reduce_scatter
 from hf_axonn.goldfish import IGNORE_INDEX
 from hf_axonn.layouts import pad_dim
 from hf_axonn.matmul3d import leave_gradients

@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_axonn.collectives import start_all_gather, start_reduce_scatter, travels_alone
 from hf_axonn.cuts import Cut
+from hf_axonn.distributed.collectives import start_all_gather, start_reduce_scatter, travels_alone
+from hf_axonn.distributed.pending import Pending, together
 from hf_axonn.kept import Gathered
 from hf_axonn.overlap import placeholder
-from hf_axonn.pending import Pending, together
 from hf_axonn.topology.grid import GridMesh
 from hf_axonn.tuning import Matmul, plain
 

@@ -113,7 +113,7 @@ class _Worker:
     def __call__(self, *args: Any) -> None:
         import torch
 
-        from hf_axonn.failures import ended, failures_told
+        from hf_axonn.distributed.watchdog.watchdog import ended, failures_told
 
         os.environ.update(self.environment)
         _use_grid()

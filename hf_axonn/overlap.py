@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_axonn.collectives import Pending, start_all_gather, start_reduce_scatter
+from hf_axonn.distributed.collectives import Pending, start_all_gather, start_reduce_scatter
 
 
 def in_backward() -> bool:

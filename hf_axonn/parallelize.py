@@ -22,12 +22,12 @@ from hf_axonn import compat, compat_peft
 from hf_axonn.adapter_checks import check_adapters, check_plan
 from hf_axonn.adapter_files import base_of
 from hf_axonn.adapters import apart, install_adapters
-from hf_axonn.agreement import raising_together, require_alike
 from hf_axonn.checkpoint import read_weights, verify_together
 from hf_axonn.compat_loading import distribute_when_built
 from hf_axonn.config import AxonnConfig
-from hf_axonn.facts import model_facts, versions
-from hf_axonn.failures import watch
+from hf_axonn.distributed.consistency import raising_together, require_alike
+from hf_axonn.distributed.facts import model_facts, versions
+from hf_axonn.distributed.watchdog.watchdog import watch
 from hf_axonn.feature_layout import choose_layout
 from hf_axonn.gguf_files import WHERE, converted
 from hf_axonn.injection import watch_peft

@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import nn
 
-from hf_axonn.collectives import world_rank
+from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.gradients import find_state
 
 

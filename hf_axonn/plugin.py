@@ -15,10 +15,10 @@ from typing import Any
 
 from accelerate.parallelism_config import ParallelismConfig
 
-from hf_axonn.agreement import require_alike
 from hf_axonn.config import VARIABLE, AxonnConfig, Overlap
-from hf_axonn.facts import versions
-from hf_axonn.failures import watch
+from hf_axonn.distributed.consistency import require_alike
+from hf_axonn.distributed.facts import versions
+from hf_axonn.distributed.watchdog.watchdog import watch
 from hf_axonn.topology.grid import Grid, grid_mesh
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.collectives import all_reduce, gather_replicated, reduce_, start_all_gather
+from hf_axonn.distributed.collectives import all_reduce, gather_replicated, reduce_, start_all_gather
 from hf_axonn.layouts import Tokens, gather_tokens, pad_dim
 from hf_axonn.state import ModelState, scale_gradient
 from hf_axonn.styles import wrap_forward

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_axonn.collectives import exchange_rows
+from hf_axonn.distributed.collectives import exchange_rows
 from hf_axonn.layouts import pad_dim
 from hf_axonn.topology.grid import GridMesh
 from hf_axonn.topology.heads import Heads, arriving_features, feature_slice, is_own_slice, pieces, sent_features

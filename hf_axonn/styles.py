@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
-from hf_axonn.collectives import all_reduce, all_reduce_backward
 from hf_axonn.cuts import Cut
+from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward
 from hf_axonn.layouts import bounds, ceil_div, gather_features, pad_dim, take_features
 from hf_axonn.matmul3d import Product, gathered_weight
 from hf_axonn.reads import Reader

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hf_axonn.collectives import barrier, reduce_
+from hf_axonn.distributed.collectives import barrier, reduce_
 
 
 LONG = (

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hf_axonn.agreement import require_alike
-from hf_axonn.facts import argument_facts
-from hf_axonn.progress import HERE
+from hf_axonn.distributed.consistency import require_alike
+from hf_axonn.distributed.facts import argument_facts
+from hf_axonn.distributed.watchdog.progress import HERE
 
 
 def train(self, original: Callable, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from hf_axonn.collectives import broadcast_text, world_rank
+from hf_axonn.distributed.collectives import broadcast_text, world_rank
 from hf_axonn.operand_layouts import AS_IS, LAYOUTS, Sample, Trials, fastest, measure, multiply_as, order_of
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_axonn.collectives import all_reduce, all_reduce_backward, gather_replicated
+from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward, gather_replicated
 from hf_axonn.layouts import Tokens, bounds, gather_tokens, pad_dim, take_tokens
 from hf_axonn.matmul3d import Product, gathered_weight
 from hf_axonn.state import linear_size, replicated_local

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.collectives import world_rank
+from hf_axonn.distributed.collectives import world_rank
 
 
 def whole_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:

@@ -139,7 +139,7 @@ def test_what_is_refused(tmp_path):
 
 def refusals(folder: Path) -> None:
     """Only one rank looks at the damaged file, and all of them refuse before a weight is changed."""
-    from hf_axonn.collectives import barrier, world_rank
+    from hf_axonn.distributed.collectives import barrier, world_rank
 
     model, _ = parallelize(tiny_model("smollm2", dtype=torch.bfloat16), Grid(x=2))
     before = values(model)

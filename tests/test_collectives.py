@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from hf_axonn import collectives
+from hf_axonn.distributed import collectives
 
 
 def parts(shape, world, seed=0):

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from training import collate, make_trainer, numbers, token_data
 
 from hf_axonn import AxonnPlugin, Grid
-from hf_axonn.progress import HERE
+from hf_axonn.distributed.watchdog.progress import HERE
 
 
 GRIDS = [Grid(z=2, x=2), Grid(data=2, y=2)]

@@ -20,10 +20,10 @@ from models import tiny_batch, tiny_model
 
 import hf_axonn
 from hf_axonn import Grid
-from hf_axonn.failures import failures_told, is_symptom
-from hf_axonn.progress import HERE, Account
-from hf_axonn.termination import Termination
-from hf_axonn.verdict import judge, ranks_in_words
+from hf_axonn.distributed.watchdog.diagnosis import judge, ranks_in_words
+from hf_axonn.distributed.watchdog.progress import HERE, Account
+from hf_axonn.distributed.watchdog.sigterm import Termination
+from hf_axonn.distributed.watchdog.watchdog import failures_told, is_symptom
 
 
 TESTS = Path(__file__).resolve().parent

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from hf_axonn import gloo
-from hf_axonn.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from hf_axonn.distributed import gloo
+from hf_axonn.distributed.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 
 
 def check_order():

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_axonn import AxonnPlugin, Grid, export_hf, from_pretrained
 from hf_axonn.cli import main
-from hf_axonn.collectives import barrier, world_rank
 from hf_axonn.commit import write_manifest
+from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.manifest import MANIFEST, Manifest, read_manifest
 from hf_axonn.shard_files import checksum_of
 

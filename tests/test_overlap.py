@@ -15,9 +15,10 @@ from models import tiny_batch, tiny_model
 from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
 
-from hf_axonn import collectives, gradients, matmul3d, overlap
+from hf_axonn import gradients, matmul3d, overlap
 from hf_axonn.compat_peft import without_peft
 from hf_axonn.config import AxonnConfig, Overlap
+from hf_axonn.distributed import collectives
 from hf_axonn.gradients import sync_gradients, syncing
 from hf_axonn.overlap import DeliveryOrder, GatherAhead, GradientSlot, ReductionQueue, placeholder, wait_gradient
 from hf_axonn.parallelize import parallelize

@@ -8,7 +8,7 @@ import torch
 from ranks import run_ranks
 
 from hf_axonn import timings
-from hf_axonn.collectives import world_rank
+from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.timings import UNMEASURED, Line, Timings
 
 

@@ -13,8 +13,8 @@ from models import tiny_batch, tiny_model
 from ranks import run_ranks
 
 from hf_axonn import gradients, loss
-from hf_axonn.collectives import start_all_gather
 from hf_axonn.config import AxonnConfig
+from hf_axonn.distributed.collectives import start_all_gather
 from hf_axonn.gradients import sync_gradients, syncing
 from hf_axonn.parallelize import parallelize
 from hf_axonn.perf import volumes as arithmetic

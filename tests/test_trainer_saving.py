@@ -20,7 +20,7 @@ from training import make_trainer, numbers, worst_difference
 
 from hf_axonn import AxonnPlugin, Grid
 from hf_axonn.checkpoint import load_sharded
-from hf_axonn.collectives import world_rank
+from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.manifest import MANIFEST, STAGE, check_complete
 from hf_axonn.saving import SaveError
 from hf_axonn.trainer_saving import rotate

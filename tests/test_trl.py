@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, HfArgumentParser
 from trl import SFTConfig
 
 from hf_axonn import AxonnPlugin, GoldfishConfig, GoldfishSFTConfig, GoldfishSFTTrainer, Grid, from_pretrained
-from hf_axonn.collectives import observe
+from hf_axonn.distributed.collectives import observe
 
 
 ROOT = Path(__file__).parents[1]

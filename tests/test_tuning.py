@@ -18,9 +18,9 @@ from torch import nn
 
 from hf_axonn import operand_layouts, tuning
 from hf_axonn.checkpoint import LAYOUTS, load_sharded, save_sharded
-from hf_axonn.collectives import broadcast_text, world_rank
 from hf_axonn.commit import write_manifest
 from hf_axonn.config import AxonnConfig
+from hf_axonn.distributed.collectives import broadcast_text, world_rank
 from hf_axonn.export import export_hf
 from hf_axonn.gradients import sync_gradients
 from hf_axonn.manifest import check_complete

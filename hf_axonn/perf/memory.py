@@ -111,7 +111,7 @@ def memory(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", gloo:
         shape, grid, step: which.
         layout: of the residual stream, token or feature.
         gloo: whether the backend is gloo, where large gradients are averaged in place and not in buckets, and a
-            reduce-scatter receives all blocks before it adds them up (collectives.py).
+            reduce-scatter receives all blocks before it adds them up (distributed/collectives.py).
     """
     parameters = local_parameters(shape, grid)
     gradients = parameters * step.param_bytes

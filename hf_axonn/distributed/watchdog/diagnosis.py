@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hf_axonn.progress import Account
+from hf_axonn.distributed.watchdog.progress import Account
 
 
 TOLD = 8  # ranks are named one by one, more are counted

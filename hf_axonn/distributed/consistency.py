@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hf_axonn.collectives import gather_quietly, start_all_gather
-from hf_axonn.verdict import ranks_in_words
+from hf_axonn.distributed.collectives import gather_quietly, start_all_gather
+from hf_axonn.distributed.watchdog.diagnosis import ranks_in_words
 
 
 TOLD = 3  # differences are told one by one

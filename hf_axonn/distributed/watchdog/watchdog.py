@@ -12,7 +12,7 @@ is written there while all goes well.
 The timeout is the one of `init_process_group` (accelerate's InitProcessGroupKwargs, Trainer's ddp_timeout): torch's
 own watchdogs come later. Processes are ended by os._exit(1), since nothing else ends a thread that waits in a
 collective. Started by torchrun or accelerate launch, the message stands in its error report, too. They send SIGTERM to
-the others a tenth of a second after a rank has died: who gets it answers the roll first (termination.py), and ends
+the others a tenth of a second after a rank has died: who gets it answers the roll first (sigterm.py), and ends
 within seconds. AXONN_WATCH=0 leaves all of this away.
 """
 
@@ -33,10 +33,10 @@ from types import TracebackType
 import torch.distributed as dist
 
 from hf_axonn import compat
-from hf_axonn.collectives import observe
-from hf_axonn.progress import HERE, Account, account, footprint, main_frames, waits_for_others
-from hf_axonn.termination import Termination
-from hf_axonn.verdict import judge
+from hf_axonn.distributed.collectives import observe
+from hf_axonn.distributed.watchdog.diagnosis import judge
+from hf_axonn.distributed.watchdog.progress import HERE, Account, account, footprint, main_frames, waits_for_others
+from hf_axonn.distributed.watchdog.sigterm import Termination
 
 
 INTERVAL = 1.0  # seconds between two looks; longer in worlds of more than 2,000 ranks, which share one store

@@ -1,6 +1,6 @@
 """Where this rank is: its step, its collectives, what its main thread does. What a run that fails is asked for.
 
-The engine notes its steps and collectives in `HERE`; everything else is looked up when somebody asks (failures.py).
+The engine notes its steps and collectives in `HERE`; everything else is looked up when somebody asks (watchdog.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import FrameType
 
 
 # Files in which a main thread that goes no further is waiting for other ranks.
-WAITING = ("hf_axonn/collectives.py", "hf_axonn/pending.py", "hf_axonn/gloo.py")
+WAITING = ("hf_axonn/distributed/collectives.py", "hf_axonn/distributed/pending.py", "hf_axonn/distributed/gloo.py")
 WAITING += ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 FRAMES = 12  # of a stack are told, the innermost
 

@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_axonn import gloo
-from hf_axonn.pending import Pending
+from hf_axonn.distributed import gloo
+from hf_axonn.distributed.pending import Pending
 
 
 # torch 2.13 renamed these two; the old names warn there, the new ones are missing before.

@@ -1,0 +1,1 @@
+"""Ranks: the mesh of process groups, collectives, agreement between ranks, the watchdog."""
