@@ -16,7 +16,7 @@ from accelerate import PartialState
 from accelerate.utils import recursively_apply
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from hf_axonn import compat_accelerate
+from hf_axonn.compat_accelerate import is_prepared, prepared_loaders, prepared_models
 from hf_axonn.dispatching import dispatching_loader
 from hf_axonn.distributed.consistency import require_alike
 from hf_axonn.distributed.facts import loader_facts
@@ -35,7 +35,7 @@ class DataMethods:
             ValueError: positions would get unequal numbers of batches, and there is a model over the grid; a stateful
                 loader is to dispatch its batches over x or y; ranks have other data sets or batch sizes.
         """
-        if compat_accelerate.is_prepared(data_loader):
+        if is_prepared(data_loader):
             return super().prepare_data_loader(data_loader)
         placed = self.device_placement if device_placement is None else device_placement
         dispatch = self.dispatch_batches
@@ -66,7 +66,7 @@ class DataMethods:
                 slice_fn=slice_fn_for_dispatch,
                 non_blocking=self.non_blocking,
             )
-            compat_accelerate.prepared_loaders(self).append(prepared)
+            prepared_loaders(self).append(prepared)
         if prepared.base_dataloader.generator is None:
             # What an iteration draws for its workers must not move the generator that dropout uses: a run that is
             # resumed in the middle of an epoch begins one more.
@@ -74,7 +74,7 @@ class DataMethods:
         try:
             self.check_even_batches()
         except ValueError:
-            compat_accelerate.prepared_loaders(self).remove(prepared)
+            prepared_loaders(self).remove(prepared)
             raise
         return prepared
 
@@ -84,9 +84,9 @@ class DataMethods:
         Raises:
             ValueError: there are a model over the grid and such a loader; on every rank alike.
         """
-        if not any(find_state(model) is not None for model in compat_accelerate.prepared_models(self)):
+        if not any(find_state(model) is not None for model in prepared_models(self)):
             return
-        for loader in compat_accelerate.prepared_loaders(self):
+        for loader in prepared_loaders(self):
             counts = batches_of_positions(loader)
             if len(set(counts)) > 1:
                 raise ValueError(

@@ -26,9 +26,16 @@ from accelerate.checkpointing import load_accelerator_state, save_accelerator_st
 from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME
 from torch import nn
 
-from hf_axonn import compat_accelerate
 from hf_axonn.accelerator_training import GridScheduler
 from hf_axonn.checkpoint import add_model, begin_save, load_model, load_optimizer, save_sharded, verify_together
+from hf_axonn.compat_accelerate import (
+    prepared_loaders,
+    prepared_models,
+    prepared_optimizers,
+    prepared_schedulers,
+    registered_objects,
+    state_hooks,
+)
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.gradients import find_state
 from hf_axonn.manifest import Manifest, is_sharded_checkpoint
@@ -58,7 +65,7 @@ class LoadMethods:
         directory = self._newest_state() if input_dir is None else Path(os.path.expanduser(input_dir))
         if not is_sharded_checkpoint(directory):
             return self._load_plain_state(directory, load_kwargs, kwargs)
-        models = compat_accelerate.prepared_models(self)
+        models = prepared_models(self)
         optimizer_of = self._optimizer_of()
         manifest = verify_together(directory)
         state = self._read_state(directory, manifest)
@@ -78,7 +85,7 @@ class LoadMethods:
     def _call_load_hooks(self, models: list[nn.Module], directory: Path) -> list[nn.Module]:
         """The models that are still to be loaded: a hook takes those that it has loaded out of its list."""
         wanted = list(models)
-        for hook in compat_accelerate.state_hooks(self, saving=False):
+        for hook in state_hooks(self, saving=False):
             hook(wanted, str(directory))
         return wanted
 
@@ -100,9 +107,9 @@ class LoadMethods:
             if not re.fullmatch(r"model_\d+-[0-9a-f]+", name) or (directory / name).is_symlink():
                 raise ValueError(f"{directory / STATE} names {name}, which may lie outside of the checkpoint.")
         have = {
-            "models": len(compat_accelerate.prepared_models(self)),
-            "schedulers": len(compat_accelerate.prepared_schedulers(self)),
-            "objects": len(compat_accelerate.registered_objects(self)),
+            "models": len(prepared_models(self)),
+            "schedulers": len(prepared_schedulers(self)),
+            "objects": len(registered_objects(self)),
         }
         saved = {**state, "models": len(state["models"])}
         for kind, number in have.items():
@@ -124,7 +131,7 @@ class LoadMethods:
         converted. The others bring their lengths with them, so they go on in the steps of the grid they come from.
         """
         positions = self._positions()
-        for scheduler in compat_accelerate.prepared_schedulers(self):
+        for scheduler in prepared_schedulers(self):
             if scheduler.split_batches or not scheduler.step_with_optimizer or positions == saved:
                 continue
             if isinstance(scheduler.scheduler, torch.optim.lr_scheduler.LambdaLR):
@@ -139,7 +146,7 @@ class LoadMethods:
         """A state that stock accelerate saved on one process: each rank reads its own slices."""
         if self.axonn_plugin.grid.size == 1:
             return super().load_state(str(directory), load_kwargs, **kwargs)
-        models, optimizer_of = compat_accelerate.prepared_models(self), self._optimizer_of()
+        models, optimizer_of = prepared_models(self), self._optimizer_of()
         if not (directory / SAFE_WEIGHTS_NAME).is_file():
             raise ValueError(f"{directory} holds no state of accelerator.save_state that is complete.")
         if len(models) != 1:
@@ -156,22 +163,22 @@ class LoadMethods:
             str(directory),
             [],
             [],
-            compat_accelerate.prepared_schedulers(self),
-            compat_accelerate.prepared_loaders(self),
+            prepared_schedulers(self),
+            prepared_loaders(self),
             rank,
             None,
             "cpu",
             load_kwargs,
         )
-        for index, registered in enumerate(compat_accelerate.registered_objects(self)):
+        for index, registered in enumerate(registered_objects(self)):
             registered.load_state_dict(load_values(directory / custom_file(index)))
         return attributes
 
     def _optimizer_of(self) -> dict[int, torch.optim.Optimizer]:
         """Which optimizer trains which of the prepared models."""
-        models = compat_accelerate.prepared_models(self)
+        models = prepared_models(self)
         found: dict[int, torch.optim.Optimizer] = {}
-        for optimizer in compat_accelerate.prepared_optimizers(self):
+        for optimizer in prepared_optimizers(self):
             its = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             owners = [i for i, model in enumerate(models) if its & {id(one) for one in model.parameters()}]
             if len(owners) != 1 or owners[0] in found:
@@ -212,7 +219,7 @@ class FileMethods(LoadMethods):
                 plain values; on every rank.
         Collectives: those of `save_sharded`, for each model.
         """
-        models = compat_accelerate.prepared_models(self)
+        models = prepared_models(self)
         optimizer_of = self._optimizer_of()
         directory, older = self._place_of_state(output_dir)
         if not models or any(find_state(model) is None for model in models):
@@ -235,7 +242,7 @@ class FileMethods(LoadMethods):
         return str(directory)
 
     def _call_save_hooks(self, models: list[nn.Module], directory: Path) -> None:
-        hooks = compat_accelerate.state_hooks(self, saving=True)
+        hooks = state_hooks(self, saving=True)
         if hooks:
             directory.mkdir(parents=True, exist_ok=True)  # hooks may write into it
         for hook in hooks:
@@ -265,21 +272,21 @@ class FileMethods(LoadMethods):
             str(save.stage),
             [],
             [],
-            compat_accelerate.prepared_schedulers(self),
-            compat_accelerate.prepared_loaders(self) if save.rank == 0 else [],
+            prepared_schedulers(self),
+            prepared_loaders(self) if save.rank == 0 else [],
             self.process_index,
             self.step,
         )
         save.claim(random_file(save.rank))
         if save.rank != 0:
             return
-        objects = compat_accelerate.registered_objects(self)
+        objects = registered_objects(self)
         for index, registered in enumerate(objects):
             save_values(registered.state_dict(), save.stage / custom_file(index), what=type(registered).__name__)
         state = {
             "step": self.step,
             "models": names,
-            "schedulers": len(compat_accelerate.prepared_schedulers(self)),
+            "schedulers": len(prepared_schedulers(self)),
             "objects": len(objects),
             "positions": save.grid.samples_size,
         }

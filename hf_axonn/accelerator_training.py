@@ -12,8 +12,8 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn import compat_accelerate
 from hf_axonn.adafactor import follow_grid
+from hf_axonn.compat_accelerate import is_over, prepared_models, prepared_optimizers, without_autocast
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.gradients import find_state, syncing
 from hf_axonn.plain_models import point_to_shards, refuse_low_bit, shard_plain_model
@@ -34,7 +34,7 @@ class GridScheduler(AcceleratedScheduler):
             super().step(*args, **kwargs)
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
             for _ in range(self.positions):
-                if not compat_accelerate.is_over(self.scheduler):
+                if not is_over(self.scheduler):
                     self.scheduler.step(*args, **kwargs)
 
 
@@ -64,7 +64,7 @@ class TrainingMethods:
 
     def _shard(self, model: nn.Module) -> None:
         shard_plain_model(model, self.axonn_plugin, self.device)
-        for optimizer in compat_accelerate.prepared_optimizers(self):
+        for optimizer in prepared_optimizers(self):
             point_to_shards(optimizer)
             follow_grid(getattr(optimizer, "optimizer", optimizer))
 
@@ -76,7 +76,7 @@ class TrainingMethods:
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
     def _warn_of_idle_optimizers(self, args: tuple) -> None:
-        models = [model for model in compat_accelerate.prepared_models(self) if find_state(model) is not None]
+        models = [model for model in prepared_models(self) if find_state(model) is not None]
         owned = {id(parameter) for model in models for parameter in model.parameters()}
         for optimizer in args:
             if models and isinstance(optimizer, torch.optim.Optimizer) and world_rank() == 0:
@@ -103,7 +103,7 @@ class TrainingMethods:
         each = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         models = []
         if self.sync_gradients or each:
-            for model in compat_accelerate.prepared_models(self):
+            for model in prepared_models(self):
                 state = find_state(model)
                 if state is not None and state.averages:
                     models.append(model)
@@ -160,7 +160,7 @@ class TrainingMethods:
         """As the stock method, which can take autocast only off a forward that is the method of a class."""
         model = super().unwrap_model(model, keep_torch_compile=keep_torch_compile)
         if not keep_fp32_wrapper:
-            compat_accelerate.without_autocast(model)
+            without_autocast(model)
         return model
 
     def join_uneven_inputs(self, *args, **kwargs):

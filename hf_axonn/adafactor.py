@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
-from hf_axonn import compat
+from hf_axonn.compat import ask_class_for_step
 from hf_axonn.distributed.collectives import reduce_
 
 
@@ -100,7 +100,7 @@ def follow_grid(optimizer: Optimizer) -> None:
     cut = any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"])
     if cut and type(optimizer) is Adafactor:
         optimizer.__class__ = GridAdafactor
-        compat.ask_class_for_step(optimizer)
+        ask_class_for_step(optimizer)
 
 
 def _local(tensor: Tensor) -> Tensor:

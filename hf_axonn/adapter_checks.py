@@ -7,7 +7,7 @@ import dataclasses
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn import compat_peft
+from hf_axonn.compat_peft import adapter_layers, variant_names, without_peft, wrapped_modules
 from hf_axonn.plans import Plan, is_inside
 from hf_axonn.state import ModelState, is_linear
 
@@ -28,7 +28,7 @@ def check_adapters(model: nn.Module) -> None:
         ValueError: an adapter is not LoRA, rsLoRA or DoRA of a Linear or an embedding, two share their weights, or
             parameters lie outside of the model itself.
     """
-    inner = compat_peft.without_peft(model)
+    inner = without_peft(model)
     own = {id(parameter) for parameter in inner.parameters()}
     outside = [name for name, parameter in model.named_parameters() if id(parameter) not in own]
     if outside:
@@ -36,8 +36,8 @@ def check_adapters(model: nn.Module) -> None:
             f"{outside[0]} lies outside of the model (PEFT's prompt or prefix tuning), which cannot be sharded over a "
             "grid: use LoRA."
         )
-    for name, layer, kind in compat_peft.adapter_layers(inner):
-        kind = next((its for its in compat_peft.variant_names(layer) if its not in DORA), kind)
+    for name, layer, kind in adapter_layers(inner):
+        kind = next((its for its in variant_names(layer) if its not in DORA), kind)
         if kind not in ("lora.Linear", "lora.Embedding", "lora.ParamWrapper"):
             raise ValueError(f"{name}: PEFT's {kind} cannot be sharded over a grid: {WHAT_WORKS}.")
     _check_sharing(inner)
@@ -54,7 +54,7 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
     """
     together = {plan.decoder, *plan.layers, *(block.entry for block in plan.blocks)}
     together -= {name for block in plan.blocks for name in block.columns}
-    for name, wrapper, base in compat_peft.wrapped_modules(model):
+    for name, wrapper, base in wrapped_modules(model):
         name = name.replace(".base_layer", "")
         if hasattr(wrapper, "modules_to_save") and any(is_inside(its, {name}) for its in together if its):
             raise ValueError(SEVERAL.format(name))

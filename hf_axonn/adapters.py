@@ -17,9 +17,9 @@ from dataclasses import replace
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from hf_axonn import compat_peft
 from hf_axonn.adapter_checks import LINEAR
 from hf_axonn.adapter_merge import Merging, ParameterMerging
+from hf_axonn.compat_peft import MIXED_BATCH, wrapped_modules
 from hf_axonn.dora import Dora
 from hf_axonn.dropout import dropout_names, install_dropout, probability
 from hf_axonn.experts import Experts
@@ -36,7 +36,7 @@ from hf_axonn.vocabulary import Head
 @contextlib.contextmanager
 def apart(model: nn.Module) -> Iterator[None]:
     """While inside, every module that PEFT has wrapped stands in the model in place of its wrapper."""
-    bases = {wrapper: base for _, wrapper, base in compat_peft.wrapped_modules(model)}
+    bases = {wrapper: base for _, wrapper, base in wrapped_modules(model)}
     places = [
         (parent, child, its) for parent in model.modules() for child, its in parent._modules.items() if its in bases
     ]
@@ -56,7 +56,7 @@ def install_adapters(state: ModelState, model: nn.Module) -> None:
     """
     made: dict[int, nn.Parameter] = {}
     names = {module: name for name, module in model.named_modules()}
-    for name, wrapper, base in list(compat_peft.wrapped_modules(model)):
+    for name, wrapper, base in list(wrapped_modules(model)):
         if _is_new(state, wrapper):
             _around(state, names, wrapper, base)
         if "modules_to_save" in wrapper._modules:
@@ -94,7 +94,7 @@ def _around(state: ModelState, names: dict, wrapper: nn.Module, base: nn.Module)
         ParameterLora(state, wrapper, style)
     else:
         Merging(state, wrapper, base)
-        wrap_forward(wrapper, _refuse_mixed, method=compat_peft.MIXED_BATCH)
+        wrap_forward(wrapper, _refuse_mixed, method=MIXED_BATCH)
 
 
 def _refuse_mixed(_original, *args, **kwargs):

@@ -11,7 +11,7 @@ import inspect
 
 from torch import nn
 
-from hf_axonn import compat
+from hf_axonn.compat import configured_head_counts, text_config
 from hf_axonn.norm_probe import norm_kind
 from hf_axonn.norms import NormKind
 from hf_axonn.recipes import BlockRecipe
@@ -73,7 +73,7 @@ def _names_read(module: nn.Module) -> set[str]:
 def head_counts(model: nn.Module, layer: nn.Module, recipe: BlockRecipe) -> tuple[int, int] | None:
     """(query, kv) heads of an attention block, None if they do not fit the projections."""
     entry = layer.get_submodule(recipe.entry)
-    counts = compat.head_counts(compat.text_config(model), entry)
+    counts = configured_head_counts(text_config(model), entry)
     row_in = linear_size(layer.get_submodule(recipe.row))[1]
     if recipe.grouped:
         counts = (counts[1], counts[1])

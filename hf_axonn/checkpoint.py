@@ -19,9 +19,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hf_axonn import compat
 from hf_axonn.adapter_files import load_adapters, save_adapters
 from hf_axonn.commit import OPTIMIZER, recover
+from hf_axonn.compat import (
+    default_device_type,
+    flat_optimizer_state,
+    fresh_optimizer_state,
+    model_tensors,
+    set_flat_optimizer_state,
+)
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.distributed.consistency import raising_together
 from hf_axonn.gradients import find_state
@@ -86,10 +92,10 @@ def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer 
             if adapters_problem is not None:
                 raise adapters_problem
     else:
-        tensors, save.tied = compat.model_tensors(model)
+        tensors, save.tied = model_tensors(model)
         save.add("", tensors)
     if optimizer is not None:
-        tensors, values = compat.flat_optimizer_state(model, optimizer)
+        tensors, values = flat_optimizer_state(model, optimizer)
         save.add(OPTIMIZER, tensors)
     if save.rank != 0:
         return
@@ -148,7 +154,7 @@ def verify_together(directory: str | Path) -> Manifest:
 
 
 def _device() -> torch.device:
-    return torch.device(compat.default_device_type())
+    return torch.device(default_device_type())
 
 
 def _world_size() -> int:
@@ -178,7 +184,7 @@ def read_weights(model: nn.Module, directory: str | Path, manifest: Manifest | N
     No communication.
     """
     manifest = manifest or read_manifest(directory)
-    tensors, _ = compat.model_tensors(model)
+    tensors, _ = model_tensors(model)
     PieceReader(Path(directory), manifest.model, manifest.grid).fill(tensors)
 
 
@@ -198,7 +204,7 @@ def load_optimizer(
     source = Path(directory) / OPTIMIZER
     if f"{OPTIMIZER}/{VALUES}" not in manifest.files:
         raise ValueError(f"{directory} has no optimizer state: it was saved without (save_only_model?).")
-    tensors = compat.fresh_optimizer_state(model, optimizer)
+    tensors = fresh_optimizer_state(model, optimizer)
     # A parameter that no sample had reached has no state yet, and must not get one: its first step is still to come.
     of_parameter = {name: [key for key in tensors if key.startswith(f"state.{name}.")] for name in _trained(model)}
     without = {name for name, keys in of_parameter.items() if not any(key in manifest.optimizer for key in keys)}
@@ -207,7 +213,7 @@ def load_optimizer(
         values = json.loads((source / VALUES).read_text())
         reader = PieceReader(source, manifest.optimizer, manifest.grid)
         reader.fill({key: tensor for key, tensor in tensors.items() if key not in skipped})
-    compat.set_flat_optimizer_state(model, optimizer, tensors, values, without)
+    set_flat_optimizer_state(model, optimizer, tensors, values, without)
 
 
 def _trained(model: nn.Module) -> list[str]:

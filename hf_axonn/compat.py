@@ -80,7 +80,7 @@ def text_config(model: nn.Module):
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
 
 
-def head_counts(config, attention: nn.Module) -> tuple[int, int]:
+def configured_head_counts(config, attention: nn.Module) -> tuple[int, int]:
     """Numbers of query and kv heads of an attention module: its own, or else the config's; 0 unknown."""
 
     def first(*names: str) -> int:

@@ -127,7 +127,7 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
     """
     import torch
 
-    from hf_axonn import compat
+    from hf_axonn.compat import paper_world
     from hf_axonn.parallelize import parallelize
 
     config = _model_config(options.model)
@@ -143,7 +143,7 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
     if grid.size == 1:
         local, by_features = whole, False
     else:
-        with compat.paper_world(grid.size):
+        with paper_world(grid.size):
             model, report = parallelize(model, grid, config=launch.config)
             findings.facts.append(str(report))
             _examine_report(report, matrices, findings)

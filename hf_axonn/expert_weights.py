@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_axonn import compat
+from hf_axonn.compat import saved_tensors_have_hooks
 from hf_axonn.layouts import bounds, ceil_div, pad_dim
 from hf_axonn.matmul3d import Product, leave_gradients
 from hf_axonn.overlap import placeholder
@@ -147,7 +147,7 @@ class _Begin(torch.autograd.Function):
         gathered = passing.gather()
         own = {shard.untyped_storage().data_ptr() for shard in shards}
         copied = any(weight.untyped_storage().data_ptr() not in own for weight in gathered)
-        kept = all(product.keeps for product in passing.products) or compat.saved_tensors_have_hooks()
+        kept = all(product.keeps for product in passing.products) or saved_tensors_have_hooks()
         passing.named = copied and any(ctx.needs_input_grad) and not kept
         return *[its.view_as(its) for its in inputs], inputs[0].new_zeros(()), *gathered
 

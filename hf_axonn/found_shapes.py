@@ -15,7 +15,7 @@ from itertools import groupby
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_axonn import compat
+from hf_axonn.compat import has_causal_lm_loss, input_embedding, output_embedding, text_config
 from hf_axonn.experts import expert_weights, is_experts
 from hf_axonn.feature_layout import choose_layout
 from hf_axonn.install import weight_kinds
@@ -33,12 +33,12 @@ def found_shape(model: nn.Module) -> FoundShape:
     Raises:
         ValueError: the model cannot be run without values, or does what no shape can say.
     """
-    embedding, head = compat.input_embedding(model), compat.output_embedding(model)
+    embedding, head = input_embedding(model), output_embedding(model)
     plan = plan_for(model)
     kinds = weight_kinds(model, plan)
     if {kinds.get(id(getattr(its, "weight", None))) for its in (embedding, head)} != {"vocabulary"}:
         raise ValueError("its embedding or its head is not a plain one.")
-    if not compat.has_causal_lm_loss(model):
+    if not has_causal_lm_loss(model):
         raise ValueError("its loss is not that of Transformers' causal LMs.")
     layers = plan.layers if not plan.reason else _checkpointed(model)
     if not layers:
@@ -145,7 +145,7 @@ class _Finder:
         self.linears = {id(its.weight): linear_size(its) for its in model.modules() if is_linear(its)}
         self.idle: list[int] = []
         self.within = {name for name in self.modules if is_inside(name, watch.layers)}
-        outer = (compat.output_embedding(model), model.get_input_embeddings())
+        outer = (output_embedding(model), model.get_input_embeddings())
         self.seen = {id(its) for module in outer for its in module.parameters()}
 
     def layer(self, name: str, order: Order) -> Layer:
@@ -244,7 +244,7 @@ class _Finder:
         if name in self.blocks:
             return self._block(self.blocks[name])
         # Llama 4's experts are not told who chose them.
-        chosen = getattr(compat.text_config(self.model), "num_experts_per_tok", 1)
+        chosen = getattr(text_config(self.model), "num_experts_per_tok", 1)
         return _experts(self.modules[name], order.routing.get(name), chosen)
 
     def _block(self, plan: BlockPlan) -> Block:

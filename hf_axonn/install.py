@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from hf_axonn import compat
 from hf_axonn.batch_check import install_batch_check
 from hf_axonn.blocks import Block, Column, Row, install_heads
+from hf_axonn.compat import has_causal_lm_loss, output_embedding
 from hf_axonn.decoder import install_causal_lm, install_decoder, install_recomputation
 from hf_axonn.distributed.collectives import broadcast_
 from hf_axonn.dropout import dropout_names, install_dropout, probability
@@ -85,7 +85,7 @@ def _vocabulary(model: nn.Module, plan: Plan) -> list[nn.Module]:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(module)
-    head = compat.output_embedding(model)
+    head = output_embedding(model)
     head = head if type(head) is nn.Linear else None
     embeddings = [
         module
@@ -272,7 +272,7 @@ def install_styles(
     install_causal_lm(state, model)
     install_batch_check(state, model)
     install_router_loss(state, model)
-    if compat.has_causal_lm_loss(model):
+    if has_causal_lm_loss(model):
         model.loss_function = ShardedCausalLMLoss(state)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from hf_axonn import compat
+from hf_axonn.compat import output_embedding
 from hf_axonn.experts import is_experts
 from hf_axonn.plans import Plan
 from hf_axonn.state import linear_size
@@ -155,7 +155,7 @@ class Watch:
                     handles.append(module.register_forward_hook(partial(self._called, name)))
                 if name in self.plan.whole:
                     handles.append(module.register_forward_hook(partial(self._passed, name), with_kwargs=True))
-                if module is compat.output_embedding(self.model):
+                if module is output_embedding(self.model):
                     handles.append(module.register_forward_hook(self._head))
                 if is_experts(module):
                     stubbed.append(module)

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn import compat, compat_peft
 from hf_axonn.adapter_checks import check_adapters, check_plan
 from hf_axonn.adapter_files import base_of
 from hf_axonn.adapters import apart, install_adapters
 from hf_axonn.checkpoint import read_weights, verify_together
+from hf_axonn.compat import default_device_type, quiet_redistribution
 from hf_axonn.compat_loading import distribute_when_built
+from hf_axonn.compat_peft import without_peft
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.consistency import raising_together, require_alike
 from hf_axonn.distributed.facts import model_facts, versions
@@ -63,19 +64,19 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     config = config or _launched_config(grid)
     if grid.size == 1:
         return model, Report(str(grid), "one rank, the model is untouched")
-    inner = compat_peft.without_peft(model)
+    inner = without_peft(model)
     if is_parallelized(inner):
         raise ValueError(f"this model is sharded over the grid {inner.axonn.grid} already.")
     if _is_quantized(inner):
         raise ValueError("a quantized model cannot be sharded over a grid: load it without quantization_config.")
     check_adapters(model)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    device_type = compat.default_device_type() if device.type == "meta" else device.type
+    device_type = default_device_type() if device.type == "meta" else device.type
     watch()
     facts = {"axonn_config": config.to_json()} | versions() | model_facts(model)
     require_alike(facts, device_type, "Start every rank with the same program and settings.")
     state = ModelState(grid_mesh(grid, device_type), config)
-    compat.quiet_redistribution()
+    quiet_redistribution()
     with apart(inner):  # adapters follow what is done to the model that they adapt
         plan = plan_for(inner)
     check_plan(inner, plan)
@@ -213,7 +214,7 @@ def from_pretrained(
     for directory in filter(None, (name_or_path, base_of(name_or_path))):
         if is_sharded_checkpoint(directory):
             verify_together(directory)
-    device = torch.device(compat.default_device_type())
+    device = torch.device(default_device_type())
     if device.type != "cpu":
         kwargs["device_map"] = {"": torch.get_device_module(device).current_device()}
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from hf_axonn import compat
 from hf_axonn.block_checks import block_problem, head_counts, head_norms
+from hf_axonn.compat import output_embedding, text_config
 from hf_axonn.experts import is_experts
 from hf_axonn.norms import NormKind
 from hf_axonn.recipes import CHECKED, LAYERS_OUTPUT_IS_RESHAPED, BlockRecipe, recipes_for
@@ -112,7 +112,7 @@ def plan_for(model: nn.Module) -> Plan:
 
 def derive(model: nn.Module, model_type: str) -> Plan:
     """The plan of a model, whether its type has been checked or not."""
-    recipes = recipes_for(model_type, getattr(model, "tp_plan", None) or {}, compat.text_config(model))
+    recipes = recipes_for(model_type, getattr(model, "tp_plan", None) or {}, text_config(model))
     found = next(_layer_lists(model, recipes), None)
     if found is None:
         return Plan(reason="no list of decoder layers with a block was found: every Linear on its own")
@@ -216,7 +216,7 @@ def _final(model: nn.Module, name: str, list_name: str, model_type: str) -> list
 
 def _ends_in_head(model: nn.Module, decoder: str) -> bool:
     """Whether nothing with parameters stands between a decoder and the model's output but the head."""
-    head = compat.output_embedding(model)
+    head = output_embedding(model)
     parts = decoder.split(".") if decoder else []
     around = model
     for index, part in enumerate(parts):

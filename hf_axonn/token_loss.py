@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_axonn import compat
+from hf_axonn.compat import has_causal_lm_loss
 from hf_axonn.goldfish import IGNORE_INDEX
 
 
@@ -279,7 +279,7 @@ def install_causal_lm_loss(model: nn.Module) -> CausalLMLoss:
     if isinstance(current, CausalLMLoss):
         return current
     encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if encoder_decoder or not compat.has_causal_lm_loss(model):
+    if encoder_decoder or not has_causal_lm_loss(model):
         raise ValueError(
             f"{type(model).__name__} does not take Transformers' loss of causal language models (its loss_function is "
             f"{getattr(current, '__name__', current)!r}). The goldfish loss is for decoder-only models, such as "

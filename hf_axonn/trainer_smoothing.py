@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_axonn import compat_peft
+from hf_axonn.compat_peft import without_peft
 from hf_axonn.gradients import find_state
 from hf_axonn.loss import ShardedCausalLMLoss
 
@@ -52,7 +52,7 @@ def _loss_to_smooth(trainer, model: nn.Module, inputs: dict[str, Any]) -> Sharde
     state = find_state(trainer.accelerator.unwrap_model(model))
     if state is None or not state.has_head:
         return None
-    inner = compat_peft.without_peft(trainer.accelerator.unwrap_model(model))
+    inner = without_peft(trainer.accelerator.unwrap_model(model))
     loss, config = getattr(inner, "loss_function", None), inner.config.get_text_config()
     # Trainer shifts the labels of these only. Its loss has no auxiliary loss of routers, which a model would add.
     shifted = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hf_axonn import compat_accelerate
+from hf_axonn.compat_accelerate import forget_state
 from hf_axonn.topology.grid import Grid, GridMesh
 
 
@@ -44,7 +44,7 @@ def _run(rank: int, world: int, folder: str, function: Callable, args: tuple) ->
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     # accelerate asks for these two, though the process group is there already.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
-    compat_accelerate.forget_state()  # a test may have used accelerate in the process that this one is forked from
+    forget_state()  # a test may have used accelerate in the process that this one is forked from
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
         result = function(*args)

@@ -15,8 +15,9 @@ from models import tiny_config, tiny_model
 from ranks import run_ranks
 from transformers import AutoModelForCausalLM, BartConfig
 
-from hf_axonn import Grid, compat, parallelize
+from hf_axonn import Grid, parallelize
 from hf_axonn.cli import main
+from hf_axonn.compat import paper_world
 
 
 def write(folder, model=None, *, processes=4, **section):
@@ -149,7 +150,7 @@ def test_what_is_launched_from_the_same_process_later_does_not_see_its_groups():
     """As in a notebook, which forks its ranks. DTensor remembers results by the ranks of a mesh, not by its groups."""
     model = AutoModelForCausalLM.from_config(even_llama())
     names = [name for name, _ in model.named_parameters()]
-    with compat.paper_world(4):
+    with paper_world(4):
         whole, _ = parallelize(copy.deepcopy(model), Grid(y=2, x=2))
         for parameter in whole.parameters():
             parameter.detach() * 2

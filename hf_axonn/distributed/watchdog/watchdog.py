@@ -32,7 +32,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from hf_axonn import compat
+from hf_axonn.compat import store_outlives_ranks, watch_store, world_timeout
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.distributed.watchdog.diagnosis import judge
 from hf_axonn.distributed.watchdog.progress import HERE, Account, account, footprint, main_frames, waits_for_others
@@ -96,10 +96,10 @@ class Watch:
         self.world = dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.process = os.getpid()
-        self.limit = SHARE * compat.world_timeout()
+        self.limit = SHARE * world_timeout()
         self.place = f"host {socket.gethostname()}, process {os.getpid()}"
         self.round = 0  # of roll calls
-        self._store, self._store_outlives = compat.watch_store(), compat.store_outlives_ranks()
+        self._store, self._store_outlives = watch_store(), store_outlives_ranks()
         self._stopped = threading.Event()
         self._ending = threading.Event()
         self._lock = threading.Lock()
