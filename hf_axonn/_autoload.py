@@ -47,7 +47,7 @@ def autoload() -> None:
                 from hf_axonn.topology.axis_order import take_rank
 
                 take_rank(os.environ)
-            from hf_axonn.importing import after_import
+            from hf_axonn.compat.post_import import after_import
 
             after_import("accelerate.parallelism_config", _install_plugin)
     except Exception as error:

@@ -28,7 +28,7 @@ from torch import nn
 
 from hf_axonn.accelerator_training import GridScheduler
 from hf_axonn.checkpoint import add_model, begin_save, load_model, load_optimizer, save_sharded, verify_together
-from hf_axonn.compat_accelerate import (
+from hf_axonn.compat.accelerate import (
     prepared_loaders,
     prepared_models,
     prepared_optimizers,

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 from transformers.optimization import Adafactor
 
-from hf_axonn.compat import ask_class_for_step
+from hf_axonn.compat.torch import ask_class_for_step
 from hf_axonn.distributed.collectives import reduce_
 
 

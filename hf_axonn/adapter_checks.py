@@ -7,7 +7,7 @@ import dataclasses
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.compat_peft import adapter_layers, variant_names, without_peft, wrapped_modules
+from hf_axonn.compat.peft import adapter_layers, variant_names, without_peft, wrapped_modules
 from hf_axonn.plans import Plan, is_inside
 from hf_axonn.state import ModelState, is_linear
 

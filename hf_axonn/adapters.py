@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hf_axonn.adapter_checks import LINEAR
 from hf_axonn.adapter_merge import Merging, ParameterMerging
-from hf_axonn.compat_peft import MIXED_BATCH, wrapped_modules
+from hf_axonn.compat.peft import MIXED_BATCH, wrapped_modules
 from hf_axonn.dora import Dora
 from hf_axonn.dropout import dropout_names, install_dropout, probability
 from hf_axonn.experts import Experts

@@ -11,7 +11,7 @@ import inspect
 
 from torch import nn
 
-from hf_axonn.compat import configured_head_counts, text_config
+from hf_axonn.compat.torch import configured_head_counts, text_config
 from hf_axonn.norm_probe import norm_kind
 from hf_axonn.norms import NormKind
 from hf_axonn.recipes import BlockRecipe

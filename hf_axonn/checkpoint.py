@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_axonn.adapter_files import load_adapters, save_adapters
 from hf_axonn.commit import OPTIMIZER, recover
-from hf_axonn.compat import (
+from hf_axonn.compat.torch import (
     default_device_type,
     flat_optimizer_state,
     fresh_optimizer_state,

@@ -1,4 +1,4 @@
-"""Transformers' loader, made to read only a rank's part of each weight. Private names, as in compat.py.
+"""Transformers' loader, made to read only a rank's part of each weight. Private names, as in compat/torch.py.
 
 Checked with transformers 5.23.0.
 """

@@ -127,7 +127,7 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
     """
     import torch
 
-    from hf_axonn.compat import paper_world
+    from hf_axonn.compat.torch import paper_world
     from hf_axonn.parallelize import parallelize
 
     config = _model_config(options.model)

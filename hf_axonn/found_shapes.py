@@ -15,7 +15,7 @@ from itertools import groupby
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hf_axonn.compat import has_causal_lm_loss, input_embedding, output_embedding, text_config
+from hf_axonn.compat.torch import has_causal_lm_loss, input_embedding, output_embedding, text_config
 from hf_axonn.experts import expert_weights, is_experts
 from hf_axonn.feature_layout import choose_layout
 from hf_axonn.install import weight_kinds

@@ -19,7 +19,7 @@ from torch import nn
 from hf_axonn.adapter_checks import check_adapters, check_config, saved_modules
 from hf_axonn.adapter_files import whole
 from hf_axonn.adapters import install_adapters
-from hf_axonn.compat_peft import after_peft, let_load_state_dict_cut
+from hf_axonn.compat.peft import after_peft, let_load_state_dict_cut
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.state import is_conv1d, is_parallelized
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from hf_axonn.batch_check import install_batch_check
 from hf_axonn.blocks import Block, Column, Row, install_heads
-from hf_axonn.compat import has_causal_lm_loss, output_embedding
+from hf_axonn.compat.torch import has_causal_lm_loss, output_embedding
 from hf_axonn.decoder import install_causal_lm, install_decoder, install_recomputation
 from hf_axonn.distributed.collectives import broadcast_
 from hf_axonn.dropout import dropout_names, install_dropout, probability

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from hf_axonn.compat import output_embedding
+from hf_axonn.compat.torch import output_embedding
 from hf_axonn.experts import is_experts
 from hf_axonn.plans import Plan
 from hf_axonn.state import linear_size

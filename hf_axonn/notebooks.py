@@ -128,7 +128,7 @@ class _Worker:
 
 def _use_grid() -> None:
     """As in a process that was launched with a file, where accelerate is imported after this."""
-    from hf_axonn.compat_accelerate import forget_state
+    from hf_axonn.compat.accelerate import forget_state
     from hf_axonn.plugin import AxonnPlugin, install_default
 
     forget_state()

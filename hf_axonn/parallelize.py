@@ -22,9 +22,9 @@ from hf_axonn.adapter_checks import check_adapters, check_plan
 from hf_axonn.adapter_files import base_of
 from hf_axonn.adapters import apart, install_adapters
 from hf_axonn.checkpoint import read_weights, verify_together
-from hf_axonn.compat import default_device_type, quiet_redistribution
+from hf_axonn.compat.peft import without_peft
+from hf_axonn.compat.torch import default_device_type, quiet_redistribution
 from hf_axonn.compat_loading import distribute_when_built
-from hf_axonn.compat_peft import without_peft
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.consistency import raising_together, require_alike
 from hf_axonn.distributed.facts import model_facts, versions

@@ -31,7 +31,7 @@ def install_when_imported() -> None:
     A script that begins with `from transformers import Trainer` imports accelerate, and so comes here, while Trainer's
     own module is half executed. Then nothing is done: every AxonnPlugin comes here again when it is made.
     """
-    from hf_axonn.importing import after_import
+    from hf_axonn.compat.post_import import after_import
 
     module = sys.modules.get("transformers.trainer")
     if module is None:

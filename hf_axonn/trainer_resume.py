@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_axonn.checkpoint import load_model, load_optimizer, load_sharded, verify_together
-from hf_axonn.compat import default_device_type
+from hf_axonn.compat.torch import default_device_type
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
 from hf_axonn.distributed.consistency import raising_together
 from hf_axonn.gradients import find_state

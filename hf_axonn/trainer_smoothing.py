@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.compat_peft import without_peft
+from hf_axonn.compat.peft import without_peft
 from hf_axonn.gradients import find_state
 from hf_axonn.loss import ShardedCausalLMLoss
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from hf_axonn.compat_accelerate import forget_state
+from hf_axonn.compat.accelerate import forget_state
 from hf_axonn.topology.grid import Grid, GridMesh
 
 

@@ -117,7 +117,7 @@ def test_plain_parameters_and_other_optimizers_are_left_alone():
 
 def test_a_schedule_made_before_the_class_changed_notices_the_steps():
     """torch warns where it sees a scheduler step before its optimizer."""
-    from hf_axonn.compat import ask_class_for_step
+    from hf_axonn.compat.torch import ask_class_for_step
 
     parameter = nn.Parameter(torch.ones(3))
     optimizer = Adafactor([parameter], lr=1e-2, scale_parameter=False, relative_step=False)

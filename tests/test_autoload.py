@@ -7,7 +7,8 @@ import textwrap
 
 import pytest
 
-from hf_axonn import _autoload, importing
+from hf_axonn import _autoload
+from hf_axonn.compat import post_import as importing
 
 
 def run_python(code, *arguments, **environment):

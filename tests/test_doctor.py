@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, BartConfig
 
 from hf_axonn import Grid, parallelize
 from hf_axonn.cli import main
-from hf_axonn.compat import paper_world
+from hf_axonn.compat.torch import paper_world
 
 
 def write(folder, model=None, *, processes=4, **section):

@@ -16,7 +16,7 @@ from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
 
 from hf_axonn import gradients, matmul3d, overlap
-from hf_axonn.compat_peft import without_peft
+from hf_axonn.compat.peft import without_peft
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.distributed import collectives
 from hf_axonn.gradients import sync_gradients, syncing

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from hf_axonn import AxonnPlugin, Grid
-from hf_axonn.compat_accelerate import forget_state
+from hf_axonn.compat.accelerate import forget_state
 from hf_axonn.samplers import for_grid
 
 

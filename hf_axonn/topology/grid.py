@@ -179,7 +179,7 @@ class GridMesh(Place):
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
-        from hf_axonn.compat import groups_with_world_timeout
+        from hf_axonn.compat.torch import groups_with_world_timeout
 
         if not dist.is_initialized():
             raise RuntimeError(
@@ -245,7 +245,7 @@ class GridMesh(Place):
         """
         import torch
 
-        from hf_axonn.compat import unnamed_mesh
+        from hf_axonn.compat.torch import unnamed_mesh
 
         here = self.coordinates
         ranks = torch.tensor(

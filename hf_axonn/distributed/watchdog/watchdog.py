@@ -32,7 +32,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from hf_axonn.compat import store_outlives_ranks, watch_store, world_timeout
+from hf_axonn.compat.torch import store_outlives_ranks, watch_store, world_timeout
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.distributed.watchdog.diagnosis import judge
 from hf_axonn.distributed.watchdog.progress import HERE, Account, account, footprint, main_frames, waits_for_others

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.importing import after_import
+from hf_axonn.compat.post_import import after_import
 
 
 def without_peft(model: nn.Module) -> nn.Module:

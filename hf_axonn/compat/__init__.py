@@ -1,0 +1,1 @@
+"""The private names of torch, Transformers, Accelerate and PEFT that this package relies on."""
