@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_axonn
-from hf_axonn.gradients import syncing
+from hf_axonn.engine.gradient_sync import syncing
 
 
 FLOORS = ("floor tokens", "floor width")

@@ -45,7 +45,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Pr
 
 from hf_axonn import Grid, __version__, parallelize
 from hf_axonn.built_shapes import shape_of
-from hf_axonn.gradients import syncing
+from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.perf import models
 from hf_axonn.perf.layers import Stack
 from hf_axonn.perf.ledger import Ledger

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/tuning.py --output benchmarks/results/tuning.md
 
 For each model, dtype and grid the engine's own three products (forward, dI, dW) run once on operands as large as one
-rank's, then everything they met is timed as `hf_axonn.tuning` times it. That is done twice: what the first timing
+rank's, then everything they met is timed as `hf_axonn.engine.matmul_tuning` times it. That is done twice: what the first timing
 chooses is also judged by the second one, as the smallest of several noisy numbers always looks like a gain.
 """
 
@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from hf_axonn.matmul3d import input_gradient, multiply, weight_gradient
-from hf_axonn.operand_layouts import AS_IS, MARGIN, Trials, fastest
-from hf_axonn.tuning import Key, MatmulTuner
+from hf_axonn.engine.matmul3d import input_gradient, multiply, weight_gradient
+from hf_axonn.engine.matmul_tuning import Key, MatmulTuner
+from hf_axonn.engine.operand_layouts import AS_IS, MARGIN, Trials, fastest
 
 
 # name: hidden, intermediate, and features of q and of k and v

@@ -30,7 +30,7 @@ _EXPORTS = {
     "load_sharded": "checkpoint",
     "parallelize": "parallelize",
     "save_sharded": "checkpoint",
-    "sync_gradients": "gradients",
+    "sync_gradients": "engine.gradient_sync",
 }
 __all__ = ["__version__", *_EXPORTS]
 

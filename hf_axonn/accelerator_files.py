@@ -37,7 +37,7 @@ from hf_axonn.compat.accelerate import (
     state_hooks,
 )
 from hf_axonn.distributed.collectives import barrier, world_rank
-from hf_axonn.gradients import find_state
+from hf_axonn.engine.gradient_sync import find_state
 from hf_axonn.manifest import Manifest, is_sharded_checkpoint
 from hf_axonn.plain_checkpoint import load_plain_optimizer, load_plain_weights
 from hf_axonn.plain_values import load_values, save_values

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.distributed.collectives import world_rank
-from hf_axonn.gradients import find_state
+from hf_axonn.engine.gradient_sync import find_state
 from hf_axonn.install import shard_of
 
 

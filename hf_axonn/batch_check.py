@@ -22,7 +22,7 @@ from hf_axonn.distributed.collectives import gather_quietly
 from hf_axonn.distributed.consistency import differences, digest_number, gather_texts
 from hf_axonn.distributed.watchdog.progress import HERE
 from hf_axonn.dropout import dropout_names, probability
-from hf_axonn.state import ModelState
+from hf_axonn.engine.state import ModelState
 from hf_axonn.styles import wrap_forward
 
 

@@ -12,10 +12,10 @@ import inspect
 from torch import nn
 
 from hf_axonn.compat.torch import configured_head_counts, text_config
+from hf_axonn.engine.state import is_linear, linear_size
 from hf_axonn.norm_probe import norm_kind
 from hf_axonn.norms import NormKind
 from hf_axonn.recipes import BlockRecipe
-from hf_axonn.state import is_linear, linear_size
 
 
 # What attention reads when it reshapes by a number of heads of the whole model instead of by head_dim.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward, reduce_scatter
-from hf_axonn.layouts import (
+from hf_axonn.engine.activation_layouts import (
     ceil_div,
     features_to_tokens,
     gather_features,
@@ -30,10 +30,10 @@ from hf_axonn.layouts import (
     take_features,
     tokens_to_features,
 )
-from hf_axonn.matmul3d import Product
-from hf_axonn.overlap import GradientSlot, gather_with_slot, wait_gradient
+from hf_axonn.engine.matmul3d import Product
+from hf_axonn.engine.overlap import GradientSlot, gather_with_slot, wait_gradient
+from hf_axonn.engine.state import ModelState, linear_size, replicated_local
 from hf_axonn.selection import Selection
-from hf_axonn.state import ModelState, linear_size, replicated_local
 from hf_axonn.styles import cut_weight, take_slice, wrap_forward
 from hf_axonn.topology.heads import Heads, feature_slice
 

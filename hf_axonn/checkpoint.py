@@ -3,7 +3,7 @@
     DIR/shard-0000R-model-*.safetensors    weights, one file a rank that writes any (pieces.py)
     DIR/optimizer/shard-*.safetensors      optimizer state, likewise; DIR/optimizer/values.json its plain numbers
     DIR/config.json, generation_config.json
-    DIR/matmul_layouts.json                what kernel tuning has chosen (tuning.py), where it is on
+    DIR/matmul_layouts.json                what kernel tuning has chosen (engine/matmul_tuning.py), where it is on
     DIR/axonn_checkpoint.json              written last: the manifest (manifest.py), with a checksum of every file
 
 Plain `AutoModelForCausalLM.from_pretrained(DIR)` reads such a directory on one process. The directory gets its name,
@@ -30,11 +30,11 @@ from hf_axonn.compat.torch import (
 )
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.distributed.consistency import raising_together
-from hf_axonn.gradients import find_state
+from hf_axonn.engine.gradient_sync import find_state
+from hf_axonn.engine.state import ModelState
 from hf_axonn.manifest import Manifest, find_problems, read_manifest, refuse
 from hf_axonn.saving import Save, finish_saves
 from hf_axonn.shard_files import PieceReader
-from hf_axonn.state import ModelState
 
 
 VALUES = "values.json"

@@ -22,11 +22,11 @@ from transformers import PreTrainedModel
 
 from hf_axonn.distributed.collectives import gather_replicated
 from hf_axonn.dropout import opened
-from hf_axonn.layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
+from hf_axonn.engine.activation_layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
+from hf_axonn.engine.state import ModelState
 from hf_axonn.loss import ShardedCausalLMLoss
 from hf_axonn.plans import Plan
 from hf_axonn.router_loss import whole_logits
-from hf_axonn.state import ModelState
 from hf_axonn.styles import pop_hidden, wrap_forward
 
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.distributed.collectives import reduce_
+from hf_axonn.engine.state import ModelState, is_conv1d
 from hf_axonn.install import shard_slices
 from hf_axonn.lora import OwnOutput
-from hf_axonn.state import ModelState, is_conv1d
 from hf_axonn.styles import wrap_forward
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from hf_axonn.state import ModelState
+from hf_axonn.engine.state import ModelState
 from hf_axonn.styles import wrap_forward
 
 

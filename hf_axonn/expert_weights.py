@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from hf_axonn.compat.torch import saved_tensors_have_hooks
-from hf_axonn.layouts import bounds, ceil_div, pad_dim
-from hf_axonn.matmul3d import Product, leave_gradients
-from hf_axonn.overlap import placeholder
+from hf_axonn.engine.activation_layouts import bounds, ceil_div, pad_dim
+from hf_axonn.engine.matmul3d import Product, leave_gradients
+from hf_axonn.engine.overlap import placeholder
 
 
 @dataclass(frozen=True)

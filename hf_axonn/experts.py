@@ -11,7 +11,7 @@ last dim of what is left, and is gathered for use as everywhere.
 The module's own forward does the work, on the (token, choice) pairs of this rank's experts and no others.
 
 Source: expert parallelism, Lepikhin et al. 2020 (arXiv 2006.16668), with the all-gather and reduce-scatter of DESIGN
-2.3 in place of its all-to-alls; z as in matmul3d.py.
+2.3 in place of its all-to-alls; z as in engine/matmul3d.py.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from hf_axonn.distributed.collectives import (
     gather_replicated,
     reduce_scatter,
 )
+from hf_axonn.engine.activation_layouts import pad_dim
+from hf_axonn.engine.matmul3d import Product
+from hf_axonn.engine.state import ModelState, replicated_local
 from hf_axonn.expert_weights import ExpertsCut, call_with_gathered
-from hf_axonn.layouts import pad_dim
-from hf_axonn.matmul3d import Product
-from hf_axonn.state import ModelState, replicated_local
 from hf_axonn.styles import wrap_forward
 from hf_axonn.vocabulary import vocabulary_range
 

@@ -13,8 +13,8 @@ import math
 from torch import Tensor, nn
 
 from hf_axonn.distributed.collectives import all_gather, gather_replicated
-from hf_axonn.matmul3d import Product, gathered_weight
-from hf_axonn.state import ModelState
+from hf_axonn.engine.matmul3d import Product, gathered_weight
+from hf_axonn.engine.state import ModelState
 from hf_axonn.styles import Replicated, cut_weight
 from hf_axonn.vocabulary import in_order
 

@@ -20,19 +20,19 @@ from hf_axonn.compat.torch import has_causal_lm_loss, output_embedding
 from hf_axonn.decoder import install_causal_lm, install_decoder, install_recomputation
 from hf_axonn.distributed.collectives import broadcast_
 from hf_axonn.dropout import dropout_names, install_dropout, probability
+from hf_axonn.engine.activation_layouts import bounds
+from hf_axonn.engine.report import Entry, Report
+from hf_axonn.engine.state import ModelState, is_conv1d, is_linear, shard_placements
 from hf_axonn.experts import expert_weights, is_experts, style_of
 from hf_axonn.feature_layout import LayoutChoice
 from hf_axonn.gathered import SMALLEST_PART, Gathered
 from hf_axonn.latent import LatentColumn, install_latent
-from hf_axonn.layouts import bounds
 from hf_axonn.loss import ShardedCausalLMLoss
 from hf_axonn.norms import FeatureNorm, HeadNorm, NormKind
 from hf_axonn.plans import Plan, is_inside
 from hf_axonn.reads import find_readers
-from hf_axonn.report import Entry, Report
 from hf_axonn.router_loss import install_router_loss
 from hf_axonn.selection import Selection
-from hf_axonn.state import ModelState, is_conv1d, is_linear, shard_placements
 from hf_axonn.styles import FullLinear, Reading, Replicated
 from hf_axonn.topology.grid import WEIGHT_AXES, GridMesh
 from hf_axonn.topology.heads import Heads, feature_slice

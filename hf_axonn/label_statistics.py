@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_axonn.distributed.collectives import reduce_, start_all_gather, start_reduce_scatter
+from hf_axonn.engine.gather_cache import Gathered
+from hf_axonn.engine.matmul3d import Product, leave_gradients
+from hf_axonn.engine.overlap import placeholder
+from hf_axonn.engine.state import ModelState
 from hf_axonn.goldfish import IGNORE_INDEX
-from hf_axonn.kept import Gathered
 from hf_axonn.loss import CHUNK_LOGITS, add_product, local_logits
-from hf_axonn.matmul3d import Product, leave_gradients
-from hf_axonn.overlap import placeholder
-from hf_axonn.state import ModelState
 from hf_axonn.vocabulary import DeferredLogits, vocabulary_range
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from hf_axonn.blocks import Column, Row
 from hf_axonn.distributed.collectives import all_reduce_backward
-from hf_axonn.layouts import gather_tokens, take_features
-from hf_axonn.state import ModelState
+from hf_axonn.engine.activation_layouts import gather_tokens, take_features
+from hf_axonn.engine.state import ModelState
 from hf_axonn.styles import pop_hidden, wrap_forward
 
 

@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from hf_axonn.compat.torch import output_embedding
+from hf_axonn.engine.state import linear_size
 from hf_axonn.experts import is_experts
 from hf_axonn.plans import Plan
-from hf_axonn.state import linear_size
 from hf_axonn.styles import pop_hidden
 
 

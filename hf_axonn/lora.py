@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from hf_axonn.blocks import Column, Row
 from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward
+from hf_axonn.engine.activation_layouts import pad_dim
+from hf_axonn.engine.state import ModelState, replicated_local, scale_gradient
 from hf_axonn.latent import LatentColumn
-from hf_axonn.layouts import pad_dim
-from hf_axonn.state import ModelState, replicated_local, scale_gradient
 from hf_axonn.styles import take_slice, wrap_forward
 from hf_axonn.topology.heads import feature_slice
 from hf_axonn.vocabulary import LowRank, defers, own_tokens

@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from hf_axonn.distributed.collectives import reduce_, start_all_gather, start_reduce_scatter
+from hf_axonn.engine.activation_layouts import pad_dim
+from hf_axonn.engine.matmul3d import leave_gradients
+from hf_axonn.engine.overlap import placeholder
+from hf_axonn.engine.state import ModelState
 from hf_axonn.goldfish import IGNORE_INDEX
-from hf_axonn.layouts import pad_dim
-from hf_axonn.matmul3d import leave_gradients
-from hf_axonn.overlap import placeholder
-from hf_axonn.state import ModelState
 from hf_axonn.token_loss import CausalLMLoss, Targets
 from hf_axonn.vocabulary import DeferredLogits, vocabulary_range
 

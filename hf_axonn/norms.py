@@ -23,9 +23,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from hf_axonn.distributed.collectives import reduce_, start_all_gather
-from hf_axonn.layouts import bounds, pad_dim
+from hf_axonn.engine.activation_layouts import bounds, pad_dim
+from hf_axonn.engine.state import ModelState, replicated_local
 from hf_axonn.selection import Selection
-from hf_axonn.state import ModelState, replicated_local
 from hf_axonn.styles import wrap_forward
 
 

@@ -29,14 +29,14 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.consistency import raising_together, require_alike
 from hf_axonn.distributed.facts import model_facts, versions
 from hf_axonn.distributed.watchdog.watchdog import watch
+from hf_axonn.engine.report import Report
+from hf_axonn.engine.state import ModelState, is_parallelized
 from hf_axonn.feature_layout import choose_layout
 from hf_axonn.gguf_files import WHERE, converted
 from hf_axonn.injection import watch_peft
 from hf_axonn.install import install_styles, shard_parameters, shard_slices, take_shards, weight_kinds
 from hf_axonn.manifest import is_sharded_checkpoint
 from hf_axonn.plans import plan_for
-from hf_axonn.report import Report
-from hf_axonn.state import ModelState, is_parallelized
 from hf_axonn.topology.grid import Grid, grid_mesh
 from hf_axonn.whole_model import install_save_pretrained
 

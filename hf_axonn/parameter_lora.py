@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn.compat.peft import WHILE_ACTIVE, output_comes_first
+from hf_axonn.engine.state import ModelState, replicated_local
 from hf_axonn.experts import Experts
-from hf_axonn.state import ModelState, replicated_local
 from hf_axonn.styles import Replicated
 
 

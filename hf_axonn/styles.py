@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
-from hf_axonn.cuts import Cut
 from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward
-from hf_axonn.layouts import bounds, ceil_div, gather_features, pad_dim, take_features
-from hf_axonn.matmul3d import Product, gathered_weight
+from hf_axonn.engine.activation_layouts import bounds, ceil_div, gather_features, pad_dim, take_features
+from hf_axonn.engine.matmul3d import Product, gathered_weight
+from hf_axonn.engine.state import ModelState, is_conv1d, linear_size, replicated_local
+from hf_axonn.engine.weight_layout import Cut
 from hf_axonn.reads import Reader
-from hf_axonn.state import ModelState, is_conv1d, linear_size, replicated_local
 from hf_axonn.topology.grid import GridMesh
 from hf_axonn.topology.heads import feature_slice
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hf_axonn.distributed.collectives import observe
-from hf_axonn.overlap import in_backward
+from hf_axonn.engine.overlap import in_backward
 from hf_axonn.perf.ledger import Ledger
 from hf_axonn.topology.grid import AXES, Grid
 

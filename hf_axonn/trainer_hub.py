@@ -18,8 +18,8 @@ from pathlib import Path
 
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.distributed.consistency import first_problem
+from hf_axonn.engine.gradient_sync import find_state
 from hf_axonn.export import INDEX, export_hf
-from hf_axonn.gradients import find_state
 from hf_axonn.manifest import MANIFEST, SHARDS, is_sharded_checkpoint, read_manifest
 
 

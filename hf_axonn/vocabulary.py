@@ -20,14 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward, gather_replicated
-from hf_axonn.layouts import Tokens, bounds, gather_tokens, pad_dim, take_tokens
-from hf_axonn.matmul3d import Product, gathered_weight
-from hf_axonn.state import linear_size, replicated_local
+from hf_axonn.engine.activation_layouts import Tokens, bounds, gather_tokens, pad_dim, take_tokens
+from hf_axonn.engine.matmul3d import Product, gathered_weight
+from hf_axonn.engine.state import linear_size, replicated_local
 from hf_axonn.styles import cut_weight, wrap_forward
 
 
 if TYPE_CHECKING:
-    from hf_axonn.state import ModelState
+    from hf_axonn.engine.state import ModelState
     from hf_axonn.topology.grid import GridMesh
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.config import AxonnConfig
-from hf_axonn.gradients import find_state, sync_gradients
+from hf_axonn.engine.gradient_sync import find_state, sync_gradients
 from hf_axonn.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 

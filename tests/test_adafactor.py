@@ -12,8 +12,8 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 from hf_axonn.adafactor import GridAdafactor, follow_grid
+from hf_axonn.engine.state import shard_placements
 from hf_axonn.install import distributed, shard_of
-from hf_axonn.state import shard_placements
 from hf_axonn.topology.grid import grid_mesh
 
 

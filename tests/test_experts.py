@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from hf_axonn import Grid, from_pretrained, load_sharded, parallelize, save_sharded, unread
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.distributed.collectives import observe
+from hf_axonn.engine.gradient_sync import find_state
 from hf_axonn.expert_weights import ExpertsCut
 from hf_axonn.experts import is_experts
-from hf_axonn.gradients import find_state
 from hf_axonn.plans import Plan, derive
 from hf_axonn.vocabulary import vocabulary_range
 

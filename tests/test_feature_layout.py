@@ -20,9 +20,16 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 from hf_axonn import Grid
 from hf_axonn.config import AxonnConfig
+from hf_axonn.engine.activation_layouts import (
+    Tokens,
+    ceil_div,
+    features_to_tokens,
+    gather_tokens,
+    pad_dim,
+    take_tokens,
+)
+from hf_axonn.engine.gradient_sync import find_state
 from hf_axonn.feature_layout import choose_layout
-from hf_axonn.gradients import find_state
-from hf_axonn.layouts import Tokens, ceil_div, features_to_tokens, gather_tokens, pad_dim, take_tokens
 from hf_axonn.parallelize import parallelize
 from hf_axonn.plans import plan_for
 from hf_axonn.traffic import count_traffic

@@ -12,7 +12,7 @@ from models import tiny_batch, tiny_model, unplanned_model
 from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
 
-from hf_axonn.gradients import sync_gradients
+from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 

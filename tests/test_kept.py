@@ -13,9 +13,9 @@ from ranks import run_ranks
 from torch import nn
 from transformers import GenerationConfig, StoppingCriteria
 
-from hf_axonn import matmul3d
 from hf_axonn.config import AxonnConfig
-from hf_axonn.kept import Gathered, KeptWeights
+from hf_axonn.engine import matmul3d
+from hf_axonn.engine.gather_cache import Gathered, KeptWeights
 from hf_axonn.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 

@@ -6,8 +6,7 @@ import torch.distributed as dist
 from ranks import all_grids, paper_mesh, run_ranks
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from hf_axonn.install import shard_of
-from hf_axonn.layouts import (
+from hf_axonn.engine.activation_layouts import (
     Tokens,
     bounds,
     ceil_div,
@@ -19,7 +18,8 @@ from hf_axonn.layouts import (
     take_tokens,
     tokens_to_features,
 )
-from hf_axonn.state import shard_placements
+from hf_axonn.engine.state import shard_placements
+from hf_axonn.install import shard_of
 from hf_axonn.styles import cut_weight, feature_slice, take_slice
 from hf_axonn.topology.grid import Grid, grid_mesh
 from hf_axonn.vocabulary import vocabulary_range

@@ -6,10 +6,10 @@ from ranks import all_grids, run_ranks
 from torch import nn
 
 from hf_axonn.config import AxonnConfig
+from hf_axonn.engine.activation_layouts import bounds, ceil_div, pad_dim
+from hf_axonn.engine.matmul3d import Product, gathered_weight, input_gradient, multiply, weight_gradient
+from hf_axonn.engine.state import ModelState
 from hf_axonn.install import shard_parameters
-from hf_axonn.layouts import bounds, ceil_div, pad_dim
-from hf_axonn.matmul3d import Product, gathered_weight, input_gradient, multiply, weight_gradient
-from hf_axonn.state import ModelState
 from hf_axonn.styles import cut_weight
 from hf_axonn.topology.grid import Grid, grid_mesh
 

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_axonn import loss as loss_module
-from hf_axonn import matmul3d
 from hf_axonn.config import AxonnConfig
-from hf_axonn.gradients import sync_gradients
+from hf_axonn.engine import matmul3d
+from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 

@@ -3,8 +3,17 @@
 import pytest
 import torch
 
-from hf_axonn import operand_layouts
-from hf_axonn.operand_layouts import AS_IS, LAYOUTS, Sample, fastest, gpu_seconds, measure, multiply_as, order_of
+from hf_axonn.engine import operand_layouts
+from hf_axonn.engine.operand_layouts import (
+    AS_IS,
+    LAYOUTS,
+    Sample,
+    fastest,
+    gpu_seconds,
+    measure,
+    multiply_as,
+    order_of,
+)
 
 
 def matrices(order: str, m: int, n: int) -> torch.Tensor:

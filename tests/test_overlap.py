@@ -15,12 +15,20 @@ from models import tiny_batch, tiny_model
 from peft import LoraConfig, get_peft_model
 from ranks import run_ranks
 
-from hf_axonn import gradients, matmul3d, overlap
 from hf_axonn.compat.peft import without_peft
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.distributed import collectives
-from hf_axonn.gradients import sync_gradients, syncing
-from hf_axonn.overlap import DeliveryOrder, GatherAhead, GradientSlot, ReductionQueue, placeholder, wait_gradient
+from hf_axonn.engine import gradient_sync as gradients
+from hf_axonn.engine import matmul3d, overlap
+from hf_axonn.engine.gradient_sync import sync_gradients, syncing
+from hf_axonn.engine.overlap import (
+    DeliveryOrder,
+    GatherAhead,
+    GradientSlot,
+    ReductionQueue,
+    placeholder,
+    wait_gradient,
+)
 from hf_axonn.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 

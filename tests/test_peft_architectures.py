@@ -13,7 +13,7 @@ from equality import full, mean_over_world, model_loss, rows_of
 from float64 import relative_errors
 from ranks import run_ranks
 
-from hf_axonn.gradients import sync_gradients
+from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 

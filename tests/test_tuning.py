@@ -16,19 +16,20 @@ from models import tiny_batch, tiny_model
 from ranks import run_ranks
 from torch import nn
 
-from hf_axonn import operand_layouts, tuning
 from hf_axonn.checkpoint import LAYOUTS, load_sharded, save_sharded
 from hf_axonn.commit import write_manifest
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
+from hf_axonn.engine import matmul_tuning as tuning
+from hf_axonn.engine import operand_layouts
+from hf_axonn.engine.gradient_sync import sync_gradients
+from hf_axonn.engine.matmul_tuning import STEPS, Key, MatmulTuner
+from hf_axonn.engine.operand_layouts import AS_IS, Sample
 from hf_axonn.export import export_hf
-from hf_axonn.gradients import sync_gradients
 from hf_axonn.manifest import check_complete
-from hf_axonn.operand_layouts import AS_IS, Sample
 from hf_axonn.parallelize import parallelize
 from hf_axonn.shard_files import checksum_of
 from hf_axonn.topology.grid import Grid
-from hf_axonn.tuning import STEPS, Key, MatmulTuner
 
 
 def test_tokens_count_as_equal_up_to_a_power_of_two():
@@ -169,7 +170,7 @@ def uneven(grid: Grid):
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("hf_axonn.tuning").addHandler(handler)
+    logging.getLogger("hf_axonn.engine.matmul_tuning").addHandler(handler)
     model, _ = parallelize(tiny_model("qwen3"), grid, config=tuned(grid))
     here = grid.coordinates(dist.get_rank())["data"]
     model.train()

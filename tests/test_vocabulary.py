@@ -6,7 +6,7 @@ from models import tiny_model
 from ranks import run_ranks
 from torch import nn
 
-from hf_axonn.gradients import sync_gradients
+from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 

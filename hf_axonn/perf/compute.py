@@ -1,7 +1,7 @@
 """Seconds that one rank computes: matrix products, attention, everything that only moves memory, the optimizer.
 
     product      2 M K N / (gemm_flops * gemm_fraction * share), not faster than memory delivers its operands; in our
-                 engine each Linear by itself, and where y cuts features one for each of its ranks (matmul3d.py)
+                 engine each Linear by itself, and where y cuts features one for each of its ranks (engine/matmul3d.py)
                  share: tiles of TILE x TILE on `units` multiprocessors, the last wave is not full; or the machine's
                  own measured table by the smallest dim
     attention    two products of half the square (causal), backward 2.5 times forward, at ATTENTION of gemm_flops

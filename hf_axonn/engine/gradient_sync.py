@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from hf_axonn.distributed.collectives import start_all_reduce, travels_alone
 from hf_axonn.distributed.pending import Pending, together
 from hf_axonn.distributed.watchdog.progress import HERE
-from hf_axonn.state import ModelState, is_parallelized
+from hf_axonn.engine.state import ModelState, is_parallelized
 
 
 BUCKET_BYTES = 32 * 2**20

@@ -14,12 +14,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_axonn.config import AxonnConfig
-from hf_axonn.kept import KeptWeights
-from hf_axonn.layouts import Tokens
-from hf_axonn.overlap import DeliveryOrder, GatherAhead, GradientSlot, ReductionQueue, in_backward, wait_gradient
-from hf_axonn.report import Report
+from hf_axonn.engine.activation_layouts import Tokens
+from hf_axonn.engine.gather_cache import KeptWeights
+from hf_axonn.engine.matmul_tuning import Matmul, MatmulTuner, plain
+from hf_axonn.engine.overlap import (
+    DeliveryOrder,
+    GatherAhead,
+    GradientSlot,
+    ReductionQueue,
+    in_backward,
+    wait_gradient,
+)
+from hf_axonn.engine.report import Report
 from hf_axonn.topology.grid import Grid, GridMesh
-from hf_axonn.tuning import Matmul, MatmulTuner, plain
 
 
 class ModelState:

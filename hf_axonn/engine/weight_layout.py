@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hf_axonn.layouts import bounds, ceil_div, pad_dim
+from hf_axonn.engine.activation_layouts import bounds, ceil_div, pad_dim
 
 
 @dataclass(frozen=True)

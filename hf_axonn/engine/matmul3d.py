@@ -8,7 +8,7 @@
     backward   dI[M_z,K_y]{U_x}  = dO[M_z,N_x] @ W            -> reduced over x by the caller (layouts)
                dW[N_x,K_y]{U_z}  = dO.T @ I                   -> reduce_scatter over z, divided by z
 
-Only the z shard is saved for backward and it is gathered again there, unless told to keep what was gathered (kept.py).
+Only the z shard is saved for backward and it is gathered again there, unless told to keep what was gathered (gather_cache.py).
 Shards are cast to the compute dtype before the gather, so a bf16 run moves bf16 bytes; gradients travel in
 `reduce_dtype` and end in the dtype of the shard.
 
@@ -30,17 +30,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_axonn.cuts import Cut
 from hf_axonn.distributed.collectives import start_all_gather, start_reduce_scatter, travels_alone
 from hf_axonn.distributed.pending import Pending, together
-from hf_axonn.kept import Gathered
-from hf_axonn.overlap import placeholder
+from hf_axonn.engine.gather_cache import Gathered
+from hf_axonn.engine.matmul_tuning import Matmul, plain
+from hf_axonn.engine.overlap import placeholder
+from hf_axonn.engine.weight_layout import Cut
 from hf_axonn.topology.grid import GridMesh
-from hf_axonn.tuning import Matmul, plain
 
 
 if TYPE_CHECKING:
-    from hf_axonn.state import ModelState, ShardedWeight
+    from hf_axonn.engine.state import ModelState, ShardedWeight
 
 
 def start_gather(weights: list[ShardedWeight], cuts: list[Cut], dtype: torch.dtype, mesh: GridMesh) -> Pending:

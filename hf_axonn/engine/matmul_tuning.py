@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
-from hf_axonn.operand_layouts import AS_IS, LAYOUTS, Sample, Trials, fastest, measure, multiply_as, order_of
+from hf_axonn.engine.operand_layouts import AS_IS, LAYOUTS, Sample, Trials, fastest, measure, multiply_as, order_of
 
 
 logger = logging.getLogger(__name__)

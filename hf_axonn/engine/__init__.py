@@ -1,0 +1,1 @@
+"""The 4D algorithm: products, layouts, gathers of weights, averages of gradients."""
