@@ -21,16 +21,16 @@ from hf_axonn.adapter_checks import LINEAR
 from hf_axonn.adapter_merge import Merging, ParameterMerging
 from hf_axonn.compat.peft import MIXED_BATCH, wrapped_modules
 from hf_axonn.dora import Dora
-from hf_axonn.dropout import dropout_names, install_dropout, probability
 from hf_axonn.engine.report import Entry
 from hf_axonn.engine.state import ModelState
-from hf_axonn.experts import Experts
 from hf_axonn.install import distributed
+from hf_axonn.layers.base import Reading, Replicated, wrap_forward
+from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
+from hf_axonn.layers.moe import Experts
+from hf_axonn.layers.vocabulary import Head
 from hf_axonn.lora import HeadLora, install_pair, output_of, pair_of
 from hf_axonn.parameter_lora import ParameterLora
 from hf_axonn.reads import Reader
-from hf_axonn.styles import Reading, Replicated, wrap_forward
-from hf_axonn.vocabulary import Head
 
 
 @contextlib.contextmanager

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from hf_axonn.distributed.collectives import gather_quietly
 from hf_axonn.distributed.consistency import differences, digest_number, gather_texts
 from hf_axonn.distributed.watchdog.progress import HERE
-from hf_axonn.dropout import dropout_names, probability
 from hf_axonn.engine.state import ModelState
-from hf_axonn.styles import wrap_forward
+from hf_axonn.layers.base import wrap_forward
+from hf_axonn.layers.dropout import dropout_names, probability
 
 
 FIRST_PASSES = 4

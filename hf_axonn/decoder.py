@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_axonn.distributed.collectives import gather_replicated
-from hf_axonn.dropout import opened
 from hf_axonn.engine.activation_layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
 from hf_axonn.engine.state import ModelState
+from hf_axonn.layers.base import pop_hidden, wrap_forward
+from hf_axonn.layers.dropout import opened
 from hf_axonn.loss import ShardedCausalLMLoss
 from hf_axonn.plans import Plan
 from hf_axonn.router_loss import whole_logits
-from hf_axonn.styles import pop_hidden, wrap_forward
 
 
 def install_decoder(state: ModelState, model: nn.Module, plan: Plan) -> None:

@@ -1,6 +1,6 @@
 """Whether the residual stream of a model can have the feature layout, [1, T/x, H/y] between its blocks.
 
-It can where y > 1, all blocks are cut, every norm between them is one that norms.py knows how to divide, and the code
+It can where y > 1, all blocks are cut, every norm between them is one that layers/norms.py knows how to divide, and the code
 of the layers apart from blocks and norms treats every feature by itself. Both are found out by trial, not by name. No
 communication; the model is unchanged.
 """
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn.engine.state import linear_size
+from hf_axonn.layers.norms import NormKind
 from hf_axonn.norm_probe import EXACT, apart, close, norm_kind
-from hf_axonn.norms import NormKind
 from hf_axonn.plans import Plan, is_inside
 
 

@@ -17,10 +17,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_axonn.compat.torch import has_causal_lm_loss, input_embedding, output_embedding, text_config
 from hf_axonn.engine.state import is_linear, linear_size
-from hf_axonn.experts import expert_weights, is_experts
 from hf_axonn.feature_layout import choose_layout
 from hf_axonn.install import weight_kinds
 from hf_axonn.layer_probe import TOKENS, Order, Watch, orders
+from hf_axonn.layers.moe import expert_weights, is_experts
 from hf_axonn.perf.layers import Block, Call, Experts, Layer, LinearShape, Table, Weight, Whole
 from hf_axonn.perf.shapes import FoundShape
 from hf_axonn.plans import BlockPlan, Plan, is_inside, plan_for

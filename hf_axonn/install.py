@@ -15,28 +15,28 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from hf_axonn.batch_check import install_batch_check
-from hf_axonn.blocks import Block, Column, Row, install_heads
 from hf_axonn.compat.torch import has_causal_lm_loss, output_embedding
 from hf_axonn.decoder import install_causal_lm, install_decoder, install_recomputation
 from hf_axonn.distributed.collectives import broadcast_
-from hf_axonn.dropout import dropout_names, install_dropout, probability
 from hf_axonn.engine.activation_layouts import bounds
 from hf_axonn.engine.report import Entry, Report
 from hf_axonn.engine.state import ModelState, is_conv1d, is_linear, shard_placements
-from hf_axonn.experts import expert_weights, is_experts, style_of
 from hf_axonn.feature_layout import LayoutChoice
-from hf_axonn.gathered import SMALLEST_PART, Gathered
-from hf_axonn.latent import LatentColumn, install_latent
+from hf_axonn.layers.base import FullLinear, Reading, Replicated
+from hf_axonn.layers.block import Block, Column, Row, install_heads
+from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
+from hf_axonn.layers.gathered import SMALLEST_PART, Gathered
+from hf_axonn.layers.head_exchange import Selection
+from hf_axonn.layers.latent_attention import LatentColumn, install_latent
+from hf_axonn.layers.moe import expert_weights, is_experts, style_of
+from hf_axonn.layers.norms import FeatureNorm, HeadNorm, NormKind
+from hf_axonn.layers.vocabulary import Embedding, Head, is_vocabulary
 from hf_axonn.loss import ShardedCausalLMLoss
-from hf_axonn.norms import FeatureNorm, HeadNorm, NormKind
 from hf_axonn.plans import Plan, is_inside
 from hf_axonn.reads import find_readers
 from hf_axonn.router_loss import install_router_loss
-from hf_axonn.selection import Selection
-from hf_axonn.styles import FullLinear, Reading, Replicated
 from hf_axonn.topology.grid import WEIGHT_AXES, GridMesh
 from hf_axonn.topology.heads import Heads, feature_slice
-from hf_axonn.vocabulary import Embedding, Head, is_vocabulary
 
 
 def weight_kinds(model: nn.Module, plan: Plan) -> dict[int, str]:

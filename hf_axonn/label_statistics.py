@@ -28,8 +28,8 @@ from hf_axonn.engine.matmul3d import Product, leave_gradients
 from hf_axonn.engine.overlap import placeholder
 from hf_axonn.engine.state import ModelState
 from hf_axonn.goldfish import IGNORE_INDEX
+from hf_axonn.layers.vocabulary import DeferredLogits, vocabulary_range
 from hf_axonn.loss import CHUNK_LOGITS, add_product, local_logits
-from hf_axonn.vocabulary import DeferredLogits, vocabulary_range
 
 
 def label_statistics(logits: Tensor | DeferredLogits, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

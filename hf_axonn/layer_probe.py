@@ -20,9 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_axonn.compat.torch import output_embedding
 from hf_axonn.engine.state import linear_size
-from hf_axonn.experts import is_experts
+from hf_axonn.layers.base import pop_hidden
+from hf_axonn.layers.moe import is_experts
 from hf_axonn.plans import Plan
-from hf_axonn.styles import pop_hidden
 
 
 ROWS, TOKENS = 2, 8

@@ -22,14 +22,14 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_axonn.blocks import Column, Row
 from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward
 from hf_axonn.engine.activation_layouts import pad_dim
 from hf_axonn.engine.state import ModelState, replicated_local, scale_gradient
-from hf_axonn.latent import LatentColumn
-from hf_axonn.styles import take_slice, wrap_forward
+from hf_axonn.layers.base import take_slice, wrap_forward
+from hf_axonn.layers.block import Column, Row
+from hf_axonn.layers.latent_attention import LatentColumn
+from hf_axonn.layers.vocabulary import LowRank, defers, own_tokens
 from hf_axonn.topology.heads import feature_slice
-from hf_axonn.vocabulary import LowRank, defers, own_tokens
 
 
 def pair_of(layer: nn.Module, adapter: str) -> tuple[Tensor, Tensor]:

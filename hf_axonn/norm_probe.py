@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_axonn.norms import ROUNDINGS, FeatureCut, NormKind, normalize
+from hf_axonn.layers.norms import ROUNDINGS, FeatureCut, NormKind, normalize
 
 
 ROWS = 8  # tokens of a trial

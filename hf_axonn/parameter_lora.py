@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from hf_axonn.compat.peft import WHILE_ACTIVE, output_comes_first
 from hf_axonn.engine.state import ModelState, replicated_local
-from hf_axonn.experts import Experts
-from hf_axonn.styles import Replicated
+from hf_axonn.layers.base import Replicated
+from hf_axonn.layers.moe import Experts
 
 
 class ParameterLora:

@@ -23,8 +23,8 @@ from torch import nn
 
 from hf_axonn.block_checks import block_problem, head_counts, head_norms
 from hf_axonn.compat.torch import output_embedding, text_config
-from hf_axonn.experts import is_experts
-from hf_axonn.norms import NormKind
+from hf_axonn.layers.moe import is_experts
+from hf_axonn.layers.norms import NormKind
 from hf_axonn.recipes import CHECKED, LAYERS_OUTPUT_IS_RESHAPED, BlockRecipe, recipes_for
 
 

@@ -7,7 +7,7 @@ from float64 import Float64
 from models import tiny_batch, tiny_model
 from ranks import all_grids, paper_mesh, run_ranks
 
-from hf_axonn.blocks import Heads
+from hf_axonn.layers.block import Heads
 from hf_axonn.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 

@@ -9,7 +9,7 @@ from ranks import run_ranks
 from transformers import AutoModelForCausalLM, OPTConfig, ProphetNetConfig
 
 from hf_axonn import Grid, parallelize, sync_gradients
-from hf_axonn.dropout import keyed_random, mix
+from hf_axonn.layers.dropout import keyed_random, mix
 
 
 def gathered(value: torch.Tensor) -> list[torch.Tensor]:

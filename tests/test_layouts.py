@@ -20,9 +20,9 @@ from hf_axonn.engine.activation_layouts import (
 )
 from hf_axonn.engine.state import shard_placements
 from hf_axonn.install import shard_of
-from hf_axonn.styles import cut_weight, feature_slice, take_slice
+from hf_axonn.layers.base import cut_weight, feature_slice, take_slice
+from hf_axonn.layers.vocabulary import vocabulary_range
 from hf_axonn.topology.grid import Grid, grid_mesh
-from hf_axonn.vocabulary import vocabulary_range
 
 
 GRIDS = [grid for size in range(1, 9) for grid in all_grids(size)]

@@ -14,9 +14,9 @@ from ranks import run_ranks
 
 import hf_axonn.loss
 from hf_axonn import Grid, parallelize, sync_gradients
+from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.loss import ShardedCausalLMLoss
 from hf_axonn.token_loss import CausalLMLoss
-from hf_axonn.vocabulary import DeferredLogits
 
 
 GRIDS = [Grid(x=4), Grid(y=2, x=2), Grid(z=2, y=2), Grid(data=2, x=2)]

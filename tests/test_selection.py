@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from ranks import all_grids, paper_mesh, run_ranks
 
-from hf_axonn.selection import Selection
+from hf_axonn.layers.head_exchange import Selection
 from hf_axonn.topology.grid import Grid, grid_mesh
 from hf_axonn.topology.heads import Heads, arriving_features, feature_slice, is_own_slice, pieces, sent_features
 

@@ -4,7 +4,7 @@ Legend: T = tokens of this (data, z) position, padded to a multiple of x * y; H 
 The layouts of the residual stream:
 
     token        [1, T/(x*y), H]   every rank owns its tokens; norms, dropout, residuals touch nothing else
-    feature      [1, T/x, H/y]     what blocks take and give; norms reduce their statistics over y (norms.py)
+    feature      [1, T/x, H/y]     what blocks take and give; norms reduce their statistics over y (layers/norms.py)
     replicated   [B, S, H]         every rank of (x, y) holds all; used for decoding one token at a time
 
 The first two are one where y = 1. Both are called sharded.

@@ -38,7 +38,7 @@ class ModelState:
         tuner: chooses operand layouts, None where that is off; `matmul` is what products are computed with.
         report: what parallelize did to the model.
         styles: of modules whose parameters others may read (styles.Reading).
-        random_seed, random_count: of the `keyed_random` that is open (dropout.py).
+        random_seed, random_count: of the `keyed_random` that is open (layers/dropout.py).
         in_forward: whether a pass of the whole model is under way.
         wants_gradients: whether the pass that began last did so with gradients on.
         no_sync: whether passes that begin now leave their gradients unaveraged (`accelerator.no_sync`).

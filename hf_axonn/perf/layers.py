@@ -88,7 +88,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The experts of one layer (experts.py).
+    """The experts of one layer (layers/moe.py).
 
     Args:
         number: E, of the whole model.
@@ -177,7 +177,7 @@ class Layer:
         weights: every parameter that is cut, in the order of the model.
         replicated: elements of every other parameter, in the order of the model.
         gathered: (rows, cols, whether ranks do different work with them) of parameters that are whole while their
-            module runs (gathered.py): large routers and kernels.
+            module runs (layers/gathered.py): large routers and kernels.
         routed: features that routers make of a token, all together.
         ends: index of the part after which nothing is saved for backward, so that a recomputation stops at its last
             product; None where there is no such part, as where a norm follows the last one.

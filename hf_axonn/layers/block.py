@@ -33,8 +33,8 @@ from hf_axonn.engine.activation_layouts import (
 from hf_axonn.engine.matmul3d import Product
 from hf_axonn.engine.overlap import GradientSlot, gather_with_slot, wait_gradient
 from hf_axonn.engine.state import ModelState, linear_size, replicated_local
-from hf_axonn.selection import Selection
-from hf_axonn.styles import cut_weight, take_slice, wrap_forward
+from hf_axonn.layers.base import cut_weight, take_slice, wrap_forward
+from hf_axonn.layers.head_exchange import Selection
 from hf_axonn.topology.heads import Heads, feature_slice
 
 

@@ -4,7 +4,7 @@
     Replicated   parameters that every rank holds: norms, biases, and what nothing is known about
     Reading      a module whose own code uses the parameters of others (reads.py)
 
-The styles of attention and MLP blocks are in blocks.py, those of embedding and head in vocabulary.py.
+The styles of attention and MLP blocks are in block.py, those of embedding and head in vocabulary.py.
 """
 
 from __future__ import annotations

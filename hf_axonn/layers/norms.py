@@ -25,8 +25,8 @@ from torch.distributed import ProcessGroup
 from hf_axonn.distributed.collectives import reduce_, start_all_gather
 from hf_axonn.engine.activation_layouts import bounds, pad_dim
 from hf_axonn.engine.state import ModelState, replicated_local
-from hf_axonn.selection import Selection
-from hf_axonn.styles import wrap_forward
+from hf_axonn.layers.base import wrap_forward
+from hf_axonn.layers.head_exchange import Selection
 
 
 # What is rounded to a 16-bit dtype: the result alone, n before it is multiplied, or offset + weight before that.

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hf_axonn.engine.state import ModelState
-from hf_axonn.styles import wrap_forward
+from hf_axonn.layers.base import wrap_forward
 
 
 def mix(*values: int) -> int:

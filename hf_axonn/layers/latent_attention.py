@@ -18,11 +18,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.blocks import Column, Row
 from hf_axonn.distributed.collectives import all_reduce_backward
 from hf_axonn.engine.activation_layouts import gather_tokens, take_features
 from hf_axonn.engine.state import ModelState
-from hf_axonn.styles import pop_hidden, wrap_forward
+from hf_axonn.layers.base import pop_hidden, wrap_forward
+from hf_axonn.layers.block import Column, Row
 
 
 class LatentColumn(Column):

@@ -23,7 +23,7 @@ from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward, ga
 from hf_axonn.engine.activation_layouts import Tokens, bounds, gather_tokens, pad_dim, take_tokens
 from hf_axonn.engine.matmul3d import Product, gathered_weight
 from hf_axonn.engine.state import linear_size, replicated_local
-from hf_axonn.styles import cut_weight, wrap_forward
+from hf_axonn.layers.base import cut_weight, wrap_forward
 
 
 if TYPE_CHECKING:

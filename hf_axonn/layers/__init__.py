@@ -1,0 +1,1 @@
+"""The sharded layers: blocks, vocabulary, norms, experts, dropout."""
