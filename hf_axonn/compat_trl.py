@@ -21,8 +21,8 @@ from torch import nn
 
 from hf_axonn.engine.state import is_parallelized
 from hf_axonn.fused_head import plain_label_statistics, sharded_label_statistics
-from hf_axonn.loss import ShardedCausalLMLoss
-from hf_axonn.token_loss import CausalLMLoss
+from hf_axonn.losses.causal_lm import CausalLMLoss
+from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.topology.grid import Grid
 
 

@@ -25,9 +25,9 @@ from hf_axonn.engine.activation_layouts import Tokens, features_to_tokens, gathe
 from hf_axonn.engine.state import ModelState
 from hf_axonn.layers.base import pop_hidden, wrap_forward
 from hf_axonn.layers.dropout import opened
-from hf_axonn.loss import ShardedCausalLMLoss
+from hf_axonn.losses.router_aux import whole_logits
+from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.plans import Plan
-from hf_axonn.router_loss import whole_logits
 
 
 def install_decoder(state: ModelState, model: nn.Module, plan: Plan) -> None:

@@ -4,7 +4,7 @@
     entropy       entropy of the distribution that the label is drawn from, differentiable
     is_top1       whether the label is the first of the most likely tokens
 
-A parallelized model runs as it does for its own loss, up to the head; label_statistics.py does the rest, without
+A parallelized model runs as it does for its own loss, up to the head; losses/label_statistics.py does the rest, without
 forming or gathering anything whole. A plain model keeps TRL's own head, which is asked here for more labels.
 
 Source: trl 1.16, trainer/utils.py (FusedCausalLMOutput).
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_axonn.label_statistics import label_statistics
-from hf_axonn.loss import ShardedCausalLMLoss
-from hf_axonn.token_loss import CausalLMLoss, Targets
+from hf_axonn.losses.causal_lm import CausalLMLoss, Targets
+from hf_axonn.losses.label_statistics import label_statistics
+from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 
 
 @dataclass(frozen=True)

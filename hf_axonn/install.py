@@ -31,10 +31,10 @@ from hf_axonn.layers.latent_attention import LatentColumn, install_latent
 from hf_axonn.layers.moe import expert_weights, is_experts, style_of
 from hf_axonn.layers.norms import FeatureNorm, HeadNorm, NormKind
 from hf_axonn.layers.vocabulary import Embedding, Head, is_vocabulary
-from hf_axonn.loss import ShardedCausalLMLoss
+from hf_axonn.losses.router_aux import install_router_loss
+from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.plans import Plan, is_inside
 from hf_axonn.reads import find_readers
-from hf_axonn.router_loss import install_router_loss
 from hf_axonn.topology.grid import WEIGHT_AXES, GridMesh
 from hf_axonn.topology.heads import Heads, feature_slice
 

@@ -154,7 +154,7 @@ class RowLora:
 class HeadLora:
     """A and B of a head: in training with labels what they add is left to the loss, as the logits are.
 
-    No communication: the loss has it (loss.py). Else they are as before.
+    No communication: the loss has it (losses/vocab_parallel.py). Else they are as before.
     """
 
     def __init__(self, state: ModelState, a: nn.Linear, b: nn.Linear) -> None:

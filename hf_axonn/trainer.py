@@ -32,7 +32,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from hf_axonn import trainer_hooks
 from hf_axonn.goldfish import IGNORE_INDEX, check_options, count_unprotected, find_document_ids, goldfish_mask
-from hf_axonn.token_loss import CausalLMLoss, install_causal_lm_loss, mean_losses, widest_float
+from hf_axonn.losses.causal_lm import CausalLMLoss, install_causal_lm_loss, mean_losses, widest_float
 
 
 logger = logging.getLogger(__name__)

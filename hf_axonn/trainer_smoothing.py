@@ -1,7 +1,7 @@
 """Trainer's `label_smoothing_factor` for a parallelized model, without its logits being formed.
 
 Trainer keeps the labels from the model and smooths a loss of its own from the logits, which every rank would hold
-whole. Here the model gets the labels, and its loss (loss.py) is the smoothed one: the same number.
+whole. Here the model gets the labels, and its loss (losses/vocab_parallel.py) is the smoothed one: the same number.
 
 Checked with transformers 5.23.0 (trainer.py, trainer_pt_utils.py LabelSmoother).
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_axonn.compat.peft import without_peft
 from hf_axonn.engine.gradient_sync import find_state
-from hf_axonn.loss import ShardedCausalLMLoss
+from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 
 
 def compute_loss(

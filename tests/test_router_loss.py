@@ -14,7 +14,7 @@ from transformers.models.jamba import modeling_jamba
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.nllb_moe import modeling_nllb_moe
 
-from hf_axonn.router_loss import RouterLogits, RouterLoss, _is_of_switch, _of_all_ranks, switch_loss
+from hf_axonn.losses.router_aux import RouterLogits, RouterLoss, _is_of_switch, _of_all_ranks, switch_loss
 from hf_axonn.topology.grid import Grid, grid_mesh
 
 

@@ -13,7 +13,7 @@ from transformers import (
 )
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from hf_axonn.token_loss import CausalLMLoss, LossRecord, install_causal_lm_loss, mean_losses
+from hf_axonn.losses.causal_lm import CausalLMLoss, LossRecord, install_causal_lm_loss, mean_losses
 
 
 B, S, V = 3, 11, 29

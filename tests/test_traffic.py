@@ -12,11 +12,11 @@ from equality import rows_of
 from models import tiny_batch, tiny_model
 from ranks import run_ranks
 
-from hf_axonn import loss
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import start_all_gather
 from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
+from hf_axonn.losses import vocab_parallel as loss
 from hf_axonn.parallelize import parallelize
 from hf_axonn.perf import volumes as arithmetic
 from hf_axonn.perf.ledger import Key, Ledger, Volume

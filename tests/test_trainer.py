@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from hf_axonn.goldfish import goldfish_mask
-from hf_axonn.token_loss import CausalLMLoss
+from hf_axonn.losses.causal_lm import CausalLMLoss
 from hf_axonn.topology.grid import Grid
 from hf_axonn.trainer import UNMASKED_LABELS, GoldfishConfig, GoldfishMixin, GoldfishTrainer
 

@@ -1,6 +1,6 @@
 """Log-probability, entropy and rank of labels from logits that are cut along the vocabulary and never formed whole.
 
-The head and the statistics go together, chunk by chunk, and only where there is a label. Unlike in loss.py the
+The head and the statistics go together, chunk by chunk, and only where there is a label. Unlike in vocab_parallel.py the
 gradient of each token is known in backward only, so the logits of a chunk are computed twice:
 
     logits[chunk, V/(x*y)] = h @ W.T
@@ -29,7 +29,7 @@ from hf_axonn.engine.overlap import placeholder
 from hf_axonn.engine.state import ModelState
 from hf_axonn.goldfish import IGNORE_INDEX
 from hf_axonn.layers.vocabulary import DeferredLogits, vocabulary_range
-from hf_axonn.loss import CHUNK_LOGITS, add_product, local_logits
+from hf_axonn.losses.vocab_parallel import CHUNK_LOGITS, add_product, local_logits
 
 
 def label_statistics(logits: Tensor | DeferredLogits, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

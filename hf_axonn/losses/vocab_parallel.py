@@ -31,7 +31,7 @@ from hf_axonn.engine.overlap import placeholder
 from hf_axonn.engine.state import ModelState
 from hf_axonn.goldfish import IGNORE_INDEX
 from hf_axonn.layers.vocabulary import DeferredLogits, vocabulary_range
-from hf_axonn.token_loss import CausalLMLoss, Targets
+from hf_axonn.losses.causal_lm import CausalLMLoss, Targets
 
 
 CHUNK_LOGITS = 2**26  # logits in a chunk of one rank: 256 MiB in float32. Head and loss need less than two of them

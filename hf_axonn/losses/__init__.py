@@ -1,0 +1,1 @@
+"""The loss of logits that are divided over the vocabulary."""
