@@ -41,9 +41,9 @@ from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 from hf_axonn import Grid, sync_gradients  # noqa: E402
+from hf_axonn.architectures.plan import plan_for  # noqa: E402
 from hf_axonn.install import shard_slices  # noqa: E402
 from hf_axonn.parallelize import parallelize  # noqa: E402
-from hf_axonn.plans import plan_for  # noqa: E402
 
 
 GRIDS = {

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_axonn import Grid
+from hf_axonn.architectures.feature_layout import choose_layout
+from hf_axonn.architectures.plan import plan_for
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ModelState
-from hf_axonn.feature_layout import choose_layout
 from hf_axonn.install import install_styles, shard_parameters, weight_kinds
 from hf_axonn.losses import vocab_parallel as engine_loss
-from hf_axonn.plans import plan_for
 from hf_axonn.topology.grid import grid_mesh
 
 

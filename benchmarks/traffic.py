@@ -30,10 +30,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from ranks import all_grids, run_ranks
 
 from hf_axonn import AxonnConfig, Grid, __version__, parallelize, sync_gradients
+from hf_axonn.architectures.plan import plan_for
 from hf_axonn.perf.ledger import Key, Ledger, Volume
 from hf_axonn.perf.shapes import ModelShape, Step
 from hf_axonn.perf.volumes import layer_volumes, volumes
-from hf_axonn.plans import plan_for
 from hf_axonn.traffic import count_traffic
 
 

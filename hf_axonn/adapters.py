@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hf_axonn.adapter_checks import LINEAR
 from hf_axonn.adapter_merge import Merging, ParameterMerging
+from hf_axonn.architectures.parameter_reads import Reader
 from hf_axonn.compat.peft import MIXED_BATCH, wrapped_modules
 from hf_axonn.dora import Dora
 from hf_axonn.engine.report import Entry
@@ -30,7 +31,6 @@ from hf_axonn.layers.moe import Experts
 from hf_axonn.layers.vocabulary import Head
 from hf_axonn.lora import HeadLora, install_pair, output_of, pair_of
 from hf_axonn.parameter_lora import ParameterLora
-from hf_axonn.reads import Reader
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_axonn.architectures.plan import Plan
 from hf_axonn.distributed.collectives import gather_replicated
 from hf_axonn.engine.activation_layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
 from hf_axonn.engine.state import ModelState
@@ -27,7 +28,6 @@ from hf_axonn.layers.base import pop_hidden, wrap_forward
 from hf_axonn.layers.dropout import opened
 from hf_axonn.losses.router_aux import whole_logits
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
-from hf_axonn.plans import Plan
 
 
 def install_decoder(state: ModelState, model: nn.Module, plan: Plan) -> None:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from hf_axonn.architectures.plan import Plan
 from hf_axonn.compat.torch import output_embedding
 from hf_axonn.engine.state import linear_size
 from hf_axonn.layers.base import pop_hidden
 from hf_axonn.layers.moe import is_experts
-from hf_axonn.plans import Plan
 
 
 ROWS, TOKENS = 2, 8

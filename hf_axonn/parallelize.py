@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from hf_axonn.adapter_checks import check_adapters, check_plan
 from hf_axonn.adapter_files import base_of
 from hf_axonn.adapters import apart, install_adapters
+from hf_axonn.architectures.feature_layout import choose_layout
+from hf_axonn.architectures.plan import plan_for
 from hf_axonn.checkpoint import read_weights, verify_together
 from hf_axonn.compat.peft import without_peft
 from hf_axonn.compat.torch import default_device_type, quiet_redistribution
@@ -31,12 +33,10 @@ from hf_axonn.distributed.facts import model_facts, versions
 from hf_axonn.distributed.watchdog.watchdog import watch
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ModelState, is_parallelized
-from hf_axonn.feature_layout import choose_layout
 from hf_axonn.gguf_files import WHERE, converted
 from hf_axonn.injection import watch_peft
 from hf_axonn.install import install_styles, shard_parameters, shard_slices, take_shards, weight_kinds
 from hf_axonn.manifest import is_sharded_checkpoint
-from hf_axonn.plans import plan_for
 from hf_axonn.topology.grid import Grid, grid_mesh
 from hf_axonn.whole_model import install_save_pretrained
 

@@ -18,13 +18,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid, from_pretrained, load_sharded, parallelize, save_sharded, unread
+from hf_axonn.architectures.plan import Plan, derive
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.engine.gradient_sync import find_state
 from hf_axonn.layers.expert_weights import ExpertsCut
 from hf_axonn.layers.moe import is_experts
 from hf_axonn.layers.vocabulary import vocabulary_range
-from hf_axonn.plans import Plan, derive
 
 
 # Float64 has no grouped matmul; 21 features are divided by none of 2 and 4. Half of the loss is the auxiliary one.

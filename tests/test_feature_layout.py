@@ -19,6 +19,8 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
 from hf_axonn import Grid
+from hf_axonn.architectures.feature_layout import choose_layout
+from hf_axonn.architectures.plan import plan_for
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.activation_layouts import (
     Tokens,
@@ -29,9 +31,7 @@ from hf_axonn.engine.activation_layouts import (
     take_tokens,
 )
 from hf_axonn.engine.gradient_sync import find_state
-from hf_axonn.feature_layout import choose_layout
 from hf_axonn.parallelize import parallelize
-from hf_axonn.plans import plan_for
 from hf_axonn.traffic import count_traffic
 
 

@@ -15,10 +15,10 @@ from transformers.models.nanochat.modeling_nanochat import NanoChatRMSNorm
 from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
+from hf_axonn.architectures.norm_probe import norm_kind
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.engine.activation_layouts import bounds, pad_dim
 from hf_axonn.layers.norms import FeatureCut, NormKind, normalize
-from hf_axonn.norm_probe import norm_kind
 from hf_axonn.topology.grid import Grid, grid_mesh
 
 

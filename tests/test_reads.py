@@ -8,7 +8,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 
 from hf_axonn import Grid, parallelize, sync_gradients
-from hf_axonn.reads import find_readers
+from hf_axonn.architectures.parameter_reads import find_readers
 
 
 class Scale(nn.Module):

@@ -16,9 +16,9 @@ import tiny_configs  # noqa: E402
 from architectures import BOUND, prepare, survey_grid  # noqa: E402
 from tiny_configs import HIDDEN, SIZES  # noqa: E402
 
-from hf_axonn.block_checks import WHOLE_NUMBERS  # noqa: E402
-from hf_axonn.plans import plan_for  # noqa: E402
-from hf_axonn.recipes import CHECKED, TABLE  # noqa: E402
+from hf_axonn.architectures.block_checks import WHOLE_NUMBERS  # noqa: E402
+from hf_axonn.architectures.plan import plan_for  # noqa: E402
+from hf_axonn.architectures.table import CHECKED, TABLE  # noqa: E402
 
 
 QUERY_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")

@@ -2,7 +2,7 @@
 
     FullLinear   a Linear on its own: full activations in, full activations out (AxoNN's easy API)
     Replicated   parameters that every rank holds: norms, biases, and what nothing is known about
-    Reading      a module whose own code uses the parameters of others (reads.py)
+    Reading      a module whose own code uses the parameters of others (architectures/parameter_reads.py)
 
 The styles of attention and MLP blocks are in block.py, those of embedding and head in vocabulary.py.
 """
@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor, nn
 
+from hf_axonn.architectures.parameter_reads import Reader
 from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward
 from hf_axonn.engine.activation_layouts import bounds, ceil_div, gather_features, pad_dim, take_features
 from hf_axonn.engine.matmul3d import Product, gathered_weight
 from hf_axonn.engine.state import ModelState, is_conv1d, linear_size, replicated_local
 from hf_axonn.engine.weight_layout import Cut
-from hf_axonn.reads import Reader
 from hf_axonn.topology.grid import GridMesh
 from hf_axonn.topology.heads import feature_slice
 

@@ -39,7 +39,7 @@ from hf_axonn.topology.heads import Heads, feature_slice
 
 
 if TYPE_CHECKING:
-    from hf_axonn.plans import BlockPlan
+    from hf_axonn.architectures.plan import BlockPlan
 
 
 class Column:

@@ -1,4 +1,4 @@
-"""A decoder as the engine cuts it (plans.py), described by plain numbers: layers, and in them blocks and experts.
+"""A decoder as the engine cuts it (architectures/plan.py), described by plain numbers: layers, and in them blocks and experts.
 
 Stack     runs of decoder layers that are alike, and what stands around them
 Layer     the parts of one decoder layer, its norms, and every parameter
@@ -218,7 +218,7 @@ class Stack:
         tables: other embeddings [rows, hidden]
         features: whether the residual stream takes the feature layout where y > 1
         ends_whole: whether the last layer hands on whole activations, where the code after it is not known to work
-            token by token (plans.py); ends_narrow: in the compute dtype then, not that of parameters
+            token by token (architectures/plan.py); ends_narrow: in the compute dtype then, not that of parameters
         loose: whether activations are whole everywhere, Linear by Linear
         outside: what runs after the layers, once
         idle: elements of each parameter that is cut and gets no gradient

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from hf_axonn.architectures.norm_probe import EXACT, apart, close, norm_kind
+from hf_axonn.architectures.plan import Plan, is_inside
 from hf_axonn.engine.state import linear_size
 from hf_axonn.layers.norms import NormKind
-from hf_axonn.norm_probe import EXACT, apart, close, norm_kind
-from hf_axonn.plans import Plan, is_inside
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """How the blocks of an architecture are named: from Transformers' tensor-parallel plans, and a table beside them.
 
 A recipe names, relative to a decoder layer, the projections of one attention or MLP and what its code needs to know
-of a rank's own heads. plans.py checks it against the model in hand. No communication, no model.
+of a rank's own heads. plan.py checks it against the model in hand. No communication, no model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which module is what: from an architecture to a plan.
 
 The plan of a causal LM is derived from the tensor-parallel plan that Transformers ships with it (which layers are
-column and which row) or from our table (recipes.py), for the architectures that benchmarks/architectures.py has shown
+column and which row) or from our table (table.py), for the architectures that benchmarks/architectures.py has shown
 to be right. In a decoder layer every module is one of
 
     a block      attention or MLP with its column layers and its row layer
@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from hf_axonn.block_checks import block_problem, head_counts, head_norms
+from hf_axonn.architectures.block_checks import block_problem, head_counts, head_norms
+from hf_axonn.architectures.table import CHECKED, LAYERS_OUTPUT_IS_RESHAPED, BlockRecipe, recipes_for
 from hf_axonn.compat.torch import output_embedding, text_config
 from hf_axonn.layers.moe import is_experts
 from hf_axonn.layers.norms import NormKind
-from hf_axonn.recipes import CHECKED, LAYERS_OUTPUT_IS_RESHAPED, BlockRecipe, recipes_for
 
 
 PER_TOKEN = re.compile(r"Norm|Rotary|Dropout|Identity|Router|Activation|Gate$|Experts$")

@@ -1,6 +1,6 @@
 """Whether a recipe fits a module in hand, and what its heads are.
 
-A recipe (recipes.py) is trusted for nothing that can be read off the model: that its projections are Linears, that
+A recipe (table.py) is trusted for nothing that can be read off the model: that its projections are Linears, that
 numbers of heads explain their sizes, that the code of attention reads no number of the whole model that is not known,
 and that no parameter is left that belongs to nobody. No communication, no change to the model.
 """
@@ -11,11 +11,11 @@ import inspect
 
 from torch import nn
 
+from hf_axonn.architectures.norm_probe import norm_kind
+from hf_axonn.architectures.table import BlockRecipe
 from hf_axonn.compat.torch import configured_head_counts, text_config
 from hf_axonn.engine.state import is_linear, linear_size
 from hf_axonn.layers.norms import NormKind
-from hf_axonn.norm_probe import norm_kind
-from hf_axonn.recipes import BlockRecipe
 
 
 # What attention reads when it reshapes by a number of heads of the whole model instead of by head_dim.
