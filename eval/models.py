@@ -154,7 +154,7 @@ def _on_grid(path: str | os.PathLike, grid, options: dict[str, Any]):
 
 def _base_record(directory: Path) -> dict[str, Any]:
     """Of an adapter, which base model it is on; nothing for other models."""
-    from hf_axonn.adapter_files import base_of
+    from hf_axonn.adapters.files import base_of
 
     base = base_of(directory)
     if base is None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hf_axonn.adapter_files import load_adapters, save_adapters
+from hf_axonn.adapters.files import load_adapters, save_adapters
 from hf_axonn.commit import OPTIMIZER, recover
 from hf_axonn.compat.torch import (
     default_device_type,

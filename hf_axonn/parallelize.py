@@ -18,9 +18,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.adapter_checks import check_adapters, check_plan
-from hf_axonn.adapter_files import base_of
-from hf_axonn.adapters import apart, install_adapters
+from hf_axonn.adapters.checks import check_adapters, check_plan
+from hf_axonn.adapters.files import base_of
+from hf_axonn.adapters.install import apart, install_adapters
+from hf_axonn.adapters.peft_hooks import watch_peft
 from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.plan import plan_for
 from hf_axonn.checkpoint import read_weights, verify_together
@@ -34,7 +35,6 @@ from hf_axonn.distributed.watchdog.watchdog import watch
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ModelState, is_parallelized
 from hf_axonn.gguf_files import WHERE, converted
-from hf_axonn.injection import watch_peft
 from hf_axonn.install import install_styles, shard_parameters, shard_slices, take_shards, weight_kinds
 from hf_axonn.manifest import is_sharded_checkpoint
 from hf_axonn.topology.grid import Grid, grid_mesh

@@ -52,7 +52,7 @@ class ModelState:
             sequence, by name.
         readings: every styles.Reading of the model.
         blocks: the blocks.Block of each entry.
-        adapted: PEFT's modules that have their styles (adapters.py).
+        adapted: PEFT's modules that have their styles (adapters/install.py).
     """
 
     def __init__(self, mesh: GridMesh, config: AxonnConfig) -> None:

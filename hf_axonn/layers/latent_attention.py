@@ -68,7 +68,7 @@ def install_latent(
     wrap_forward(attention, forward)
     if row.axes:
         # A hook: whatever style its forward is given. An adapter of the module adds to its output after that, so the
-        # hooks stand on its last part too (adapters.py).
+        # hooks stand on its last part too (adapters/install.py).
         state.give(shared, functools.partial(_hook_once, rotary_is_shared))
 
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_axonn.adapter_checks import check_adapters, check_config, saved_modules
-from hf_axonn.adapter_files import whole
-from hf_axonn.adapters import install_adapters
+from hf_axonn.adapters.checks import check_adapters, check_config, saved_modules
+from hf_axonn.adapters.files import whole
+from hf_axonn.adapters.install import install_adapters
 from hf_axonn.compat.peft import after_peft, let_load_state_dict_cut
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.engine.state import is_conv1d, is_parallelized

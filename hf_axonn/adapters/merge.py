@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from hf_axonn.adapters.dora import ShardPlace, plain
+from hf_axonn.adapters.lora import pair_of
+from hf_axonn.adapters.parameter_lora import factors
 from hf_axonn.distributed.collectives import reduce_
-from hf_axonn.dora import ShardPlace, plain
 from hf_axonn.engine.state import ModelState
 from hf_axonn.install import shard_slices
 from hf_axonn.layers.base import wrap_forward
-from hf_axonn.lora import pair_of
-from hf_axonn.parameter_lora import factors
 
 
 class Merging:

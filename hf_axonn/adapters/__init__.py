@@ -1,0 +1,1 @@
+"""PEFT adapters on a sharded model: LoRA, DoRA, merging, and PEFT's files."""
