@@ -1,7 +1,7 @@
 """What accelerate writes over a grid: whole models in the ordinary format, and states that any grid resumes from.
 
     save_model, get_state_dict    gathered to rank 0, as accelerate does under FSDP
-    save_state, load_state        a sharded checkpoint (checkpoint.py), in which these files have their place, too:
+    save_state, load_state        a sharded checkpoint (checkpoint/sharded.py), in which these files have their place, too:
 
         accelerator.json              steps taken, numbers of models, schedulers and registered objects
         scheduler.bin, scheduler_1.bin ...       custom_checkpoint_0.pkl ...        random_states_RANK.pkl
@@ -27,7 +27,18 @@ from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME
 from torch import nn
 
 from hf_axonn.accelerator_training import GridScheduler
-from hf_axonn.checkpoint import add_model, begin_save, load_model, load_optimizer, save_sharded, verify_together
+from hf_axonn.checkpoint.full_state import is_sharded, whole_state_dict
+from hf_axonn.checkpoint.manifest import Manifest, is_sharded_checkpoint
+from hf_axonn.checkpoint.safe_pickle import load_values, save_values
+from hf_axonn.checkpoint.sharded import (
+    add_model,
+    begin_save,
+    load_model,
+    load_optimizer,
+    save_sharded,
+    verify_together,
+)
+from hf_axonn.checkpoint.single_process import load_plain_optimizer, load_plain_weights
 from hf_axonn.compat.accelerate import (
     prepared_loaders,
     prepared_models,
@@ -38,10 +49,6 @@ from hf_axonn.compat.accelerate import (
 )
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.engine.gradient_sync import find_state
-from hf_axonn.manifest import Manifest, is_sharded_checkpoint
-from hf_axonn.plain_checkpoint import load_plain_optimizer, load_plain_weights
-from hf_axonn.plain_values import load_values, save_values
-from hf_axonn.whole_model import is_sharded, whole_state_dict
 
 
 logger = logging.getLogger(__name__)

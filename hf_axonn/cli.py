@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from hf_axonn.export import export_hf
+    from hf_axonn.checkpoint.export import export_hf
 
     if options.max_shard_gb <= 0:
         raise ValueError(f"--max-shard-gb is {options.max_shard_gb}: give a number above 0.")
@@ -66,7 +66,7 @@ def _convert(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from hf_axonn.manifest import find_problems, read_manifest
+    from hf_axonn.checkpoint.manifest import find_problems, read_manifest
 
     if not Path(options.checkpoint).is_dir():
         raise ValueError(f"{options.checkpoint} is not a directory.")

@@ -24,21 +24,21 @@ from hf_axonn.adapters.install import apart, install_adapters
 from hf_axonn.adapters.peft_hooks import watch_peft
 from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.plan import plan_for
-from hf_axonn.checkpoint import read_weights, verify_together
+from hf_axonn.checkpoint.full_state import install_save_pretrained
+from hf_axonn.checkpoint.gguf import WHERE, converted
+from hf_axonn.checkpoint.hf_loader import distribute_when_built
+from hf_axonn.checkpoint.manifest import is_sharded_checkpoint
+from hf_axonn.checkpoint.sharded import read_weights, verify_together
 from hf_axonn.compat.peft import without_peft
 from hf_axonn.compat.torch import default_device_type, quiet_redistribution
-from hf_axonn.compat_loading import distribute_when_built
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.consistency import raising_together, require_alike
 from hf_axonn.distributed.facts import model_facts, versions
 from hf_axonn.distributed.watchdog.watchdog import watch
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ModelState, is_parallelized
-from hf_axonn.gguf_files import WHERE, converted
 from hf_axonn.install import install_styles, shard_parameters, shard_slices, take_shards, weight_kinds
-from hf_axonn.manifest import is_sharded_checkpoint
 from hf_axonn.topology.grid import Grid, grid_mesh
-from hf_axonn.whole_model import install_save_pretrained
 
 
 def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = None) -> tuple[nn.Module, Report]:
@@ -172,7 +172,7 @@ def from_pretrained(
 
     The model is built on the meta device, parallelized, and filled by Transformers' own loader, from an ordinary HF
     directory, the hub, or a sharded checkpoint of any grid. A rank's memory grows by its shards and, for a moment, by
-    one slice. A GGUF file is dequantized, by one process to safetensors that all ranks then read (gguf_files.py). Of a
+    one slice. A GGUF file is dequantized, by one process to safetensors that all ranks then read (checkpoint/gguf.py). Of a
     directory with PEFT adapters the base is read so, and then the adapters, frozen as Transformers leaves them.
     `model.axonn.report` says what was sharded.
 

@@ -2,7 +2,7 @@
 
 The stock methods upload the output directory. On a grid that holds shards and their manifest, which
 `AutoModelForCausalLM.from_pretrained("user/name")` does not look for on the hub. So the shards become ordinary
-safetensors files first, on rank 0 and tensor by tensor (export.py). Checkpoints beside the model, which
+safetensors files first, on rank 0 and tensor by tensor (checkpoint/export.py). Checkpoints beside the model, which
 `hub_strategy="checkpoint"` uploads to resume from, stay as they are.
 
 Each function wraps the method of Trainer that has its name (trainer_hooks.py). Checked with transformers 5.23.0.
@@ -16,11 +16,11 @@ import shutil
 from collections.abc import Callable, Container
 from pathlib import Path
 
+from hf_axonn.checkpoint.export import INDEX, export_hf
+from hf_axonn.checkpoint.manifest import MANIFEST, SHARDS, is_sharded_checkpoint, read_manifest
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.distributed.consistency import first_problem
 from hf_axonn.engine.gradient_sync import find_state
-from hf_axonn.export import INDEX, export_hf
-from hf_axonn.manifest import MANIFEST, SHARDS, is_sharded_checkpoint, read_manifest
 
 
 EXPORTED = "_axonn-hub"  # what begins with _ is never uploaded

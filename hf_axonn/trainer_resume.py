@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_axonn.checkpoint import load_model, load_optimizer, load_sharded, verify_together
+from hf_axonn.checkpoint.manifest import Manifest, find_problems, is_sharded_checkpoint, read_manifest
+from hf_axonn.checkpoint.safe_pickle import load_values
+from hf_axonn.checkpoint.sharded import load_model, load_optimizer, load_sharded, verify_together
+from hf_axonn.checkpoint.single_process import load_plain_optimizer, load_plain_weights
 from hf_axonn.compat.torch import default_device_type
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
 from hf_axonn.distributed.consistency import raising_together
 from hf_axonn.engine.gradient_sync import find_state
-from hf_axonn.manifest import Manifest, find_problems, is_sharded_checkpoint, read_manifest
-from hf_axonn.plain_checkpoint import load_plain_optimizer, load_plain_weights
-from hf_axonn.plain_values import load_values
 from hf_axonn.trainer_saving import SCHEDULER, TRAINER_STATE, checkpoints_in, rng_file, tidy
 
 

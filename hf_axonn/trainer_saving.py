@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 
-from hf_axonn.checkpoint import add_model, begin_save
-from hf_axonn.commit import recover
+from hf_axonn.checkpoint.commit import recover
+from hf_axonn.checkpoint.manifest import MANIFEST, STAGE, find_problems, read_manifest
+from hf_axonn.checkpoint.save import Save, SaveError, finish_saves
+from hf_axonn.checkpoint.sharded import add_model, begin_save
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.gradient_sync import find_state
-from hf_axonn.manifest import MANIFEST, STAGE, find_problems, read_manifest
-from hf_axonn.saving import Save, SaveError, finish_saves
 
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hf_axonn import shard_files
+from hf_axonn.checkpoint import shard_files
 
 
 # What changes a disk, as the code under test calls it.
@@ -73,8 +73,8 @@ def run_to_the_end(function: Callable, world: int, *args, timeout: float = 60) -
 
 def values_of(directory: Path) -> dict[str, torch.Tensor]:
     """All weights of a checkpoint, whole, after a check of every byte."""
-    from hf_axonn.manifest import check_complete
-    from hf_axonn.shard_files import PieceReader
+    from hf_axonn.checkpoint.manifest import check_complete
+    from hf_axonn.checkpoint.shard_files import PieceReader
 
     manifest = check_complete(directory)
     reader = PieceReader(directory, manifest.model, manifest.grid)

@@ -19,8 +19,8 @@ from training import collate, token_data
 from transformers import AutoModelForCausalLM
 
 from hf_axonn import AxonnPlugin, Grid
-from hf_axonn.manifest import MANIFEST
-from hf_axonn.saving import SaveError
+from hf_axonn.checkpoint.manifest import MANIFEST
+from hf_axonn.checkpoint.save import SaveError
 
 
 STEPS, SAVED_AT = 5, 3  # micro-batches are two a step, and the save is in the middle of an epoch
@@ -308,9 +308,9 @@ def _refusals(folder: Path) -> None:
 def spoil(good: Path, target: Path, how: str) -> None:
     import shutil
 
-    from hf_axonn.commit import write_manifest
-    from hf_axonn.manifest import read_manifest
-    from hf_axonn.shard_files import checksum_of
+    from hf_axonn.checkpoint.commit import write_manifest
+    from hf_axonn.checkpoint.manifest import read_manifest
+    from hf_axonn.checkpoint.shard_files import checksum_of
 
     shutil.copytree(good, target)
     if how == "missing":

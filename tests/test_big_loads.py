@@ -23,7 +23,8 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
-from hf_axonn import Grid, from_pretrained, save_sharded, unread
+from hf_axonn import Grid, from_pretrained, save_sharded
+from hf_axonn.checkpoint import lazy_tensors as unread
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid, load_sharded, parallelize, save_sharded, sync_gradients
-from hf_axonn.manifest import check_complete
-from hf_axonn.shard_files import file_name
+from hf_axonn.checkpoint.manifest import check_complete
+from hf_axonn.checkpoint.shard_files import file_name
 
 
 class Odd(nn.Module):

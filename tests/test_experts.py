@@ -17,8 +17,9 @@ from torch.distributed.tensor import Replicate
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
-from hf_axonn import Grid, from_pretrained, load_sharded, parallelize, save_sharded, unread
+from hf_axonn import Grid, from_pretrained, load_sharded, parallelize, save_sharded
 from hf_axonn.architectures.plan import Plan, derive
+from hf_axonn.checkpoint import lazy_tensors as unread
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.engine.gradient_sync import find_state

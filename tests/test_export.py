@@ -14,9 +14,9 @@ from ranks import run_ranks
 from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid, export_hf, parallelize, save_sharded
-from hf_axonn.commit import write_manifest
-from hf_axonn.manifest import Manifest, is_sharded_checkpoint
-from hf_axonn.shard_files import checksum_of, describe, file_name, write_pieces
+from hf_axonn.checkpoint.commit import write_manifest
+from hf_axonn.checkpoint.manifest import Manifest, is_sharded_checkpoint
+from hf_axonn.checkpoint.shard_files import checksum_of, describe, file_name, write_pieces
 
 
 def save_all(folder: Path, cases: list) -> None:
@@ -107,7 +107,7 @@ def test_one_tensor_is_in_memory_at_a_time(large, tmp_path):
 
 
 def test_an_export_that_fails_leaves_nothing(large, tmp_path, monkeypatch):
-    from hf_axonn import export
+    from hf_axonn.checkpoint import export
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")

@@ -28,8 +28,9 @@ from transformers import (
     modeling_utils,
 )
 
-from hf_axonn import Grid, from_pretrained, load_sharded, save_sharded, unread
-from hf_axonn.shard_files import file_name
+from hf_axonn import Grid, from_pretrained, load_sharded, save_sharded
+from hf_axonn.checkpoint import lazy_tensors as unread
+from hf_axonn.checkpoint.shard_files import file_name
 
 
 GRIDS = [Grid(z=2, x=2), Grid(y=2, x=2), Grid(data=2, z=2), Grid(y=4)]

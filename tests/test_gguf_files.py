@@ -13,7 +13,8 @@ import torch
 from ranks import run_ranks
 from transformers import AutoModelForCausalLM, GgufConfig
 
-from hf_axonn import Grid, from_pretrained, gguf_files
+from hf_axonn import Grid, from_pretrained
+from hf_axonn.checkpoint import gguf as gguf_files
 
 
 HIDDEN, HEADS, KV_HEADS, INTERMEDIATE, VOCABULARY, LAYERS = 64, 4, 2, 96, 160, 2

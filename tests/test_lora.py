@@ -13,7 +13,7 @@ from models import tiny_batch, tiny_model, unplanned_model
 from peft import LoraConfig, PeftModel
 from ranks import all_grids, run_ranks
 
-from hf_axonn.checkpoint import load_sharded, save_sharded
+from hf_axonn.checkpoint.sharded import load_sharded, save_sharded
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.parallelize import parallelize

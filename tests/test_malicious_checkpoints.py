@@ -18,11 +18,11 @@ from training import make_trainer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_axonn import AxonnPlugin, Grid, export_hf, from_pretrained
+from hf_axonn.checkpoint.commit import write_manifest
+from hf_axonn.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from hf_axonn.checkpoint.shard_files import checksum_of
 from hf_axonn.cli import main
-from hf_axonn.commit import write_manifest
 from hf_axonn.distributed.collectives import barrier, world_rank
-from hf_axonn.manifest import MANIFEST, Manifest, read_manifest
-from hf_axonn.shard_files import checksum_of
 
 
 GRID = Grid(z=2)
@@ -168,7 +168,7 @@ def test_links_to_other_files_are_not_followed(honest, tmp_path):
 
 def test_a_planted_stage_cannot_reach_outside(honest, tmp_path):
     """What looks like an interrupted save moves files: never through a link that leads out of the checkpoint."""
-    from hf_axonn.manifest import STAGE
+    from hf_axonn.checkpoint.manifest import STAGE
 
     checkpoint, outside = tmp_path / "checkpoint-1", tmp_path / "outside"
     shutil.copytree(honest, checkpoint)

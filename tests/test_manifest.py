@@ -9,11 +9,18 @@ from pathlib import Path
 import pytest
 
 from hf_axonn import Grid
+from hf_axonn.checkpoint.commit import write_manifest
+from hf_axonn.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    check_complete,
+    find_problems,
+    is_sharded_checkpoint,
+    read_manifest,
+)
+from hf_axonn.checkpoint.partition import SavedTensor
+from hf_axonn.checkpoint.shard_files import checksum_of
 from hf_axonn.cli import main
-from hf_axonn.commit import write_manifest
-from hf_axonn.manifest import MANIFEST, Manifest, check_complete, find_problems, is_sharded_checkpoint, read_manifest
-from hf_axonn.pieces import SavedTensor
-from hf_axonn.shard_files import checksum_of
 
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
@@ -182,7 +189,7 @@ def test_nonsense_is_refused(tmp_path, capsys, text):
     ],
 )
 def test_values_of_another_kind_are_refused(tmp_path, key, value):
-    from hf_axonn.manifest import _checksum
+    from hf_axonn.checkpoint.manifest import _checksum
 
     body = json.loads(Manifest("id", Grid(), {}).to_json())
     del body["checksum"]

@@ -13,8 +13,8 @@ import torch
 from ranks import all_grids
 
 from hf_axonn import Grid
-from hf_axonn.pieces import MOST_WRITERS, SMALL_BYTES, SavedTensor, Writers, box_at, overlap, pieces_in
-from hf_axonn.shard_files import PieceReader
+from hf_axonn.checkpoint.partition import MOST_WRITERS, SMALL_BYTES, SavedTensor, Writers, box_at, overlap, pieces_in
+from hf_axonn.checkpoint.shard_files import PieceReader
 
 
 CUTS = [(1, 0, 0), (0, 1, 0), (0, 0, 0), (0, 0, 2), (None, None, None), (None, 1, None)]

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_axonn import Grid, parallelize
-from hf_axonn.plain_checkpoint import load_plain_weights
+from hf_axonn.checkpoint.single_process import load_plain_weights
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

@@ -19,10 +19,10 @@ from ranks import run_ranks
 from training import make_trainer, numbers, worst_difference
 
 from hf_axonn import AxonnPlugin, Grid
-from hf_axonn.checkpoint import load_sharded
+from hf_axonn.checkpoint.manifest import MANIFEST, STAGE, check_complete
+from hf_axonn.checkpoint.save import SaveError
+from hf_axonn.checkpoint.sharded import load_sharded
 from hf_axonn.distributed.collectives import world_rank
-from hf_axonn.manifest import MANIFEST, STAGE, check_complete
-from hf_axonn.saving import SaveError
 from hf_axonn.trainer_saving import rotate
 
 

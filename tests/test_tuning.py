@@ -16,8 +16,11 @@ from models import tiny_batch, tiny_model
 from ranks import run_ranks
 from torch import nn
 
-from hf_axonn.checkpoint import LAYOUTS, load_sharded, save_sharded
-from hf_axonn.commit import write_manifest
+from hf_axonn.checkpoint.commit import write_manifest
+from hf_axonn.checkpoint.export import export_hf
+from hf_axonn.checkpoint.manifest import check_complete
+from hf_axonn.checkpoint.shard_files import checksum_of
+from hf_axonn.checkpoint.sharded import LAYOUTS, load_sharded, save_sharded
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
 from hf_axonn.engine import matmul_tuning as tuning
@@ -25,10 +28,7 @@ from hf_axonn.engine import operand_layouts
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.engine.matmul_tuning import STEPS, Key, MatmulTuner
 from hf_axonn.engine.operand_layouts import AS_IS, Sample
-from hf_axonn.export import export_hf
-from hf_axonn.manifest import check_complete
 from hf_axonn.parallelize import parallelize
-from hf_axonn.shard_files import checksum_of
 from hf_axonn.topology.grid import Grid
 
 

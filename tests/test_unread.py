@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hf_axonn.unread import Unread, read, unread
+from hf_axonn.checkpoint.lazy_tensors import Unread, read, unread
 
 
 def _tensors(*shape: int, count: int = 1) -> list[torch.Tensor]:

@@ -1,13 +1,13 @@
 """Checkpoints that any grid can read: every rank writes its own shards, every rank reads its own slices.
 
-    DIR/shard-0000R-model-*.safetensors    weights, one file a rank that writes any (pieces.py)
+    DIR/shard-0000R-model-*.safetensors    weights, one file a rank that writes any (partition.py)
     DIR/optimizer/shard-*.safetensors      optimizer state, likewise; DIR/optimizer/values.json its plain numbers
     DIR/config.json, generation_config.json
     DIR/matmul_layouts.json                what kernel tuning has chosen (engine/matmul_tuning.py), where it is on
     DIR/axonn_checkpoint.json              written last: the manifest (manifest.py), with a checksum of every file
 
 Plain `AutoModelForCausalLM.from_pretrained(DIR)` reads such a directory on one process. The directory gets its name,
-or its new content, when all of that is on disk (saving.py, commit.py), and is read only when all of it is as it was
+or its new content, when all of that is on disk (save.py, commit.py), and is read only when all of it is as it was
 written. Nothing here is a pickle.
 """
 
@@ -20,7 +20,10 @@ import torch
 from torch import nn
 
 from hf_axonn.adapters.files import load_adapters, save_adapters
-from hf_axonn.commit import OPTIMIZER, recover
+from hf_axonn.checkpoint.commit import OPTIMIZER, recover
+from hf_axonn.checkpoint.manifest import Manifest, find_problems, read_manifest, refuse
+from hf_axonn.checkpoint.save import Save, finish_saves
+from hf_axonn.checkpoint.shard_files import PieceReader
 from hf_axonn.compat.torch import (
     default_device_type,
     flat_optimizer_state,
@@ -32,9 +35,6 @@ from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.distributed.consistency import raising_together
 from hf_axonn.engine.gradient_sync import find_state
 from hf_axonn.engine.state import ModelState
-from hf_axonn.manifest import Manifest, find_problems, read_manifest, refuse
-from hf_axonn.saving import Save, finish_saves
-from hf_axonn.shard_files import PieceReader
 
 
 VALUES = "values.json"

@@ -7,10 +7,10 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from hf_axonn.checkpoint import LAYOUTS
-from hf_axonn.commit import commit, new_stage, recover, sync_directory
-from hf_axonn.manifest import MANIFEST, check_complete
-from hf_axonn.shard_files import PieceReader, byte_sizes, write_safetensors
+from hf_axonn.checkpoint.commit import commit, new_stage, recover, sync_directory
+from hf_axonn.checkpoint.manifest import MANIFEST, check_complete
+from hf_axonn.checkpoint.shard_files import PieceReader, byte_sizes, write_safetensors
+from hf_axonn.checkpoint.sharded import LAYOUTS
 
 
 COPIED = (".json", ".txt", ".model", ".jinja")

@@ -3,7 +3,7 @@
     version, save       of the format; which save this was, a random id
     grid, tied          on what it was written; names that are second names of a tied tensor
     files               bytes and SHA-256 of every other file of the checkpoint, by its name in the directory
-    model, optimizer    shape, dtype and cuts of every sharded tensor (pieces.py)
+    model, optimizer    shape, dtype and cuts of every sharded tensor (partition.py)
     checksum            SHA-256 of all of the above
 
 A directory with a manifest that fits its files is a complete checkpoint; anything else is not one.
@@ -18,14 +18,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
-from hf_axonn.pieces import SavedTensor
-from hf_axonn.shard_files import DTYPES, FileRecord, checksum_of
+from hf_axonn.checkpoint.partition import SavedTensor
+from hf_axonn.checkpoint.shard_files import DTYPES, FileRecord, checksum_of
 from hf_axonn.topology.grid import Grid
 
 
 MANIFEST = "axonn_checkpoint.json"
 SHARDS = "shard-*.safetensors"
-STAGE = ".axonn-saving"  # see saving.py
+STAGE = ".axonn-saving"  # see save.py
 VERSION = 2
 
 

@@ -17,7 +17,7 @@ import os
 import shutil
 from pathlib import Path, PurePosixPath
 
-from hf_axonn.manifest import MANIFEST, SHARDS, STAGE, Manifest, read_manifest
+from hf_axonn.checkpoint.manifest import MANIFEST, SHARDS, STAGE, Manifest, read_manifest
 
 
 OPTIMIZER = "optimizer"

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.unread import Region, Unread, read, unread
+from hf_axonn.checkpoint.lazy_tensors import Region, Unread, read, unread
 
 
 READERS = 4  # threads that copy out of files at the same time; as many as Transformers' loader has

@@ -1,6 +1,6 @@
 """A sharded model as one: its whole state dict on rank 0, and `save_pretrained`, which writes an ordinary directory.
 
-For a model that one machine can hold. Checkpoints (checkpoint.py) never gather anything.
+For a model that one machine can hold. Checkpoints (sharded.py) never gather anything.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hf_axonn.pieces import Box, SavedTensor, Writers, box_at, overlap, pieces_in
+from hf_axonn.checkpoint.partition import Box, SavedTensor, Writers, box_at, overlap, pieces_in
 from hf_axonn.topology.grid import WEIGHT_AXES, Grid, bounds
 
 
