@@ -35,8 +35,8 @@ from simulate import TOLERANCE, Case, train  # noqa: E402
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig  # noqa: E402
 
 from hf_axonn import Grid, __version__, parallelize  # noqa: E402
-from hf_axonn.perf.memory import memory  # noqa: E402
-from hf_axonn.perf.model import layout_of  # noqa: E402
+from hf_axonn.planner.memory import memory  # noqa: E402
+from hf_axonn.planner.predict import layout_of  # noqa: E402
 
 
 SEQ, ROWS = 128, 8  # tokens a row, rows of all (data, z) positions together

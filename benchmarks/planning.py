@@ -14,10 +14,12 @@ import statistics
 import sys
 from dataclasses import dataclass, replace
 
-from hf_axonn.perf import compute, machines, models
-from hf_axonn.perf.model import Job
-from hf_axonn.perf.paper import network_time
-from hf_axonn.perf.planner import Plan, plan
+from hf_axonn.planner import machine as machines
+from hf_axonn.planner.model import catalog as models
+from hf_axonn.planner.predict import Job
+from hf_axonn.planner.search import Plan, plan
+from hf_axonn.planner.time import compute
+from hf_axonn.planner.time.paper import network_time
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid
 

@@ -37,9 +37,10 @@ from peers_contenders import grid_name  # noqa: E402
 from peers_ranks import Ranks, busy_seconds  # noqa: E402
 
 from hf_axonn import __version__  # noqa: E402
-from hf_axonn.perf import machines, models  # noqa: E402
-from hf_axonn.perf.model import Job, Prediction, predict  # noqa: E402
-from hf_axonn.perf.planner import grids  # noqa: E402
+from hf_axonn.planner import machine as machines  # noqa: E402
+from hf_axonn.planner.model import catalog as models  # noqa: E402
+from hf_axonn.planner.predict import Job, Prediction, predict  # noqa: E402
+from hf_axonn.planner.search import grids  # noqa: E402
 
 
 ROWS, SEQ = 8, 128

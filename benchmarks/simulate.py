@@ -44,17 +44,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig, Starcoder2Config
 
 from hf_axonn import Grid, __version__, parallelize
-from hf_axonn.built_shapes import shape_of
 from hf_axonn.engine.gradient_sync import syncing
-from hf_axonn.perf import models
-from hf_axonn.perf.layers import Stack
-from hf_axonn.perf.ledger import Ledger
-from hf_axonn.perf.memory import memory
-from hf_axonn.perf.model import layout_of
-from hf_axonn.perf.shapes import Step
-from hf_axonn.perf.volumes import volumes
+from hf_axonn.planner.measure.traffic_counter import count_traffic
+from hf_axonn.planner.memory import memory
+from hf_axonn.planner.model import catalog as models
+from hf_axonn.planner.model.shapes import Step
+from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.predict import layout_of
+from hf_axonn.planner.tracing.built_shapes import shape_of
+from hf_axonn.planner.traffic.ledger import Ledger
+from hf_axonn.planner.traffic.volumes import volumes
 from hf_axonn.topology.grid import grid_mesh
-from hf_axonn.traffic import count_traffic
 
 
 TOLERANCE = 0.1  # of a peak

@@ -31,10 +31,10 @@ from ranks import all_grids, run_ranks
 
 from hf_axonn import AxonnConfig, Grid, __version__, parallelize, sync_gradients
 from hf_axonn.architectures.plan import plan_for
-from hf_axonn.perf.ledger import Key, Ledger, Volume
-from hf_axonn.perf.shapes import ModelShape, Step
-from hf_axonn.perf.volumes import layer_volumes, volumes
-from hf_axonn.traffic import count_traffic
+from hf_axonn.planner.measure.traffic_counter import count_traffic
+from hf_axonn.planner.model.shapes import ModelShape, Step
+from hf_axonn.planner.traffic.ledger import Key, Ledger, Volume
+from hf_axonn.planner.traffic.volumes import layer_volumes, volumes
 
 
 WORLD = 4

@@ -1,6 +1,6 @@
 """Other ways to divide a decoder layer, as equations: the collectives and bytes of one layer and one micro-batch.
 
-T tokens a (data, z) position, Linear [N, K]; every collective is a ring (hf_axonn/perf/ledger.py).
+T tokens a (data, z) position, Linear [N, K]; every collective is a ring (hf_axonn/planner/traffic/ledger.py).
 
     layer by layer   AxoNN, equations 3 and 4 of its performance model (arXiv 2502.08145): each Linear is reduced on
                      its own. Column layer: forward all-reduce over y of T*N/x, backward all-reduce over x of T*K/y;
@@ -13,8 +13,8 @@ T tokens a (data, z) position, Linear [N, K]; every collective is a ring (hf_axo
 
 from __future__ import annotations
 
-from hf_axonn.perf.ledger import Ledger
-from hf_axonn.perf.shapes import LinearShape, ModelShape, Step
+from hf_axonn.planner.model.shapes import LinearShape, ModelShape, Step
+from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.topology.grid import Grid
 
 

@@ -28,11 +28,11 @@ from tiny_configs import MODEL_TYPES, tiny_config
 from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid, __version__, parallelize
-from hf_axonn.found_shapes import found_shape
-from hf_axonn.perf.layers import Stack
-from hf_axonn.perf.ledger import Ledger
-from hf_axonn.perf.model import layout_of
-from hf_axonn.perf.volumes import volumes
+from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.predict import layout_of
+from hf_axonn.planner.tracing.trace import found_shape
+from hf_axonn.planner.traffic.ledger import Ledger
+from hf_axonn.planner.traffic.volumes import volumes
 from hf_axonn.topology.grid import grid_mesh
 
 

@@ -5,7 +5,7 @@
 
 One process, no GPU, no weights: the model is built on the meta device and parallelized in a world whose other ranks
 are not there, by the same code that a launch runs. So what is said about sharding and about bytes between steps is
-what will be; the memory of a step is the estimate of perf/memory.py.
+what will be; the memory of a step is the estimate of planner/memory.py.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hf_axonn.built_shapes import shape_of
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch import read_launch_file, write_temporary
 from hf_axonn.launch_file import SECTION, Launch, check_spelling, resolve
-from hf_axonn.perf import machines
-from hf_axonn.perf.layers import Stack
-from hf_axonn.perf.memory import MOMENT_BYTES, RESERVE, memory
-from hf_axonn.perf.shapes import Step
+from hf_axonn.planner import machine as machines
+from hf_axonn.planner.memory import MOMENT_BYTES, RESERVE, memory
+from hf_axonn.planner.model.shapes import Step
+from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.tracing.built_shapes import shape_of
 from hf_axonn.topology.grid import Grid
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from hf_axonn.built_shapes import read_shape
 from hf_axonn.config import VARIABLE, AxonnConfig
-from hf_axonn.perf.jobs import resolve_auto
+from hf_axonn.planner.jobs import resolve_auto
+from hf_axonn.planner.tracing.built_shapes import read_shape
 
 
 SECTION = "axonn_config"

@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 
-from hf_axonn.built_shapes import read_shape
-from hf_axonn.perf import machines, models
-from hf_axonn.perf.jobs import WEIGHTS, make_job, number
-from hf_axonn.perf.model import Job, Prediction, reorder
-from hf_axonn.perf.paper import ORDER, rank_grids
-from hf_axonn.perf.planner import Plan, alternatives, grids, plan, sweep
+from hf_axonn.planner import machine as machines
+from hf_axonn.planner.jobs import WEIGHTS, make_job, number
+from hf_axonn.planner.model import catalog as models
+from hf_axonn.planner.predict import Job, Prediction, reorder
+from hf_axonn.planner.search import Plan, alternatives, grids, plan, sweep
+from hf_axonn.planner.time.paper import ORDER, rank_grids
+from hf_axonn.planner.tracing.built_shapes import read_shape
 
 
 def add_plan(commands) -> None:
@@ -78,7 +79,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
 def run_bench_links(options: argparse.Namespace) -> int:
     """`hf-axonn bench-links`; returns the exit code."""
-    from hf_axonn.bench_links import bench_links
+    from hf_axonn.planner.measure.bench_links import bench_links
 
     return bench_links(options.output, seconds=options.seconds)
 

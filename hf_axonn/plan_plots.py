@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_axonn.perf.planner import Plan
+from hf_axonn.planner.search import Plan
 
 
 # Parts of a step in the order in which they are stacked: compute in blues, communication in reds, else grey.

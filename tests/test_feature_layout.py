@@ -32,7 +32,7 @@ from hf_axonn.engine.activation_layouts import (
 )
 from hf_axonn.engine.gradient_sync import find_state
 from hf_axonn.parallelize import parallelize
-from hf_axonn.traffic import count_traffic
+from hf_axonn.planner.measure.traffic_counter import count_traffic
 
 
 HIDDEN = 50  # 3 and 4 do not divide it: 17, 17, 16 and 13, 13, 13, 11

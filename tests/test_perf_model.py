@@ -12,17 +12,19 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_axonn.perf import compute, machines, models
-from hf_axonn.perf.ledger import Key, Volume, sent_bytes
-from hf_axonn.perf.links import Links
-from hf_axonn.perf.machines import Machine
-from hf_axonn.perf.memory import local_parameters, memory
-from hf_axonn.perf.model import Job, layout_of, predict, refusal, step_of
-from hf_axonn.perf.paper import Layer, layer_times, network_time, rank_grids, strides
-from hf_axonn.perf.planner import grids
-from hf_axonn.perf.schedules import of_engine
-from hf_axonn.perf.shapes import ModelShape, Step
-from hf_axonn.perf.volumes import volumes
+from hf_axonn.planner import machine as machines
+from hf_axonn.planner.machine import Machine
+from hf_axonn.planner.memory import local_parameters, memory
+from hf_axonn.planner.model import catalog as models
+from hf_axonn.planner.model.shapes import ModelShape, Step
+from hf_axonn.planner.predict import Job, layout_of, predict, refusal, step_of
+from hf_axonn.planner.search import grids
+from hf_axonn.planner.time import compute
+from hf_axonn.planner.time.links import Links
+from hf_axonn.planner.time.paper import Layer, layer_times, network_time, rank_grids, strides
+from hf_axonn.planner.time.schedules import of_engine
+from hf_axonn.planner.traffic.ledger import Key, Volume, sent_bytes
+from hf_axonn.planner.traffic.volumes import volumes
 from hf_axonn.topology.grid import Grid
 
 

@@ -16,7 +16,7 @@ from float64 import Float64
 from models import tiny_batch, tiny_model
 
 from hf_axonn.config import AxonnConfig
-from hf_axonn.perf.paper import strides
+from hf_axonn.planner.time.paper import strides
 from hf_axonn.topology.axis_order import ORDER, PLACED, check_order, rank_at, take_rank
 from hf_axonn.topology.grid import AXES, Grid
 

@@ -12,14 +12,15 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from hf_axonn import bench_links, timings
 from hf_axonn.cli import main
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch_file import resolve
-from hf_axonn.perf import machines, models
-from hf_axonn.perf.jobs import number, resolve_auto, sequences_of
-from hf_axonn.perf.model import Job, predict
-from hf_axonn.perf.planner import alternatives, divisors, factorizations, grids, other_order, plan, sweep
+from hf_axonn.planner import machine as machines
+from hf_axonn.planner.jobs import number, resolve_auto, sequences_of
+from hf_axonn.planner.measure import bench_links, timings
+from hf_axonn.planner.model import catalog as models
+from hf_axonn.planner.predict import Job, predict
+from hf_axonn.planner.search import alternatives, divisors, factorizations, grids, other_order, plan, sweep
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid
 

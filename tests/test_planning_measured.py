@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_axonn.perf import machines
+from hf_axonn.planner import machine as machines
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

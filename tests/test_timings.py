@@ -7,9 +7,9 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from hf_axonn import timings
 from hf_axonn.distributed.collectives import world_rank
-from hf_axonn.timings import UNMEASURED, Line, Timings
+from hf_axonn.planner.measure import timings
+from hf_axonn.planner.measure.timings import UNMEASURED, Line, Timings
 
 
 def several():

@@ -18,12 +18,12 @@ from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
 from hf_axonn.losses import vocab_parallel as loss
 from hf_axonn.parallelize import parallelize
-from hf_axonn.perf import volumes as arithmetic
-from hf_axonn.perf.ledger import Key, Ledger, Volume
-from hf_axonn.perf.shapes import ModelShape, Step
-from hf_axonn.perf.volumes import volumes
+from hf_axonn.planner.measure.traffic_counter import count_traffic
+from hf_axonn.planner.model.shapes import ModelShape, Step
+from hf_axonn.planner.traffic import volumes as arithmetic
+from hf_axonn.planner.traffic.ledger import Key, Ledger, Volume
+from hf_axonn.planner.traffic.volumes import volumes
 from hf_axonn.topology.grid import Grid, grid_mesh
-from hf_axonn.traffic import count_traffic
 
 
 LLAMA = ModelShape(layers=2, hidden=48, heads=12, kv_heads=6, head_dim=4, intermediate=40, vocab=131)

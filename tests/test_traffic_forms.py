@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from traffic_forms import all_reduce_form, megatron
 
-from hf_axonn.perf.shapes import ModelShape, Step
-from hf_axonn.perf.volumes import layer_volumes
+from hf_axonn.planner.model.shapes import ModelShape, Step
+from hf_axonn.planner.traffic.volumes import layer_volumes
 from hf_axonn.topology.grid import Grid
 
 

@@ -14,7 +14,7 @@ import traffic_models  # noqa: E402
 from tiny_configs import MODEL_TYPES, tiny_config  # noqa: E402
 
 from hf_axonn import Grid  # noqa: E402
-from hf_axonn.perf.layers import Experts, Whole  # noqa: E402
+from hf_axonn.planner.model.stack import Experts, Whole  # noqa: E402
 
 
 # One for each way in which a model can differ from a Llama.

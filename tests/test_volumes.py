@@ -6,9 +6,9 @@ from fractions import Fraction
 
 import pytest
 
-from hf_axonn.perf.ledger import Key, Ledger, Volume, sent_bytes
-from hf_axonn.perf.shapes import ModelShape, Step
-from hf_axonn.perf.volumes import BUCKET_BYTES, buckets, layer_volumes, volumes
+from hf_axonn.planner.model.shapes import ModelShape, Step
+from hf_axonn.planner.traffic.ledger import Key, Ledger, Volume, sent_bytes
+from hf_axonn.planner.traffic.volumes import BUCKET_BYTES, buckets, layer_volumes, volumes
 from hf_axonn.topology.grid import Grid
 
 
@@ -146,6 +146,6 @@ def test_what_makes_no_sense_is_refused():
 
 
 def test_no_torch_is_needed():
-    code = "import sys, hf_axonn.perf.volumes; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    code = "import sys, hf_axonn.planner.traffic.volumes; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from hf_axonn.perf.layers import Block, Call, Experts, Layer, LinearShape, Stack, Weight, Whole
-from hf_axonn.perf.shapes import Step
-from hf_axonn.perf.shares import heads_repeat, own_elements, own_experts, shard_shape
-from hf_axonn.perf.volumes import BUCKET_BYTES, CHUNK_LOGITS
+from hf_axonn.planner.model.shapes import Step
+from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, LinearShape, Stack, Weight, Whole
+from hf_axonn.planner.traffic.shares import heads_repeat, own_elements, own_experts, shard_shape
+from hf_axonn.planner.traffic.volumes import BUCKET_BYTES, CHUNK_LOGITS
 from hf_axonn.topology.grid import Grid, ceil_div
 
 

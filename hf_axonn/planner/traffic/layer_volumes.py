@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_axonn.perf.layers import Block, Call, Experts, Layer, LinearShape, Stack, Whole
-from hf_axonn.perf.ledger import Key, Ledger
-from hf_axonn.perf.shapes import Step
-from hf_axonn.perf.shares import own_experts, shard_shape
+from hf_axonn.planner.model.shapes import Step
+from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, LinearShape, Stack, Whole
+from hf_axonn.planner.traffic.ledger import Key, Ledger
+from hf_axonn.planner.traffic.shares import own_experts, shard_shape
 from hf_axonn.topology.grid import Grid, Place, ceil_div
 from hf_axonn.topology.heads import Heads, exchanged_features, is_own_slice
 

@@ -16,10 +16,10 @@ import itertools
 from collections import Counter
 from typing import NamedTuple
 
-from hf_axonn.perf.layers import Block, Call, Experts, Layer, Stack, Whole
-from hf_axonn.perf.machines import Machine
-from hf_axonn.perf.shapes import Step
-from hf_axonn.perf.shares import heads_repeat
+from hf_axonn.planner.machine import Machine
+from hf_axonn.planner.model.shapes import Step
+from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, Stack, Whole
+from hf_axonn.planner.traffic.shares import heads_repeat
 from hf_axonn.topology.grid import Grid, ceil_div
 
 

@@ -2,7 +2,7 @@
 
     read_shape("DIR")      perf.models.load, and for a type that is not in its FAMILIES what is said here
 
-The model is built on the meta device, which takes no memory, and its shape is found there (found_shapes.py).
+The model is built on the meta device, which takes no memory, and its shape is found there (trace.py).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from hf_axonn.perf import models
-from hf_axonn.perf.layers import Stack
-from hf_axonn.perf.shapes import FoundShape
+from hf_axonn.planner.model import catalog as models
+from hf_axonn.planner.model.shapes import FoundShape
+from hf_axonn.planner.model.stack import Stack
 
 
 def read_shape(model: str) -> Stack:
@@ -60,7 +60,7 @@ def built_shape(config: dict, name: str = "config") -> FoundShape:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hf_axonn.found_shapes import found_shape
+    from hf_axonn.planner.tracing.trace import found_shape
 
     kind = config["model_type"]
     try:

@@ -2,10 +2,10 @@
 
     time of a step = micro_batches * (forward + backward + head) + averages over data that nothing hides + optimizer
 
-What overlaps hide of a layer's communication is in exposed.py. Averages over data hide behind what is left of the last
+What overlaps hide of a layer's communication is in planner/time/exposed.py. Averages over data hide behind what is left of the last
 backward pass. Compute does not slow down while something travels.
 
-Two schedules: `hf_axonn`, whose collectives are those of volumes.py and so of the engine, byte by byte; `axonn`, the
+Two schedules: `hf_axonn`, whose collectives are those of planner/traffic/volumes.py and so of the engine, byte by byte; `axonn`, the
 paper's, whose volumes are equations (1) to (5), where ranks of y repeat attention and ranks of x repeat norms.
 """
 
@@ -14,16 +14,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from hf_axonn.perf.compute import Compute
-from hf_axonn.perf.exposed import Overlaps, exposed
-from hf_axonn.perf.layers import Stack
-from hf_axonn.perf.ledger import Ledger
-from hf_axonn.perf.links import Links
-from hf_axonn.perf.machines import Machine
-from hf_axonn.perf.memory import Memory, memory
-from hf_axonn.perf.paper import ORDER
-from hf_axonn.perf.schedules import LayerSeconds, Traffic, of_axonn, of_engine
-from hf_axonn.perf.shapes import Step
+from hf_axonn.planner.machine import Machine
+from hf_axonn.planner.memory import Memory, memory
+from hf_axonn.planner.model.shapes import Step
+from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.time.compute import Compute
+from hf_axonn.planner.time.exposed import Overlaps, exposed
+from hf_axonn.planner.time.links import Links
+from hf_axonn.planner.time.paper import ORDER
+from hf_axonn.planner.time.schedules import LayerSeconds, Traffic, of_axonn, of_engine
+from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.topology.grid import Grid
 
 

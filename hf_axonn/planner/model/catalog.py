@@ -1,4 +1,4 @@
-"""Which model: the GPTs of AxoNN's paper by name, or the config.json of a dense family; others: built_shapes.py.
+"""Which model: the GPTs of AxoNN's paper by name, or the config.json of a dense family; others: planner/tracing/built_shapes.py.
 
 Plain Python: a config is read as JSON, no torch and no Transformers. What a config does not say (whether the MLP is
 gated, which Linears have a bias, which norms there are) is known for the families in FAMILIES.
@@ -9,8 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_axonn.perf.machines import read_json
-from hf_axonn.perf.shapes import ModelShape
+from hf_axonn.planner.machine import read_json
+from hf_axonn.planner.model.shapes import ModelShape
 
 
 # layers, hidden, heads. Source: branch gordon-bell-perlmutter of axonn-ai/Megatron-AxoNN; 320b and 640b: recalled

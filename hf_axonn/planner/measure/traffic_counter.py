@@ -1,4 +1,4 @@
-"""Counting the collectives that really run, in the terms of perf/volumes.py.
+"""Counting the collectives that really run, in the terms of planner/traffic/volumes.py.
 
 with count_traffic(grid) as counter:
     model(**batch).loss.backward()
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.engine.overlap import in_backward
-from hf_axonn.perf.ledger import Ledger
+from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.topology.grid import AXES, Grid
 
 

@@ -12,11 +12,11 @@ Legend: T = tokens of a (data, z) position padded to a multiple of x * y; H = hi
 
 from __future__ import annotations
 
-from hf_axonn.perf.layer_volumes import LayerAccount
-from hf_axonn.perf.layers import LinearShape, Stack
-from hf_axonn.perf.ledger import Ledger
-from hf_axonn.perf.shapes import Step
-from hf_axonn.perf.shares import own_elements
+from hf_axonn.planner.model.shapes import Step
+from hf_axonn.planner.model.stack import LinearShape, Stack
+from hf_axonn.planner.traffic.layer_volumes import LayerAccount
+from hf_axonn.planner.traffic.ledger import Ledger
+from hf_axonn.planner.traffic.shares import own_elements
 from hf_axonn.topology.grid import Grid, ceil_div
 
 

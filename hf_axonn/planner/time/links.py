@@ -9,8 +9,8 @@
     measured    a kind that the machine's relative_latency has: that factor times base + p - 1 steps, in place of the
                 start-up and steps above
 
-Bandwidth is the machine's for the stride and length of the ring, machines.py. Axes that lie side by side in the order
-make one longer ring. Bytes that a rank sends for a payload: ledger.py.
+Bandwidth is the machine's for the stride and length of the ring, planner/machine.py. Axes that lie side by side in the order
+make one longer ring. Bytes that a rank sends for a payload: planner/traffic/ledger.py.
 
 Source: AxoNN (arXiv 2502.08145), equations (1) to (7); Thakur, Rabenseifner and Gropp 2005 for the latency terms.
 """
@@ -22,9 +22,9 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import NamedTuple
 
-from hf_axonn.perf.ledger import Key, Volume
-from hf_axonn.perf.machines import Machine
-from hf_axonn.perf.paper import ORDER, strides
+from hf_axonn.planner.machine import Machine
+from hf_axonn.planner.time.paper import ORDER, strides
+from hf_axonn.planner.traffic.ledger import Key, Volume
 from hf_axonn.topology.grid import AXES, Grid
 
 
@@ -96,7 +96,7 @@ class Links:
         return min(self.machine.bandwidth(self.strides[axis], getattr(self.grid, axis)) for axis in axes)
 
     def seconds(self, kind: str, axes: Iterable[str], payload: float, calls: int = 1) -> float:
-        """Seconds of `calls` collectives whose payloads are `payload` bytes in all; kinds and payloads: ledger.py."""
+        """Seconds of `calls` collectives whose payloads are `payload` bytes in all; kinds and payloads: planner/traffic/ledger.py."""
         ring, machine = self.ring(axes), self.machine
         if ring.ranks == 1 or not calls:
             return 0.0

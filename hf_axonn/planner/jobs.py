@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from hf_axonn.perf import machines, models
-from hf_axonn.perf.layers import Stack
-from hf_axonn.perf.model import Job
-from hf_axonn.perf.planner import plan
+from hf_axonn.planner import machine as machines
+from hf_axonn.planner.model import catalog as models
+from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.predict import Job
+from hf_axonn.planner.search import plan
 from hf_axonn.topology.axis_order import ORDER, check_order
 
 

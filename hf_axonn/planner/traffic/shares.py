@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_axonn.perf.layers import Block, LinearShape, Weight
+from hf_axonn.planner.model.stack import Block, LinearShape, Weight
 from hf_axonn.topology.grid import Grid, bounds
 
 

@@ -9,7 +9,7 @@ One layer: O[m, n] = I[m, k] @ W[k, n], m tokens of one data-parallel replica. F
     (4)  all-reduce of dI over x       2 (x - 1) / x   * m k / (z y)   / beta_x
     (5)  all-reduce of dW over data    2 (d - 1) / d   * k n / (x y z) / beta_data
     (6)  the layer: their sum; a transposed layer swaps x and y; the network: the sum over layers
-    (7)  beta between nodes: inter / min(gpus_per_node, stride), see machines.py
+    (7)  beta between nodes: inter / min(gpus_per_node, stride), see planner/machine.py
 
 in seconds, each times the bytes of an element. `counting="script"` counts as the authors' own script does (examples/
 comm_model.py, branch gordon-bell-perlmutter of axonn-ai/Megatron-AxoNN): W is gathered twice, forward runs twice (all
@@ -23,9 +23,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hf_axonn.perf.layers import Stack
-from hf_axonn.perf.machines import Machine
-from hf_axonn.perf.shapes import ModelShape
+from hf_axonn.planner.machine import Machine
+from hf_axonn.planner.model.shapes import ModelShape
+from hf_axonn.planner.model.stack import Stack
 from hf_axonn.topology.grid import Grid
 
 

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_axonn.distributed.collectives import exchange, reduce_, start_all_gather, start_reduce_scatter
-from hf_axonn.perf.machines import from_mapping
-from hf_axonn.perf.planner import divisors
-from hf_axonn.timings import UNMEASURED, Line, Timings
+from hf_axonn.planner.machine import from_mapping
+from hf_axonn.planner.measure.timings import UNMEASURED, Line, Timings
+from hf_axonn.planner.search import divisors
 
 
 PASSES = 11

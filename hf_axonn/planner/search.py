@@ -14,8 +14,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from hf_axonn.perf.model import Job, Prediction, divisors, predict, refusal, reorder
-from hf_axonn.perf.paper import ORDER
+from hf_axonn.planner.predict import Job, Prediction, divisors, predict, refusal, reorder
+from hf_axonn.planner.time.paper import ORDER
 from hf_axonn.topology.grid import Grid
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hf_axonn.perf.ledger import KINDS
+from hf_axonn.planner.traffic.ledger import KINDS
 
 
 Made = TypeVar("Made")
@@ -56,7 +56,7 @@ class Machine:
         relative_cost: by kind of collective, its time over that of an all-gather in which a rank sends as much; 1 for
             kinds that are not in it.
         relative_latency: by kind of collective, its start-up and steps over those of an all-gather by as many ranks;
-            links.py says what holds for kinds that are not in it.
+            planner/time/links.py says what holds for kinds that are not in it.
         units: multiprocessors of a GPU.
         intra: bytes/s by (stride between neighbours of a ring, ranks of a ring); or
         intra_any: bytes/s of every ring in a node, where a switch joins all.
@@ -167,7 +167,7 @@ def from_mapping(text: Any) -> Machine:
         ValueError: a key is missing or unknown, a number is not positive, or a number has no source.
     """
     if not isinstance(text, dict):
-        raise ValueError("it holds no keys: write the keys of hf_axonn/perf/machines/frontier.json.")
+        raise ValueError("it holds no keys: write the keys of hf_axonn/planner/machines/frontier.json.")
     missing = [key for key in ("name", *REQUIRED) if key not in text]
     unknown = [key for key in text if key not in ("name", "description", "sources", *REQUIRED, *OPTIONAL, *FACTORS)]
     if missing or unknown:

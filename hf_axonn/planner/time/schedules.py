@@ -1,10 +1,10 @@
 """What travels in a step, group by group, for the engine's schedule and for AxoNN's.
 
-    of_engine    the collectives of volumes.py
+    of_engine    the collectives of planner/traffic/volumes.py
     of_axonn     equations (1) to (5) of the paper, every all-reduce in one piece
 
 A decoder layer has groups of weights that are gathered and multiplied together: q, k, v; o; up (and gate); down;
-the experts of a mixture are one, and so is each Linear that makes latents. Payloads as in ledger.py, bytes.
+the experts of a mixture are one, and so is each Linear that makes latents. Payloads as in planner/traffic/ledger.py, bytes.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_axonn.perf.layers import Block, Experts, Layer, Stack
-from hf_axonn.perf.ledger import Ledger
-from hf_axonn.perf.links import Links
-from hf_axonn.perf.paper import decoder_layers
-from hf_axonn.perf.shapes import Step
-from hf_axonn.perf.volumes import Account
+from hf_axonn.planner.model.shapes import Step
+from hf_axonn.planner.model.stack import Block, Experts, Layer, Stack
+from hf_axonn.planner.time.links import Links
+from hf_axonn.planner.time.paper import decoder_layers
+from hf_axonn.planner.traffic.ledger import Ledger
+from hf_axonn.planner.traffic.volumes import Account
 from hf_axonn.topology.grid import Grid
 
 
@@ -111,7 +111,7 @@ class Traffic:
 
 
 def of_engine(shape: Stack, grid: Grid, step: Step, layout: str) -> Traffic:
-    """The engine's own collectives, see volumes.py."""
+    """The engine's own collectives, see planner/traffic/volumes.py."""
     account = Account(shape, grid, step, layout)
     layers = tuple((_layer_of_engine(account, layer), count) for layer, count in shape.kinds)
     rest = account.embedding()

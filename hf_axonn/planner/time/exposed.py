@@ -17,8 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_axonn.perf.compute import Group
-from hf_axonn.perf.schedules import LayerSeconds
+from hf_axonn.planner.time.compute import Group
+from hf_axonn.planner.time.schedules import LayerSeconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from hf_axonn.perf.layers import Block, Layer, LinearShape, Stack, Table, Weight
+from hf_axonn.planner.model.stack import Block, Layer, LinearShape, Stack, Table, Weight
 from hf_axonn.topology.grid import Grid
 
 
@@ -143,7 +143,7 @@ class ModelShape(Stack):
 
 @dataclass(frozen=True, kw_only=True)
 class FoundShape(Stack):
-    """A decoder as it was found in a model that was built (built_shapes.py). Attributes as `Stack` says."""
+    """A decoder as it was found in a model that was built (planner/tracing/built_shapes.py). Attributes as `Stack` says."""
 
     runs: tuple[tuple[Layer, int], ...]
     hidden: int

@@ -1,0 +1,1 @@
+"""Measures a machine and counts the collectives of a step."""

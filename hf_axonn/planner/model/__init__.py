@@ -1,0 +1,1 @@
+"""What the planner knows of a model: layers, sizes, numbers of parameters."""

@@ -1,0 +1,1 @@
+"""Seconds: of products, of collectives, and of what they do not hide."""

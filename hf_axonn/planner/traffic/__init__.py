@@ -1,0 +1,1 @@
+"""Bytes and calls of every collective of a step."""
