@@ -42,8 +42,8 @@ from transformers.utils import logging  # noqa: E402
 
 from hf_axonn import Grid, sync_gradients  # noqa: E402
 from hf_axonn.architectures.plan import plan_for  # noqa: E402
-from hf_axonn.install import shard_slices  # noqa: E402
-from hf_axonn.parallelize import parallelize  # noqa: E402
+from hf_axonn.parallel.install import shard_slices  # noqa: E402
+from hf_axonn.parallel.parallelize import parallelize  # noqa: E402
 
 
 GRIDS = {

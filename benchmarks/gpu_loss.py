@@ -23,8 +23,8 @@ from hf_axonn.architectures.plan import plan_for
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ModelState
-from hf_axonn.install import install_styles, shard_parameters, weight_kinds
 from hf_axonn.losses import vocab_parallel as engine_loss
+from hf_axonn.parallel.install import install_styles, shard_parameters, weight_kinds
 from hf_axonn.topology.grid import grid_mesh
 
 

@@ -27,7 +27,8 @@ from simulate import Case, train, world
 from tiny_configs import MODEL_TYPES, tiny_config
 from transformers import AutoModelForCausalLM
 
-from hf_axonn import Grid, __version__, parallelize
+from hf_axonn import Grid, __version__
+from hf_axonn.parallel import parallelize
 from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.predict import layout_of
 from hf_axonn.planner.tracing.trace import found_shape

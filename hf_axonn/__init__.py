@@ -21,14 +21,14 @@ _EXPORTS = {
     "GoldfishTrainer": "trainer",
     "Grid": "topology.grid",
     "SaveError": "checkpoint.save",
-    "auto_parallelize": "parallelize",
+    "auto_parallelize": "parallel.parallelize",
     "export_hf": "checkpoint.export",
     "finish_saves": "checkpoint.save",
-    "from_pretrained": "parallelize",
+    "from_pretrained": "parallel.parallelize",
     "goldfish_mask": "goldfish",
     "notebook_launcher": "notebooks",
     "load_sharded": "checkpoint.sharded",
-    "parallelize": "parallelize",
+    "parallelize": "parallel.parallelize",
     "save_sharded": "checkpoint.sharded",
     "sync_gradients": "engine.gradient_sync",
 }
@@ -49,7 +49,7 @@ def __dir__():
 class _Package(type(sys)):
     """Keeps a public name when a module has the same one.
 
-    Importing the file parallelize.py makes Python set `hf_axonn.parallelize` to the module, whichever way it came to
+    Importing the file parallel/parallelize.py makes Python set `hf_axonn.parallelize` to the module, whichever way it came to
     be imported; users call the function.
     """
 

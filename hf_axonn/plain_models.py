@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 def shard_plain_model(model: nn.Module, plugin, device: torch.device) -> bool:
     """Parallelize a model that is not, with a warning that names the better way. Returns whether it had to."""
-    from hf_axonn.parallelize import parallelize
+    from hf_axonn.parallel.parallelize import parallelize
 
     if plugin.grid.size == 1 or find_state(model) is not None:
         return False

@@ -13,7 +13,7 @@ from models import tiny_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from hf_axonn.parallelize import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 
 

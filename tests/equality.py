@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.gradient_sync import find_state, sync_gradients
-from hf_axonn.parallelize import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 
 

@@ -16,7 +16,8 @@ from ranks import run_ranks
 from torch.utils.data import DataLoader
 from training import collate, token_data
 
-from hf_axonn import AxonnPlugin, Grid, parallelize
+from hf_axonn import AxonnPlugin, Grid
+from hf_axonn.parallel import parallelize
 
 
 GRIDS = {2: [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)], 4: [Grid(z=2, x=2), Grid(data=2, y=2), Grid(y=2, x=2)]}

@@ -13,7 +13,7 @@ from transformers.optimization import Adafactor
 
 from hf_axonn.adafactor import GridAdafactor, follow_grid
 from hf_axonn.engine.state import shard_placements
-from hf_axonn.install import distributed, shard_of
+from hf_axonn.parallel.install import distributed, shard_of
 from hf_axonn.topology.grid import grid_mesh
 
 

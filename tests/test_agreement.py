@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 from training import make_trainer, token_data
 
 import hf_axonn
-from hf_axonn import AxonnConfig, AxonnPlugin, Grid, batch_check
-from hf_axonn.batch_check import checksum
+from hf_axonn import AxonnConfig, AxonnPlugin, Grid
 from hf_axonn.distributed import facts
 from hf_axonn.distributed.consistency import differences, first_problem, gather_texts, require_alike
+from hf_axonn.parallel import batch_check
+from hf_axonn.parallel.batch_check import checksum
 
 
 X2 = Grid(x=2)

@@ -8,7 +8,7 @@ from models import tiny_batch, tiny_model
 from ranks import all_grids, paper_mesh, run_ranks
 
 from hf_axonn.layers.block import Heads
-from hf_axonn.parallelize import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 
 

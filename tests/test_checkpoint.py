@@ -13,9 +13,10 @@ from ranks import run_ranks
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_axonn import Grid, load_sharded, parallelize, save_sharded, sync_gradients
+from hf_axonn import Grid, load_sharded, save_sharded, sync_gradients
 from hf_axonn.checkpoint.manifest import check_complete
 from hf_axonn.checkpoint.shard_files import file_name
+from hf_axonn.parallel import parallelize
 
 
 class Odd(nn.Module):

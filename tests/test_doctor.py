@@ -15,9 +15,10 @@ from models import tiny_config, tiny_model
 from ranks import run_ranks
 from transformers import AutoModelForCausalLM, BartConfig
 
-from hf_axonn import Grid, parallelize
+from hf_axonn import Grid
 from hf_axonn.cli import main
 from hf_axonn.compat.torch import paper_world
+from hf_axonn.parallel import parallelize
 
 
 def write(folder, model=None, *, processes=4, **section):

@@ -8,8 +8,9 @@ from models import tiny_batch, tiny_model
 from ranks import run_ranks
 from transformers import AutoModelForCausalLM, OPTConfig, ProphetNetConfig
 
-from hf_axonn import Grid, parallelize, sync_gradients
+from hf_axonn import Grid, sync_gradients
 from hf_axonn.layers.dropout import keyed_random, mix
+from hf_axonn.parallel import parallelize
 
 
 def gathered(value: torch.Tensor) -> list[torch.Tensor]:

@@ -12,7 +12,8 @@ from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hf_axonn import Grid, parallelize, save_sharded
+from hf_axonn import Grid, save_sharded
+from hf_axonn.parallel import parallelize
 from hf_axonn_eval import extract, weights
 from hf_axonn_eval.models import load_model
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
-from hf_axonn import Grid, from_pretrained, load_sharded, parallelize, save_sharded
+from hf_axonn import Grid, from_pretrained, load_sharded, save_sharded
 from hf_axonn.architectures.plan import Plan, derive
 from hf_axonn.checkpoint import lazy_tensors as unread
 from hf_axonn.config import AxonnConfig, Overlap
@@ -26,6 +26,7 @@ from hf_axonn.engine.gradient_sync import find_state
 from hf_axonn.layers.expert_weights import ExpertsCut
 from hf_axonn.layers.moe import is_experts
 from hf_axonn.layers.vocabulary import vocabulary_range
+from hf_axonn.parallel import parallelize
 
 
 # Float64 has no grouped matmul; 21 features are divided by none of 2 and 4. Half of the loss is the auxiliary one.

@@ -31,7 +31,7 @@ from hf_axonn.engine.activation_layouts import (
     take_tokens,
 )
 from hf_axonn.engine.gradient_sync import find_state
-from hf_axonn.parallelize import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.planner.measure.traffic_counter import count_traffic
 
 

@@ -7,7 +7,8 @@ from float64 import relative_errors
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from hf_axonn import Grid, parallelize, sync_gradients
+from hf_axonn import Grid, sync_gradients
+from hf_axonn.parallel import parallelize
 
 
 class Mixed(nn.Module):

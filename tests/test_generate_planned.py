@@ -15,8 +15,9 @@ from ranks import run_ranks
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from tiny_configs import tiny_model  # noqa: E402
 
-from hf_axonn import Grid, parallelize  # noqa: E402
+from hf_axonn import Grid  # noqa: E402
 from hf_axonn.architectures.table import CHECKED  # noqa: E402
+from hf_axonn.parallel import parallelize  # noqa: E402
 
 
 GRIDS = [Grid(y=2, x=2), Grid(z=2, x=2)]

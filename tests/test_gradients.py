@@ -19,7 +19,7 @@ from hf_axonn import AxonnPlugin
 from hf_axonn.distributed import collectives
 from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import find_state, sync_gradients, syncing
-from hf_axonn.parallelize import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 
 

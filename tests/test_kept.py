@@ -16,7 +16,7 @@ from transformers import GenerationConfig, StoppingCriteria
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine import matmul3d
 from hf_axonn.engine.gather_cache import Gathered, KeptWeights
-from hf_axonn.parallelize import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 
 

@@ -19,9 +19,9 @@ from hf_axonn.engine.activation_layouts import (
     tokens_to_features,
 )
 from hf_axonn.engine.state import shard_placements
-from hf_axonn.install import shard_of
 from hf_axonn.layers.base import cut_weight, feature_slice, take_slice
 from hf_axonn.layers.vocabulary import vocabulary_range
+from hf_axonn.parallel.install import shard_of
 from hf_axonn.topology.grid import Grid, grid_mesh
 
 

@@ -16,7 +16,7 @@ from ranks import all_grids, run_ranks
 from hf_axonn.checkpoint.sharded import load_sharded, save_sharded
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.layers.vocabulary import DeferredLogits
-from hf_axonn.parallelize import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 
 

@@ -13,10 +13,11 @@ from models import tiny_batch, tiny_model
 from ranks import run_ranks
 
 import hf_axonn.losses.vocab_parallel
-from hf_axonn import Grid, parallelize, sync_gradients
+from hf_axonn import Grid, sync_gradients
 from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.losses.causal_lm import CausalLMLoss
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
+from hf_axonn.parallel import parallelize
 
 
 GRIDS = [Grid(x=4), Grid(y=2, x=2), Grid(z=2, y=2), Grid(data=2, x=2)]

@@ -24,7 +24,7 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.engine import matmul3d
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.losses import vocab_parallel as loss_module
-from hf_axonn.parallelize import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 
 

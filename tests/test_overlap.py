@@ -29,7 +29,7 @@ from hf_axonn.engine.overlap import (
     placeholder,
     wait_gradient,
 )
-from hf_axonn.parallelize import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 
 

@@ -9,7 +9,8 @@ from models import tiny_batch, tiny_model
 from ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
-from hf_axonn import Grid, parallelize, sync_gradients
+from hf_axonn import Grid, sync_gradients
+from hf_axonn.parallel import parallelize
 
 
 GRIDS = [Grid(y=2, x=2), Grid(z=2, x=2)]

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.checkpoint.sharded import save_sharded
-from hf_axonn.parallelize import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 
 

@@ -14,7 +14,7 @@ from float64 import relative_errors
 from ranks import run_ranks
 
 from hf_axonn.engine.gradient_sync import sync_gradients
-from hf_axonn.parallelize import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 
 

@@ -22,7 +22,7 @@ from peft import (
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.parallelize import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.plain_models import refuse_low_bit
 from hf_axonn.topology.grid import Grid
 

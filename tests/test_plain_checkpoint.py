@@ -11,8 +11,9 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_axonn import Grid, parallelize
+from hf_axonn import Grid
 from hf_axonn.checkpoint.single_process import load_plain_weights
+from hf_axonn.parallel import parallelize
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

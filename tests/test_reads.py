@@ -7,8 +7,9 @@ from float64 import relative_errors
 from ranks import run_ranks
 from torch import Tensor, nn
 
-from hf_axonn import Grid, parallelize, sync_gradients
+from hf_axonn import Grid, sync_gradients
 from hf_axonn.architectures.parameter_reads import find_readers
+from hf_axonn.parallel import parallelize
 
 
 class Scale(nn.Module):

@@ -12,9 +12,10 @@ from ranks import run_ranks
 from training import make_trainer, numbers, train, worst_difference
 from transformers import AutoModelForCausalLM
 
-from hf_axonn import Grid, parallelize
+from hf_axonn import Grid
 from hf_axonn.checkpoint.export import export_hf
 from hf_axonn.checkpoint.manifest import MANIFEST, check_complete, is_sharded_checkpoint
+from hf_axonn.parallel import parallelize
 
 
 GRIDS = [Grid(z=2, x=2), Grid(y=2, x=2), Grid(data=2, z=2)]

@@ -28,7 +28,7 @@ from hf_axonn.engine import operand_layouts
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.engine.matmul_tuning import STEPS, Key, MatmulTuner
 from hf_axonn.engine.operand_layouts import AS_IS, Sample
-from hf_axonn.parallelize import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 
 

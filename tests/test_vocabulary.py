@@ -7,7 +7,7 @@ from ranks import run_ranks
 from torch import nn
 
 from hf_axonn.engine.gradient_sync import sync_gradients
-from hf_axonn.parallelize import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 
 

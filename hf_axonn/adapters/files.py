@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.gradient_sync import find_state
-from hf_axonn.install import shard_of
+from hf_axonn.parallel.install import shard_of
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,11 +26,11 @@ from hf_axonn.architectures.parameter_reads import Reader
 from hf_axonn.compat.peft import MIXED_BATCH, wrapped_modules
 from hf_axonn.engine.report import Entry
 from hf_axonn.engine.state import ModelState
-from hf_axonn.install import distributed
 from hf_axonn.layers.base import Reading, Replicated, wrap_forward
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
 from hf_axonn.layers.moe import Experts
 from hf_axonn.layers.vocabulary import Head
+from hf_axonn.parallel.install import distributed
 
 
 @contextlib.contextmanager

@@ -87,7 +87,7 @@ class ModelShape(Stack):
 
     @cached_property
     def tables(self) -> tuple[Table, ...]:
-        """Positions: like the vocabulary if they are many, in pieces if they are not few (install.py)."""
+        """Positions: like the vocabulary if they are many, in pieces if they are not few (parallel/install.py)."""
         if not self.positions:
             return ()
         largest = max(weight.elements for weight in self.runs[0][0].weights)

@@ -37,7 +37,7 @@ from hf_axonn.distributed.facts import model_facts, versions
 from hf_axonn.distributed.watchdog.watchdog import watch
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ModelState, is_parallelized
-from hf_axonn.install import install_styles, shard_parameters, shard_slices, take_shards, weight_kinds
+from hf_axonn.parallel.install import install_styles, shard_parameters, shard_slices, take_shards, weight_kinds
 from hf_axonn.topology.grid import Grid, grid_mesh
 
 

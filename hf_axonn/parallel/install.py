@@ -17,9 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from hf_axonn.architectures.feature_layout import LayoutChoice
 from hf_axonn.architectures.parameter_reads import find_readers
 from hf_axonn.architectures.plan import Plan, is_inside
-from hf_axonn.batch_check import install_batch_check
 from hf_axonn.compat.torch import has_causal_lm_loss, output_embedding
-from hf_axonn.decoder import install_causal_lm, install_decoder, install_recomputation
 from hf_axonn.distributed.collectives import broadcast_
 from hf_axonn.engine.activation_layouts import bounds
 from hf_axonn.engine.report import Entry, Report
@@ -35,6 +33,8 @@ from hf_axonn.layers.norms import FeatureNorm, HeadNorm, NormKind
 from hf_axonn.layers.vocabulary import Embedding, Head, is_vocabulary
 from hf_axonn.losses.router_aux import install_router_loss
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
+from hf_axonn.parallel.batch_check import install_batch_check
+from hf_axonn.parallel.decoder import install_causal_lm, install_decoder, install_recomputation
 from hf_axonn.topology.grid import WEIGHT_AXES, GridMesh
 from hf_axonn.topology.heads import Heads, feature_slice
 

@@ -1,0 +1,1 @@
+"""A model becomes a parallel one: `parallelize`, `from_pretrained`, and what they install."""
