@@ -5,7 +5,7 @@
 
 To Accelerate, x * y is its tensor-parallel size (ranks that get the same samples) and data * z its sharded
 data-parallel size (ranks that get different ones). No class of Accelerate is changed: `_validate_accelerator` gets the
-live object, and turns that one into a `GridAccelerator` (grid_accelerator.py).
+live object, and turns that one into a `GridAccelerator` (accelerator/accelerator.py).
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class AxonnPlugin(ParallelismConfig):
         return grid_mesh(self.grid, device_type).sample_mesh
 
     def _validate_accelerator(self, accelerator) -> None:
-        from hf_axonn.grid_accelerator import bind  # which imports accelerate, of which this is a part
+        from hf_axonn.accelerator.accelerator import bind  # which imports accelerate, of which this is a part
 
         if accelerator.num_processes > 1:
             watch()

@@ -32,7 +32,7 @@ class GridLengthGroupedSampler(LengthGroupedSampler):
         synchronize_rng_state(RNGType.GENERATOR, generator)  # with that of rank 0
         for source in (None, generator):  # each rank's own moves on as that of one process
             # On one process the loader draws a number for its workers first. Here it has a generator of its own for
-            # that (accelerator_data.py).
+            # that (accelerator/data.py).
             torch.empty((), dtype=torch.int64).random_(generator=source)
             order = get_length_grouped_indices(self.lengths, self.batch_size, generator=source)
         return iter(order)

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from hf_axonn import compat_trl, trainer_checks, trainer_hub, trainer_resume, trainer_saving, trainer_smoothing
+from hf_axonn.accelerator.prepare import shard_plain_model
 from hf_axonn.engine.gradient_sync import find_state
-from hf_axonn.plain_models import shard_plain_model
 from hf_axonn.plugin import AxonnPlugin
 
 

@@ -11,7 +11,7 @@ from ranks import all_grids, run_ranks
 from torch import nn
 from transformers.optimization import Adafactor
 
-from hf_axonn.adafactor import GridAdafactor, follow_grid
+from hf_axonn.accelerator.adafactor import GridAdafactor, follow_grid
 from hf_axonn.engine.state import shard_placements
 from hf_axonn.parallel.install import distributed, shard_of
 from hf_axonn.topology.grid import grid_mesh

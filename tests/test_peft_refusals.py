@@ -22,8 +22,8 @@ from peft import (
 from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
+from hf_axonn.accelerator.prepare import refuse_low_bit
 from hf_axonn.parallel.parallelize import parallelize
-from hf_axonn.plain_models import refuse_low_bit
 from hf_axonn.topology.grid import Grid
 
 

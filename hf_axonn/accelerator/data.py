@@ -16,8 +16,8 @@ from accelerate import PartialState
 from accelerate.utils import recursively_apply
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
+from hf_axonn.accelerator.dispatching import dispatching_loader
 from hf_axonn.compat.accelerate import is_prepared, prepared_loaders, prepared_models
-from hf_axonn.dispatching import dispatching_loader
 from hf_axonn.distributed.consistency import require_alike
 from hf_axonn.distributed.facts import loader_facts
 from hf_axonn.engine.gradient_sync import find_state

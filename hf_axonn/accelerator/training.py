@@ -12,11 +12,11 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.adafactor import follow_grid
+from hf_axonn.accelerator.adafactor import follow_grid
+from hf_axonn.accelerator.prepare import point_to_shards, refuse_low_bit, shard_plain_model
 from hf_axonn.compat.accelerate import is_over, prepared_models, prepared_optimizers, without_autocast
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.gradient_sync import find_state, syncing
-from hf_axonn.plain_models import point_to_shards, refuse_low_bit, shard_plain_model
 from hf_axonn.topology.grid import GridMesh, grid_mesh
 
 

@@ -1,8 +1,8 @@
 """An Accelerator over a grid: the methods of accelerate's class that must know of it.
 
-    accelerator_training.py   prepare, backward, accumulate, clipping, schedulers
-    accelerator_data.py       data loaders, gather, reduce: who has which samples
-    accelerator_files.py      save_model, save_state, load_state
+    training.py   prepare, backward, accumulate, clipping, schedulers
+    data.py       data loaders, gather, reduce: who has which samples
+    files.py      save_model, save_state, load_state
 
 No class of accelerate is changed: an Accelerator that was made with an AxonnPlugin becomes one of this class.
 """
@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from accelerate import Accelerator
 
-from hf_axonn.accelerator_data import DataMethods
-from hf_axonn.accelerator_files import FileMethods, LoadMethods
-from hf_axonn.accelerator_training import TrainingMethods
+from hf_axonn.accelerator.data import DataMethods
+from hf_axonn.accelerator.files import FileMethods, LoadMethods
+from hf_axonn.accelerator.training import TrainingMethods
 from hf_axonn.topology.grid import grid_mesh
 
 

@@ -26,7 +26,7 @@ from accelerate.checkpointing import load_accelerator_state, save_accelerator_st
 from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME
 from torch import nn
 
-from hf_axonn.accelerator_training import GridScheduler
+from hf_axonn.accelerator.training import GridScheduler
 from hf_axonn.checkpoint.full_state import is_sharded, whole_state_dict
 from hf_axonn.checkpoint.manifest import Manifest, is_sharded_checkpoint
 from hf_axonn.checkpoint.safe_pickle import load_values, save_values
