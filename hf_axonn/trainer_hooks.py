@@ -3,7 +3,7 @@
 Trainer saves and loads on rank 0 and has no place to plug this in, so a few methods of the class are wrapped. With a
 plain model and a plain checkpoint each wrapper calls the stock method and nothing else.
 
-Checked with transformers 5.23.0 (trainer.py).
+Checked with transformers 5.23.0 (goldfish/trainer.py).
 """
 
 from __future__ import annotations

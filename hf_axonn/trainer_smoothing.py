@@ -3,7 +3,7 @@
 Trainer keeps the labels from the model and smooths a loss of its own from the logits, which every rank would hold
 whole. Here the model gets the labels, and its loss (losses/vocab_parallel.py) is the smoothed one: the same number.
 
-Checked with transformers 5.23.0 (trainer.py, trainer_pt_utils.py LabelSmoother).
+Checked with transformers 5.23.0 (goldfish/trainer.py, trainer_pt_utils.py LabelSmoother).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_axonn.goldfish import goldfish_mask
+from hf_axonn.goldfish.mask import goldfish_mask
 
 
 datasets = pytest.importorskip("datasets", reason="training scripts need the extra `data`")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_axonn.goldfish import (
+from hf_axonn.goldfish.mask import (
     STRATEGIES,
     count_unprotected,
     document_ids_from_position_ids,
@@ -134,7 +134,7 @@ def test_one_label_in_k_is_dropped(strategy, k):
 
 
 def test_table_is_the_references():
-    from hf_axonn.goldfish import _table
+    from hf_axonn.goldfish.mask import _table
 
     table = _table(torch.device("cpu"))
     assert table.shape == (1_000_003,) and table.dtype == torch.float32

@@ -25,10 +25,10 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_axonn.goldfish import goldfish_mask
+from hf_axonn.goldfish.mask import goldfish_mask
+from hf_axonn.goldfish.trainer import UNMASKED_LABELS, GoldfishConfig, GoldfishMixin, GoldfishTrainer
 from hf_axonn.losses.causal_lm import CausalLMLoss
 from hf_axonn.topology.grid import Grid
-from hf_axonn.trainer import UNMASKED_LABELS, GoldfishConfig, GoldfishMixin, GoldfishTrainer
 
 
 VOCAB = 61

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_axonn.compat.torch import has_causal_lm_loss
-from hf_axonn.goldfish import IGNORE_INDEX
+from hf_axonn.goldfish.mask import IGNORE_INDEX
 
 
 class LossRecord:

@@ -29,7 +29,7 @@ from hf_axonn.engine.activation_layouts import pad_dim
 from hf_axonn.engine.matmul3d import leave_gradients
 from hf_axonn.engine.overlap import placeholder
 from hf_axonn.engine.state import ModelState
-from hf_axonn.goldfish import IGNORE_INDEX
+from hf_axonn.goldfish.mask import IGNORE_INDEX
 from hf_axonn.layers.vocabulary import DeferredLogits, vocabulary_range
 from hf_axonn.losses.causal_lm import CausalLMLoss, Targets
 

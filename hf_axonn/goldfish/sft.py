@@ -21,7 +21,7 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from hf_axonn import compat_trl
-from hf_axonn.trainer import SAMPLE_LENGTHS, GoldfishConfig, GoldfishMixin
+from hf_axonn.goldfish.trainer import SAMPLE_LENGTHS, GoldfishConfig, GoldfishMixin
 
 
 compat_trl.install()

@@ -1,0 +1,1 @@
+"""The goldfish loss: its mask, and the Trainers that use it."""
