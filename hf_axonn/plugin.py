@@ -150,6 +150,6 @@ def install_default() -> None:
 
 
 def _install_trainer_hooks() -> None:
-    from hf_axonn.trainer_hooks import install_when_imported
+    from hf_axonn.trainer.hooks import install_when_imported
 
     install_when_imported()

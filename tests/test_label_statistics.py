@@ -13,9 +13,9 @@ from ranks import run_ranks
 from torch.nn import functional as F
 
 from hf_axonn import AxonnConfig, Grid, sync_gradients
-from hf_axonn.fused_head import sharded_label_statistics
 from hf_axonn.losses import label_statistics
 from hf_axonn.parallel import parallelize
+from hf_axonn.trainer.fused_head import sharded_label_statistics
 
 
 GRIDS = [Grid(x=4), Grid(y=2, x=2), Grid(z=2, y=2), Grid(data=2, x=2), Grid(z=2, x=2)]

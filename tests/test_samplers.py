@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSa
 
 from hf_axonn import AxonnPlugin, Grid
 from hf_axonn.compat.accelerate import forget_state
-from hf_axonn.samplers import for_grid
+from hf_axonn.trainer.samplers import for_grid
 
 
 ROWS = 24

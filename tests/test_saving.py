@@ -27,7 +27,7 @@ from hf_axonn.checkpoint.save import SaveError
 from hf_axonn.cli import main
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.parallel import parallelize
-from hf_axonn.trainer_saving import checkpoints_in, tidy
+from hf_axonn.trainer.saving import checkpoints_in, tidy
 
 
 GRID = Grid(z=2)

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from transformers.optimization import Adafactor, AdafactorSchedule
 
 from hf_axonn import Grid
-from hf_axonn.trainer_hooks import OPTIMIZERS
+from hf_axonn.trainer.hooks import OPTIMIZERS
 
 
 BOUND = 1e-10

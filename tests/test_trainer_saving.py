@@ -23,7 +23,7 @@ from hf_axonn.checkpoint.manifest import MANIFEST, STAGE, check_complete
 from hf_axonn.checkpoint.save import SaveError
 from hf_axonn.checkpoint.sharded import load_sharded
 from hf_axonn.distributed.collectives import world_rank
-from hf_axonn.trainer_saving import rotate
+from hf_axonn.trainer.saving import rotate
 
 
 GRID = Grid(z=2)
@@ -102,7 +102,7 @@ def resumed(folder: Path) -> tuple[list[dict], list[str], str]:
     warned = Warnings()
     logging.getLogger("hf_axonn").addHandler(warned)
     started = []
-    from hf_axonn import trainer_resume
+    from hf_axonn.trainer import resume as trainer_resume
 
     load = trainer_resume.load_model
 
@@ -168,7 +168,7 @@ def test_scripts_that_look_themselves_get_the_newest_complete_one(whole, tmp_pat
 
 def die_in_save(folder: Path, step: int, victim: int, point: int) -> None:
     """Train, and kill one rank at a file operation of the save of a step."""
-    from hf_axonn import trainer_saving
+    from hf_axonn.trainer import saving as trainer_saving
 
     begin = trainer_saving.begin_save
 
@@ -274,7 +274,7 @@ def test_load_best_model_at_end(tmp_path, background):
 
 def on_a_full_disk(folder: Path, reaction: str, background: bool, history: list[dict]) -> str:
     """Rank 1 can write no file of more than 20 kB from the second save on."""
-    from hf_axonn import trainer_saving
+    from hf_axonn.trainer import saving as trainer_saving
 
     begin, saves = trainer_saving.begin_save, []
 

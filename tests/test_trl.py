@@ -318,7 +318,7 @@ def _refused(folder: Path) -> None:
                 processing_class=chat_tokenizer(),
             )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_axonn.compat_trl.version", lambda name: "1.17.0")
+        patch.setattr("hf_axonn.trainer.trl.version", lambda name: "1.17.0")
         with pytest.raises(ValueError, match="trl 1.17.0 is not supported over a grid .*install trl 1.16"):
             make_sft(folder, grid)
     for options, message in (

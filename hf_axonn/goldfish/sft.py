@@ -5,7 +5,7 @@
     )
 
 Everything of SFTTrainer works as in TRL: chat data, packing, completion-only and assistant-only loss, `peft_config`.
-The stock SFTTrainer trains over a grid, too; what both need of a parallelized model is in compat_trl.py.
+The stock SFTTrainer trains over a grid, too; what both need of a parallelized model is in trainer/trl.py.
 
 Needs the extra `trl`. Checked with trl 1.16.0.
 """
@@ -20,8 +20,8 @@ import torch
 from trl import SFTConfig, SFTTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-from hf_axonn import compat_trl
 from hf_axonn.goldfish.trainer import SAMPLE_LENGTHS, GoldfishConfig, GoldfishMixin
+from hf_axonn.trainer import trl as compat_trl
 
 
 compat_trl.install()

@@ -1,6 +1,6 @@
 """How a Trainer goes on from a checkpoint: the newest complete one, on whatever grid it runs now.
 
-Each function wraps the method of Trainer that has its name (trainer_hooks.py). With a plain model and a plain
+Each function wraps the method of Trainer that has its name (hooks.py). With a plain model and a plain
 checkpoint the stock method does it.
 
 Checked with transformers 5.23.0 (goldfish/trainer.py).
@@ -28,7 +28,7 @@ from hf_axonn.compat.torch import default_device_type
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
 from hf_axonn.distributed.consistency import raising_together
 from hf_axonn.engine.gradient_sync import find_state
-from hf_axonn.trainer_saving import SCHEDULER, TRAINER_STATE, checkpoints_in, rng_file, tidy
+from hf_axonn.trainer.saving import SCHEDULER, TRAINER_STATE, checkpoints_in, rng_file, tidy
 
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,15 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from hf_axonn import compat_trl, trainer_checks, trainer_hub, trainer_resume, trainer_saving, trainer_smoothing
 from hf_axonn.accelerator.prepare import shard_plain_model
 from hf_axonn.engine.gradient_sync import find_state
 from hf_axonn.plugin import AxonnPlugin
+from hf_axonn.trainer import checks as trainer_checks
+from hf_axonn.trainer import hub as trainer_hub
+from hf_axonn.trainer import resume as trainer_resume
+from hf_axonn.trainer import saving as trainer_saving
+from hf_axonn.trainer import smoothing as trainer_smoothing
+from hf_axonn.trainer import trl as compat_trl
 
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
@@ -156,7 +161,7 @@ def _get_train_sampler(self, original: Callable, *args, **kwargs):
     sampler, plugin = original(*args, **kwargs), _plugin(self)
     if plugin is None:
         return sampler
-    from hf_axonn.samplers import for_grid
+    from hf_axonn.trainer.samplers import for_grid
 
     rank, dispatched = self.args.process_index, bool(self.accelerator.dispatch_batches)
     return for_grid(sampler, plugin.grid, rank, self.args.train_batch_size, dispatched=dispatched)

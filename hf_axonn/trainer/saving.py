@@ -1,6 +1,6 @@
 """How a Trainer on a grid saves: everything a resume needs is one save, under one manifest, by all ranks together.
 
-Each function wraps the method of Trainer that has its name (trainer_hooks.py). Trainer's own order is kept: model,
+Each function wraps the method of Trainer that has its name (hooks.py). Trainer's own order is kept: model,
 optimizer and scheduler, random state, its own state, then the older checkpoints are removed. But all goes into the
 stage of one `Save`, so that `checkpoint-N` is complete as soon as it has that name.
 

@@ -20,10 +20,10 @@ from typing import Any
 from torch import nn
 
 from hf_axonn.engine.state import is_parallelized
-from hf_axonn.fused_head import plain_label_statistics, sharded_label_statistics
 from hf_axonn.losses.causal_lm import CausalLMLoss
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.topology.grid import Grid
+from hf_axonn.trainer.fused_head import plain_label_statistics, sharded_label_statistics
 
 
 RELEASE = "1.16"

@@ -1,6 +1,6 @@
 """What a Trainer on a grid makes sure of: ranks with the same arguments, and a step that failures can name.
 
-Each function wraps the method of Trainer that has its name (trainer_hooks.py).
+Each function wraps the method of Trainer that has its name (hooks.py).
 
 Checked with transformers 5.23.0 (goldfish/trainer.py).
 """

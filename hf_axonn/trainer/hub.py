@@ -5,7 +5,7 @@ The stock methods upload the output directory. On a grid that holds shards and t
 safetensors files first, on rank 0 and tensor by tensor (checkpoint/export.py). Checkpoints beside the model, which
 `hub_strategy="checkpoint"` uploads to resume from, stay as they are.
 
-Each function wraps the method of Trainer that has its name (trainer_hooks.py). Checked with transformers 5.23.0.
+Each function wraps the method of Trainer that has its name (hooks.py). Checked with transformers 5.23.0.
 """
 
 from __future__ import annotations
