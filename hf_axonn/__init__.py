@@ -26,7 +26,7 @@ _EXPORTS = {
     "finish_saves": "checkpoint.save",
     "from_pretrained": "parallel.parallelize",
     "goldfish_mask": "goldfish.mask",
-    "notebook_launcher": "notebooks",
+    "notebook_launcher": "launch.notebook",
     "load_sharded": "checkpoint.sharded",
     "parallelize": "parallel.parallelize",
     "save_sharded": "checkpoint.sharded",

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_axonn.config import AxonnConfig
-from hf_axonn.launch import read_launch_file, write_temporary
-from hf_axonn.launch_file import SECTION, Launch, check_spelling, resolve
+from hf_axonn.launch.command import read_launch_file, write_temporary
+from hf_axonn.launch.launch_file import SECTION, Launch, check_spelling, resolve
 from hf_axonn.planner import machine as machines
 from hf_axonn.planner.memory import MOMENT_BYTES, RESERVE, memory
 from hf_axonn.planner.model.shapes import Step

@@ -140,7 +140,7 @@ class AxonnPlugin(ParallelismConfig):
 def install_default() -> None:
     """Let a bare `Accelerator()` or `Trainer` of this process use the grid of the launch file.
 
-    Called in worker processes right after accelerate.parallelism_config has been imported (see _autoload.py).
+    Called in worker processes right after accelerate.parallelism_config has been imported (see launch/autoload.py).
     """
     import accelerate.parallelism_config as module
 

@@ -7,8 +7,8 @@ import textwrap
 
 import pytest
 
-from hf_axonn import _autoload
 from hf_axonn.compat import post_import as importing
+from hf_axonn.launch import autoload as _autoload
 
 
 def run_python(code, *arguments, **environment):
@@ -69,9 +69,10 @@ def test_importing_torch_loads_the_hook_and_nothing_heavy():
         import sys
         import torch
         loaded = {name.partition(".")[0] for name in sys.modules}
-        assert "hf_axonn._autoload" in sys.modules, "torch did not call the entry point: is the package installed?"
+        assert "hf_axonn.launch.autoload" in sys.modules, "torch did not call the entry point: is the package installed?"
         assert not loaded & {"transformers", "accelerate", "peft", "datasets", "yaml"}, loaded
-        assert not [n for n in sys.modules if n.startswith("hf_axonn.") and n != "hf_axonn._autoload"]
+        own = {name for name in sys.modules if name.startswith("hf_axonn.")}
+        assert own == {"hf_axonn.launch", "hf_axonn.launch.autoload"}, own
         """
     )
     assert result.returncode == 0, result.stderr
@@ -83,7 +84,7 @@ def test_it_costs_under_five_milliseconds(worker):
     code = """
         import time
         from importlib.metadata import EntryPoint
-        hook = EntryPoint(name="hf_axonn", group="torch.backends", value="hf_axonn._autoload:autoload")
+        hook = EntryPoint(name="hf_axonn", group="torch.backends", value="hf_axonn.launch.autoload:autoload")
         start = time.perf_counter()
         hook.load()()
         print(time.perf_counter() - start)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hf_axonn.launch import Command, accelerate_options, prepare
+from hf_axonn.launch.command import Command, accelerate_options, prepare
 
 
 BIN = Path(sys.executable).parent

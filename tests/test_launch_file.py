@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hf_axonn import launch_file
-from hf_axonn.launch_file import check_spelling, resolve
+from hf_axonn.launch import launch_file
+from hf_axonn.launch.launch_file import check_spelling, resolve
 from hf_axonn.topology.grid import Grid
 
 

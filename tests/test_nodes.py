@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 import yaml
 
-from hf_axonn import nodes
 from hf_axonn.config import AxonnConfig
+from hf_axonn.launch import node_check as nodes
 from hf_axonn.topology.grid import Grid
 
 

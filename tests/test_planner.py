@@ -14,7 +14,7 @@ from ranks import run_ranks
 
 from hf_axonn.cli import main
 from hf_axonn.config import AxonnConfig
-from hf_axonn.launch_file import resolve
+from hf_axonn.launch.launch_file import resolve
 from hf_axonn.planner import machine as machines
 from hf_axonn.planner.jobs import number, resolve_auto, sequences_of
 from hf_axonn.planner.measure import bench_links, timings

@@ -1,6 +1,6 @@
 """Do something as soon as a module has been imported, without importing it.
 
-Only the standard library: `_autoload.py` uses it inside of every `import torch`.
+Only the standard library: `launch/autoload.py` uses it inside of every `import torch`.
 """
 
 from __future__ import annotations

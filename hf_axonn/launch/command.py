@@ -3,7 +3,7 @@
 `accelerate launch` knows neither the option `--config` nor the key `axonn_config`. Both are mended before it reads its
 command line: the section is validated and passed on in the environment, and accelerate gets `--config_file` with a
 temporary copy of the file without the section. `accelerate launch --config axonn.yaml script.py` does it by the
-autoload hook (_autoload.py). `axonn-launch --config axonn.yaml script.py` does it without the hook, for places where
+autoload hook (autoload.py). `axonn-launch --config axonn.yaml script.py` does it without the hook, for places where
 TORCH_DEVICE_BACKEND_AUTOLOAD is 0: it turns autoloading on for the processes that it starts, since there the hook
 gives a bare `Accelerator()` its plugin. What is refused or mended in the file is decided in launch_file.py.
 """
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from hf_axonn.launch_file import SECTION, check_spelling, resolve
+from hf_axonn.launch.launch_file import SECTION, check_spelling, resolve
 
 
 CONFIG_OPTIONS = ("config", "config_file")
@@ -201,6 +201,3 @@ def write_temporary(settings: dict) -> str:
     atexit.register(lambda: os.getpid() == owner and Path(file.name).unlink(missing_ok=True))
     return file.name
 
-
-if __name__ == "__main__":
-    main()

@@ -2,10 +2,10 @@
 
 It is registered under the entry point group `torch.backends`, and is how stock accelerate learns of our launch file:
 
-- in a process that is `accelerate launch`, the command line is rewritten before accelerate reads it (launch.py);
+- in a process that is `accelerate launch`, the command line is rewritten before accelerate reads it (command.py);
 - in a process that was started with AXONN_CONFIG set, a bare `Accelerator()` or `Trainer` gets the plugin (plugin.py),
   by a hook that acts when accelerate itself is imported; and RANK becomes what the order of the axes says, where the
-  launch file gives one (topology/axis_order.py), and all nodes give the same (nodes.py);
+  launch file gives one (topology/axis_order.py), and all nodes give the same (node_check.py);
 - in every other process nothing happens.
 
 torch turns any exception raised here into a failure of `import torch`, so none leaves this module. A launch that
@@ -35,12 +35,12 @@ def autoload() -> None:
             return
         start = _launch_arguments_start(program)
         if start is not None:
-            from hf_axonn.launch import prepare_or_exit
+            from hf_axonn.launch.command import prepare_or_exit
 
             sys.argv[start:] = prepare_or_exit(sys.argv[start:])
         elif os.environ.get("AXONN_CONFIG"):
             if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
-                from hf_axonn.nodes import compare_or_exit
+                from hf_axonn.launch.node_check import compare_or_exit
 
                 compare_or_exit(os.environ)
             if '"order"' in os.environ["AXONN_CONFIG"]:
@@ -60,7 +60,9 @@ def _program() -> str:
     if first == "-m":  # Python has not yet found the module: torch is imported by one of its parent packages
         module = sys.orig_argv[-len(sys.argv)]
         return module[2:] if module.startswith("-m") else module
-    for module in (*LAUNCH_MODULES, "hf_axonn.launch"):
+    if first.endswith(os.path.join("hf_axonn", "launch", "__main__.py")):
+        return "hf_axonn.launch"
+    for module in LAUNCH_MODULES:
         if first.endswith(os.path.join(*module.split(".")) + ".py"):
             return module
     return os.path.basename(first)
