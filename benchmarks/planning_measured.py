@@ -57,7 +57,7 @@ def links(ranks: int, folder: Path) -> None:
         RuntimeError: they disturb always.
     """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "hf_axonn.cli", "bench-links", "--output", str(folder / f"machine-{ranks}.json")]
+    command += ["-m", "hf_axonn", "bench-links", "--output", str(folder / f"machine-{ranks}.json")]
     for _ in range(ATTEMPTS):
         begin, busy, own = time.perf_counter(), busy_seconds(), _seconds_of_children()
         subprocess.run(command, check=True, timeout=300)

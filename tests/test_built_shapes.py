@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_axonn.cli import main
+from hf_axonn.cli.main import main
 from hf_axonn.planner.model import catalog as models
 from hf_axonn.planner.model.stack import Block, Experts, LinearShape, Whole
 from hf_axonn.planner.tracing.built_shapes import built_shape, read_shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hf_axonn import Grid, __version__
 from hf_axonn.checkpoint.commit import write_manifest
 from hf_axonn.checkpoint.manifest import MANIFEST, Manifest
-from hf_axonn.cli import main
+from hf_axonn.cli.main import main
 
 
 def test_env_names_versions(capsys):

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 import hf_axonn
-from hf_axonn.cli import main as hf_axonn_main
+from hf_axonn.cli.main import main as hf_axonn_main
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.command import accelerate_options
 from hf_axonn_eval.__main__ import main as eval_main

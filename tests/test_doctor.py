@@ -16,7 +16,7 @@ from ranks import run_ranks
 from transformers import AutoModelForCausalLM, BartConfig
 
 from hf_axonn import Grid
-from hf_axonn.cli import main
+from hf_axonn.cli.main import main
 from hf_axonn.compat.torch import paper_world
 from hf_axonn.parallel import parallelize
 

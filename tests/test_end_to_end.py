@@ -15,7 +15,7 @@ import yaml
 from eval_support import documents, tiny_llama, topics_tokenizer
 from training import numbers, worst_difference
 
-from hf_axonn.cli import main as hf_axonn_cli
+from hf_axonn.cli.main import main as hf_axonn_cli
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,7 +13,8 @@ import pytest
 import torch
 import transformers
 
-from hf_axonn import __version__, environment
+from hf_axonn import __version__
+from hf_axonn.cli import env as environment
 
 
 SECRETS = {

@@ -22,7 +22,7 @@ from ranks import run_ranks
 
 from hf_axonn import AxonnConfig, AxonnPlugin, Grid, save_sharded
 from hf_axonn.checkpoint.manifest import MANIFEST, Manifest, _checksum, check_complete
-from hf_axonn.cli import main as hf_axonn_cli
+from hf_axonn.cli.main import main as hf_axonn_cli
 from hf_axonn.config import LAYOUTS, REDUCE_DTYPES
 from hf_axonn.launch.command import prepare_or_exit
 from hf_axonn.launch.launch_file import resolve

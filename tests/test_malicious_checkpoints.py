@@ -21,7 +21,7 @@ from hf_axonn import AxonnPlugin, Grid, export_hf, from_pretrained
 from hf_axonn.checkpoint.commit import write_manifest
 from hf_axonn.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from hf_axonn.checkpoint.shard_files import checksum_of
-from hf_axonn.cli import main
+from hf_axonn.cli.main import main
 from hf_axonn.distributed.collectives import barrier, world_rank
 
 

@@ -20,7 +20,7 @@ from hf_axonn.checkpoint.manifest import (
 )
 from hf_axonn.checkpoint.partition import SavedTensor
 from hf_axonn.checkpoint.shard_files import checksum_of
-from hf_axonn.cli import main
+from hf_axonn.cli.main import main
 
 
 SHARD = "shard-00001-model-00001-of-00001.safetensors"

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from hf_axonn.cli import main
+from hf_axonn.cli.main import main
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.launch_file import resolve
 from hf_axonn.planner import machine as machines

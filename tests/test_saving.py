@@ -24,7 +24,7 @@ from hf_axonn.checkpoint import save as saving
 from hf_axonn.checkpoint import shard_files
 from hf_axonn.checkpoint.manifest import MANIFEST, STAGE, check_complete
 from hf_axonn.checkpoint.save import SaveError
-from hf_axonn.cli import main
+from hf_axonn.cli.main import main
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.parallel import parallelize
 from hf_axonn.trainer.saving import checkpoints_in, tidy

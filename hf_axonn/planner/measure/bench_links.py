@@ -1,6 +1,6 @@
 """Measuring a machine for the planner: links, latency, matrix products and memory, written as a machine file.
 
-    torchrun --nproc-per-node 8 -m hf_axonn.cli bench-links --output this.json      (one process a GPU, on every node)
+    torchrun --nproc-per-node 8 -m hf_axonn bench-links --output this.json      (one process a GPU, on every node)
 
 All groups of one kind run at once, as they do in training and as the paper measured them: every ring of p ranks,
 `stride` apart, inside a node; then one ring through all nodes. NCCL (or RCCL) where there are GPUs, gloo on CPUs.
@@ -50,7 +50,7 @@ def bench_links(output: str, *, seconds: float = 60.0) -> int:
         ValueError: not started by torchrun, or nodes differ in their number of processes.
     """
     if "RANK" not in os.environ:
-        raise ValueError("no process group: start it as torchrun --nproc-per-node N -m hf_axonn.cli bench-links ...")
+        raise ValueError("no process group: start it as torchrun --nproc-per-node N -m hf_axonn bench-links ...")
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":

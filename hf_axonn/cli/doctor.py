@@ -46,7 +46,7 @@ class Findings:
 
 
 def add_doctor(commands) -> None:
-    """Register `doctor` with the subparsers of cli.py."""
+    """Register `doctor` with the subparsers of main.py."""
     parser = commands.add_parser(
         "doctor",
         help="check a launch file against a model before it is launched",

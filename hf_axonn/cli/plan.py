@@ -3,9 +3,9 @@
     hf-axonn plan --model CONFIG|DIR|gpt-80b --machine frontier --gpus 8192 --batch-tokens 16.8M --seq 2048
     hf-axonn plan ... --sweep 512..32768       one line for each power of two
     hf-axonn plan ... --paper                  the paper's own model: communication alone, equations (1) to (7)
-    torchrun --nproc-per-node 8 -m hf_axonn.cli bench-links --output this.json
+    torchrun --nproc-per-node 8 -m hf_axonn bench-links --output this.json
 
-No process group and no GPU is needed for a plan. Bad input ends with exit code 2 and a message (cli.py).
+No process group and no GPU is needed for a plan. Bad input ends with exit code 2 and a message (main.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_axonn.planner.tracing.built_shapes import read_shape
 
 
 def add_plan(commands) -> None:
-    """Register `plan` with the subparsers of cli.py."""
+    """Register `plan` with the subparsers of main.py."""
     parser = commands.add_parser("plan", help="rank all grids of a number of GPUs by predicted time")
     parser.add_argument("--model", required=True, help=f"a config.json, its directory, or {', '.join(models.GPTS)}")
     parser.add_argument("--machine", required=True, help=f"{', '.join(machines.known())}, or a JSON file")
@@ -71,7 +71,7 @@ def run_plan(options: argparse.Namespace) -> int:
     else:
         print("\n".join(lines(found, options.top)))
     if options.plot and found.ranked:
-        from hf_axonn.plan_plots import plot_plan
+        from hf_axonn.cli.plan_plots import plot_plan
 
         plot_plan(found, options.plot, options.top)
     return 0 if found.ranked else 1
@@ -253,7 +253,7 @@ def _sweep(options: argparse.Namespace, job: Job) -> int:
                 f"{best.flops * found.gpus / 1e15:>9.1f} {best.flops / 1e12:>7.1f} {best.flops / base.flops:>10.1%}"
             )
     if options.plot and any(found.ranked for found in plans):
-        from hf_axonn.plan_plots import plot_sweep
+        from hf_axonn.cli.plan_plots import plot_sweep
 
         plot_sweep(plans, options.plot, weak=options.weak)
     return 0 if all(found.ranked for found in plans) else 1

@@ -16,8 +16,8 @@ import argparse
 import sys
 
 from hf_axonn import __version__
-from hf_axonn.doctor import add_doctor, run_doctor
-from hf_axonn.plan_cli import add_bench_links, add_plan, run_bench_links, run_plan
+from hf_axonn.cli.doctor import add_doctor, run_doctor
+from hf_axonn.cli.plan import add_bench_links, add_plan, run_bench_links, run_plan
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -89,12 +89,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _env(_options: argparse.Namespace) -> int:
-    from hf_axonn.environment import describe
+    from hf_axonn.cli.env import describe
 
     for line in describe():
         print(line)
     return 0
 
-
-if __name__ == "__main__":
-    sys.exit(main())

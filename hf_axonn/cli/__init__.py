@@ -1,0 +1,1 @@
+"""The commands of `hf-axonn`: plan, doctor, env, convert, verify, bench-links."""
