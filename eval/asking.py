@@ -8,11 +8,11 @@ from typing import Any
 from hf_axonn_eval import batches, decoding, matching, scoring
 from hf_axonn_eval.answers import matched_result, scored_result
 from hf_axonn_eval.caches import Row, can_be_kept, empty_cache, is_filled
+from hf_axonn_eval.data.results import SampleResult
+from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.discoverability import Sampler
 from hf_axonn_eval.division import Division
 from hf_axonn_eval.matching import Match
-from hf_axonn_eval.results import SampleResult
-from hf_axonn_eval.samples import Sample
 
 
 @dataclass(kw_only=True)

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl
 
+from hf_axonn_eval.data.results import SampleResult
+from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.division import Division
 from hf_axonn_eval.extraction import extract
-from hf_axonn_eval.results import SampleResult
-from hf_axonn_eval.samples import Sample
 from hf_axonn_eval.summary import value
 
 

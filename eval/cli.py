@@ -89,7 +89,7 @@ def read_runs(pairs: Sequence[str]) -> tuple[dict[str, Any], dict[str, dict[str,
     Raises:
         ValueError: not such pairs, a name twice, or no finished run in a directory.
     """
-    from hf_axonn_eval.results import read_run
+    from hf_axonn_eval.data.results import read_run
 
     named = [pair.partition("=") for pair in pairs]
     if any(not name or not directory for name, _, directory in named):

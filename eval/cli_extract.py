@@ -29,7 +29,7 @@ def add(commands) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Write a run directory, and show its table."""
-    from hf_axonn_eval.samples import SampleFile, read_about
+    from hf_axonn_eval.data.samples import SampleFile, read_about
 
     # what is wrong is said before a model is loaded
     if arguments.generation and arguments.no_generation:

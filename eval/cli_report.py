@@ -27,8 +27,8 @@ def add(commands) -> None:
 
 def run_report(arguments: argparse.Namespace) -> None:
     """Show the table, and write the files of the report."""
+    from hf_axonn_eval.data.samples import read_samples, samples_digest
     from hf_axonn_eval.report import write_report
-    from hf_axonn_eval.samples import read_samples, samples_digest
 
     runs, records = read_runs(arguments.runs)
     options = {"lengths": arguments.lengths, "records": records, "base": arguments.base}

@@ -6,8 +6,8 @@ from itertools import chain
 from typing import Any
 
 from hf_axonn_eval.cli import at_least_one, command
-from hf_axonn_eval.cuts import COMBINE, KINDS, STRIDE_UNITS, Sampling
-from hf_axonn_eval.protocols import PROTOCOLS, changed_sampling, protocol
+from hf_axonn_eval.data.protocols import PROTOCOLS, changed_sampling, protocol
+from hf_axonn_eval.data.windows import COMBINE, KINDS, STRIDE_UNITS, Sampling
 
 
 _SETTINGS = (
@@ -70,8 +70,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     from transformers import AutoTokenizer
 
-    from hf_axonn_eval.samples import write_about, write_samples
-    from hf_axonn_eval.sampling import Tally, iter_samples
+    from hf_axonn_eval.data.samples import write_about, write_samples
+    from hf_axonn_eval.data.sampling import Tally, iter_samples
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
     tally = Tally()
@@ -115,7 +115,7 @@ def _asked(arguments: argparse.Namespace) -> tuple[Sampling, dict[str, Any], dic
 
 
 def _documents(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    from hf_axonn_eval.documents import iter_documents
+    from hf_axonn_eval.data.documents import iter_documents
 
     options = {
         "id_key": None if arguments.number_documents else arguments.id_key,

@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from hf_axonn_eval import batches, scoring
 from hf_axonn_eval.asking import Asker
+from hf_axonn_eval.data.results import RunDirectory, SampleResult
+from hf_axonn_eval.data.samples import Sample, samples_digest
 from hf_axonn_eval.discoverability import Sampler
 from hf_axonn_eval.division import Division
 from hf_axonn_eval.provenance import run_record
-from hf_axonn_eval.results import RunDirectory, SampleResult
-from hf_axonn_eval.samples import Sample, samples_digest
 from hf_axonn_eval.stats import check_confidence
 from hf_axonn_eval.summary import summarize
 from hf_axonn_eval.undecided import undecided_below
@@ -48,7 +48,7 @@ def extract(
             for a plain model, to all processes.
         tokenizer: for the text that ROUGE and zlib compare; None leaves ROUGE and the texts out.
         samples: what to ask; the sample ids must differ. A `SampleFile` is read as it is needed.
-        output: directory for the run (files: see results.py). A run that was stopped goes on from there. None keeps
+        output: directory for the run (files: see data/results.py). A run that was stopped goes on from there. None keeps
             nothing.
         model_record: what identifies the model: `load_model(...).record`, or for a model of another origin a dict
             with a `fingerprint` of your choice. Needed with `output`, so that a run never goes on with other weights.

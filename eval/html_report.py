@@ -13,10 +13,10 @@ from hf_axonn_eval import curves, maps
 from hf_axonn_eval import report_details as details
 from hf_axonn_eval import report_tables as tables
 from hf_axonn_eval.charts import Point, bar_chart, legend, line_chart
+from hf_axonn_eval.data.results import SampleResult
+from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.html_style import STYLE
 from hf_axonn_eval.html_texts import texts_section
-from hf_axonn_eval.results import SampleResult
-from hf_axonn_eval.samples import Sample
 
 
 PLOTTED = ("exact_match", "near_verbatim", "rougeL", "token_accuracy")

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_axonn_eval.curves import decimal_logarithm
+from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.html_style import MAP_STYLE
-from hf_axonn_eval.results import SampleResult
 
 
 SHADES = 8

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
-from hf_axonn_eval.results import SampleResult
-from hf_axonn_eval.samples import Sample
+from hf_axonn_eval.data.results import SampleResult
+from hf_axonn_eval.data.samples import Sample
 
 
 START, RUN, OTHER = "start", "run", ""  # how a piece is marked

@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hf_axonn_eval.jsonl import BOM, json_lines
+from hf_axonn_eval.data.jsonl import BOM, json_lines
 
 
 T = TypeVar("T")

@@ -259,7 +259,7 @@ def test_launch_files_that_do_not_fit_are_named(demo, tmp_path, content, message
 
 def results(*, right, bucket_of):
     """Results of a run in which `right` of the 4 suffix tokens of every document in a bucket are right."""
-    from hf_axonn_eval.results import SampleResult
+    from hf_axonn_eval.data.results import SampleResult
 
     return [
         SampleResult(

@@ -6,7 +6,7 @@ import pytest
 from eval_support import samples, tiny_llama, topics_tokenizer
 
 from hf_axonn_eval.__main__ import main
-from hf_axonn_eval.samples import samples_digest, write_about, write_samples
+from hf_axonn_eval.data.samples import samples_digest, write_about, write_samples
 
 
 @pytest.fixture(scope="module")

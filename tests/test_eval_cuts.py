@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_axonn_eval.cuts import Cut, Sampling
+from hf_axonn_eval.data.windows import Cut, Sampling
 
 
 def test_offsets_and_lengths_each_with_each():

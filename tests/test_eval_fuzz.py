@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from hf_axonn_eval import PROTOCOLS, Sampling, extract, iter_documents, iter_samples, protocol
-from hf_axonn_eval.cuts import COMBINE, KINDS, STRIDE_UNITS
-from hf_axonn_eval.sampling import Tally
+from hf_axonn_eval.data.sampling import Tally
+from hf_axonn_eval.data.windows import COMBINE, KINDS, STRIDE_UNITS
 from hf_axonn_eval.secrets import insert_canaries, make_canaries, read_canaries
 
 

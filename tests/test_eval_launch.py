@@ -7,8 +7,8 @@ from launching import assert_quiet, launch
 
 from hf_axonn import Grid
 from hf_axonn_eval import extract
-from hf_axonn_eval.results import read_run
-from hf_axonn_eval.samples import write_samples
+from hf_axonn_eval.data.results import read_run
+from hf_axonn_eval.data.samples import write_samples
 
 
 def test_a_launch_on_two_ranks_answers_as_one_process_does(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from eval_support import LEARNT, documents, samples, tiny_llama, topics_tokenizer, trained_llama
 
 from hf_axonn_eval.__main__ import main
-from hf_axonn_eval.samples import samples_digest, write_samples
+from hf_axonn_eval.data.samples import samples_digest, write_samples
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_axonn_eval import Sample, extract
-from hf_axonn_eval.samples import SampleFile, write_samples
+from hf_axonn_eval.data.samples import SampleFile, write_samples
 
 
 BYTES_A_SAMPLE = 1500  # ids, places, what the summary needs; one sample and its result as objects are over 6000

@@ -6,7 +6,7 @@ import math
 import pytest
 from eval_support import result
 
-from hf_axonn_eval.results import RunDirectory, read_results, read_run
+from hf_axonn_eval.data.results import RunDirectory, read_results, read_run
 
 
 RECORD = {"identity": {"samples": 2, "model_fingerprint": "a"}}

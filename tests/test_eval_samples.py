@@ -7,7 +7,7 @@ import tracemalloc
 import pytest
 
 from hf_axonn_eval import build_samples
-from hf_axonn_eval.samples import (
+from hf_axonn_eval.data.samples import (
     SampleFile,
     about_file,
     read_about,

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_axonn_eval import Sample, Sampling, build_samples, iter_samples
-from hf_axonn_eval.sampling import Tally
+from hf_axonn_eval.data.sampling import Tally
 
 
 TEXT = "for statement, while statement and generator expressions"

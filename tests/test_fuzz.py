@@ -29,7 +29,7 @@ from hf_axonn.launch.launch_file import resolve
 from hf_axonn.parallel import parallelize
 from hf_axonn.topology.grid import AXES
 from hf_axonn_eval.__main__ import main as eval_cli
-from hf_axonn_eval.samples import Sample, read_samples, write_samples
+from hf_axonn_eval.data.samples import Sample, read_samples, write_samples
 
 
 FUZZ, FILES = fuzz(150), fuzz(60)

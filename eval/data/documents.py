@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_axonn_eval.jsonl import decoded, json_lines
+from hf_axonn_eval.data.jsonl import decoded, json_lines
 
 
 TEXT, PARQUET, JSONL = (".txt", ".text", ".md"), (".parquet",), (".jsonl", ".ndjson", ".json")

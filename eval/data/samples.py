@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hf_axonn_eval.jsonl import json_lines
+from hf_axonn_eval.data.jsonl import json_lines
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
-from hf_axonn_eval.samples import is_count
+from hf_axonn_eval.data.samples import is_count
 
 
 # What each kind looks at, besides the filters that are for all of them.

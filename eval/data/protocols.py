@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from hf_axonn_eval.cuts import FILTERS, KINDS, Sampling
+from hf_axonn_eval.data.windows import FILTERS, KINDS, Sampling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Documents, samples cut from them, published protocols, and files of results."""
