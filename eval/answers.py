@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from hf_axonn_eval import metrics
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.degeneracy import type_token_ratio, zlib_ratio
 from hf_axonn_eval.matching import Match, matched
-from hf_axonn_eval.rouge import rouge
+from hf_axonn_eval.metrics import text as metrics
+from hf_axonn_eval.metrics.degeneracy import type_token_ratio, zlib_ratio
+from hf_axonn_eval.metrics.rouge import rouge
 from hf_axonn_eval.scoring import Score
 
 

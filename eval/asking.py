@@ -10,9 +10,9 @@ from hf_axonn_eval.answers import matched_result, scored_result
 from hf_axonn_eval.caches import Row, can_be_kept, empty_cache, is_filled
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.discoverability import Sampler
 from hf_axonn_eval.division import Division
 from hf_axonn_eval.matching import Match
+from hf_axonn_eval.metrics.discoverability import Sampler
 
 
 @dataclass(kw_only=True)

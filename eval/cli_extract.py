@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _options(arguments: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
     """What to measure: what the command line says, and where it says nothing what the samples' protocol asks for."""
-    from hf_axonn_eval.discoverability import Sampler
+    from hf_axonn_eval.metrics.discoverability import Sampler
 
     sampler = asked.get("sampler") if arguments.sampler is None else _sampler(arguments.sampler)
     if arguments.stop_early and arguments.sampler is None:

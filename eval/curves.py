@@ -10,7 +10,7 @@ import numpy as np
 
 from hf_axonn_eval.charts import Point
 from hf_axonn_eval.data.results import SampleResult
-from hf_axonn_eval.discoverability import CHANCES, n_needed
+from hf_axonn_eval.metrics.discoverability import CHANCES, n_needed
 from hf_axonn_eval.shares import share_intervals
 
 

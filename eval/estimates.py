@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_axonn_eval.discoverability import CHANCES
-from hf_axonn_eval.membership import attack
+from hf_axonn_eval.metrics.discoverability import CHANCES
+from hf_axonn_eval.metrics.membership import attack
 from hf_axonn_eval.shares import BOOTSTRAP, NONE, difference_interval, share_intervals
 from hf_axonn_eval.stats import Interval, bootstrap_columns
 from hf_axonn_eval.table import MEMBERSHIP, METRICS, NEEDED, SHARES, Table

@@ -16,8 +16,8 @@ from hf_axonn_eval import batches, scoring
 from hf_axonn_eval.asking import Asker
 from hf_axonn_eval.data.results import RunDirectory, SampleResult
 from hf_axonn_eval.data.samples import Sample, samples_digest
-from hf_axonn_eval.discoverability import Sampler
 from hf_axonn_eval.division import Division
+from hf_axonn_eval.metrics.discoverability import Sampler
 from hf_axonn_eval.provenance import run_record
 from hf_axonn_eval.stats import check_confidence
 from hf_axonn_eval.summary import summarize

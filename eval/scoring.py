@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from hf_axonn_eval import membership
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.discoverability import Sampler
 from hf_axonn_eval.division import Division
+from hf_axonn_eval.metrics import membership
+from hf_axonn_eval.metrics.discoverability import Sampler
 
 
 # logits that are looked at together: on a CPU as many as its caches hold, on others so many that the float32 copies

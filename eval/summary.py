@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from hf_axonn_eval.data.results import SampleResult
-from hf_axonn_eval.discoverability import TRIES, check_tries
 from hf_axonn_eval.estimates import differences, group, membership
+from hf_axonn_eval.metrics.discoverability import TRIES, check_tries
 from hf_axonn_eval.stats import check_confidence, mcnemar
 from hf_axonn_eval.table import MEANS, MEMBERSHIP, METRICS, SHARES, Table, value
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import skewnorm
 
-from hf_axonn_eval.canaries import approximate_exposure, exposure, rank
+from hf_axonn_eval.metrics.exposure import approximate_exposure, exposure, rank
 
 
 def test_rank_and_exposure_by_hand():
@@ -37,7 +37,7 @@ def test_the_approximation_goes_on_where_ranks_end(shape):
 
 
 def test_the_tail_equals_scipys():
-    from hf_axonn_eval.canaries import _log_tail
+    from hf_axonn_eval.metrics.exposure import _log_tail
 
     for shape in (-2.0, 0.0, 1.5):
         for start in (-8.0, -1.0, 0.0, 2.0, 4.0):

@@ -7,7 +7,7 @@ from pydoc_data.topics import topics
 import pytest
 from eval_support import topics_tokenizer
 
-from hf_axonn_eval.degeneracy import is_degenerate, type_token_ratio, zlib_ratio
+from hf_axonn_eval.metrics.degeneracy import is_degenerate, type_token_ratio, zlib_ratio
 
 
 def test_type_token_ratio_by_hand():

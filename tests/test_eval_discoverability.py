@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hf_axonn_eval.discoverability import Sampler, is_discoverable, n_needed
+from hf_axonn_eval.metrics.discoverability import Sampler, is_discoverable, n_needed
 
 
 SAMPLERS = [

@@ -9,7 +9,8 @@ import pytest
 import torch
 from eval_support import LEARNT, PREFIX, SUFFIX, samples, tiny_gpt2, tiny_llama, topics_tokenizer, trained_llama
 
-from hf_axonn_eval import Sample, batches, extract, metrics, samples_digest, scoring
+from hf_axonn_eval import Sample, batches, extract, samples_digest, scoring
+from hf_axonn_eval.metrics import text as metrics
 
 
 def sample(prefix, suffix) -> Sample:

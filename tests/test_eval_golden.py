@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_axonn_eval import build_samples, extract, summarize
-from hf_axonn_eval.discoverability import Sampler
+from hf_axonn_eval.metrics.discoverability import Sampler
 
 
 PREFIX = SUFFIX = 12

@@ -8,7 +8,7 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score, roc_curve
 
-from hf_axonn_eval.membership import attack, auc, scores, token_statistics, tpr_at_fpr
+from hf_axonn_eval.metrics.membership import attack, auc, scores, token_statistics, tpr_at_fpr
 from hf_axonn_eval.stats import wilson
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_axonn_eval import metrics
+from hf_axonn_eval.metrics import text as metrics
 
 
 def test_exact_match_needs_every_id_and_the_same_length():

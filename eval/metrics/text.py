@@ -7,7 +7,7 @@ suffix. docs/evaluation.md gives the formulas and the sources.
 
 from collections.abc import Sequence
 
-from hf_axonn_eval.rouge import rouge as rouge
+from hf_axonn_eval.metrics.rouge import rouge as rouge
 
 
 NEAR_VERBATIM = 0.10  # edits per suffix token; the bound of the Gemma 3 report

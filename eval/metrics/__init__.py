@@ -1,0 +1,1 @@
+"""The metrics: of texts, of probabilities, of membership, of exposure."""
