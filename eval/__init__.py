@@ -39,8 +39,8 @@ _HOME = {  # public name -> module; resolved on first use, so that --help does n
     "SampleResult": "data.results",
     "read_run": "data.results",
     "document_nll": "scoring",
-    "summarize": "summary",
-    "compare": "summary",
+    "summarize": "analysis.summary",
+    "compare": "analysis.summary",
     "write_report": "report",
     "html_page": "html_report",
     "document_maps": "maps",
@@ -51,9 +51,9 @@ _HOME = {  # public name -> module; resolved on first use, so that --help does n
     "auc": "metrics.membership",
     "tpr_at_fpr": "metrics.membership",
     "exposure": "metrics.exposure",
-    "wilson": "stats",
-    "bootstrap": "stats",
-    "mcnemar": "stats",
+    "wilson": "analysis.intervals",
+    "bootstrap": "analysis.intervals",
+    "mcnemar": "analysis.intervals",
 }
 __all__ = list(_HOME)
 

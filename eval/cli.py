@@ -73,8 +73,8 @@ def show(runs: Mapping[str, Sequence], arguments: argparse.Namespace, **options:
     """Print the table of some runs; returns the comparison it was made of."""
     from rich.console import Console
 
+    from hf_axonn_eval.analysis.summary import compare
     from hf_axonn_eval.report import terminal_table
-    from hf_axonn_eval.summary import compare
 
     comparison = compare(runs, confidence=arguments.confidence, seed=arguments.seed, **options)
     Console().print(terminal_table(comparison))

@@ -61,8 +61,8 @@ def run_compare(arguments: argparse.Namespace) -> None:
     """Show the differences, and write them if asked."""
     from rich.console import Console
 
+    from hf_axonn_eval.analysis.summary import compare
     from hf_axonn_eval.report import markdown, terminal_differences
-    from hf_axonn_eval.summary import compare
 
     runs, records = read_runs(arguments.runs)
     if len(runs) < 2:

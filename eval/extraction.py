@@ -13,14 +13,14 @@ from typing import Any
 from tqdm import tqdm
 
 from hf_axonn_eval import batches, scoring
+from hf_axonn_eval.analysis.intervals import check_confidence
+from hf_axonn_eval.analysis.summary import summarize
 from hf_axonn_eval.asking import Asker
 from hf_axonn_eval.data.results import RunDirectory, SampleResult
 from hf_axonn_eval.data.samples import Sample, samples_digest
 from hf_axonn_eval.division import Division
 from hf_axonn_eval.metrics.discoverability import Sampler
 from hf_axonn_eval.provenance import run_record
-from hf_axonn_eval.stats import check_confidence
-from hf_axonn_eval.summary import summarize
 from hf_axonn_eval.undecided import undecided_below
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from hf_axonn_eval import maps
 from hf_axonn_eval import report_tables as tables
+from hf_axonn_eval.analysis.summary import SHARES
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.html_report import chosen_maps, html_page
 from hf_axonn_eval.html_style import COLOURS
 from hf_axonn_eval.report_details import all_details, changes
 from hf_axonn_eval.report_tables import COLUMNS, TITLES
-from hf_axonn_eval.summary import SHARES
 
 
 TERMINAL = ("exact_match", "rougeL", "token_accuracy", "nll")  # fits into 80 characters

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from hf_axonn_eval.summary import METRICS
+from hf_axonn_eval.analysis.summary import METRICS
 
 
 COLUMNS = ("exact_match", "near_verbatim", "rougeL", "token_accuracy", "longest_run", "nll")

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from eval_support import result
 
-from hf_axonn_eval.estimates import differences, estimates, membership
-from hf_axonn_eval.shares import share_intervals, wilson_of_difference
-from hf_axonn_eval.stats import bootstrap, wilson
-from hf_axonn_eval.table import Table
+from hf_axonn_eval.analysis.estimates import differences, estimates, membership
+from hf_axonn_eval.analysis.intervals import bootstrap, wilson
+from hf_axonn_eval.analysis.shares import share_intervals, wilson_of_difference
+from hf_axonn_eval.analysis.table import Table
 
 
 OPTIONS = {"confidence": 0.9, "resamples": 300, "seed": 2}
@@ -70,7 +70,7 @@ def test_the_kind_of_interval_of_a_difference_follows_the_documents():
 
 
 def test_a_very_large_attack_is_bootstrapped_with_fewer_draws(monkeypatch):
-    monkeypatch.setattr("hf_axonn_eval.estimates._LARGEST_ATTACK", 2500)
+    monkeypatch.setattr("hf_axonn_eval.analysis.estimates._LARGEST_ATTACK", 2500)
     table = Table.of([result(str(i), bucket=i % 2, membership={"loss": float(i * i % 7)}) for i in range(10)])
     assert membership(table, table.buckets == 1, {**OPTIONS, "resamples": 1000})["loss"]["resamples"] == 250
     assert membership(table, table.buckets == 1, OPTIONS)["loss"]["resamples"] == 250

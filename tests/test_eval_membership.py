@@ -8,8 +8,8 @@ import pytest
 import torch
 from sklearn.metrics import roc_auc_score, roc_curve
 
+from hf_axonn_eval.analysis.intervals import wilson
 from hf_axonn_eval.metrics.membership import attack, auc, scores, token_statistics, tpr_at_fpr
-from hf_axonn_eval.stats import wilson
 
 
 def test_token_statistics_by_hand():

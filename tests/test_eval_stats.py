@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest, norm, t
 
-from hf_axonn_eval.stats import bootstrap, bootstrap_columns, interval_of, mcnemar, sign_test, student_quantile, wilson
+from hf_axonn_eval.analysis.intervals import (
+    bootstrap,
+    bootstrap_columns,
+    interval_of,
+    mcnemar,
+    sign_test,
+    student_quantile,
+    wilson,
+)
 
 
 @pytest.mark.parametrize(

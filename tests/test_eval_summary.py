@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from eval_support import result
 
-from hf_axonn_eval.stats import bootstrap, wilson
-from hf_axonn_eval.summary import METRICS, compare, summarize
-from hf_axonn_eval.table import Table
+from hf_axonn_eval.analysis.intervals import bootstrap, wilson
+from hf_axonn_eval.analysis.summary import METRICS, compare, summarize
+from hf_axonn_eval.analysis.table import Table
 
 
 def test_shares_and_means_per_bucket():

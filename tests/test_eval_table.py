@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from eval_support import result
 
-from hf_axonn_eval.table import Table, value
+from hf_axonn_eval.analysis.table import Table, value
 
 
 def test_a_column_holds_nan_where_a_sample_has_nothing():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hf_axonn_eval.stats import Interval, interval_of, numbered, resampled_documents, wilson
+from hf_axonn_eval.analysis.intervals import Interval, interval_of, numbered, resampled_documents, wilson
 
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from hf_axonn_eval.analysis.estimates import differences, group, membership
+from hf_axonn_eval.analysis.intervals import check_confidence, mcnemar
+from hf_axonn_eval.analysis.table import MEANS, MEMBERSHIP, METRICS, SHARES, Table, value
 from hf_axonn_eval.data.results import SampleResult
-from hf_axonn_eval.estimates import differences, group, membership
 from hf_axonn_eval.metrics.discoverability import TRIES, check_tries
-from hf_axonn_eval.stats import check_confidence, mcnemar
-from hf_axonn_eval.table import MEANS, MEMBERSHIP, METRICS, SHARES, Table, value
 
 
 __all__ = ["MEANS", "METRICS", "SHARES", "compare", "summarize", "value"]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_axonn_eval.stats import Interval, bootstrap_columns, numbered, wilson
+from hf_axonn_eval.analysis.intervals import Interval, bootstrap_columns, numbered, wilson
 
 
 class Found(NamedTuple):

@@ -1,0 +1,1 @@
+"""What results say: intervals, summaries, comparisons of models, membership attacks."""
