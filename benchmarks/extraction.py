@@ -33,9 +33,9 @@ import transformers
 from rouge_score.rouge_scorer import RougeScorer
 
 from hf_axonn_eval import Sample, build_samples, extract
-from hf_axonn_eval.caches import Row, empty_cache
-from hf_axonn_eval.decoding import Decoder, continue_greedily
-from hf_axonn_eval.scoring import score_suffixes
+from hf_axonn_eval.extraction.decoding import Decoder, continue_greedily
+from hf_axonn_eval.extraction.kv_cache import Row, empty_cache
+from hf_axonn_eval.extraction.scoring import score_suffixes
 
 
 SHARES = (0.0, 0.5, 1.0)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hf_axonn_eval.models import DTYPES
+from hf_axonn_eval.extraction.load_model import DTYPES
 
 
 def command(commands, name: str, summary: str, function: Callable[[argparse.Namespace], None]) -> Callable:
@@ -36,7 +36,7 @@ def add_model_options(add: Callable) -> None:
 
 def load(arguments: argparse.Namespace, **options: Any):
     """The model that `add_model_options` named, as a `models.LoadedModel`; `options` are more of `load_model`."""
-    from hf_axonn_eval.models import load_model
+    from hf_axonn_eval.extraction.load_model import load_model
 
     if os.environ.get("RANK", "0") != "0":
         from transformers.utils.logging import disable_progress_bar

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
     samples = SampleFile(arguments.samples)
     about = read_about(arguments.samples) or {}
     options = _options(arguments, about.get("extract") or {})
-    from hf_axonn_eval.extraction import extract
+    from hf_axonn_eval.extraction.extract import extract
 
     loaded = load(arguments, attn_implementation=arguments.attn_implementation)
     results = extract(

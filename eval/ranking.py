@@ -62,7 +62,7 @@ def rank_canaries(
     Collectives: those of `extract`.
     Source: Carlini et al. 2019, arXiv 1802.08232; texts are ranked by their total log-probability.
     """
-    from hf_axonn_eval.extraction import extract
+    from hf_axonn_eval.extraction.extract import extract
 
     texts = [*(canary.text for canary in canaries.canaries), *canaries.candidates]
     tokens = tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_axonn import Grid
 from hf_axonn_eval import ExtractionCallback, Sample, extract
-from hf_axonn_eval.callback import LOGGED, PREFIX
+from hf_axonn_eval.extraction.callback import LOGGED, PREFIX
 
 
 GRIDS = [Grid(x=2), Grid(z=2)]

@@ -11,14 +11,14 @@ from ranks import run_ranks
 
 from hf_axonn import Grid
 from hf_axonn_eval import document_nll, extract
-from hf_axonn_eval.division import Division
+from hf_axonn_eval.extraction.work_split import Division
 
 
 GRIDS = [Grid(), Grid(data=2), Grid(z=3), Grid(x=2, y=2), Grid(data=2, z=2, y=1, x=2), Grid(data=1, z=2, y=3, x=1)]
 
 
 def division_of(grid: Grid, rank: int, monkeypatch) -> Division:
-    monkeypatch.setattr("hf_axonn_eval.division._world", lambda: (rank, grid.size))
+    monkeypatch.setattr("hf_axonn_eval.extraction.work_split._world", lambda: (rank, grid.size))
     return Division.of(SimpleNamespace(axonn=SimpleNamespace(grid=grid, coordinates=grid.coordinates(rank))))
 
 
@@ -39,7 +39,7 @@ def test_every_batch_is_reported_once_and_all_ranks_make_the_same_calls(grid, ba
 
 
 def test_a_plain_model_is_divided_over_the_processes(monkeypatch):
-    monkeypatch.setattr("hf_axonn_eval.division._world", lambda: (2, 3))
+    monkeypatch.setattr("hf_axonn_eval.extraction.work_split._world", lambda: (2, 3))
     division = Division.of(object())
     assert (division.index, division.count, division.reports) == (2, 3, True)
 

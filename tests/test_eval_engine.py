@@ -13,12 +13,13 @@ from ranks import run_ranks
 
 import hf_axonn
 from hf_axonn import Grid
-from hf_axonn_eval import Sample, batches, extract
-from hf_axonn_eval.caches import can_be_kept
+from hf_axonn_eval import Sample, extract
+from hf_axonn_eval.extraction import batching as batches
+from hf_axonn_eval.extraction.kv_cache import can_be_kept
+from hf_axonn_eval.extraction.undecided import undecided_below
 from hf_axonn_eval.metrics import membership
 from hf_axonn_eval.metrics import text as metrics
 from hf_axonn_eval.metrics.discoverability import Sampler
-from hf_axonn_eval.undecided import undecided_below
 
 
 def counting(model) -> list[tuple[int, int]]:

@@ -9,7 +9,9 @@ import pytest
 import torch
 from eval_support import LEARNT, PREFIX, SUFFIX, samples, tiny_gpt2, tiny_llama, topics_tokenizer, trained_llama
 
-from hf_axonn_eval import Sample, batches, extract, samples_digest, scoring
+from hf_axonn_eval import Sample, extract, samples_digest
+from hf_axonn_eval.extraction import batching as batches
+from hf_axonn_eval.extraction import scoring
 from hf_axonn_eval.metrics import text as metrics
 
 

@@ -7,7 +7,8 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from hf_axonn import Grid
-from hf_axonn_eval import document_nll, extract, load_model, weights
+from hf_axonn_eval import document_nll, extract, load_model
+from hf_axonn_eval.extraction import weights_on_disk as weights
 
 
 @pytest.fixture

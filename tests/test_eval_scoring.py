@@ -8,8 +8,8 @@ from eval_support import PREFIX, SUFFIX, samples, tiny_gpt2, tiny_llama, topics_
 from transformers import GenerationConfig
 
 from hf_axonn_eval import document_nll
-from hf_axonn_eval.decoding import continue_greedily
-from hf_axonn_eval.scoring import evaluating, score_suffixes, score_tokens
+from hf_axonn_eval.extraction.decoding import continue_greedily
+from hf_axonn_eval.extraction.scoring import evaluating, score_suffixes, score_tokens
 
 
 MODELS = {"llama": trained_llama, "gpt2": tiny_gpt2}

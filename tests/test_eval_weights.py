@@ -14,8 +14,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_axonn import Grid, save_sharded
 from hf_axonn.parallel import parallelize
-from hf_axonn_eval import extract, weights
-from hf_axonn_eval.models import load_model
+from hf_axonn_eval import extract
+from hf_axonn_eval.extraction import weights_on_disk as weights
+from hf_axonn_eval.extraction.load_model import load_model
 
 
 def save_shards(directory: str) -> None:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
-from hf_axonn_eval.caches import Row, can_be_kept, empty_cache, is_filled, rows_of
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.scoring import device_of, first_choices, last_logits, logits_after, score_suffixes
+from hf_axonn_eval.extraction.kv_cache import Row, can_be_kept, empty_cache, is_filled, rows_of
+from hf_axonn_eval.extraction.scoring import device_of, first_choices, last_logits, logits_after, score_suffixes
 
 
 FIRST_PIECE = 8

@@ -5,11 +5,11 @@ from typing import Any
 
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.matching import Match, matched
+from hf_axonn_eval.extraction.prefix_matching import Match, matched
+from hf_axonn_eval.extraction.scoring import Score
 from hf_axonn_eval.metrics import text as metrics
 from hf_axonn_eval.metrics.degeneracy import type_token_ratio, zlib_ratio
 from hf_axonn_eval.metrics.rouge import rouge
-from hf_axonn_eval.scoring import Score
 
 
 def scored_result(

@@ -12,8 +12,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from hf_axonn_eval.division import Division
-from hf_axonn_eval.scoring import core, device_of
+from hf_axonn_eval.extraction.scoring import core, device_of
+from hf_axonn_eval.extraction.work_split import Division
 
 
 logger = logging.getLogger(__name__)
@@ -121,8 +121,8 @@ def _memory_of_cpu(model, longest: int, kept_logits: int) -> tuple[float, float]
 def _memory_of_gpu(model, longest: int, kept_logits: int) -> tuple[float, float]:
     import torch
 
-    from hf_axonn_eval.caches import can_be_kept, empty_cache
-    from hf_axonn_eval.scoring import last_logits, score_tokens
+    from hf_axonn_eval.extraction.kv_cache import can_be_kept, empty_cache
+    from hf_axonn_eval.extraction.scoring import last_logits, score_tokens
 
     taken = []
     device = device_of(model)

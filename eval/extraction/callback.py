@@ -23,8 +23,8 @@ from transformers import TrainerCallback, TrainerControl
 from hf_axonn_eval.analysis.summary import value
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.division import Division
-from hf_axonn_eval.extraction import extract
+from hf_axonn_eval.extraction.extract import extract
+from hf_axonn_eval.extraction.work_split import Division
 
 
 LOGGED = ("exact_match", "near_verbatim", "rougeL", "token_accuracy", "nll")

@@ -5,13 +5,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_axonn_eval import batches, decoding, matching, scoring
-from hf_axonn_eval.answers import matched_result, scored_result
-from hf_axonn_eval.caches import Row, can_be_kept, empty_cache, is_filled
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.division import Division
-from hf_axonn_eval.matching import Match
+from hf_axonn_eval.extraction import batching as batches
+from hf_axonn_eval.extraction import decoding, scoring
+from hf_axonn_eval.extraction import prefix_matching as matching
+from hf_axonn_eval.extraction.answers import matched_result, scored_result
+from hf_axonn_eval.extraction.kv_cache import Row, can_be_kept, empty_cache, is_filled
+from hf_axonn_eval.extraction.prefix_matching import Match
+from hf_axonn_eval.extraction.work_split import Division
 from hf_axonn_eval.metrics.discoverability import Sampler
 
 

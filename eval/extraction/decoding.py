@@ -1,6 +1,6 @@
 """Greedy continuations: what the model says by itself after the first token that is not the suffix's.
 
-Rows come with the keys and values of the tokens before (caches.py), so nothing is computed twice. They are decoded
+Rows come with the keys and values of the tokens before (kv_cache.py), so nothing is computed twice. They are decoded
 together, and when some are done others that wait take their places, so that the batch stays full.
 """
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_axonn_eval.caches import Row, joined
-from hf_axonn_eval.scoring import core, device_of, logits_after
+from hf_axonn_eval.extraction.kv_cache import Row, joined
+from hf_axonn_eval.extraction.scoring import core, device_of, logits_after
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 One teacher-forced pass a batch gives everything but ROUGE, the edit distance and the longest run. These need the
 model's own continuation, which up to the first wrong token is known already: only the rest is decoded, from the keys
-and values that the pass left behind. Samples are dealt to the ranks in units (batches.py), and what a unit gave is
+and values that the pass left behind. Samples are dealt to the ranks in units (batching.py), and what a unit gave is
 written before the next one begins.
 """
 
@@ -12,16 +12,17 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hf_axonn_eval import batches, scoring
 from hf_axonn_eval.analysis.intervals import check_confidence
 from hf_axonn_eval.analysis.summary import summarize
-from hf_axonn_eval.asking import Asker
 from hf_axonn_eval.data.results import RunDirectory, SampleResult
 from hf_axonn_eval.data.samples import Sample, samples_digest
-from hf_axonn_eval.division import Division
+from hf_axonn_eval.extraction import batching as batches
+from hf_axonn_eval.extraction import scoring
+from hf_axonn_eval.extraction.run_record import run_record
+from hf_axonn_eval.extraction.runner import Asker
+from hf_axonn_eval.extraction.undecided import undecided_below
+from hf_axonn_eval.extraction.work_split import Division
 from hf_axonn_eval.metrics.discoverability import Sampler
-from hf_axonn_eval.provenance import run_record
-from hf_axonn_eval.undecided import undecided_below
 
 
 def extract(

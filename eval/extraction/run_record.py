@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hf_axonn_eval.division import Division
+from hf_axonn_eval.extraction.work_split import Division
 
 
 _PACKAGES = (

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_axonn_eval import weights
-from hf_axonn_eval.division import Division
+from hf_axonn_eval.extraction import weights_on_disk as weights
+from hf_axonn_eval.extraction.work_split import Division
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.division import Division
+from hf_axonn_eval.extraction.work_split import Division
 from hf_axonn_eval.metrics import membership
 from hf_axonn_eval.metrics.discoverability import Sampler
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_axonn_eval.scoring import core, has_prompt, parameters_of
+from hf_axonn_eval.extraction.scoring import core, has_prompt, parameters_of
 
 
 _SPARE = 16  # columns by which a full layer grows

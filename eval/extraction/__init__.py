@@ -1,0 +1,1 @@
+"""Asks a model for the rest of its samples: one pass, decoding, a record of the run."""
