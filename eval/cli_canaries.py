@@ -33,7 +33,7 @@ def make(arguments: argparse.Namespace) -> None:
     """Write the canaries, and the training data with them."""
     from pathlib import Path
 
-    from hf_axonn_eval.secrets import insert_canaries, make_canaries, write_canaries
+    from hf_axonn_eval.canaries.generate import insert_canaries, make_canaries, write_canaries
 
     canaries = make_canaries(
         arguments.format,
@@ -61,8 +61,8 @@ def rank(arguments: argparse.Namespace) -> None:
     """Write the ranks, and show the exposure by number of insertions."""
     from pathlib import Path
 
-    from hf_axonn_eval.ranking import rank_canaries, ranking_record
-    from hf_axonn_eval.secrets import read_canaries
+    from hf_axonn_eval.canaries.generate import read_canaries
+    from hf_axonn_eval.canaries.rank import rank_canaries, ranking_record
 
     canaries = read_canaries(arguments.canaries)
     loaded = load(arguments)

@@ -9,12 +9,12 @@ import pytest
 from hf_axonn_eval import PROTOCOLS
 from hf_axonn_eval.__main__ import _parser
 from hf_axonn_eval.analysis.summary import METRICS
+from hf_axonn_eval.canaries.generate import ALPHABETS
 from hf_axonn_eval.data.windows import COMBINE, KINDS
 from hf_axonn_eval.extraction.callback import LOGGED, PREFIX
 from hf_axonn_eval.extraction.undecided import BOUNDS
 from hf_axonn_eval.metrics.text import NEAR_VERBATIM
 from hf_axonn_eval.report_details import ATTACKS
-from hf_axonn_eval.secrets import ALPHABETS
 
 
 TEXT = (Path(__file__).resolve().parents[1] / "docs" / "evaluation.md").read_text(encoding="utf-8")

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from hf_axonn_eval import PROTOCOLS, Sampling, extract, iter_documents, iter_samples, protocol
+from hf_axonn_eval.canaries.generate import insert_canaries, make_canaries, read_canaries
 from hf_axonn_eval.data.sampling import Tally
 from hf_axonn_eval.data.windows import COMBINE, KINDS, STRIDE_UNITS
-from hf_axonn_eval.secrets import insert_canaries, make_canaries, read_canaries
 
 
 FUZZ, FILES = fuzz(120), fuzz(50)

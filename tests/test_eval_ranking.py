@@ -10,7 +10,7 @@ from ranks import run_ranks
 
 from hf_axonn_eval import make_canaries, rank_canaries
 from hf_axonn_eval.__main__ import main
-from hf_axonn_eval.ranking import exposure_by_insertions, ranking_record
+from hf_axonn_eval.canaries.rank import exposure_by_insertions, ranking_record
 
 
 FORMAT = "the secret word is {letters:6}"

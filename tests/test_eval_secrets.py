@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from hf_axonn_eval import insert_canaries, make_canaries
-from hf_axonn_eval.secrets import Canary, Format, interleave, read_canaries, write_canaries
+from hf_axonn_eval.canaries.generate import Canary, Format, interleave, read_canaries, write_canaries
 
 
 def test_a_format_numbers_all_its_texts():

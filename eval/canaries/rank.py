@@ -6,9 +6,9 @@ from math import isfinite, log2
 from statistics import mean
 from typing import Any
 
+from hf_axonn_eval.canaries.generate import CanarySet
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.metrics.exposure import FEWEST_FOR_A_FIT, approximate_exposure, exposure, rank
-from hf_axonn_eval.secrets import CanarySet
 
 
 @dataclass(frozen=True, kw_only=True)

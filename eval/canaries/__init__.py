@@ -1,0 +1,1 @@
+"""Synthetic secrets: put into training data, and ranked afterwards."""
