@@ -74,7 +74,7 @@ def show(runs: Mapping[str, Sequence], arguments: argparse.Namespace, **options:
     from rich.console import Console
 
     from hf_axonn_eval.analysis.summary import compare
-    from hf_axonn_eval.report import terminal_table
+    from hf_axonn_eval.report.write import terminal_table
 
     comparison = compare(runs, confidence=arguments.confidence, seed=arguments.seed, **options)
     Console().print(terminal_table(comparison))

@@ -28,7 +28,7 @@ def add(commands) -> None:
 def run_report(arguments: argparse.Namespace) -> None:
     """Show the table, and write the files of the report."""
     from hf_axonn_eval.data.samples import read_samples, samples_digest
-    from hf_axonn_eval.report import write_report
+    from hf_axonn_eval.report.write import write_report
 
     runs, records = read_runs(arguments.runs)
     options = {"lengths": arguments.lengths, "records": records, "base": arguments.base}
@@ -62,7 +62,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     from hf_axonn_eval.analysis.summary import compare
-    from hf_axonn_eval.report import markdown, terminal_differences
+    from hf_axonn_eval.report.write import markdown, terminal_differences
 
     runs, records = read_runs(arguments.runs)
     if len(runs) < 2:

@@ -4,7 +4,19 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from hf_axonn_eval.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, Point, bar_chart, legend, line_chart
+from hf_axonn_eval.report.charts import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Axis,
+    Point,
+    bar_chart,
+    legend,
+    line_chart,
+)
 
 
 LABELS = {"title": "t", "x_label": "x", "y_label": "y"}

@@ -6,7 +6,15 @@ import pytest
 from eval_support import result
 
 from hf_axonn_eval import wilson
-from hf_axonn_eval.curves import BINS, LEAST, by_prefix_length, draws, median_probability, probabilities, survival
+from hf_axonn_eval.report.curves import (
+    BINS,
+    LEAST,
+    by_prefix_length,
+    draws,
+    median_probability,
+    probabilities,
+    survival,
+)
 
 
 OPTIONS = {"confidence": 0.95, "resamples": 200, "seed": 0}

@@ -14,7 +14,7 @@ from hf_axonn_eval.data.windows import COMBINE, KINDS
 from hf_axonn_eval.extraction.callback import LOGGED, PREFIX
 from hf_axonn_eval.extraction.undecided import BOUNDS
 from hf_axonn_eval.metrics.text import NEAR_VERBATIM
-from hf_axonn_eval.report_details import ATTACKS
+from hf_axonn_eval.report.details import ATTACKS
 
 
 TEXT = (Path(__file__).resolve().parents[1] / "docs" / "evaluation.md").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ import pytest
 from eval_support import result
 from matplotlib.image import imread
 
-from hf_axonn_eval.maps import FAINTEST, SHADES, Stretch, document_maps, maps_png, maps_svg
+from hf_axonn_eval.report.maps import FAINTEST, SHADES, Stretch, document_maps, maps_png, maps_svg
 
 
 def window(document: str, offset: int, *, known: bool = False, probability: float = 1e-30, **changes):

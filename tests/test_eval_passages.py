@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hf_axonn_eval import Sample
-from hf_axonn_eval.passages import OTHER, RUN, START, Piece, examples, passage, token_texts
+from hf_axonn_eval.report.passages import OTHER, RUN, START, Piece, examples, passage, token_texts
 
 
 def test_words_are_compared_without_a_tokenizer():

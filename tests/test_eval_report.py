@@ -10,10 +10,10 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from hf_axonn_eval import compare, write_report
-from hf_axonn_eval.charts import SERIES
-from hf_axonn_eval.html_style import COLOURS, STYLE
-from hf_axonn_eval.report import terminal_differences, terminal_table
-from hf_axonn_eval.report_tables import COLUMNS, rows
+from hf_axonn_eval.report.charts import SERIES
+from hf_axonn_eval.report.style import COLOURS, STYLE
+from hf_axonn_eval.report.tables import COLUMNS, rows
+from hf_axonn_eval.report.write import terminal_differences, terminal_table
 
 
 def run(learnt: int, *, rouge: bool = True):

@@ -6,7 +6,7 @@ import pytest
 from eval_support import result
 
 from hf_axonn_eval import compare
-from hf_axonn_eval.report_details import all_details, changes, discoverability, membership, shorter, undecided
+from hf_axonn_eval.report.details import all_details, changes, discoverability, membership, shorter, undecided
 
 
 def results(known: int, **changes):

@@ -44,7 +44,7 @@ def write(
     from transformers import AutoTokenizer
 
     from hf_axonn_eval import html_page, read_samples
-    from hf_axonn_eval.report import plot, terminal_table
+    from hf_axonn_eval.report.write import plot, terminal_table
 
     runs = {name: read_run(directory) for name, directory in extracted.items()}
     comparison = compare(

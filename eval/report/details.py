@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from math import isfinite
 from typing import Any, NamedTuple
 
-from hf_axonn_eval.report_tables import bucket_name, buckets, estimate_text, group, title
+from hf_axonn_eval.report.tables import bucket_name, buckets, estimate_text, group, title
 
 
 class Details(NamedTuple):

@@ -5,7 +5,7 @@ from html import escape
 
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.passages import OTHER, Piece, examples, passage
+from hf_axonn_eval.report.passages import OTHER, Piece, examples, passage
 
 
 MOST_SHOWN = 200  # tokens of a prefix; sc24 has 1998, and a page with all of them cannot be read

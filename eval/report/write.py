@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_axonn_eval import maps
-from hf_axonn_eval import report_tables as tables
 from hf_axonn_eval.analysis.summary import SHARES
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.html_report import chosen_maps, html_page
-from hf_axonn_eval.html_style import COLOURS
-from hf_axonn_eval.report_details import all_details, changes
-from hf_axonn_eval.report_tables import COLUMNS, TITLES
+from hf_axonn_eval.report import maps, tables
+from hf_axonn_eval.report.details import all_details, changes
+from hf_axonn_eval.report.html import chosen_maps, html_page
+from hf_axonn_eval.report.style import COLOURS
+from hf_axonn_eval.report.tables import COLUMNS, TITLES
 
 
 TERMINAL = ("exact_match", "rougeL", "token_accuracy", "nll")  # fits into 80 characters

@@ -9,14 +9,12 @@ from dataclasses import replace
 from html import escape
 from typing import Any
 
-from hf_axonn_eval import curves, maps
-from hf_axonn_eval import report_details as details
-from hf_axonn_eval import report_tables as tables
-from hf_axonn_eval.charts import Point, bar_chart, legend, line_chart
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.html_style import STYLE
-from hf_axonn_eval.html_texts import texts_section
+from hf_axonn_eval.report import curves, details, maps, tables
+from hf_axonn_eval.report.charts import Point, bar_chart, legend, line_chart
+from hf_axonn_eval.report.style import STYLE
+from hf_axonn_eval.report.texts import texts_section
 
 
 PLOTTED = ("exact_match", "near_verbatim", "rougeL", "token_accuracy")

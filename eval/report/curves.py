@@ -9,9 +9,9 @@ from math import floor, inf, log
 import numpy as np
 
 from hf_axonn_eval.analysis.shares import share_intervals
-from hf_axonn_eval.charts import Point
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.metrics.discoverability import CHANCES, n_needed
+from hf_axonn_eval.report.charts import Point
 
 
 BINS = 25

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_axonn_eval.curves import decimal_logarithm
 from hf_axonn_eval.data.results import SampleResult
-from hf_axonn_eval.html_style import MAP_STYLE
+from hf_axonn_eval.report.curves import decimal_logarithm
+from hf_axonn_eval.report.style import MAP_STYLE
 
 
 SHADES = 8

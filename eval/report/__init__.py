@@ -1,0 +1,1 @@
+"""The report: tables, one HTML page, curves, maps of documents."""
