@@ -13,7 +13,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from hf_axonn_eval import cli_canaries, cli_extract, cli_report, cli_samples
+from hf_axonn_eval.cli import canaries as cli_canaries
+from hf_axonn_eval.cli import extract as cli_extract
+from hf_axonn_eval.cli import report as cli_report
+from hf_axonn_eval.cli import samples as cli_samples
 
 
 def main(argv: Sequence[str] | None = None) -> int:

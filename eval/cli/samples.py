@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from hf_axonn_eval.cli import at_least_one, command
+from hf_axonn_eval.cli.common import at_least_one, command
 from hf_axonn_eval.data.protocols import PROTOCOLS, changed_sampling, protocol
 from hf_axonn_eval.data.windows import COMBINE, KINDS, STRIDE_UNITS, Sampling
 

@@ -4,7 +4,15 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from hf_axonn_eval.cli import add_interval_options, add_model_options, at_least_one, command, load, run_name, show
+from hf_axonn_eval.cli.common import (
+    add_interval_options,
+    add_model_options,
+    at_least_one,
+    command,
+    load,
+    run_name,
+    show,
+)
 
 
 def add(commands) -> None:

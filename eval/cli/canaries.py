@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from hf_axonn_eval.cli import add_model_options, at_least_one, command, load
+from hf_axonn_eval.cli.common import add_model_options, at_least_one, command, load
 
 
 def add(commands) -> None:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from hf_axonn_eval.cli import add_interval_options, at_least_one, command, read_runs, show
+from hf_axonn_eval.cli.common import add_interval_options, at_least_one, command, read_runs, show
 
 
 def add(commands) -> None:
