@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import architectures  # noqa: E402
-from architectures import BOUND, MODEL_TYPES, prepare, survey, survey_grid  # noqa: E402
-from survey_table import Row, markdown, summary  # noqa: E402
-from tiny_configs import UNTRAINABLE  # noqa: E402
+from tests.benchmarks.architectures import survey as architectures
+from tests.benchmarks.architectures.survey import BOUND, MODEL_TYPES, prepare, survey, survey_grid
+from tests.benchmarks.architectures.survey_table import Row, markdown, summary
+from tests.benchmarks.architectures.tiny_configs import UNTRAINABLE
 
 
 # One type of each kind of structure.

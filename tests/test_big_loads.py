@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import re
-import sys
 import threading
 import time
 from pathlib import Path
@@ -25,11 +24,8 @@ from transformers import (
 
 from hf_axonn import Grid, from_pretrained, save_sharded
 from hf_axonn.checkpoint import lazy_tensors as unread
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import big_load  # noqa: E402
-from tiny_configs import tiny_model  # noqa: E402
+from tests.benchmarks.architectures.tiny_configs import tiny_model
+from tests.benchmarks.checkpoint import big_load
 
 
 MIB = 2**20

@@ -1,19 +1,14 @@
-"""benchmarks/extraction.py on a tiny model: all ways come to the same figures, and the report says what was timed."""
+"""tests/benchmarks/eval/extraction.py on a tiny model: all ways come to the same figures, and the report says what was timed."""
 
 import argparse
 import dataclasses
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from eval_support import samples, topics_tokenizer, trained_llama
 
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import extraction
+from tests.benchmarks.eval import extraction
 
 
 @pytest.fixture(scope="module")

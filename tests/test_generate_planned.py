@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
 from equality import exact, rows_of
 from ranks import run_ranks
 
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from tiny_configs import tiny_model  # noqa: E402
-
-from hf_axonn import Grid  # noqa: E402
-from hf_axonn.architectures.table import CHECKED  # noqa: E402
-from hf_axonn.parallel import parallelize  # noqa: E402
+from hf_axonn import Grid
+from hf_axonn.architectures.table import CHECKED
+from hf_axonn.parallel import parallelize
+from tests.benchmarks.architectures.tiny_configs import tiny_model
 
 
 GRIDS = [Grid(y=2, x=2), Grid(z=2, x=2)]

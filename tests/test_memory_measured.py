@@ -1,21 +1,15 @@
-"""benchmarks/memory_measured.py: what real ranks hold at the worst moment is what the planner says, on every kind of
+"""tests/benchmarks/planner/memory_measured.py: what real ranks hold at the worst moment is what the planner says, on every kind of
 grid."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import pytest
 from ranks import run_ranks
 from transformers import LlamaConfig
 
 from hf_axonn.topology.grid import Grid
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import memory_measured  # noqa: E402
-from simulate import TOLERANCE, Case  # noqa: E402
+from tests.benchmarks.planner import memory_measured
+from tests.benchmarks.planner.simulate import TOLERANCE, Case
 
 
 LLAMA = LlamaConfig(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -16,11 +14,8 @@ from ranks import run_ranks
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from architectures import BOUND, MODEL_TYPES, in_float64  # noqa: E402
-from tiny_configs import UNTRAINABLE, tiny_batch, tiny_model  # noqa: E402
+from tests.benchmarks.architectures.survey import BOUND, MODEL_TYPES, in_float64
+from tests.benchmarks.architectures.tiny_configs import UNTRAINABLE, tiny_batch, tiny_model
 
 
 # One type of each kind of structure.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,10 +24,7 @@ from hf_axonn.planner.time.schedules import of_engine
 from hf_axonn.planner.traffic.ledger import Key, Volume, sent_bytes
 from hf_axonn.planner.traffic.volumes import volumes
 from hf_axonn.topology.grid import Grid
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import planning  # noqa: E402
+from tests.benchmarks.planner import planning
 
 
 # Four GPUs a node; numbers that are easy to divide by.

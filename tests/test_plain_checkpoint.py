@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,7 @@ from torch import nn
 from hf_axonn import Grid
 from hf_axonn.checkpoint.single_process import load_plain_weights
 from hf_axonn.parallel import parallelize
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from tiny_configs import tiny_model  # noqa: E402
+from tests.benchmarks.architectures.tiny_configs import tiny_model
 
 
 # Experts that lie apart in a checkpoint, weights that are joined along a dim that is cut, and neither.

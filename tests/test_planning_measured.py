@@ -1,18 +1,12 @@
-"""benchmarks/planning_measured.py: what it makes of times, and one visit to a small grid."""
+"""tests/benchmarks/planner/planning_measured.py: what it makes of times, and one visit to a small grid."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from hf_axonn.planner import machine as machines
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-import planning_measured as benchmark  # noqa: E402
+from tests.benchmarks.planner import planning_measured as benchmark
 
 
 def test_verdict_by_hand():

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from models import tiny_model, unplanned_model
 from transformers import AutoModelForCausalLM
 
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import tiny_configs  # noqa: E402
-from architectures import BOUND, prepare, survey_grid  # noqa: E402
-from tiny_configs import HIDDEN, SIZES  # noqa: E402
-
-from hf_axonn.architectures.block_checks import WHOLE_NUMBERS  # noqa: E402
-from hf_axonn.architectures.plan import plan_for  # noqa: E402
-from hf_axonn.architectures.table import CHECKED, TABLE  # noqa: E402
+from hf_axonn.architectures.block_checks import WHOLE_NUMBERS
+from hf_axonn.architectures.plan import plan_for
+from hf_axonn.architectures.table import CHECKED, TABLE
+from tests.benchmarks.architectures import tiny_configs
+from tests.benchmarks.architectures.survey import BOUND, prepare, survey_grid
+from tests.benchmarks.architectures.tiny_configs import HIDDEN, SIZES
 
 
 QUERY_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")

@@ -1,21 +1,15 @@
-"""benchmarks/simulate.py: the engine's step on fake ranks is what the planner says, in traffic and in memory."""
+"""tests/benchmarks/planner/simulate.py: the engine's step on fake ranks is what the planner says, in traffic and in memory."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import DeepseekV3Config, LlamaConfig, MixtralConfig, Starcoder2Config
 
 from hf_axonn.topology.grid import Grid
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import simulate  # noqa: E402
-from groups_cost import build_groups  # noqa: E402
-from meter import Meter, nbytes  # noqa: E402
+from tests.benchmarks.planner import simulate
+from tests.benchmarks.planner.groups_cost import build_groups
+from tests.benchmarks.planner.meter import Meter, nbytes
 
 
 SIZES = dict(

@@ -1,20 +1,14 @@
-"""The other forms of benchmarks/traffic.py, against the coefficients that DESIGN 2.3 gives for them."""
+"""The other forms of tests/benchmarks/traffic/traffic.py, against the coefficients that DESIGN 2.3 gives for them."""
 
-import sys
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import pytest
-
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-from traffic_forms import all_reduce_form, megatron
 
 from hf_axonn.planner.model.shapes import ModelShape, Step
 from hf_axonn.planner.traffic.volumes import layer_volumes
 from hf_axonn.topology.grid import Grid
+from tests.benchmarks.traffic.forms import all_reduce_form, megatron
 
 
 GATED = ModelShape(layers=1, hidden=96, heads=16, intermediate=256, vocab=9)

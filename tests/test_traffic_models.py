@@ -1,20 +1,14 @@
-"""benchmarks/traffic_models.py: what the planner finds in a model is what the engine sends."""
+"""tests/benchmarks/traffic/models.py: what the planner finds in a model is what the engine sends."""
 
 from __future__ import annotations
-
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-import traffic_models  # noqa: E402
-from tiny_configs import MODEL_TYPES, tiny_config  # noqa: E402
-
-from hf_axonn import Grid  # noqa: E402
-from hf_axonn.planner.model.stack import Experts, Whole  # noqa: E402
+from hf_axonn import Grid
+from hf_axonn.planner.model.stack import Experts, Whole
+from tests.benchmarks.architectures.tiny_configs import MODEL_TYPES, tiny_config
+from tests.benchmarks.traffic import models as traffic_models
 
 
 # One for each way in which a model can differ from a Llama.

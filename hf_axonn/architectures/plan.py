@@ -1,7 +1,7 @@
 """Which module is what: from an architecture to a plan.
 
 The plan of a causal LM is derived from the tensor-parallel plan that Transformers ships with it (which layers are
-column and which row) or from our table (table.py), for the architectures that benchmarks/architectures.py has shown
+column and which row) or from our table (table.py), for the architectures that tests/benchmarks/architectures/survey.py has shown
 to be right. In a decoder layer every module is one of
 
     a block      attention or MLP with its column layers and its row layer

@@ -215,7 +215,7 @@ for _name in ("glm", "glm4"):
 
 # Their decoders reshape the last layer's output to [B, S, H].
 LAYERS_OUTPUT_IS_RESHAPED = ("codegen", "gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neo", "gptj")
-# Model types whose plan benchmarks/architectures.py has compared with one process on every kind of grid.
+# Model types whose plan tests/benchmarks/architectures/survey.py has compared with one process on every kind of grid.
 CHECKED = frozenset(
     {
         "afmoe", "apertus", "arcee", "aria_text", "axk1", "axk2", "bailing_hybrid", "bamba", "bart", "beam", "bert",

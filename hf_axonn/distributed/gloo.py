@@ -3,7 +3,7 @@
 Torch has gloo gather into a buffer of its own and copies the result out of it. On one machine, whose processors do
 both, that takes about as long as the transport. Here every block is received where it belongs, by messages between
 pairs of ranks. A message is announced, asked for and sent, which for small blocks costs more than their copies where
-processes outnumber processors. benchmarks/gather.py compares the two.
+processes outnumber processors. tests/benchmarks/kernels/gather.py compares the two.
 """
 
 from __future__ import annotations

@@ -1,0 +1,121 @@
+"""Rows of the architecture survey, and how they are printed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from importlib.metadata import version
+
+
+VERDICTS = ("wrong", "planned", "Linear by Linear", "not possible")
+
+
+@dataclass
+class Row:
+    """One model type.
+
+    Attributes:
+        impossible: why it does not run on one process.
+        planned: whether it is cut by blocks.
+        how: what the report of `parallelize` says in one line.
+        sharded, replicated: parameters that are divided among the ranks, and that every rank holds.
+        errors: by grid, (largest relative error, whose): of the loss and of all gradients.
+        failures: by grid, what went wrong in place of errors.
+    """
+
+    model_type: str
+    class_name: str = ""
+    impossible: str = ""
+    planned: bool = False
+    how: str = ""
+    sharded: int = 0
+    replicated: int = 0
+    errors: dict[str, list[tuple[float, str]]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def worst(self) -> tuple[float, str, str]:
+        """(error, whose, grid), the largest of all; a NaN counts as infinite."""
+        every = [(error, whose, grid) for grid, errors in self.errors.items() for error, whose in errors]
+        finite = [(error if error == error else float("inf"), whose, grid) for error, whose, grid in every]
+        return max(finite, default=(0.0, "", ""))
+
+    def verdict(self, bound: float) -> str:
+        """One of VERDICTS."""
+        if self.impossible:
+            return "not possible"
+        if self.failures or self.worst()[0] > bound:
+            return "wrong"
+        return "planned" if self.planned else "Linear by Linear"
+
+    def note(self, bound: float) -> str:
+        """What else there is to say: how it is cut, why not by blocks, or what is wrong."""
+        if self.impossible:
+            return self.impossible
+        problems = [f"{grid}: {text}" for grid, text in self.failures.items()]
+        error, whose, grid = self.worst()
+        if error > bound:
+            problems.append(f"{grid}: {whose} {error:.1e}")
+        # The table says Linear by Linear already.
+        return "; ".join(problems) or re.sub(r"[:;,]? every Linear on its own.*", "", self.how)
+
+    def line(self, bound: float) -> str:
+        """The row as a line of text."""
+        size = f"{self.sharded:>8,} {self.replicated:>8,}" if self.how else " " * 17
+        error, _, grid = self.worst()
+        return f"{self.model_type:<26} {self.verdict(bound):<17}{size}  {error:.0e} {grid:<7} {self.note(bound)}"
+
+
+HEADER = f"{'model type':<26} {'verdict':<17} sharded  replic.  error on      how, or why not"
+
+
+def summary(rows: list[Row], bound: float) -> str:
+    """How many rows have which verdict, in one line."""
+    counts = Counter(row.verdict(bound) for row in rows)
+    return f"{len(rows)} model types: " + ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
+
+
+EXPLANATION = """\
+Every model type that `AutoModelForCausalLM` knows is built tiny and random, parallelized, and compared with one
+process in float64, the loss and every gradient, on the grids {grids}. Wrong
+means an error above {bound:.0e} on any of them. `python -m tests.benchmarks.architectures.survey` repeats it.
+Last run: {minutes:.0f} minutes on {cores} cores; {versions}.
+
+- **planned**: attention and MLP are cut as whole blocks, the residual stream is divided among the ranks.
+- **Linear by Linear**: every Linear, embedding and head is cut on its own, activations are whole on every (x, y).
+- **not possible**: the class does not train on one process as it is; the last column says why.
+
+*Sharded* and *replicated* are parameters of the tiny model that are divided among the ranks, and that every rank
+holds. *Error* is the largest relative error of loss and gradients over all grids, measured as numerics.md says.
+"""
+
+
+def markdown(rows: list[Row], grids: list[str], bound: float, seconds: float) -> str:
+    """The whole survey as docs/architectures.md."""
+    versions = [f"{name} {version(name)}" for name in ("torch", "transformers")]
+    explanation = EXPLANATION.format(
+        grids=", ".join(grids),
+        bound=bound,
+        minutes=seconds / 60,
+        cores=os.cpu_count(),
+        versions=", ".join([*versions, f"Python {platform.python_version()}"]),
+    )
+    lines = [
+        "# Architectures",
+        "",
+        "<!-- written by tests/benchmarks/architectures/survey.py -->",
+        "",
+        f"{summary(rows, bound)}.",
+        "",
+        explanation,
+        "| model type | class | cut | sharded | replicated | error | grid | how, or why not |",
+        "|---|---|---|--:|--:|--:|---|---|",
+    ]
+    for row in rows:
+        error, _, grid = row.worst()
+        numbers = f"{row.sharded:,} | {row.replicated:,} | {error:.0e} | {grid}" if row.how else " | | |"
+        note = row.note(bound).replace("|", "/")
+        lines.append(f"| {row.model_type} | {row.class_name} | {row.verdict(bound)} | {numbers} | {note} |")
+    return "\n".join(lines) + "\n"

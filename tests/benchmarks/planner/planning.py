@@ -1,0 +1,162 @@
+"""The performance model against what AxoNN's authors published: the tables of docs/planning.md.
+
+    python -m tests.benchmarks.planner.planning             both tables, seconds of one core
+    python -m tests.benchmarks.planner.planning --sensitive what the errors are with each constant of ours 20% off
+
+No machine and no process group is needed. Published grids are not known, so the model's own best stands for them, its
+axes in the engine's own order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import dataclass, replace
+
+from hf_axonn.planner import machine as machines
+from hf_axonn.planner.model import catalog as models
+from hf_axonn.planner.predict import Job
+from hf_axonn.planner.search import Plan, plan
+from hf_axonn.planner.time import compute
+from hf_axonn.planner.time.paper import network_time
+from hf_axonn.topology.axis_order import ORDER
+from hf_axonn.topology.grid import Grid
+
+
+SEQ, SEQUENCES = 2048, 8192  # 16.8 million tokens
+
+
+@dataclass(frozen=True)
+class Point:
+    """A published run: model, machine, GPUs, hardware TFLOP/s of a GPU, and whether it counts for the error."""
+
+    model: str
+    machine: str
+    gpus: int
+    tflops: float
+    counts: bool = True
+
+
+# Whole-machine PFLOP/s of arXiv 2502.08145's abstract, and its weak-scaling efficiencies on Frontier (88.3%, 79.02%,
+# 53.5% of 512 GCDs), over the number of GPUs. Model sizes are recalled from the paper.
+POINTS = (
+    Point("gpt-40b", "perlmutter", 4096, 151.4),
+    Point("gpt-5b", "frontier", 512, 78.8),
+    Point("gpt-80b", "frontier", 8192, 69.6),
+    Point("gpt-160b", "frontier", 16384, 62.2),
+    Point("gpt-60b", "alps", 6144, 231.6),
+    Point("gpt-320b", "frontier", 32768, 42.1, counts=False),
+)
+# Seconds that the authors' own script prints (examples/comm_model.py, branch gordon-bell-perlmutter of
+# axonn-ai/Megatron-AxoNN), by model, machine, batch in sequences and grid.
+SCRIPT = (
+    ("gpt-20b", "perlmutter", 512, Grid(z=32), 1.335),
+    ("gpt-20b", "perlmutter", 512, Grid(data=2, z=16), 1.522),
+    ("gpt-20b", "perlmutter", 512, Grid(z=8, x=4), 5.686),
+    ("gpt-20b", "perlmutter", 512, Grid(z=16, x=2), 5.713),
+    ("gpt-40b", "perlmutter", 1024, Grid(z=64), 2.663),
+    ("gpt-40b", "perlmutter", 1024, Grid(data=2, z=32), 2.846),
+    ("gpt-40b", "perlmutter", 1024, Grid(z=32, x=2), 9.371),
+    ("gpt-5b", "perlmutter", 512, Grid(z=64), 0.332),
+    ("gpt-5b", "perlmutter", 512, Grid(data=2, z=32), 0.355),
+    ("gpt-5b", "perlmutter", 512, Grid(data=4, z=16), 0.401),
+    ("gpt-40b", "perlmutter", 8192, Grid(z=4096), 2.705),
+    ("gpt-80b", "frontier", 8192, Grid(z=8192), 10.63),
+)
+
+
+def script_seconds(model: str, machine: str, sequences: int, grid: Grid) -> float:
+    """What the equations give when counted as the script counts."""
+    return network_time(models.load(model), machines.load(machine), grid, sequences * SEQ, counting="script")
+
+
+def predicted(point: Point, schedule: str = "axonn", **changes: float) -> Plan:
+    """All grids of a published run; `changes` scale the machine (`Machine.scaled`)."""
+    job = Job(
+        shape=models.load(point.model),
+        machine=machines.load(point.machine).scaled(**changes),
+        sequences=SEQUENCES,
+        seq=SEQ,
+        schedule=schedule,
+    )
+    return plan(job, point.gpus, order=ORDER)
+
+
+def error(point: Point, found: Plan) -> float:
+    """Predicted over published FLOP/s of the best grid, minus 1."""
+    return found.best.flops / 1e12 / point.tflops - 1
+
+
+def mean_error(plans: dict[Point, Plan]) -> float:
+    """Mean absolute error over the points that count."""
+    return statistics.mean(abs(error(point, found)) for point, found in plans.items() if point.counts)
+
+
+def published() -> list[str]:
+    """Lines of the table of published and predicted FLOP/s."""
+    plans = {point: predicted(point) for point in POINTS}
+    ours = {point: predicted(point, "hf_axonn") for point in POINTS}
+    titles = ("machine, GPUs, model", "published", "predicted", "error", "first ten", "grid: data, z, y, x", "engine")
+    lines = [f"| {' | '.join(titles)} |"]
+    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+    for point, found in plans.items():
+        ten = [entry.flops / 1e12 for entry in found.ranked[:10]]
+        grid = ", ".join(map(str, found.best.grid.as_dict().values()))
+        lines.append(
+            f"| {point.machine}, {point.gpus:,}, {point.model} | {point.tflops} | {ten[0]:.1f} | "
+            f"{error(point, found):+.1%} | {ten[-1]:.1f} to {ten[0]:.1f} | {grid} | "
+            f"{ours[point].best.flops / 1e12:.1f} |"
+        )
+    lines += ["", f"mean absolute error up to 16,384 GPUs: {mean_error(plans):.1%}"]
+    return lines
+
+
+def sensitive() -> list[str]:
+    """Lines of the table of errors with one assumption off."""
+
+    def with_machine(name: str, factor: float) -> dict[Point, Plan]:
+        plans = {}
+        for point in POINTS:
+            found = predicted(point).job
+            machine = replace(found.machine, **{name: getattr(found.machine, name) * factor})
+            plans[point] = plan(replace(found, machine=machine), point.gpus, order=ORDER)
+        return plans
+
+    def with_constant(name: str, factor: float) -> dict[Point, Plan]:
+        before = getattr(compute, name)
+        try:
+            setattr(compute, name, before * factor)
+            return {point: predicted(point) for point in POINTS}
+        finally:
+            setattr(compute, name, before)
+
+    cases = {"as it is": {point: predicted(point) for point in POINTS}}
+    for factor in (0.8, 1.2):
+        cases[f"links x {factor}"] = {point: predicted(point, bandwidth=factor) for point in POINTS}
+        cases[f"share of GEMM speed x {factor}"] = with_machine("gemm_fraction", factor)
+        cases[f"attention x {factor}"] = with_constant("ATTENTION", factor)
+        cases[f"memory x {factor}"] = with_machine("memory_fraction", factor)
+    lines = ["| assumption | mean absolute error |", "| --- | --- |"]
+    return lines + [f"| {name} | {mean_error(plans):.1%} |" for name, plans in cases.items()]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="The performance model against published figures.")
+    parser.add_argument("--sensitive", action="store_true", help="errors with each assumption 20%% off")
+    options = parser.parse_args(arguments)
+    if options.sensitive:
+        print("\n".join(sensitive()))
+        return 0
+    print("| model, machine, sequences | grid | script | here |\n| --- | --- | --- | --- |")
+    for model, machine, sequences, grid, seconds in SCRIPT:
+        print(
+            f"| {model}, {machine}, {sequences:,} | {grid} | {seconds} | "
+            f"{script_seconds(model, machine, sequences, grid):.3f} |"
+        )
+    print("", *published(), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,331 @@
+"""One rank of a grid of thousands: the real engine's training step, without the other ranks and without values.
+
+    python -m tests.benchmarks.planner.simulate                                   Llama 405B, DeepSeek-V3 and the paper's 80B GPT
+    python -m tests.benchmarks.planner.simulate --case llama-405b --grid data=2,z=64,y=8,x=16 --rank 77
+    python -m tests.benchmarks.planner.simulate --groups 1024 8192 32768          and what building the process groups takes
+
+The model is built, sharded and trained for two steps by the code that trains on GPUs. Tensors are fake (sizes and
+dtypes, no values), the process group is torch's `fake` backend, in which collectives return at once. Everything that
+is counted is then what a rank would hold and send: parameters, gradients, what forward saves, peaks, and each
+collective. It has to be what the planner says of the same step (perf/volumes.py to the call and byte, perf/memory.py
+exactly for parameters and within TOLERANCE for peaks): exit code 1 where it is not.
+
+What a fake run cannot know: values. See `NoValues`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import platform
+import sys
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig, Starcoder2Config
+
+from hf_axonn import Grid, __version__
+from hf_axonn.engine.gradient_sync import syncing
+from hf_axonn.parallel import parallelize
+from hf_axonn.planner.measure.traffic_counter import count_traffic
+from hf_axonn.planner.memory import memory
+from hf_axonn.planner.model import catalog as models
+from hf_axonn.planner.model.shapes import Step
+from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.predict import layout_of
+from hf_axonn.planner.tracing.built_shapes import shape_of
+from hf_axonn.planner.traffic.ledger import Ledger
+from hf_axonn.planner.traffic.volumes import volumes
+from hf_axonn.topology.grid import grid_mesh
+from tests.benchmarks.checkpoint.big_load import LLAMA_405B, read_grid
+from tests.benchmarks.planner.groups_cost import groups_table
+from tests.benchmarks.planner.meter import Meter, local, nbytes
+
+
+TOLERANCE = 0.1  # of a peak
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a grid for it, with the batch of one (data, z) position."""
+
+    config: PreTrainedConfig
+    grid: Grid
+    rows: int
+    seq: int
+    checkpointing: bool = True
+    bf16: bool = True
+
+    @cached_property
+    def shape(self) -> Stack:
+        """The model as the planner reads its config."""
+        return shape_of(self.config.to_dict())
+
+    @property
+    def step(self) -> Step:
+        """bf16 on fp32 weights, as `mixed_precision: bf16` trains; or all in fp32."""
+        size = 2 if self.bf16 else 4
+        return Step(rows=self.rows, seq=self.seq, compute_bytes=size, checkpointing=self.checkpointing, counted=True)
+
+
+def gpt(name: str) -> PreTrainedConfig:
+    """A GPT of AxoNN's paper as Transformers' Starcoder2: its Linears, biases and norms, but rotary positions."""
+    layers, hidden, heads = models.GPTS[name]
+    return Starcoder2Config(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        intermediate_size=4 * hidden,
+        vocab_size=models.GPT_VOCAB,
+        max_position_embeddings=models.GPT_POSITIONS,
+        sliding_window=None,
+    )
+
+
+CASES = {
+    "llama-405b": Case(LlamaConfig(**LLAMA_405B), Grid(data=4, z=64, y=8, x=8), rows=1, seq=8192),
+    "deepseek-v3": Case(DeepseekV3Config(), Grid(data=4, z=64, y=8, x=8), rows=1, seq=4096),
+    "gpt-80b": Case(gpt("gpt-80b"), Grid(data=64, z=64, y=2, x=2), rows=1, seq=2048),
+}
+
+
+class NoValues(TorchDispatchMode):
+    """Answers for fake tensors what only values could tell.
+
+    A number of a tensor that this rank made of a list is what it put there (as if all ranks had said the same), any
+    other number is 1. Every number is nonzero. Of truth values one in `parts` is true, in each place alike: tokens
+    spread evenly over the experts of `parts` ranks.
+    """
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+        self._lists: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            values = self._lists.get(args[0].untyped_storage())
+            return 1 if values is None else values[args[0].storage_offset()]
+        if func is torch.ops.aten.nonzero.default:
+            found = args[0].numel() // (self.parts if args[0].dtype == torch.bool else 1)
+            return args[0].new_empty((found, args[0].dim()), dtype=torch.int64)
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.sum.dim_IntList and args[0].dtype == torch.bool:
+            self._lists[result.untyped_storage()] = [args[0].numel() // result.numel() // self.parts] * result.numel()
+        if func is torch.ops.aten.lift_fresh.default and args[0].dim():
+            with no_dispatch():
+                self._lists[result.untyped_storage()] = args[0].flatten().tolist()
+        return result
+
+
+@dataclass
+class Outcome:
+    """What a simulated rank did in its second step, in bytes.
+
+    Args:
+        ledger: its collectives.
+        parameters, gradients, moments: of the optimizer's step.
+        saved: made by forward and there after it.
+        forward, backward: the most that was there beside parameters and moments.
+        seconds: what the simulation took.
+    """
+
+    ledger: Ledger
+    parameters: int
+    gradients: int
+    moments: int
+    saved: int
+    forward: int
+    backward: int
+    seconds: float
+
+    @property
+    def peak(self) -> int:
+        """The most that was there at all. (The fused AdamW needs nothing besides.)"""
+        return self.parameters + self.moments + max(self.forward, self.backward, self.gradients)
+
+
+def values_are_read():
+    """Transformers does not ask fake tensors whether rows are packed, and makes a mask of [B, 1, S, S] to be safe.
+    A run with values makes none."""
+    return mock.patch("transformers.masking_utils.is_tracing", lambda *_: False)
+
+
+@contextlib.contextmanager
+def world(grid: Grid, rank: int) -> Iterator[None]:
+    """A world of the grid's size in which only this rank exists."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def faked(model: nn.Module) -> None:
+    """Give a model on the meta device fake tensors on the CPU, parameters that are shared once. No communication."""
+    made: dict[int, nn.Parameter] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        piece = torch.empty_like(local(tensor), device="cpu")
+        if isinstance(tensor, DTensor):
+            mesh, placements = tensor.device_mesh, tensor.placements
+            piece = DTensor.from_local(
+                piece, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+            )
+        return piece
+
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    made[id(parameter)] = nn.Parameter(fake(parameter.detach()), parameter.requires_grad)
+                    made[id(parameter)].__dict__.update(parameter.__dict__)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = fake(buffer)
+
+
+def simulate(case: Case, rank: int = 0) -> Outcome:
+    """Two training steps of one rank; the first has yet to learn what to gather ahead."""
+    begin = time.monotonic()
+    with world(case.grid, rank):
+        mesh = grid_mesh(case.grid, "cpu")
+        assert mesh.storage_mesh is not None and mesh.sample_mesh is not None  # made of real tensors
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(case.config, dtype=torch.float32).train()
+        model, _ = parallelize(model, case.grid)
+        parts = case.grid.x * case.grid.y
+        with FakeTensorMode(allow_non_fake_inputs=True), NoValues(parts), values_are_read():
+            faked(model)
+            ids = torch.zeros(case.rows, case.seq, dtype=torch.int64)
+            count = torch.ones((), dtype=torch.int64)
+            outcome = train(model, case, ids, count)
+    outcome.seconds = time.monotonic() - begin
+    return outcome
+
+
+def train(model: nn.Module, case: Case, ids: Tensor, count: Tensor) -> Outcome:
+    """Two steps of this rank with AdamW on ids [rows, seq], of which `count` are to be learnt in the world.
+
+    Real ranks are measured by it too (memory_measured.py). Collectives: those of the two steps.
+    """
+    if case.checkpointing:
+        model.gradient_checkpointing_enable()
+    model.config.use_cache = False
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for _ in range(2):
+        outcome = _step(model, case, ids, count)
+        optimizer.step()
+        state = [value for its in optimizer.state.values() for name, value in its.items() if name != "step"]
+        outcome.moments = nbytes(state)
+        optimizer.zero_grad()
+    return outcome
+
+
+def _step(model: nn.Module, case: Case, ids: Tensor, count: Tensor) -> Outcome:
+    with Meter(model.parameters()) as meter, count_traffic(case.grid) as counter:
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.bf16):
+            loss = model(input_ids=ids, labels=ids, num_items_in_batch=count).loss
+        saved, forward = meter.live, meter.most
+        meter.begin()
+        with counter.during("gradients"), syncing(model):
+            loss.backward()
+        return Outcome(
+            ledger=counter.ledger,
+            parameters=nbytes(model.parameters()),
+            gradients=nbytes(its.grad for its in model.parameters() if its.grad is not None),
+            moments=0,
+            saved=saved,
+            forward=forward,
+            backward=meter.most,
+            seconds=0.0,
+        )
+
+
+def compare(case: Case, outcome: Outcome, rank: int = 0) -> tuple[list[str], bool]:
+    """What the planner says beside what was counted, as Markdown, and whether they agree."""
+    layout = layout_of(case.shape, case.grid)
+    said = volumes(case.shape, case.grid, case.step, layout=layout, rank=rank)
+    needed = memory(case.shape, case.grid, case.step, layout=layout)
+    elements, size = needed.parameters, case.step.param_bytes
+    same = outcome.ledger.entries == said.entries
+    exact = {"parameters": (elements * size, outcome.parameters), "gradients": (elements * size, outcome.gradients)}
+    exact["AdamW's moments"] = (2 * elements * size, outcome.moments)
+    near = {
+        "saved by forward": (needed.activations + needed.head, outcome.saved),
+        "at the worst moment": (needed.total, outcome.peak),
+    }
+    agree = same and (rank != 0 or all(first == second for first, second in exact.values()))
+    agree = agree and abs(needed.total / outcome.peak - 1) <= TOLERANCE
+    lines = [
+        f"{case.shape.parameters() / 1e9:.1f} billion parameters on {case.grid.size:,} ranks ({case.grid}), rank "
+        f"{rank}: {case.rows} row(s) of {case.seq:,} tokens, bf16 on fp32 weights, checkpointing "
+        f"{'on' if case.checkpointing else 'off'}; simulated in {outcome.seconds:.0f} s.",
+        "",
+        f"Collectives of a step: {outcome.ledger.calls():,} counted, {said.calls():,} predicted; "
+        f"{'the same, each kind, axis and byte' if same else 'NOT THE SAME'}.",
+        "",
+        "```",
+        *outcome.ledger.lines(),
+        "```",
+        "",
+        "| GiB of the rank | predicted | simulated | error |",
+        "| --- | --: | --: | --: |",
+    ]
+    for name, (first, second) in (exact | near).items():
+        lines.append(f"| {name} | {first / GIB:.3f} | {second / GIB:.3f} | {first / second - 1:+.1%} |")
+    return [*lines, ""], agree
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, nargs="*", default=list(CASES), help="models (all)")
+    parser.add_argument("--grid", type=read_grid, help="another grid for them, as data=2,z=64,y=8,x=16")
+    parser.add_argument("--rank", type=int, default=0, help="which rank (0, which holds most)")
+    parser.add_argument("--groups", type=int, nargs="+", default=[], help="ranks for which groups are timed too")
+    parser.add_argument("--output", type=Path, help="write the report to this file too")
+    options = parser.parse_args(arguments)
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    lines = [
+        "# A rank of thousands, simulated",
+        "",
+        f"`python -m tests.benchmarks.planner.simulate`: hf_axonn {__version__}, torch {torch.__version__}, transformers "
+        f"{transformers.__version__}, Python {platform.python_version()}, one CPU core.",
+        "",
+    ]
+    agree = True
+    for name in options.case:
+        case = CASES[name] if options.grid is None else replace(CASES[name], grid=options.grid)
+        found, agrees = compare(case, simulate(case, options.rank), options.rank)
+        lines += [f"## {name}", "", *found]
+        agree = agree and agrees
+    if options.groups:
+        lines += ["## Process groups", "", *groups_table(options.groups)]
+    print("\n".join(lines))
+    if options.output:
+        options.output.write_text("\n".join(lines).rstrip() + "\n")
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
