@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from accelerate.test_utils import scripts
-from launching import assert_quiet, launch
 
 from hf_axonn import Grid
+from tests.helpers.launching import assert_quiet, launch
 
 
 SCRIPTS = Path(scripts.__file__).parent

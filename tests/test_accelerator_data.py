@@ -8,11 +8,11 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
-from models import tiny_model
-from ranks import run_ranks
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from hf_axonn import AxonnPlugin, Grid
+from tests.helpers.models import tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 ROWS = 11

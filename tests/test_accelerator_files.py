@@ -11,16 +11,16 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, load_checkpoint_in_model, set_seed
-from float64 import Float64
-from models import tiny_model
-from ranks import run_ranks
 from torch.utils.data import DataLoader
-from training import collate, token_data
 from transformers import AutoModelForCausalLM
 
 from hf_axonn import AxonnPlugin, Grid
 from hf_axonn.checkpoint.manifest import MANIFEST
 from hf_axonn.checkpoint.save import SaveError
+from tests.helpers.float64 import Float64
+from tests.helpers.models import tiny_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import collate, token_data
 
 
 STEPS, SAVED_AT = 5, 3  # micro-batches are two a step, and the save is in the middle of an epoch

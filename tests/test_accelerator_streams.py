@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from datasets import Dataset, IterableDataset
-from ranks import run_ranks
 from test_accelerator_data import FOUR_RANKS, TWO_RANKS, new_accelerator, plain
 from torch.utils.data import DataLoader
 
 from hf_axonn import Grid
+from tests.helpers.ranks import run_ranks
 
 
 def rows_of_shards(shards: list[int]):

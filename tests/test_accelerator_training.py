@@ -10,14 +10,14 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
-from float64 import Float64
-from models import tiny_model
-from ranks import run_ranks
 from torch.utils.data import DataLoader
-from training import collate, token_data
 
 from hf_axonn import AxonnPlugin, Grid
 from hf_axonn.parallel import parallelize
+from tests.helpers.float64 import Float64
+from tests.helpers.models import tiny_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import collate, token_data
 
 
 GRIDS = {2: [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)], 4: [Grid(z=2, x=2), Grid(data=2, y=2), Grid(y=2, x=2)]}

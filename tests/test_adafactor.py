@@ -6,8 +6,6 @@ import itertools
 import warnings
 
 import torch
-from equality import full
-from ranks import all_grids, run_ranks
 from torch import nn
 from transformers.optimization import Adafactor
 
@@ -15,6 +13,8 @@ from hf_axonn.accelerator.adafactor import GridAdafactor, follow_grid
 from hf_axonn.engine.state import shard_placements
 from hf_axonn.parallel.install import distributed, shard_of
 from hf_axonn.topology.grid import grid_mesh
+from tests.helpers.equality import full
+from tests.helpers.ranks import all_grids, run_ranks
 
 
 SHAPES = {

@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from models import tiny_batch, tiny_model
-from ranks import run_ranks
 from torch.utils.data import DataLoader
-from training import make_trainer, token_data
 
 import hf_axonn
 from hf_axonn import AxonnConfig, AxonnPlugin, Grid
@@ -18,6 +15,9 @@ from hf_axonn.distributed import facts
 from hf_axonn.distributed.consistency import differences, first_problem, gather_texts, require_alike
 from hf_axonn.parallel import batch_check
 from hf_axonn.parallel.batch_check import checksum
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import make_trainer, token_data
 
 
 X2 = Grid(x=2)

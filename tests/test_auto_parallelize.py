@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from float64 import Float64, relative_errors
-from ranks import run_ranks
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
 from hf_axonn import Grid, auto_parallelize, sync_gradients
+from tests.helpers.float64 import Float64, relative_errors
+from tests.helpers.ranks import run_ranks
 
 
 class Net(nn.Module):

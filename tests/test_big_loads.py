@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
 from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
@@ -26,6 +25,7 @@ from hf_axonn import Grid, from_pretrained, save_sharded
 from hf_axonn.checkpoint import lazy_tensors as unread
 from tests.benchmarks.architectures.tiny_configs import tiny_model
 from tests.benchmarks.checkpoint import big_load
+from tests.helpers.ranks import run_ranks
 
 
 MIB = 2**20

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-from float64 import Float64
-from models import tiny_batch, tiny_model
-from ranks import all_grids, paper_mesh, run_ranks
 
 from hf_axonn.layers.block import Heads
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
+from tests.helpers.float64 import Float64
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import all_grids, paper_mesh, run_ranks
 
 
 GRIDS = [grid for size in range(1, 9) for grid in all_grids(size)]

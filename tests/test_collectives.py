@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 
 from hf_axonn.distributed import collectives
+from tests.helpers.ranks import run_ranks
 
 
 def parts(shape, world, seed=0):

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import tiny_model
-from ranks import run_ranks
 from torch.utils.data import DataLoader
-from training import collate, make_trainer, numbers, token_data
 
 from hf_axonn import AxonnPlugin, Grid
 from hf_axonn.distributed.watchdog.progress import HERE
+from tests.helpers.models import tiny_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import collate, make_trainer, numbers, token_data
 
 
 GRIDS = [Grid(z=2, x=2), Grid(data=2, y=2)]

@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from equality import full
-from models import tiny_config, tiny_model
-from ranks import run_ranks
 from transformers import AutoModelForCausalLM, BartConfig
 
 from hf_axonn import Grid
 from hf_axonn.cli.main import main
 from hf_axonn.compat.torch import paper_world
 from hf_axonn.parallel import parallelize
+from tests.helpers.equality import full
+from tests.helpers.models import tiny_config, tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 def write(folder, model=None, *, processes=4, **section):

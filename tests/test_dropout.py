@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from models import tiny_batch, tiny_model
-from ranks import run_ranks
 from transformers import AutoModelForCausalLM, OPTConfig, ProphetNetConfig
 
 from hf_axonn import Grid, sync_gradients
 from hf_axonn.layers.dropout import keyed_random, mix
 from hf_axonn.parallel import parallelize
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 def gathered(value: torch.Tensor) -> list[torch.Tensor]:

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from eval_support import documents, tiny_llama, topics_tokenizer
-from training import numbers, worst_difference
 
 from hf_axonn.cli.main import main as hf_axonn_cli
+from tests.helpers.eval_support import documents, tiny_llama, topics_tokenizer
+from tests.helpers.training import numbers, worst_difference
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,13 +8,13 @@ import functools
 
 import pytest
 import torch
-from equality import Case, compare, too_large, worst_ratio
-from float64 import recompute_in_float64, relative_errors
-from models import BLOCKWISE, tiny_batch, tiny_model
-from ranks import all_grids, run_ranks
 
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.topology.grid import Grid
+from tests.helpers.equality import Case, compare, too_large, worst_ratio
+from tests.helpers.float64 import recompute_in_float64, relative_errors
+from tests.helpers.models import BLOCKWISE, tiny_batch, tiny_model
+from tests.helpers.ranks import all_grids, run_ranks
 
 
 FIVE_STEPS = 5

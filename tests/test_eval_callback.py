@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from eval_support import topics_tokenizer
-from float64 import Float64
-from models import tiny_model
-from ranks import run_ranks
-from training import collate, make_trainer, token_data, training_options
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_axonn import Grid
 from hf_axonn_eval import ExtractionCallback, Sample, extract
 from hf_axonn_eval.extraction.callback import LOGGED, PREFIX
+from tests.helpers.eval_support import topics_tokenizer
+from tests.helpers.float64 import Float64
+from tests.helpers.models import tiny_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import collate, make_trainer, token_data, training_options
 
 
 GRIDS = [Grid(x=2), Grid(z=2)]

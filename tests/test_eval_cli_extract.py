@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from eval_support import samples, tiny_llama, topics_tokenizer
 
 from hf_axonn_eval.__main__ import main
 from hf_axonn_eval.data.samples import samples_digest, write_about, write_samples
+from tests.helpers.eval_support import samples, tiny_llama, topics_tokenizer
 
 
 @pytest.fixture(scope="module")

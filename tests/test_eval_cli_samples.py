@@ -5,10 +5,10 @@ import json
 from pydoc_data.topics import topics
 
 import pytest
-from eval_support import topics_tokenizer
 
 from hf_axonn_eval import read_about, read_samples
 from hf_axonn_eval.__main__ import main
+from tests.helpers.eval_support import topics_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from math import log
 
 import pytest
-from eval_support import result
 
 from hf_axonn_eval import wilson
 from hf_axonn_eval.report.curves import (
@@ -15,6 +14,7 @@ from hf_axonn_eval.report.curves import (
     probabilities,
     survival,
 )
+from tests.helpers.eval_support import result
 
 
 OPTIONS = {"confidence": 0.95, "resamples": 200, "seed": 0}

@@ -5,9 +5,9 @@ import zlib
 from pydoc_data.topics import topics
 
 import pytest
-from eval_support import topics_tokenizer
 
 from hf_axonn_eval.metrics.degeneracy import is_degenerate, type_token_ratio, zlib_ratio
+from tests.helpers.eval_support import topics_tokenizer
 
 
 def test_type_token_ratio_by_hand():

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from eval_support import samples, tiny_llama, topics_tokenizer, trained_llama
-from ranks import run_ranks
 
 from hf_axonn import Grid
 from hf_axonn_eval import document_nll, extract
 from hf_axonn_eval.extraction.work_split import Division
+from tests.helpers.eval_support import samples, tiny_llama, topics_tokenizer, trained_llama
+from tests.helpers.ranks import run_ranks
 
 
 GRIDS = [Grid(), Grid(data=2), Grid(z=3), Grid(x=2, y=2), Grid(data=2, z=2, y=1, x=2), Grid(data=1, z=2, y=3, x=1)]

@@ -6,10 +6,6 @@ import logging
 
 import pytest
 import torch
-from eval_families import FAMILIES, family, generated, parting_samples
-from eval_support import samples, tiny_llama, topics_tokenizer
-from float64 import Float64
-from ranks import run_ranks
 
 import hf_axonn
 from hf_axonn import Grid
@@ -20,6 +16,10 @@ from hf_axonn_eval.extraction.undecided import undecided_below
 from hf_axonn_eval.metrics import membership
 from hf_axonn_eval.metrics import text as metrics
 from hf_axonn_eval.metrics.discoverability import Sampler
+from tests.helpers.eval_families import FAMILIES, family, generated, parting_samples
+from tests.helpers.eval_support import samples, tiny_llama, topics_tokenizer
+from tests.helpers.float64 import Float64
+from tests.helpers.ranks import run_ranks
 
 
 def counting(model) -> list[tuple[int, int]]:

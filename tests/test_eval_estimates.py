@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from eval_support import result
 
 from hf_axonn_eval.analysis.estimates import differences, estimates, membership
 from hf_axonn_eval.analysis.intervals import bootstrap, wilson
 from hf_axonn_eval.analysis.shares import share_intervals, wilson_of_difference
 from hf_axonn_eval.analysis.table import Table
+from tests.helpers.eval_support import result
 
 
 OPTIONS = {"confidence": 0.9, "resamples": 300, "seed": 2}

@@ -7,12 +7,21 @@ import math
 
 import pytest
 import torch
-from eval_support import LEARNT, PREFIX, SUFFIX, samples, tiny_gpt2, tiny_llama, topics_tokenizer, trained_llama
 
 from hf_axonn_eval import Sample, extract, samples_digest
 from hf_axonn_eval.extraction import batching as batches
 from hf_axonn_eval.extraction import scoring
 from hf_axonn_eval.metrics import text as metrics
+from tests.helpers.eval_support import (
+    LEARNT,
+    PREFIX,
+    SUFFIX,
+    samples,
+    tiny_gpt2,
+    tiny_llama,
+    topics_tokenizer,
+    trained_llama,
+)
 
 
 def sample(prefix, suffix) -> Sample:

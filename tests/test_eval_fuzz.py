@@ -8,8 +8,6 @@ from collections import Counter
 
 import pyarrow
 import pytest
-from eval_support import tiny_llama, topics_tokenizer
-from fuzzing import fuzz
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from pyarrow import parquet
@@ -18,6 +16,8 @@ from hf_axonn_eval import PROTOCOLS, Sampling, extract, iter_documents, iter_sam
 from hf_axonn_eval.canaries.generate import insert_canaries, make_canaries, read_canaries
 from hf_axonn_eval.data.sampling import Tally
 from hf_axonn_eval.data.windows import COMBINE, KINDS, STRIDE_UNITS
+from tests.helpers.eval_support import tiny_llama, topics_tokenizer
+from tests.helpers.fuzzing import fuzz
 
 
 FUZZ, FILES = fuzz(120), fuzz(50)

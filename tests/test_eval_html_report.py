@@ -9,9 +9,9 @@ from math import log
 from urllib.parse import unquote
 
 import pytest
-from eval_support import result, samples, topics_tokenizer
 
 from hf_axonn_eval import Sample, compare, html_page, write_report
+from tests.helpers.eval_support import result, samples, topics_tokenizer
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -2,13 +2,12 @@
 
 import json
 
-from eval_support import LEARNT, samples, topics_tokenizer, trained_llama
-from launching import assert_quiet, launch
-
 from hf_axonn import Grid
 from hf_axonn_eval import extract
 from hf_axonn_eval.data.results import read_run
 from hf_axonn_eval.data.samples import write_samples
+from tests.helpers.eval_support import LEARNT, samples, topics_tokenizer, trained_llama
+from tests.helpers.launching import assert_quiet, launch
 
 
 def test_a_launch_on_two_ranks_answers_as_one_process_does(tmp_path):

@@ -7,10 +7,10 @@ import sys
 from html import escape
 
 import pytest
-from eval_support import LEARNT, documents, samples, tiny_llama, topics_tokenizer, trained_llama
 
 from hf_axonn_eval.__main__ import main
 from hf_axonn_eval.data.samples import samples_digest, write_samples
+from tests.helpers.eval_support import LEARNT, documents, samples, tiny_llama, topics_tokenizer, trained_llama
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,10 @@ import xml.etree.ElementTree as ElementTree
 from math import log
 
 import pytest
-from eval_support import result
 from matplotlib.image import imread
 
 from hf_axonn_eval.report.maps import FAINTEST, SHADES, Stretch, document_maps, maps_png, maps_svg
+from tests.helpers.eval_support import result
 
 
 def window(document: str, offset: int, *, known: bool = False, probability: float = 1e-30, **changes):

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from eval_support import samples, tiny_llama, topics_tokenizer, trained_llama
-from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from hf_axonn import Grid
 from hf_axonn_eval import document_nll, extract, load_model
 from hf_axonn_eval.extraction import weights_on_disk as weights
+from tests.helpers.eval_support import samples, tiny_llama, topics_tokenizer, trained_llama
+from tests.helpers.ranks import run_ranks
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 """Marks in texts: what agrees from the first token on, and the longest run elsewhere."""
 
 import pytest
-from eval_support import result, samples, topics_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hf_axonn_eval import Sample
 from hf_axonn_eval.report.passages import OTHER, RUN, START, Piece, examples, passage, token_texts
+from tests.helpers.eval_support import result, samples, topics_tokenizer
 
 
 def test_words_are_compared_without_a_tokenizer():

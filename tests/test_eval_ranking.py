@@ -5,12 +5,12 @@ import math
 
 import pytest
 import torch
-from eval_support import tiny_llama, topics_tokenizer
-from ranks import run_ranks
 
 from hf_axonn_eval import make_canaries, rank_canaries
 from hf_axonn_eval.__main__ import main
 from hf_axonn_eval.canaries.rank import exposure_by_insertions, ranking_record
+from tests.helpers.eval_support import tiny_llama, topics_tokenizer
+from tests.helpers.ranks import run_ranks
 
 
 FORMAT = "the secret word is {letters:6}"

@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-from eval_support import result
 from matplotlib.image import imread
 from rich.console import Console
 
@@ -14,6 +13,7 @@ from hf_axonn_eval.report.charts import SERIES
 from hf_axonn_eval.report.style import COLOURS, STYLE
 from hf_axonn_eval.report.tables import COLUMNS, rows
 from hf_axonn_eval.report.write import terminal_differences, terminal_table
+from tests.helpers.eval_support import result
 
 
 def run(learnt: int, *, rouge: bool = True):

@@ -3,10 +3,10 @@
 from math import log
 
 import pytest
-from eval_support import result
 
 from hf_axonn_eval import compare
 from hf_axonn_eval.report.details import all_details, changes, discoverability, membership, shorter, undecided
+from tests.helpers.eval_support import result
 
 
 def results(known: int, **changes):

@@ -4,9 +4,9 @@ import json
 import math
 
 import pytest
-from eval_support import result
 
 from hf_axonn_eval.data.results import RunDirectory, read_results, read_run
+from tests.helpers.eval_support import result
 
 
 RECORD = {"identity": {"samples": 2, "model_fingerprint": "a"}}

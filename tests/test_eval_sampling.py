@@ -3,13 +3,13 @@
 import logging
 
 import pytest
-from eval_support import documents as topics_documents
-from eval_support import topics_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_axonn_eval import Sample, Sampling, build_samples, iter_samples
 from hf_axonn_eval.data.sampling import Tally
+from tests.helpers.eval_support import documents as topics_documents
+from tests.helpers.eval_support import topics_tokenizer
 
 
 TEXT = "for statement, while statement and generator expressions"

@@ -4,12 +4,12 @@ import math
 
 import pytest
 import torch
-from eval_support import PREFIX, SUFFIX, samples, tiny_gpt2, tiny_llama, topics_tokenizer, trained_llama
 from transformers import GenerationConfig
 
 from hf_axonn_eval import document_nll
 from hf_axonn_eval.extraction.decoding import continue_greedily
 from hf_axonn_eval.extraction.scoring import evaluating, score_suffixes, score_tokens
+from tests.helpers.eval_support import PREFIX, SUFFIX, samples, tiny_gpt2, tiny_llama, topics_tokenizer, trained_llama
 
 
 MODELS = {"llama": trained_llama, "gpt2": tiny_gpt2}

@@ -6,11 +6,11 @@ import tracemalloc
 from dataclasses import replace
 
 import pytest
-from eval_support import result
 
 from hf_axonn_eval.analysis.intervals import bootstrap, wilson
 from hf_axonn_eval.analysis.summary import METRICS, compare, summarize
 from hf_axonn_eval.analysis.table import Table
+from tests.helpers.eval_support import result
 
 
 def test_shares_and_means_per_bucket():

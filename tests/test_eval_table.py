@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from eval_support import result
 
 from hf_axonn_eval.analysis.table import Table, value
+from tests.helpers.eval_support import result
 
 
 def test_a_column_holds_nan_where_a_sample_has_nothing():

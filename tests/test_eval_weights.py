@@ -7,8 +7,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from eval_support import LEARNT, samples, tiny_llama, topics_tokenizer, trained_llama
-from ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -17,6 +15,8 @@ from hf_axonn.parallel import parallelize
 from hf_axonn_eval import extract
 from hf_axonn_eval.extraction import weights_on_disk as weights
 from hf_axonn_eval.extraction.load_model import load_model
+from tests.helpers.eval_support import LEARNT, samples, tiny_llama, topics_tokenizer, trained_llama
+from tests.helpers.ranks import run_ranks
 
 
 def save_shards(directory: str) -> None:

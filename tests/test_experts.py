@@ -8,10 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from equality import Case, compare, exact, fit, rows_of, too_large
-from float64 import recompute_in_float64, relative_errors
-from models import tiny_batch, tiny_model
-from ranks import paper_mesh, run_ranks
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,6 +23,10 @@ from hf_axonn.layers.expert_weights import ExpertsCut
 from hf_axonn.layers.moe import is_experts
 from hf_axonn.layers.vocabulary import vocabulary_range
 from hf_axonn.parallel import parallelize
+from tests.helpers.equality import Case, compare, exact, fit, rows_of, too_large
+from tests.helpers.float64 import recompute_in_float64, relative_errors
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import paper_mesh, run_ranks
 
 
 # Float64 has no grouped matmul; 21 features are divided by none of 2 and 4. Half of the loss is the auxiliary one.

@@ -6,9 +6,9 @@ import time
 
 import pytest
 import torch
-from eval_support import samples, topics_tokenizer, trained_llama
 
 from tests.benchmarks.eval import extraction
+from tests.helpers.eval_support import samples, topics_tokenizer, trained_llama
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from launching import TORCHRUN, Ended, launch
-from launching import run as run_script
-from models import tiny_batch, tiny_model
 
 import hf_axonn
 from hf_axonn import Grid
@@ -24,6 +21,9 @@ from hf_axonn.distributed.watchdog.diagnosis import judge, ranks_in_words
 from hf_axonn.distributed.watchdog.progress import HERE, Account
 from hf_axonn.distributed.watchdog.sigterm import Termination
 from hf_axonn.distributed.watchdog.watchdog import failures_told, is_symptom
+from tests.helpers.launching import TORCHRUN, Ended, launch
+from tests.helpers.launching import run as run_script
+from tests.helpers.models import tiny_batch, tiny_model
 
 
 TESTS = Path(__file__).resolve().parent

@@ -10,10 +10,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
-from equality import Case, compare, exact, rows_of, too_large
-from models import BLOCKWISE, tiny_batch, tiny_model
 from peft import LoraConfig, get_peft_model
-from ranks import run_ranks
 from test_equivalence import SITUATIONS, checkpointed
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -33,6 +30,9 @@ from hf_axonn.engine.activation_layouts import (
 from hf_axonn.engine.gradient_sync import find_state
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.planner.measure.traffic_counter import count_traffic
+from tests.helpers.equality import Case, compare, exact, rows_of, too_large
+from tests.helpers.models import BLOCKWISE, tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 HIDDEN = 50  # 3 and 4 do not divide it: 17, 17, 16 and 13, 13, 13, 11

@@ -7,11 +7,11 @@ import struct
 from pathlib import Path
 
 import pytest
-from eval_support import documents, tiny_llama, topics_tokenizer
-from launching import Ended, assert_quiet, launch, run
 from tensorboardX.proto.event_pb2 import Event
 
 from hf_axonn import Grid
+from tests.helpers.eval_support import documents, tiny_llama, topics_tokenizer
+from tests.helpers.launching import Ended, assert_quiet, launch, run
 
 
 SCRIPT = Path(__file__).resolve().parents[1] / "training_scripts" / "finetune_no_trainer.py"

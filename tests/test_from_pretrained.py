@@ -13,11 +13,7 @@ import pytest
 import safetensors
 import torch
 import torch.distributed as dist
-from equality import Outcome, exact, fit, rows_of
-from float64 import relative_errors
-from models import tiny_batch, tiny_model
 from peft import LoraConfig, get_peft_model
-from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -31,6 +27,10 @@ from transformers import (
 from hf_axonn import Grid, from_pretrained, load_sharded, save_sharded
 from hf_axonn.checkpoint import lazy_tensors as unread
 from hf_axonn.checkpoint.shard_files import file_name
+from tests.helpers.equality import Outcome, exact, fit, rows_of
+from tests.helpers.float64 import relative_errors
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 GRIDS = [Grid(z=2, x=2), Grid(y=2, x=2), Grid(data=2, z=2), Grid(y=4)]

@@ -15,10 +15,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fuzzing import fuzz
 from hypothesis import example, given
 from hypothesis import strategies as st
-from ranks import run_ranks
 
 from hf_axonn import AxonnConfig, AxonnPlugin, Grid, save_sharded
 from hf_axonn.checkpoint.manifest import MANIFEST, Manifest, _checksum, check_complete
@@ -30,6 +28,8 @@ from hf_axonn.parallel import parallelize
 from hf_axonn.topology.grid import AXES
 from hf_axonn_eval.__main__ import main as eval_cli
 from hf_axonn_eval.data.samples import Sample, read_samples, write_samples
+from tests.helpers.fuzzing import fuzz
+from tests.helpers.ranks import run_ranks
 
 
 FUZZ, FILES = fuzz(150), fuzz(60)
@@ -182,7 +182,7 @@ def test_plugin_arguments(sizes, options):
 
 
 def _save(folder: str) -> None:
-    from models import tiny_model
+    from tests.helpers.models import tiny_model
 
     model, _ = parallelize(tiny_model("llama", num_hidden_layers=1), Grid(x=2))
     save_sharded(model, folder)

@@ -7,14 +7,14 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from equality import exact
-from models import tiny_batch, tiny_model, unplanned_model
 from peft import LoraConfig, get_peft_model
-from ranks import run_ranks
 
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
+from tests.helpers.equality import exact
+from tests.helpers.models import tiny_batch, tiny_model, unplanned_model
+from tests.helpers.ranks import run_ranks
 
 
 # Grids, and whether every model runs on them.

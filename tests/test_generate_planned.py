@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from equality import exact, rows_of
-from ranks import run_ranks
 
 from hf_axonn import Grid
 from hf_axonn.architectures.table import CHECKED
 from hf_axonn.parallel import parallelize
 from tests.benchmarks.architectures.tiny_configs import tiny_model
+from tests.helpers.equality import exact, rows_of
+from tests.helpers.ranks import run_ranks
 
 
 GRIDS = [Grid(y=2, x=2), Grid(z=2, x=2)]

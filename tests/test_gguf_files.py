@@ -10,11 +10,11 @@ import gguf
 import numpy
 import pytest
 import torch
-from ranks import run_ranks
 from transformers import AutoModelForCausalLM, GgufConfig
 
 from hf_axonn import Grid, from_pretrained
 from hf_axonn.checkpoint import gguf as gguf_files
+from tests.helpers.ranks import run_ranks
 
 
 HIDDEN, HEADS, KV_HEADS, INTERMEDIATE, VOCABULARY, LAYERS = 64, 4, 2, 96, 160, 2

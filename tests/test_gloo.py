@@ -8,10 +8,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
 
 from hf_axonn.distributed import gloo
 from hf_axonn.distributed.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from tests.helpers.ranks import run_ranks
 
 
 def check_order():

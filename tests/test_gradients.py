@@ -8,9 +8,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from float64 import Float64
-from models import tiny_batch, tiny_model
-from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -21,6 +18,9 @@ from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import find_state, sync_gradients, syncing
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
+from tests.helpers.float64 import Float64
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 def trained(model, grid):

@@ -8,9 +8,9 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import all_grids, run_ranks
 
 from hf_axonn.topology.grid import AXES, Grid, GridMesh, grid_mesh
+from tests.helpers.ranks import all_grids, run_ranks
 
 
 GRIDS = [grid for size in range(1, 9) for grid in all_grids(size)]

@@ -7,9 +7,6 @@ import gc
 
 import pytest
 import torch
-from equality import exact
-from models import tiny_batch, tiny_model
-from ranks import run_ranks
 from torch import nn
 from transformers import GenerationConfig, StoppingCriteria
 
@@ -18,6 +15,9 @@ from hf_axonn.engine import matmul3d
 from hf_axonn.engine.gather_cache import Gathered, KeptWeights
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
+from tests.helpers.equality import exact
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 def test_what_nobody_holds_is_not_found():

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from chats import ExactLogProbs
-from equality import full, rows_of
-from float64 import Float64, relative_errors
-from models import tiny_batch, tiny_model
-from ranks import run_ranks
 from torch.nn import functional as F
 
 from hf_axonn import AxonnConfig, Grid, sync_gradients
 from hf_axonn.losses import label_statistics
 from hf_axonn.parallel import parallelize
 from hf_axonn.trainer.fused_head import sharded_label_statistics
+from tests.helpers.chats import ExactLogProbs
+from tests.helpers.equality import full, rows_of
+from tests.helpers.float64 import Float64, relative_errors
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 GRIDS = [Grid(x=4), Grid(y=2, x=2), Grid(z=2, y=2), Grid(data=2, x=2), Grid(z=2, x=2)]

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import all_grids, paper_mesh, run_ranks
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from hf_axonn.engine.activation_layouts import (
@@ -23,6 +22,7 @@ from hf_axonn.layers.base import cut_weight, feature_slice, take_slice
 from hf_axonn.layers.vocabulary import vocabulary_range
 from hf_axonn.parallel.install import shard_of
 from hf_axonn.topology.grid import Grid, grid_mesh
+from tests.helpers.ranks import all_grids, paper_mesh, run_ranks
 
 
 GRIDS = [grid for size in range(1, 9) for grid in all_grids(size)]

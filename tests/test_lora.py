@@ -6,18 +6,18 @@ import functools
 
 import pytest
 import torch
-from adapting import ONE_OF_EACH, SIX_HEADS, Adapted, adapt, adapted_model, drawing, two_adapters
-from equality import compare, exact, fit, full, rows_of, too_large
-from float64 import recompute_in_float64, relative_errors
-from models import tiny_batch, tiny_model, unplanned_model
 from peft import LoraConfig, PeftModel
-from ranks import all_grids, run_ranks
 
 from hf_axonn.checkpoint.sharded import load_sharded, save_sharded
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
+from tests.helpers.adapting import ONE_OF_EACH, SIX_HEADS, Adapted, adapt, adapted_model, drawing, two_adapters
+from tests.helpers.equality import compare, exact, fit, full, rows_of, too_large
+from tests.helpers.float64 import recompute_in_float64, relative_errors
+from tests.helpers.models import tiny_batch, tiny_model, unplanned_model
+from tests.helpers.ranks import all_grids, run_ranks
 
 
 def checkpointed(model, *, reentrant):

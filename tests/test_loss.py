@@ -7,10 +7,6 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from equality import full, mean_over_world, rows_of
-from float64 import Float64, relative_errors
-from models import tiny_batch, tiny_model
-from ranks import run_ranks
 
 import hf_axonn.losses.vocab_parallel
 from hf_axonn import Grid, sync_gradients
@@ -18,6 +14,10 @@ from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.losses.causal_lm import CausalLMLoss
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.parallel import parallelize
+from tests.helpers.equality import full, mean_over_world, rows_of
+from tests.helpers.float64 import Float64, relative_errors
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 GRIDS = [Grid(x=4), Grid(y=2, x=2), Grid(z=2, y=2), Grid(data=2, x=2)]

@@ -12,9 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import tiny_model
-from ranks import run_ranks
-from training import make_trainer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_axonn import AxonnPlugin, Grid, export_hf, from_pretrained
@@ -23,6 +20,9 @@ from hf_axonn.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from hf_axonn.checkpoint.shard_files import checksum_of
 from hf_axonn.cli.main import main
 from hf_axonn.distributed.collectives import barrier, world_rank
+from tests.helpers.models import tiny_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import make_trainer
 
 
 GRID = Grid(z=2)

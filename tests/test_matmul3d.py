@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from ranks import all_grids, run_ranks
 from torch import nn
 
 from hf_axonn.config import AxonnConfig
@@ -12,6 +11,7 @@ from hf_axonn.engine.state import ModelState
 from hf_axonn.layers.base import cut_weight
 from hf_axonn.parallel.install import shard_parameters
 from hf_axonn.topology.grid import Grid, grid_mesh
+from tests.helpers.ranks import all_grids, run_ranks
 
 
 SIZES = [(6, 10, 14), (5, 7, 3), (3, 1, 1), (4, 2, 5)]  # M, K, N: all different, some smaller than an axis

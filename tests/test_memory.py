@@ -12,9 +12,6 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from equality import rows_of
-from models import tiny_batch, tiny_model
-from ranks import all_grids, run_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +23,9 @@ from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.losses import vocab_parallel as loss_module
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
+from tests.helpers.equality import rows_of
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import all_grids, run_ranks
 
 
 def piece(size, parts, index):

@@ -4,12 +4,12 @@ grid."""
 from __future__ import annotations
 
 import pytest
-from ranks import run_ranks
 from transformers import LlamaConfig
 
 from hf_axonn.topology.grid import Grid
 from tests.benchmarks.planner import memory_measured
 from tests.benchmarks.planner.simulate import TOLERANCE, Case
+from tests.helpers.ranks import run_ranks
 
 
 LLAMA = LlamaConfig(

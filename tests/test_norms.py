@@ -3,8 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from float64 import Float64
-from ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
@@ -20,6 +18,8 @@ from hf_axonn.distributed.collectives import observe
 from hf_axonn.engine.activation_layouts import bounds, pad_dim
 from hf_axonn.layers.norms import FeatureCut, NormKind, normalize
 from hf_axonn.topology.grid import Grid, grid_mesh
+from tests.helpers.float64 import Float64
+from tests.helpers.ranks import run_ranks
 
 
 SIZE = 21

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from models import tiny_batch, tiny_model
 
 import hf_axonn
 from hf_axonn import AxonnConfig, Grid
+from tests.helpers.models import tiny_batch, tiny_model
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -10,10 +10,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from equality import rows_of
-from models import tiny_batch, tiny_model
 from peft import LoraConfig, get_peft_model
-from ranks import run_ranks
 
 from hf_axonn.compat.peft import without_peft
 from hf_axonn.config import AxonnConfig, Overlap
@@ -31,6 +28,9 @@ from hf_axonn.engine.overlap import (
 )
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
+from tests.helpers.equality import rows_of
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 class Weights:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from float64 import Float64, recompute_in_float64, relative_errors
-from models import tiny_batch, tiny_model
-from ranks import run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from hf_axonn import Grid, sync_gradients
 from hf_axonn.parallel import parallelize
+from tests.helpers.float64 import Float64, recompute_in_float64, relative_errors
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 GRIDS = [Grid(y=2, x=2), Grid(z=2, x=2)]

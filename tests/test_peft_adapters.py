@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from adapting import ONE_OF_EACH, adapt, adapted_model, drawing
-from equality import exact, full
-from models import tiny_batch, tiny_model
 from peft import (
     LoraConfig,
     PeftModel,
 )
-from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.checkpoint.sharded import save_sharded
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
+from tests.helpers.adapting import ONE_OF_EACH, adapt, adapted_model, drawing
+from tests.helpers.equality import exact, full
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 IDS = {"input_ids": tiny_batch(2, 7)["input_ids"]}

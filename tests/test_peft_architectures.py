@@ -6,16 +6,16 @@ import copy
 
 import pytest
 import torch.distributed as dist
-from adapting import adapt
-from equality import full, mean_over_world, model_loss, rows_of
-from float64 import relative_errors
-from ranks import run_ranks
 
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.benchmarks.architectures.survey import BOUND, MODEL_TYPES, in_float64
 from tests.benchmarks.architectures.tiny_configs import UNTRAINABLE, tiny_batch, tiny_model
+from tests.helpers.adapting import adapt
+from tests.helpers.equality import full, mean_over_world, model_loss, rows_of
+from tests.helpers.float64 import relative_errors
+from tests.helpers.ranks import run_ranks
 
 
 # One type of each kind of structure.

@@ -7,8 +7,6 @@ import functools
 
 import pytest
 import torch
-from adapting import adapt, adapted_model
-from models import tiny_model, unplanned_model
 from peft import (
     IA3Config,
     LNTuningConfig,
@@ -19,12 +17,14 @@ from peft import (
     VeraConfig,
     get_peft_model,
 )
-from ranks import run_ranks
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.accelerator.prepare import refuse_low_bit
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
+from tests.helpers.adapting import adapt, adapted_model
+from tests.helpers.models import tiny_model, unplanned_model
+from tests.helpers.ranks import run_ranks
 
 
 def llama(**sizes):

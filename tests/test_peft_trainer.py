@@ -6,15 +6,15 @@ import functools
 
 import pytest
 import torch
-from adapting import adapt
-from float64 import Float64
-from models import tiny_model
 from peft import PeftModel
-from ranks import run_ranks
-from training import make_trainer, numbers, worst_difference
 from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid, from_pretrained
+from tests.helpers.adapting import adapt
+from tests.helpers.float64 import Float64
+from tests.helpers.models import tiny_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import make_trainer, numbers, worst_difference
 
 
 GRID = Grid(z=2, x=2)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import all_grids
 
 from hf_axonn import Grid
 from hf_axonn.checkpoint.partition import MOST_WRITERS, SMALL_BYTES, SavedTensor, Writers, box_at, overlap, pieces_in
 from hf_axonn.checkpoint.shard_files import PieceReader
+from tests.helpers.ranks import all_grids
 
 
 CUTS = [(1, 0, 0), (0, 1, 0), (0, 0, 0), (0, 0, 2), (None, None, None), (None, 1, None)]

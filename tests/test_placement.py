@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from float64 import Float64
-from models import tiny_batch, tiny_model
 
 from hf_axonn.config import AxonnConfig
 from hf_axonn.planner.time.paper import strides
 from hf_axonn.topology.axis_order import ORDER, PLACED, check_order, rank_at, take_rank
 from hf_axonn.topology.grid import AXES, Grid
+from tests.helpers.float64 import Float64
+from tests.helpers.models import tiny_batch, tiny_model
 
 
 ORDERS = list(itertools.permutations(AXES))

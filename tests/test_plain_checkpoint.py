@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -14,6 +13,7 @@ from hf_axonn import Grid
 from hf_axonn.checkpoint.single_process import load_plain_weights
 from hf_axonn.parallel import parallelize
 from tests.benchmarks.architectures.tiny_configs import tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 # Experts that lie apart in a checkpoint, weights that are joined along a dim that is cut, and neither.

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
 
 from hf_axonn.cli.main import main
 from hf_axonn.config import AxonnConfig
@@ -23,6 +22,7 @@ from hf_axonn.planner.predict import Job, predict
 from hf_axonn.planner.search import alternatives, divisors, factorizations, grids, other_order, plan, sweep
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid
+from tests.helpers.ranks import run_ranks
 
 
 JOB = Job(shape=models.load("gpt-5b"), machine=machines.load("perlmutter"), sequences=512, seq=2048)

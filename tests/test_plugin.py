@@ -12,14 +12,14 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from float64 import Float64
-from models import tiny_model
-from ranks import run_ranks
 from torch.utils.data import DataLoader, IterableDataset
-from training import collate, token_data
 
 from hf_axonn import AxonnPlugin, Grid, from_pretrained
 from hf_axonn.config import VARIABLE, AxonnConfig, Overlap
+from tests.helpers.float64 import Float64
+from tests.helpers.models import tiny_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import collate, token_data
 
 
 GRIDS = [Grid(z=2, x=2), Grid(data=2, y=2)]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from float64 import relative_errors
-from ranks import run_ranks
 from torch import Tensor, nn
 
 from hf_axonn import Grid, sync_gradients
 from hf_axonn.architectures.parameter_reads import find_readers
 from hf_axonn.parallel import parallelize
+from tests.helpers.float64 import relative_errors
+from tests.helpers.ranks import run_ranks
 
 
 class Scale(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import tiny_model, unplanned_model
 from transformers import AutoModelForCausalLM
 
 from hf_axonn.architectures.block_checks import WHOLE_NUMBERS
@@ -13,6 +12,7 @@ from hf_axonn.architectures.table import CHECKED, TABLE
 from tests.benchmarks.architectures import tiny_configs
 from tests.benchmarks.architectures.survey import BOUND, prepare, survey_grid
 from tests.benchmarks.architectures.tiny_configs import HIDDEN, SIZES
+from tests.helpers.models import tiny_model, unplanned_model
 
 
 QUERY_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")

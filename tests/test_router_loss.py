@@ -7,8 +7,6 @@ import types
 
 import pytest
 import torch
-from equality import exact
-from ranks import run_ranks
 from transformers.models.doge import modeling_doge
 from transformers.models.jamba import modeling_jamba
 from transformers.models.mixtral import modeling_mixtral
@@ -16,6 +14,8 @@ from transformers.models.nllb_moe import modeling_nllb_moe
 
 from hf_axonn.losses.router_aux import RouterLogits, RouterLoss, _is_of_switch, _of_all_ranks, switch_loss
 from hf_axonn.topology.grid import Grid, grid_mesh
+from tests.helpers.equality import exact
+from tests.helpers.ranks import run_ranks
 
 
 LAYERS, ROWS, SEQ, WIDTH = 3, 4, 5, 6

@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from models import tiny_model
-from ranks import run_ranks
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from hf_axonn import AxonnPlugin, Grid
 from hf_axonn.compat.accelerate import forget_state
 from hf_axonn.trainer.samplers import for_grid
+from tests.helpers.models import tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 ROWS = 24

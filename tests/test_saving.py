@@ -15,9 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from crashes import die_at, run_to_the_end, values_of
-from models import tiny_model
-from ranks import run_ranks
 
 from hf_axonn import Grid, finish_saves, load_sharded, save_sharded
 from hf_axonn.checkpoint import save as saving
@@ -28,6 +25,9 @@ from hf_axonn.cli.main import main
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.parallel import parallelize
 from hf_axonn.trainer.saving import checkpoints_in, tidy
+from tests.helpers.crashes import die_at, run_to_the_end, values_of
+from tests.helpers.models import tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 GRID = Grid(z=2)

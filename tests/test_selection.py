@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import all_grids, paper_mesh, run_ranks
 
 from hf_axonn.layers.head_exchange import Selection
 from hf_axonn.topology.grid import Grid, grid_mesh
 from hf_axonn.topology.heads import Heads, arriving_features, feature_slice, is_own_slice, pieces, sent_features
+from tests.helpers.ranks import all_grids, paper_mesh, run_ranks
 
 
 GRIDS = [grid for size in (2, 3, 4, 6, 8) for grid in all_grids(size) if grid.x * grid.y > 1]

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import tiny_batch, tiny_model
+
+from tests.helpers.models import tiny_batch, tiny_model
 
 
 ROOT = Path(__file__).parents[1]

@@ -16,16 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from equality import full
-from float64 import Float64, relative_errors
-from models import tiny_model
-from ranks import run_ranks
-from training import collate, token_data, training_options
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 from transformers.optimization import Adafactor, AdafactorSchedule
 
 from hf_axonn import Grid
 from hf_axonn.trainer.hooks import OPTIMIZERS
+from tests.helpers.equality import full
+from tests.helpers.float64 import Float64, relative_errors
+from tests.helpers.models import tiny_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import collate, token_data, training_options
 
 
 BOUND = 1e-10

@@ -5,11 +5,11 @@ import time
 
 import pytest
 import torch
-from ranks import run_ranks
 
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.planner.measure import timings
 from hf_axonn.planner.measure.timings import UNMEASURED, Line, Timings
+from tests.helpers.ranks import run_ranks
 
 
 def several():

@@ -8,9 +8,6 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 import torch.distributed as dist
-from equality import rows_of
-from models import tiny_batch, tiny_model
-from ranks import run_ranks
 
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import start_all_gather
@@ -24,6 +21,9 @@ from hf_axonn.planner.traffic import volumes as arithmetic
 from hf_axonn.planner.traffic.ledger import Key, Ledger, Volume
 from hf_axonn.planner.traffic.volumes import volumes
 from hf_axonn.topology.grid import Grid, grid_mesh
+from tests.helpers.equality import rows_of
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 LLAMA = ModelShape(layers=2, hidden=48, heads=12, kv_heads=6, head_dim=4, intermediate=40, vocab=131)

@@ -13,10 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from crashes import die_at, run_to_the_end
-from models import tiny_model
-from ranks import run_ranks
-from training import make_trainer, numbers, worst_difference
 
 from hf_axonn import AxonnPlugin, Grid
 from hf_axonn.checkpoint.manifest import MANIFEST, STAGE, check_complete
@@ -24,6 +20,10 @@ from hf_axonn.checkpoint.save import SaveError
 from hf_axonn.checkpoint.sharded import load_sharded
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.trainer.saving import rotate
+from tests.helpers.crashes import die_at, run_to_the_end
+from tests.helpers.models import tiny_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import make_trainer, numbers, worst_difference
 
 
 GRID = Grid(z=2)

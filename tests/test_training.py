@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import tiny_model
-from ranks import run_ranks
-from training import make_trainer, numbers, train, worst_difference
 from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid
 from hf_axonn.checkpoint.export import export_hf
 from hf_axonn.checkpoint.manifest import MANIFEST, check_complete, is_sharded_checkpoint
 from hf_axonn.parallel import parallelize
+from tests.helpers.models import tiny_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import make_trainer, numbers, train, worst_difference
 
 
 GRIDS = [Grid(z=2, x=2), Grid(y=2, x=2), Grid(data=2, z=2)]

@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from chats import ExactLogProbs, chat_tokenizer, chats, fine_tune, logged, make_sft
 from datasets import Dataset
-from float64 import relative_errors
-from models import tiny_model
 from peft import LoraConfig, PeftModel
-from ranks import run_ranks
 from torch.distributed.tensor import DTensor
-from training import worst_difference
 from transformers import AutoModelForCausalLM, HfArgumentParser
 from trl import SFTConfig
 
 from hf_axonn import AxonnPlugin, GoldfishConfig, GoldfishSFTConfig, GoldfishSFTTrainer, Grid, from_pretrained
 from hf_axonn.distributed.collectives import observe
+from tests.helpers.chats import ExactLogProbs, chat_tokenizer, chats, fine_tune, logged, make_sft
+from tests.helpers.float64 import relative_errors
+from tests.helpers.models import tiny_model
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import worst_difference
 
 
 ROOT = Path(__file__).parents[1]

@@ -11,9 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from equality import Case, compare, full, rows_of, too_large
-from models import tiny_batch, tiny_model
-from ranks import run_ranks
 from torch import nn
 
 from hf_axonn.checkpoint.commit import write_manifest
@@ -30,6 +27,9 @@ from hf_axonn.engine.matmul_tuning import STEPS, Key, MatmulTuner
 from hf_axonn.engine.operand_layouts import AS_IS, Sample
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
+from tests.helpers.equality import Case, compare, full, rows_of, too_large
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 def test_tokens_count_as_equal_up_to_a_power_of_two():

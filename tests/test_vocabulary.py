@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from models import tiny_model
-from ranks import run_ranks
 from torch import nn
 
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
+from tests.helpers.models import tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 GRIDS = [Grid(y=2, x=2), Grid(z=2, x=2), Grid(z=2, y=2)]

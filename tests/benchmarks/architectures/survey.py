@@ -4,7 +4,7 @@
     python -m tests.benchmarks.architectures.survey --types gpt2,mixtral --grids x2,x2y2z2
 
 Loss and all gradients are compared in float64. One row a model type: how it was cut and why, how many of its
-parameters are divided among the ranks, and the largest relative error (tests/float64.py) over the grids. The exit
+parameters are divided among the ranks, and the largest relative error (tests/helpers/float64.py) over the grids. The exit
 code is 1 if any type is wrong.
 """
 
@@ -30,9 +30,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 
 import torch
-from equality import exact, mean_over_world, model_loss, rows_of
-from float64 import relative_errors
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging
@@ -43,6 +40,9 @@ from hf_axonn.parallel.install import shard_slices
 from hf_axonn.parallel.parallelize import parallelize
 from tests.benchmarks.architectures.survey_table import HEADER, Row, markdown, summary
 from tests.benchmarks.architectures.tiny_configs import MODEL_TYPES, UNTRAINABLE, tiny_batch, tiny_model
+from tests.helpers.equality import exact, mean_over_world, model_loss, rows_of
+from tests.helpers.float64 import relative_errors
+from tests.helpers.ranks import run_ranks
 
 
 GRIDS = {

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from ranks import all_grids, run_ranks
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn import AxonnConfig, Grid, __version__, sync_gradients
@@ -32,6 +31,7 @@ from hf_axonn.planner.model.shapes import ModelShape, Step
 from hf_axonn.planner.traffic.ledger import Key, Ledger, Volume
 from hf_axonn.planner.traffic.volumes import layer_volumes, volumes
 from tests.benchmarks.traffic.forms import all_reduce_form, megatron
+from tests.helpers.ranks import all_grids, run_ranks
 
 
 WORLD = 4

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset, disable_progress_bars
-from equality import full
-from float64 import Float64
-from models import tiny_model
 from torch.nn import functional as F
-from training import training_options
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from hf_axonn import Grid
+from tests.helpers.equality import full
+from tests.helpers.float64 import Float64
+from tests.helpers.models import tiny_model
+from tests.helpers.training import training_options
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # TRL would report its use

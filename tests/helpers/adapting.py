@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from equality import Case, mean_over_world, rows_of
-from models import tiny_model
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
+from tests.helpers.equality import Case, mean_over_world, rows_of
+from tests.helpers.models import tiny_model
 
 
 ONE_OF_EACH = [Grid(y=2, x=2), Grid(z=2, x=2), Grid(data=2, y=2)]

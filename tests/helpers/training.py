@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from float64 import Float64
-from models import tiny_model
 from transformers import Trainer, TrainingArguments
 
 from hf_axonn import AxonnPlugin, GoldfishConfig, GoldfishTrainer, Grid
+from tests.helpers.float64 import Float64
+from tests.helpers.models import tiny_model
 
 
 def token_data(rows: int, seed: int, length: int = 20) -> Dataset:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from float64 import Float64, relative_errors
-from models import tiny_batch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -21,6 +19,8 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.gradient_sync import find_state, sync_gradients
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
+from tests.helpers.float64 import Float64, relative_errors
+from tests.helpers.models import tiny_batch
 
 
 Batch = dict[str, Tensor]

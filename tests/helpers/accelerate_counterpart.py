@@ -15,9 +15,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import GradientState
 from accelerate.utils import DataLoaderConfiguration, broadcast_object_list, gather_object, set_seed
-from float64 import Float64
-from models import tiny_model
 from torch.utils.data import DataLoader, IterableDataset
+
+from tests.helpers.float64 import Float64
+from tests.helpers.models import tiny_model
 
 
 ROWS = 19
