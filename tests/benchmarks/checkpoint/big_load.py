@@ -5,7 +5,7 @@
 
 The model is built on the meta device and parallelized on torch's `fake` backend; what a rank reads follows from how
 its parameters lie. Only for weights that a checkpoint has under the names of the model, as most dense models do.
-tests/test_big_loads.py holds the numbers against what a real load reads.
+tests/parallel/test_big_loads.py holds the numbers against what a real load reads.
 """
 
 from __future__ import annotations

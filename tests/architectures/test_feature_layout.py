@@ -1,6 +1,6 @@
 """The feature layout: when a model has it, that it equals one process, and that no layer issues an all-to-all.
 
-tests/test_equivalence.py runs its models in it too, wherever y > 1, because it is what `auto` takes.
+tests/end_to_end/test_equivalence.py runs its models in it too, wherever y > 1, because it is what `auto` takes.
 """
 
 import dataclasses
@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
-from test_equivalence import SITUATIONS, checkpointed
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
@@ -30,6 +29,7 @@ from hf_axonn.engine.activation_layouts import (
 from hf_axonn.engine.gradient_sync import find_state
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.planner.measure.traffic_counter import count_traffic
+from tests.end_to_end.test_equivalence import SITUATIONS, checkpointed
 from tests.helpers.equality import Case, compare, exact, rows_of, too_large
 from tests.helpers.models import BLOCKWISE, tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from datasets import Dataset, IterableDataset
-from test_accelerator_data import FOUR_RANKS, TWO_RANKS, new_accelerator, plain
 from torch.utils.data import DataLoader
 
 from hf_axonn import Grid
+from tests.accelerator.test_accelerator_data import FOUR_RANKS, TWO_RANKS, new_accelerator, plain
 from tests.helpers.ranks import run_ranks
 
 
