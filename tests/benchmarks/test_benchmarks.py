@@ -1,34 +1,21 @@
-"""benchmarks/: the scripts run on tiny sizes, and their arithmetic is right. What they measure is in results/."""
+"""tests/benchmarks/: the scripts run on tiny sizes, and their arithmetic is right. What they measure is in docs/results/."""
 
-import importlib
 import subprocess
 import sys
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.benchmarks.kernels import gpu
+from tests.benchmarks.peers import contenders, peers, ranks, report
+from tests.helpers import ROOT
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+
 OTHERS = ("plain", "floor tokens", "floor width", "DDP", "FSDP2", "native TP")
 
 
-@pytest.fixture(scope="module")
-def scripts():
-    """The scripts by name; they import each other as they do when run."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield SimpleNamespace(
-            **{name: importlib.import_module(name) for name in ("peers", "peers_report", "peers_ranks", "gpu")},
-            contenders=importlib.import_module("peers_contenders"),
-        )
-    finally:
-        sys.path.remove(str(FOLDER))
-
-
 def run(*command, **options):
-    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=400, **options)
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=400, cwd=ROOT, **options)
 
 
 @pytest.mark.slow
@@ -36,7 +23,7 @@ def test_all_contenders_train_the_same_model(tmp_path):
     """Exit code 0 says that the losses agree."""
     report = tmp_path / "peers.md"
     sizes = "--size tiny --sequence 32 --rounds 2 --ranks 2".split()
-    done = run(str(FOLDER / "peers.py"), *sizes, "--output", str(report))
+    done = run("-m", "tests.benchmarks.peers.peers", *sizes, "--output", str(report))
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [line.split("|")[1].strip() for line in report.read_text().splitlines() if line.startswith("| ")]
     assert sorted(lines[1:]) == sorted([*OTHERS, "data=2", "z=2", "y=2", "x=2"])
@@ -52,61 +39,61 @@ def test_all_contenders_train_the_same_model(tmp_path):
         (["--rows", "3"], "--rows is 3"),
     ],
 )
-def test_wrong_arguments_are_refused(scripts, capsys, arguments, message):
+def test_wrong_arguments_are_refused(capsys, arguments, message):
     with pytest.raises(SystemExit) as exit_:
-        scripts.peers.main(arguments)
+        peers.main(arguments)
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def turn(scripts, seconds, *, loss=1.0, others=0.0):
-    return scripts.peers_ranks.Turn(seconds, 2 * seconds, [loss], 2**20, others)
+def turn(seconds, *, loss=1.0, others=0.0):
+    return ranks.Turn(seconds, 2 * seconds, [loss], 2**20, others)
 
 
-def test_ratios_are_taken_within_a_round_and_the_first_does_not_count(scripts):
+def test_ratios_are_taken_within_a_round_and_the_first_does_not_count():
     slow_then_fast = [9.0, 4.0, 2.0, 1.0]
     runs = [
         {
-            "DDP": [turn(scripts, seconds) for seconds in slow_then_fast],
-            "x=2": [turn(scripts, seconds / 2) for seconds in (1.0, *slow_then_fast[1:])],
+            "DDP": [turn(seconds) for seconds in slow_then_fast],
+            "x=2": [turn(seconds / 2) for seconds in (1.0, *slow_then_fast[1:])],
         }
     ]
-    assert scripts.peers_report.speed_ratios(runs, "x=2", "DDP") == [2.0, 2.0, 2.0]
-    (row,) = (line for line in scripts.peers_report.table(runs, 100).splitlines() if line.startswith("| x=2"))
+    assert report.speed_ratios(runs, "x=2", "DDP") == [2.0, 2.0, 2.0]
+    (row,) = (line for line in report.table(runs, 100).splitlines() if line.startswith("| x=2"))
     assert row == "| x=2 | 100 | 2.00 | 1 | 3 of 3 | 2.00 (2.00-2.00) |"
 
 
-def test_only_quiet_rounds_count_where_there_are_enough(scripts):
+def test_only_quiet_rounds_count_where_there_are_enough():
     quiet = [(2.0, 0.05)] * 5
     for noisy, expected in (([(50.0, 0.9)] * 3, [2.0] * 5), ([], [2.0] * 5)):
-        theirs = [turn(scripts, seconds, others=others) for seconds, others in [(1.0, 0.0), *quiet, *noisy]]
-        runs = [{"DDP": theirs, "z=2": [turn(scripts, 1.0) for _ in theirs]}]
-        assert scripts.peers_report.speed_ratios(runs, "z=2", "DDP") == expected
-    few = [turn(scripts, 2.0, others=others) for others in (0.0, 0.0, 0.9, 0.9)]
-    runs = [{"DDP": few, "z=2": [turn(scripts, 1.0) for _ in few]}]
-    assert scripts.peers_report.speed_ratios(runs, "z=2", "DDP") == [2.0] * 3
+        theirs = [turn(seconds, others=others) for seconds, others in [(1.0, 0.0), *quiet, *noisy]]
+        runs = [{"DDP": theirs, "z=2": [turn(1.0) for _ in theirs]}]
+        assert report.speed_ratios(runs, "z=2", "DDP") == expected
+    few = [turn(2.0, others=others) for others in (0.0, 0.0, 0.9, 0.9)]
+    runs = [{"DDP": few, "z=2": [turn(1.0) for _ in few]}]
+    assert report.speed_ratios(runs, "z=2", "DDP") == [2.0] * 3
 
 
-def test_losses_that_differ_are_seen_but_not_those_of_the_floors(scripts):
+def test_losses_that_differ_are_seen_but_not_those_of_the_floors():
     heats = [
-        {"plain": [turn(scripts, 1.0, loss=2.0)], "floor width": [turn(scripts, 1.0, loss=9.0)]},
-        {"x=2": [turn(scripts, 1.0, loss=2.5)]},
+        {"plain": [turn(1.0, loss=2.0)], "floor width": [turn(1.0, loss=9.0)]},
+        {"x=2": [turn(1.0, loss=2.5)]},
     ]
-    assert scripts.peers_report.loss_difference(heats) == 0.25
-    assert scripts.peers_report.loss_difference(heats[:1]) == 0.0
+    assert report.loss_difference(heats) == 0.25
+    assert report.loss_difference(heats[:1]) == 0.0
 
 
-def test_floors_divide_the_work(scripts):
-    config = scripts.contenders.narrow(scripts.peers.model_config("tiny", sequence=32), 2)
+def test_floors_divide_the_work():
+    config = contenders.narrow(peers.model_config("tiny", sequence=32), 2)
     assert (config.num_attention_heads, config.intermediate_size, config.vocab_size) == (2, 48, 256)
     assert (config.hidden_size, config.head_dim) == (64, 16)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, width, bias=False) for width in (3, 5, 8, 16)))
-    shares = [scripts.contenders._own_share(model, rank, 2) for rank in range(2)]
+    shares = [contenders._own_share(model, rank, 2) for rank in range(2)]
     assert [sum(map(torch.numel, share)) for share in shares] == [128, 128]
 
 
-def test_a_batch_is_real_text_in_order(scripts):
-    batches = scripts.peers.text_batches(512, 2, 32)
+def test_a_batch_is_real_text_in_order():
+    batches = peers.text_batches(512, 2, 32)
     assert batches.shape[1:] == (2, 32) and len(batches) > 1000
     assert len(batches[0].unique()) > 20 and int(batches.max()) < 512
 
@@ -114,7 +101,7 @@ def test_a_batch_is_real_text_in_order(scripts):
 @pytest.mark.slow
 def test_the_profile_names_what_the_time_goes_to():
     sizes = "--size tiny --steps 2 --ranks 2 --top 5".split()
-    done = run(str(FOLDER / "peers_profile.py"), *sizes, "x=2")
+    done = run("-m", "tests.benchmarks.peers.profile", *sizes, "x=2")
     assert done.returncode == 0, done.stderr
     (head,) = (line for line in done.stdout.splitlines() if line.startswith("x=2: "))
     assert "matmul" in head and "communication" in head
@@ -123,7 +110,7 @@ def test_the_profile_names_what_the_time_goes_to():
 @pytest.mark.slow
 def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     report = tmp_path / "gpu.md"
-    done = run(str(FOLDER / "gpu.py"), "--smoke", "--output", str(report))
+    done = run("-m", "tests.benchmarks.kernels.gpu", "--smoke", "--output", str(report))
     assert done.returncode == 0, done.stderr
     rows = [line.split("|")[1].strip() for line in report.read_text().splitlines() if line.startswith("| ")]
     names = [
@@ -136,13 +123,13 @@ def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path):
     assert rows == ["contender", *names, "model", "tiny"]
 
 
-def test_the_gpu_benchmark_says_that_it_needs_a_gpu(scripts, capsys, monkeypatch):
+def test_the_gpu_benchmark_says_that_it_needs_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert scripts.gpu.main([]) == 2
+    assert gpu.main([]) == 2
     assert "needs a GPU" in capsys.readouterr().err
 
 
-def test_model_flops_are_six_a_parameter_and_those_of_attention(scripts):
-    config = scripts.gpu.LlamaConfig(**scripts.gpu.SHAPES["SmolLM2-135M"], tie_word_embeddings=True)
-    flops = scripts.gpu.flops_per_token(config, 4096)
+def test_model_flops_are_six_a_parameter_and_those_of_attention():
+    config = gpu.LlamaConfig(**gpu.SHAPES["SmolLM2-135M"], tie_word_embeddings=True)
+    flops = gpu.flops_per_token(config, 4096)
     assert abs(flops / (6 * 134.5e6 + 6 * 30 * 576 * 4096) - 1) < 1e-3

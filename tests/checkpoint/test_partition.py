@@ -14,6 +14,7 @@ import torch
 from hf_axonn import Grid
 from hf_axonn.checkpoint.partition import MOST_WRITERS, SMALL_BYTES, SavedTensor, Writers, box_at, overlap, pieces_in
 from hf_axonn.checkpoint.shard_files import PieceReader
+from tests.helpers import ROOT
 from tests.helpers.ranks import all_grids
 
 
@@ -127,8 +128,8 @@ def test_impossible_tensors_are_refused(shape, cuts):
 
 
 def test_the_benchmark_of_planning_runs():
-    script = Path(__file__).parents[1] / "benchmarks" / "checkpoint_planning.py"
-    command = [sys.executable, str(script), "--ranks", "64,128", "--layers", "2", "--dcp-tensors", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    script = "tests.benchmarks.checkpoint.checkpoint_planning"
+    command = [sys.executable, "-m", script, "--ranks", "64,128", "--layers", "2", "--dcp-tensors", "4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert [line.split("|")[1].strip() for line in done.stdout.splitlines()[2:]] == ["64", "128"]

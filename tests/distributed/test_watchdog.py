@@ -21,12 +21,12 @@ from hf_axonn.distributed.watchdog.diagnosis import judge, ranks_in_words
 from hf_axonn.distributed.watchdog.progress import HERE, Account
 from hf_axonn.distributed.watchdog.sigterm import Termination
 from hf_axonn.distributed.watchdog.watchdog import failures_told, is_symptom
+from tests.helpers import ROOT
 from tests.helpers.launching import TORCHRUN, Ended, launch
 from tests.helpers.launching import run as run_script
 from tests.helpers.models import tiny_batch, tiny_model
 
 
-TESTS = Path(__file__).resolve().parent
 WORLD = 4
 TIMEOUTS = {"hangs": 8, "frozen": 8}  # of the process group, in seconds; 60 where nobody has to wait for it
 
@@ -174,7 +174,7 @@ LAUNCHED = """
 import datetime, sys
 sys.path.insert(0, sys.argv[1])
 import torch.distributed as dist
-from test_failures import loop
+from tests.distributed.test_watchdog import loop
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
 loop(sys.argv[2], [2], 3)
@@ -184,9 +184,9 @@ STOCK_TRAINER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from models import tiny_model
-from test_failures import fail
-from training import collate, token_data
+from tests.helpers.models import tiny_model
+from tests.distributed.test_watchdog import fail
+from tests.helpers.training import collate, token_data
 
 class Fails(TrainerCallback):
     def on_step_begin(self, args, state, control, model, **kwargs):
@@ -216,13 +216,13 @@ def assert_told(ended: Ended, rank: int, how: str) -> None:
 def test_torchrun_ends_the_others_but_not_before_the_message(tmp_path, how):
     """It sends them SIGTERM a tenth of a second after one has died."""
     (tmp_path / "loop.py").write_text(LAUNCHED)
-    assert_told(run_script(tmp_path, *TORCHRUN, f"--nproc_per_node={WORLD}", "loop.py", TESTS, how), 2, how)
+    assert_told(run_script(tmp_path, *TORCHRUN, f"--nproc_per_node={WORLD}", "loop.py", ROOT, how), 2, how)
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("nan", marks=pytest.mark.slow)])
 def test_accelerate_launch_with_a_stock_trainer_ends_with_the_message(tmp_path, how):
     (tmp_path / "train.py").write_text(STOCK_TRAINER)
-    assert_told(launch(tmp_path, Grid(z=2), "train.py", TESTS, how), 1, how)
+    assert_told(launch(tmp_path, Grid(z=2), "train.py", ROOT, how), 1, how)
 
 
 def _account(rank: int, **changes) -> Account:

@@ -8,11 +8,12 @@ import pytest
 from accelerate.test_utils import scripts
 
 from hf_axonn import Grid
+from tests.helpers import ROOT
 from tests.helpers.launching import assert_quiet, launch
 
 
 SCRIPTS = Path(scripts.__file__).parent
-COUNTERPART = Path(__file__).with_name("accelerate_counterpart.py")
+COUNTERPART = ROOT / "tests" / "helpers" / "accelerate_counterpart.py"
 SLOW = pytest.mark.slow
 END = {
     "test_ops": "",

@@ -8,15 +8,15 @@ import subprocess
 import sys
 import zipfile
 from collections import Counter
-from pathlib import Path
 
 import pytest
+
+from tests.helpers import ROOT
 
 
 pytest.importorskip("datasets", reason="the demo needs the extra `demo`")
 pytest.importorskip("rapidfuzz", reason="the demo needs the extra `demo`")
 
-ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "training_scripts" / "demo"
 MODULES = ("wikipedia", "corpus", "pipeline", "inputs", "report", "run")
 

@@ -14,11 +14,11 @@ import pytest
 import yaml
 
 from hf_axonn.cli.main import main as hf_axonn_cli
+from tests.helpers import ROOT
 from tests.helpers.eval_support import documents, tiny_llama, topics_tokenizer
 from tests.helpers.training import numbers, worst_difference
 
 
-ROOT = Path(__file__).resolve().parents[1]
 FINETUNE = ROOT / "training_scripts" / "finetune.py"
 # float32 on both sides: rounding of 6e-8 grows to a few 1e-6 in six AdamW steps at this rate.
 TOLERANCE = 1e-4

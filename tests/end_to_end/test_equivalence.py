@@ -1,6 +1,6 @@
 """A grid changes where numbers live, never what they are: loss, gradients, clipped norm, parameters after 5 steps.
 
-`python tests/end_to_end/test_equivalence.py` prints the table of docs/numerics.md.
+`python -m tests.end_to_end.test_equivalence` prints the table of docs/numerics.md.
 """
 
 import contextlib

@@ -13,11 +13,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_axonn.goldfish.mask import goldfish_mask
+from tests.helpers import ROOT
 
 
 datasets = pytest.importorskip("datasets", reason="training scripts need the extra `data`")
 
-SCRIPTS = Path(__file__).parents[1] / "training_scripts"
+SCRIPTS = ROOT / "training_scripts"
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box with five dozen liquor jugs".split()
 FILLER = 0
 

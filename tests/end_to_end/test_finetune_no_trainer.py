@@ -10,11 +10,12 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from hf_axonn import Grid
+from tests.helpers import ROOT
 from tests.helpers.eval_support import documents, tiny_llama, topics_tokenizer
 from tests.helpers.launching import Ended, assert_quiet, launch, run
 
 
-SCRIPT = Path(__file__).resolve().parents[1] / "training_scripts" / "finetune_no_trainer.py"
+SCRIPT = ROOT / "training_scripts" / "finetune_no_trainer.py"
 STEPS = 5
 # float32 on both sides: rounding of 6e-8 grows to a few 1e-6 in some AdamW steps at this rate.
 TOLERANCE = 1e-4

@@ -14,9 +14,9 @@ import pytest
 
 import hf_axonn
 import hf_axonn_eval
+from tests.helpers import ROOT
 
 
-ROOT = Path(__file__).parents[1]
 FOLDERS = {"hf_axonn": ROOT / "hf_axonn", "hf_axonn_eval": ROOT / "eval"}
 # Libraries whose name on PyPI is not the one in an import statement, or that a declared one always brings.
 DISTRIBUTIONS = {
@@ -110,7 +110,6 @@ def test_every_library_that_is_imported_is_declared(configuration):
         declared |= requirements(extra)
     for folder in [*FOLDERS.values(), ROOT / "training_scripts", ROOT / "tests"]:
         own = {path.stem for path in folder.rglob("*.py")} | {path.name for path in ROOT.iterdir() if path.is_dir()}
-        own |= {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
         for path in folder.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers import ROOT
 from tests.helpers.models import tiny_batch, tiny_model
 
 
-ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "training_scripts" / "slurm"
 SITES = {"perlmutter": 4, "frontier": 8, "alps": 4}
 SCRIPTS = sorted(FOLDER.glob("*.sh"))

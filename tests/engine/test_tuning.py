@@ -27,6 +27,7 @@ from hf_axonn.engine.matmul_tuning import STEPS, Key, MatmulTuner
 from hf_axonn.engine.operand_layouts import AS_IS, Sample
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
+from tests.helpers import ROOT
 from tests.helpers.equality import Case, compare, full, rows_of, too_large
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
@@ -311,10 +312,10 @@ def test_an_export_has_no_layouts(tmp_path):
 
 
 def test_the_benchmark_writes_its_table(tmp_path):
-    script = Path(__file__).parents[1] / "benchmarks" / "tuning.py"
+    script = "tests.benchmarks.kernels.tuning"
     output = tmp_path / "tuning.md"
-    command = [sys.executable, str(script), "--tokens", "8", "--models", "SmolLM2-135M", "--dtypes", "float32"]
-    done = subprocess.run([*command, "--output", str(output)], capture_output=True, text=True, timeout=240)
+    command = [sys.executable, "-m", script, "--tokens", "8", "--models", "SmolLM2-135M", "--dtypes", "float32"]
+    done = subprocess.run([*command, "--output", str(output)], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     text = output.read_text()
     assert text in done.stdout

@@ -1,7 +1,6 @@
 """What is refused in a launch file, what is mended, and what accelerate and the processes get. No processes."""
 
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -9,9 +8,10 @@ import yaml
 from hf_axonn.launch import launch_file
 from hf_axonn.launch.launch_file import check_spelling, resolve
 from hf_axonn.topology.grid import Grid
+from tests.helpers import ROOT
 
 
-SCRIPTS = Path(__file__).parents[1] / "training_scripts"
+SCRIPTS = ROOT / "training_scripts"
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 import hf_axonn
 from hf_axonn import AxonnConfig, Grid
+from tests.helpers import ROOT
 from tests.helpers.models import tiny_batch, tiny_model
 
 
-ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = ROOT / "docs" / "goldfish_in_ten_minutes.ipynb"
 
 

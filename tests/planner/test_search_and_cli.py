@@ -6,7 +6,6 @@ import json
 import math
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from hf_axonn.planner.predict import Job, predict
 from hf_axonn.planner.search import alternatives, divisors, factorizations, grids, other_order, plan, sweep
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid
+from tests.helpers import ROOT
 from tests.helpers.ranks import run_ranks
 
 
@@ -194,7 +194,7 @@ def test_a_batch_is_given_in_tokens_or_in_sequences(capsys):
 
 
 def test_the_manual_shows_what_is_printed(capsys):
-    manual = (Path(__file__).parents[1] / "docs" / "planning.md").read_text()
+    manual = (ROOT / "docs" / "planning.md").read_text()
     command = next(line for line in manual.splitlines() if line.startswith("hf-axonn plan --model gpt-80b"))
     assert main(command.split()[1:]) == 0
     assert capsys.readouterr().out.strip() in manual

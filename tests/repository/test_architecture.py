@@ -3,14 +3,13 @@
 import ast
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import hf_axonn
+from tests.helpers import ROOT
 
 
-ROOT = Path(__file__).parents[1]
 FLOORS = [
     {
         "goldfish",

@@ -21,9 +21,9 @@ from hf_axonn.cli.main import main as hf_axonn_main
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.command import accelerate_options
 from hf_axonn_eval.__main__ import main as eval_main
+from tests.helpers import ROOT
 
 
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "training_scripts"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PACKAGES = ("hf_axonn", "hf_axonn_eval")

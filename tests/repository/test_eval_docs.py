@@ -2,7 +2,6 @@
 
 import argparse
 import re
-from pathlib import Path
 
 import pytest
 
@@ -15,9 +14,10 @@ from hf_axonn_eval.extraction.callback import LOGGED, PREFIX
 from hf_axonn_eval.extraction.undecided import BOUNDS
 from hf_axonn_eval.metrics.text import NEAR_VERBATIM
 from hf_axonn_eval.report.details import ATTACKS
+from tests.helpers import ROOT
 
 
-TEXT = (Path(__file__).resolve().parents[1] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in TEXT.splitlines() if line.startswith("| ")]
 NAMED = {name: cells for cells in ROWS for name in re.findall(r"`(\w+)`", cells[0])}
 

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.planner.time.paper import strides
 from hf_axonn.topology.axis_order import ORDER, PLACED, check_order, rank_at, take_rank
 from hf_axonn.topology.grid import AXES, Grid
+from tests.helpers import ROOT
 from tests.helpers.float64 import Float64
 from tests.helpers.models import tiny_batch, tiny_model
 
@@ -102,7 +102,7 @@ import json, os, sys
 import torch
 from accelerate import Accelerator
 from float64 import Float64
-from models import tiny_batch, tiny_model
+from tests.helpers.models import tiny_batch, tiny_model
 accelerator = Accelerator()
 model = accelerator.prepare(tiny_model("llama").train())
 mesh = accelerator.axonn_mesh
@@ -129,7 +129,7 @@ def launched(tmp_path, script):
     (tmp_path / "launch.yaml").write_text(yaml.safe_dump(settings))
     (tmp_path / "script.py").write_text(script)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config", str(tmp_path / "launch.yaml")]
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [*command, str(tmp_path / "script.py"), str(tmp_path)],
         capture_output=True,

@@ -21,6 +21,7 @@ from trl import SFTConfig
 
 from hf_axonn import AxonnPlugin, GoldfishConfig, GoldfishSFTConfig, GoldfishSFTTrainer, Grid, from_pretrained
 from hf_axonn.distributed.collectives import observe
+from tests.helpers import ROOT
 from tests.helpers.chats import ExactLogProbs, chat_tokenizer, chats, fine_tune, logged, make_sft
 from tests.helpers.float64 import relative_errors
 from tests.helpers.models import tiny_model
@@ -28,7 +29,6 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import worst_difference
 
 
-ROOT = Path(__file__).parents[1]
 TOLERANCE = 1e-10
 # Three AdamW steps carry the rounding of two orders of summation to 1e-12; resumed runs take more of them.
 RESUMED = 1e-9

@@ -26,9 +26,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-
-ROOT = Path(__file__).parents[3]
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -40,6 +37,7 @@ from hf_axonn.parallel.install import shard_slices
 from hf_axonn.parallel.parallelize import parallelize
 from tests.benchmarks.architectures.survey_table import HEADER, Row, markdown, summary
 from tests.benchmarks.architectures.tiny_configs import MODEL_TYPES, UNTRAINABLE, tiny_batch, tiny_model
+from tests.helpers import ROOT
 from tests.helpers.equality import exact, mean_over_world, model_loss, rows_of
 from tests.helpers.float64 import relative_errors
 from tests.helpers.ranks import run_ranks

@@ -188,7 +188,10 @@ def main(arguments: list[str] | None = None) -> int:
         args.device = torch.device("cpu")
         machine = "a CPU: these are no figures, only a sign that the script runs"
     elif not torch.cuda.is_available():
-        print("tests/benchmarks/kernels/gpu.py needs a GPU, and torch sees none: use --smoke to see that it runs.", file=sys.stderr)
+        print(
+            "tests/benchmarks/kernels/gpu.py needs a GPU, and torch sees none: use --smoke to see that it runs.",
+            file=sys.stderr,
+        )
         return 2
     else:
         args.device = torch.device("cuda", torch.cuda.current_device())

@@ -140,7 +140,7 @@ def main() -> None:
                 shapes += count
                 notes.append(f"{model} {dtype} {y}, {x}: {overhead:.1f} s")
                 print("\n".join(its_rows), flush=True)
-    command = shlex.join(["python", "tests/benchmarks/kernels/tuning.py", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "tests.benchmarks.kernels.tuning", *sys.argv[1:]])
     text = "\n".join(
         [
             "# Kernel tuning: operand layouts of the matmuls of one decoder layer",

@@ -97,7 +97,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=60, help="after so many a heat begins no new round (60)")
     parser.add_argument("--output", type=Path, help="write the report to this file too")
     args = parser.parse_args(arguments)
-    args.command = " ".join(["python -m tests.benchmarks.peers.peers", *(sys.argv[1:] if arguments is None else arguments)])
+    args.command = " ".join(
+        ["python -m tests.benchmarks.peers.peers", *(sys.argv[1:] if arguments is None else arguments)]
+    )
     if args.grids is None:
         sizes = itertools.product(range(1, args.ranks + 1), repeat=4)
         grids = [Grid(data=d, z=z, y=y, x=x) for d, z, y, x in sizes if d * z * y * x == args.ranks]
