@@ -49,8 +49,8 @@ def __dir__():
 class _Package(type(sys)):
     """Keeps a public name when a module has the same one.
 
-    Importing the file parallel/parallelize.py makes Python set `hf_axonn.parallelize` to the module, whichever way it came to
-    be imported; users call the function.
+    Importing the file parallel/parallelize.py makes Python set `hf_axonn.parallelize` to the module, whichever way it
+    came to be imported; users call the function.
     """
 
     def __setattr__(self, name, value):

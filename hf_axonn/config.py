@@ -55,7 +55,8 @@ class AxonnConfig:
         reduce_dtype: the dtype in which gradients are summed, one of REDUCE_DTYPES.
         keep_gathered: which weights that were gathered over z in forward are kept for backward, instead of gathered
             again: "none", "all", or of how many layers, the last ones.
-        tune_matmuls: whether operand layouts of matmuls are timed on the first steps and the fastest used (engine/matmul_tuning.py).
+        tune_matmuls: whether operand layouts of matmuls are timed on the first steps and the fastest used
+            (engine/matmul_tuning.py).
         layout: of the residual stream between blocks, one of LAYOUTS; auto takes feature wherever it is possible
             (y > 1, norms that are RMSNorm or LayerNorm), else token.
         async_save: whether Trainer's checkpoints are written while training goes on.

@@ -49,8 +49,8 @@ def extract(
             for a plain model, to all processes.
         tokenizer: for the text that ROUGE and zlib compare; None leaves ROUGE and the texts out.
         samples: what to ask; the sample ids must differ. A `SampleFile` is read as it is needed.
-        output: directory for the run (files: see data/results.py). A run that was stopped goes on from there. None keeps
-            nothing.
+        output: directory for the run (files: see data/results.py). A run that was stopped goes on from there. None
+            keeps nothing.
         model_record: what identifies the model: `load_model(...).record`, or for a model of another origin a dict
             with a `fingerprint` of your choice. Needed with `output`, so that a run never goes on with other weights.
         batch_size: samples in one forward pass; "auto" finds one that fits into memory.

@@ -1,7 +1,7 @@
 """What accelerate writes over a grid: whole models in the ordinary format, and states that any grid resumes from.
 
     save_model, get_state_dict    gathered to rank 0, as accelerate does under FSDP
-    save_state, load_state        a sharded checkpoint (checkpoint/sharded.py), in which these files have their place, too:
+    save_state, load_state    a sharded checkpoint (checkpoint/sharded.py), in which these files have their place, too:
 
         accelerator.json              steps taken, numbers of models, schedulers and registered objects
         scheduler.bin, scheduler_1.bin ...       custom_checkpoint_0.pkl ...        random_states_RANK.pkl

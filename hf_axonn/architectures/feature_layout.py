@@ -1,8 +1,8 @@
 """Whether the residual stream of a model can have the feature layout, [1, T/x, H/y] between its blocks.
 
-It can where y > 1, all blocks are cut, every norm between them is one that layers/norms.py knows how to divide, and the code
-of the layers apart from blocks and norms treats every feature by itself. Both are found out by trial, not by name. No
-communication; the model is unchanged.
+It can where y > 1, all blocks are cut, every norm between them is one that layers/norms.py knows how to divide, and
+the code of the layers apart from blocks and norms treats every feature by itself. Both are found out by trial, not by
+name. No communication; the model is unchanged.
 """
 
 from __future__ import annotations

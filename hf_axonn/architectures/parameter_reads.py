@@ -1,9 +1,9 @@
 """Which modules use the parameters of other modules by themselves, as a mixer that reads `self.conv1d.weight`.
 
 A parameter that is a DTensor can be used by the module that has it, whose forward has a style. Whoever else uses it
-has to be shown a plain tensor, and so has a method other than forward (`self.experts.map(hidden)`). layers/base.py does
-that for the readers that are found here, in the source of their classes: in forward and in the methods that it calls.
-What only asks for a dtype, a device or a shape needs no care. No communication, no change to the model.
+has to be shown a plain tensor, and so has a method other than forward (`self.experts.map(hidden)`). layers/base.py
+does that for the readers that are found here, in the source of their classes: in forward and in the methods that it
+calls. What only asks for a dtype, a device or a shape needs no care. No communication, no change to the model.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Which module is what: from an architecture to a plan.
 
 The plan of a causal LM is derived from the tensor-parallel plan that Transformers ships with it (which layers are
-column and which row) or from our table (table.py), for the architectures that tests/benchmarks/architectures/survey.py has shown
-to be right. In a decoder layer every module is one of
+column and which row) or from our table (table.py), for the architectures that tests/benchmarks/architectures/survey.py
+has shown to be right. In a decoder layer every module is one of
 
     a block      attention or MLP with its column layers and its row layer
     whole        a module that needs the whole sequence and that nobody can cut: it gets [B, S, H], its Linears are cut

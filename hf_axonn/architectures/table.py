@@ -23,8 +23,8 @@ class BlockRecipe:
         is_attention: whether it has heads.
         attributes, arguments: as in plans.BlockPlan.
         grouped: what is divided are kv heads, each together with its query heads.
-        latent: modules inside of it that make whole latents of whole activations (layers/latent_attention.py), the one whose output
-            ends in the rotary part of the keys first.
+        latent: modules inside of it that make whole latents of whole activations (layers/latent_attention.py), the one
+            whose output ends in the rotary part of the keys first.
     """
 
     columns: dict[str, tuple[str, ...]]

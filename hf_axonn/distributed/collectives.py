@@ -20,7 +20,8 @@ Two meanings of "the same on every rank" keep the backward passes right:
     gather_replicated    all-gather       own block         replicated
     take_replicated      own block        all-gather        of this rank's block
 
-`observe` tells a callback of every collective that this process issues (planner/measure/traffic_counter.py counts bytes with it).
+`observe` tells a callback of every collective that this process issues (planner/measure/traffic_counter.py counts
+bytes with it).
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@
     backward   dI[M_z,K_y]{U_x}  = dO[M_z,N_x] @ W            -> reduced over x by the caller (layouts)
                dW[N_x,K_y]{U_z}  = dO.T @ I                   -> reduce_scatter over z, divided by z
 
-Only the z shard is saved for backward and it is gathered again there, unless told to keep what was gathered (gather_cache.py).
-Shards are cast to the compute dtype before the gather, so a bf16 run moves bf16 bytes; gradients travel in
-`reduce_dtype` and end in the dtype of the shard.
+Only the z shard is saved for backward and it is gathered again there, unless told to keep what was gathered
+(gather_cache.py). Shards are cast to the compute dtype before the gather, so a bf16 run moves bf16 bytes; gradients
+travel in `reduce_dtype` and end in the dtype of the shard.
 
 The reduction of O over y is a reduce-scatter of features, and the input of a row layer is an all-gather of features.
 So that no block has to be copied for them, features that such a collective cuts are a leading dim here:

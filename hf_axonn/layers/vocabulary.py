@@ -5,7 +5,8 @@ positions and masks off its shape. The head has two ways:
 
     full logits      [B, S, V] on every rank of (x, y), as from any HF model; callers repeat their work on them
     deferred         in training with labels: the loss takes hidden states and weight from `DeferredLogits` and forms
-                     logits chunk by chunk (losses/vocab_parallel.py), never whole, whether or not the decoder is cut by blocks
+                     logits chunk by chunk (losses/vocab_parallel.py), never whole, whether or not the decoder is cut
+                     by blocks
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Log-probability, entropy and rank of labels from logits that are cut along the vocabulary and never formed whole.
 
-The head and the statistics go together, chunk by chunk, and only where there is a label. Unlike in vocab_parallel.py the
-gradient of each token is known in backward only, so the logits of a chunk are computed twice:
+The head and the statistics go together, chunk by chunk, and only where there is a label. Unlike in vocab_parallel.py
+the gradient of each token is known in backward only, so the logits of a chunk are computed twice:
 
     logits[chunk, V/(x*y)] = h @ W.T
     max                                                     reduced over (x, y)

@@ -5,7 +5,8 @@ not always fail, but train on nonsense. Each pass adds its batch to a checksum, 
 single batch that differs is found at the next check. A check waits for the device and for the other ranks; the adding
 does not.
 
-Shapes of every batch are noted for the account that a rank gives when the run stands still (distributed/watchdog/progress.py).
+Shapes of every batch are noted for the account that a rank gives when the run stands still
+(distributed/watchdog/progress.py).
 """
 
 from __future__ import annotations

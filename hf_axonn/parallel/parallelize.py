@@ -172,8 +172,8 @@ def from_pretrained(
 
     The model is built on the meta device, parallelized, and filled by Transformers' own loader, from an ordinary HF
     directory, the hub, or a sharded checkpoint of any grid. A rank's memory grows by its shards and, for a moment, by
-    one slice. A GGUF file is dequantized, by one process to safetensors that all ranks then read (checkpoint/gguf.py). Of a
-    directory with PEFT adapters the base is read so, and then the adapters, frozen as Transformers leaves them.
+    one slice. A GGUF file is dequantized, by one process to safetensors that all ranks then read (checkpoint/gguf.py).
+    Of a directory with PEFT adapters the base is read so, and then the adapters, frozen as Transformers leaves them.
     `model.axonn.report` says what was sharded.
 
     Args:

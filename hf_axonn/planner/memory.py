@@ -9,8 +9,8 @@
     embedding     at the end of backward: the gradient of its output, and over z that of its weight
     buckets       averages over data in flight
 
-Not all are there at once: `Memory.total` is the largest of four moments. tests/benchmarks/planner/simulate.py counts what the engine
-holds and finds the same within a tenth, in most cases within a twentieth.
+Not all are there at once: `Memory.total` is the largest of four moments. tests/benchmarks/planner/simulate.py counts
+what the engine holds and finds the same within a tenth, in most cases within a twentieth.
 
 What is not counted: the CUDA context and the communicators' own buffers, and what the allocator loses; RESERVE is left
 for them.

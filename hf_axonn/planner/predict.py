@@ -2,11 +2,12 @@
 
     time of a step = micro_batches * (forward + backward + head) + averages over data that nothing hides + optimizer
 
-What overlaps hide of a layer's communication is in planner/time/exposed.py. Averages over data hide behind what is left of the last
-backward pass. Compute does not slow down while something travels.
+What overlaps hide of a layer's communication is in planner/time/exposed.py. Averages over data hide behind what is
+left of the last backward pass. Compute does not slow down while something travels.
 
-Two schedules: `hf_axonn`, whose collectives are those of planner/traffic/volumes.py and so of the engine, byte by byte; `axonn`, the
-paper's, whose volumes are equations (1) to (5), where ranks of y repeat attention and ranks of x repeat norms.
+Two schedules: `hf_axonn`, whose collectives are those of planner/traffic/volumes.py and so of the engine, byte by
+byte; `axonn`, the paper's, whose volumes are equations (1) to (5), where ranks of y repeat attention and ranks of x
+repeat norms.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     sweep(job, counts)   -> the best grid of each number of GPUs: strong or weak scaling
 
 A grid is legal if its sizes multiply to the number of GPUs and data * z divides the batch. All are ranked with y
-innermost, then x, z, data, as the engine numbers ranks (topology/grid.py); the CONTENDERS first then get the order of axes that
-is fastest for them, if it gains GAIN, and are ranked again (topology/axis_order.py brings it about).
+innermost, then x, z, data, as the engine numbers ranks (topology/grid.py); the CONTENDERS first then get the order of
+axes that is fastest for them, if it gains GAIN, and are ranked again (topology/axis_order.py brings it about).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     entropy       entropy of the distribution that the label is drawn from, differentiable
     is_top1       whether the label is the first of the most likely tokens
 
-A parallelized model runs as it does for its own loss, up to the head; losses/label_statistics.py does the rest, without
-forming or gathering anything whole. A plain model keeps TRL's own head, which is asked here for more labels.
+A parallelized model runs as it does for its own loss, up to the head; losses/label_statistics.py does the rest,
+without forming or gathering anything whole. A plain model keeps TRL's own head, which is asked here for more labels.
 
 Source: trl 1.16, trainer/utils.py (FusedCausalLMOutput).
 """

@@ -16,7 +16,7 @@ watch_peft()
 import peft
 from peft.tuners.tuners_utils import BaseTuner
 for method in (BaseTuner.inject_adapter, peft.PeftModel.add_adapter, peft.PeftModel.save_pretrained):
-    assert method.__code__.co_filename.endswith("injection.py"), method
+    assert method.__code__.co_filename.endswith("peft_hooks.py"), method
 """
 
 

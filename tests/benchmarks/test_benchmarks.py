@@ -1,4 +1,5 @@
-"""tests/benchmarks/: the scripts run on tiny sizes, and their arithmetic is right. What they measure is in docs/results/."""
+"""tests/benchmarks/: the scripts run on tiny sizes, and their arithmetic is right. What they measure is in
+docs/results/."""
 
 import subprocess
 import sys

@@ -1,4 +1,5 @@
-"""tests/benchmarks/eval/extraction.py on a tiny model: all ways come to the same figures, and the report says what was timed."""
+"""tests/benchmarks/eval/extraction.py on a tiny model: all ways come to the same figures, and the report says what was
+timed."""
 
 import argparse
 import dataclasses

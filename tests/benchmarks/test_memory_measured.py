@@ -1,5 +1,5 @@
-"""tests/benchmarks/planner/memory_measured.py: what real ranks hold at the worst moment is what the planner says, on every kind of
-grid."""
+"""tests/benchmarks/planner/memory_measured.py: what real ranks hold at the worst moment is what the planner says, on
+every kind of grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""tests/benchmarks/planner/simulate.py: the engine's step on fake ranks is what the planner says, in traffic and in memory."""
+"""tests/benchmarks/planner/simulate.py: the engine's step on fake ranks is what the planner says, in traffic and in
+memory."""
 
 from __future__ import annotations
 

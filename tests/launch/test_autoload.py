@@ -69,7 +69,7 @@ def test_importing_torch_loads_the_hook_and_nothing_heavy():
         import sys
         import torch
         loaded = {name.partition(".")[0] for name in sys.modules}
-        assert "hf_axonn.launch.autoload" in sys.modules, "torch did not call the entry point: is the package installed?"
+        assert "hf_axonn.launch.autoload" in sys.modules, "the entry point was not called: is the package installed?"
         assert not loaded & {"transformers", "accelerate", "peft", "datasets", "yaml"}, loaded
         own = {name for name in sys.modules if name.startswith("hf_axonn.")}
         assert own == {"hf_axonn.launch", "hf_axonn.launch.autoload"}, own

@@ -32,7 +32,8 @@ from hf_axonn.planner.search import divisors
 
 PASSES = 11
 # Bytes of a gathered tensor, a short one and a long one. AxoNN's authors took a gigabyte. On gloo large blocks travel
-# in another way than small ones (distributed/gloo.py), and steps are made of large ones, so there the short one is not tiny.
+# in another way than small ones (distributed/gloo.py), and steps are made of large ones, so there the short one is not
+# tiny.
 PAYLOADS = {"nccl": (2**10, 2**28), "gloo": (2**21, 2**23)}
 SIZES = {"cuda": (256, 512, 1024, 2048, 4096, 8192), "cpu": (64, 128, 256, 512, 1024)}
 BETWEEN = {"cuda": 2048, "cpu": 512}  # size of the product before a collective

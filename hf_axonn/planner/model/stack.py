@@ -1,4 +1,5 @@
-"""A decoder as the engine cuts it (architectures/plan.py), described by plain numbers: layers, and in them blocks and experts.
+"""A decoder as the engine cuts it (architectures/plan.py), described by plain numbers: layers, and in them blocks and
+experts.
 
 Stack     runs of decoder layers that are alike, and what stands around them
 Layer     the parts of one decoder layer, its norms, and every parameter
@@ -28,7 +29,8 @@ class Block:
     """Attention or MLP.
 
     Args:
-        columns, segments: its projections (queries first), and what the output of each consists of (topology/heads.py).
+        columns, segments: its projections (queries first), and what the output of each consists of
+            (topology/heads.py).
         row: the projection that ends it.
         query, kv: numbers of heads; 0 for an MLP.
         head_norms: norms over all features of a projection: which of `columns`, and whether it is a LayerNorm.

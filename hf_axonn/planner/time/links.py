@@ -9,8 +9,8 @@
     measured    a kind that the machine's relative_latency has: that factor times base + p - 1 steps, in place of the
                 start-up and steps above
 
-Bandwidth is the machine's for the stride and length of the ring, planner/machine.py. Axes that lie side by side in the order
-make one longer ring. Bytes that a rank sends for a payload: planner/traffic/ledger.py.
+Bandwidth is the machine's for the stride and length of the ring, planner/machine.py. Axes that lie side by side in the
+order make one longer ring. Bytes that a rank sends for a payload: planner/traffic/ledger.py.
 
 Source: AxoNN (arXiv 2502.08145), equations (1) to (7); Thakur, Rabenseifner and Gropp 2005 for the latency terms.
 """
@@ -96,7 +96,8 @@ class Links:
         return min(self.machine.bandwidth(self.strides[axis], getattr(self.grid, axis)) for axis in axes)
 
     def seconds(self, kind: str, axes: Iterable[str], payload: float, calls: int = 1) -> float:
-        """Seconds of `calls` collectives whose payloads are `payload` bytes in all; kinds and payloads: planner/traffic/ledger.py."""
+        """Seconds of `calls` collectives whose payloads are `payload` bytes in all; kinds and payloads:
+        planner/traffic/ledger.py."""
         ring, machine = self.ring(axes), self.machine
         if ring.ranks == 1 or not calls:
             return 0.0

@@ -4,7 +4,8 @@
     of_axonn     equations (1) to (5) of the paper, every all-reduce in one piece
 
 A decoder layer has groups of weights that are gathered and multiplied together: q, k, v; o; up (and gate); down;
-the experts of a mixture are one, and so is each Linear that makes latents. Payloads as in planner/traffic/ledger.py, bytes.
+the experts of a mixture are one, and so is each Linear that makes latents. Payloads as in planner/traffic/ledger.py,
+bytes.
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ class LayerAccount:
             both(last, "all_to_all", "all_to_all", ("y",), stream)
 
     def latents(self, ledger: Ledger, block: Block, axes: tuple[str, ...]) -> None:
-        """Latent attention up to its columns: whole activations, Linears on their own, whole latents (layers/latent_attention.py)."""
+        """Latent attention up to its columns: whole activations, Linears on their own, whole latents
+        (layers/latent_attention.py)."""
         grid, both = self.grid, self.both
         parts = self.padded // grid.x * self.hidden_y
         parts = parts if self.by_features else self.padded // grid.x // grid.y * self.shape.hidden

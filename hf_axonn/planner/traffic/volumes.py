@@ -3,9 +3,9 @@
     volumes(shape, grid, step)          -> Ledger of one optimizer step
     layer_volumes(shape, grid, step)    -> Ledger of one decoder layer and one micro-batch, forward and backward
 
-Follows the engine line by line; what is computed where stands beside each entry. tests/planner/test_traffic.py counts the
-real collectives and finds the same numbers. For decoders whose layers are cut into blocks and experts (architectures/plan.py),
-without adapters and dropout and with every parameter trained.
+Follows the engine line by line; what is computed where stands beside each entry. tests/planner/test_traffic.py counts
+the real collectives and finds the same numbers. For decoders whose layers are cut into blocks and experts
+(architectures/plan.py), without adapters and dropout and with every parameter trained.
 
 Legend: T = tokens of a (data, z) position padded to a multiple of x * y; H = hidden; N, K = out and in features.
 """

@@ -1,11 +1,11 @@
 """Every causal LM class of the installed Transformers, tiny and random, on every kind of grid, against one process.
 
-    python -m tests.benchmarks.architectures.survey                                   the whole survey, docs/architectures.md
+    python -m tests.benchmarks.architectures.survey                             the whole survey, docs/architectures.md
     python -m tests.benchmarks.architectures.survey --types gpt2,mixtral --grids x2,x2y2z2
 
 Loss and all gradients are compared in float64. One row a model type: how it was cut and why, how many of its
-parameters are divided among the ranks, and the largest relative error (tests/helpers/float64.py) over the grids. The exit
-code is 1 if any type is wrong.
+parameters are divided among the ranks, and the largest relative error (tests/helpers/float64.py) over the grids. The
+exit code is 1 if any type is wrong.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What each rank reads when a big model is loaded: bytes and files, without weights and without the ranks.
 
-    python -m tests.benchmarks.checkpoint.big_load --grid z=16,y=4,x=8                     a model of the shape of Llama 3.1 405B
-    python -m tests.benchmarks.checkpoint.big_load --grid z=2,x=4 --model DIR              config.json, and the index if there is one
+    python -m tests.benchmarks.checkpoint.big_load --grid z=16,y=4,x=8           a model of the shape of Llama 3.1 405B
+    python -m tests.benchmarks.checkpoint.big_load --grid z=2,x=4 --model DIR  config.json, and the index, if any
 
 The model is built on the meta device and parallelized on torch's `fake` backend; what a rank reads follows from how
 its parameters lie. Only for weights that a checkpoint has under the names of the model, as most dense models do.

@@ -1,6 +1,6 @@
 """What planning a checkpoint costs at thousands of ranks: ours, and that of torch.distributed.checkpoint.
 
-    python -m tests.benchmarks.checkpoint.checkpoint_planning                    256, 1,024 and 4,096 ranks, a Llama of 80 layers
+    python -m tests.benchmarks.checkpoint.checkpoint_planning          256, 1,024 and 4,096 ranks, a Llama of 80 layers
     python -m tests.benchmarks.checkpoint.checkpoint_planning --ranks 64,512 --layers 8
 
 Ours, of one rank: to derive from the layout what it writes, and from which files it reads again, on the same grid and

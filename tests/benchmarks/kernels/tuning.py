@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python -m tests.benchmarks.kernels.tuning --output docs/results/tuning.md
 
 For each model, dtype and grid the engine's own three products (forward, dI, dW) run once on operands as large as one
-rank's, then everything they met is timed as `hf_axonn.engine.matmul_tuning` times it. That is done twice: what the first timing
-chooses is also judged by the second one, as the smallest of several noisy numbers always looks like a gain.
+rank's, then everything they met is timed as `hf_axonn.engine.matmul_tuning` times it. That is done twice: what the
+first timing chooses is also judged by the second one, as the smallest of several noisy numbers always looks like a
+gain.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.planner.memory_measured --output FILE                  grids of 4 and of 8 ranks
     python -m tests.benchmarks.planner.memory_measured --ranks 4 --size tiny
-    python -m tests.benchmarks.planner.memory_measured --ranks 4 --size mixture       a mixture of experts (latent: DeepSeek's)
+    python -m tests.benchmarks.planner.memory_measured --ranks 4 --size mixture  a mixture (latent: DeepSeek's)
 
 Measured is what meter.py counts: every storage from the operation that makes it until its last tensor is gone, weights
 and AdamW's moments besides, at the worst moment of the second step, on the rank that holds most. (Of a mixture it is

@@ -1,7 +1,7 @@
 """Predicted against measured on this machine: every grid of some ranks of the 55M Llama of peers.py.
 
-    python -m tests.benchmarks.planner.planning_measured links   --ranks 2 4 8 --folder F         a machine file for each number
-    python -m tests.benchmarks.planner.planning_measured measure --ranks 4     --folder F         times of all grids, in pieces
+    python -m tests.benchmarks.planner.planning_measured links  --ranks 2 4 8 --folder F  a machine file for each
+    python -m tests.benchmarks.planner.planning_measured measure --ranks 4  --folder F  times of all grids, in pieces
     python -m tests.benchmarks.planner.planning_measured report  --ranks 4 8   --folder F --output FILE
 
 `measure` may be run again: it goes on with what is not in the folder yet, and begins nothing after --minutes. It goes
@@ -216,8 +216,8 @@ def main(arguments: list[str] | None = None) -> int:
     text = [
         "# Which grid is fastest: predicted and measured",
         "",
-        f"`tests/benchmarks/planner/planning_measured.py`: the {options.size} Llama of peers.py, {ROWS} rows of {SEQ} tokens, "
-        f"float32 and AdamW, gloo, one thread a rank on {os.cpu_count()} {platform.machine()} cores. hf_axonn "
+        f"`tests.benchmarks.planner.planning_measured`: the {options.size} Llama of peers.py, {ROWS} rows of {SEQ} "
+        f"tokens, float32 and AdamW, gloo, one thread a rank on {os.cpu_count()} {platform.machine()} cores. hf_axonn "
         f"{__version__}, torch {torch.__version__}, transformers {transformers.__version__}, Python "
         f"{platform.python_version()}.",
         "",

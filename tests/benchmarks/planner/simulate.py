@@ -1,8 +1,8 @@
 """One rank of a grid of thousands: the real engine's training step, without the other ranks and without values.
 
-    python -m tests.benchmarks.planner.simulate                                   Llama 405B, DeepSeek-V3 and the paper's 80B GPT
+    python -m tests.benchmarks.planner.simulate                         Llama 405B, DeepSeek-V3 and the paper's 80B GPT
     python -m tests.benchmarks.planner.simulate --case llama-405b --grid data=2,z=64,y=8,x=16 --rank 77
-    python -m tests.benchmarks.planner.simulate --groups 1024 8192 32768          and what building the process groups takes
+    python -m tests.benchmarks.planner.simulate --groups 1024 8192 32768     and what building the process groups takes
 
 The model is built, sharded and trained for two steps by the code that trains on GPUs. Tensors are fake (sizes and
 dtypes, no values), the process group is torch's `fake` backend, in which collectives return at once. Everything that
@@ -309,8 +309,8 @@ def main(arguments: list[str] | None = None) -> int:
     lines = [
         "# A rank of thousands, simulated",
         "",
-        f"`python -m tests.benchmarks.planner.simulate`: hf_axonn {__version__}, torch {torch.__version__}, transformers "
-        f"{transformers.__version__}, Python {platform.python_version()}, one CPU core.",
+        f"`python -m tests.benchmarks.planner.simulate`: hf_axonn {__version__}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, Python {platform.python_version()}, one CPU core.",
         "",
     ]
     agree = True

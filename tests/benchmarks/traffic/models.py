@@ -116,9 +116,9 @@ def main(arguments: list[str] | None = None) -> int:
     lines = [
         "# Traffic of every model type: said and sent",
         "",
-        f"`python -m tests.benchmarks.traffic.models`: tiny models on {options.grid}, {ROWS} rows of {SEQ} tokens, bf16 on "
-        f"fp32 weights. hf_axonn {__version__}, torch {torch.__version__}, transformers {transformers.__version__}, "
-        f"Python {platform.python_version()}.",
+        f"`python -m tests.benchmarks.traffic.models`: tiny models on {options.grid}, {ROWS} rows of {SEQ} tokens, "
+        f"bf16 on fp32 weights. hf_axonn {__version__}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, Python {platform.python_version()}.",
         "",
         f"{len(found)} types: " + ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()) + ".",
         "",
