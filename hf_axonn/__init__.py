@@ -24,7 +24,7 @@ _EXPORTS = {
     "auto_parallelize": "parallel.parallelize",
     "export_hf": "checkpoint.export",
     "finish_saves": "checkpoint.save",
-    "from_pretrained": "parallel.parallelize",
+    "from_pretrained": "parallel.from_pretrained",
     "goldfish_mask": "goldfish.mask",
     "notebook_launcher": "launch.notebook",
     "load_sharded": "checkpoint.sharded",

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from hf_axonn_eval.analysis.intervals import Interval, bootstrap_columns
+from hf_axonn_eval.analysis.membership_attack import attack
 from hf_axonn_eval.analysis.shares import BOOTSTRAP, NONE, difference_interval, share_intervals
 from hf_axonn_eval.analysis.table import MEMBERSHIP, METRICS, NEEDED, SHARES, Table
 from hf_axonn_eval.metrics.discoverability import CHANCES
-from hf_axonn_eval.metrics.membership import attack
 
 
 _LARGEST_ATTACK = 20_000_000  # samples times draws of the bootstrap of one membership score

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from hf_axonn.accelerator.data import DataMethods
 from hf_axonn.accelerator.files import FileMethods, LoadMethods
 from hf_axonn.accelerator.training import TrainingMethods
-from hf_axonn.topology.grid import grid_mesh
+from hf_axonn.distributed.mesh import grid_mesh
 
 
 class GridMethods(TrainingMethods, DataMethods, FileMethods):

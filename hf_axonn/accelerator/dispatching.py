@@ -26,7 +26,7 @@ from accelerate.utils import (
 from accelerate.utils.operations import get_data_structure
 from torch.utils.data import DataLoader, IterableDataset
 
-from hf_axonn.topology.grid import GridMesh
+from hf_axonn.distributed.mesh import GridMesh
 
 
 def dispatching_loader(

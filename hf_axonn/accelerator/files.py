@@ -48,7 +48,7 @@ from hf_axonn.compat.accelerate import (
     state_hooks,
 )
 from hf_axonn.distributed.collectives import barrier, world_rank
-from hf_axonn.engine.gradient_sync import find_state
+from hf_axonn.engine.state import find_state
 
 
 logger = logging.getLogger(__name__)

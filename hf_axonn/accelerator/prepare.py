@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_axonn.distributed.collectives import world_rank
-from hf_axonn.engine.gradient_sync import find_state
+from hf_axonn.engine.state import find_state
 
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,9 @@ from hf_axonn.accelerator.adafactor import follow_grid
 from hf_axonn.accelerator.prepare import point_to_shards, refuse_low_bit, shard_plain_model
 from hf_axonn.compat.accelerate import is_over, prepared_models, prepared_optimizers, without_autocast
 from hf_axonn.distributed.collectives import world_rank
-from hf_axonn.engine.gradient_sync import find_state, syncing
-from hf_axonn.topology.grid import GridMesh, grid_mesh
+from hf_axonn.distributed.mesh import GridMesh, grid_mesh
+from hf_axonn.engine.gradient_sync import syncing
+from hf_axonn.engine.state import find_state
 
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn.architectures.plan import Plan, is_inside
 from hf_axonn.compat.peft import adapter_layers, variant_names, without_peft, wrapped_modules
-from hf_axonn.engine.state import ModelState, is_linear
+from hf_axonn.engine.linears import is_linear
+from hf_axonn.engine.state import ModelState
 
 
 # How PEFT may fill new adapters of a model that is sharded already: the other ways read the weight, or change it.

@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn.adapters.lora import OwnOutput
 from hf_axonn.distributed.collectives import reduce_
-from hf_axonn.engine.state import ModelState, is_conv1d
+from hf_axonn.engine.dtensors import shard_slices
+from hf_axonn.engine.linears import is_conv1d
+from hf_axonn.engine.state import ModelState
 from hf_axonn.layers.base import wrap_forward
-from hf_axonn.parallel.install import shard_slices
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.distributed.collectives import world_rank
-from hf_axonn.engine.gradient_sync import find_state
-from hf_axonn.parallel.install import shard_of
+from hf_axonn.engine.dtensors import shard_of
+from hf_axonn.engine.state import find_state
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

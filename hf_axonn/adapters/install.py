@@ -22,15 +22,14 @@ from hf_axonn.adapters.dora import Dora
 from hf_axonn.adapters.lora import HeadLora, install_pair, output_of, pair_of
 from hf_axonn.adapters.merge import Merging, ParameterMerging
 from hf_axonn.adapters.parameter_lora import ParameterLora
-from hf_axonn.architectures.parameter_reads import Reader
 from hf_axonn.compat.peft import MIXED_BATCH, wrapped_modules
+from hf_axonn.engine.dtensors import distributed
 from hf_axonn.engine.report import Entry
 from hf_axonn.engine.state import ModelState
-from hf_axonn.layers.base import Reading, Replicated, wrap_forward
+from hf_axonn.layers.base import Reader, Reading, Replicated, wrap_forward
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
 from hf_axonn.layers.moe import Experts
 from hf_axonn.layers.vocabulary import Head
-from hf_axonn.parallel.install import distributed
 
 
 @contextlib.contextmanager

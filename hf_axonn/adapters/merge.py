@@ -16,9 +16,9 @@ from hf_axonn.adapters.dora import ShardPlace, plain
 from hf_axonn.adapters.lora import pair_of
 from hf_axonn.adapters.parameter_lora import factors
 from hf_axonn.distributed.collectives import reduce_
+from hf_axonn.engine.dtensors import shard_slices
 from hf_axonn.engine.state import ModelState
 from hf_axonn.layers.base import wrap_forward
-from hf_axonn.parallel.install import shard_slices
 
 
 class Merging:

@@ -21,7 +21,8 @@ from hf_axonn.adapters.files import whole
 from hf_axonn.adapters.install import install_adapters
 from hf_axonn.compat.peft import after_peft, let_load_state_dict_cut
 from hf_axonn.distributed.collectives import barrier, world_rank
-from hf_axonn.engine.state import is_conv1d, is_parallelized
+from hf_axonn.engine.linears import is_conv1d
+from hf_axonn.engine.state import is_parallelized
 
 
 def watch_peft() -> None:

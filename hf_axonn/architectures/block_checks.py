@@ -13,8 +13,8 @@ from torch import nn
 
 from hf_axonn.architectures.norm_probe import norm_kind
 from hf_axonn.architectures.table import BlockRecipe
-from hf_axonn.compat.torch import configured_head_counts, text_config
-from hf_axonn.engine.state import is_linear, linear_size
+from hf_axonn.compat.transformers import configured_head_counts, text_config
+from hf_axonn.engine.linears import is_linear, linear_size
 from hf_axonn.layers.norms import NormKind
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_axonn.architectures.norm_probe import EXACT, apart, close, norm_kind
 from hf_axonn.architectures.plan import Plan, is_inside
-from hf_axonn.engine.state import linear_size
+from hf_axonn.engine.linears import linear_size
 from hf_axonn.layers.norms import NormKind
 
 

@@ -17,18 +17,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hf_axonn.layers.base import Reader
+
 
 # What a DTensor answers by itself.
 _ABOUT = {"dtype", "device", "shape", "ndim", "size", "dim", "requires_grad", "is_meta", "numel", "is_floating_point"}
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A method of a module that uses parameters of these modules (of itself only where it is not forward)."""
-
-    module: nn.Module
-    method: str
-    read: tuple[nn.Module, ...]
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import nn
 
 from hf_axonn.architectures.block_checks import block_problem, head_counts, head_norms
 from hf_axonn.architectures.table import CHECKED, LAYERS_OUTPUT_IS_RESHAPED, BlockRecipe, recipes_for
-from hf_axonn.compat.torch import output_embedding, text_config
+from hf_axonn.compat.transformers import output_embedding, text_config
 from hf_axonn.layers.moe import is_experts
 from hf_axonn.layers.norms import NormKind
 

@@ -24,17 +24,16 @@ from hf_axonn.checkpoint.commit import OPTIMIZER, recover
 from hf_axonn.checkpoint.manifest import Manifest, find_problems, read_manifest, refuse
 from hf_axonn.checkpoint.save import Save, finish_saves
 from hf_axonn.checkpoint.shard_files import PieceReader
-from hf_axonn.compat.torch import (
-    default_device_type,
+from hf_axonn.checkpoint.state_dicts import (
     flat_optimizer_state,
     fresh_optimizer_state,
     model_tensors,
     set_flat_optimizer_state,
 )
+from hf_axonn.compat.torch import default_device_type
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.distributed.consistency import raising_together
-from hf_axonn.engine.gradient_sync import find_state
-from hf_axonn.engine.state import ModelState
+from hf_axonn.engine.state import ModelState, find_state
 
 
 VALUES = "values.json"

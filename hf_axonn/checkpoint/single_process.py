@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn.adapters.files import load_adapters
 from hf_axonn.checkpoint.hf_loader import fill
-from hf_axonn.engine.gradient_sync import find_state
-from hf_axonn.parallel.install import shard_of, shard_slices
-from hf_axonn.topology.grid import GridMesh
+from hf_axonn.distributed.mesh import GridMesh
+from hf_axonn.engine.dtensors import shard_of, shard_slices
+from hf_axonn.engine.state import find_state
 
 
 WEIGHTS = "model.safetensors"

@@ -197,7 +197,7 @@ def _examine_shards(model, grid: Grid, findings: Findings) -> int:
     """Elements on rank 0, which has the longest pieces; and what the last rank of x, y and z has of each weight."""
     from torch.distributed.tensor import DTensor
 
-    from hf_axonn.parallel.install import shard_slices
+    from hf_axonn.engine.dtensors import shard_slices
     from hf_axonn.topology.grid import Place
 
     last = Place(grid, grid.coordinates(grid.size - 1))

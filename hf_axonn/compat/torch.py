@@ -1,8 +1,4 @@
-"""Everything of torch, accelerate and transformers that is private or may change, in one place.
-
-Checked with torch 2.11 and 2.13, transformers 5.23.0, accelerate 1.15.0, peft 0.21.2. setup.cfg pins what is not
-proven on other versions.
-"""
+"""Private names of torch, and those that may change. Checked with torch 2.11 and 2.13."""
 
 from __future__ import annotations
 
@@ -14,10 +10,8 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
-from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
@@ -56,134 +50,6 @@ def default_device_type() -> str:
         return PartialState().device.type
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
-
-
-def input_embedding(model: nn.Module) -> nn.Module | None:
-    """`get_input_embeddings()`, None where a model does not have one."""
-    try:
-        return model.get_input_embeddings()
-    except NotImplementedError:
-        return None
-
-
-def output_embedding(model: nn.Module) -> nn.Module | None:
-    """`get_output_embeddings()`, None where a model does not have one."""
-    try:
-        return model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):
-        return None
-
-
-def text_config(model: nn.Module):
-    """The config of a model's decoder: its own, or that of its language part."""
-    config = model.config
-    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-
-
-def configured_head_counts(config, attention: nn.Module) -> tuple[int, int]:
-    """Numbers of query and kv heads of an attention module: its own, or else the config's; 0 unknown."""
-
-    def first(*names: str) -> int:
-        for owner in (attention, config):
-            for name in names:
-                # A config whose layers differ refuses to name one number.
-                with contextlib.suppress(AttributeError, RuntimeError, ValueError):
-                    if isinstance(getattr(owner, name), int):
-                        return getattr(owner, name)
-        return 0
-
-    query = first("num_heads", "num_attention_heads", "n_heads", "n_head", "decoder_attention_heads")
-    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
-        return query, 1
-    return query, first("num_key_value_heads", "num_kv_heads") or query
-
-
-def has_causal_lm_loss(model: nn.Module) -> bool:
-    """Whether the model takes Transformers' causal LM loss, which ours may then replace."""
-    from transformers.loss.loss_utils import ForCausalLMLoss
-
-    try:
-        return model.loss_function is ForCausalLMLoss
-    except (AttributeError, KeyError, ValueError):
-        return False
-
-
-def model_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """A model's parameters and persistent buffers by their names in the plain model, and which names are second ones.
-
-    The tensors are the model's own: what is written into them is in the model. A second name of a tied tensor is saved
-    like any other, because Transformers' loader of sharded checkpoints asks for every name.
-    """
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-    tensors = get_model_state_dict(model)
-    seen: set[tuple] = set()
-    tied = []
-    for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        key = (local.untyped_storage().data_ptr(), local.storage_offset(), local.shape)
-        if local.numel() and key in seen:
-            tied.append(name)
-        seen.add(key)
-    return tensors, tied
-
-
-@contextlib.contextmanager
-def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
-    """Yield the optimizer under accelerate's wrapper, without groups of no parameters, which torch cannot flatten."""
-    optimizer = getattr(optimizer, "optimizer", optimizer)
-    empty = [(place, group) for place, group in enumerate(optimizer.param_groups) if not group["params"]]
-    for _, group in empty:
-        optimizer.param_groups.remove(group)
-    try:
-        yield optimizer
-    finally:
-        for place, group in empty:
-            optimizer.param_groups.insert(place, group)
-
-
-def flat_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict]:
-    """An optimizer's state by parameter name: (tensors, numbers and other plain values).
-
-    An optimizer that has not stepped yet gets its state made by a step that changes nothing (torch does that).
-    """
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    with _without_empty_groups(optimizer) as inner:
-        flat = get_optimizer_state_dict(model, inner, options=options)
-    tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
-    return tensors, {key: value for key, value in flat.items() if key not in tensors}
-
-
-def fresh_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The tensors of `flat_optimizer_state` with a state for every parameter, to be overwritten."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
-    gradients = [parameter.grad for parameter in parameters]
-    if any(parameter.requires_grad and parameter not in inner.state for parameter in parameters):
-        inner.state.clear()  # torch makes all of it or nothing
-    for parameter in parameters:
-        parameter.grad = None  # torch makes no state beside gradients
-    tensors, _ = flat_optimizer_state(model, optimizer)
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    return tensors
-
-
-def set_flat_optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict, values: dict, without: set[str]
-) -> None:
-    """Give an optimizer what `flat_optimizer_state` returned; the parameters named in `without` get no state."""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    with _without_empty_groups(optimizer) as inner:
-        set_optimizer_state_dict(model, inner, {**values, **tensors}, options=options)
-        for name, parameter in model.named_parameters():
-            if name in without:
-                inner.state.pop(parameter, None)
 
 
 def saved_tensors_have_hooks() -> bool:

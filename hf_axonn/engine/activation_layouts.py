@@ -28,8 +28,9 @@ from hf_axonn.distributed.collectives import (
     gather_replicated,
     take_replicated,
 )
-from hf_axonn.topology.grid import GridMesh, ceil_div
+from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.topology.grid import bounds as bounds  # how a dim is cut, for those who import layouts
+from hf_axonn.topology.grid import ceil_div
 
 
 def pad_dim(tensor: Tensor, dim: int, size: int) -> Tensor:

@@ -26,19 +26,11 @@ from torch.distributed.tensor import DTensor, Shard
 from hf_axonn.distributed.collectives import start_all_reduce, travels_alone
 from hf_axonn.distributed.pending import Pending, together
 from hf_axonn.distributed.watchdog.progress import HERE
-from hf_axonn.engine.state import ModelState, is_parallelized
+from hf_axonn.engine.state import ModelState, find_state
 
 
 BUCKET_BYTES = 32 * 2**20
 MOST_IN_FLIGHT = 3  # buckets, each of which is a copy of its gradients
-
-
-def find_state(model: nn.Module) -> ModelState | None:
-    """The state of a parallelized model, also inside of wrappers (PEFT, accelerate); None for a plain model."""
-    for module in model.modules():
-        if is_parallelized(module):
-            return module.axonn
-    return None
 
 
 def sync_gradients(model: nn.Module) -> None:

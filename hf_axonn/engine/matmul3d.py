@@ -31,12 +31,12 @@ import torch
 from torch import Tensor
 
 from hf_axonn.distributed.collectives import start_all_gather, start_reduce_scatter, travels_alone
+from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.distributed.pending import Pending, together
 from hf_axonn.engine.gather_cache import Gathered
 from hf_axonn.engine.matmul_tuning import Matmul, plain
 from hf_axonn.engine.overlap import placeholder
 from hf_axonn.engine.weight_layout import Cut
-from hf_axonn.topology.grid import GridMesh
 
 
 if TYPE_CHECKING:

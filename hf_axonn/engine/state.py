@@ -11,11 +11,13 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from hf_axonn.config import AxonnConfig
+from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import Tokens
 from hf_axonn.engine.gather_cache import KeptWeights
+from hf_axonn.engine.linears import is_conv1d
 from hf_axonn.engine.matmul_tuning import Matmul, MatmulTuner, plain
 from hf_axonn.engine.overlap import (
     DeliveryOrder,
@@ -26,7 +28,7 @@ from hf_axonn.engine.overlap import (
     wait_gradient,
 )
 from hf_axonn.engine.report import Report
-from hf_axonn.topology.grid import Grid, GridMesh
+from hf_axonn.topology.grid import Grid
 
 
 class ModelState:
@@ -265,41 +267,6 @@ def scale_gradient(value: Tensor, factor: float) -> Tensor:
     return value if factor == 1 else _ScaleGradient.apply(value, factor)
 
 
-# Of transformers 5.23: multiplies and adds its bias, nothing else.
-PLAIN_LINEARS = ("FalconLinear",)
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is Transformers' Conv1D: a Linear that stores its weight as [K, N]."""
-    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a Linear that can be cut: nn.Linear itself, Conv1D, or a subclass that is known to add
-    nothing. Others may do anything."""
-    return type(module) is nn.Linear or is_conv1d(module) or type(module).__name__ in PLAIN_LINEARS
-
-
-def linear_size(linear: nn.Module) -> tuple[int, int]:
-    """(N, K) = (out_features, in_features) of what `is_linear` accepts."""
-    return (linear.nf, linear.nx) if is_conv1d(linear) else (linear.out_features, linear.in_features)
-
-
-def shard_placements(kind: str, *, transposed: bool = False) -> list:
-    """Placements on the storage mesh (y, x, z). Kinds: column, row, vocabulary, experts, replicated.
-
-    `transposed`: of a weight that is stored as [K, N].
-    """
-    placements = {
-        "column": [Shard(1), Shard(0), Shard(0)],
-        "row": [Shard(0), Shard(1), Shard(0)],
-        "vocabulary": [Shard(0), Shard(0), Shard(0)],
-        "experts": [Shard(0), Shard(0), Shard(2)],
-        "replicated": [Replicate(), Replicate(), Replicate()],
-    }[kind]
-    return [Shard(1 - its.dim) if transposed and isinstance(its, Shard) else its for its in placements]
-
-
 def is_parallelized(model: nn.Module) -> bool:
     """Whether `parallelize` has sharded the model."""
     return isinstance(getattr(model, "axonn", None), ModelState)
@@ -314,3 +281,11 @@ def replicated_local(parameter: nn.Parameter, mesh: GridMesh, partial_axes: tupl
     """
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return scale_gradient(local, mesh.size(*partial_axes)) if local.requires_grad else local
+
+
+def find_state(model: nn.Module) -> ModelState | None:
+    """The state of a parallelized model, also inside of wrappers (PEFT, accelerate); None for a plain model."""
+    for module in model.modules():
+        if is_parallelized(module):
+            return module.axonn
+    return None

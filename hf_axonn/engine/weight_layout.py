@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import bounds, ceil_div, pad_dim
 
 
@@ -69,3 +70,97 @@ class Cut:
     def own(self, reduced: Tensor) -> Tensor:
         """[z_rows * cols] -> this rank's shard [own_rows, cols]."""
         return reduced.view(-1, self.cols)[: self.own_rows] if self.cols else reduced.new_empty(self.own_rows, 0)
+
+
+def cut_weight(kind: str, rows: int, cols: int, mesh: GridMesh, *, whole_input: bool = False) -> Cut:
+    """How a weight [N, K] = [rows, cols] of a kind lies on this rank. `whole_input`: a row layer's input is on x only.
+
+    Kinds as in state.shard_placements, and "full": a column weight whose output is not cut over y.
+    """
+    y, x, z = (mesh.size(axis) for axis in ("y", "x", "z"))
+    out_blocks = in_blocks = 1
+    if kind == "row":
+        own_rows, own_cols = _own(rows, mesh, "y"), _own(cols, mesh, "x")
+        in_blocks = 1 if whole_input else y
+        out_size, in_size = ceil_div(rows, y), ceil_div(ceil_div(cols, x), in_blocks)
+    elif kind == "vocabulary":
+        start, stop = bounds(rows, y, mesh.index("y"))
+        inner_start, inner_stop = bounds(stop - start, x, mesh.index("x"))
+        own_rows, own_cols = inner_stop - inner_start, cols
+        out_size, in_size = ceil_div(ceil_div(rows, y), x), cols
+    else:
+        own_rows, own_cols = _own(rows, mesh, "x"), _own(cols, mesh, "y")
+        out_blocks = y if kind == "column" else 1
+        out_size, in_size = ceil_div(ceil_div(rows, x), out_blocks), ceil_div(cols, y)
+    return Cut(own_rows, own_cols, out_blocks, out_size, in_blocks, in_size, z, mesh.index("z"))
+
+
+def _own(size: int, mesh: GridMesh, axis: str) -> int:
+    start, stop = bounds(size, mesh.size(axis), mesh.index(axis))
+    return stop - start
+
+
+def vocabulary_range(size: int, mesh: GridMesh, *, y: int | None = None, x: int | None = None) -> range:
+    """Ids whose rows lie at coordinates (y, x), by default this rank's own."""
+    y = mesh.index("y") if y is None else y
+    x = mesh.index("x") if x is None else x
+    start, stop = bounds(size, mesh.size("y"), y)
+    inner_start, inner_stop = bounds(stop - start, mesh.size("x"), x)
+    return range(start + inner_start, start + inner_stop)
+
+
+@dataclass(frozen=True)
+class ExpertsCut:
+    """How a weight [E, A, B] lies on this rank, in the way of matmul3d.Cut.
+
+    z cuts B: Transformers' loader joins gate and up along A while it reads, so a cut of A would not be of the whole.
+
+    Args:
+        experts: of this rank, e.
+        rows, cols: A and B.
+        z, z_index: ranks that divide B, and which of them this is.
+    """
+
+    experts: int
+    rows: int
+    cols: int
+    z: int
+    z_index: int
+
+    @property
+    def pads(self) -> bool:
+        """Whether this rank's block of the product has padding: experts are never padded."""
+        return False
+
+    @property
+    def z_cols(self) -> int:
+        """Columns that travel for each z rank; the last ones may be padding."""
+        return ceil_div(self.cols, self.z)
+
+    @property
+    def travels(self) -> int:
+        """Elements of one rank's padded shard."""
+        return self.experts * self.rows * self.z_cols
+
+    def padded(self, shard: Tensor) -> Tensor:
+        """This rank's shard -> what travels, [e, A, z_cols]."""
+        return pad_dim(shard, 2, self.z_cols)
+
+    def block(self, gathered: Tensor) -> Tensor:
+        """[z * travels] or, where z is 1, the shard itself -> [e, A, B]."""
+        if self.z == 1:
+            return gathered.view(self.experts, self.rows, self.cols)
+        parts = gathered.view(self.z, self.experts, self.rows, self.z_cols).movedim(0, 2)
+        whole = parts.reshape(self.experts, self.rows, self.z * self.z_cols)
+        # Without padding between the rows: grouped matmuls want them to begin where they would on one process.
+        return whole[..., : self.cols].contiguous()
+
+    def unblock(self, grad: Tensor) -> Tensor:
+        """[e, A, B] -> [z, travels], what each z rank is to receive."""
+        parts = pad_dim(grad, 2, self.z * self.z_cols).unflatten(2, (self.z, self.z_cols))
+        return parts.movedim(2, 0).reshape(self.z, self.travels)
+
+    def own(self, reduced: Tensor) -> Tensor:
+        """[travels] -> the gradient of this rank's shard."""
+        start, stop = bounds(self.cols, self.z, self.z_index)
+        return reduced.view(self.experts, self.rows, self.z_cols)[..., : stop - start]

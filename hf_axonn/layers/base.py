@@ -12,16 +12,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from hf_axonn.architectures.parameter_reads import Reader
 from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward
-from hf_axonn.engine.activation_layouts import bounds, ceil_div, gather_features, pad_dim, take_features
+from hf_axonn.distributed.mesh import GridMesh
+from hf_axonn.engine.activation_layouts import gather_features, pad_dim, take_features
+from hf_axonn.engine.linears import is_conv1d, linear_size
 from hf_axonn.engine.matmul3d import Product, gathered_weight
-from hf_axonn.engine.state import ModelState, is_conv1d, linear_size, replicated_local
-from hf_axonn.engine.weight_layout import Cut
-from hf_axonn.topology.grid import GridMesh
+from hf_axonn.engine.state import ModelState, replicated_local
+from hf_axonn.engine.weight_layout import cut_weight
 from hf_axonn.topology.heads import feature_slice
 
 
@@ -37,34 +38,6 @@ def pop_hidden(args: tuple, kwargs: dict) -> tuple[Tensor, tuple, dict]:
     if args:
         return args[0], args[1:], kwargs
     return kwargs["hidden_states"], (), {name: value for name, value in kwargs.items() if name != "hidden_states"}
-
-
-def cut_weight(kind: str, rows: int, cols: int, mesh: GridMesh, *, whole_input: bool = False) -> Cut:
-    """How a weight [N, K] = [rows, cols] of a kind lies on this rank. `whole_input`: a row layer's input is on x only.
-
-    Kinds as in state.shard_placements, and "full": a column weight whose output is not cut over y.
-    """
-    y, x, z = (mesh.size(axis) for axis in ("y", "x", "z"))
-    out_blocks = in_blocks = 1
-    if kind == "row":
-        own_rows, own_cols = _own(rows, mesh, "y"), _own(cols, mesh, "x")
-        in_blocks = 1 if whole_input else y
-        out_size, in_size = ceil_div(rows, y), ceil_div(ceil_div(cols, x), in_blocks)
-    elif kind == "vocabulary":
-        start, stop = bounds(rows, y, mesh.index("y"))
-        inner_start, inner_stop = bounds(stop - start, x, mesh.index("x"))
-        own_rows, own_cols = inner_stop - inner_start, cols
-        out_size, in_size = ceil_div(ceil_div(rows, y), x), cols
-    else:
-        own_rows, own_cols = _own(rows, mesh, "x"), _own(cols, mesh, "y")
-        out_blocks = y if kind == "column" else 1
-        out_size, in_size = ceil_div(ceil_div(rows, x), out_blocks), ceil_div(cols, y)
-    return Cut(own_rows, own_cols, out_blocks, out_size, in_blocks, in_size, z, mesh.index("z"))
-
-
-def _own(size: int, mesh: GridMesh, axis: str) -> int:
-    start, stop = bounds(size, mesh.size(axis), mesh.index(axis))
-    return stop - start
 
 
 def take_slice(parameter: Tensor, size: int, mesh: GridMesh, *axes: str) -> Tensor:
@@ -217,3 +190,12 @@ class _WholeWeight:
 
     def __call__(self, *args, **kwargs):
         return self._module(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A method of a module that uses parameters of these modules (of itself only where it is not forward)."""
+
+    module: nn.Module
+    method: str
+    read: tuple[nn.Module, ...]

@@ -30,10 +30,12 @@ from hf_axonn.engine.activation_layouts import (
     take_features,
     tokens_to_features,
 )
+from hf_axonn.engine.linears import linear_size
 from hf_axonn.engine.matmul3d import Product
 from hf_axonn.engine.overlap import GradientSlot, gather_with_slot, wait_gradient
-from hf_axonn.engine.state import ModelState, linear_size, replicated_local
-from hf_axonn.layers.base import cut_weight, take_slice, wrap_forward
+from hf_axonn.engine.state import ModelState, replicated_local
+from hf_axonn.engine.weight_layout import cut_weight
+from hf_axonn.layers.base import take_slice, wrap_forward
 from hf_axonn.layers.head_exchange import Selection
 from hf_axonn.topology.heads import Heads, feature_slice
 

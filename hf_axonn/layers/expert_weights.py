@@ -10,72 +10,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hf_axonn.compat.torch import saved_tensors_have_hooks
-from hf_axonn.engine.activation_layouts import bounds, ceil_div, pad_dim
 from hf_axonn.engine.matmul3d import Product, leave_gradients
 from hf_axonn.engine.overlap import placeholder
-
-
-@dataclass(frozen=True)
-class ExpertsCut:
-    """How a weight [E, A, B] lies on this rank, in the way of matmul3d.Cut.
-
-    z cuts B: Transformers' loader joins gate and up along A while it reads, so a cut of A would not be of the whole.
-
-    Args:
-        experts: of this rank, e.
-        rows, cols: A and B.
-        z, z_index: ranks that divide B, and which of them this is.
-    """
-
-    experts: int
-    rows: int
-    cols: int
-    z: int
-    z_index: int
-
-    @property
-    def pads(self) -> bool:
-        """Whether this rank's block of the product has padding: experts are never padded."""
-        return False
-
-    @property
-    def z_cols(self) -> int:
-        """Columns that travel for each z rank; the last ones may be padding."""
-        return ceil_div(self.cols, self.z)
-
-    @property
-    def travels(self) -> int:
-        """Elements of one rank's padded shard."""
-        return self.experts * self.rows * self.z_cols
-
-    def padded(self, shard: Tensor) -> Tensor:
-        """This rank's shard -> what travels, [e, A, z_cols]."""
-        return pad_dim(shard, 2, self.z_cols)
-
-    def block(self, gathered: Tensor) -> Tensor:
-        """[z * travels] or, where z is 1, the shard itself -> [e, A, B]."""
-        if self.z == 1:
-            return gathered.view(self.experts, self.rows, self.cols)
-        parts = gathered.view(self.z, self.experts, self.rows, self.z_cols).movedim(0, 2)
-        whole = parts.reshape(self.experts, self.rows, self.z * self.z_cols)
-        # Without padding between the rows: grouped matmuls want them to begin where they would on one process.
-        return whole[..., : self.cols].contiguous()
-
-    def unblock(self, grad: Tensor) -> Tensor:
-        """[e, A, B] -> [z, travels], what each z rank is to receive."""
-        parts = pad_dim(grad, 2, self.z * self.z_cols).unflatten(2, (self.z, self.z_cols))
-        return parts.movedim(2, 0).reshape(self.z, self.travels)
-
-    def own(self, reduced: Tensor) -> Tensor:
-        """[travels] -> the gradient of this rank's shard."""
-        start, stop = bounds(self.cols, self.z, self.z_index)
-        return reduced.view(self.experts, self.rows, self.z_cols)[..., : stop - start]
 
 
 def call_with_gathered(products: list[Product], work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from hf_axonn.distributed.collectives import all_gather, gather_replicated
 from hf_axonn.engine.matmul3d import Product, gathered_weight
 from hf_axonn.engine.state import ModelState
-from hf_axonn.layers.base import Replicated, cut_weight
+from hf_axonn.engine.weight_layout import cut_weight
+from hf_axonn.layers.base import Replicated
 from hf_axonn.layers.vocabulary import in_order
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_axonn.distributed.collectives import exchange_rows
+from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import pad_dim
-from hf_axonn.topology.grid import GridMesh
 from hf_axonn.topology.heads import Heads, arriving_features, feature_slice, is_own_slice, pieces, sent_features
 
 

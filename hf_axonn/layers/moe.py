@@ -35,9 +35,9 @@ from hf_axonn.distributed.collectives import (
 from hf_axonn.engine.activation_layouts import pad_dim
 from hf_axonn.engine.matmul3d import Product
 from hf_axonn.engine.state import ModelState, replicated_local
+from hf_axonn.engine.weight_layout import ExpertsCut, vocabulary_range
 from hf_axonn.layers.base import wrap_forward
-from hf_axonn.layers.expert_weights import ExpertsCut, call_with_gathered
-from hf_axonn.layers.vocabulary import vocabulary_range
+from hf_axonn.layers.expert_weights import call_with_gathered
 
 
 _CHOICES = ("top_k_index", "router_indices", "selected_experts")

@@ -21,24 +21,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward, gather_replicated
-from hf_axonn.engine.activation_layouts import Tokens, bounds, gather_tokens, pad_dim, take_tokens
+from hf_axonn.engine.activation_layouts import Tokens, gather_tokens, pad_dim, take_tokens
+from hf_axonn.engine.linears import linear_size
 from hf_axonn.engine.matmul3d import Product, gathered_weight
-from hf_axonn.engine.state import linear_size, replicated_local
-from hf_axonn.layers.base import cut_weight, wrap_forward
+from hf_axonn.engine.state import replicated_local
+from hf_axonn.engine.weight_layout import cut_weight, vocabulary_range
+from hf_axonn.layers.base import wrap_forward
 
 
 if TYPE_CHECKING:
+    from hf_axonn.distributed.mesh import GridMesh
     from hf_axonn.engine.state import ModelState
-    from hf_axonn.topology.grid import GridMesh
-
-
-def vocabulary_range(size: int, mesh: GridMesh, *, y: int | None = None, x: int | None = None) -> range:
-    """Ids whose rows lie at coordinates (y, x), by default this rank's own."""
-    y = mesh.index("y") if y is None else y
-    x = mesh.index("x") if x is None else x
-    start, stop = bounds(size, mesh.size("y"), y)
-    inner_start, inner_stop = bounds(stop - start, mesh.size("x"), x)
-    return range(start + inner_start, start + inner_stop)
 
 
 def is_vocabulary(embedding: nn.Module) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_axonn.compat.torch import has_causal_lm_loss
+from hf_axonn.compat.transformers import has_causal_lm_loss
 from hf_axonn.goldfish.mask import IGNORE_INDEX
 
 

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn.distributed.collectives import all_reduce, gather_replicated, reduce_, start_all_gather
+from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import Tokens, gather_tokens, pad_dim
 from hf_axonn.engine.state import ModelState, scale_gradient
 from hf_axonn.layers.base import wrap_forward
-from hf_axonn.topology.grid import GridMesh
 
 
 FUNCTION = "load_balancing_loss_func"

@@ -29,8 +29,9 @@ from hf_axonn.engine.activation_layouts import pad_dim
 from hf_axonn.engine.matmul3d import leave_gradients
 from hf_axonn.engine.overlap import placeholder
 from hf_axonn.engine.state import ModelState
+from hf_axonn.engine.weight_layout import vocabulary_range
 from hf_axonn.goldfish.mask import IGNORE_INDEX
-from hf_axonn.layers.vocabulary import DeferredLogits, vocabulary_range
+from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.losses.causal_lm import CausalLMLoss, Targets
 
 

@@ -16,29 +16,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hf_axonn.adapters.checks import check_adapters, check_plan
-from hf_axonn.adapters.files import base_of
 from hf_axonn.adapters.install import apart, install_adapters
 from hf_axonn.adapters.peft_hooks import watch_peft
 from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.plan import plan_for
+from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.checkpoint.full_state import install_save_pretrained
-from hf_axonn.checkpoint.gguf import WHERE, converted
-from hf_axonn.checkpoint.hf_loader import distribute_when_built
-from hf_axonn.checkpoint.manifest import is_sharded_checkpoint
-from hf_axonn.checkpoint.sharded import read_weights, verify_together
 from hf_axonn.compat.peft import without_peft
 from hf_axonn.compat.torch import default_device_type, quiet_redistribution
 from hf_axonn.config import AxonnConfig
-from hf_axonn.distributed.consistency import raising_together, require_alike
+from hf_axonn.distributed.consistency import require_alike
 from hf_axonn.distributed.facts import model_facts, versions
+from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
+from hf_axonn.engine.dtensors import take_shards
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ModelState, is_parallelized
-from hf_axonn.parallel.install import install_styles, shard_parameters, shard_slices, take_shards, weight_kinds
-from hf_axonn.topology.grid import Grid, grid_mesh
+from hf_axonn.parallel.install import install_styles, shard_parameters
+from hf_axonn.topology.grid import Grid
 
 
 def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = None) -> tuple[nn.Module, Report]:
@@ -163,91 +160,3 @@ def _launched_config(grid: Grid) -> AxonnConfig:
     """The settings of the launch file if it launched this grid, else the defaults."""
     launched = AxonnConfig.from_env()
     return launched if launched is not None and launched.grid == grid else AxonnConfig(grid=grid)
-
-
-def from_pretrained(
-    name_or_path: str, *, grid: Grid, config: AxonnConfig | None = None, auto_class: type | None = None, **kwargs: Any
-) -> nn.Module:
-    """Load a causal LM so that every rank reads only its own slices of the weights.
-
-    The model is built on the meta device, parallelized, and filled by Transformers' own loader, from an ordinary HF
-    directory, the hub, or a sharded checkpoint of any grid. A rank's memory grows by its shards and, for a moment, by
-    one slice. A GGUF file is dequantized, by one process to safetensors that all ranks then read (checkpoint/gguf.py).
-    Of a directory with PEFT adapters the base is read so, and then the adapters, frozen as Transformers leaves them.
-    `model.axonn.report` says what was sharded.
-
-    Args:
-        name_or_path: what `AutoModelForCausalLM.from_pretrained` takes.
-        grid: sizes of the axes. A grid of one rank gives the plain model.
-        config: overlap switches and reduce_dtype; None takes those of the launch file if it has this grid.
-        auto_class: AutoModelForCausalLM if None.
-        kwargs: for `from_pretrained`: dtype, attn_implementation, revision and so on.
-    Returns:
-        The model, in eval mode as from_pretrained leaves it, on this rank's device.
-    Raises:
-        ValueError: quantized weights, device_map, tp_plan or ignore_mismatched_sizes among the arguments, an
-            incomplete sharded checkpoint, weights that the checkpoint lacks (they would be filled with numbers that
-            differ from rank to rank) or has in another size; on every rank, if one of them cannot read its slices.
-    Collectives: those of `parallelize` for a model on the meta device, and of `raising_together`; those of
-        `verify_together` for a sharded checkpoint.
-    """
-    from transformers import AutoModelForCausalLM
-
-    auto_class = auto_class or AutoModelForCausalLM
-    refused = [
-        key for key in ("device_map", "tp_plan", "tp_size", "distributed_config") if kwargs.get(key) is not None
-    ]
-    if refused:
-        raise ValueError(f"{', '.join(refused)}: the grid decides where weights lie; leave {refused[0]} away.")
-    _check_quantization(kwargs, grid)
-    if grid.size == 1:
-        return auto_class.from_pretrained(name_or_path, **kwargs)
-    if kwargs.get("ignore_mismatched_sizes"):
-        raise ValueError(
-            "ignore_mismatched_sizes: every rank would fill such weights with other numbers; leave it away."
-        )
-    origin = name_or_path
-    if gguf_file := kwargs.pop("gguf_file", None):
-        del kwargs["quantization_config"]
-        where = {key: kwargs.pop(key) for key in WHERE if key in kwargs}
-        name_or_path = converted(origin, gguf_file, auto_class=auto_class, dtype=kwargs.get("dtype"), **where)
-    for directory in filter(None, (name_or_path, base_of(name_or_path))):
-        if is_sharded_checkpoint(directory):
-            verify_together(directory)
-    device = torch.device(default_device_type())
-    if device.type != "cpu":
-        kwargs["device_map"] = {"": torch.get_device_module(device).current_device()}
-
-    def distribute(model: nn.Module) -> None:
-        parallelize(model, grid, config=config)
-        # From here on a rank may fail alone, at a file that only its node cannot read.
-        reading.enter_context(raising_together(device))
-
-    def part_of(parameter: DTensor) -> tuple[slice, ...]:
-        return shard_slices(parameter.shape, parameter.placements, grid_mesh(grid, device.type))
-
-    hooks = distribute_when_built(distribute, part_of, device, read_weights)
-    with contextlib.ExitStack() as reading, hooks as (extra, missing):
-        model, info = auto_class.from_pretrained(name_or_path, output_loading_info=True, **extra, **kwargs)
-    missing = sorted({*missing, *info["missing_keys"]} - set(getattr(model, "all_tied_weights_keys", {})))
-    if missing:
-        raise ValueError(
-            f"{name_or_path} has no weights for {len(missing)} parameters, among them {', '.join(missing[:3])}: load "
-            "it with AutoModelForCausalLM.from_pretrained and shard the result with hf_axonn.parallelize."
-        )
-    if gguf_file:
-        model.name_or_path = model.config.name_or_path = str(origin)
-    return model
-
-
-def _check_quantization(kwargs: dict[str, Any], grid: Grid) -> None:
-    """Refuse weights that stay quantized; a GGUF file is always dequantized."""
-    from transformers import GgufConfig
-
-    wanted = kwargs.get("quantization_config")
-    if kwargs.get("gguf_file"):
-        if wanted is not None and not getattr(wanted, "dequantize", False):
-            raise ValueError("GGUF weights are trained dequantized: leave quantization_config away.")
-        kwargs["quantization_config"] = GgufConfig(dequantize=True)
-    elif wanted is not None and grid.size > 1:
-        raise ValueError("quantized weights cannot be cut: leave quantization_config away, or save them dequantized.")

@@ -25,7 +25,7 @@ from hf_axonn.planner.time.links import Links
 from hf_axonn.planner.time.paper import ORDER
 from hf_axonn.planner.time.schedules import LayerSeconds, Traffic, of_axonn, of_engine
 from hf_axonn.planner.traffic.ledger import Ledger
-from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.grid import Grid, divisors
 
 
 MOST_TOKENS = 10**10  # of a batch; more is a slip, and its divisors take long to find
@@ -187,12 +187,6 @@ def fewest_micro_batches(job: Job, grid: Grid) -> tuple[int, Memory]:
         if needed.fits(job.machine.memory) or count == rows:
             return count, needed
     raise AssertionError("rows divides itself")
-
-
-def divisors(number: int) -> list[int]:
-    """Divisors in ascending order."""
-    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
-    return sorted({*small, *(number // size for size in small)})
 
 
 def layout_of(shape: Stack, grid: Grid) -> str:

@@ -14,9 +14,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from hf_axonn.planner.predict import Job, Prediction, divisors, predict, refusal, reorder
+from hf_axonn.planner.predict import Job, Prediction, predict, refusal, reorder
 from hf_axonn.planner.time.paper import ORDER
-from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.grid import Grid, divisors
 
 
 OFF = 0.2  # how far bandwidth or the speed of products may be off, when the first two places are compared

@@ -1,4 +1,4 @@
-"""The grid of ranks: four axes, who sits where, and the process groups along each axis.
+"""The grid of ranks: four axes, and who sits where.
 
 Axes, from the slowest to the fastest varying rank: data, z, x, y. So
 
@@ -13,23 +13,13 @@ y is innermost because it carries about three times the traffic of x and so belo
     y      in_features of a column layer, out_features of a row layer
 
 `Grid` is plain arithmetic and imports no torch, because the launcher checks a grid before torch is loaded;
-`GridMesh` holds the live process groups.
+`GridMesh` (distributed/mesh.py) holds the live process groups.
 """
 
 from __future__ import annotations
 
-import atexit
 import itertools
-import time
 from dataclasses import asdict, dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
-
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 AXES = ("data", "z", "x", "y")
@@ -164,126 +154,7 @@ class Place:
         return index
 
 
-class GridMesh(Place):
-    """The live process groups of a grid, as seen from this rank.
-
-    Building it is collective over the whole world: every rank must call it, with the same grid. Groups are made once
-    for each axis and for the two products that the algorithm uses, ("x", "y") and ("data", "z").
-
-    Raises:
-        ValueError: the grid is not the size of the world.
-        RuntimeError: torch.distributed has not been initialized.
-    """
-
-    def __init__(self, grid: Grid, device_type: str) -> None:
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-
-        from hf_axonn.compat.torch import groups_with_world_timeout
-
-        if not dist.is_initialized():
-            raise RuntimeError(
-                f"the grid {grid} needs {grid.size} processes, but torch.distributed is not initialized: start the "
-                "script with accelerate launch or torchrun, or call torch.distributed.init_process_group first."
-            )
-        grid.check(dist.get_world_size())
-        self.rank = dist.get_rank()
-        super().__init__(grid, grid.coordinates(self.rank))
-        self.device_type = device_type
-        with groups_with_world_timeout(device_type):
-            mesh = init_device_mesh(device_type, tuple(getattr(grid, axis) for axis in AXES), mesh_dim_names=AXES)
-            self._groups: dict[tuple[str, ...], ProcessGroup] = {(axis,): mesh.get_group(axis) for axis in AXES}
-            for axes in (("x", "y"), ("data", "z")):
-                self._groups[axes] = self._product_group(axes)
-
-    def _product_group(self, axes: tuple[str, ...]) -> ProcessGroup:
-        import torch.distributed as dist
-
-        long_axes = tuple(axis for axis in axes if getattr(self.grid, axis) > 1)
-        if len(long_axes) < 2:  # then one of the axes' own groups has these very ranks
-            return self._groups[(long_axes or axes)[:1]]
-        first = (rank for rank in range(self.grid.size) if not any(self.grid.coordinates(rank)[axis] for axis in axes))
-        group, _ = dist.new_subgroups_by_enumeration([self.grid.ranks_along(axes, rank) for rank in first])
-        return group
-
-    def group(self, *axes: str) -> ProcessGroup:
-        """The group of ranks that differ from this one only along `axes`; their group ranks ascend by coordinate."""
-        if axes not in self._groups:
-            raise KeyError(f"no group along {axes}; there are {sorted(self._groups)}")
-        return self._groups[axes]
-
-    @property
-    def device(self) -> torch.device:
-        """The device on which this rank computes."""
-        import torch
-
-        if self.device_type == "cpu":
-            return torch.device("cpu")
-        return torch.device(self.device_type, torch.get_device_module(self.device_type).current_device())
-
-    @cached_property
-    def sample_mesh(self) -> DeviceMesh:
-        """The mesh (dp_shard, tp) by which Accelerate tells who gets which samples; no communicator of its own.
-
-        Without x and y it is (dp_shard) alone: Accelerate looks for tp by its name.
-        """
-        import torch
-        from torch.distributed.device_mesh import DeviceMesh
-
-        if self.size("x", "y") == 1:
-            return DeviceMesh.from_group(self.group("data", "z"), self.device_type, mesh_dim_names=("dp_shard",))
-        ranks = torch.arange(self.grid.size).view(self.size("data", "z"), self.size("x", "y"))
-        groups = [self.group("data", "z"), self.group("x", "y")]
-        return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=("dp_shard", "tp"))
-
-    @cached_property
-    def storage_mesh(self) -> DeviceMesh:
-        """The mesh (y, x, z) on which sharded parameters are stored as DTensors.
-
-        Made from the groups above, so it opens no communicator of its own. It has no axis names: PEFT sizes adapters
-        by the local shard on a named mesh.
-        """
-        import torch
-
-        from hf_axonn.compat.torch import unnamed_mesh
-
-        here = self.coordinates
-        ranks = torch.tensor(
-            [
-                [
-                    [self.grid.rank(data=here["data"], z=z, y=y, x=x) for z in range(self.grid.z)]
-                    for x in range(self.grid.x)
-                ]
-                for y in range(self.grid.y)
-            ]
-        )
-        return unnamed_mesh([self._groups[(axis,)] for axis in WEIGHT_AXES], self.device_type, ranks)
-
-
-_meshes: dict[tuple[Grid, str], tuple[ProcessGroup, GridMesh]] = {}
-
-
-def grid_mesh(grid: Grid, device_type: str) -> GridMesh:
-    """The GridMesh of a grid, made once in a process: every model on the same grid shares its communicators.
-
-    Collective over the world the first time. A world that was destroyed and initialized anew gets a new one.
-    """
-    import torch.distributed as dist
-
-    world, mesh = _meshes.get((grid, device_type), (None, None))
-    if mesh is None or not dist.is_initialized() or world is not dist.group.WORLD:
-        if device_type == "cpu" and not _meshes:
-            atexit.register(_let_go)
-        mesh = GridMesh(grid, device_type)
-        _meshes[grid, device_type] = (dist.group.WORLD, mesh)
-    return mesh
-
-
-def _let_go() -> None:
-    """At the end of the program give the threads of gloo time to drop the tensors of the last collective.
-
-    They need the interpreter for that, and one that comes too late ends the process with an abort. Without a grid
-    `destroy_process_group` waits for them; here meshes still hold the groups then.
-    """
-    _meshes.clear()
-    time.sleep(0.05)
+def divisors(number: int) -> list[int]:
+    """Divisors in ascending order."""
+    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})

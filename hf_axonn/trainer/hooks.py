@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hf_axonn.accelerator.prepare import shard_plain_model
-from hf_axonn.engine.gradient_sync import find_state
+from hf_axonn.engine.state import find_state
 from hf_axonn.plugin import AxonnPlugin
 from hf_axonn.trainer import checks as trainer_checks
 from hf_axonn.trainer import hub as trainer_hub

@@ -20,7 +20,7 @@ from hf_axonn.checkpoint.export import INDEX, export_hf
 from hf_axonn.checkpoint.manifest import MANIFEST, SHARDS, is_sharded_checkpoint, read_manifest
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.distributed.consistency import first_problem
-from hf_axonn.engine.gradient_sync import find_state
+from hf_axonn.engine.state import find_state
 
 
 EXPORTED = "_axonn-hub"  # what begins with _ is never uploaded

@@ -27,7 +27,7 @@ from hf_axonn.checkpoint.single_process import load_plain_optimizer, load_plain_
 from hf_axonn.compat.torch import default_device_type
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
 from hf_axonn.distributed.consistency import raising_together
-from hf_axonn.engine.gradient_sync import find_state
+from hf_axonn.engine.state import find_state
 from hf_axonn.trainer.saving import SCHEDULER, TRAINER_STATE, checkpoints_in, rng_file, tidy
 
 

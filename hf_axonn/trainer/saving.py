@@ -23,7 +23,7 @@ from hf_axonn.checkpoint.manifest import MANIFEST, STAGE, find_problems, read_ma
 from hf_axonn.checkpoint.save import Save, SaveError, finish_saves
 from hf_axonn.checkpoint.sharded import add_model, begin_save
 from hf_axonn.config import AxonnConfig
-from hf_axonn.engine.gradient_sync import find_state
+from hf_axonn.engine.state import find_state
 
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn.compat.peft import without_peft
-from hf_axonn.engine.gradient_sync import find_state
+from hf_axonn.engine.state import find_state
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 
 

@@ -10,9 +10,8 @@ from torch import nn
 from transformers.optimization import Adafactor
 
 from hf_axonn.accelerator.adafactor import GridAdafactor, follow_grid
-from hf_axonn.engine.state import shard_placements
-from hf_axonn.parallel.install import distributed, shard_of
-from hf_axonn.topology.grid import grid_mesh
+from hf_axonn.distributed.mesh import grid_mesh
+from hf_axonn.engine.dtensors import distributed, shard_of, shard_placements
 from tests.helpers.equality import full
 from tests.helpers.ranks import all_grids, run_ranks
 

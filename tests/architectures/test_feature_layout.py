@@ -26,7 +26,7 @@ from hf_axonn.engine.activation_layouts import (
     pad_dim,
     take_tokens,
 )
-from hf_axonn.engine.gradient_sync import find_state
+from hf_axonn.engine.state import find_state
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.planner.measure.traffic_counter import count_traffic
 from tests.end_to_end.test_equivalence import SITUATIONS, checkpointed

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 from hf_axonn import AxonnPlugin
 from hf_axonn.distributed import collectives
 from hf_axonn.engine import gradient_sync as gradients
-from hf_axonn.engine.gradient_sync import find_state, sync_gradients, syncing
+from hf_axonn.engine.gradient_sync import sync_gradients, syncing
+from hf_axonn.engine.state import find_state
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.float64 import Float64

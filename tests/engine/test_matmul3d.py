@@ -5,12 +5,13 @@ import torch
 from torch import nn
 
 from hf_axonn.config import AxonnConfig
+from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.activation_layouts import bounds, ceil_div, pad_dim
 from hf_axonn.engine.matmul3d import Product, gathered_weight, input_gradient, multiply, weight_gradient
 from hf_axonn.engine.state import ModelState
-from hf_axonn.layers.base import cut_weight
+from hf_axonn.engine.weight_layout import cut_weight
 from hf_axonn.parallel.install import shard_parameters
-from hf_axonn.topology.grid import Grid, grid_mesh
+from hf_axonn.topology.grid import Grid
 from tests.helpers.ranks import all_grids, run_ranks
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.activation_layouts import (
     Tokens,
     bounds,
@@ -17,11 +18,10 @@ from hf_axonn.engine.activation_layouts import (
     take_tokens,
     tokens_to_features,
 )
-from hf_axonn.engine.state import shard_placements
-from hf_axonn.layers.base import cut_weight, feature_slice, take_slice
-from hf_axonn.layers.vocabulary import vocabulary_range
-from hf_axonn.parallel.install import shard_of
-from hf_axonn.topology.grid import Grid, grid_mesh
+from hf_axonn.engine.dtensors import shard_of, shard_placements
+from hf_axonn.engine.weight_layout import cut_weight, vocabulary_range
+from hf_axonn.layers.base import feature_slice, take_slice
+from hf_axonn.topology.grid import Grid
 from tests.helpers.ranks import all_grids, paper_mesh, run_ranks
 
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.config import AxonnConfig
-from hf_axonn.engine.gradient_sync import find_state, sync_gradients
+from hf_axonn.engine.gradient_sync import sync_gradients
+from hf_axonn.engine.state import find_state
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.float64 import Float64, relative_errors

@@ -21,7 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hf_axonn.compat.accelerate import forget_state
-from hf_axonn.topology.grid import Grid, GridMesh
+from hf_axonn.distributed.mesh import GridMesh
+from hf_axonn.topology.grid import Grid
 
 
 def all_grids(size: int) -> list[Grid]:

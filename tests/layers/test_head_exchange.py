@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.layers.head_exchange import Selection
-from hf_axonn.topology.grid import Grid, grid_mesh
+from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.heads import Heads, arriving_features, feature_slice, is_own_slice, pieces, sent_features
 from tests.helpers.ranks import all_grids, paper_mesh, run_ranks
 

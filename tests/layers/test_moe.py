@@ -18,10 +18,9 @@ from hf_axonn.architectures.plan import Plan, derive
 from hf_axonn.checkpoint import lazy_tensors as unread
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.distributed.collectives import observe
-from hf_axonn.engine.gradient_sync import find_state
-from hf_axonn.layers.expert_weights import ExpertsCut
+from hf_axonn.engine.state import find_state
+from hf_axonn.engine.weight_layout import ExpertsCut, vocabulary_range
 from hf_axonn.layers.moe import is_experts
-from hf_axonn.layers.vocabulary import vocabulary_range
 from hf_axonn.parallel import parallelize
 from tests.helpers.equality import Case, compare, exact, fit, rows_of, too_large
 from tests.helpers.float64 import recompute_in_float64, relative_errors

@@ -15,9 +15,10 @@ from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 
 from hf_axonn.architectures.norm_probe import norm_kind
 from hf_axonn.distributed.collectives import observe
+from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.activation_layouts import bounds, pad_dim
 from hf_axonn.layers.norms import FeatureCut, NormKind, normalize
-from hf_axonn.topology.grid import Grid, grid_mesh
+from hf_axonn.topology.grid import Grid
 from tests.helpers.float64 import Float64
 from tests.helpers.ranks import run_ranks
 

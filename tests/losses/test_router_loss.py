@@ -12,8 +12,9 @@ from transformers.models.jamba import modeling_jamba
 from transformers.models.mixtral import modeling_mixtral
 from transformers.models.nllb_moe import modeling_nllb_moe
 
+from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.losses.router_aux import RouterLogits, RouterLoss, _is_of_switch, _of_all_ranks, switch_loss
-from hf_axonn.topology.grid import Grid, grid_mesh
+from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import exact
 from tests.helpers.ranks import run_ranks
 

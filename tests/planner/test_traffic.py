@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import start_all_gather
+from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
 from hf_axonn.losses import vocab_parallel as loss
@@ -20,7 +21,7 @@ from hf_axonn.planner.model.shapes import ModelShape, Step
 from hf_axonn.planner.traffic import volumes as arithmetic
 from hf_axonn.planner.traffic.ledger import Key, Ledger, Volume
 from hf_axonn.planner.traffic.volumes import volumes
-from hf_axonn.topology.grid import Grid, grid_mesh
+from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import rows_of
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks

@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_axonn.topology.grid import AXES, Grid, GridMesh, grid_mesh
+from hf_axonn.distributed.mesh import GridMesh, grid_mesh
+from hf_axonn.topology.grid import AXES, Grid
 from tests.helpers.ranks import all_grids, run_ranks
 
 

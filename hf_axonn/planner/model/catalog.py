@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_axonn.planner.machine import read_json
+from hf_axonn.planner.json_file import read_json
 from hf_axonn.planner.model.shapes import ModelShape
 
 

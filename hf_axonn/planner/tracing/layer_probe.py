@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from hf_axonn.architectures.plan import Plan
-from hf_axonn.compat.torch import output_embedding
-from hf_axonn.engine.state import linear_size
+from hf_axonn.compat.transformers import output_embedding
+from hf_axonn.engine.linears import linear_size
 from hf_axonn.layers.base import pop_hidden
 from hf_axonn.layers.moe import is_experts
 

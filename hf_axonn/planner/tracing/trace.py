@@ -18,10 +18,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.parameter_reads import find_readers
 from hf_axonn.architectures.plan import BlockPlan, Plan, is_inside, plan_for
-from hf_axonn.compat.torch import has_causal_lm_loss, input_embedding, output_embedding, text_config
-from hf_axonn.engine.state import is_linear, linear_size
+from hf_axonn.architectures.weight_kinds import weight_kinds
+from hf_axonn.compat.transformers import has_causal_lm_loss, input_embedding, output_embedding, text_config
+from hf_axonn.engine.linears import is_linear, linear_size
 from hf_axonn.layers.moe import expert_weights, is_experts
-from hf_axonn.parallel.install import weight_kinds
 from hf_axonn.planner.model.shapes import FoundShape
 from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, LinearShape, Table, Weight, Whole
 from hf_axonn.planner.tracing.layer_probe import TOKENS, Order, Watch, orders

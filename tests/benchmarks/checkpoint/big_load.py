@@ -26,8 +26,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from hf_axonn import Grid
+from hf_axonn.engine.dtensors import shard_slices
 from hf_axonn.parallel import parallelize
-from hf_axonn.parallel.install import shard_slices
 from hf_axonn.topology.grid import AXES, Place
 
 

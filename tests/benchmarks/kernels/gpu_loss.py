@@ -20,12 +20,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_axonn import Grid
 from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.plan import plan_for
+from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.config import AxonnConfig
+from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ModelState
 from hf_axonn.losses import vocab_parallel as engine_loss
-from hf_axonn.parallel.install import install_styles, shard_parameters, weight_kinds
-from hf_axonn.topology.grid import grid_mesh
+from hf_axonn.parallel.install import install_styles, shard_parameters
 
 
 SMOKE_CHUNK = 2**12  # several chunks also on tiny sizes

@@ -41,6 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig, Starcoder2Config
 
 from hf_axonn import Grid, __version__
+from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.parallel import parallelize
 from hf_axonn.planner.measure.traffic_counter import count_traffic
@@ -52,7 +53,6 @@ from hf_axonn.planner.predict import layout_of
 from hf_axonn.planner.tracing.built_shapes import shape_of
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.volumes import volumes
-from hf_axonn.topology.grid import grid_mesh
 from tests.benchmarks.checkpoint.big_load import LLAMA_405B, read_grid
 from tests.benchmarks.planner.groups_cost import groups_table
 from tests.benchmarks.planner.meter import Meter, local, nbytes

@@ -9,7 +9,8 @@ import torch
 from sklearn.metrics import roc_auc_score, roc_curve
 
 from hf_axonn_eval.analysis.intervals import wilson
-from hf_axonn_eval.metrics.membership import attack, auc, scores, token_statistics, tpr_at_fpr
+from hf_axonn_eval.analysis.membership_attack import attack, auc, tpr_at_fpr
+from hf_axonn_eval.metrics.membership import scores, token_statistics
 
 
 def test_token_statistics_by_hand():

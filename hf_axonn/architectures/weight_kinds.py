@@ -1,0 +1,76 @@
+"""Which kind of shard each parameter of a model becomes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import nn
+
+from hf_axonn.architectures.parameter_reads import find_readers
+from hf_axonn.architectures.plan import Plan, is_inside
+from hf_axonn.compat.transformers import output_embedding
+from hf_axonn.engine.linears import is_linear
+from hf_axonn.layers.gathered import SMALLEST_PART
+from hf_axonn.layers.moe import expert_weights, is_experts
+from hf_axonn.layers.vocabulary import is_vocabulary
+
+
+def weight_kinds(model: nn.Module, plan: Plan) -> dict[int, str]:
+    """How each weight is cut, by id of the parameter: those not named here are replicated."""
+    modules = dict(model.named_modules())
+    kinds: dict[int, str] = {}
+    for block in plan.blocks:
+        for name in block.columns:
+            kinds[id(modules[name].weight)] = "column"
+        kinds[id(modules[block.row].weight)] = "row"
+    vocabulary = vocabulary_modules(model, plan)
+    for name, module in modules.items():
+        if is_linear(module) and module not in vocabulary and plan.is_full(name):
+            # A weight that two modules use in different ways can only be held whole.
+            kinds[id(module.weight)] = "full" if kinds.get(id(module.weight), "full") == "full" else "replicated"
+    for module in filter(is_experts, modules.values()):
+        kinds |= {id(module._parameters[name]): "experts" for name in expert_weights(module)}
+    embedded = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
+    kinds = {key: "replicated" if key in embedded else kind for key, kind in kinds.items()}
+    for module in vocabulary:
+        kinds[id(module.weight)] = "vocabulary"
+    kinds |= {key: "gathered" for key in _large_others(model, plan) - kinds.keys()}
+    _, changed = find_readers(model)
+    return kinds | {id(parameter): "replicated" for module in changed for parameter in module.parameters(False)}
+
+
+def _large_others(model: nn.Module, plan: Plan) -> set[int]:
+    """Ids of large parameters of more than one dim that one module has for itself, outside of blocks."""
+    entries = {block.entry for block in plan.blocks}
+    smallest = SMALLEST_PART * max((parameter.numel() for parameter in model.parameters()), default=0)
+    found = Counter()
+    for name, module in model.named_modules():
+        weight = 2 if is_inside(name, entries) or is_experts(module) else 1
+        for parameter in module.parameters(recurse=False):
+            if parameter.dim() > 1 and parameter.numel() >= smallest:
+                found[id(parameter)] += weight
+    return {key for key, weight in found.items() if weight == 1}
+
+
+def vocabulary_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:
+    """The embeddings of a size with the largest, and the head, where they are of the plain kind.
+
+    Not inside of decoder layers, where ranks look up different ids; and not where anything else has the weight too.
+    """
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(module)
+    head = output_embedding(model)
+    head = head if type(head) is nn.Linear else None
+    embeddings = [
+        module
+        for name, module in model.named_modules()
+        if is_vocabulary(module) and not is_inside(name, plan.layers)
+        if all(is_vocabulary(its) or its is head for its in owners[id(module.weight)])
+    ]
+    largest = max((module.weight.numel() for module in embeddings), default=0)
+    found = [module for module in embeddings if 4 * module.weight.numel() >= largest]
+    if head is not None and all(its is head or its in found for its in owners[id(head.weight)]):
+        found.append(head)
+    return found

@@ -1,0 +1,88 @@
+"""State of models and optimizers as flat dictionaries of tensors, and back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def model_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """A model's parameters and persistent buffers by their names in the plain model, and which names are second ones.
+
+    The tensors are the model's own: what is written into them is in the model. A second name of a tied tensor is saved
+    like any other, because Transformers' loader of sharded checkpoints asks for every name.
+    """
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    tensors = get_model_state_dict(model)
+    seen: set[tuple] = set()
+    tied = []
+    for name, tensor in tensors.items():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        key = (local.untyped_storage().data_ptr(), local.storage_offset(), local.shape)
+        if local.numel() and key in seen:
+            tied.append(name)
+        seen.add(key)
+    return tensors, tied
+
+
+@contextlib.contextmanager
+def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    """Yield the optimizer under accelerate's wrapper, without groups of no parameters, which torch cannot flatten."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    empty = [(place, group) for place, group in enumerate(optimizer.param_groups) if not group["params"]]
+    for _, group in empty:
+        optimizer.param_groups.remove(group)
+    try:
+        yield optimizer
+    finally:
+        for place, group in empty:
+            optimizer.param_groups.insert(place, group)
+
+
+def flat_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict]:
+    """An optimizer's state by parameter name: (tensors, numbers and other plain values).
+
+    An optimizer that has not stepped yet gets its state made by a step that changes nothing (torch does that).
+    """
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    with _without_empty_groups(optimizer) as inner:
+        flat = get_optimizer_state_dict(model, inner, options=options)
+    tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
+    return tensors, {key: value for key, value in flat.items() if key not in tensors}
+
+
+def fresh_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The tensors of `flat_optimizer_state` with a state for every parameter, to be overwritten."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    if any(parameter.requires_grad and parameter not in inner.state for parameter in parameters):
+        inner.state.clear()  # torch makes all of it or nothing
+    for parameter in parameters:
+        parameter.grad = None  # torch makes no state beside gradients
+    tensors, _ = flat_optimizer_state(model, optimizer)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return tensors
+
+
+def set_flat_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict, values: dict, without: set[str]
+) -> None:
+    """Give an optimizer what `flat_optimizer_state` returned; the parameters named in `without` get no state."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    with _without_empty_groups(optimizer) as inner:
+        set_optimizer_state_dict(model, inner, {**values, **tensors}, options=options)
+        for name, parameter in model.named_parameters():
+            if name in without:
+                inner.state.pop(parameter, None)

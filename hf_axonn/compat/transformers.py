@@ -1,0 +1,57 @@
+"""Private names and habits of Transformers."""
+
+from __future__ import annotations
+
+import contextlib
+
+from torch import nn
+
+
+def input_embedding(model: nn.Module) -> nn.Module | None:
+    """`get_input_embeddings()`, None where a model does not have one."""
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+
+
+def output_embedding(model: nn.Module) -> nn.Module | None:
+    """`get_output_embeddings()`, None where a model does not have one."""
+    try:
+        return model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def text_config(model: nn.Module):
+    """The config of a model's decoder: its own, or that of its language part."""
+    config = model.config
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+def configured_head_counts(config, attention: nn.Module) -> tuple[int, int]:
+    """Numbers of query and kv heads of an attention module: its own, or else the config's; 0 unknown."""
+
+    def first(*names: str) -> int:
+        for owner in (attention, config):
+            for name in names:
+                # A config whose layers differ refuses to name one number.
+                with contextlib.suppress(AttributeError, RuntimeError, ValueError):
+                    if isinstance(getattr(owner, name), int):
+                        return getattr(owner, name)
+        return 0
+
+    query = first("num_heads", "num_attention_heads", "n_heads", "n_head", "decoder_attention_heads")
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        return query, 1
+    return query, first("num_key_value_heads", "num_kv_heads") or query
+
+
+def has_causal_lm_loss(model: nn.Module) -> bool:
+    """Whether the model takes Transformers' causal LM loss, which ours may then replace."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    try:
+        return model.loss_function is ForCausalLMLoss
+    except (AttributeError, KeyError, ValueError):
+        return False

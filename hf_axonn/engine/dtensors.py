@@ -1,0 +1,79 @@
+"""Shards of a parameter as DTensors: which slice of the full tensor each rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from hf_axonn.distributed.collectives import broadcast_
+from hf_axonn.distributed.mesh import GridMesh
+from hf_axonn.engine.activation_layouts import bounds
+from hf_axonn.topology.grid import WEIGHT_AXES
+
+
+def shard_slices(shape: torch.Size, placements: Sequence[Placement], mesh: GridMesh) -> tuple[slice, ...]:
+    """Where this rank's piece of a full tensor lies, as DTensor cuts it on the storage mesh (y, x, z)."""
+    spans = [(0, size) for size in shape]
+    for axis, placement in zip(WEIGHT_AXES, placements, strict=True):
+        if isinstance(placement, Shard):
+            begin, end = spans[placement.dim]
+            start, stop = bounds(end - begin, mesh.size(axis), mesh.index(axis))
+            spans[placement.dim] = (begin + start, begin + stop)
+    return tuple(slice(*span) for span in spans)
+
+
+def shard_of(tensor: Tensor, placements: Sequence[Placement], mesh: GridMesh) -> Tensor:
+    """This rank's piece of a full tensor, as a view. No communication."""
+    return tensor[shard_slices(tensor.shape, placements, mesh)]
+
+
+def distributed(parameter: nn.Parameter, placements: Sequence[Placement], mesh: GridMesh) -> nn.Parameter:
+    """A whole parameter as a DTensor; the values of rank 0 count. One broadcast over the world, none on the meta
+    device."""
+    full = parameter.detach()
+    if not full.is_meta:
+        full = broadcast_(full.contiguous())
+    local = shard_of(full, placements, mesh)
+    if any(isinstance(its, Shard) for its in placements):
+        local = local.clone(memory_format=torch.contiguous_format)
+    whole = DTensor.from_local(
+        local, mesh.storage_mesh, placements, run_check=False, shape=full.shape, stride=_strides(full)
+    )
+    sharded = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    sharded.__dict__.update(parameter.__dict__)
+    parameter.sharded_as = sharded  # for an optimizer that was made on it
+    return sharded
+
+
+def take_shards(model: nn.Module, state_dict: dict, prefix: str, *_) -> None:
+    """Before `load_state_dict`: of whole tensors this rank takes its shards. No communication."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for key, value in state_dict.items():
+        own = parameters.get(key.removeprefix(prefix)) if key.startswith(prefix) else None
+        if isinstance(own, DTensor) and not isinstance(value, DTensor) and own.shape == value.shape:
+            local = shard_of(value, own.placements, model.axonn.mesh).clone(memory_format=torch.contiguous_format)
+            state_dict[key] = DTensor.from_local(
+                local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
+            )
+
+
+def _strides(full: Tensor) -> tuple[int, ...]:
+    return torch.empty(full.shape, device="meta").stride()
+
+
+def shard_placements(kind: str, *, transposed: bool = False) -> list:
+    """Placements on the storage mesh (y, x, z). Kinds: column, row, vocabulary, experts, replicated.
+
+    `transposed`: of a weight that is stored as [K, N].
+    """
+    placements = {
+        "column": [Shard(1), Shard(0), Shard(0)],
+        "row": [Shard(0), Shard(1), Shard(0)],
+        "vocabulary": [Shard(0), Shard(0), Shard(0)],
+        "experts": [Shard(0), Shard(0), Shard(2)],
+        "replicated": [Replicate(), Replicate(), Replicate()],
+    }[kind]
+    return [Shard(1 - its.dim) if transposed and isinstance(its, Shard) else its for its in placements]

@@ -1,0 +1,25 @@
+"""What counts as a Linear: torch's, GPT-2's Conv1D, and those of Transformers that are one."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+# Of transformers 5.23: multiplies and adds its bias, nothing else.
+PLAIN_LINEARS = ("FalconLinear",)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether a module is Transformers' Conv1D: a Linear that stores its weight as [K, N]."""
+    return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a Linear that can be cut: nn.Linear itself, Conv1D, or a subclass that is known to add
+    nothing. Others may do anything."""
+    return type(module) is nn.Linear or is_conv1d(module) or type(module).__name__ in PLAIN_LINEARS
+
+
+def linear_size(linear: nn.Module) -> tuple[int, int]:
+    """(N, K) = (out_features, in_features) of what `is_linear` accepts."""
+    return (linear.nf, linear.nx) if is_conv1d(linear) else (linear.out_features, linear.in_features)
