@@ -16,8 +16,7 @@ from typing import Any
 from accelerate.parallelism_config import ParallelismConfig
 
 from hf_axonn.config import VARIABLE, AxonnConfig, Overlap
-from hf_axonn.distributed.consistency import require_alike
-from hf_axonn.distributed.facts import versions
+from hf_axonn.distributed.consistency import require_alike, versions
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
 from hf_axonn.topology.grid import Grid

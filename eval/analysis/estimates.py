@@ -1,6 +1,6 @@
 """The numbers of one group of samples: every mean and share with its interval, all from one bootstrap.
 
-Intervals are those of shares.py for shares, and a bootstrap over documents otherwise.
+Intervals are those of intervals.py for shares, and a bootstrap over documents otherwise.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from hf_axonn_eval.analysis.intervals import Interval, bootstrap_columns
+from hf_axonn_eval.analysis.intervals import (
+    BOOTSTRAP,
+    NONE,
+    Interval,
+    bootstrap_columns,
+    difference_interval,
+    share_intervals,
+)
 from hf_axonn_eval.analysis.membership_attack import attack
-from hf_axonn_eval.analysis.shares import BOOTSTRAP, NONE, difference_interval, share_intervals
 from hf_axonn_eval.analysis.table import MEMBERSHIP, METRICS, NEEDED, SHARES, Table
 from hf_axonn_eval.metrics.discoverability import CHANCES
 

@@ -14,8 +14,8 @@ from math import exp, nan
 import numpy as np
 
 from hf_axonn_eval.data.results import SampleResult
-from hf_axonn_eval.metrics.degeneracy import is_degenerate
 from hf_axonn_eval.metrics.discoverability import CHANCES, n_needed
+from hf_axonn_eval.metrics.text import is_degenerate
 
 
 SHARES = ("exact_match", "near_verbatim")  # yes or no for each sample

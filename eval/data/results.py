@@ -31,7 +31,7 @@ class SampleResult:
     the sampler of the run, in nats, and -inf where that never draws it; JSON has no infinity, so the file says "-inf"
     there, in quotes, and so it does in `logprob` and `logprobs`. `membership` holds scores of the whole sample, prefix
     and suffix, by name; higher means more like a member. `type_token_ratio` is of the suffix ids, `zlib_ratio` of the
-    suffix text (metrics/degeneracy.py).
+    suffix text (metrics/text.py).
     """
 
     sample_id: str

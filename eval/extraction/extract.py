@@ -20,7 +20,7 @@ from hf_axonn_eval.extraction import batching as batches
 from hf_axonn_eval.extraction import scoring
 from hf_axonn_eval.extraction.run_record import run_record
 from hf_axonn_eval.extraction.runner import Asker
-from hf_axonn_eval.extraction.undecided import undecided_below
+from hf_axonn_eval.extraction.scoring import undecided_below
 from hf_axonn_eval.extraction.work_split import Division
 from hf_axonn_eval.metrics.discoverability import Sampler
 

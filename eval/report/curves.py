@@ -1,6 +1,6 @@
 """Numbers along a line: by prefix length, by length of match, by probability, by number of draws.
 
-Each is a share of samples, with an interval by the rules of analysis/shares.py.
+Each is a share of samples, with an interval by the rules of analysis/intervals.py.
 """
 
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from math import floor, inf, log
 
 import numpy as np
 
-from hf_axonn_eval.analysis.shares import share_intervals
+from hf_axonn_eval.analysis.intervals import share_intervals
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.metrics.discoverability import CHANCES, n_needed
 from hf_axonn_eval.report.charts import Point

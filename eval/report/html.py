@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.report import curves, details, maps, tables
+from hf_axonn_eval.report import curves, maps, tables
 from hf_axonn_eval.report.charts import Point, bar_chart, legend, line_chart
 from hf_axonn_eval.report.style import STYLE
 from hf_axonn_eval.report.texts import texts_section
@@ -54,7 +54,7 @@ def html_page(
         "survival": ("How long a match lasts", lambda: _survival(comparison, runs)),
         "probability": ("Probability of the suffix", lambda: _probability(runs)),
         "draws": ("Many draws", lambda: _draws(comparison, runs)),
-        "membership": ("Membership", lambda: _tables(details.membership(comparison), NOT_MEASURED["membership"])),
+        "membership": ("Membership", lambda: _tables(tables.membership(comparison), NOT_MEASURED["membership"])),
         "undecided": ("Undecided", lambda: _undecided(comparison)),
         "maps": ("Maps of documents", lambda: _maps(runs)),
         "texts": ("Texts", lambda: texts_section(texts, samples=samples, tokenizer=tokenizer, count=examples)),
@@ -112,7 +112,7 @@ def _differences(comparison: Mapping[str, Any]) -> str:
     if not comparison["minus_base"]:
         return _note("There is one run only. Beside an untrained model one sees what the training did.")
     body = _table(*tables.difference_rows(comparison), first=len(comparison["minus_base"]))
-    return body + _tables(details.changes(comparison), "")
+    return body + _tables(tables.changes(comparison), "")
 
 
 def _prefix(comparison: Mapping[str, Any], runs: Runs) -> str:
@@ -175,7 +175,7 @@ def _draws(comparison: Mapping[str, Any], runs: Runs) -> str:
         return _note(NOT_MEASURED["draws"])
     parts = [
         _note(
-            details.samplers(comparison) + " A sample is (n, p)-discoverable if n draws give its suffix with "
+            tables.samplers(comparison) + " A sample is (n, p)-discoverable if n draws give its suffix with "
             "probability p or more."
         )
     ]
@@ -183,14 +183,14 @@ def _draws(comparison: Mapping[str, Any], runs: Runs) -> str:
         found = _curves(comparison, sampled, lambda results, p=p, **options: curves.draws(results, **options)[p])
         parts.append(f"<h3>p = {p:g}</h3>")
         parts.append(_lines(found, x_label="n, draws", y_label=f"discoverable with p = {p:g}", y_high=1.0, log=True))
-    return "".join(parts) + _tables(details.discoverability(comparison), "")
+    return "".join(parts) + _tables(tables.discoverability(comparison), "")
 
 
 def _undecided(comparison: Mapping[str, Any]) -> str:
     return _note(
         "Samples whose two best tokens were, at some place up to the first miss, closer than rounding: another grid, "
         "batch or machine may decide them otherwise."
-    ) + _tables(details.undecided(comparison), "These results do not say how close the two best tokens were.")
+    ) + _tables(tables.undecided(comparison), "These results do not say how close the two best tokens were.")
 
 
 def _maps(runs: Runs) -> str:
@@ -268,7 +268,7 @@ def _interval(point: Point) -> str:
     return f"{point.y:.3f}" + ("" if point.low is None else f" [{point.low:.2f}, {point.high:.2f}]")
 
 
-def _tables(found: Sequence[details.Details], otherwise: str) -> str:
+def _tables(found: Sequence[tables.Details], otherwise: str) -> str:
     parts = [f"<h3>{escape(one.title)}</h3>{_table(one.headings, one.rows)}{_note(one.note)}" for one in found]
     return "".join(parts) or _note(otherwise)
 

@@ -1,14 +1,140 @@
-"""The part of the HTML report that shows texts: what was shown, what was hoped for, what each model said."""
+"""The part of the HTML report that shows texts: what was shown, what was hoped for, what each model said.
 
+They stand side by side, with what agrees marked. Token ids are what is compared. With a tokenizer every mark begins
+and ends at a token; without one the texts of the results are compared word by word.
+"""
+
+import re
 from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
 from html import escape
+from typing import NamedTuple
 
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.report.passages import OTHER, Piece, examples, passage
 
 
+START, RUN, OTHER = "start", "run", ""  # kinds of a piece; see Piece
 MOST_SHOWN = 200  # tokens of a prefix; sc24 has 1998, and a page with all of them cannot be read
+
+
+class Piece(NamedTuple):
+    """Text, and its mark: START within the unbroken agreement from the first token on, RUN within the longest run
+    that occurs in both elsewhere, OTHER if neither.
+    """
+
+    text: str
+    mark: str
+
+
+class Passage(NamedTuple):
+    """One run's answer: the true suffix and what the model said, in marked pieces; None without generation."""
+
+    true: list[Piece] | None
+    said: list[Piece] | None
+
+
+def passage(result: SampleResult, sample: Sample | None = None, tokenizer=None) -> Passage:
+    """The two texts of a result, with what agrees marked.
+
+    Args:
+        result: of one sample. Without generation nothing was said: `said` is None.
+        sample: the question, with the ids of the suffix.
+        tokenizer: for the texts of single tokens. Without it, or `sample`, the texts in `result` are compared word by
+            word.
+    """
+    if sample is not None and tokenizer is not None:
+        true = (list(sample.suffix), token_texts(sample.suffix, tokenizer))
+        said = None if result.generated is None else (result.generated, token_texts(result.generated, tokenizer))
+    else:
+        true, said = _words(result.suffix_text), _words(result.generated_text)
+    if true is None or said is None:
+        return Passage(None if true is None else _join([(text, OTHER) for text in true[1]]), None)
+    marks = _marks(true[0], said[0])
+    return Passage(*(_join(zip(side[1], mark, strict=True)) for side, mark in zip((true, said), marks, strict=True)))
+
+
+def token_texts(ids: Sequence[int], tokenizer) -> list[str]:
+    """The text that each token adds; joined they are the decoded text.
+
+    A character of several tokens comes with its last one. Where decoding changes what it has already given (tokenizers
+    that clean up spaces), tokens are decoded one by one, and the joined text may differ in its spaces.
+    """
+    texts, before = [], ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(list(ids[:end]))
+        if end < len(ids):
+            text = text.rstrip("\ufffd")  # the beginning of a character that is not whole yet
+        if not text.startswith(before):
+            return [tokenizer.decode([token]) for token in ids]
+        texts.append(text[len(before) :])
+        before = text
+    return texts
+
+
+def examples(runs: Mapping[str, Sequence[SampleResult]], *, count: int) -> dict[int, list[dict[str, SampleResult]]]:
+    """Samples of every bucket from the best known to the least known, evenly spread over that order.
+
+    The order is by the longest agreement from the first token on that any run has, then by its log-probability. The
+    results are read twice, and only those of the examples are kept.
+
+    Args:
+        runs: results by the name of the run, of the same samples.
+        count: how many at most of a bucket.
+    Returns:
+        By bucket, the largest first, for each example the result of every run by its name.
+    """
+    known: dict[int, dict[str, tuple[int, float]]] = {}
+    for results in runs.values():
+        for result in results:
+            best = known.setdefault(result.bucket, {})
+            this = (result.divergence_point, result.logprob or 0.0)
+            best[result.sample_id] = max(best.get(result.sample_id, this), this)
+    chosen: dict[int, dict[str, dict[str, SampleResult]]] = {}
+    for bucket in sorted(known, reverse=True):
+        order = sorted(known[bucket], key=known[bucket].__getitem__, reverse=True)
+        if 1 < count < len(order):
+            order = [order[round(place * (len(order) - 1) / (count - 1))] for place in range(count)]
+        chosen[bucket] = {sample_id: {} for sample_id in order[:count]}
+    for name, results in runs.items():
+        for result in results:
+            if result.sample_id in chosen[result.bucket]:
+                chosen[result.bucket][result.sample_id][name] = result
+    return {bucket: list(some.values()) for bucket, some in chosen.items()}
+
+
+def _marks(true: Sequence, said: Sequence) -> tuple[list[str], list[str]]:
+    start = next(
+        (place for place, (one, other) in enumerate(zip(true, said, strict=False)) if one != other),
+        min(len(true), len(said)),
+    )
+    run = SequenceMatcher(None, true, said, autojunk=False).find_longest_match()
+    marks = []
+    for side, begin in ((true, run.a), (said, run.b)):
+        mark = [OTHER] * len(side)
+        if run.size > 1:  # any two texts have a token in common
+            mark[begin : begin + run.size] = [RUN] * run.size
+        mark[:start] = [START] * start
+        marks.append(mark)
+    return marks[0], marks[1]
+
+
+def _words(text: str | None) -> tuple[list[str], list[str]] | None:
+    if text is None:
+        return None
+    words = re.findall(r"\s*\S+|\s+$", text)
+    return [word.strip() for word in words], words
+
+
+def _join(pieces) -> list[Piece]:
+    """Neighbours with the same mark become one piece."""
+    joined: list[Piece] = []
+    for text, mark in pieces:
+        if joined and joined[-1].mark == mark:
+            joined[-1] = Piece(joined[-1].text + text, mark)
+        else:
+            joined.append(Piece(text, mark))
+    return joined
 
 
 def texts_section(

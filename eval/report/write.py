@@ -10,10 +10,9 @@ from hf_axonn_eval.analysis.summary import SHARES
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.report import maps, tables
-from hf_axonn_eval.report.details import all_details, changes
 from hf_axonn_eval.report.html import chosen_maps, html_page
 from hf_axonn_eval.report.style import COLOURS
-from hf_axonn_eval.report.tables import COLUMNS, TITLES
+from hf_axonn_eval.report.tables import COLUMNS, TITLES, all_details, changes
 
 
 TERMINAL = ("exact_match", "rougeL", "token_accuracy", "nll")  # fits into 80 characters

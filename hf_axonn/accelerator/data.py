@@ -18,8 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from hf_axonn.accelerator.dispatching import dispatching_loader
 from hf_axonn.compat.accelerate import is_prepared, prepared_loaders, prepared_models
-from hf_axonn.distributed.consistency import require_alike
-from hf_axonn.distributed.facts import loader_facts
+from hf_axonn.distributed.consistency import loader_facts, require_alike
 from hf_axonn.engine.state import find_state
 
 

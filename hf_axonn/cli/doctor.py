@@ -22,7 +22,7 @@ from hf_axonn.planner import machine as machines
 from hf_axonn.planner.memory import MOMENT_BYTES, RESERVE, memory
 from hf_axonn.planner.model.shapes import Step
 from hf_axonn.planner.model.stack import Stack
-from hf_axonn.planner.tracing.built_shapes import shape_of
+from hf_axonn.planner.tracing.read_shape import shape_of
 from hf_axonn.topology.grid import Grid
 
 

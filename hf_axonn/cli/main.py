@@ -94,4 +94,3 @@ def _env(_options: argparse.Namespace) -> int:
     for line in describe():
         print(line)
     return 0
-

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hf_axonn.distributed import gloo
-from hf_axonn.distributed.pending import Pending
 
 
 # torch 2.13 renamed these two; the old names warn there, the new ones are missing before.
@@ -318,3 +318,32 @@ def gather_replicated(block: Tensor, group: ProcessGroup) -> Tensor:
 def take_replicated(blocks: Tensor, group: ProcessGroup) -> Tensor:
     """[p, ...], the same on all ranks -> this rank's block [...]. Backward: all-gather."""
     return blocks.squeeze(0) if group.size() == 1 else _TakeReplicated.apply(blocks, group)
+
+
+class Pending:
+    """A result that may still be under way. `wait()` returns it, any number of times."""
+
+    def __init__(self, result: Any, work: Any = None, finish: Callable[[Any], Any] | None = None):
+        self._result = result
+        self._work = work
+        self._finish = finish
+
+    def wait(self) -> Any:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._finish is not None:
+            self._result = self._finish(self._result)
+            self._finish = None
+        return self._result
+
+    def then(self, finish: Callable[[Any], Any]) -> Pending:
+        """The same work, whose result is `finish` of this one's."""
+        first = self._finish
+        both = finish if first is None else lambda result: finish(first(result))
+        return Pending(self._result, self._work, both)
+
+
+def together(pendings: list[Pending]) -> Pending:
+    """Several as one, whose `wait()` returns the list of their results."""
+    return Pending(pendings, finish=lambda each: [pending.wait() for pending in each])

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_axonn.distributed.collectives import start_all_reduce, travels_alone
-from hf_axonn.distributed.pending import Pending, together
+from hf_axonn.distributed.collectives import Pending, start_all_reduce, together, travels_alone
 from hf_axonn.distributed.watchdog.progress import HERE
 from hf_axonn.engine.state import ModelState, find_state
 

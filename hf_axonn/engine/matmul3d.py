@@ -30,9 +30,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_axonn.distributed.collectives import start_all_gather, start_reduce_scatter, travels_alone
+from hf_axonn.distributed.collectives import Pending, start_all_gather, start_reduce_scatter, together, travels_alone
 from hf_axonn.distributed.mesh import GridMesh
-from hf_axonn.distributed.pending import Pending, together
 from hf_axonn.engine.gather_cache import Gathered
 from hf_axonn.engine.matmul_tuning import Matmul, plain
 from hf_axonn.engine.overlap import placeholder

@@ -200,4 +200,3 @@ def write_temporary(settings: dict) -> str:
     # A forked child that ends in the ordinary way runs this too, while the launcher may still need the file.
     atexit.register(lambda: os.getpid() == owner and Path(file.name).unlink(missing_ok=True))
     return file.name
-

@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_axonn.config import VARIABLE, AxonnConfig
 from hf_axonn.planner.jobs import resolve_auto
-from hf_axonn.planner.tracing.built_shapes import read_shape
+from hf_axonn.planner.tracing.read_shape import read_shape
 
 
 SECTION = "axonn_config"

@@ -9,7 +9,7 @@ Two methods do the work and are what a subclass for sharded logits replaces:
     weighted_nll(logits, targets, weights) -> sum over kept tokens, nll of every token
     normalize(sum, kept_count, num_items_in_batch) -> the loss
 
-Who computes a loss of their own from log-probabilities (TRL: trainer/fused_head.py) asks for logits and labels instead
+Who computes a loss of their own from log-probabilities (TRL: trainer/trl.py) asks for logits and labels instead
 (`hand_over`), and tells the object what the tokens cost (`note`).
 """
 

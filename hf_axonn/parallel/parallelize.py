@@ -27,8 +27,7 @@ from hf_axonn.checkpoint.full_state import install_save_pretrained
 from hf_axonn.compat.peft import without_peft
 from hf_axonn.compat.torch import default_device_type, quiet_redistribution
 from hf_axonn.config import AxonnConfig
-from hf_axonn.distributed.consistency import require_alike
-from hf_axonn.distributed.facts import model_facts, versions
+from hf_axonn.distributed.consistency import model_facts, require_alike, versions
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
 from hf_axonn.engine.dtensors import take_shards

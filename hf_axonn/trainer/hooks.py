@@ -3,7 +3,7 @@
 Trainer saves and loads on rank 0 and has no place to plug this in, so a few methods of the class are wrapped. With a
 plain model and a plain checkpoint each wrapper calls the stock method and nothing else.
 
-Checked with transformers 5.23.0 (goldfish/trainer.py).
+Checked with transformers 5.23.0 (trainer.py, trainer_pt_utils.py).
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_axonn.accelerator.prepare import shard_plain_model
+from hf_axonn.compat.peft import without_peft
+from hf_axonn.distributed.consistency import argument_facts, require_alike
+from hf_axonn.distributed.watchdog.progress import HERE
 from hf_axonn.engine.state import find_state
-from hf_axonn.plugin import AxonnPlugin
-from hf_axonn.trainer import checks as trainer_checks
-from hf_axonn.trainer import hub as trainer_hub
-from hf_axonn.trainer import resume as trainer_resume
-from hf_axonn.trainer import saving as trainer_saving
-from hf_axonn.trainer import smoothing as trainer_smoothing
-from hf_axonn.trainer import trl as compat_trl
+from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
+from hf_axonn.trainer import hub, resume, saving, trl
 
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
@@ -43,10 +42,10 @@ def install_when_imported() -> None:
         after_import("transformers.trainer", lambda: install(sys.modules["transformers.trainer"].Trainer))
     elif hasattr(module, "Trainer"):
         install(module.Trainer)
-    if not compat_trl.install() and compat_trl.MODULE not in sys.modules and not _awaited:
-        _awaited.append(compat_trl.MODULE)
+    if not trl.install() and trl.MODULE not in sys.modules and not _awaited:
+        _awaited.append(trl.MODULE)
         # By then Trainer is there, too.
-        after_import(compat_trl.MODULE, install_when_imported)
+        after_import(trl.MODULE, install_when_imported)
 
 
 _awaited: list[str] = []  # modules that are to be wrapped when they are imported
@@ -69,7 +68,7 @@ def _install_get_last_checkpoint() -> None:
     from transformers import trainer, trainer_utils
 
     original = trainer_utils.get_last_checkpoint
-    replaced = functools.wraps(original)(functools.partial(trainer_resume.get_last_checkpoint, original))
+    replaced = functools.wraps(original)(functools.partial(resume.get_last_checkpoint, original))
     trainer_utils.get_last_checkpoint = trainer.get_last_checkpoint = replaced
 
 
@@ -80,9 +79,10 @@ def _bound(wrapper: Callable, original: Callable) -> Callable:
     return method
 
 
-def _plugin(trainer) -> AxonnPlugin | None:
-    plugin = getattr(trainer.accelerator, "parallelism_config", None)
-    return plugin if isinstance(plugin, AxonnPlugin) and plugin.grid.size > 1 else None
+def _plugin(trainer):
+    """The AxonnPlugin of this Trainer, where its grid has more than one rank."""
+    plugin = getattr(trainer.accelerator, "axonn_plugin", None)
+    return plugin if plugin is not None and plugin.grid.size > 1 else None
 
 
 def create_accelerator_and_postprocess(self, original: Callable) -> None:
@@ -136,7 +136,7 @@ def _make_ready(self) -> None:
         raise ValueError(
             f"optim={optim} is not supported over a grid ({plugin.grid}): choose one of {', '.join(OPTIMIZERS)}."
         )
-    compat_trl.check_trainer(self, plugin.grid)
+    trl.check_trainer(self, plugin.grid)
     if self.model is not None:
         shard_plain_model(self.model, plugin, self.args.device)
 
@@ -174,6 +174,66 @@ def floating_point_ops(self, original: Callable, *args, **kwargs) -> int:
     return 0 if here.get("x") or here.get("y") else original(*args, **kwargs)
 
 
+def train(self, original: Callable, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
+    """All ranks must have the same arguments. Collectives: those of `require_alike`, then Trainer's."""
+    if _plugin(self) is not None:
+        facts = argument_facts(self.args) | {"resume_from_checkpoint": resume_from_checkpoint}
+        require_alike(facts, self.args.device, "Give every rank the same arguments of Trainer.")
+    return original(resume_from_checkpoint, *args, **kwargs)
+
+
+def training_step(self, original: Callable, *args, **kwargs):
+    """Note the step, which a resumed run does not count from one."""
+    HERE.done = self.state.global_step
+    return original(*args, **kwargs)
+
+
+def compute_loss(
+    self,
+    original: Callable,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    return_outputs: bool = False,
+    num_items_in_batch: Tensor | int | None = None,
+) -> Tensor | tuple[Tensor, Any]:
+    """`label_smoothing_factor` without logits.
+
+    Trainer keeps the labels from the model and smooths a loss of its own from the logits, which every rank would hold
+    whole. Here the model gets the labels, and its loss (losses/vocab_parallel.py) is the smoothed one: the same
+    number.
+    """
+    loss = _loss_to_smooth(self, model, inputs)
+    if loss is None:
+        return original(model, inputs, return_outputs, num_items_in_batch)
+    smoother, self.label_smoother = self.label_smoother, None
+    try:
+        with loss.smoothed(smoother.epsilon):
+            return original(model, inputs, return_outputs, num_items_in_batch)
+    finally:
+        self.label_smoother = smoother
+
+
+def _loss_to_smooth(trainer, model: nn.Module, inputs: dict[str, Any]) -> ShardedCausalLMLoss | None:
+    """The loss of a model in training that can be smoothed chunk by chunk and is Trainer's own; None of others."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    smoother = getattr(trainer, "label_smoother", None)
+    if type(smoother) is not LabelSmoother or smoother.ignore_index != -100 or trainer.compute_loss_func is not None:
+        return None
+    if not (model.training and torch.is_grad_enabled()) or "labels" not in inputs or "shift_labels" in inputs:
+        return None
+    state = find_state(trainer.accelerator.unwrap_model(model))
+    if state is None or not state.has_head:
+        return None
+    inner = without_peft(trainer.accelerator.unwrap_model(model))
+    loss, config = getattr(inner, "loss_function", None), inner.config.get_text_config()
+    # Trainer shifts the labels of these only. Its loss has no auxiliary loss of routers, which a model would add.
+    shifted = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    routers = inputs.get("output_router_logits", getattr(config, "output_router_logits", False))
+    return loss if shifted and not routers and isinstance(loss, ShardedCausalLMLoss) else None
+
+
 WRAPPERS = (
     create_accelerator_and_postprocess,
     _move_model_to_device,
@@ -182,9 +242,10 @@ WRAPPERS = (
     _prepare_for_training,
     call_model_init,
     _get_num_items_in_batch,
-    *trainer_saving.WRAPPERS,
-    *trainer_resume.WRAPPERS,
-    *trainer_checks.WRAPPERS,
-    *trainer_smoothing.WRAPPERS,
-    *trainer_hub.WRAPPERS,
+    *saving.WRAPPERS,
+    *resume.WRAPPERS,
+    train,
+    training_step,
+    compute_loss,
+    *hub.WRAPPERS,
 )

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import hf_axonn
 from hf_axonn import AxonnConfig, AxonnPlugin, Grid
-from hf_axonn.distributed import facts
+from hf_axonn.distributed import consistency as facts
 from hf_axonn.distributed.consistency import differences, first_problem, gather_texts, require_alike
 from hf_axonn.parallel import batch_check
 from hf_axonn.parallel.batch_check import checksum

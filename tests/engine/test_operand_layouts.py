@@ -3,17 +3,8 @@
 import pytest
 import torch
 
-from hf_axonn.engine import operand_layouts
-from hf_axonn.engine.operand_layouts import (
-    AS_IS,
-    LAYOUTS,
-    Sample,
-    fastest,
-    gpu_seconds,
-    measure,
-    multiply_as,
-    order_of,
-)
+from hf_axonn.engine import matmul_tuning
+from hf_axonn.engine.matmul_tuning import AS_IS, LAYOUTS, Sample, fastest, gpu_seconds, measure, multiply_as, order_of
 
 
 def matrices(order: str, m: int, n: int) -> torch.Tensor:
@@ -78,7 +69,7 @@ def test_times_are_measured_on_operands_of_the_same_strides_and_leave_random_num
 
 def test_a_layout_that_cannot_win_is_given_up(monkeypatch):
     seconds = {AS_IS: 0.002, "NN": 0.00198, "TT": 0.001}
-    monkeypatch.setattr(operand_layouts, "cpu_seconds", lambda work: seconds[work.args[0]])
+    monkeypatch.setattr(matmul_tuning, "cpu_seconds", lambda work: seconds[work.args[0]])
     sample = Sample.of(torch.empty(2, 2), torch.empty(2, 2), torch.empty(2, 2))
     trials = measure(sample, list(seconds), accumulate=False)
     assert {layout: set(taken) for layout, taken in trials.items()} == {
@@ -117,7 +108,7 @@ def test_without_memory_a_shape_stays_as_it_is(monkeypatch, caplog):
         if layout != AS_IS:
             raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(operand_layouts, "multiply_as", refuse)
+    monkeypatch.setattr(matmul_tuning, "multiply_as", refuse)
     sample = Sample.of(torch.empty(2, 2), torch.empty(2, 2), torch.empty(2, 2))
     assert fastest(measure(sample, [AS_IS, "NN"], accumulate=False)) == AS_IS
     assert "out of memory" in caplog.text

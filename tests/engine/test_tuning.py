@@ -21,10 +21,8 @@ from hf_axonn.checkpoint.sharded import LAYOUTS, load_sharded, save_sharded
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
 from hf_axonn.engine import matmul_tuning as tuning
-from hf_axonn.engine import operand_layouts
 from hf_axonn.engine.gradient_sync import sync_gradients
-from hf_axonn.engine.matmul_tuning import STEPS, Key, MatmulTuner
-from hf_axonn.engine.operand_layouts import AS_IS, Sample
+from hf_axonn.engine.matmul_tuning import AS_IS, STEPS, Key, MatmulTuner, Sample
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers import ROOT
@@ -162,7 +160,7 @@ def test_a_grid_with_tuned_matmuls_equals_one_process(world, grids):
     assert chosen == results[0][2]
     assert {key.which for choices, _ in results[0][1] for key in choices} == {"forward", "dinput", "dweight"}
     if world == 2:
-        assert chosen == set(operand_layouts.LAYOUTS)
+        assert chosen == set(tuning.LAYOUTS)
 
 
 def uneven(grid: Grid):

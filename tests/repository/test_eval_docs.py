@@ -11,9 +11,9 @@ from hf_axonn_eval.analysis.summary import METRICS
 from hf_axonn_eval.canaries.generate import ALPHABETS
 from hf_axonn_eval.data.windows import COMBINE, KINDS
 from hf_axonn_eval.extraction.callback import LOGGED, PREFIX
-from hf_axonn_eval.extraction.undecided import BOUNDS
+from hf_axonn_eval.extraction.scoring import BOUNDS
 from hf_axonn_eval.metrics.text import NEAR_VERBATIM
-from hf_axonn_eval.report.details import ATTACKS
+from hf_axonn_eval.report.tables import ATTACKS
 from tests.helpers import ROOT
 
 

@@ -14,7 +14,7 @@ from types import FrameType
 
 
 # Files in which a main thread that goes no further is waiting for other ranks.
-WAITING = ("hf_axonn/distributed/collectives.py", "hf_axonn/distributed/pending.py", "hf_axonn/distributed/gloo.py")
+WAITING = ("hf_axonn/distributed/collectives.py", "hf_axonn/distributed/gloo.py")
 WAITING += ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 FRAMES = 12  # of a stack are told, the innermost
 

@@ -143,7 +143,7 @@ class ModelShape(Stack):
 
 @dataclass(frozen=True, kw_only=True)
 class FoundShape(Stack):
-    """A decoder as it was found in a model that was built (planner/tracing/built_shapes.py). Attributes as `Stack`
+    """A decoder as it was found in a model that was built (planner/tracing/trace.py). Attributes as `Stack`
     says."""
 
     runs: tuple[tuple[Layer, int], ...]

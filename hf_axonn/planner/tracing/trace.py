@@ -1,6 +1,6 @@
 """The planner's numbers of a model that is there: its plan, its parameters, and what it does when it runs.
 
-    found_shape(model)     perf.shapes.FoundShape of a model on the meta device
+    found_shape(model)     the FoundShape (planner/model/shapes.py) of a model on the meta device
 
 The shape is taken only where it has as many parameters as the model, so that what it cannot express is refused and not
 guessed.

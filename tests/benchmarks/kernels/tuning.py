@@ -22,8 +22,7 @@ from pathlib import Path
 import torch
 
 from hf_axonn.engine.matmul3d import input_gradient, multiply, weight_gradient
-from hf_axonn.engine.matmul_tuning import Key, MatmulTuner
-from hf_axonn.engine.operand_layouts import AS_IS, MARGIN, Trials, fastest
+from hf_axonn.engine.matmul_tuning import AS_IS, MARGIN, Key, MatmulTuner, Trials, fastest
 
 
 # name: hidden, intermediate, and features of q and of k and v

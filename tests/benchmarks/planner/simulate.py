@@ -50,7 +50,7 @@ from hf_axonn.planner.model import catalog as models
 from hf_axonn.planner.model.shapes import Step
 from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.predict import layout_of
-from hf_axonn.planner.tracing.built_shapes import shape_of
+from hf_axonn.planner.tracing.read_shape import shape_of
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.volumes import volumes
 from tests.benchmarks.checkpoint.big_load import LLAMA_405B, read_grid

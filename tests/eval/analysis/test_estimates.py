@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from hf_axonn_eval.analysis.estimates import differences, estimates, membership
-from hf_axonn_eval.analysis.intervals import bootstrap, wilson
-from hf_axonn_eval.analysis.shares import share_intervals, wilson_of_difference
+from hf_axonn_eval.analysis.intervals import bootstrap, share_intervals, wilson, wilson_of_difference
 from hf_axonn_eval.analysis.table import Table
 from tests.helpers.eval_support import result
 

@@ -3,8 +3,13 @@
 import numpy as np
 import pytest
 
-from hf_axonn_eval.analysis.intervals import bootstrap, wilson
-from hf_axonn_eval.analysis.shares import difference_interval, share_intervals, wilson_of_difference
+from hf_axonn_eval.analysis.intervals import (
+    bootstrap,
+    difference_interval,
+    share_intervals,
+    wilson,
+    wilson_of_difference,
+)
 
 
 def test_which_interval_a_share_gets():

@@ -12,7 +12,7 @@ from hf_axonn import Grid
 from hf_axonn_eval import Sample, extract
 from hf_axonn_eval.extraction import batching as batches
 from hf_axonn_eval.extraction.kv_cache import can_be_kept
-from hf_axonn_eval.extraction.undecided import undecided_below
+from hf_axonn_eval.extraction.scoring import undecided_below
 from hf_axonn_eval.metrics import membership
 from hf_axonn_eval.metrics import text as metrics
 from hf_axonn_eval.metrics.discoverability import Sampler

@@ -6,7 +6,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from hf_axonn_eval.metrics.degeneracy import is_degenerate, type_token_ratio, zlib_ratio
+from hf_axonn_eval.metrics.text import is_degenerate, type_token_ratio, zlib_ratio
 from tests.helpers.eval_support import topics_tokenizer
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from rouge_score.rouge_scorer import RougeScorer
 from rouge_score.tokenize import tokenize
 
-from hf_axonn_eval.metrics.rouge import rouge, words
+from hf_axonn_eval.metrics.text import rouge, words
 
 
 SCORER = RougeScorer(["rouge1", "rouge2", "rougeL"], use_stemmer=False)

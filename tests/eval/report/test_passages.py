@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hf_axonn_eval import Sample
-from hf_axonn_eval.report.passages import OTHER, RUN, START, Piece, examples, passage, token_texts
+from hf_axonn_eval.report.texts import OTHER, RUN, START, Piece, examples, passage, token_texts
 from tests.helpers.eval_support import result, samples, topics_tokenizer
 
 

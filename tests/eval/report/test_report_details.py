@@ -5,7 +5,7 @@ from math import log
 import pytest
 
 from hf_axonn_eval import compare
-from hf_axonn_eval.report.details import all_details, changes, discoverability, membership, shorter, undecided
+from hf_axonn_eval.report.tables import all_details, changes, discoverability, membership, shorter, undecided
 from tests.helpers.eval_support import result
 
 

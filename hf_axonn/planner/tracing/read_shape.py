@@ -1,6 +1,6 @@
 """The planner's numbers of a model whose type it does not know by name: read from its modules, built without weights.
 
-    read_shape("DIR")      perf.models.load, and for a type that is not in its FAMILIES what is said here
+    read_shape("DIR")      catalog.load, and for a type that is not in its FAMILIES what is said here
 
 The model is built on the meta device, which takes no memory, and its shape is found there (trace.py).
 """
