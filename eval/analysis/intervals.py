@@ -20,6 +20,7 @@ import numpy as np
 
 WILSON, HULL, BOOTSTRAP = "wilson", "bootstrap, at least wilson", "bootstrap"
 _NUMBERS_AT_ONCE = 1_000_000  # draws of a bootstrap are made in pieces of about as many numbers
+NONE = "none: a single document"
 
 
 class Interval(NamedTuple):
@@ -275,9 +276,6 @@ class Found(NamedTuple):
 
     interval: Interval | None
     kind: str
-
-
-NONE = "none: a single document"
 
 
 def share_intervals(

@@ -33,6 +33,9 @@ from hf_axonn_eval.metrics.discoverability import Sampler
 _LOGITS_AT_ONCE = {"cpu": 2**20}
 _LOGITS_AT_ONCE_ELSEWHERE = 2**25
 _STATISTICS_AT_ONCE = 2**23
+# Nats. What another order of adding changed in the gap between two logits (docs/evaluation.md), with room to spare.
+# Weights in fewer bits are computed with in one of these: the widest bound.
+BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.5}
 
 
 class Score(NamedTuple):
@@ -308,11 +311,6 @@ def _membership(logits: Tensor, targets: Tensor, batch: Sequence[Sample], tokeni
         text = tokenizer.decode([*sample.prefix, *sample.suffix])
         given.append(membership.scores(*(kind[place][-scored:] for kind in statistics), text))
     return given
-
-
-# Nats. What another order of adding changed in the gap between two logits (docs/evaluation.md), with room to spare.
-# Weights in fewer bits are computed with in one of these: the widest bound.
-BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.5}
 
 
 def undecided_below(model) -> float:

@@ -23,6 +23,9 @@ from collections.abc import Hashable, Iterable, Sequence
 
 LEAST_TYPES, LEAST_ZLIB = 0.40, 0.25  # below one of them a suffix is degenerate
 NEAR_VERBATIM = 0.10  # edits per suffix token; the bound of the Gemma 3 report
+WINDOW = 50  # tokens; the share of different ones falls with the length of a text, so it is taken in windows
+# of an ASCII byte: itself if it can stand in a word, else a blank
+_LETTERS = bytes(byte if chr(byte).isalnum() and byte < 128 else 32 for byte in range(256))
 
 
 def exact_match(prediction: Sequence[int], reference: Sequence[int]) -> bool:
@@ -126,9 +129,6 @@ def _check_some(tokens: Sequence) -> None:
         raise ValueError("a suffix without tokens has no score.")
 
 
-WINDOW = 50  # tokens; the share of different ones falls with the length of a text, so it is taken in windows
-
-
 def type_token_ratio(tokens: Sequence[Hashable], *, window: int = WINDOW) -> float:
     """Share of tokens that are different ones, the mean over all windows of `window` tokens; 1 if none repeats.
 
@@ -202,10 +202,6 @@ def rouge(prediction: str, reference: str) -> dict[str, float | None]:
         "rouge2": None if pairs is None else _f1(pairs, len(mine) - 1, len(true) - 1),
         "rougeL": _f1(common, len(mine), len(true)),
     }
-
-
-# of an ASCII byte: itself if it can stand in a word, else a blank
-_LETTERS = bytes(byte if chr(byte).isalnum() and byte < 128 else 32 for byte in range(256))
 
 
 def words(text: str) -> list[bytes]:

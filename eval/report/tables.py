@@ -23,6 +23,13 @@ TITLES = {
     "nll": "nats per token",
     "probability": "probability",
 }
+ATTACKS = {
+    "loss": "loss",
+    "zlib": "zlib",
+    "min_k": "Min-K%",
+    "min_k_plus_plus": "Min-K%++",
+    "reference": "reference",
+}
 
 
 def rows(
@@ -143,15 +150,6 @@ class Details(NamedTuple):
     headings: list[str]
     rows: list[list[str]]
     note: str = ""
-
-
-ATTACKS = {
-    "loss": "loss",
-    "zlib": "zlib",
-    "min_k": "Min-K%",
-    "min_k_plus_plus": "Min-K%++",
-    "reference": "reference",
-}
 
 
 def all_details(comparison: Mapping[str, Any]) -> list[Details]:

@@ -23,6 +23,20 @@ from hf_axonn.planner.time.paper import ORDER, rank_grids
 from hf_axonn.planner.tracing.read_shape import read_shape
 
 
+# Parts of a step in the order in which they are stacked: compute in blues, communication in reds, else grey.
+PARTS = {
+    "gemm": "#1f4e79",
+    "attention": "#2e75b6",
+    "elementwise": "#9dc3e6",
+    "head": "#bdd7ee",
+    "optimizer": "#a6a6a6",
+    "exposed x/y": "#c00000",
+    "exposed z": "#ed7d31",
+    "exposed data": "#ffc000",
+    "other": "#7f6000",
+}
+
+
 def add_plan(commands) -> None:
     """Register `plan` with the subparsers of main.py."""
     parser = commands.add_parser("plan", help="rank all grids of a number of GPUs by predicted time")
@@ -254,20 +268,6 @@ def _sweep(options: argparse.Namespace, job: Job) -> int:
     if options.plot and any(found.ranked for found in plans):
         plot_sweep(plans, options.plot, weak=options.weak)
     return 0 if all(found.ranked for found in plans) else 1
-
-
-# Parts of a step in the order in which they are stacked: compute in blues, communication in reds, else grey.
-PARTS = {
-    "gemm": "#1f4e79",
-    "attention": "#2e75b6",
-    "elementwise": "#9dc3e6",
-    "head": "#bdd7ee",
-    "optimizer": "#a6a6a6",
-    "exposed x/y": "#c00000",
-    "exposed z": "#ed7d31",
-    "exposed data": "#ffc000",
-    "other": "#7f6000",
-}
 
 
 def _pyplot():

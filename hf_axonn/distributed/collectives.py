@@ -47,6 +47,7 @@ ALONE_BYTES = 2**18
 
 # Called with (kind, payload bytes, group) before each collective; see `observe`.
 _observers: list[Callable[[str, int, ProcessGroup], None]] = []
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "mean": dist.ReduceOp.AVG}
 
 
 @contextmanager
@@ -141,9 +142,6 @@ def _exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: Pro
     arrived = rows.new_empty(sum(receive), *rows.shape[1:])
     dist.all_to_all_single(arrived, rows, receive, send, group=group)
     return arrived
-
-
-_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "mean": dist.ReduceOp.AVG}
 
 
 def start_all_reduce(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> Pending:

@@ -26,6 +26,23 @@ from hf_axonn.distributed.watchdog.diagnosis import ranks_in_words
 
 
 TOLD = 3  # differences are told one by one
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "safetensors")
+# Of TrainingArguments: where a rank runs, and what only concerns its logs and its readers of data.
+OWN_ARGUMENTS = {
+    "local_rank",
+    "logging_dir",
+    "run_name",
+    "project",
+    "report_to",
+    "disable_tqdm",
+    "log_level",
+    "log_level_replica",
+    "parallelism_config",
+    "push_to_hub",
+    "use_cpu",
+}
+OWN_PREFIXES = ("hub_", "dataloader_num", "dataloader_prefetch", "dataloader_pin", "dataloader_persistent", "trackio")
+PLAIN = (str, int, float, bool, list, tuple, dict, type(None))
 
 
 def gather_texts(text: str, device: torch.device | str, group: ProcessGroup | None = None) -> list[str]:
@@ -115,31 +132,6 @@ def differences(facts: Sequence[Mapping[str, str]], ranks: Sequence[int] | None 
             told = ", ".join(f"{value} on {ranks_in_words(who)}" for value, who in values.items())
             found.append(f"{name} is {told}")
     return found
-
-
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "safetensors")
-
-
-# Of TrainingArguments: where a rank runs, and what only concerns its logs and its readers of data.
-OWN_ARGUMENTS = {
-    "local_rank",
-    "logging_dir",
-    "run_name",
-    "project",
-    "report_to",
-    "disable_tqdm",
-    "log_level",
-    "log_level_replica",
-    "parallelism_config",
-    "push_to_hub",
-    "use_cpu",
-}
-
-
-OWN_PREFIXES = ("hub_", "dataloader_num", "dataloader_prefetch", "dataloader_pin", "dataloader_persistent", "trackio")
-
-
-PLAIN = (str, int, float, bool, list, tuple, dict, type(None))
 
 
 @functools.lru_cache(maxsize=1)

@@ -45,6 +45,11 @@ logger = logging.getLogger(__name__)
 
 STEPS = 3  # steps after which new shapes are timed
 SECONDS = 60.0  # after one step; ranks wait meanwhile, and a collective that waits for minutes is taken for dead
+AS_IS = "as is"
+ORDERS = ("NN", "NT", "TN", "TT")
+LAYOUTS = (AS_IS, *ORDERS, *(f"{order} swapped" for order in ORDERS))
+MARGIN = 0.95  # a layout wins a round if it takes less than this part of the time of the operands as they lie
+Trials = dict[str, list[float]]  # seconds by layout, AS_IS first; those that cannot win any more have fewer rounds
 
 
 class Matmul(Protocol):
@@ -216,21 +221,6 @@ def _from_entries(entries: Iterable[dict[str, Any]]) -> dict[Key, str]:
             raise ValueError(f"{layout!r} is not a layout: {', '.join(LAYOUTS)}")
         choices[key] = layout
     return choices
-
-
-AS_IS = "as is"
-
-
-ORDERS = ("NN", "NT", "TN", "TT")
-
-
-LAYOUTS = (AS_IS, *ORDERS, *(f"{order} swapped" for order in ORDERS))
-
-
-MARGIN = 0.95  # a layout wins a round if it takes less than this part of the time of the operands as they lie
-
-
-Trials = dict[str, list[float]]  # seconds by layout, AS_IS first; those that cannot win any more have fewer rounds
 
 
 def multiply_as(layout: str, out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
