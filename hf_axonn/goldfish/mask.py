@@ -25,7 +25,6 @@ from torch import Tensor
 
 
 STRATEGIES = ("hash-table", "hash", "static", "random")
-IGNORE_INDEX = -100
 
 TABLE_SIZE = 1_000_003
 TABLE_SEED = 2_971_215_073

@@ -30,8 +30,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from hf_axonn.goldfish.mask import IGNORE_INDEX, check_options, count_unprotected, find_document_ids, goldfish_mask
-from hf_axonn.losses.causal_lm import CausalLMLoss, install_causal_lm_loss, mean_losses, widest_float
+from hf_axonn.goldfish.mask import check_options, count_unprotected, find_document_ids, goldfish_mask
+from hf_axonn.losses.causal_lm import IGNORE_INDEX, CausalLMLoss, install_causal_lm_loss, mean_losses, widest_float
 from hf_axonn.trainer import hooks as trainer_hooks
 
 

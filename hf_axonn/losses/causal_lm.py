@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_axonn.compat.transformers import has_causal_lm_loss
-from hf_axonn.goldfish.mask import IGNORE_INDEX
+
+
+IGNORE_INDEX = -100  # a label that does not count, as in torch and Transformers
 
 
 class LossRecord:

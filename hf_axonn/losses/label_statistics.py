@@ -28,8 +28,8 @@ from hf_axonn.engine.matmul3d import Product, leave_gradients
 from hf_axonn.engine.overlap import placeholder
 from hf_axonn.engine.state import ModelState
 from hf_axonn.engine.weight_layout import vocabulary_range
-from hf_axonn.goldfish.mask import IGNORE_INDEX
 from hf_axonn.layers.vocabulary import DeferredLogits
+from hf_axonn.losses.causal_lm import IGNORE_INDEX
 from hf_axonn.losses.vocab_parallel import CHUNK_LOGITS, add_product, local_logits
 
 

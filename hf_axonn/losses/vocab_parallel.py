@@ -30,9 +30,8 @@ from hf_axonn.engine.matmul3d import leave_gradients
 from hf_axonn.engine.overlap import placeholder
 from hf_axonn.engine.state import ModelState
 from hf_axonn.engine.weight_layout import vocabulary_range
-from hf_axonn.goldfish.mask import IGNORE_INDEX
 from hf_axonn.layers.vocabulary import DeferredLogits
-from hf_axonn.losses.causal_lm import CausalLMLoss, Targets
+from hf_axonn.losses.causal_lm import IGNORE_INDEX, CausalLMLoss, Targets
 
 
 CHUNK_LOGITS = 2**26  # logits in a chunk of one rank: 256 MiB in float32. Head and loss need less than two of them
