@@ -4,11 +4,14 @@ Importing this package imports nothing else: torch loads it in every process thr
 `accelerate launch --config axonn.yaml` work, so each public name is looked up where it lives when it is first used.
 """
 
+import functools
 import sys
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from typing import TYPE_CHECKING
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # public name -> the module of this package that defines it
 _EXPORTS = {
@@ -21,42 +24,88 @@ _EXPORTS = {
     "GoldfishTrainer": "goldfish.trainer",
     "Grid": "topology.grid",
     "SaveError": "checkpoint.save",
+    "adapter_base": "adapters.files",
     "auto_parallelize": "parallel.parallelize",
     "export_hf": "checkpoint.export",
     "finish_saves": "checkpoint.save",
     "from_pretrained": "parallel.from_pretrained",
     "goldfish_mask": "goldfish.mask",
-    "notebook_launcher": "launch.notebook",
     "load_sharded": "checkpoint.sharded",
+    "notebook_launcher": "launch.notebook",
+    "parallel_state": "engine.state",
     "parallelize": "parallel.parallelize",
     "save_sharded": "checkpoint.sharded",
     "sync_gradients": "engine.gradient_sync",
 }
+# modules of 0.1.0 that its documents or its pickles name -> where their contents are now
+_MOVED = {
+    "failures": "distributed.watchdog.watchdog",
+    "gradients": "engine.gradient_sync",
+    "grid": "topology.grid",
+    "perf": "planner",
+    "perf.models": "planner.model.catalog",
+    "perf.paper": "planner.time.paper",
+    "perf.volumes": "planner.traffic.volumes",
+    "trl": "goldfish.sft",
+}
 __all__ = ["__version__", *_EXPORTS]
 
+if TYPE_CHECKING:
+    from hf_axonn.adapters.files import adapter_base as adapter_base
+    from hf_axonn.checkpoint.export import export_hf as export_hf
+    from hf_axonn.checkpoint.save import SaveError as SaveError
+    from hf_axonn.checkpoint.save import finish_saves as finish_saves
+    from hf_axonn.checkpoint.sharded import load_sharded as load_sharded
+    from hf_axonn.checkpoint.sharded import save_sharded as save_sharded
+    from hf_axonn.config import AxonnConfig as AxonnConfig
+    from hf_axonn.engine.gradient_sync import sync_gradients as sync_gradients
+    from hf_axonn.engine.state import parallel_state as parallel_state
+    from hf_axonn.goldfish.mask import goldfish_mask as goldfish_mask
+    from hf_axonn.goldfish.sft import GoldfishSFTConfig as GoldfishSFTConfig
+    from hf_axonn.goldfish.sft import GoldfishSFTTrainer as GoldfishSFTTrainer
+    from hf_axonn.goldfish.trainer import GoldfishConfig as GoldfishConfig
+    from hf_axonn.goldfish.trainer import GoldfishMixin as GoldfishMixin
+    from hf_axonn.goldfish.trainer import GoldfishTrainer as GoldfishTrainer
+    from hf_axonn.launch.notebook import notebook_launcher as notebook_launcher
+    from hf_axonn.parallel.from_pretrained import from_pretrained as from_pretrained
+    from hf_axonn.parallel.parallelize import auto_parallelize as auto_parallelize
+    from hf_axonn.parallel.parallelize import parallelize as parallelize
+    from hf_axonn.plugin import AxonnPlugin as AxonnPlugin
+    from hf_axonn.topology.grid import Grid as Grid
+else:  # hidden from type checkers, to which it would make every name exist
 
-def __getattr__(name):
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    return value
+    def __getattr__(name):
+        if name not in _EXPORTS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+        return value
 
 
 def __dir__():
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)
 
 
-class _Package(type(sys)):
-    """Keeps a public name when a module has the same one.
+class _MovedModules:
+    """Finds modules of 0.1.0: each looks its names up in the module that has them now.
 
-    Importing the file parallel/parallelize.py makes Python set `hf_axonn.parallelize` to the module, whichever way it
-    came to be imported; users call the function.
+    Pickles of 0.1.0, such as the training_args.bin of a checkpoint, name classes by these modules.
     """
 
-    def __setattr__(self, name, value):
-        if name in _EXPORTS and isinstance(value, type(sys)):
-            value = getattr(value, name)
-        super().__setattr__(name, value)
+    @staticmethod
+    def find_spec(fullname, path=None, target=None):
+        name = fullname.removeprefix("hf_axonn.")
+        if fullname == name or name not in _MOVED:
+            return None
+        return ModuleSpec(fullname, _MovedModules, is_package=name == "perf")
+
+    @staticmethod
+    def create_module(spec):
+        return None  # an ordinary one
+
+    @staticmethod
+    def exec_module(module):
+        new = f"{__name__}.{_MOVED[module.__name__.removeprefix('hf_axonn.')]}"
+        module.__getattr__ = functools.partial(getattr, import_module(new))
 
 
-sys.modules[__name__].__class__ = _Package
+sys.meta_path.append(_MovedModules)  # last: asked only where there is no such module

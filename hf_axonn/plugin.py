@@ -16,7 +16,7 @@ from typing import Any
 from accelerate.parallelism_config import ParallelismConfig
 
 from hf_axonn.config import VARIABLE, AxonnConfig, Overlap
-from hf_axonn.distributed.consistency import require_alike, versions
+from hf_axonn.distributed.consistency import assert_same_on_all_ranks, versions
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
 from hf_axonn.topology.grid import Grid
@@ -81,7 +81,7 @@ class AxonnPlugin(ParallelismConfig):
             _install_trainer_hooks()
         super().__init__(
             dp_replicate_size=1,
-            dp_shard_size=config.grid.samples_size,
+            dp_shard_size=config.grid.dp_size,
             tp_size=config.grid.x * config.grid.y,
             cp_size=1,
             sp_size=1,
@@ -121,7 +121,9 @@ class AxonnPlugin(ParallelismConfig):
         if accelerator.num_processes > 1:
             watch()
             facts = {"axonn_config": self.config.to_json(), "mixed_precision": accelerator.state.mixed_precision}
-            require_alike(facts | versions(), accelerator.device, "Start every rank with the same file and packages.")
+            assert_same_on_all_ranks(
+                facts | versions(), accelerator.device, "Start every rank with the same file and packages."
+            )
         self.grid.check(accelerator.num_processes)
         if self.grid.size == 1:
             bind(accelerator, self)

@@ -55,7 +55,7 @@ class Tally:
 def iter_samples(
     documents: Iterable[Mapping[str, Any]], *, sampling: Sampling, tokenizer=None, tally: Tally | None = None
 ) -> Iterator[Sample]:
-    """Cut documents into samples, one after the other.
+    """Window documents into samples, one after the other.
 
     What is left out, and texts that the tokenizer does not give back unchanged, are counted, and logged as warnings
     at the end. Such a text's tokens stand for another text; decoded, they differ from it.
@@ -129,7 +129,7 @@ def build_samples(
     max_document_tokens: int | None = None,
     add_special_tokens: bool = False,
 ) -> list[Sample]:
-    """Cut documents into samples: at fixed offsets, or as `sampling` says.
+    """Window documents into samples: at fixed offsets, or as `sampling` says.
 
     A document is used at all offsets or not at all, so that every offset is measured on the same documents. How many
     documents the length filter leaves out is logged as a warning.

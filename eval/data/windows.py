@@ -26,7 +26,7 @@ COMBINE = ("product", "axes")
 STRIDE_UNITS = ("tokens", "characters")
 
 
-class Cut(NamedTuple):
+class Window(NamedTuple):
     """One piece: what its sample is called in the document, where it begins, its suffix begins, and it ends."""
 
     name: str
@@ -134,17 +134,17 @@ class Sampling:
             return self.prefix_length[0] + self.suffix_length[0]
         return self.suffix_length[0] + 1
 
-    def cuts(self, tokens: int) -> list[Cut]:
+    def cuts(self, tokens: int) -> list[Window]:
         """Where a document of `tokens` tokens is cut; at least `needed` of them. Not for a window over characters."""
         if self.kind == "offsets":
             return self._fixed()
         if self.kind == "sliding":
             prefix, suffix = self.prefix_length[0], self.suffix_length[0]
             begins = range(0, tokens - prefix - suffix + 1, self.stride)
-            return [Cut(str(begin), begin, begin + prefix, begin + prefix + suffix) for begin in begins]
+            return [Window(str(begin), begin, begin + prefix, begin + prefix + suffix) for begin in begins]
         size = min(tokens, self.max_tokens or tokens)
         begin = 0 if self.kind == "first" else tokens - size
-        return [Cut(str(begin), begin, begin + size - self.suffix_length[0], begin + size)]
+        return [Window(str(begin), begin, begin + size - self.suffix_length[0], begin + size)]
 
     def settings(self) -> dict[str, Any]:
         """What this kind looks at, by name, as JSON can say it."""
@@ -152,7 +152,7 @@ class Sampling:
         values = {name: getattr(self, name) for name in names}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
-    def _fixed(self) -> list[Cut]:
+    def _fixed(self) -> list[Window]:
         axes = (self.offset, self.prefix_length, self.suffix_length)
         if self.combine == "product":
             combined = list(product(*axes))
@@ -166,5 +166,5 @@ class Sampling:
         for offset, prefix, suffix in combined:
             begin = offset + (longest - prefix if self.shared_suffix else 0)
             name = str(begin) if plain else f"{begin}+{prefix}+{suffix}"
-            cuts.append(Cut(name, begin, begin + prefix, begin + prefix + suffix))
+            cuts.append(Window(name, begin, begin + prefix, begin + prefix + suffix))
         return cuts

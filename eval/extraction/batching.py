@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from hf_axonn_eval.extraction.scoring import core, device_of
-from hf_axonn_eval.extraction.work_split import Division
+from hf_axonn_eval.extraction.work_split import WorkSplit
 
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def smaller(batches: Sequence[Sequence[T]], batch_size: int) -> list[list[T]]:
     return [list(batch[at : at + batch_size]) for batch in batches for at in range(0, len(batch), batch_size)]
 
 
-def fitting_batch_size(model, division: Division, *, longest: int, kept_logits: int) -> int:
+def fitting_batch_size(model, division: WorkSplit, *, longest: int, kept_logits: int) -> int:
     """A batch size that fits into memory, the same on every rank: a power of two. Collective over the world.
 
     Enough rows to keep the device busy, and no more than half of the free memory: of a GPU what one and two rows took

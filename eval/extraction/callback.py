@@ -24,7 +24,7 @@ from hf_axonn_eval.analysis.summary import value
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.extraction.extract import extract
-from hf_axonn_eval.extraction.work_split import Division
+from hf_axonn_eval.extraction.work_split import WorkSplit
 
 
 LOGGED = ("exact_match", "near_verbatim", "rougeL", "token_accuracy", "nll")
@@ -118,7 +118,7 @@ class ExtractionCallback(TrainerCallback):
                 generate=self.generate,
                 progress=False,
             )
-            found = Division.of(model).on_rank_zero(lambda: _means(results))
+            found = WorkSplit.of(model).on_rank_zero(lambda: _means(results))
         return found | {f"{PREFIX}seconds": round(time.perf_counter() - start, 4)}
 
     def _log(self, control: TrainerControl) -> dict[str, float]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hf_axonn import parallel_state
 from hf_axonn_eval.extraction.kv_cache import Row, joined
 from hf_axonn_eval.extraction.scoring import core, device_of, logits_after
 
@@ -135,7 +136,7 @@ def weights_in_place(model) -> Iterator[None]:
 
 
 def _kept(model):
-    parallel = getattr(model, "axonn", None)
+    parallel = parallel_state(model)
     return parallel.kept if parallel is not None and parallel.grid.z > 1 else None
 
 

@@ -19,9 +19,9 @@ from hf_axonn_eval.data.samples import Sample, samples_digest
 from hf_axonn_eval.extraction import batching as batches
 from hf_axonn_eval.extraction import scoring
 from hf_axonn_eval.extraction.run_record import run_record
-from hf_axonn_eval.extraction.runner import Asker
-from hf_axonn_eval.extraction.scoring import undecided_below
-from hf_axonn_eval.extraction.work_split import Division
+from hf_axonn_eval.extraction.runner import Runner
+from hf_axonn_eval.extraction.scoring import near_tie_below
+from hf_axonn_eval.extraction.work_split import WorkSplit
 from hf_axonn_eval.metrics.discoverability import Sampler
 
 
@@ -85,7 +85,7 @@ def extract(
             "another model: pass load_model(...).record, or {'fingerprint': <any text that names the weights>}."
         )
 
-    division = Division.of(model)
+    division = WorkSplit.of(model)
     with scoring.evaluating(model):
         rows = batch_size
         if rows == "auto":
@@ -93,14 +93,14 @@ def extract(
             rows = batches.fitting_batch_size(model, division, longest=longest, kept_logits=keep)
         planned = batches.plan_batches(lengths, rows, padding=scoring.may_be_padded(model))
         units = batches.plan_units(planned, division.count)
-        asker = Asker(
+        asker = Runner(
             model=model,
             tokenizer=tokenizer,
             generate=generate,
             stop_early=stop_early,
             sampler=sampler,
             membership=membership,
-            bound=undecided_below(model),
+            bound=near_tie_below(model),
             batch_size=rows,
             decoded=batches.decoded_rows(model, rows, longest),
         )
@@ -124,7 +124,7 @@ def extract(
                     "decoded_rows": asker.decoded,
                     "decoding": "greedy, no stop, no penalties",
                     "sampler": vars(sampler) if sampler is not None else None,
-                    "undecided_below": asker.bound,
+                    "near_tie_below": asker.bound,
                     "protocol": protocol,
                     "seed": seed,
                     "confidence": confidence,

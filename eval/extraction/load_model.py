@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_axonn_eval.extraction import weights_on_disk as weights
-from hf_axonn_eval.extraction.work_split import Division
+from hf_axonn_eval.extraction.work_split import WorkSplit
 
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -49,7 +49,7 @@ def load_model(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}, but it must be one of {', '.join(DTYPES)}.")
     start_distributed()
-    division = Division.of(None)
+    division = WorkSplit.of(None)
     if grid is not None:
         grid.check(division.world_size)
     directory = _directory(path)
@@ -154,9 +154,9 @@ def _on_grid(path: str | os.PathLike, grid, options: dict[str, Any]):
 
 def _base_record(directory: Path) -> dict[str, Any]:
     """Of an adapter, which base model it is on; nothing for other models."""
-    from hf_axonn.adapters.files import base_of
+    from hf_axonn.adapters.files import adapter_base
 
-    base = base_of(directory)
+    base = adapter_base(directory)
     if base is None:
         return {}
     found = Path(base) if Path(base).is_dir() else _hub_directory(base)

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hf_axonn_eval.extraction.work_split import Division
+from hf_axonn import parallel_state
+from hf_axonn_eval.extraction.work_split import WorkSplit
 
 
 _PACKAGES = (
@@ -30,7 +31,7 @@ def run_record(
     *,
     identity: Mapping[str, Any],
     settings: Mapping[str, Any],
-    division: Division,
+    division: WorkSplit,
 ) -> dict[str, Any]:
     """The content of run.json.
 
@@ -45,7 +46,7 @@ def run_record(
 
     weight = next(model.parameters())
     dtype = str(weight.dtype).removeprefix("torch.")
-    parallel = getattr(model, "axonn", None)
+    parallel = parallel_state(model)
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(PackageNotFoundError):

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hf_axonn import parallel_state
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.extraction import batching as batches
@@ -14,14 +15,14 @@ from hf_axonn_eval.extraction import prefix_matching as matching
 from hf_axonn_eval.extraction.kv_cache import Row, can_be_kept, empty_cache, is_filled
 from hf_axonn_eval.extraction.prefix_matching import Match, matched
 from hf_axonn_eval.extraction.scoring import Score
-from hf_axonn_eval.extraction.work_split import Division
+from hf_axonn_eval.extraction.work_split import WorkSplit
 from hf_axonn_eval.metrics import text as metrics
 from hf_axonn_eval.metrics.discoverability import Sampler
 from hf_axonn_eval.metrics.text import rouge, type_token_ratio, zlib_ratio
 
 
 @dataclass(kw_only=True)
-class Asker:
+class Runner:
     """Asks the model; `batch_size` shrinks where memory runs out. The other arguments are those of `extract`.
 
     Args:
@@ -43,10 +44,10 @@ class Asker:
         self.planned = self.batch_size
 
     def measure(
-        self, samples: Sequence[Sample], units: Sequence[list[list[int]]], division: Division
+        self, samples: Sequence[Sample], units: Sequence[list[list[int]]], division: WorkSplit
     ) -> Iterator[list[SampleResult]]:
         """Yield, unit by unit, the results of all ranks on rank 0, and an empty list elsewhere."""
-        parallel = getattr(self.model, "axonn", None)
+        parallel = parallel_state(self.model)
         in_step = parallel is not None and parallel.grid.z > 1
         alone = parallel is None or parallel.grid.size == 1
         placed = in_step and (self.generate or self.stop_early)

@@ -10,7 +10,7 @@ lengths are padded on the left, so that all suffixes end in the last column.
 
 Greedy decoding takes the largest logit. Another batch, grid or device adds the same numbers in another order, so two
 logits that are closer than the difference this makes may change places, and with them the answer for the sample: such
-a sample is undecided (`undecided_below`).
+a sample is undecided (`near_tie_below`).
 """
 
 import contextlib
@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from hf_axonn import parallel_state
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.extraction.work_split import Division
+from hf_axonn_eval.extraction.work_split import WorkSplit
 from hf_axonn_eval.metrics import membership
 from hf_axonn_eval.metrics.discoverability import Sampler
 
@@ -204,7 +205,7 @@ def document_nll(
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but it must be at least 1.")
     check_fits(model, longest=max(map(len, token_lists)), largest_id=max(map(max, token_lists)))
-    division = Division.of(model)
+    division = WorkSplit.of(model)
     by_length = sorted(token_lists, key=len)
     batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
     nll, tokens = 0.0, 0
@@ -313,11 +314,11 @@ def _membership(logits: Tensor, targets: Tensor, batch: Sequence[Sample], tokeni
     return given
 
 
-def undecided_below(model) -> float:
+def near_tie_below(model) -> float:
     """The bound for a model, in nats: that of the dtype of its weights, and twice that where a grid splits sums.
 
     On a grid with y > 1 or x > 1 sums over features are made of parts that are rounded before they are added.
     """
     bound = BOUNDS.get(next(model.parameters()).dtype, max(BOUNDS.values()))
-    parallel = getattr(model, "axonn", None)
+    parallel = parallel_state(model)
     return 2 * bound if parallel is not None and parallel.grid.y * parallel.grid.x > 1 else bound

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from hf_axonn import parallel_state
+
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division:
+class WorkSplit:
     """This rank's part in the measuring.
 
     Args:
@@ -31,13 +33,13 @@ class Division:
     world_size: int = 1
 
     @classmethod
-    def of(cls, model) -> "Division":
+    def of(cls, model) -> "WorkSplit":
         """The division for a model: by (data, z) if it is parallelized, else every process is on its own.
 
         No communication.
         """
         rank, world_size = _world()
-        parallel = getattr(model, "axonn", None)
+        parallel = parallel_state(model)
         if parallel is None:
             return cls(index=rank, count=world_size, rank=rank, world_size=world_size)
         grid, here = parallel.grid, parallel.coordinates

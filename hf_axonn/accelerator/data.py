@@ -18,8 +18,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from hf_axonn.accelerator.dispatching import dispatching_loader
 from hf_axonn.compat.accelerate import is_prepared, prepared_loaders, prepared_models
-from hf_axonn.distributed.consistency import loader_facts, require_alike
-from hf_axonn.engine.state import find_state
+from hf_axonn.distributed.consistency import assert_same_on_all_ranks, loader_facts
+from hf_axonn.engine.state import parallel_state
 
 
 class DataMethods:
@@ -41,7 +41,9 @@ class DataMethods:
         if dispatch is None:
             dispatch = placed and isinstance(data_loader.dataset, IterableDataset)
         if not dispatch:
-            require_alike(loader_facts(data_loader), self.device, "Give every rank the whole of the same data.")
+            assert_same_on_all_ranks(
+                loader_facts(data_loader), self.device, "Give every rank the whole of the same data."
+            )
         generator = own_generator(data_loader)  # on all ranks: dropout's generator moves alike on all of them
         if not dispatch or self.axonn_mesh.size("x", "y") == 1:
             prepared = super().prepare_data_loader(
@@ -83,7 +85,7 @@ class DataMethods:
         Raises:
             ValueError: there are a model over the grid and such a loader; on every rank alike.
         """
-        if not any(find_state(model) is not None for model in prepared_models(self)):
+        if not any(parallel_state(model) is not None for model in prepared_models(self)):
             return
         for loader in prepared_loaders(self):
             counts = batches_of_positions(loader)

@@ -48,7 +48,7 @@ from hf_axonn.compat.accelerate import (
     state_hooks,
 )
 from hf_axonn.distributed.collectives import barrier, world_rank
-from hf_axonn.engine.state import find_state
+from hf_axonn.engine.state import parallel_state
 
 
 logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class LoadMethods:
                 scheduler.__class__, scheduler.positions = GridScheduler, saved
 
     def _positions(self) -> int:
-        return self.axonn_plugin.grid.samples_size
+        return self.axonn_plugin.grid.dp_size
 
     def _load_plain_state(self, directory: Path, load_kwargs: dict | None, kwargs: dict) -> None:
         """A state that stock accelerate saved on one process: each rank reads its own slices."""
@@ -229,7 +229,7 @@ class FileMethods(LoadMethods):
         models = prepared_models(self)
         optimizer_of = self._optimizer_of()
         directory, older = self._place_of_state(output_dir)
-        if not models or any(find_state(model) is None for model in models):
+        if not models or any(parallel_state(model) is None for model in models):
             raise ValueError("save_state needs models that were given to accelerator.prepare.")
         self._call_save_hooks(models, directory)
         save = begin_save(models[0], directory)
@@ -295,7 +295,7 @@ class FileMethods(LoadMethods):
             "models": names,
             "schedulers": len(prepared_schedulers(self)),
             "objects": len(objects),
-            "positions": save.grid.samples_size,
+            "positions": save.grid.dp_size,
         }
         (save.stage / STATE).write_text(json.dumps(state, indent=1))
 

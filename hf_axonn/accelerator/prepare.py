@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_axonn.distributed.collectives import world_rank
-from hf_axonn.engine.state import find_state
+from hf_axonn.engine.state import parallel_state
 
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ def shard_plain_model(model: nn.Module, plugin, device: torch.device) -> bool:
     """Parallelize a model that is not, with a warning that names the better way. Returns whether it had to."""
     from hf_axonn.parallel.parallelize import parallelize
 
-    if plugin.grid.size == 1 or find_state(model) is not None:
+    if plugin.grid.size == 1 or parallel_state(model) is not None:
         return False
     if world_rank() == 0:
         logger.warning(

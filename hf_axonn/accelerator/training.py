@@ -18,7 +18,7 @@ from hf_axonn.compat.accelerate import is_over, prepared_models, prepared_optimi
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.distributed.mesh import GridMesh, grid_mesh
 from hf_axonn.engine.gradient_sync import syncing
-from hf_axonn.engine.state import find_state
+from hf_axonn.engine.state import parallel_state
 
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class TrainingMethods:
         return super().prepare_optimizer(optimizer, device_placement=device_placement)
 
     def _warn_of_idle_optimizers(self, args: tuple) -> None:
-        models = [model for model in prepared_models(self) if find_state(model) is not None]
+        models = [model for model in prepared_models(self) if parallel_state(model) is not None]
         owned = {id(parameter) for model in models for parameter in model.parameters()}
         for optimizer in args:
             if models and isinstance(optimizer, torch.optim.Optimizer) and world_rank() == 0:
@@ -105,7 +105,7 @@ class TrainingMethods:
         models = []
         if self.sync_gradients or each:
             for model in prepared_models(self):
-                state = find_state(model)
+                state = parallel_state(model)
                 if state is not None and state.averages:
                     models.append(model)
         with syncing(*models):
@@ -114,7 +114,7 @@ class TrainingMethods:
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Leave the gradients of passes that begin inside as each rank has them."""
-        state = find_state(model)
+        state = parallel_state(model)
         if state is None:
             with super().no_sync(model):
                 yield
@@ -128,7 +128,7 @@ class TrainingMethods:
     @contextlib.contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
         """Average the gradients in the backward pass inside, though its forward pass was under `no_sync`."""
-        state = find_state(model)
+        state = parallel_state(model)
         if state is None:
             with super().trigger_sync_in_backward(model):
                 yield

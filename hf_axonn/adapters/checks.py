@@ -7,7 +7,7 @@ import dataclasses
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.architectures.plan import Plan, is_inside
+from hf_axonn.architectures.plan import ShardingPlan, is_inside
 from hf_axonn.compat.peft import adapter_layers, variant_names, without_peft, wrapped_modules
 from hf_axonn.engine.linears import is_linear
 from hf_axonn.engine.state import ModelState
@@ -44,7 +44,7 @@ def check_adapters(model: nn.Module) -> None:
     _check_sharing(inner)
 
 
-def check_plan(model: nn.Module, plan: Plan) -> None:
+def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
     """Refuse adapters that do not fit the way in which a model is about to be cut. Changes nothing.
 
     Args:

@@ -23,7 +23,7 @@ from hf_axonn.distributed.collectives import reduce_
 from hf_axonn.engine.dtensors import shard_slices
 from hf_axonn.engine.linears import is_conv1d
 from hf_axonn.engine.state import ModelState
-from hf_axonn.layers.base import wrap_forward
+from hf_axonn.layers.base import patch_forward
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Dora:
         self.state, self.magnitude, self.base, self.output = state, magnitude, base, output
         self.place = ShardPlace.of(base, state)
         magnitude.get_weight_norm = self._weight_norm
-        wrap_forward(magnitude, self._embedding if isinstance(base, nn.Embedding) else self._linear)
+        patch_forward(magnitude, self._embedding if isinstance(base, nn.Embedding) else self._linear)
 
     def norms(self, a: Tensor, b: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
         """[N] of W + scaling * B @ A."""

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.dtensors import shard_of
-from hf_axonn.engine.state import find_state
+from hf_axonn.engine.state import parallel_state
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -19,7 +19,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
-def base_of(directory: str | Path) -> str | None:
+def adapter_base(directory: str | Path) -> str | None:
     """The model that the adapters in a directory are for; None where there are none, or it is not told.
 
     Raises:
@@ -77,6 +77,6 @@ def load_adapters(model: nn.Module, directory: Path) -> None:
         with torch.no_grad():
             for key, value in own.items():
                 if isinstance(value, DTensor):  # adapters lie whole on every rank, what is saved beside them may not
-                    value.to_local().copy_(shard_of(weights[key], value.placements, find_state(model).mesh))
+                    value.to_local().copy_(shard_of(weights[key], value.placements, parallel_state(model).mesh))
                 else:
                     value.copy_(weights[key])

@@ -1,6 +1,6 @@
 """PEFT's adapters in a sharded model, whether they were put there before it was sharded or after.
 
-    with apart(model): ...              the model as it was before PEFT wrapped some of its modules: what is planned,
+    with without_wrappers(model): ...     the model as it was before PEFT wrapped some of its modules: what is planned,
                                         cut and given styles
     install_adapters(state, model)      whatever wraps its modules now, and has not been seen yet, follows them
 
@@ -26,14 +26,14 @@ from hf_axonn.compat.peft import MIXED_BATCH, wrapped_modules
 from hf_axonn.engine.dtensors import distributed
 from hf_axonn.engine.report import Entry
 from hf_axonn.engine.state import ModelState
-from hf_axonn.layers.base import Reader, Reading, Replicated, wrap_forward
+from hf_axonn.layers.base import Reader, Reading, Replicated, patch_forward
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
 from hf_axonn.layers.moe import Experts
 from hf_axonn.layers.vocabulary import Head
 
 
 @contextlib.contextmanager
-def apart(model: nn.Module) -> Iterator[None]:
+def without_wrappers(model: nn.Module) -> Iterator[None]:
     """While inside, every module that PEFT has wrapped stands in the model in place of its wrapper."""
     bases = {wrapper: base for _, wrapper, base in wrapped_modules(model)}
     places = [
@@ -93,7 +93,7 @@ def _around(state: ModelState, names: dict, wrapper: nn.Module, base: nn.Module)
         ParameterLora(state, wrapper, style)
     else:
         Merging(state, wrapper, base)
-        wrap_forward(wrapper, _refuse_mixed, method=MIXED_BATCH)
+        patch_forward(wrapper, _refuse_mixed, method=MIXED_BATCH)
 
 
 def _refuse_mixed(_original, *args, **kwargs):

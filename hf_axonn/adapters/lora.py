@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward
 from hf_axonn.engine.activation_layouts import pad_dim
 from hf_axonn.engine.state import ModelState, replicated_local, scale_gradient
-from hf_axonn.layers.base import take_slice, wrap_forward
+from hf_axonn.layers.base import patch_forward, take_slice
 from hf_axonn.layers.block import Column, Row
 from hf_axonn.layers.latent_attention import LatentColumn
 from hf_axonn.layers.vocabulary import LowRank, defers, own_tokens
@@ -96,8 +96,8 @@ class ColumnLora:
         self.state, self.column, self.output = state, column, output
         self.a, self.b = a, b
         self.a_axes = ("x", "y") if "x" in column.axes else ("y",)
-        wrap_forward(a, self._down)
-        wrap_forward(b, self._up)
+        patch_forward(a, self._down)
+        patch_forward(b, self._up)
 
     def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
         mesh, axes = self.state.mesh, self.column.axes
@@ -128,8 +128,8 @@ class RowLora:
     def __init__(self, state: ModelState, row: Row, output: OwnOutput, a: nn.Linear, b: nn.Linear) -> None:
         self.state, self.row, self.output = state, row, output
         self.a, self.b = a, b
-        wrap_forward(a, self._down)
-        wrap_forward(b, self._up)
+        patch_forward(a, self._down)
+        patch_forward(b, self._up)
 
     def _down(self, _original: Callable, hidden: Tensor) -> Tensor:
         mesh, axes = self.state.mesh, self.row.axes
@@ -159,8 +159,8 @@ class HeadLora:
 
     def __init__(self, state: ModelState, a: nn.Linear, b: nn.Linear) -> None:
         self.state, self.a, self.b = state, a, b
-        wrap_forward(a, self._down)
-        wrap_forward(b, self._up)
+        patch_forward(a, self._down)
+        patch_forward(b, self._up)
 
     def _down(self, original: Callable, hidden: Tensor) -> Tensor:
         if not defers(hidden, self.state):

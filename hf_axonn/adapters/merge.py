@@ -18,7 +18,7 @@ from hf_axonn.adapters.parameter_lora import factors
 from hf_axonn.distributed.collectives import reduce_
 from hf_axonn.engine.dtensors import shard_slices
 from hf_axonn.engine.state import ModelState
-from hf_axonn.layers.base import wrap_forward
+from hf_axonn.layers.base import patch_forward
 
 
 class Merging:
@@ -31,7 +31,7 @@ class Merging:
         self._find_place()
         layer.get_delta_weight = self._delta
         for name in ("merge", "unmerge"):
-            wrap_forward(layer, self._run, method=name)
+            patch_forward(layer, self._run, method=name)
 
     def _find_place(self) -> None:
         self.place = ShardPlace.of(self.base, self.state)

@@ -12,7 +12,7 @@ import inspect
 from torch import nn
 
 from hf_axonn.architectures.norm_probe import norm_kind
-from hf_axonn.architectures.table import BlockRecipe
+from hf_axonn.architectures.table import BlockSpec
 from hf_axonn.compat.transformers import configured_head_counts, text_config
 from hf_axonn.engine.linears import is_linear, linear_size
 from hf_axonn.layers.norms import NormKind
@@ -38,7 +38,7 @@ WHOLE_NUMBERS = {
 _KNOWN_NORMS: dict = {}  # what norm_kind has found out, by class and numbers
 
 
-def block_problem(model: nn.Module, layer: nn.Module, recipe: BlockRecipe) -> str | None:
+def block_problem(model: nn.Module, layer: nn.Module, recipe: BlockSpec) -> str | None:
     """Why a block cannot be cut as one, if so."""
     for name in (*recipe.columns, recipe.row):
         module = layer.get_submodule(name)
@@ -70,7 +70,7 @@ def _names_read(module: nn.Module) -> set[str]:
     return names
 
 
-def head_counts(model: nn.Module, layer: nn.Module, recipe: BlockRecipe) -> tuple[int, int] | None:
+def head_counts(model: nn.Module, layer: nn.Module, recipe: BlockSpec) -> tuple[int, int] | None:
     """(query, kv) heads of an attention block, None if they do not fit the projections."""
     entry = layer.get_submodule(recipe.entry)
     counts = configured_head_counts(text_config(model), entry)
@@ -90,7 +90,7 @@ def head_counts(model: nn.Module, layer: nn.Module, recipe: BlockRecipe) -> tupl
     return counts if counts[0] and counts[1] and row_in % counts[0] == 0 and counts[0] % counts[1] == 0 else None
 
 
-def head_norms(layer: nn.Module, recipe: BlockRecipe) -> dict[str, tuple[NormKind, int]]:
+def head_norms(layer: nn.Module, recipe: BlockSpec) -> dict[str, tuple[NormKind, int]]:
     """Norms inside of attention over all features of q or of k, by name; those of one head are not among them."""
     found: dict[str, tuple[NormKind, int]] = {}
     if not recipe.is_attention or recipe.latent:
@@ -113,7 +113,7 @@ def _inside(layer: nn.Module, name: str) -> set[nn.Module]:
     return set(layer.get_submodule(name).modules())
 
 
-def _unknown_parameters(entry: nn.Module, recipe: BlockRecipe, layer: nn.Module, query: int) -> str | None:
+def _unknown_parameters(entry: nn.Module, recipe: BlockSpec, layer: nn.Module, query: int) -> str | None:
     """Parameters of a block that are neither a projection's nor one head's, one for each head or single numbers."""
     known = [_inside(layer, name) for name in (*recipe.columns, *recipe.latent, recipe.row)]
     known += [_inside(layer, name) for name in head_norms(layer, recipe)]

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.architectures.norm_probe import EXACT, apart, close, norm_kind
-from hf_axonn.architectures.plan import Plan, is_inside
+from hf_axonn.architectures.norm_probe import EXACT, close, isolated, norm_kind
+from hf_axonn.architectures.plan import ShardingPlan, is_inside
 from hf_axonn.engine.linears import linear_size
 from hf_axonn.layers.norms import NormKind
 
@@ -36,7 +36,7 @@ class LayoutChoice:
     norms: dict[nn.Module, NormKind] = field(default_factory=dict)
 
 
-def choose_layout(model: nn.Module, plan: Plan, *, y: int, wanted: str) -> LayoutChoice:
+def choose_layout(model: nn.Module, plan: ShardingPlan, *, y: int, wanted: str) -> LayoutChoice:
     """Decide between the token and the feature layout. No communication; the model is unchanged.
 
     Call it before modules are given the forward of their style.
@@ -51,7 +51,7 @@ def choose_layout(model: nn.Module, plan: Plan, *, y: int, wanted: str) -> Layou
         return LayoutChoice("the token and the feature layout are one where y = 1")
     if wanted == "token":
         return LayoutChoice("token layout, as configured")
-    with apart():
+    with isolated():
         size, problem, norms = _search(model, plan)
     if problem is None:
         kinds = " and ".join(sorted({str(kind) for kind in norms.values()}))
@@ -65,7 +65,7 @@ def choose_layout(model: nn.Module, plan: Plan, *, y: int, wanted: str) -> Layou
     return LayoutChoice("" if plan.reason else f"token layout: {problem}")
 
 
-def _search(model: nn.Module, plan: Plan) -> tuple[int, str | None, dict[nn.Module, NormKind]]:
+def _search(model: nn.Module, plan: ShardingPlan) -> tuple[int, str | None, dict[nn.Module, NormKind]]:
     """(H, what speaks against the feature layout, the norms on the residual stream)."""
     norms: dict[nn.Module, NormKind] = {}
     if plan.reason or plan.whole or not plan.blocks:
@@ -86,7 +86,7 @@ def _search(model: nn.Module, plan: Plan) -> tuple[int, str | None, dict[nn.Modu
 
 
 def _find_norms(
-    model: nn.Module, plan: Plan, layer: str, size: int, norms: dict[nn.Module, NormKind], known: dict
+    model: nn.Module, plan: ShardingPlan, layer: str, size: int, norms: dict[nn.Module, NormKind], known: dict
 ) -> str | None:
     """Add the norms on the residual stream of one layer to `norms`; returns what else has parameters there, if any."""
     blocks = {name for block in plan.blocks for name in (block.entry, *block.columns, block.row)}
@@ -102,7 +102,7 @@ def _find_norms(
     return None
 
 
-def layer_problem(model: nn.Module, plan: Plan, name: str, norms: dict[nn.Module, NormKind]) -> str | None:
+def layer_problem(model: nn.Module, plan: ShardingPlan, name: str, norms: dict[nn.Module, NormKind]) -> str | None:
     """What keeps a decoder layer from running on some of the features, or None.
 
     The layer's own code runs with an elementwise function in the place of every block and norm: then each feature of

@@ -64,7 +64,7 @@ def _probe(module: nn.Module, size: int) -> NormKind | None:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     try:
-        with apart():
+        with isolated():
             values = {name: 0.5 + random(size) for name in parameters}
             inputs = [scale * (random(1, ROWS, size) + 0.7) for scale in SCALES]
             return _first_kind(module, size, values, inputs)
@@ -73,7 +73,7 @@ def _probe(module: nn.Module, size: int) -> NormKind | None:
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
+def isolated() -> Iterator[None]:
     """On the CPU even where models are being built on the meta device; random numbers and warnings leave no trace."""
     with torch.device("cpu"), torch.random.fork_rng([]), warnings.catch_warnings():
         warnings.simplefilter("ignore")

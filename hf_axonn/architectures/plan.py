@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from hf_axonn.architectures.block_checks import block_problem, head_counts, head_norms
-from hf_axonn.architectures.table import CHECKED, LAYERS_OUTPUT_IS_RESHAPED, BlockRecipe, recipes_for
+from hf_axonn.architectures.table import CHECKED, LAYERS_OUTPUT_IS_RESHAPED, BlockSpec, block_specs
 from hf_axonn.compat.transformers import output_embedding, text_config
 from hf_axonn.layers.moe import is_experts
 from hf_axonn.layers.norms import NormKind
@@ -44,7 +44,7 @@ class BlockPlan:
         attributes: of the entry, which hold a number of the whole model and are to be made this rank's: name ->
             "query" or "kv"; a name like config.x is set on a copy of the module's config.
         arguments: of the entry, whose first dim is batch x query heads, or query heads.
-        latent: as in recipes.BlockRecipe.
+        latent: as in recipes.BlockSpec.
         head_norms: norms over all features of a projection: their name -> what they are, and which of `columns`.
     """
 
@@ -61,7 +61,7 @@ class BlockPlan:
 
 
 @dataclass
-class Plan:
+class ShardingPlan:
     """What `parallelize` is to do.
 
     Attributes:
@@ -101,33 +101,35 @@ def is_inside(name: str, others) -> bool:
     return any(".".join(parts[:length]) in others for length in range(1, len(parts) + 1))
 
 
-def plan_for(model: nn.Module) -> Plan:
+def plan_for(model: nn.Module) -> ShardingPlan:
     """The plan of a model (without PEFT's outer wrapper)."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type not in CHECKED:
         what = f"{model_type} models" if model_type else type(model).__name__
-        return Plan(reason=f"no block plan for {what}: every Linear on its own, activations whole on every (x, y)")
+        return ShardingPlan(
+            reason=f"no block plan for {what}: every Linear on its own, activations whole on every (x, y)"
+        )
     return derive(model, model_type)
 
 
-def derive(model: nn.Module, model_type: str) -> Plan:
+def derive(model: nn.Module, model_type: str) -> ShardingPlan:
     """The plan of a model, whether its type has been checked or not."""
-    recipes = recipes_for(model_type, getattr(model, "tp_plan", None) or {}, text_config(model))
+    recipes = block_specs(model_type, getattr(model, "tp_plan", None) or {}, text_config(model))
     found = next(_layer_lists(model, recipes), None)
     if found is None:
-        return Plan(reason="no list of decoder layers with a block was found: every Linear on its own")
+        return ShardingPlan(reason="no list of decoder layers with a block was found: every Linear on its own")
     list_name, layers = found
     decoder = list_name.rpartition(".")[0]
-    plan = Plan(decoder=decoder, layers=[f"{list_name}.{index}" for index in range(len(layers))])
+    plan = ShardingPlan(decoder=decoder, layers=[f"{list_name}.{index}" for index in range(len(layers))])
     for name, layer in zip(plan.layers, layers, strict=True):
         _plan_layer(model, plan, name, layer, recipes)
     if not plan.blocks and not _has_experts(model):
-        return Plan(reason="no attention or MLP of this model can be cut as a block: every Linear on its own")
+        return ShardingPlan(reason="no attention or MLP of this model can be cut as a block: every Linear on its own")
     plan.final = _final(model, decoder, list_name, model_type)
     return plan
 
 
-def _layer_lists(model: nn.Module, recipes: list[BlockRecipe]) -> Iterator[tuple[str, nn.ModuleList]]:
+def _layer_lists(model: nn.Module, recipes: list[BlockSpec]) -> Iterator[tuple[str, nn.ModuleList]]:
     """Lists of layers in which a recipe finds its row layer, or experts are found."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module):
@@ -146,7 +148,7 @@ def _has(module: nn.Module, path: str) -> bool:
         return False
 
 
-def _plan_layer(model: nn.Module, plan: Plan, name: str, layer: nn.Module, recipes: list[BlockRecipe]) -> None:
+def _plan_layer(model: nn.Module, plan: ShardingPlan, name: str, layer: nn.Module, recipes: list[BlockSpec]) -> None:
     problems: dict[str, str] = {}
     inside: set[str] = set()  # entries, and rows and columns that lie outside of them
     for recipe in recipes:

@@ -13,7 +13,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class BlockRecipe:
+class BlockSpec:
     """One attention or MLP; names are relative to the decoder layer.
 
     Attributes:
@@ -46,7 +46,7 @@ def attention(
     arguments: str = "",
     entry: str | None = None,
     grouped: bool = False,
-) -> BlockRecipe:
+) -> BlockSpec:
     """A recipe of attention at `path`; `names` as "q_proj k_proj v_proj", or "qkv:query,kv,kv" for a packed one.
 
     `attributes` as "num_heads:query num_kv_heads:kv", those without a colon hold query heads.
@@ -57,24 +57,24 @@ def attention(
         columns[_join(path, name)] = tuple(parts.split(",")) if parts else ("kv" if index else "query",)
     pairs = (word.partition(":") for word in attributes.split())
     kinds = {name: kind or "query" for name, _, kind in pairs}
-    return BlockRecipe(columns, _join(path, row), entry or path, True, kinds, tuple(arguments.split()), grouped)
+    return BlockSpec(columns, _join(path, row), entry or path, True, kinds, tuple(arguments.split()), grouped)
 
 
-def latent_attention(path: str, query: str) -> BlockRecipe:
+def latent_attention(path: str, query: str) -> BlockSpec:
     """A recipe of multi-head latent attention, whose queries are made by `query`."""
     columns = {_join(path, name): ("query",) for name in (query, "kv_b_proj")}
     before = ["kv_a_proj_with_mqa", "kv_a_layernorm"] + (["q_a_proj", "q_a_layernorm"] if query == "q_b_proj" else [])
     latent = tuple(_join(path, name) for name in before)
-    return BlockRecipe(columns, _join(path, "o_proj"), path, True, latent=latent)
+    return BlockSpec(columns, _join(path, "o_proj"), path, True, latent=latent)
 
 
-def mlp(path: str, names: str, row: str, *, entry: str | None = None) -> BlockRecipe:
+def mlp(path: str, names: str, row: str, *, entry: str | None = None) -> BlockSpec:
     """A recipe of an MLP at `path`; `names` as "gate_proj up_proj", or "gate_up:own,own" for a packed one."""
     columns = {}
     for word in names.split():
         name, _, parts = word.partition(":")
         columns[_join(path, name)] = tuple(parts.split(",")) if parts else ("own",)
-    return BlockRecipe(columns, _join(path, row), entry or path or next(iter(columns)))
+    return BlockSpec(columns, _join(path, row), entry or path or next(iter(columns)))
 
 
 def _join(path: str, name: str) -> str:
@@ -105,7 +105,7 @@ _GPT2 = [
 ]
 
 
-def _falcon_attention(config) -> BlockRecipe:
+def _falcon_attention(config) -> BlockSpec:
     names = "num_heads num_kv_heads:kv"
     if config.new_decoder_architecture:  # a kv head with its query heads, its key and its value, one after another
         return attention("self_attention", "query_key_value:kv", "dense", attributes=names, grouped=True)
@@ -114,7 +114,7 @@ def _falcon_attention(config) -> BlockRecipe:
 
 
 # Architectures without a tensor-parallel plan in transformers 5.23, and those whose plan says too little.
-TABLE: dict[str, list[BlockRecipe] | Callable[[Any], list[BlockRecipe]]] = {
+TABLE: dict[str, list[BlockSpec] | Callable[[Any], list[BlockSpec]]] = {
     "gpt2": _GPT2,
     "gpt-sw3": _GPT2,
     "openai-gpt": [attention("attn", "c_attn:query,kv,kv", "c_proj", attributes="split_size n_head"),
@@ -240,7 +240,7 @@ CHECKED = frozenset(
 )  # fmt: skip
 
 
-def recipes_for(model_type: str, tp_plan: dict[str, str], config: Any) -> list[BlockRecipe]:
+def block_specs(model_type: str, tp_plan: dict[str, str], config: Any) -> list[BlockSpec]:
     """The recipes of an architecture.
 
     Args:

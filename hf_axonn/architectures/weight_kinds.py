@@ -7,7 +7,7 @@ from collections import Counter
 from torch import nn
 
 from hf_axonn.architectures.parameter_reads import find_readers
-from hf_axonn.architectures.plan import Plan, is_inside
+from hf_axonn.architectures.plan import ShardingPlan, is_inside
 from hf_axonn.compat.transformers import output_embedding
 from hf_axonn.engine.linears import is_linear
 from hf_axonn.layers.gathered import SMALLEST_PART
@@ -15,7 +15,7 @@ from hf_axonn.layers.moe import expert_weights, is_experts
 from hf_axonn.layers.vocabulary import is_vocabulary
 
 
-def weight_kinds(model: nn.Module, plan: Plan) -> dict[int, str]:
+def weight_kinds(model: nn.Module, plan: ShardingPlan) -> dict[int, str]:
     """How each weight is cut, by id of the parameter: those not named here are replicated."""
     modules = dict(model.named_modules())
     kinds: dict[int, str] = {}
@@ -39,7 +39,7 @@ def weight_kinds(model: nn.Module, plan: Plan) -> dict[int, str]:
     return kinds | {id(parameter): "replicated" for module in changed for parameter in module.parameters(False)}
 
 
-def _large_others(model: nn.Module, plan: Plan) -> set[int]:
+def _large_others(model: nn.Module, plan: ShardingPlan) -> set[int]:
     """Ids of large parameters of more than one dim that one module has for itself, outside of blocks."""
     entries = {block.entry for block in plan.blocks}
     smallest = SMALLEST_PART * max((parameter.numel() for parameter in model.parameters()), default=0)
@@ -52,7 +52,7 @@ def _large_others(model: nn.Module, plan: Plan) -> set[int]:
     return {key for key, weight in found.items() if weight == 1}
 
 
-def vocabulary_modules(model: nn.Module, plan: Plan) -> list[nn.Module]:
+def vocabulary_modules(model: nn.Module, plan: ShardingPlan) -> list[nn.Module]:
     """The embeddings of a size with the largest, and the head, where they are of the plain kind.
 
     Not inside of decoder layers, where ranks look up different ids; and not where anything else has the weight too.

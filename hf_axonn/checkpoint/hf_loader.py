@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.checkpoint.lazy_tensors import Region, Unread, read, unread
+from hf_axonn.checkpoint.lazy_tensors import LazyTensor, Region, read, unread
 
 
 READERS = 4  # threads that copy out of files at the same time; as many as Transformers' loader has
@@ -150,7 +150,7 @@ def _read_or_wait(
     dtype: torch.dtype | None = None,
     sharding_op: _Part | None = None,
     tensor_idx: int | None = None,
-) -> Future | Callable | Unread:
+) -> Future | Callable | LazyTensor:
     """In place of `spawn_materialize`: read this rank's part of a tensor now, in a thread.
 
     What a converter collects (it has a `tensor_idx`) stays unread, and so does a tensor that is not of its
@@ -163,7 +163,7 @@ def _read_or_wait(
     return pool.submit(job) if pool is not None else job
 
 
-def _read_part(whole: Unread, region: Region | None, device: Any) -> torch.Tensor:
+def _read_part(whole: LazyTensor, region: Region | None, device: Any) -> torch.Tensor:
     part = read(whole, region, device=device)
     part.is_part = True  # `_set_part` has nothing left to cut
     return part
@@ -206,5 +206,5 @@ def _cut(
         return value
     if value.shape != own.shape:
         return None
-    whole = value if isinstance(value, Unread) else unread(value)
+    whole = value if isinstance(value, LazyTensor) else unread(value)
     return read(whole, part_of(own) if isinstance(own, DTensor) else None, device=device, readers=readers)

@@ -21,7 +21,7 @@ Region = tuple[slice, ...]  # one (start, stop) for each dim
 Copy = tuple[Any, Region, Tensor]  # where to read, which part of it, and where to put it
 
 
-class Unread(Tensor):
+class LazyTensor(Tensor):
     """A tensor that is still in files. Its values are on the meta device until `read` is called."""
 
     _origin: _Origin
@@ -40,7 +40,7 @@ class Unread(Tensor):
         return function(*_read_all(args), **_read_all(kwargs))
 
 
-def unread(source: Any, dtype: torch.dtype | None = None) -> Unread:
+def unread(source: Any, dtype: torch.dtype | None = None) -> LazyTensor:
     """A tensor in a file, to be read as `dtype` (None: as it is).
 
     Args:
@@ -51,7 +51,7 @@ def unread(source: Any, dtype: torch.dtype | None = None) -> Unread:
 
 
 def read(
-    tensor: Unread, region: Region | None = None, *, device: Any = None, readers: Executor | None = None
+    tensor: LazyTensor, region: Region | None = None, *, device: Any = None, readers: Executor | None = None
 ) -> Tensor:
     """Read a part of a tensor, into memory of its own.
 
@@ -96,7 +96,7 @@ class _Source(_Origin):
 
 @dataclass(frozen=True)
 class _Joined(_Origin):
-    parts: Sequence[Unread]
+    parts: Sequence[LazyTensor]
     dim: int
 
     def copies(self, region: Region, target: Tensor) -> Iterator[Copy]:
@@ -113,7 +113,7 @@ class _Joined(_Origin):
 
 @dataclass(frozen=True)
 class _Part(_Origin):
-    whole: Unread
+    whole: LazyTensor
     dim: int
     start: int
 
@@ -125,7 +125,7 @@ class _Part(_Origin):
 
 @dataclass(frozen=True)
 class _Turned(_Origin):
-    whole: Unread
+    whole: LazyTensor
     dims: tuple[int, int]
 
     def copies(self, region: Region, target: Tensor) -> Iterator[Copy]:
@@ -138,7 +138,7 @@ class _Turned(_Origin):
 class _Widened(_Origin):
     """One dim more, of size 1."""
 
-    whole: Unread
+    whole: LazyTensor
     dim: int
 
     def copies(self, region: Region, target: Tensor) -> Iterator[Copy]:
@@ -150,7 +150,7 @@ class _Widened(_Origin):
 class _Narrowed(_Origin):
     """One dim less, which had size 1."""
 
-    whole: Unread
+    whole: LazyTensor
     dim: int
 
     def copies(self, region: Region, target: Tensor) -> Iterator[Copy]:
@@ -158,8 +158,8 @@ class _Narrowed(_Origin):
         yield from self.whole._origin.copies(inside, target.unsqueeze(self.dim))
 
 
-def _unread(origin: _Origin, shape: Sequence[int], dtype: torch.dtype) -> Unread:
-    tensor = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(Unread)
+def _unread(origin: _Origin, shape: Sequence[int], dtype: torch.dtype) -> LazyTensor:
+    tensor = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(LazyTensor)
     tensor._origin = origin
     return tensor
 
@@ -170,7 +170,7 @@ def _with(values: Sequence, place: int, value: Any) -> tuple:
 
 def _read_all(value: Any) -> Any:
     """Arguments of a function, with what is unread in them read."""
-    if isinstance(value, Unread):
+    if isinstance(value, LazyTensor):
         return read(value)
     if isinstance(value, dict):
         return {key: _read_all(its) for key, its in value.items()}
@@ -183,7 +183,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     first = tensors[0]
     dim = dim % first.ndim
     for other in tensors:
-        if not isinstance(other, Unread) or other.dtype != first.dtype or other.ndim != first.ndim:
+        if not isinstance(other, LazyTensor) or other.dtype != first.dtype or other.ndim != first.ndim:
             return NotImplemented
         if _with(other.shape, dim, 0) != _with(first.shape, dim, 0):
             return NotImplemented  # torch says what is wrong
@@ -192,19 +192,19 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
 
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    if not all(isinstance(its, Unread) for its in tensors):
+    if not all(isinstance(its, LazyTensor) for its in tensors):
         return NotImplemented
     dim = dim % (tensors[0].ndim + 1)
     return _cat([_unsqueeze(its, dim) for its in tensors], dim)
 
 
-def _unsqueeze(tensor: Unread, dim: int) -> Unread:
+def _unsqueeze(tensor: LazyTensor, dim: int) -> LazyTensor:
     dim = dim % (tensor.ndim + 1)
     shape = (*tensor.shape[:dim], 1, *tensor.shape[dim:])
     return _unread(_Widened(tensor, dim), shape, tensor.dtype)
 
 
-def _squeeze(tensor: Unread, *dims: int, dim: int | None = None) -> Any:
+def _squeeze(tensor: LazyTensor, *dims: int, dim: int | None = None) -> Any:
     where = dims[0] if len(dims) == 1 else dim
     if not isinstance(where, int):
         return NotImplemented
@@ -214,11 +214,11 @@ def _squeeze(tensor: Unread, *dims: int, dim: int | None = None) -> Any:
     return _unread(_Narrowed(tensor, where), (*tensor.shape[:where], *tensor.shape[where + 1 :]), tensor.dtype)
 
 
-def _narrow(tensor: Unread, dim: int, start: int, length: int) -> Unread:
+def _narrow(tensor: LazyTensor, dim: int, start: int, length: int) -> LazyTensor:
     return _unread(_Part(tensor, dim, start), _with(tensor.shape, dim, length), tensor.dtype)
 
 
-def _split(tensor: Unread, split_size_or_sections: int | Sequence[int], dim: int = 0) -> Any:
+def _split(tensor: LazyTensor, split_size_or_sections: int | Sequence[int], dim: int = 0) -> Any:
     dim = dim % tensor.ndim
     whole = tensor.shape[dim]
     sizes = split_size_or_sections
@@ -229,25 +229,25 @@ def _split(tensor: Unread, split_size_or_sections: int | Sequence[int], dim: int
     return tuple(_narrow(tensor, dim, sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
 
-def _chunk(tensor: Unread, chunks: int, dim: int = 0) -> Any:
+def _chunk(tensor: LazyTensor, chunks: int, dim: int = 0) -> Any:
     return _split(tensor, -(-tensor.shape[dim] // chunks), dim)
 
 
-def _unbind(tensor: Unread, dim: int = 0) -> Any:
+def _unbind(tensor: LazyTensor, dim: int = 0) -> Any:
     return tuple(_squeeze(its, dim) for its in _split(tensor, 1, dim))
 
 
-def _transpose(tensor: Unread, dim0: int, dim1: int) -> Unread:
+def _transpose(tensor: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
     first, second = dim0 % tensor.ndim, dim1 % tensor.ndim
     shape = _with(_with(tensor.shape, first, tensor.shape[second]), second, tensor.shape[first])
     return _unread(_Turned(tensor, (first, second)), shape, tensor.dtype)
 
 
-def _same(tensor: Unread, *_args: Any, **_kwargs: Any) -> Unread:
+def _same(tensor: LazyTensor, *_args: Any, **_kwargs: Any) -> LazyTensor:
     return tensor
 
 
-def _to(tensor: Unread, *args: Any, **kwargs: Any) -> Any:
+def _to(tensor: LazyTensor, *args: Any, **kwargs: Any) -> Any:
     """Another device is for `read` to choose."""
     changes = [*args, *kwargs.values()]
     return NotImplemented if any(isinstance(its, (torch.dtype, Tensor)) for its in changes) else tensor

@@ -32,8 +32,8 @@ from hf_axonn.checkpoint.state_dicts import (
 )
 from hf_axonn.compat.torch import default_device_type
 from hf_axonn.distributed.collectives import world_rank
-from hf_axonn.distributed.consistency import raising_together
-from hf_axonn.engine.state import ModelState, find_state
+from hf_axonn.distributed.consistency import raise_on_all_ranks
+from hf_axonn.engine.state import ModelState, parallel_state
 
 
 VALUES = "values.json"
@@ -71,7 +71,7 @@ def save_sharded(
 
 def begin_save(model: nn.Module, directory: str | Path, *, async_save: bool = False) -> Save:
     """The first part of `save_sharded`, for who has files of his own to write into `Save.stage` before `close`."""
-    state = find_state(model)
+    state = parallel_state(model)
     if state is None:
         raise ValueError("this model is not sharded: save it with model.save_pretrained(DIR).")
     return Save(directory, state.grid, state.mesh.device, background=async_save)
@@ -79,7 +79,7 @@ def begin_save(model: nn.Module, directory: str | Path, *, async_save: bool = Fa
 
 def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer | None = None) -> None:
     """The second part: the model, its config and its optimizer."""
-    state = find_state(model)
+    state = parallel_state(model)
     values: dict = {}
     if hasattr(model, "peft_config"):
         adapters_problem = None
@@ -120,7 +120,7 @@ def load_sharded(model: nn.Module, directory: str | Path, *, optimizer: torch.op
         ValueError: the directory is not a complete checkpoint of ours, or lacks the optimizer state that is asked for;
             on every rank, before anything is changed.
         SaveError: a save in the background has failed.
-    Collectives: those of `verify_together`; `raising_together` for the model and for the optimizer.
+    Collectives: those of `verify_together`; `raise_on_all_ranks` for the model and for the optimizer.
     """
     manifest = verify_together(directory)
     load_model(model, directory, manifest)
@@ -134,11 +134,11 @@ def verify_together(directory: str | Path) -> Manifest:
     Raises:
         ValueError: it is not a complete checkpoint; on every rank.
         SaveError: a save in the background has failed.
-    Collectives: those of `finish_saves`; two of `raising_together`.
+    Collectives: those of `finish_saves`; two of `raise_on_all_ranks`.
     """
     finish_saves()
     directory = Path(directory)
-    with raising_together(_device()):
+    with raise_on_all_ranks(_device()):
         if world_rank() == 0:
             try:
                 recover(directory)
@@ -146,7 +146,7 @@ def verify_together(directory: str | Path) -> Manifest:
                 raise ValueError(
                     f"{directory}: a save was interrupted at its last step, which cannot be finished: {error}"
                 ) from error
-    with raising_together(_device()):
+    with raise_on_all_ranks(_device()):
         manifest = read_manifest(directory)
         refuse(directory, find_problems(directory, manifest, share=world_rank(), shares=_world_size()))
     return manifest
@@ -163,8 +163,8 @@ def _world_size() -> int:
 def load_model(model: nn.Module, directory: str | Path, manifest: Manifest) -> None:
     """The model's half of `load_sharded`, without its check of the files. Raises and communicates as it does."""
     directory = Path(directory)
-    state = find_state(model)
-    with raising_together(_device()):
+    state = parallel_state(model)
+    with raise_on_all_ranks(_device()):
         if state is not None and state.tuner is not None and LAYOUTS in manifest.files:
             _load_layouts(state, directory / LAYOUTS, manifest)
         if hasattr(model, "peft_config"):
@@ -208,7 +208,7 @@ def load_optimizer(
     of_parameter = {name: [key for key in tensors if key.startswith(f"state.{name}.")] for name in _trained(model)}
     without = {name for name, keys in of_parameter.items() if not any(key in manifest.optimizer for key in keys)}
     skipped = {key for name in without for key in of_parameter[name]}
-    with raising_together(_device()):
+    with raise_on_all_ranks(_device()):
         values = json.loads((source / VALUES).read_text())
         reader = PieceReader(source, manifest.optimizer, manifest.grid)
         reader.fill({key: tensor for key, tensor in tensors.items() if key not in skipped})

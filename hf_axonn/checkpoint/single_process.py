@@ -17,7 +17,7 @@ from hf_axonn.adapters.files import load_adapters
 from hf_axonn.checkpoint.hf_loader import fill
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import shard_of, shard_slices
-from hf_axonn.engine.state import find_state
+from hf_axonn.engine.state import parallel_state
 
 
 WEIGHTS = "model.safetensors"
@@ -38,7 +38,7 @@ def load_plain_weights(model: nn.Module, directory: str | Path) -> None:
     from safetensors import safe_open
     from transformers import PreTrainedModel
 
-    mesh = find_state(model).mesh
+    mesh = parallel_state(model).mesh
     with contextlib.ExitStack() as stack:
         files = _file_of_each(directory)
         readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in set(files.values())}
@@ -80,7 +80,7 @@ def load_plain_optimizer(
     file = Path(directory) / name
     if not file.is_file():
         raise ValueError(f"{directory} has no optimizer state: it was saved without (save_only_model?).")
-    mesh = find_state(model).mesh
+    mesh = parallel_state(model).mesh
     optimizer = getattr(optimizer, "optimizer", optimizer)
     saved = torch.load(file, map_location="cpu", weights_only=True)
     groups = optimizer.param_groups

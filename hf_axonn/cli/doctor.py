@@ -127,7 +127,7 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
     """
     import torch
 
-    from hf_axonn.compat.torch import paper_world
+    from hf_axonn.compat.torch import fake_world
     from hf_axonn.parallel.parallelize import parallelize
 
     config = _model_config(options.model)
@@ -143,7 +143,7 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
     if grid.size == 1:
         local, by_features = whole, False
     else:
-        with paper_world(grid.size):
+        with fake_world(grid.size):
             model, report = parallelize(model, grid, config=launch.config)
             findings.facts.append(str(report))
             _examine_report(report, matrices, findings)
@@ -198,9 +198,9 @@ def _examine_shards(model, grid: Grid, findings: Findings) -> int:
     from torch.distributed.tensor import DTensor
 
     from hf_axonn.engine.dtensors import shard_slices
-    from hf_axonn.topology.grid import Place
+    from hf_axonn.topology.grid import GridPosition
 
-    last = Place(grid, grid.coordinates(grid.size - 1))
+    last = GridPosition(grid, grid.coordinates(grid.size - 1))
     local, share = 0, 0.0
     empty: list[str] = []
     for name, parameter in model.named_parameters():
@@ -225,9 +225,9 @@ def _examine_shards(model, grid: Grid, findings: Findings) -> int:
 
 def _examine_batch(grid: Grid, options: argparse.Namespace, findings: Findings) -> None:
     tokens, parts = options.batch * options.seq, grid.x * grid.y
-    rows = options.batch * grid.samples_size * options.accumulation
+    rows = options.batch * grid.dp_size * options.accumulation
     findings.facts.append(
-        f"batch: {rows:,} rows and {rows * options.seq:,} tokens a step = {options.batch} rows * {grid.samples_size} "
+        f"batch: {rows:,} rows and {rows * options.seq:,} tokens a step = {options.batch} rows * {grid.dp_size} "
         f"position(s) * {options.accumulation} micro-batch(es); {tokens // parts:,} tokens of one on each rank"
     )
     if tokens < parts:

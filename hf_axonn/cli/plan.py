@@ -18,7 +18,7 @@ from hf_axonn.planner import machine as machines
 from hf_axonn.planner.jobs import WEIGHTS, make_job, number
 from hf_axonn.planner.model import catalog as models
 from hf_axonn.planner.predict import Job, Prediction, reorder
-from hf_axonn.planner.search import Plan, alternatives, grids, plan, sweep
+from hf_axonn.planner.search import GridRanking, alternatives, grids, plan, sweep
 from hf_axonn.planner.time.paper import ORDER, rank_grids
 from hf_axonn.planner.tracing.read_shape import read_shape
 
@@ -121,7 +121,7 @@ def header(job: Job, gpus: str) -> str:
     )
 
 
-def lines(found: Plan, top: int) -> list[str]:
+def lines(found: GridRanking, top: int) -> list[str]:
     """A plan as text: the table, what is left out, how sure it is, and what to paste."""
     text = [header(found.job, f"{found.gpus:,}"), *(f"note: {note}" for note in found.job.shape.notes), ""]
     if found.ranked:
@@ -138,7 +138,7 @@ def lines(found: Plan, top: int) -> list[str]:
         if found.best.order != ORDER:
             text.append(f"  order: [{', '.join(found.best.order)}]")
         best = found.best
-        rows = found.job.sequences // (best.grid.samples_size * best.micro_batches)
+        rows = found.job.sequences // (best.grid.dp_size * best.micro_batches)
         text.append(
             f"# for Trainer: gradient_accumulation_steps {best.micro_batches}, per_device_train_batch_size {rows}"
         )
@@ -156,7 +156,7 @@ def _row(place: int, entry: Prediction) -> str:
     )
 
 
-def _judgement(found: Plan) -> list[str]:
+def _judgement(found: GridRanking) -> list[str]:
     """How sure the first place is."""
     text = []
     if len(found.ranked) > 1:
@@ -176,7 +176,7 @@ def _judgement(found: Plan) -> list[str]:
     return text
 
 
-def _left_out(found: Plan) -> list[str]:
+def _left_out(found: GridRanking) -> list[str]:
     text = []
     if found.too_big:
         least = found.too_big[0]
@@ -213,7 +213,7 @@ def entry_json(entry: Prediction) -> dict:
     }
 
 
-def as_json(found: Plan, top: int) -> dict:
+def as_json(found: GridRanking, top: int) -> dict:
     """A plan as JSON."""
     return {
         "machine": found.job.machine.name,
@@ -230,7 +230,7 @@ def as_json(found: Plan, top: int) -> dict:
 
 def _paper(options: argparse.Namespace, job: Job) -> int:
     """The paper's own model: sorted by the communication time of equations (1) to (7)."""
-    legal = [grid for grid in grids(options.gpus) if job.sequences % grid.samples_size == 0]
+    legal = [grid for grid in grids(options.gpus) if job.sequences % grid.dp_size == 0]
     ranked = rank_grids(job.shape, job.machine, legal, job.tokens)[: options.top]
     if options.json:
         print(json.dumps([{"grid": grid.as_dict(), "communication_seconds": time} for time, grid in ranked], indent=2))
@@ -281,7 +281,7 @@ def _pyplot():
     return pyplot
 
 
-def plot_plan(found: Plan, file: str, top: int) -> None:
+def plot_plan(found: GridRanking, file: str, top: int) -> None:
     """Stacked bars: what the step of each of the first grids is made of."""
     pyplot = _pyplot()
     entries = found.ranked[:top]
@@ -302,7 +302,7 @@ def plot_plan(found: Plan, file: str, top: int) -> None:
     pyplot.close(figure)
 
 
-def plot_sweep(plans: list[Plan], file: str, *, weak: bool) -> None:
+def plot_sweep(plans: list[GridRanking], file: str, *, weak: bool) -> None:
     """PFLOP/s of all GPUs, and TFLOP/s of one, against the number of GPUs."""
     pyplot = _pyplot()
     bests = [found.best for found in plans if found.ranked]

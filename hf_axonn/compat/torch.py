@@ -123,7 +123,7 @@ def ask_class_for_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextlib.contextmanager
-def paper_world(size: int) -> Iterator[None]:
+def fake_world(size: int) -> Iterator[None]:
     """Be rank 0 of a world of `size` ranks that are not there: collectives return at once and move nothing.
 
     Raises:

@@ -42,7 +42,7 @@ from hf_axonn.distributed import gloo
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# A block of so many bytes is worth a message of its own, see `travels_alone`.
+# A block of so many bytes is worth a message of its own, see `send_unfused`.
 ALONE_BYTES = 2**18
 
 # Called with (kind, payload bytes, group) before each collective; see `observe`.
@@ -114,7 +114,7 @@ def start_reduce_scatter(blocks: Tensor, group: ProcessGroup) -> Pending:
     return Pending(result, work, lambda result, _sent=blocks: result)
 
 
-def travels_alone(block: Tensor, group: ProcessGroup) -> bool:
+def send_unfused(block: Tensor, group: ProcessGroup) -> bool:
     """Whether `block` is better sent as a message of its own than copied into a larger one.
 
     On gloo a message costs little, and a copy takes processor time from the matmuls; elsewhere it is the other way.

@@ -1,7 +1,7 @@
 """What each rank has to say, told to all, so that a failure on one rank is an error on every rank and no one waits.
 
-`require_alike` compares what ranks must have in common before they start: versions, settings, the model, the data. The
-functions that end in _facts, `versions` among them, return such facts by what a message calls them.
+`assert_same_on_all_ranks` compares what ranks must have in common before they start: versions, settings, the model,
+the data. The functions that end in _facts, `versions` among them, return such facts by what a message calls them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def first_problem(problem: str, device: torch.device) -> str:
 
 
 @contextlib.contextmanager
-def raising_together(device: torch.device | str) -> Iterator[None]:
+def raise_on_all_ranks(device: torch.device | str) -> Iterator[None]:
     """Around what may fail on one rank only: then it fails on all of them, with the words of the first.
 
     Raises:
@@ -97,7 +97,7 @@ def digest_number(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
 
 
-def require_alike(facts: Mapping[str, object], device: torch.device | str, remedy: str) -> None:
+def assert_same_on_all_ranks(facts: Mapping[str, object], device: torch.device | str, remedy: str) -> None:
     """Make sure that all ranks of the world say the same.
 
     Args:

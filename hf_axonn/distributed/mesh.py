@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hf_axonn.compat.torch import groups_with_world_timeout, unnamed_mesh
-from hf_axonn.topology.grid import AXES, WEIGHT_AXES, Grid, Place
+from hf_axonn.topology.grid import AXES, WEIGHT_AXES, Grid, GridPosition
 
 
-class GridMesh(Place):
+class GridMesh(GridPosition):
     """The live process groups of a grid, as seen from this rank.
 
     Building it is collective over the whole world: every rank must call it, with the same grid. Groups are made once

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 
 
-class Gathered:
+class GatheredBlocks:
     """The blocks [Q, n, P, k] of one group of weights.
 
     Args:
@@ -28,7 +28,7 @@ class Gathered:
         self.version = version
 
 
-class KeptWeights:
+class GatherCache:
     """What of one model is kept. A graph holds what its own backward pass needs, this finds it and holds the rest.
 
     The rest: all of it in `whole_call`, and in training what a layer gathers without a graph because it will be run
@@ -39,19 +39,19 @@ class KeptWeights:
     """
 
     def __init__(self) -> None:
-        self._alive: WeakValueDictionary[Hashable, Gathered] = WeakValueDictionary()
-        self._held: dict[Hashable, Gathered] = {}
+        self._alive: WeakValueDictionary[Hashable, GatheredBlocks] = WeakValueDictionary()
+        self._held: dict[Hashable, GatheredBlocks] = {}
         self.everything = False
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._alive
 
-    def find(self, key: Hashable, version: int) -> Gathered | None:
+    def find(self, key: Hashable, version: int) -> GatheredBlocks | None:
         """What was kept under this key, None if nothing was or the weights have changed."""
         gathered = self._alive.get(key)
         return gathered if gathered is not None and gathered.version == version else None
 
-    def add(self, key: Hashable, gathered: Gathered, *, hold: bool = False) -> None:
+    def add(self, key: Hashable, gathered: GatheredBlocks, *, hold: bool = False) -> None:
         """Let `gathered` be found for as long as someone holds it; `hold` it here too."""
         self._alive[key] = gathered
         if hold or self.everything:

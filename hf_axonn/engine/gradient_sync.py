@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_axonn.distributed.collectives import Pending, start_all_reduce, together, travels_alone
-from hf_axonn.distributed.watchdog.progress import HERE
-from hf_axonn.engine.state import ModelState, find_state
+from hf_axonn.distributed.collectives import Pending, send_unfused, start_all_reduce, together
+from hf_axonn.distributed.watchdog.progress import PROGRESS
+from hf_axonn.engine.state import ModelState, parallel_state
 
 
 BUCKET_BYTES = 32 * 2**20
@@ -41,10 +41,10 @@ def sync_gradients(model: nn.Module) -> None:
     Collectives: all-reduces over data of sharded gradients and over the world of replicated ones, in buckets of about
     32 MiB; one all-reduce over the world of one number a parameter. With `tune_matmuls`, those of `MatmulTuner.tune`.
     """
-    state = find_state(model)
+    state = parallel_state(model)
     if state is not None:
         _Average(model, state).finish()
-        HERE.done += 1
+        PROGRESS.done += 1
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def syncing(*models: nn.Module) -> Iterator[None]:
     Collectives: as `sync_gradients`. With more than one parallelized model nothing is begun ahead: their collectives
     could then get out of order between ranks that reach different parameters.
     """
-    averages = [_Average(model, state) for model in models if (state := find_state(model)) is not None]
+    averages = [_Average(model, state) for model in models if (state := parallel_state(model)) is not None]
     if len(averages) == 1 and averages[0].state.config.overlap.reduce_scatter:
         with averages[0].watching():
             yield
@@ -63,7 +63,7 @@ def syncing(*models: nn.Module) -> Iterator[None]:
         yield
     for average in averages:
         average.finish()
-    HERE.done += bool(averages)
+    PROGRESS.done += bool(averages)
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class _Bucket:
     def launch(self) -> None:
         """Begin the average. One all-reduce over the group, or one for each gradient where copies are dear."""
         flat = [self._flat(parameter) for parameter in self.parameters]
-        pieces = [[each] for each in flat] if all(travels_alone(each, self.group) for each in flat) else [flat]
+        pieces = [[each] for each in flat] if all(send_unfused(each, self.group) for each in flat) else [flat]
         self.sizes = [[each.numel() for each in piece] for piece in pieces]
         messages = [torch.cat(piece) if len(piece) > 1 else piece[0] for piece in pieces]
         self.pending = together([start_all_reduce(message, self.group, op="mean") for message in messages])

@@ -30,48 +30,52 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_axonn.distributed.collectives import Pending, start_all_gather, start_reduce_scatter, together, travels_alone
+from hf_axonn.distributed.collectives import Pending, send_unfused, start_all_gather, start_reduce_scatter, together
 from hf_axonn.distributed.mesh import GridMesh
-from hf_axonn.engine.gather_cache import Gathered
+from hf_axonn.engine.gather_cache import GatheredBlocks
 from hf_axonn.engine.matmul_tuning import Matmul, plain
 from hf_axonn.engine.overlap import placeholder
-from hf_axonn.engine.weight_layout import Cut
+from hf_axonn.engine.weight_layout import WeightLayout
 
 
 if TYPE_CHECKING:
     from hf_axonn.engine.state import ModelState, ShardedWeight
 
 
-def start_gather(weights: list[ShardedWeight], cuts: list[Cut], dtype: torch.dtype, mesh: GridMesh) -> Pending:
+def start_gather(
+    weights: list[ShardedWeight], cuts: list[WeightLayout], dtype: torch.dtype, mesh: GridMesh
+) -> Pending:
     """Begin to join the z shards of several weights. Result: one [Q, n, P, k] for each.
 
-    One all-gather over z, or one for each where they are large and copies are dear (`travels_alone`).
+    One all-gather over z, or one for each where they are large and copies are dear (`send_unfused`).
     """
     group = mesh.group("z")
     shards = [cut.padded(weight.shard.to(dtype)) for weight, cut in zip(weights, cuts, strict=True)]
     flat = [shard.reshape(-1) for shard in shards]
-    if all(travels_alone(shard, group) for shard in flat):
+    if all(send_unfused(shard, group) for shard in flat):
         gathers = [start_all_gather(shard, group) for shard in flat]
         return together([gather.then(cut.block) for gather, cut in zip(gathers, cuts, strict=True)])
     pending = start_all_gather(torch.cat(flat) if len(flat) > 1 else flat[0], group)
     return pending.then(partial(split_gathered, cuts=cuts))
 
 
-def split_gathered(gathered: Tensor, cuts: list[Cut]) -> list[Tensor]:
+def split_gathered(gathered: Tensor, cuts: list[WeightLayout]) -> list[Tensor]:
     """[z, elements] -> one [Q, n, P, k] for each weight."""
     parts = gathered.split([cut.travels for cut in cuts], dim=1)
     return [cut.block(part.reshape(-1)) for part, cut in zip(parts, cuts, strict=True)]
 
 
-def start_reduction(grads: list[Tensor], cuts: list[Cut], reduce_dtype: torch.dtype, mesh: GridMesh) -> Pending:
+def start_reduction(
+    grads: list[Tensor], cuts: list[WeightLayout], reduce_dtype: torch.dtype, mesh: GridMesh
+) -> Pending:
     """Begin to sum weight gradients [Q, n, P, k] over z. Result: this rank's elements of each, flat.
 
-    One reduce-scatter over z, or one for each where they are large and copies are dear (`travels_alone`).
+    One reduce-scatter over z, or one for each where they are large and copies are dear (`send_unfused`).
     """
     group = mesh.group("z")
     dtype = torch.promote_types(grads[0].dtype, reduce_dtype)
     blocks = [cut.unblock(grad).to(dtype) for grad, cut in zip(grads, cuts, strict=True)]
-    if all(travels_alone(block[0], group) for block in blocks):
+    if all(send_unfused(block[0], group) for block in blocks):
         return together([start_reduce_scatter(block, group) for block in blocks])
     pending = start_reduce_scatter(torch.cat(blocks, dim=1) if len(blocks) > 1 else blocks[0], group)
     return pending.then(lambda flat: flat.split([cut.travels for cut in cuts]))
@@ -121,7 +125,7 @@ class Product:
     (overlap.py): `begin` creates the weight-gradient node, then the caller enters the block, then `run` multiplies.
     """
 
-    def __init__(self, state: ModelState, weights: list[ShardedWeight], cuts: list[Cut]) -> None:
+    def __init__(self, state: ModelState, weights: list[ShardedWeight], cuts: list[WeightLayout]) -> None:
         self.state = state
         self.weights = weights
         self.cuts = cuts
@@ -161,17 +165,17 @@ class Product:
         """One [Q, n, P, k] for each weight, in `dtype`. One all-gather over z for all of them, if none is kept."""
         return self.gathered(dtype).blocks
 
-    def gathered(self, dtype: torch.dtype) -> Gathered:
+    def gathered(self, dtype: torch.dtype) -> GatheredBlocks:
         """As `gather`, with the version of the weights."""
         state, mesh, version = self.state, self.state.mesh, self._version()
         if mesh.size("z") == 1:
             blocks = [cut.block(weight.shard.to(dtype)) for weight, cut in zip(self.weights, self.cuts, strict=True)]
-            return Gathered(blocks, version)
+            return GatheredBlocks(blocks, version)
         key = self._key(dtype)
         found = state.kept.find(key, version)
         if found is None:
             start = partial(start_gather, self.weights, self.cuts, dtype, mesh)
-            found = Gathered(state.gather_ahead.take(key, start, self._version), version)
+            found = GatheredBlocks(state.gather_ahead.take(key, start, self._version), version)
             if state.kept.everything:
                 state.kept.add(key, found)
         return found
@@ -206,7 +210,9 @@ class _WeightGradient(torch.autograd.Function):
         return None, *[like if needed else None for like, needed in zip(ctx.like, ctx.needed, strict=True)]
 
 
-def leave_gradients(state: ModelState, weights: list[ShardedWeight], cuts: list[Cut], grads: list[Tensor]) -> None:
+def leave_gradients(
+    state: ModelState, weights: list[ShardedWeight], cuts: list[WeightLayout], grads: list[Tensor]
+) -> None:
     """Launch the reduction over z of gradients [Q, n, P, k] and promise each to the slot of its weight (ORS)."""
     state.reductions.make_room()
     pending = state.reductions.add(start_reduction(grads, cuts, state.reduce_dtype, state.mesh))
@@ -214,7 +220,7 @@ def leave_gradients(state: ModelState, weights: list[ShardedWeight], cuts: list[
         weight.slot.add(partial(finish_reduction, pending, index, cut, weight.shard.dtype))
 
 
-def finish_reduction(pending: Pending, index: int, cut: Cut, dtype: torch.dtype) -> Tensor:
+def finish_reduction(pending: Pending, index: int, cut: WeightLayout, dtype: torch.dtype) -> Tensor:
     """This rank's gradient of one weight: its part of a finished reduction, averaged over z. Waits."""
     mine = cut.own(pending.wait()[index])
     if cut.z > 1:

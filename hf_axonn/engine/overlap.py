@@ -3,7 +3,7 @@
     OAG  `GatherAhead`       the gather of the next weights begins while this layer multiplies; the order is what the
                              previous pass did, so it needs no knowledge of the model
     OAR  `gather_with_slot`  the reduction of dI is launched, the weight gradients are computed, then it is waited for
-    ORS  `ReductionQueue`    the reduce-scatter of dW runs on while earlier layers compute; `DeliveryOrder` has the
+    ORS  `ReductionQueue`    the reduce-scatter of dW runs on while earlier layers compute; `GradientSchedule` has the
                              finished gradient handed over soon after, so that its average over data can begin
 
 Autograd runs the newest ready node first. A reduction is split over two nodes: the newer one launches it and returns
@@ -121,7 +121,7 @@ class Deliverable(Protocol):
     def make_node(self) -> None: ...
 
 
-class DeliveryOrder:
+class GradientSchedule:
     """When the nodes are made at which backward waits for finished weight gradients and hands them to autograd.
 
     Autograd reaches a node the later, the earlier it was made. If all were made when the forward pass begins, every

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import Tokens
-from hf_axonn.engine.gather_cache import KeptWeights
+from hf_axonn.engine.gather_cache import GatherCache
 from hf_axonn.engine.linears import is_conv1d
 from hf_axonn.engine.matmul_tuning import Matmul, MatmulTuner, plain
 from hf_axonn.engine.overlap import (
-    DeliveryOrder,
     GatherAhead,
+    GradientSchedule,
     GradientSlot,
     ReductionQueue,
     in_backward,
@@ -61,11 +61,11 @@ class ModelState:
         self.mesh = mesh
         self.config = config
         self.reduce_dtype = getattr(torch, config.reduce_dtype)
-        self.kept = KeptWeights()
+        self.kept = GatherCache()
         ahead = config.overlap.all_gather and mesh.size("z") > 1
         self.gather_ahead = GatherAhead(enabled=ahead, needless=self.kept.__contains__)
         # Two groups behind, as many as `reductions` lets be in flight; without z there is no reduction to hide.
-        self.delivery = DeliveryOrder(distance=2 if mesh.size("z") > 1 else 0)
+        self.delivery = GradientSchedule(distance=2 if mesh.size("z") > 1 else 0)
         self.reductions = ReductionQueue(enabled=config.overlap.reduce_scatter)
         self.overlap_all_reduce = config.overlap.all_reduce
         self.tuner = MatmulTuner() if config.tune_matmuls else None
@@ -191,7 +191,7 @@ class ShardedWeight:
 
     A `transposed` one is stored as [K, N] (Transformers' Conv1D) and seen as [N, K], a `flat` one as [N, ...].
 
-    The node of the shard in the graph is made some way ahead of its use (`DeliveryOrder`), so autograd comes to it
+    The node of the shard in the graph is made some way ahead of its use (`GradientSchedule`), so autograd comes to it
     some way behind: until then the reduction of its gradient may be under way (ORS).
 
     Attributes:
@@ -283,8 +283,14 @@ def replicated_local(parameter: nn.Parameter, mesh: GridMesh, partial_axes: tupl
     return scale_gradient(local, mesh.size(*partial_axes)) if local.requires_grad else local
 
 
-def find_state(model: nn.Module) -> ModelState | None:
-    """The state of a parallelized model, also inside of wrappers (PEFT, accelerate); None for a plain model."""
+def parallel_state(model: object) -> ModelState | None:
+    """How a parallelized model lies on the grid, also inside of wrappers (PEFT, accelerate); None for anything else.
+
+    `parallel_state(model).grid` is the grid, `.report` says what was sharded, and what was not and why. No
+    communication.
+    """
+    if not isinstance(model, nn.Module):
+        return None
     for module in model.modules():
         if is_parallelized(module):
             return module.axonn

@@ -11,7 +11,7 @@ from hf_axonn.engine.activation_layouts import bounds, ceil_div, pad_dim
 
 
 @dataclass(frozen=True)
-class Cut:
+class WeightLayout:
     """How one weight [N, K] lies on this rank.
 
     Args:
@@ -72,7 +72,7 @@ class Cut:
         return reduced.view(-1, self.cols)[: self.own_rows] if self.cols else reduced.new_empty(self.own_rows, 0)
 
 
-def cut_weight(kind: str, rows: int, cols: int, mesh: GridMesh, *, whole_input: bool = False) -> Cut:
+def weight_layout(kind: str, rows: int, cols: int, mesh: GridMesh, *, whole_input: bool = False) -> WeightLayout:
     """How a weight [N, K] = [rows, cols] of a kind lies on this rank. `whole_input`: a row layer's input is on x only.
 
     Kinds as in state.shard_placements, and "full": a column weight whose output is not cut over y.
@@ -92,7 +92,7 @@ def cut_weight(kind: str, rows: int, cols: int, mesh: GridMesh, *, whole_input: 
         own_rows, own_cols = _own(rows, mesh, "x"), _own(cols, mesh, "y")
         out_blocks = y if kind == "column" else 1
         out_size, in_size = ceil_div(ceil_div(rows, x), out_blocks), ceil_div(cols, y)
-    return Cut(own_rows, own_cols, out_blocks, out_size, in_blocks, in_size, z, mesh.index("z"))
+    return WeightLayout(own_rows, own_cols, out_blocks, out_size, in_blocks, in_size, z, mesh.index("z"))
 
 
 def _own(size: int, mesh: GridMesh, axis: str) -> int:
@@ -110,8 +110,8 @@ def vocabulary_range(size: int, mesh: GridMesh, *, y: int | None = None, x: int 
 
 
 @dataclass(frozen=True)
-class ExpertsCut:
-    """How a weight [E, A, B] lies on this rank, in the way of matmul3d.Cut.
+class ExpertLayout:
+    """How a weight [E, A, B] lies on this rank, in the way of matmul3d.WeightLayout.
 
     z cuts B: Transformers' loader joins gate and up along A while it reads, so a cut of A would not be of the whole.
 

@@ -23,6 +23,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from hf_axonn.losses.causal_lm import IGNORE_INDEX
+
 
 STRATEGIES = ("hash-table", "hash", "static", "random")
 

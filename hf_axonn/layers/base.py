@@ -22,18 +22,18 @@ from hf_axonn.engine.activation_layouts import gather_features, pad_dim, take_fe
 from hf_axonn.engine.linears import is_conv1d, linear_size
 from hf_axonn.engine.matmul3d import Product, gathered_weight
 from hf_axonn.engine.state import ModelState, replicated_local
-from hf_axonn.engine.weight_layout import cut_weight
+from hf_axonn.engine.weight_layout import weight_layout
 from hf_axonn.topology.heads import feature_slice
 
 
-def wrap_forward(module: nn.Module, forward: Callable, *, method: str = "forward") -> None:
+def patch_forward(module: nn.Module, forward: Callable, *, method: str = "forward") -> None:
     """Let `forward(original, *args, **kwargs)` run in place of the module's forward (or of another method), under its
     signature."""
     original = getattr(module, method)
     setattr(module, method, functools.wraps(original)(functools.partial(forward, original)))
 
 
-def pop_hidden(args: tuple, kwargs: dict) -> tuple[Tensor, tuple, dict]:
+def split_hidden_states(args: tuple, kwargs: dict) -> tuple[Tensor, tuple, dict]:
     """The hidden states among a call's arguments, which come first or by name, and the other arguments."""
     if args:
         return args[0], args[1:], kwargs
@@ -58,9 +58,9 @@ class FullLinear:
         self.linear = linear
         self.weights = [state.weight_of(linear)]
         self.out_features, self.in_features = linear_size(linear)
-        self.cuts = [cut_weight("full", self.out_features, self.in_features, state.mesh)]
+        self.cuts = [weight_layout("full", self.out_features, self.in_features, state.mesh)]
         state.styles[linear] = self
-        wrap_forward(linear, self._forward)
+        patch_forward(linear, self._forward)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor:
         mesh = self.state.mesh
@@ -100,7 +100,7 @@ class Replicated:
         self.own = own
         self.added: dict[str, Callable[[Tensor], Tensor]] = {}
         state.styles[module] = self
-        wrap_forward(module, self._forward)
+        patch_forward(module, self._forward)
 
     def plain(self, name: str) -> Tensor:
         """A parameter as a plain tensor, in the graph."""
@@ -145,7 +145,7 @@ class Reading:
             if child in reader.read
         ]
         state.readings.append(self)
-        wrap_forward(reader.module, self._call, method=reader.method)
+        patch_forward(reader.module, self._call, method=reader.method)
 
     def also(self, child: nn.Module, parent: nn.Module, name: str) -> None:
         """One more module whose parameters are used, or one more place where it is found."""

@@ -34,9 +34,9 @@ from hf_axonn.engine.linears import linear_size
 from hf_axonn.engine.matmul3d import Product
 from hf_axonn.engine.overlap import GradientSlot, gather_with_slot, wait_gradient
 from hf_axonn.engine.state import ModelState, replicated_local
-from hf_axonn.engine.weight_layout import cut_weight
-from hf_axonn.layers.base import take_slice, wrap_forward
-from hf_axonn.layers.head_exchange import Selection
+from hf_axonn.engine.weight_layout import weight_layout
+from hf_axonn.layers.base import patch_forward, take_slice
+from hf_axonn.layers.head_exchange import HeadExchange
 from hf_axonn.topology.heads import Heads, feature_slice
 
 
@@ -70,16 +70,16 @@ class Column:
             ]
         self.segments = segments
         self.selections = [
-            Selection(linear_size(linear)[0], parts, heads, state.mesh)
+            HeadExchange(linear_size(linear)[0], parts, heads, state.mesh)
             for linear, parts in zip(linears, segments, strict=True)
         ]
         self.weights = [state.weight_of(linear) for linear in linears]
-        self.cuts = [cut_weight("column", *linear_size(linear), state.mesh) for linear in linears]
+        self.cuts = [weight_layout("column", *linear_size(linear), state.mesh) for linear in linears]
         self._entered: tuple[Tensor, Product, Tensor | None] | None = None
         self._computed: tuple[Tensor, dict[int, Tensor]] | None = None
         for index, linear in enumerate(linears):
             state.styles[linear] = self
-            wrap_forward(linear, functools.partial(self._project, index))
+            patch_forward(linear, functools.partial(self._project, index))
 
     @property
     def bias_axes(self) -> tuple[str, ...]:
@@ -154,7 +154,7 @@ class Column:
             return gather_features(output, size, mesh, "x")
         return output if selection.is_slice else selection.exchange(output)
 
-    def selection_of(self, linear: nn.Module) -> Selection:
+    def selection_of(self, linear: nn.Module) -> HeadExchange:
         """The features of a projection that this rank works on (LoRA's B takes these rows)."""
         return self.selections[self.linears.index(linear)]
 
@@ -182,8 +182,8 @@ class Row:
         state.styles[linear] = self
         self.weights = [state.weight_of(linear)]
         self.hidden_size = linear_size(linear)[0]
-        self.cuts = [cut_weight("row", *linear_size(linear), state.mesh, whole_input="y" not in self.axes)]
-        wrap_forward(linear, self._forward)
+        self.cuts = [weight_layout("row", *linear_size(linear), state.mesh, whole_input="y" not in self.axes)]
+        patch_forward(linear, self._forward)
 
     @property
     def leading(self) -> torch.Size | None:
@@ -239,11 +239,11 @@ class Block:
         self.column = column
         self.row = row
         self._inside = False
-        wrap_forward(entry, self._forward)
+        patch_forward(entry, self._forward)
 
     def around(self, wrapper: nn.Module) -> None:
         """Enter already where `wrapper` is called, which stands around an entry that is a lone Linear."""
-        wrap_forward(wrapper, self._forward)
+        patch_forward(wrapper, self._forward)
 
     def _forward(self, original: Callable, *args, **kwargs):
         if self._inside:
@@ -273,7 +273,7 @@ def install_heads(state: ModelState, attention: nn.Module, heads: Heads, block: 
     """Let attention see this rank's numbers of heads, and its own heads of arguments that have them all."""
     mesh = state.mesh
     query, kv = heads.own_query(mesh), heads.own_kv(mesh)
-    if heads.expand and hasattr(attention, "num_key_value_groups"):
+    if heads.replicate_kv and hasattr(attention, "num_key_value_groups"):
         attention.num_key_value_groups = query // kv
     for name, kind in block.attributes.items():
         owner, _, attribute = name.rpartition(".")
@@ -296,5 +296,5 @@ def install_heads(state: ModelState, attention: nn.Module, heads: Heads, block: 
                     given.arguments[name] = by_head[:, rows].flatten(0, 1)
             return original(*given.args, **given.kwargs)
 
-        wrap_forward(attention, forward)
+        patch_forward(attention, forward)
     state.attention_axes = heads.axes

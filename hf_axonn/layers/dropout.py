@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hf_axonn.engine.state import ModelState
-from hf_axonn.layers.base import wrap_forward
+from hf_axonn.layers.base import patch_forward
 
 
 def mix(*values: int) -> int:
@@ -73,7 +73,7 @@ def install_dropout(state: ModelState, module: nn.Module, axes: tuple[str, ...],
         with keyed_random(state, axes):
             return original(*args, **kwargs)
 
-    wrap_forward(module, forward)
+    patch_forward(module, forward)
 
 
 def dropout_names(module: nn.Module) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_axonn.distributed.collectives import all_gather, gather_replicated
 from hf_axonn.engine.matmul3d import Product, gathered_weight
 from hf_axonn.engine.state import ModelState
-from hf_axonn.engine.weight_layout import cut_weight
+from hf_axonn.engine.weight_layout import weight_layout
 from hf_axonn.layers.base import Replicated
 from hf_axonn.layers.vocabulary import in_order
 
@@ -25,7 +25,7 @@ from hf_axonn.layers.vocabulary import in_order
 SMALLEST_PART = 1 / 64
 
 
-class Gathered(Replicated):
+class GatheredParameters(Replicated):
     """A module some of whose parameters (`names`) are stored in pieces; its code sees plain whole tensors.
 
     Collectives: for each of them an all-gather over z and one over (x, y); backward: reduce-scatter over z, and over
@@ -36,7 +36,7 @@ class Gathered(Replicated):
         self.products: dict[str, Product] = {}
         for name in names:
             first, *others = module._parameters[name].shape
-            cut = cut_weight("vocabulary", first, math.prod(others), state.mesh)
+            cut = weight_layout("vocabulary", first, math.prod(others), state.mesh)
             self.products[name] = Product(state, [state.weight_of(module, name, flat=True)], [cut])
         super().__init__(state, module, partial_axes)
 

@@ -14,17 +14,24 @@ from torch import Tensor
 from hf_axonn.distributed.collectives import exchange_rows
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import pad_dim
-from hf_axonn.topology.heads import Heads, arriving_features, feature_slice, is_own_slice, pieces, sent_features
+from hf_axonn.topology.heads import (
+    Heads,
+    arriving_features,
+    feature_ranges,
+    feature_slice,
+    is_own_slice,
+    sent_features,
+)
 
 
-class Selection:
+class HeadExchange:
     """The features of one projection's output [N] that this rank works on. Arguments as heads.pieces."""
 
     def __init__(self, size: int, segments: Sequence[str], heads: Heads | None, mesh: GridMesh) -> None:
         self.mesh = mesh
         self.axes = ("x", "y") if heads is None else heads.axes
         self.is_slice = is_own_slice(size, segments, heads, mesh)
-        found = pieces(size, segments, heads, mesh)
+        found = feature_ranges(size, segments, heads, mesh)
         self.padded = [piece.padded for piece in found]
         self.indices = [self._tensor([feature for its in piece.ranges for feature in its]) for piece in found]
         if self.is_slice or not self.axes:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hf_axonn.distributed.collectives import all_reduce_backward
 from hf_axonn.engine.activation_layouts import gather_tokens, take_features
 from hf_axonn.engine.state import ModelState
-from hf_axonn.layers.base import pop_hidden, wrap_forward
+from hf_axonn.layers.base import patch_forward, split_hidden_states
 from hf_axonn.layers.block import Column, Row
 
 
@@ -49,7 +49,7 @@ def install_latent(
     """
 
     def forward(original: Callable, *args, **kwargs):
-        hidden, args, kwargs = pop_hidden(args, kwargs)
+        hidden, args, kwargs = split_hidden_states(args, kwargs)
         tokens = state.tokens
         row.leading = hidden.shape[:-1]
         if tokens.sharded:
@@ -65,7 +65,7 @@ def install_latent(
         latent, rotary = output.split([output.shape[-1] - size, size], dim=-1)
         return torch.cat([latent, all_reduce_backward(rotary, state.mesh.group(*row.axes))], dim=-1)
 
-    wrap_forward(attention, forward)
+    patch_forward(attention, forward)
     if row.axes:
         # A hook: whatever style its forward is given. An adapter of the module adds to its output after that, so the
         # hooks stand on its last part too (adapters/install.py).

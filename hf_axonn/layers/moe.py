@@ -35,8 +35,8 @@ from hf_axonn.distributed.collectives import (
 from hf_axonn.engine.activation_layouts import pad_dim
 from hf_axonn.engine.matmul3d import Product
 from hf_axonn.engine.state import ModelState, replicated_local
-from hf_axonn.engine.weight_layout import ExpertsCut, vocabulary_range
-from hf_axonn.layers.base import wrap_forward
+from hf_axonn.engine.weight_layout import ExpertLayout, vocabulary_range
+from hf_axonn.layers.base import patch_forward
 from hf_axonn.layers.expert_weights import call_with_gathered
 
 
@@ -86,10 +86,10 @@ class Experts:
         state.styles[module] = self
         for name in expert_weights(module):
             _, rows, cols = module._parameters[name].shape
-            cut = ExpertsCut(len(self.range), rows, cols, state.mesh.size("z"), state.mesh.index("z"))
+            cut = ExpertLayout(len(self.range), rows, cols, state.mesh.size("z"), state.mesh.index("z"))
             # One product for each, so that no weight has to be copied out of a gather of several.
             self.products[name] = Product(state, [state.weight_of(module, name)], [cut])
-        wrap_forward(module, self._forward)
+        patch_forward(module, self._forward)
 
     def _forward(self, original: Callable, *args: Tensor, **kwargs: Tensor) -> Tensor:
         hidden, choices, weights = self.signature.bind(*args, **kwargs).args

@@ -25,8 +25,8 @@ from torch.distributed import ProcessGroup
 from hf_axonn.distributed.collectives import reduce_, start_all_gather
 from hf_axonn.engine.activation_layouts import bounds, pad_dim
 from hf_axonn.engine.state import ModelState, replicated_local
-from hf_axonn.layers.base import wrap_forward
-from hf_axonn.layers.head_exchange import Selection
+from hf_axonn.layers.base import patch_forward
+from hf_axonn.layers.head_exchange import HeadExchange
 
 
 # What is rounded to a 16-bit dtype: the result alone, n before it is multiplied, or offset + weight before that.
@@ -179,7 +179,7 @@ class FeatureNorm:
         pieces = [bounds(kind.size, y, index) for index in range(y)]
         self.cut = FeatureCut(tuple(stop - start for start, stop in pieces), mesh.index("y"), mesh.group("y"))
         self._dtypes: dict[tuple, torch.dtype] = {}
-        wrap_forward(module, self._forward)
+        patch_forward(module, self._forward)
 
     def _forward(self, original: Callable, *args, **kwargs) -> Tensor:
         tokens = self.state.tokens
@@ -224,14 +224,14 @@ class HeadNorm:
     Collectives: those at the top of this file, over the axes that divide the heads.
     """
 
-    def __init__(self, state: ModelState, module: nn.Module, kind: NormKind, selection: Selection) -> None:
+    def __init__(self, state: ModelState, module: nn.Module, kind: NormKind, selection: HeadExchange) -> None:
         self.state, self.module, self.kind, self.selection = state, module, kind, selection
         mesh, self.axes = state.mesh, selection.axes
         ranks = mesh.size(*self.axes)
         self.cut = FeatureCut((selection.size,) * ranks, mesh.index(*self.axes), mesh.group(*self.axes))
         self.repeated = replace(kind, size=selection.size * ranks)
         self._dtypes: dict[tuple, torch.dtype] = {}
-        wrap_forward(module, self._forward)
+        patch_forward(module, self._forward)
 
     def _forward(self, original: Callable, hidden: Tensor) -> Tensor:
         weight, bias = self._own(self.kind.weight), self._own(self.kind.bias)

@@ -25,8 +25,8 @@ from hf_axonn.engine.activation_layouts import Tokens, gather_tokens, pad_dim, t
 from hf_axonn.engine.linears import linear_size
 from hf_axonn.engine.matmul3d import Product, gathered_weight
 from hf_axonn.engine.state import replicated_local
-from hf_axonn.engine.weight_layout import cut_weight, vocabulary_range
-from hf_axonn.layers.base import wrap_forward
+from hf_axonn.engine.weight_layout import vocabulary_range, weight_layout
+from hf_axonn.layers.base import patch_forward
 
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ class Embedding:
         self.state = state
         self.module = module
         self.weights = [state.weight_of(module)]
-        self.cuts = [cut_weight("vocabulary", module.num_embeddings, module.embedding_dim, state.mesh)]
+        self.cuts = [weight_layout("vocabulary", module.num_embeddings, module.embedding_dim, state.mesh)]
         state.styles[module] = self
-        wrap_forward(module, self._forward)
+        patch_forward(module, self._forward)
 
     def _forward(self, _original: Callable, ids: Tensor) -> Tensor:
         mesh, module = self.state.mesh, self.module
@@ -125,10 +125,10 @@ class Head:
         self.state = state
         self.linear = linear
         self.weights = [state.weight_of(linear)]
-        self.cuts = [cut_weight("vocabulary", linear.out_features, linear.in_features, state.mesh)]
+        self.cuts = [weight_layout("vocabulary", linear.out_features, linear.in_features, state.mesh)]
         state.has_head = True
         state.styles[linear] = self
-        wrap_forward(linear, self._forward)
+        patch_forward(linear, self._forward)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor | DeferredLogits:
         state = self.state

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_axonn.distributed.collectives import reduce_, start_all_gather, start_reduce_scatter
-from hf_axonn.engine.gather_cache import Gathered
+from hf_axonn.engine.gather_cache import GatheredBlocks
 from hf_axonn.engine.matmul3d import Product, leave_gradients
 from hf_axonn.engine.overlap import placeholder
 from hf_axonn.engine.state import ModelState
@@ -198,7 +198,7 @@ class _ShardedStatistics(torch.autograd.Function):
         return dhidden, ctx.like if grad_shard else None, dbias if dbias is None else dbias.to(bias.dtype), None
 
 
-def _rows_of(gathered: Gathered) -> Tensor:
+def _rows_of(gathered: GatheredBlocks) -> Tensor:
     """[v, H], v being this rank's part of the vocabulary, padded."""
     return gathered.blocks[0].flatten(2).flatten(0, 1)
 

@@ -28,7 +28,7 @@ from hf_axonn.distributed.collectives import all_reduce, gather_replicated, redu
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import Tokens, gather_tokens, pad_dim
 from hf_axonn.engine.state import ModelState, scale_gradient
-from hf_axonn.layers.base import wrap_forward
+from hf_axonn.layers.base import patch_forward
 
 
 FUNCTION = "load_balancing_loss_func"
@@ -84,8 +84,8 @@ class RouterLoss:
     def __init__(self, state: ModelState, model: nn.Module, base: nn.Module) -> None:
         self.state = state
         self._is_share = False
-        wrap_forward(model, self._model)
-        wrap_forward(base, self._base)
+        patch_forward(model, self._model)
+        patch_forward(base, self._base)
 
     def _model(self, original: Callable, *args, **kwargs):
         self._is_share = kwargs.get("num_items_in_batch") is not None

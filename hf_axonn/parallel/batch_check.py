@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from hf_axonn.distributed.collectives import gather_quietly
 from hf_axonn.distributed.consistency import differences, digest_number, gather_texts
-from hf_axonn.distributed.watchdog.progress import HERE
+from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.state import ModelState
-from hf_axonn.layers.base import wrap_forward
+from hf_axonn.layers.base import patch_forward
 from hf_axonn.layers.dropout import dropout_names, probability
 
 
@@ -42,7 +42,7 @@ def install_batch_check(state: ModelState, model: nn.Module) -> None:
         check(args, kwargs)
         return original(*args, **kwargs)
 
-    wrap_forward(model, forward)
+    patch_forward(model, forward)
 
 
 class BatchCheck:
@@ -63,8 +63,8 @@ class BatchCheck:
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> None:
         named = {f"argument {place}": value for place, value in enumerate(args)} | kwargs
         tensors = {name: value for name, value in named.items() if type(value) is Tensor}
-        HERE.passes += 1
-        HERE.batch = {name: tuple(value.shape) for name, value in tensors.items()}
+        PROGRESS.passes += 1
+        PROGRESS.batch = {name: tuple(value.shape) for name, value in tensors.items()}
         training = self.model.training
         number = self._passes[training]
         self._passes[training] = number + 1
@@ -104,7 +104,7 @@ class BatchCheck:
         else:
             remedy = "Feed ranks by their (data, z): accelerator.prepare(loader) and Trainer do that."
         raise ValueError(
-            f"ranks that share samples (data={at['data']}, z={at['z']}) were not given the same {HERE.when}: "
+            f"ranks that share samples (data={at['data']}, z={at['z']}) were not given the same {PROGRESS.when}: "
             f"{'; '.join(found)}. {remedy}"
         )
 

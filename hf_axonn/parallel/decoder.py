@@ -20,36 +20,36 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_axonn.architectures.plan import Plan
+from hf_axonn.architectures.plan import ShardingPlan
 from hf_axonn.distributed.collectives import gather_replicated
 from hf_axonn.engine.activation_layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
 from hf_axonn.engine.state import ModelState
-from hf_axonn.layers.base import pop_hidden, wrap_forward
+from hf_axonn.layers.base import patch_forward, split_hidden_states
 from hf_axonn.layers.dropout import opened
 from hf_axonn.losses.router_aux import whole_logits
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 
 
-def install_decoder(state: ModelState, model: nn.Module, plan: Plan) -> None:
+def install_decoder(state: ModelState, model: nn.Module, plan: ShardingPlan) -> None:
     """Divide the residual stream at the first decoder layer and gather it at the decoder's end, or at the last layer's
     where something other than a norm follows."""
     layers = [model.get_submodule(name) for name in plan.layers]
     for layer in layers:
         end = None if layer is not layers[-1] else "tokens" if plan.final is not None else "whole"
-        wrap_forward(layer, functools.partial(_layer, state, layer, layer is layers[0], end))
+        patch_forward(layer, functools.partial(_layer, state, layer, layer is layers[0], end))
     for name in plan.whole:
         state.give(
-            model.get_submodule(name), functools.partial(wrap_forward, forward=functools.partial(_whole, state))
+            model.get_submodule(name), functools.partial(patch_forward, forward=functools.partial(_whole, state))
         )
     decoder = model.get_submodule(plan.decoder)
-    wrap_forward(decoder, functools.partial(_decoder, state, plan.final is None))
+    patch_forward(decoder, functools.partial(_decoder, state, plan.final is None))
     state.makers |= dict.fromkeys((decoder, *layers))
 
 
 def _layer(state: ModelState, layer: nn.Module, first: bool, end: str | None, original: Callable, /, *args, **kwargs):
     """A decoder layer: the first takes this rank's tokens, the last hands on `tokens` or gathers the `whole`."""
     if first:
-        hidden, args, kwargs = pop_hidden(args, kwargs)
+        hidden, args, kwargs = split_hidden_states(args, kwargs)
         batch, seq = hidden.shape[:2]
         sharded = torch.is_grad_enabled() or seq > 1
         state.tokens = Tokens(batch, seq, sharded=sharded, features=state.features if sharded else 0)
@@ -78,7 +78,7 @@ def _whole(state: ModelState, original: Callable, /, *args, **kwargs):
     tokens, mesh = state.tokens, state.mesh
     if tokens is None or not tokens.sharded:
         return original(*args, **kwargs)
-    shape = pop_hidden(args, kwargs)[0].shape
+    shape = split_hidden_states(args, kwargs)[0].shape
 
     def whole(value):
         if not (isinstance(value, Tensor) and value.shape == shape):
@@ -100,7 +100,7 @@ def install_recomputation(state: ModelState, model: nn.Module) -> None:
 
     for layer in model.modules():
         if hasattr(layer, "gradient_checkpointing") and not isinstance(layer, PreTrainedModel):
-            wrap_forward(layer, functools.partial(forward, layer))
+            patch_forward(layer, functools.partial(forward, layer))
 
 
 def _keep_for_recomputation(state: ModelState, layer: nn.Module) -> None:
@@ -196,10 +196,10 @@ def install_causal_lm(state: ModelState, model: nn.Module) -> None:
         finally:
             state.tokens, state.defer_head, state.in_forward = None, False, False
 
-    wrap_forward(model, forward)
+    patch_forward(model, forward)
     base = getattr(model, getattr(model, "base_model_prefix", None) or "", None)
     if isinstance(base, nn.Module) and base is not model:
-        wrap_forward(base, functools.partial(_base_model, state))
+        patch_forward(base, functools.partial(_base_model, state))
     if state.mesh.size("z") > 1 and hasattr(model, "generate"):
         model.generate = functools.partial(_generate, state, model, model.generate)
 

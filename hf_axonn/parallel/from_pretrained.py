@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.adapters.files import base_of
+from hf_axonn.adapters.files import adapter_base
 from hf_axonn.checkpoint.gguf import WHERE, converted
 from hf_axonn.checkpoint.hf_loader import distribute_when_built
 from hf_axonn.checkpoint.manifest import is_sharded_checkpoint
 from hf_axonn.checkpoint.sharded import read_weights, verify_together
 from hf_axonn.compat.torch import default_device_type
 from hf_axonn.config import AxonnConfig
-from hf_axonn.distributed.consistency import raising_together
+from hf_axonn.distributed.consistency import raise_on_all_ranks
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.dtensors import shard_slices
 from hf_axonn.parallel.parallelize import parallelize
@@ -46,7 +46,7 @@ def from_pretrained(
         ValueError: quantized weights, device_map, tp_plan or ignore_mismatched_sizes among the arguments, an
             incomplete sharded checkpoint, weights that the checkpoint lacks (they would be filled with numbers that
             differ from rank to rank) or has in another size; on every rank, if one of them cannot read its slices.
-    Collectives: those of `parallelize` for a model on the meta device, and of `raising_together`; those of
+    Collectives: those of `parallelize` for a model on the meta device, and of `raise_on_all_ranks`; those of
         `verify_together` for a sharded checkpoint.
     """
     from transformers import AutoModelForCausalLM
@@ -69,7 +69,7 @@ def from_pretrained(
         del kwargs["quantization_config"]
         where = {key: kwargs.pop(key) for key in WHERE if key in kwargs}
         name_or_path = converted(origin, gguf_file, auto_class=auto_class, dtype=kwargs.get("dtype"), **where)
-    for directory in filter(None, (name_or_path, base_of(name_or_path))):
+    for directory in filter(None, (name_or_path, adapter_base(name_or_path))):
         if is_sharded_checkpoint(directory):
             verify_together(directory)
     device = torch.device(default_device_type())
@@ -79,7 +79,7 @@ def from_pretrained(
     def distribute(model: nn.Module) -> None:
         parallelize(model, grid, config=config)
         # From here on a rank may fail alone, at a file that only its node cannot read.
-        reading.enter_context(raising_together(device))
+        reading.enter_context(raise_on_all_ranks(device))
 
     def part_of(parameter: DTensor) -> tuple[slice, ...]:
         return shard_slices(parameter.shape, parameter.placements, grid_mesh(grid, device.type))

@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_axonn.architectures.feature_layout import LayoutChoice
 from hf_axonn.architectures.parameter_reads import find_readers
-from hf_axonn.architectures.plan import Plan
+from hf_axonn.architectures.plan import ShardingPlan
 from hf_axonn.architectures.weight_kinds import vocabulary_modules
 from hf_axonn.compat.transformers import has_causal_lm_loss
 from hf_axonn.distributed.collectives import broadcast_
@@ -23,8 +23,8 @@ from hf_axonn.engine.state import ModelState
 from hf_axonn.layers.base import FullLinear, Reading, Replicated
 from hf_axonn.layers.block import Block, Column, Row, install_heads
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
-from hf_axonn.layers.gathered import Gathered
-from hf_axonn.layers.head_exchange import Selection
+from hf_axonn.layers.gathered import GatheredParameters
+from hf_axonn.layers.head_exchange import HeadExchange
 from hf_axonn.layers.latent_attention import LatentColumn, install_latent
 from hf_axonn.layers.moe import is_experts, style_of
 from hf_axonn.layers.norms import FeatureNorm, HeadNorm, NormKind
@@ -67,7 +67,12 @@ def shard_parameters(model: nn.Module, kinds: dict[int, str], state: ModelState)
 
 
 def install_styles(
-    model: nn.Module, plan: Plan, kinds: dict[int, str], state: ModelState, report: Report, layout: LayoutChoice
+    model: nn.Module,
+    plan: ShardingPlan,
+    kinds: dict[int, str],
+    state: ModelState,
+    report: Report,
+    layout: LayoutChoice,
 ) -> None:
     """Give every module that has parameters the forward of its style, and write the report."""
     state.features = layout.features
@@ -90,7 +95,7 @@ def install_styles(
     state.whole = set(plan.whole)
     experts = {name for name, module in model.named_modules() if is_experts(module)}
     axes_of |= {name: ("x", "y") for name in experts}
-    head_norms: list[tuple[nn.Module, NormKind, Selection]] = []
+    head_norms: list[tuple[nn.Module, NormKind, HeadExchange]] = []
     rows_of: dict[str, slice] = {}  # of parameters that have one row for each query head
     for block in plan.blocks:
         heads = Heads.divide(block.query, block.kv, state.mesh) if block.query else None
@@ -141,7 +146,7 @@ def install_styles(
             continue
         gathered = [its for its, parameter in module._parameters.items() if kinds.get(id(parameter)) == "gathered"]
         if gathered:
-            state.give(module, functools.partial(Gathered, state, partial_axes=axes, names=gathered))
+            state.give(module, functools.partial(GatheredParameters, state, partial_axes=axes, names=gathered))
             note(module, "gathered")
             continue
         state.give(module, functools.partial(Replicated, state, partial_axes=axes, own=rows_of.get(name)))

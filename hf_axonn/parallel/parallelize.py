@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hf_axonn.adapters.checks import check_adapters, check_plan
-from hf_axonn.adapters.install import apart, install_adapters
+from hf_axonn.adapters.install import install_adapters, without_wrappers
 from hf_axonn.adapters.peft_hooks import watch_peft
 from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.plan import plan_for
@@ -27,7 +27,7 @@ from hf_axonn.checkpoint.full_state import install_save_pretrained
 from hf_axonn.compat.peft import without_peft
 from hf_axonn.compat.torch import default_device_type, quiet_redistribution
 from hf_axonn.config import AxonnConfig
-from hf_axonn.distributed.consistency import model_facts, require_alike, versions
+from hf_axonn.distributed.consistency import assert_same_on_all_ranks, model_facts, versions
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
 from hf_axonn.engine.dtensors import take_shards
@@ -54,8 +54,8 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
         ValueError: the grid is not the size of the world, the model is sharded already, quantized, or has adapters
             that cannot be sharded; ranks have other models, settings or versions.
         RuntimeError: torch.distributed is not initialized.
-    Collectives: those of `require_alike`, creation of the process groups and one broadcast of each parameter and
-        buffer, over the world.
+    Collectives: those of `assert_same_on_all_ranks`, creation of the process groups and one broadcast of each
+        parameter and buffer, over the world.
     """
     config = config or _launched_config(grid)
     if grid.size == 1:
@@ -70,13 +70,13 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     device_type = default_device_type() if device.type == "meta" else device.type
     watch()
     facts = {"axonn_config": config.to_json()} | versions() | model_facts(model)
-    require_alike(facts, device_type, "Start every rank with the same program and settings.")
+    assert_same_on_all_ranks(facts, device_type, "Start every rank with the same program and settings.")
     state = ModelState(grid_mesh(grid, device_type), config)
     quiet_redistribution()
-    with apart(inner):  # adapters follow what is done to the model that they adapt
+    with without_wrappers(inner):  # adapters follow what is done to the model that they adapt
         plan = plan_for(inner)
     check_plan(inner, plan)
-    with apart(inner):
+    with without_wrappers(inner):
         layout = choose_layout(inner, plan, y=grid.y, wanted=config.layout)
         report = state.report = Report(str(grid), plan.summary(), layout.reason)
         kinds = weight_kinds(inner, plan)

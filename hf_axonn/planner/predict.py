@@ -158,7 +158,7 @@ class Prediction:
 def step_of(job: Job, grid: Grid, micro_batches: int) -> Step:
     """One (data, z) position's part of a step."""
     return Step(
-        rows=job.sequences // (grid.samples_size * micro_batches),
+        rows=job.sequences // (grid.dp_size * micro_batches),
         seq=job.seq,
         micro_batches=micro_batches,
         compute_bytes=job.compute_bytes,
@@ -171,16 +171,16 @@ def step_of(job: Job, grid: Grid, micro_batches: int) -> Step:
 
 def refusal(job: Job, grid: Grid) -> str:
     """Why a batch cannot be divided over a grid, or nothing."""
-    if job.sequences % grid.samples_size:
-        return f"{job.sequences} sequences are not divisible by data * z = {grid.samples_size}"
-    if grid.x * grid.y > job.sequences // grid.samples_size * job.seq:
+    if job.sequences % grid.dp_size:
+        return f"{job.sequences} sequences are not divisible by data * z = {grid.dp_size}"
+    if grid.x * grid.y > job.sequences // grid.dp_size * job.seq:
         return f"a (data, z) position has fewer tokens than x * y = {grid.x * grid.y}"
     return ""
 
 
 def fewest_micro_batches(job: Job, grid: Grid) -> tuple[int, Memory]:
     """The fewest micro-batches that fit a GPU, and what they need; one sample each where none fits."""
-    rows = job.sequences // grid.samples_size
+    rows = job.sequences // grid.dp_size
     layout = layout_of(job.shape, grid)
     for count in divisors(rows):
         needed = memory(job.shape, grid, step_of(job, grid, count), layout=layout)
@@ -210,9 +210,9 @@ def predict(job: Job, grid: Grid, *, order: tuple[str, ...] = ORDER, micro_batch
     if micro_batches is None:
         micro_batches, needed = fewest_micro_batches(job, grid)
     else:
-        if micro_batches < 1 or job.sequences // grid.samples_size % micro_batches:
+        if micro_batches < 1 or job.sequences // grid.dp_size % micro_batches:
             raise ValueError(
-                f"{job.sequences // grid.samples_size} samples of a (data, z) position do not make {micro_batches} "
+                f"{job.sequences // grid.dp_size} samples of a (data, z) position do not make {micro_batches} "
                 "micro-batches of one size."
             )
         needed = memory(job.shape, grid, step_of(job, grid, micro_batches), layout=layout_of(job.shape, grid))

@@ -1,6 +1,6 @@
 """Which grid: every legal one, ranked by predicted time.
 
-    plan(job, gpus)      -> Plan: what fits, fastest first; what does not, and why; how sure the first place is
+    plan(job, gpus)      -> GridRanking: what fits, fastest first; what does not, and why; how sure the first place is
     sweep(job, counts)   -> the best grid of each number of GPUs: strong or weak scaling
 
 A grid is legal if its sizes multiply to the number of GPUs and data * z divides the batch. All are ranked with y
@@ -25,7 +25,7 @@ GAIN = 0.01  # what another order of axes than the engine's own has to save
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class GridRanking:
     """The grids of a job on a number of GPUs.
 
     Args:
@@ -80,7 +80,7 @@ def grids(gpus: int) -> list[Grid]:
     return [Grid(data=data, z=z, y=y, x=x) for data, z, y, x in factorizations(gpus, 4)]
 
 
-def plan(job: Job, gpus: int, *, order: tuple[str, ...] | None = None) -> Plan:
+def plan(job: Job, gpus: int, *, order: tuple[str, ...] | None = None) -> GridRanking:
     """Rank all grids of `gpus` ranks.
 
     Args:
@@ -104,7 +104,7 @@ def plan(job: Job, gpus: int, *, order: tuple[str, ...] | None = None) -> Plan:
         ranked[:CONTENDERS] = map(in_best_order, ranked[:CONTENDERS])
         ranked[:CONTENDERS] = sorted(ranked[:CONTENDERS], key=lambda entry: entry.total)
     too_big.sort(key=lambda entry: (entry.memory.total, str(entry.grid)))
-    return Plan(job=job, gpus=gpus, ranked=tuple(ranked), too_big=tuple(too_big), impossible=tuple(impossible))
+    return GridRanking(job=job, gpus=gpus, ranked=tuple(ranked), too_big=tuple(too_big), impossible=tuple(impossible))
 
 
 def other_order(prediction: Prediction) -> Prediction:
@@ -121,7 +121,7 @@ def in_best_order(prediction: Prediction) -> Prediction:
     return better if better.total < (1 - GAIN) * prediction.total else prediction
 
 
-def alternatives(found: Plan) -> list[tuple[str, Prediction]]:
+def alternatives(found: GridRanking) -> list[tuple[str, Prediction]]:
     """The first place if links or products were OFF slower or faster, among the CONTENDERS first.
 
     Where these are not one grid, the order of the first places hangs on numbers that are not known well enough.
@@ -141,7 +141,7 @@ def alternatives(found: Plan) -> list[tuple[str, Prediction]]:
     return answers
 
 
-def sweep(job: Job, counts: Iterable[int], *, weak: bool = False) -> list[Plan]:
+def sweep(job: Job, counts: Iterable[int], *, weak: bool = False) -> list[GridRanking]:
     """Plans for several numbers of GPUs.
 
     Args:

@@ -72,7 +72,7 @@ class Grid:
         return self.data * self.z * self.y * self.x
 
     @property
-    def samples_size(self) -> int:
+    def dp_size(self) -> int:
         """Number of ranks that see different samples, data * z."""
         return self.data * self.z
 
@@ -125,19 +125,19 @@ class Grid:
         return "\n".join(lines)
 
 
-class Place:
+class GridPosition:
     """A position on a grid: pure arithmetic, for this rank or any other."""
 
     def __init__(self, grid: Grid, coordinates: dict[str, int]) -> None:
         self.grid = grid
         self.coordinates = coordinates
 
-    def moved(self, axes: tuple[str, ...], index: int) -> Place:
+    def moved(self, axes: tuple[str, ...], index: int) -> GridPosition:
         """The place whose position along `axes` together is `index`, and that is like this one otherwise."""
         coordinates = dict(self.coordinates)
         for axis in reversed(axes):
             index, coordinates[axis] = divmod(index, getattr(self.grid, axis))
-        return Place(self.grid, coordinates)
+        return GridPosition(self.grid, coordinates)
 
     def size(self, *axes: str) -> int:
         """Number of ranks along `axes` together."""

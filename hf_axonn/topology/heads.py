@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_axonn.topology.grid import Place, ceil_div
+from hf_axonn.topology.grid import GridPosition, ceil_div
 
 
-def feature_slice(size: int, place: Place, *axes: str) -> tuple[slice, int]:
+def feature_slice(size: int, place: GridPosition, *axes: str) -> tuple[slice, int]:
     """The features of `size` that lie on this rank when cut over `axes` in turn, and their number with padding."""
     start, stop, padded = 0, size, size
     for axis in axes:
@@ -36,61 +36,64 @@ class Heads:
     Args:
         query, kv: numbers of heads in the whole model.
         axes: ("x", "y"), ("x",) or (): the longest whose product divides `query`.
-        expand: kv heads do not divide as the query heads do; every rank gets the one kv head that its query heads
-            share, or one for each of its query heads.
+        replicate_kv: kv heads do not divide as the query heads do; every rank gets the one kv head that its query
+            heads share, or one for each of its query heads.
     """
 
     query: int
     kv: int
     axes: tuple[str, ...]
-    expand: bool
+    replicate_kv: bool
 
     @classmethod
-    def divide(cls, query: int, kv: int, place: Place) -> Heads:
+    def divide(cls, query: int, kv: int, place: GridPosition) -> Heads:
         for axes in (("x", "y"), ("x",), ()):
             if query % place.size(*axes) == 0:
-                return cls(query, kv, axes, expand=bool(axes) and kv % place.size(*axes) != 0)
+                return cls(query, kv, axes, replicate_kv=bool(axes) and kv % place.size(*axes) != 0)
         raise AssertionError("the empty product divides every number")
 
-    def kv_of_own_queries(self, place: Place) -> list[int]:
+    def kv_of_own_queries(self, place: GridPosition) -> list[int]:
         """For each query head of this rank the kv head that it reads."""
         own = self.query // place.size(*self.axes)
         first = place.index(*self.axes) * own
         return [head // (self.query // self.kv) for head in range(first, first + own)]
 
-    def kv_read(self, place: Place) -> list[int]:
-        """The kv heads that this rank works on, where `expand`: one if its query heads share it, else one for each."""
+    def kv_read(self, place: GridPosition) -> list[int]:
+        """The kv heads that this rank works on, where `replicate_kv`: one if its query heads share it, else one for
+        each."""
         each = self.kv_of_own_queries(place)
         # Alike on all ranks: the groups of query heads are as long as the ranks' shares, or several shares long.
         return each[:1] if self.query // self.kv % len(each) == 0 else each
 
-    def own_query(self, place: Place) -> int:
+    def own_query(self, place: GridPosition) -> int:
         """Query heads of this rank."""
         return self.query // place.size(*self.axes)
 
-    def own_kv(self, place: Place) -> int:
+    def own_kv(self, place: GridPosition) -> int:
         """Kv heads of this rank, repeated ones included."""
-        return len(self.kv_read(place)) if self.expand else self.kv // place.size(*self.axes)
+        return len(self.kv_read(place)) if self.replicate_kv else self.kv // place.size(*self.axes)
 
-    def why(self, place: Place) -> str:
+    def why(self, place: GridPosition) -> str:
         """How the block is cut, where it is not over all of (x, y) without more ado."""
         sizes = f"x*y = {place.size('x', 'y')}"
         if self.axes == ("x", "y"):
-            return f"{self.kv} kv heads are not divisible by {sizes}: k and v are gathered" if self.expand else ""
+            return (
+                f"{self.kv} kv heads are not divisible by {sizes}: k and v are gathered" if self.replicate_kv else ""
+            )
         if self.axes:
             return f"{self.query} heads are divisible by x = {place.size('x')} but not by {sizes}: repeated over y"
         return f"{self.query} heads are not divisible by x = {place.size('x')}: attention on all heads on every rank"
 
 
 @dataclass(frozen=True)
-class Piece:
+class FeatureRange:
     """This rank's share of one packed part of a projection: ranges of its features, and their number with padding."""
 
     ranges: tuple[range, ...]
     padded: int
 
 
-def pieces(size: int, segments: Sequence[str], heads: Heads | None, place: Place) -> list[Piece]:
+def feature_ranges(size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> list[FeatureRange]:
     """The features of a projection's output [N] that the rank at `place` works on, one piece for each packed part.
 
     Args:
@@ -108,22 +111,22 @@ def pieces(size: int, segments: Sequence[str], heads: Heads | None, place: Place
     axes = ("x", "y") if heads is None else heads.axes
     found, start = [], 0
     for kind, unit in zip(segments, units, strict=True):
-        if kind == "kv" and heads is not None and heads.expand:
+        if kind == "kv" and heads is not None and heads.replicate_kv:
             starts = [start + head * width for head in heads.kv_read(place)]
-            found.append(Piece(tuple(range(first, first + width) for first in starts), len(starts) * width))
+            found.append(FeatureRange(tuple(range(first, first + width) for first in starts), len(starts) * width))
         else:
             own, padded = feature_slice(unit * width, place, *axes)
-            found.append(Piece((range(start + own.start, start + own.stop),), padded))
+            found.append(FeatureRange((range(start + own.start, start + own.stop),), padded))
         start += unit * width
     return found
 
 
-def is_own_slice(size: int, segments: Sequence[str], heads: Heads | None, place: Place) -> bool:
+def is_own_slice(size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> bool:
     """Whether the features that a rank works on are those that the product leaves there."""
-    return len(segments) == 1 and not (segments[0] == "kv" and heads is not None and heads.expand)
+    return len(segments) == 1 and not (segments[0] == "kv" and heads is not None and heads.replicate_kv)
 
 
-def sent_features(size: int, segments: Sequence[str], heads: Heads | None, place: Place) -> list[list[int]]:
+def sent_features(size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> list[list[int]]:
     """The features of [N] that the rank at `place` sends to each rank along the axes, itself included, each once; a
     product leaves piece i of [N], cut over the axes, on rank i."""
     axes = ("x", "y") if heads is None else heads.axes
@@ -132,7 +135,7 @@ def sent_features(size: int, segments: Sequence[str], heads: Heads | None, place
     return [_within(own, _needed(size, segments, heads, receiver)) for receiver in receivers]
 
 
-def arriving_features(size: int, segments: Sequence[str], heads: Heads | None, place: Place) -> list[list[int]]:
+def arriving_features(size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> list[list[int]]:
     """The features of [N] that each rank along the axes sends to the one at `place`; the other end of
     `sent_features`."""
     axes = ("x", "y") if heads is None else heads.axes
@@ -141,7 +144,9 @@ def arriving_features(size: int, segments: Sequence[str], heads: Heads | None, p
     return [_within(feature_slice(size, sender, *axes)[0], needed) for sender in senders]
 
 
-def exchanged_features(size: int, segments: Sequence[str], heads: Heads | None, place: Place) -> tuple[int, int]:
+def exchanged_features(
+    size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition
+) -> tuple[int, int]:
     """How many features the rank at `place` sends to others, and how many it gets from them.
 
     The lengths of `sent_features` and `arriving_features` without the rank itself, from ranges alone: a plan asks for
@@ -150,9 +155,9 @@ def exchanged_features(size: int, segments: Sequence[str], heads: Heads | None, 
     axes = ("x", "y") if heads is None else heads.axes
     own, _ = feature_slice(size, place, *axes)
 
-    def read(of: Place, within: slice) -> int:
+    def read(of: GridPosition, within: slice) -> int:
         # A set, because a kv head that several query heads of a rank repeat travels once.
-        ranges = {its for piece in pieces(size, segments, heads, of) for its in piece.ranges}
+        ranges = {its for piece in feature_ranges(size, segments, heads, of) for its in piece.ranges}
         return sum(max(0, min(its.stop, within.stop) - max(its.start, within.start)) for its in ranges)
 
     here = place.index(*axes)
@@ -160,9 +165,9 @@ def exchanged_features(size: int, segments: Sequence[str], heads: Heads | None, 
     return sum(read(other, own) for other in others), read(place, slice(0, size)) - read(place, own)
 
 
-def _needed(size: int, segments: Sequence[str], heads: Heads | None, place: Place) -> list[int]:
+def _needed(size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> list[int]:
     # A dict, because a kv head that several query heads of a rank repeat travels once.
-    found = pieces(size, segments, heads, place)
+    found = feature_ranges(size, segments, heads, place)
     return list(dict.fromkeys(feature for piece in found for its in piece.ranges for feature in its))
 
 

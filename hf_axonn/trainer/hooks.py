@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from hf_axonn.accelerator.prepare import shard_plain_model
 from hf_axonn.compat.peft import without_peft
-from hf_axonn.distributed.consistency import argument_facts, require_alike
-from hf_axonn.distributed.watchdog.progress import HERE
-from hf_axonn.engine.state import find_state
+from hf_axonn.distributed.consistency import argument_facts, assert_same_on_all_ranks
+from hf_axonn.distributed.watchdog.progress import PROGRESS
+from hf_axonn.engine.state import parallel_state
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.trainer import hub, resume, saving, trl
 
@@ -102,7 +102,7 @@ def _prepare_for_training(self, original: Callable, *args, **kwargs):
 def _move_model_to_device(self, original: Callable, model: nn.Module, device: torch.device) -> None:
     """Shards on the CPU stay where they are: Trainer names it cpu:0, for which torch copies all that is on cpu."""
     tensors = itertools.chain(model.parameters(), model.buffers())
-    if find_state(model) is None or device.type != "cpu" or any(its.device.type != "cpu" for its in tensors):
+    if parallel_state(model) is None or device.type != "cpu" or any(its.device.type != "cpu" for its in tensors):
         original(model, device)
 
 
@@ -110,7 +110,7 @@ def _make_ready(self) -> None:
     """Refuse what a grid cannot do, and shard a model that is not."""
     plugin = _plugin(self)
     if plugin is None:
-        if isinstance(self.model, nn.Module) and find_state(self.model) is not None:
+        if isinstance(self.model, nn.Module) and parallel_state(self.model) is not None:
             raise ValueError(
                 "the model is sharded over a grid, but this Trainer does not know of one: start with accelerate "
                 "launch --config axonn.yaml, or pass parallelism_config=AxonnPlugin(grid=...) in its arguments."
@@ -175,16 +175,16 @@ def floating_point_ops(self, original: Callable, *args, **kwargs) -> int:
 
 
 def train(self, original: Callable, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-    """All ranks must have the same arguments. Collectives: those of `require_alike`, then Trainer's."""
+    """All ranks must have the same arguments. Collectives: those of `assert_same_on_all_ranks`, then Trainer's."""
     if _plugin(self) is not None:
         facts = argument_facts(self.args) | {"resume_from_checkpoint": resume_from_checkpoint}
-        require_alike(facts, self.args.device, "Give every rank the same arguments of Trainer.")
+        assert_same_on_all_ranks(facts, self.args.device, "Give every rank the same arguments of Trainer.")
     return original(resume_from_checkpoint, *args, **kwargs)
 
 
 def training_step(self, original: Callable, *args, **kwargs):
     """Note the step, which a resumed run does not count from one."""
-    HERE.done = self.state.global_step
+    PROGRESS.done = self.state.global_step
     return original(*args, **kwargs)
 
 
@@ -223,7 +223,7 @@ def _loss_to_smooth(trainer, model: nn.Module, inputs: dict[str, Any]) -> Sharde
         return None
     if not (model.training and torch.is_grad_enabled()) or "labels" not in inputs or "shift_labels" in inputs:
         return None
-    state = find_state(trainer.accelerator.unwrap_model(model))
+    state = parallel_state(trainer.accelerator.unwrap_model(model))
     if state is None or not state.has_head:
         return None
     inner = without_peft(trainer.accelerator.unwrap_model(model))

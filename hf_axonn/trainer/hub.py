@@ -20,7 +20,7 @@ from hf_axonn.checkpoint.export import INDEX, export_hf
 from hf_axonn.checkpoint.manifest import MANIFEST, SHARDS, is_sharded_checkpoint, read_manifest
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.distributed.consistency import first_problem
-from hf_axonn.engine.state import find_state
+from hf_axonn.engine.state import parallel_state
 
 
 EXPORTED = "_axonn-hub"  # what begins with _ is never uploaded
@@ -46,7 +46,7 @@ def save_model(self, original: Callable, output_dir: str | None = None, _interna
     """
     original(output_dir, _internal_call=_internal_call)
     directory = Path(output_dir or self.args.output_dir)
-    if find_state(self.model) is None or getattr(self, "_axonn_save", None) is not None:  # or part of a checkpoint
+    if parallel_state(self.model) is None or getattr(self, "_axonn_save", None) is not None:  # or part of a checkpoint
         return
     problem = ""
     if world_rank() == 0 and is_sharded_checkpoint(directory):
@@ -65,7 +65,7 @@ def save_model(self, original: Callable, output_dir: str | None = None, _interna
 def create_model_card(self, original: Callable, *args, **kwargs) -> None:
     """As the stock method, which takes every rank for a reader of samples of its own."""
     original(*args, **kwargs)
-    state = find_state(self.model)
+    state = parallel_state(self.model)
     card = Path(self.args.output_dir, "README.md")
     if state is None or not self.is_world_process_zero() or not card.is_file():
         return

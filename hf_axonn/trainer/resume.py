@@ -26,8 +26,8 @@ from hf_axonn.checkpoint.sharded import load_model, load_optimizer, load_sharded
 from hf_axonn.checkpoint.single_process import load_plain_optimizer, load_plain_weights
 from hf_axonn.compat.torch import default_device_type
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
-from hf_axonn.distributed.consistency import raising_together
-from hf_axonn.engine.state import find_state
+from hf_axonn.distributed.consistency import raise_on_all_ranks
+from hf_axonn.engine.state import parallel_state
 from hf_axonn.trainer.saving import SCHEDULER, TRAINER_STATE, checkpoints_in, rng_file, tidy
 
 
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 def train(self, original: Callable, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
     """`resume_from_checkpoint=True` is the newest checkpoint that is complete; others are skipped, with a warning."""
-    if find_state(self.model) is not None or resume_from_checkpoint is True:
+    if parallel_state(self.model) is not None or resume_from_checkpoint is True:
         resume_from_checkpoint = _choose(self, resume_from_checkpoint)
     return original(resume_from_checkpoint, *args, **kwargs)
 
@@ -47,7 +47,7 @@ def _choose(self, wanted: str | bool | None) -> str | bool | None:
     plan = {"problem": "", "candidates": []}
     if world_rank() == 0:
         try:
-            if folder.is_dir() and find_state(self.model) is not None:
+            if folder.is_dir() and parallel_state(self.model) is not None:
                 tidy(folder)
         except (OSError, ValueError) as problem:
             logger.warning(f"{folder} cannot be tidied up: {problem}")
@@ -114,7 +114,7 @@ def _load_from_checkpoint(
         if self.is_in_train:
             _require(resume_from_checkpoint, manifest, TRAINER_STATE)
         return load_model(model, resume_from_checkpoint, manifest)
-    if find_state(model) is not None:
+    if parallel_state(model) is not None:
         return load_plain_weights(model, resume_from_checkpoint)
     return original(resume_from_checkpoint, model=model)
 
@@ -123,14 +123,14 @@ def _load_best_model(self, original: Callable) -> None:
     """As `_load_from_checkpoint`."""
     if is_sharded_checkpoint(self.state.best_model_checkpoint):
         return load_sharded(self.model, self.state.best_model_checkpoint)
-    if find_state(self.model) is not None:  # training began on one process
+    if parallel_state(self.model) is not None:  # training began on one process
         return load_plain_weights(self.model, self.state.best_model_checkpoint)
     return original()
 
 
 def _load_optimizer_and_scheduler(self, original: Callable, checkpoint: str | None) -> None:
     """As `_load_from_checkpoint`; the scheduler is read by every rank."""
-    if checkpoint is None or not (is_sharded_checkpoint(checkpoint) or find_state(self.model) is not None):
+    if checkpoint is None or not (is_sharded_checkpoint(checkpoint) or parallel_state(self.model) is not None):
         return original(checkpoint)
     if is_sharded_checkpoint(checkpoint):
         manifest = read_manifest(checkpoint)
@@ -138,24 +138,24 @@ def _load_optimizer_and_scheduler(self, original: Callable, checkpoint: str | No
         _require(checkpoint, manifest, SCHEDULER)
     else:
         load_plain_optimizer(self.model, self.optimizer, checkpoint)
-    with raising_together(self.args.device):
+    with raise_on_all_ranks(self.args.device):
         self.lr_scheduler.load_state_dict(load_values(Path(checkpoint, SCHEDULER)))
 
 
 def _load_scaler(self, original: Callable, checkpoint: str | None) -> None:
     """There is none on a grid (fp16 is refused), so a file of its name is not of this run."""
-    if find_state(self.model) is None:
+    if parallel_state(self.model) is None:
         original(checkpoint)
 
 
 def _load_rng_state(self, original: Callable, checkpoint: str | None) -> None:
     """On another number of ranks a rank without a file of its own takes that of rank 0: all started from one seed."""
-    if checkpoint is None or not (is_sharded_checkpoint(checkpoint) or find_state(self.model) is not None):
+    if checkpoint is None or not (is_sharded_checkpoint(checkpoint) or parallel_state(self.model) is not None):
         return original(checkpoint)
     known = read_manifest(checkpoint).files if is_sharded_checkpoint(checkpoint) else None
     names = [rng_file(self), "rng_state_0.pth", "rng_state.pth"]
     found = [name for name in names if (name in known if known is not None else Path(checkpoint, name).is_file())]
-    with raising_together(self.args.device), tempfile.TemporaryDirectory() as folder:
+    with raise_on_all_ranks(self.args.device), tempfile.TemporaryDirectory() as folder:
         if not found:
             return
         Path(folder, names[0]).symlink_to(Path(checkpoint, found[0]).resolve())

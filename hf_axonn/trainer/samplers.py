@@ -52,7 +52,7 @@ def for_grid(
         ValueError: a sampler that gives each position its own samples is to be read by rank 0 for all.
     """
     if type(sampler) is LengthGroupedSampler and sampler.generator is None:
-        sampler.batch_size *= grid.samples_size  # by it rows are grouped; one process has those of all positions
+        sampler.batch_size *= grid.dp_size  # by it rows are grouped; one process has those of all positions
         if not dispatched:
             sampler.__class__ = GridLengthGroupedSampler
     if isinstance(sampler, BatchRebalanceSampler):
@@ -64,8 +64,8 @@ def for_grid(
         here = grid.coordinates(rank)
         return BatchRebalanceSampler(
             lengths=sampler.lengths,
-            effective_batch_size=batch_size * sampler.grad_accum * grid.samples_size,
-            dp_size=grid.samples_size,
+            effective_batch_size=batch_size * sampler.grad_accum * grid.dp_size,
+            dp_size=grid.dp_size,
             grad_accum=sampler.grad_accum,
             rank=here["data"] * grid.z + here["z"],
             drop_last=sampler.drop_last,

@@ -23,7 +23,7 @@ from hf_axonn.checkpoint.manifest import MANIFEST, STAGE, find_problems, read_ma
 from hf_axonn.checkpoint.save import Save, SaveError, finish_saves
 from hf_axonn.checkpoint.sharded import add_model, begin_save
 from hf_axonn.config import AxonnConfig
-from hf_axonn.engine.state import find_state
+from hf_axonn.engine.state import parallel_state
 
 
 logger = logging.getLogger(__name__)
@@ -42,12 +42,12 @@ def checkpoints_in(folder: str | Path) -> list[Path]:
 
 def _settings(self) -> AxonnConfig:
     config = getattr(getattr(self.accelerator, "parallelism_config", None), "config", None)
-    return config if isinstance(config, AxonnConfig) else find_state(self.model).config
+    return config if isinstance(config, AxonnConfig) else parallel_state(self.model).config
 
 
 def _save_checkpoint(self, original: Callable, model, trial) -> None:
     """Save as Trainer does, all or nothing; what becomes of a failure is the setting `save_failure`."""
-    if find_state(self.model) is None:
+    if parallel_state(self.model) is None:
         return original(model, trial)
     if self.hp_search_backend is None and trial is None:
         self.store_flos()
@@ -113,7 +113,7 @@ def rng_file(self) -> str:
 
 def _save(self, original: Callable, output_dir: str | None = None, state_dict: dict | None = None) -> None:
     """Every rank writes its shards; rank 0 the tokenizer and the arguments, as the stock method does."""
-    if find_state(self.model) is None:
+    if parallel_state(self.model) is None:
         return original(output_dir, state_dict=state_dict)
     output_dir = output_dir if output_dir is not None else self.args.output_dir
     save = getattr(self, "_axonn_save", None)
@@ -136,7 +136,7 @@ def _save(self, original: Callable, output_dir: str | None = None, state_dict: d
 
 def _save_optimizer_and_scheduler(self, original: Callable, output_dir: str) -> None:
     """The optimizer's shards were written with the weights; the scheduler is rank 0's."""
-    if find_state(self.model) is None:
+    if parallel_state(self.model) is None:
         return original(output_dir)
     if self.args.should_save:
         torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
@@ -144,7 +144,7 @@ def _save_optimizer_and_scheduler(self, original: Callable, output_dir: str) -> 
 
 def _finalize_training(self, original: Callable, *args, **kwargs):
     """The last save in the background is waited for before the best model is loaded and older ones are removed."""
-    if find_state(self.model) is None:
+    if parallel_state(self.model) is None:
         return original(*args, **kwargs)
     wait_for_save(self)
     best = self.state.best_model_checkpoint

@@ -167,7 +167,7 @@ def position_of(accelerator: Accelerator, grid: Grid | None) -> tuple[int, int]:
     if grid is None:
         return accelerator.process_index, accelerator.num_processes
     place = grid.coordinates(accelerator.process_index)
-    return place["data"] * grid.z + place["z"], grid.samples_size
+    return place["data"] * grid.z + place["z"], grid.dp_size
 
 
 def observe(grid: Grid | None) -> tuple[dict, dict]:

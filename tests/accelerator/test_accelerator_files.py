@@ -57,7 +57,7 @@ class Run:
     def __init__(self, grid: Grid | None, kind: str = "llama", **options) -> None:
         set_seed(0)
         self.accelerator = new_accelerator(grid, gradient_accumulation_steps=2, **options)
-        self.samples = grid.samples_size if grid else 1
+        self.samples = grid.dp_size if grid else 1
         model = tiny_model(kind).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.9), weight_decay=0.1)
         rates = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / self.samples))
@@ -206,7 +206,7 @@ def _schedules(folder: Path, saving: bool, rates: dict[str, list[float]]) -> Non
     grids = [Grid(x=2), Grid(z=2)] if saving else [Grid(data=2), Grid(y=2)]
     for index, grid in enumerate(grids):
         accelerator = new_accelerator(grid)
-        samples = grid.samples_size
+        samples = grid.dp_size
         seen = {}
         for name in rates:
             accelerator.free_memory()

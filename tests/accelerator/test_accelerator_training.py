@@ -50,7 +50,7 @@ ORDERS = ("together", "optimizer first", "model first", "sharded before", "made 
 def loop(grid: Grid | None, *, order: str = "together", clip: str = "norm", **options) -> dict:
     """What a loop does to a model: losses, norms before clipping, rates, parameters and groups afterwards."""
     accelerator = new_accelerator(grid, gradient_accumulation_plugin=GradientAccumulationPlugin(2, **options))
-    samples = grid.samples_size if grid else 1
+    samples = grid.dp_size if grid else 1
     model = tiny_model("llama").train()
     optimizer = two_groups(model) if order != "made after" else None
     if order == "sharded before" and grid:

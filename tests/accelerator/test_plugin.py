@@ -31,7 +31,7 @@ def loop(plugin: AxonnPlugin | None, *, model=None, steps: int = 3) -> tuple[lis
     accelerator = Accelerator(cpu=True, parallelism_config=plugin, gradient_accumulation_steps=2)
     model = (model or tiny_model("llama")).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    samples = plugin.grid.samples_size if plugin else 1
+    samples = plugin.grid.dp_size if plugin else 1
     loader = DataLoader(token_data(24, seed=2), batch_size=4 // samples, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     norms = []

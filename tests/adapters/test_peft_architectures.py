@@ -56,7 +56,7 @@ def _errors(specimens, grid, orders):
                 model, _ = parallelize(adapt(model, **options), grid)
             else:
                 model = adapt(parallelize(model, grid)[0], **options)
-            ours, gradients = run(model, rows_of(batch, grid, dist.get_rank()), grid.samples_size)
+            ours, gradients = run(model, rows_of(batch, grid, dist.get_rank()), grid.dp_size)
             ours = float((mean_over_world(ours) - loss).abs() / loss.abs())
             errors[name, when] = max(ours, *relative_errors(gradients, truth).values())
     return errors

@@ -26,7 +26,7 @@ from hf_axonn.engine.activation_layouts import (
     pad_dim,
     take_tokens,
 )
-from hf_axonn.engine.state import find_state
+from hf_axonn.engine.state import parallel_state
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.planner.measure.traffic_counter import count_traffic
 from tests.end_to_end.test_equivalence import SITUATIONS, checkpointed
@@ -262,7 +262,7 @@ def spoiled():
 def train_once(grid, name, layers, reentrant):
     model, report = parallelize(mistral(num_hidden_layers=layers).train(), grid, config=layout(name)(grid))
     assert report.layout.startswith(f"{name} layout") and report.layout in str(report)
-    state = find_state(model)
+    state = parallel_state(model)
     assert bool(state.features) == (name == "feature")
     if reentrant is not None:
         checkpointed(model, reentrant=reentrant)

@@ -112,8 +112,8 @@ def _equal() -> dict[str, str]:
         torch.manual_seed(1)
         net, report = parallelize(Net().double(), grid)
         place = grid.coordinates(net.axonn.mesh.rank)
-        begin = (place["data"] * grid.z + place["z"]) * 8 // grid.samples_size
-        mine = slice(begin, begin + 8 // grid.samples_size)
+        begin = (place["data"] * grid.z + place["z"]) * 8 // grid.dp_size
+        mine = slice(begin, begin + 8 // grid.dp_size)
         grads = _train(net, ids[mine], targets[mine])
         sync_gradients(net)
         errors = relative_errors({name: grad.full_tensor() for name, grad in grads.items()}, truth)

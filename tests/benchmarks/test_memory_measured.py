@@ -27,7 +27,7 @@ GRIDS = [grid for grid in memory_measured.GRIDS[4] if grid != Grid(data=2, z=2)]
 def cases() -> list[Case]:
     """Six grids of four ranks: every second one in bf16 with checkpointing, the others in fp32 with all kept."""
     return [
-        Case(LLAMA, grid, rows=8 // grid.samples_size, seq=128, checkpointing=bool(place % 2), bf16=bool(place % 2))
+        Case(LLAMA, grid, rows=8 // grid.dp_size, seq=128, checkpointing=bool(place % 2), bf16=bool(place % 2))
         for place, grid in enumerate(GRIDS)
     ]
 

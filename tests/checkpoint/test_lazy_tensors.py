@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hf_axonn.checkpoint.lazy_tensors import Unread, read, unread
+from hf_axonn.checkpoint.lazy_tensors import LazyTensor, read, unread
 
 
 def _tensors(*shape: int, count: int = 1) -> list[torch.Tensor]:
@@ -66,7 +66,7 @@ def test_a_part_of_a_conversion_is_that_part_of_the_result(name, stored):
     tensors, convert = CONVERSIONS[name]
     expected = convert(*tensors)
     result = convert(*map(unread, stored(tensors)))
-    assert isinstance(result, Unread) == (name not in WHOLE)
+    assert isinstance(result, LazyTensor) == (name not in WHOLE)
     if name in WHOLE:
         assert torch.equal(result, expected)
         result = unread(result)

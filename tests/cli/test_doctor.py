@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, BartConfig
 
 from hf_axonn import Grid
 from hf_axonn.cli.main import main
-from hf_axonn.compat.torch import paper_world
+from hf_axonn.compat.torch import fake_world
 from hf_axonn.parallel import parallelize
 from tests.helpers.equality import full
 from tests.helpers.models import tiny_config, tiny_model
@@ -151,7 +151,7 @@ def test_what_is_launched_from_the_same_process_later_does_not_see_its_groups():
     """As in a notebook, which forks its ranks. DTensor remembers results by the ranks of a mesh, not by its groups."""
     model = AutoModelForCausalLM.from_config(even_llama())
     names = [name for name, _ in model.named_parameters()]
-    with paper_world(4):
+    with fake_world(4):
         whole, _ = parallelize(copy.deepcopy(model), Grid(y=2, x=2))
         for parameter in whole.parameters():
             parameter.detach() * 2

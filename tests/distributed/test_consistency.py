@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import hf_axonn
 from hf_axonn import AxonnConfig, AxonnPlugin, Grid
 from hf_axonn.distributed import consistency as facts
-from hf_axonn.distributed.consistency import differences, first_problem, gather_texts, require_alike
+from hf_axonn.distributed.consistency import assert_same_on_all_ranks, differences, first_problem, gather_texts
 from hf_axonn.parallel import batch_check
 from hf_axonn.parallel.batch_check import checksum
 from tests.helpers.models import tiny_batch, tiny_model
@@ -33,7 +33,7 @@ def test_differences_are_told_with_their_ranks():
 
 
 def test_one_process_agrees_with_itself():
-    require_alike({"seed": 1}, torch.device("cpu"), "")
+    assert_same_on_all_ranks({"seed": 1}, torch.device("cpu"), "")
     assert gather_texts("a", "cpu") == ["a"] and first_problem("a", "cpu") == "a"
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import hf_axonn
 from hf_axonn import Grid
-from hf_axonn.distributed.watchdog.diagnosis import judge, ranks_in_words
-from hf_axonn.distributed.watchdog.progress import HERE, Account
+from hf_axonn.distributed.watchdog.diagnosis import diagnose, ranks_in_words
+from hf_axonn.distributed.watchdog.progress import PROGRESS, Account
 from hf_axonn.distributed.watchdog.sigterm import Termination
 from hf_axonn.distributed.watchdog.watchdog import failures_told, is_symptom
 from tests.helpers import ROOT
@@ -102,7 +102,7 @@ def run(tmp_path: Path, how: str, *failing: int, step: int = 3) -> tuple[list[in
     arguments = (port, listening, str(log), how, list(failing), step)
     ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(WORLD)]
     with pytest.MonkeyPatch.context() as patch:  # as in a notebook that has trained before
-        patch.setattr(HERE, "done", 4)
+        patch.setattr(PROGRESS, "done", 4)
         for process in ranks:
             process.start()
     # Only now: a process that is forked while the thread of a store holds a lock waits for that lock for ever.
@@ -233,7 +233,7 @@ def _account(rank: int, **changes) -> Account:
 
 
 def _judge(*accounts: Account, silent=None, ended=None, broken: bool = False) -> str | None:
-    return judge(accounts, silent or {}, ended or {}, waited=27.0, broken=broken)
+    return diagnose(accounts, silent or {}, ended or {}, waited=27.0, broken=broken)
 
 
 def test_who_is_to_blame():

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from hf_axonn import AxonnPlugin, Grid
-from hf_axonn.distributed.watchdog.progress import HERE
+from hf_axonn.distributed.watchdog.progress import PROGRESS
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import collate, make_trainer, numbers, token_data
@@ -45,7 +45,7 @@ def _trainer_run(folder: Path, grid: Grid, *, steps: int, resume: Path | None = 
     model = tiny_model("llama", dtype=torch.float32, attention_dropout=0.2)
     trainer = make_trainer(folder, grid, model=model, **options)
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    assert HERE.done == steps, "what a failure would call the step"
+    assert PROGRESS.done == steps, "what a failure would call the step"
     return numbers(trainer.state.log_history), local_bits(trainer.model, trainer.optimizer)
 
 

@@ -74,55 +74,55 @@ def llama(**changes):
     return functools.partial(tiny_model, "llama", **changes)
 
 
-def logits_loss(model, batch, samples_size, **more):
+def logits_loss(model, batch, dp_size, **more):
     """A loss of the caller's own, on full logits."""
     logits = model(input_ids=batch["input_ids"], **more).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, : logits.shape[1]].flatten())
 
 
-def hidden_states_loss(model, batch, samples_size):
+def hidden_states_loss(model, batch, dp_size):
     output = model(**batch, output_hidden_states=True)
     assert len(output.hidden_states) == 3
     assert all(states.shape == (*batch["input_ids"].shape, 48) for states in output.hidden_states)
     return output.loss + sum(weight * states.pow(2).mean() for weight, states in enumerate(output.hidden_states, 1))
 
 
-def hidden_states_only_loss(model, batch, samples_size):
+def hidden_states_only_loss(model, batch, dp_size):
     states = model(input_ids=batch["input_ids"], output_hidden_states=True).hidden_states
     return sum(weight * states.pow(2).mean() for weight, states in enumerate(states, 1))
 
 
-def attention_loss(model, batch, samples_size):
+def attention_loss(model, batch, dp_size):
     output = model(**batch, output_attentions=True)
     heads = torch.arange(1.0, 13, dtype=torch.float64).view(-1, 1, 1)
     assert all(weights.shape[1] == len(heads) for weights in output.attentions)
     return output.loss + sum((weights.pow(2) * heads).mean() for weights in output.attentions)
 
 
-def two_shapes_loss(model, batch, samples_size):
+def two_shapes_loss(model, batch, dp_size):
     """Two forward passes of different shapes, then one backward pass of both."""
     short = {key: value[:, :4].contiguous() for key, value in batch.items()}
     return model(**batch).loss + model(**short).loss
 
 
-def embeds_loss(model, batch, samples_size):
+def embeds_loss(model, batch, dp_size):
     table = torch.randn(131, 48, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     rest = {key: value for key, value in batch.items() if key != "input_ids"}
     return model(inputs_embeds=table[batch["input_ids"]], **rest).loss
 
 
-def eval_loss(model, batch, samples_size):
+def eval_loss(model, batch, dp_size):
     model.eval()
     output = model(**batch)
     assert output.logits.shape == (*batch["input_ids"].shape, 131)
     return output.loss
 
 
-def base_model_loss(model, batch, samples_size):
+def base_model_loss(model, batch, dp_size):
     return model.model(input_ids=batch["input_ids"]).last_hidden_state.pow(2).mean()
 
 
-def tuple_loss(model, batch, samples_size):
+def tuple_loss(model, batch, dp_size):
     return model(**batch, return_dict=False)[0]
 
 

@@ -78,7 +78,7 @@ def one_process(tmp_path_factory) -> tuple[Path, dict, list[str]]:
 @pytest.mark.parametrize("grid", [Grid(z=2), pytest.param(Grid(data=2, y=2), marks=pytest.mark.slow)], ids=str)
 def test_it_logs_once_what_one_process_logs_and_ends_quietly(one_process, grid):
     folder, truth, lines = one_process
-    ended = launch(folder, grid, *arguments(folder, f"on-{grid}", 8 // grid.samples_size))
+    ended = launch(folder, grid, *arguments(folder, f"on-{grid}", 8 // grid.dp_size))
     assert_quiet(ended)  # it ends its process group by `end_training`
     found = logged(folder / f"on-{grid}")
     assert found.keys() == truth.keys() == {"loss", "rate"}

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, StoppingCriteria
 
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine import matmul3d
-from hf_axonn.engine.gather_cache import Gathered, KeptWeights
+from hf_axonn.engine.gather_cache import GatherCache, GatheredBlocks
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import exact
@@ -21,8 +21,8 @@ from tests.helpers.ranks import run_ranks
 
 
 def test_what_nobody_holds_is_not_found():
-    kept = KeptWeights()
-    gathered = Gathered([torch.zeros(1)], 3)
+    kept = GatherCache()
+    gathered = GatheredBlocks([torch.zeros(1)], 3)
     kept.add("a", gathered)
     assert kept.find("a", 3) is gathered and "a" in kept
     assert kept.find("a", 4) is None  # the weights have changed
@@ -31,9 +31,9 @@ def test_what_nobody_holds_is_not_found():
 
 
 def test_what_is_held_stays_until_it_is_released_or_a_new_pass_begins():
-    kept = KeptWeights()
+    kept = GatherCache()
     for name in "ab":
-        kept.add(name, Gathered([], 0), hold=True)
+        kept.add(name, GatheredBlocks([], 0), hold=True)
     kept.release("a")
     assert "a" not in kept and "b" in kept
     kept.begin_pass()
@@ -41,9 +41,9 @@ def test_what_is_held_stays_until_it_is_released_or_a_new_pass_begins():
 
 
 def test_a_whole_call_keeps_everything_to_its_end():
-    kept = KeptWeights()
+    kept = GatherCache()
     with pytest.raises(KeyError), kept.whole_call():
-        kept.add("a", Gathered([], 0))
+        kept.add("a", GatheredBlocks([], 0))
         kept.release("a")
         kept.begin_pass()
         with kept.whole_call():  # one inside of another ends nothing

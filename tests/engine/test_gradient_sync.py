@@ -16,7 +16,7 @@ from hf_axonn import AxonnPlugin
 from hf_axonn.distributed import collectives
 from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
-from hf_axonn.engine.state import find_state
+from hf_axonn.engine.state import parallel_state
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.float64 import Float64
@@ -226,7 +226,7 @@ def inside_of_wrappers():
             self.module = module
 
     model, _ = parallelize(tiny_model("llama"), Grid(data=2))
-    assert find_state(Wrapper(Wrapper(model))) is model.axonn
+    assert parallel_state(Wrapper(Wrapper(model))) is model.axonn
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     sync_gradients(model)  # nothing is trained
@@ -254,6 +254,6 @@ def test_a_plain_model_is_left_alone():
     model = nn.Linear(2, 2)
     model(torch.ones(1, 2)).sum().backward()
     before = model.weight.grad.clone()
-    assert find_state(model) is None
+    assert parallel_state(model) is None
     sync_gradients(model)
     assert torch.equal(model.weight.grad, before)

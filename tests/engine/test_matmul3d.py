@@ -9,7 +9,7 @@ from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.activation_layouts import bounds, ceil_div, pad_dim
 from hf_axonn.engine.matmul3d import Product, gathered_weight, input_gradient, multiply, weight_gradient
 from hf_axonn.engine.state import ModelState
-from hf_axonn.engine.weight_layout import cut_weight
+from hf_axonn.engine.weight_layout import weight_layout
 from hf_axonn.parallel.install import shard_parameters
 from hf_axonn.topology.grid import Grid
 from tests.helpers.ranks import all_grids, run_ranks
@@ -57,11 +57,11 @@ def check_product(grid, tokens, k, n, kind):
     """`column` and `row`: the caller's part, reductions and the cuts they make, is done with plain slices here."""
     mesh = grid_mesh(grid, "cpu")
     state = ModelState(mesh, AxonnConfig(grid=grid, reduce_dtype="float64"))
-    inputs, weight, grads = dense(tokens, k, n, grid.samples_size)
+    inputs, weight, grads = dense(tokens, k, n, grid.dp_size)
     linear = nn.Linear(k, n, bias=False, dtype=torch.float64)
     linear.weight.data = weight.clone()
     shard_parameters(linear, {id(linear.weight): kind}, state)
-    cut = cut_weight(kind, n, k, mesh)
+    cut = weight_layout(kind, n, k, mesh)
     state.begin_forward()
     product = Product(state, [state.weight_of(linear)], [cut])
     sample = mesh.index("data", "z")
@@ -98,7 +98,7 @@ def check_gathered(grid, n, k):
     table.weight.data = torch.arange(float(n * k), dtype=torch.float64).view(n, k)
     whole = table.weight.data.clone()
     shard_parameters(table, {id(table.weight): "vocabulary"}, state)
-    cut = cut_weight("vocabulary", n, k, mesh)
+    cut = weight_layout("vocabulary", n, k, mesh)
     state.begin_forward()
     block = gathered_weight(Product(state, [state.weight_of(table)], [cut]))
     y_rows = whole[slice(*bounds(n, grid.y, mesh.index("y")))]
@@ -138,7 +138,7 @@ def a_group():
     whole = [linear.weight.data.clone() for linear in linears]
     linears[1].weight.requires_grad_(False)
     shard_parameters(linears, {id(linear.weight): "column" for linear in linears}, state)
-    cuts = [cut_weight("column", len(weight), 6, mesh) for weight in whole]
+    cuts = [weight_layout("column", len(weight), 6, mesh) for weight in whole]
     state.begin_forward()
     product = Product(state, [state.weight_of(linear) for linear in linears], cuts)
     input_ = torch.randn(1, 5, 3, dtype=torch.float64, requires_grad=True)
@@ -168,7 +168,7 @@ def gradients_of_bfloat16():
         linear.weight.data.fill_(1.0)
         shard_parameters(linear, {id(linear.weight): "column"}, state)
         state.begin_forward()
-        product = Product(state, [state.weight_of(linear)], [cut_weight("column", 4, 1, mesh)])
+        product = Product(state, [state.weight_of(linear)], [weight_layout("column", 4, 1, mesh)])
         handle = product.begin()
         # one large and three small terms, whose sum bfloat16 rounds to the large one
         scale = 4.0 if mesh.rank == 0 else 2**-7 * 1.0

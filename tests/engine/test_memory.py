@@ -131,7 +131,7 @@ def of_one_layer(grid, layout="auto"):
         model = tiny_model("llama", dtype=torch.float32, **changes).train()
         if grid is not None:
             parallelize(model, grid, config=AxonnConfig(grid=grid, layout=layout))
-        batch = tiny_batch(ROWS * (grid.samples_size if grid else 1), SEQ)
+        batch = tiny_batch(ROWS * (grid.dp_size if grid else 1), SEQ)
         del batch["attention_mask"]
         counts.append(saved_elements(model, rows_of(batch, grid, dist.get_rank()) if grid else batch))
     return counts[1] - counts[0]

@@ -19,8 +19,8 @@ from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine import matmul3d, overlap
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
 from hf_axonn.engine.overlap import (
-    DeliveryOrder,
     GatherAhead,
+    GradientSchedule,
     GradientSlot,
     ReductionQueue,
     placeholder,
@@ -145,17 +145,17 @@ def passes(order, groups, sequence):
 
 def test_nodes_are_made_so_many_groups_ahead_once_the_order_is_known():
     groups = {"a": [Node()], "b": [Node(), Node()], "c": [Node()], "d": [Node()], "e": [Node()]}
-    order = DeliveryOrder(distance=2)
+    order = GradientSchedule(distance=2)
     assert passes(order, groups, "abcde") == [0] * 6
     assert passes(order, groups, "abcde") == [0, 0, 0, 1, 2, 3]
     assert passes(order, groups, "abced") == [0, 0, 0, 1, 2, 3]  # a wrong guess: d and e were made already
     assert passes(order, groups, "bacde") == [0, 0, 0, 1, 1, 1]  # lost at once: all that are missing
-    order = DeliveryOrder(distance=1)
+    order = GradientSchedule(distance=1)
     passes(order, groups, "abcd")
     assert passes(order, groups, "abcd") == [0, 1, 1, 2, 3, 0]  # e has no place in the order
     passes(order, groups, "cabc")
     assert passes(order, groups, "cabc") == [1, 2, 2, 0, 0, 0]  # c is used twice: before the first time
-    assert passes(DeliveryOrder(distance=0), groups, "abcde") == [None] * 6
+    assert passes(GradientSchedule(distance=0), groups, "abcde") == [None] * 6
 
 
 def test_a_slot_sums_and_empties():

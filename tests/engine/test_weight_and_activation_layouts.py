@@ -19,10 +19,10 @@ from hf_axonn.engine.activation_layouts import (
     tokens_to_features,
 )
 from hf_axonn.engine.dtensors import shard_of, shard_placements
-from hf_axonn.engine.weight_layout import cut_weight, vocabulary_range
+from hf_axonn.engine.weight_layout import vocabulary_range, weight_layout
 from hf_axonn.layers.base import feature_slice, take_slice
 from hf_axonn.topology.grid import Grid
-from tests.helpers.ranks import all_grids, paper_mesh, run_ranks
+from tests.helpers.ranks import all_grids, fake_mesh, run_ranks
 
 
 GRIDS = [grid for size in range(1, 9) for grid in all_grids(size)]
@@ -31,7 +31,7 @@ KINDS = ["column", "row", "vocabulary", "full"]
 
 
 def meshes(grid):
-    return [paper_mesh(grid, rank) for rank in range(grid.size)]
+    return [fake_mesh(grid, rank) for rank in range(grid.size)]
 
 
 @pytest.mark.parametrize("size", range(1, 12))
@@ -63,11 +63,11 @@ def test_shards_reassemble_to_the_weight(grid):
             placements = shard_placements("column" if kind == "full" else kind)
             times_seen = torch.zeros_like(weight)
             for mesh in meshes(grid):
-                cut = cut_weight(kind, rows, cols, mesh)
+                cut = weight_layout(kind, rows, cols, mesh)
                 shard = shard_of(weight, placements, mesh)
                 assert shard.shape == (cut.own_rows, cut.cols)
                 mates = grid.ranks_along(("z",), mesh.rank)
-                shards = [shard_of(weight, placements, paper_mesh(grid, mate)) for mate in mates]
+                shards = [shard_of(weight, placements, fake_mesh(grid, mate)) for mate in mates]
                 gathered = torch.cat([pad_dim(each, 0, cut.z_rows).reshape(-1) for each in shards])
                 block = cut.block(gathered)
                 assert block.shape == (cut.out_blocks, cut.out_size, cut.in_blocks, cut.in_size)
@@ -116,7 +116,7 @@ def test_the_vocabulary_is_cut_once(grid):
     for size in (1, 3, 131):
         ids = [token for mesh in meshes(Grid(y=grid.y, x=grid.x)) for token in vocabulary_range(size, mesh)]
         assert sorted(ids) == list(range(size))
-    mesh = paper_mesh(grid, grid.size - 1)
+    mesh = fake_mesh(grid, grid.size - 1)
     assert vocabulary_range(131, mesh, y=mesh.index("y"), x=mesh.index("x")) == vocabulary_range(131, mesh)
 
 
@@ -186,7 +186,7 @@ def check_gradients(hidden, tokens, mesh):
 
 
 def moves():
-    for grid in (g for g in all_grids(dist.get_world_size()) if g.samples_size == 1):
+    for grid in (g for g in all_grids(dist.get_world_size()) if g.dp_size == 1):
         check_moves(grid)
 
 

@@ -72,6 +72,6 @@ class Adapted(Case):
         assert {entry.style for entry in report.entries[count:]} >= {"adapter"}
         with self.context():
             mine = [rows_of(batch, grid, dist.get_rank()) for batch in self.batches]
-            ours = self.fit(model, mine, samples_size=grid.samples_size)
+            ours = self.fit(model, mine, dp_size=grid.dp_size)
         ours.losses = [mean_over_world(loss) for loss in ours.losses]
         return ours

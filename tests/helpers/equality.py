@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.gradient_sync import sync_gradients
-from hf_axonn.engine.state import find_state
+from hf_axonn.engine.state import parallel_state
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.float64 import Float64, relative_errors
@@ -43,10 +43,10 @@ def full(tensor: Tensor) -> Tensor:
     return tensor.detach().full_tensor().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
-def model_loss(model: nn.Module, batch: Batch, samples_size: int) -> Tensor:
+def model_loss(model: nn.Module, batch: Batch, dp_size: int) -> Tensor:
     """The model's own loss. With num_items_in_batch a rank's loss is its share, which averaging divides once more."""
     loss = model(**batch).loss
-    return loss * samples_size if "num_items_in_batch" in batch else loss
+    return loss * dp_size if "num_items_in_batch" in batch else loss
 
 
 def fit(
@@ -56,7 +56,7 @@ def fit(
     steps: int = 1,
     loss_of: Loss = model_loss,
     max_norm: float = 0.5,
-    samples_size: int = 1,
+    dp_size: int = 1,
     foreach: bool | None = False,
 ) -> Outcome:
     """Train for some AdamW steps, each over all micro-batches, with clipping.
@@ -69,7 +69,7 @@ def fit(
     optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, fused=False)
     for step in range(steps):
         for batch in micro_batches:
-            loss = loss_of(model, batch, samples_size)
+            loss = loss_of(model, batch, dp_size)
             loss.backward()
             outcome.losses.append(loss.detach().clone())
         sync_gradients(model)
@@ -87,7 +87,7 @@ def rows_of(batch: Batch, grid: Grid, rank: int) -> Batch:
     """The rows of a global batch that the (data, z) position of `rank` sees."""
     here = grid.coordinates(rank)
     index = here["data"] * grid.z + here["z"]
-    rows = len(next(value for value in batch.values() if value.dim())) // grid.samples_size
+    rows = len(next(value for value in batch.values() if value.dim())) // grid.dp_size
     return {key: value[index * rows : (index + 1) * rows] if value.dim() else value for key, value in batch.items()}
 
 
@@ -128,18 +128,18 @@ class Case:
     def on_grid(self, grid: Grid) -> Outcome:
         """The run on a grid, as every rank sees it; losses are averaged over the samples."""
         model, _ = parallelize(self.make().train(), grid, config=self.config(grid))
-        assert (find_state(model) is None) == (grid.size == 1)
+        assert (parallel_state(model) is None) == (grid.size == 1)
         self.before(model)
         mine = [rows_of(batch, grid, dist.get_rank()) for batch in self.batches]
         with self.context():
-            ours = self.fit(model, mine, samples_size=grid.samples_size)
+            ours = self.fit(model, mine, dp_size=grid.dp_size)
         ours.losses = [mean_over_world(loss) for loss in ours.losses]
         return ours
 
-    def fit(self, model: nn.Module, batches: list[Batch], *, samples_size: int = 1) -> Outcome:
+    def fit(self, model: nn.Module, batches: list[Batch], *, dp_size: int = 1) -> Outcome:
         """`fit` as this case says."""
         options = {"steps": self.steps, "loss_of": self.loss_of, "foreach": self.foreach}
-        return fit(model, batches, samples_size=samples_size, **options)
+        return fit(model, batches, dp_size=dp_size, **options)
 
     def errors(self, grid: Grid, truth: Outcome) -> dict[str, float]:
         """The largest relative error of each kind on this grid; gradients and parameters by the name of the worst."""

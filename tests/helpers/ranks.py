@@ -31,7 +31,7 @@ def all_grids(size: int) -> list[Grid]:
     return [Grid(data=d, z=z, y=y, x=x) for d, z, y, x in sizes if d * z * y * x == size]
 
 
-def paper_mesh(grid: Grid, rank: int) -> GridMesh:
+def fake_mesh(grid: Grid, rank: int) -> GridMesh:
     """What `GridMesh` knows without processes: sizes, coordinates and indices, but no groups."""
     mesh = GridMesh.__new__(GridMesh)
     mesh.grid, mesh.rank, mesh.device_type = grid, rank, "cpu"

@@ -39,7 +39,7 @@ def training_options(output: Path, grid: Grid | None, *, goldfish: bool = False,
     """Arguments of a run: 8 rows a step in two micro-batches, on one process (grid None) or on a grid."""
     options = dict(
         output_dir=str(output),
-        per_device_train_batch_size=4 // (grid.samples_size if grid else 1),
+        per_device_train_batch_size=4 // (grid.dp_size if grid else 1),
         gradient_accumulation_steps=2,
         logging_steps=1,
         learning_rate=1e-2,

@@ -46,8 +46,8 @@ def _equal() -> tuple[dict[str, str], list[int]]:
         torch.manual_seed(1)
         model, report = parallelize(Mixed().double(), grid)
         place = grid.coordinates(model.axonn.mesh.rank)
-        begin = (place["data"] * grid.z + place["z"]) * 8 // grid.samples_size
-        grads = _grads(model, inputs[begin : begin + 8 // grid.samples_size])
+        begin = (place["data"] * grid.z + place["z"]) * 8 // grid.dp_size
+        grads = _grads(model, inputs[begin : begin + 8 // grid.dp_size])
         sync_gradients(model)
         errors = relative_errors({name: grad.full_tensor() for name, grad in grads.items()}, truth)
         assert max(errors.values()) < 1e-10, (grid, errors)

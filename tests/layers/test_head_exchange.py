@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 
 from hf_axonn.distributed.mesh import grid_mesh
-from hf_axonn.layers.head_exchange import Selection
+from hf_axonn.layers.head_exchange import HeadExchange
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.heads import Heads, arriving_features, feature_slice, is_own_slice, pieces, sent_features
-from tests.helpers.ranks import all_grids, paper_mesh, run_ranks
+from tests.helpers.ranks import all_grids, fake_mesh, run_ranks
 
 
 GRIDS = [grid for size in (2, 3, 4, 6, 8) for grid in all_grids(size) if grid.x * grid.y > 1]
@@ -24,7 +24,7 @@ CASES = {  # segments, query heads, kv heads, features of a head
 
 def case(name, grid, rank):
     segments, query, kv, width = CASES[name]
-    mesh = paper_mesh(grid, rank)
+    mesh = fake_mesh(grid, rank)
     heads = Heads.divide(query, kv, mesh) if query else None
     size = sum(getattr(heads, kind) if heads else 1 for kind in segments) * width
     return size, segments, heads, mesh
@@ -50,9 +50,9 @@ def test_every_rank_is_sent_what_it_needs_once(name, grid):
 
 
 def test_packed_parts_have_to_explain_the_size():
-    heads = Heads.divide(4, 2, paper_mesh(Grid(x=2), 0))
+    heads = Heads.divide(4, 2, fake_mesh(Grid(x=2), 0))
     with pytest.raises(ValueError, match="30 features are not 4 \\+ 2 \\+ 2 heads of one width"):
-        pieces(30, ("query", "kv", "kv"), heads, paper_mesh(Grid(x=2), 0))
+        pieces(30, ("query", "kv", "kv"), heads, fake_mesh(Grid(x=2), 0))
 
 
 def _exchanges(grids):
@@ -60,7 +60,7 @@ def _exchanges(grids):
         mesh = grid_mesh(grid, "cpu")
         for name in CASES:
             size, segments, heads, _ = case(name, grid, dist.get_rank())
-            selection = Selection(size, segments, heads, mesh)
+            selection = HeadExchange(size, segments, heads, mesh)
             if selection.is_slice or not selection.axes:
                 continue
             whole = torch.randn(5, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -9,7 +9,7 @@ from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.float64 import Float64
 from tests.helpers.models import tiny_batch, tiny_model
-from tests.helpers.ranks import all_grids, paper_mesh, run_ranks
+from tests.helpers.ranks import all_grids, fake_mesh, run_ranks
 
 
 GRIDS = [grid for size in range(1, 9) for grid in all_grids(size)]
@@ -20,13 +20,15 @@ GRIDS = [grid for size in range(1, 9) for grid in all_grids(size)]
 def test_every_query_head_reads_its_kv_head_once(grid, query, kv):
     read = []
     for rank in range(grid.size):
-        mesh = paper_mesh(grid, rank)
+        mesh = fake_mesh(grid, rank)
         heads = Heads.divide(query, kv, mesh)
         parts = mesh.size(*heads.axes)
         assert query % parts == 0
         longer = {("x", "y"): None, ("x",): ("x", "y"), (): ("x",)}[heads.axes]
         assert longer is None or query % mesh.size(*longer)
-        if not heads.expand and kv % parts == 0:  # then the first kv head of the rank belongs to its first query head
+        if (
+            not heads.replicate_kv and kv % parts == 0
+        ):  # then the first kv head of the rank belongs to its first query head
             assert heads.kv_of_own_queries(mesh)[0] == mesh.index(*heads.axes) * (kv // parts)
         repeats = mesh.size(*(axis for axis in ("x", "y") if axis not in heads.axes))
         others = {axis: 0 for axis in ("data", "z", "x", "y") if axis not in heads.axes}
@@ -34,7 +36,7 @@ def test_every_query_head_reads_its_kv_head_once(grid, query, kv):
         if all(mesh.coordinates[axis] == 0 for axis in others):
             first = mesh.index(*heads.axes) * (query // parts)
             read += list(enumerate(heads.kv_of_own_queries(mesh), first))
-        assert heads.expand == (bool(heads.axes) and kv % parts != 0)
+        assert heads.replicate_kv == (bool(heads.axes) and kv % parts != 0)
     assert sorted(read) == [(head, head // (query // kv)) for head in range(query)]
 
 
@@ -49,8 +51,8 @@ def test_every_query_head_reads_its_kv_head_once(grid, query, kv):
     ids=str,
 )
 def test_which_axes_divide_twelve_heads(grid, axes, expand):
-    heads = Heads.divide(12, 6, paper_mesh(grid, 0))
-    assert (heads.axes, heads.expand) == (axes, expand)
+    heads = Heads.divide(12, 6, fake_mesh(grid, 0))
+    assert (heads.axes, heads.replicate_kv) == (axes, expand)
 
 
 def heads_modes():

@@ -14,18 +14,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid, from_pretrained, load_sharded, save_sharded
-from hf_axonn.architectures.plan import Plan, derive
+from hf_axonn.architectures.plan import ShardingPlan, derive
 from hf_axonn.checkpoint import lazy_tensors as unread
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.distributed.collectives import observe
-from hf_axonn.engine.state import find_state
-from hf_axonn.engine.weight_layout import ExpertsCut, vocabulary_range
+from hf_axonn.engine.state import parallel_state
+from hf_axonn.engine.weight_layout import ExpertLayout, vocabulary_range
 from hf_axonn.layers.moe import is_experts
 from hf_axonn.parallel import parallelize
 from tests.helpers.equality import Case, compare, exact, fit, rows_of, too_large
 from tests.helpers.float64 import recompute_in_float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
-from tests.helpers.ranks import paper_mesh, run_ranks
+from tests.helpers.ranks import fake_mesh, run_ranks
 
 
 # Float64 has no grouped matmul; 21 features are divided by none of 2 and 4. Half of the loss is the auxiliary one.
@@ -69,7 +69,7 @@ def plan_blocks(monkeypatch, planned: bool) -> None:
     """Let `parallelize` cut by blocks, or Linear by Linear, whatever it would do by itself."""
 
     def plan_for(model):
-        return derive(model, model.config.model_type) if planned else Plan(reason="for a test")
+        return derive(model, model.config.model_type) if planned else ShardingPlan(reason="for a test")
 
     monkeypatch.setattr(importlib.import_module("hf_axonn.parallelize"), "plan_for", plan_for)
 
@@ -203,14 +203,14 @@ def test_router_logits_are_those_of_the_plain_model(monkeypatch, planned):
 
 def _memory(kind):
     storages = []
-    block = ExpertsCut.block
+    block = ExpertLayout.block
 
     def recording(self, gathered):
         result = block(self, gathered)
         storages.append(StorageWeakRef(result.untyped_storage()))
         return result
 
-    ExpertsCut.block = recording
+    ExpertLayout.block = recording
     model, _ = parallelize(moe(kind).train(), Grid(z=2))
     calls = []
     with exact(), observe(lambda name, size, group: calls.append((name, size))):
@@ -344,7 +344,7 @@ def _report():
     model, report = parallelize(moe("gpt_oss"), Grid(z=2, x=2))
     entries = {entry.name: entry for entry in report.entries}
     experts = model.model.layers[0].mlp.experts
-    assert entries["model.layers.0.mlp.experts"].style == "experts" and find_state(model) is not None
+    assert entries["model.layers.0.mlp.experts"].style == "experts" and parallel_state(model) is not None
     assert experts.gate_up_proj.to_local().shape == (2, 48, 21) and experts.num_experts == 4
     assert all(isinstance(place, Replicate) for place in experts.gate_up_proj_bias.placements)
 
@@ -383,9 +383,9 @@ def test_the_shards_of_a_cut_make_the_whole(grid):
     full = torch.arange(5 * 3 * 7.0).view(5, 3, 7)
     total = torch.zeros_like(full)
     for rank in range(grid.size):
-        mesh = paper_mesh(grid, rank)
+        mesh = fake_mesh(grid, rank)
         own = vocabulary_range(5, mesh)
-        cut = ExpertsCut(len(own), 3, 7, grid.z, mesh.index("z"))
+        cut = ExpertLayout(len(own), 3, 7, grid.z, mesh.index("z"))
         block = full[own.start : own.stop]
         parts = cut.unblock(block)
         assert parts.shape == (grid.z, cut.travels)

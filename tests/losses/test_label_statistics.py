@@ -81,7 +81,7 @@ def _equal(name: str, expected: dict, batch: dict) -> None:
             mine = rows_of(batch, grid, dist.get_rank())
             with Float64():
                 its = sharded_label_statistics(model, model.forward, mine.pop("labels"), None, **mine)
-                (objective(its.log_probs, its.entropy) * grid.samples_size).backward()
+                (objective(its.log_probs, its.entropy) * grid.dp_size).backward()
             sync_gradients(model)
             wanted = rows_of({key: expected[key] for key in expected if key != "gradients"}, grid, dist.get_rank())
             for key, value in wanted.items():

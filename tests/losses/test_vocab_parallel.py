@@ -24,7 +24,7 @@ GRIDS = [Grid(x=4), Grid(y=2, x=2), Grid(z=2, y=2), Grid(data=2, x=2)]
 
 
 def _share(batch: dict[str, torch.Tensor], grid: Grid, model) -> dict[str, torch.Tensor]:
-    rows = len(batch["input_ids"]) // grid.samples_size
+    rows = len(batch["input_ids"]) // grid.dp_size
     place = model.axonn.coordinates
     first = (place["data"] * grid.z + place["z"]) * rows
     return {name: value[first : first + rows] for name, value in batch.items()}
@@ -51,7 +51,7 @@ def _equal(head_bias: bool) -> None:
             with Float64():
                 output = model(**_share(batch, grid, model), num_items_in_batch=17)
                 assert isinstance(output.logits, DeferredLogits)
-                (output.loss * grid.samples_size).backward()
+                (output.loss * grid.dp_size).backward()
             sync_gradients(model)
             ours = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
             errors = relative_errors(ours, grads)
@@ -128,10 +128,10 @@ def _smoothed() -> None:
             own = _share(batch, grid, model)
             with Float64(), loss.smoothed(0.2), loss.watch(own["labels"]):
                 output = model(**own, num_items_in_batch=5)
-                (output.loss * grid.samples_size).backward()
+                (output.loss * grid.dp_size).backward()
             sync_gradients(model)
             assert loss.calls == 0 and isinstance(output.logits, DeferredLogits)
-            ours = mean_over_world(output.loss.detach() * grid.samples_size)
+            ours = mean_over_world(output.loss.detach() * grid.dp_size)
             torch.testing.assert_close(ours, expected.detach(), rtol=1e-12, atol=0)
             own = {name: full(its.grad) for name, its in model.named_parameters() if its.grad is not None}
             true = {name: its.grad for name, its in truth.named_parameters() if its.grad is not None}

@@ -83,8 +83,8 @@ def _equal() -> None:
             assert net.axonn.grid == loose.axonn.grid == grid
             assert {entry.style for entry in net.axonn.report.entries} <= {"full", "gathered", "replicated"}
             place = grid.coordinates(net.axonn.mesh.rank)
-            first = (place["data"] * grid.z + place["z"]) * 8 // grid.samples_size
-            mine = slice(first, first + 8 // grid.samples_size)
+            first = (place["data"] * grid.z + place["z"]) * 8 // grid.dp_size
+            mine = slice(first, first + 8 // grid.dp_size)
             torch.testing.assert_close(_step(net, inputs[mine], targets[mine]), answers[mine], rtol=1e-11, atol=1e-12)
             sync_gradients(net)
             grads = {name: parameter.grad.full_tensor() for name, parameter in net.named_parameters()}

@@ -65,7 +65,7 @@ def _others(kinds: list[str]) -> None:
         for grid in GRIDS:
             model, report = parallelize(other_model(kind), grid)
             assert ("no block plan" in report.summary) == (kind == "bitnet")
-            rows = 4 // grid.samples_size
+            rows = 4 // grid.dp_size
             first = model.axonn.coordinates["z"] * rows
             loss, ours = gradients(model, {name: value[first : first + rows] for name, value in batch.items()})
             if grid.z == 1:

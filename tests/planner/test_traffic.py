@@ -100,7 +100,7 @@ def counted(case: Case, grid: Grid, layout: str) -> Ledger:
 
 def said(case: Case, grid: Grid, layout: str) -> Ledger:
     """What volumes.py says of the same step, for this rank."""
-    step = Step(rows=ROWS // grid.samples_size, seq=SEQ, **{"compute_bytes": 4, **case.step})
+    step = Step(rows=ROWS // grid.dp_size, seq=SEQ, **{"compute_bytes": 4, **case.step})
     layout = "token" if layout == "auto" else layout
     return volumes(case.shape, grid, step, layout=layout, rank=dist.get_rank())
 

@@ -27,7 +27,7 @@ def grouped_trainer(output, grid: Grid | None, seed: int, **options) -> Trainer:
         args=TrainingArguments(
             output_dir=str(output),
             train_sampling_strategy="group_by_length",
-            per_device_train_batch_size=4 // (grid.samples_size if grid else 1),
+            per_device_train_batch_size=4 // (grid.dp_size if grid else 1),
             parallelism_config=AxonnPlugin(grid=grid) if grid else None,
             use_cpu=True,
             report_to="none",

@@ -78,7 +78,7 @@ class Events(TrainerCallback):
 def stock_trainer(output: Path, grid: Grid | None, *, even: bool = False, **changes) -> Trainer:
     """8 rows a step in two micro-batches. The 8 rows of evaluation are as long, so that `eval_loss` is one number."""
     own = dict(max_steps=2, save_strategy="no", include_for_metrics=["inputs"])
-    own.update(per_device_eval_batch_size=4 // (grid.samples_size if grid else 1))
+    own.update(per_device_eval_batch_size=4 // (grid.dp_size if grid else 1))
     rows = token_data(64, seed=0)
     if even:
         rows = Dataset.from_list([{name: row[name][:15] for name in row} for row in rows])
@@ -185,8 +185,8 @@ def noisy(folder: Path, grid: Grid | None) -> dict:
         if not module.training:
             return output
         most = 5.0 / torch.sqrt(torch.tensor(output.size(1) * output.size(2)))
-        noise = torch.zeros_like(output[: len(output) // LAST.samples_size]).uniform_(-most, most)
-        return output + noise.repeat(LAST.samples_size, 1, 1)
+        noise = torch.zeros_like(output[: len(output) // LAST.dp_size]).uniform_(-most, most)
+        return output + noise.repeat(LAST.dp_size, 1, 1)
 
     trainer.model.get_input_embeddings().register_forward_hook(add_noise)
     return outcome(trainer)

@@ -77,9 +77,9 @@ def main() -> int:
 def demo(output: Path, launch_file: Path) -> int:
     """Runs the steps one after the other; see the module."""
     grid = read_grid(launch_file)
-    if BATCH_SIZE % grid.samples_size:
+    if BATCH_SIZE % grid.dp_size:
         raise ValueError(
-            f"{launch_file} has {grid.samples_size} ranks with different samples (data * z), which do not divide the "
+            f"{launch_file} has {grid.dp_size} ranks with different samples (data * z), which do not divide the "
             f"batch of {BATCH_SIZE} articles: take 1, 2, 4 or 8"
         )
     pipeline = Pipeline(output)
@@ -209,7 +209,7 @@ def finetune(model: Path, files: dict[str, Path], output: Path, grid: Grid, loss
         "held_out_data": files["held_out"],
         "sequence_length": PREFIX + SUFFIX,
         "output_dir": output,
-        "per_device_train_batch_size": BATCH_SIZE // grid.samples_size,
+        "per_device_train_batch_size": BATCH_SIZE // grid.dp_size,
         # The order of the file is the order of training, with no article twice in a batch.
         "train_sampling_strategy": "sequential",
         "eval_on_start": True,

@@ -19,7 +19,7 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
-def judge(
+def diagnose(
     accounts: Sequence[Account], silent: Mapping[int, str], ended: Mapping[int, str], *, waited: float, broken: bool
 ) -> str | None:
     """Find who holds the others up.

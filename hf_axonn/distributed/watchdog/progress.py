@@ -1,6 +1,7 @@
 """Where this rank is: its step, its collectives, what its main thread does. What a run that fails is asked for.
 
-The engine notes its steps and collectives in `HERE`; everything else is looked up when somebody asks (watchdog.py).
+The engine notes its steps and collectives in `PROGRESS`; everything else is looked up when somebody asks
+(watchdog.py).
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Progress:
         return f"in step {self.done + 1}" if self.passes or self.done else "before the first step"
 
 
-HERE = Progress()
+PROGRESS = Progress()
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def main_frames() -> list[FrameType]:
 
 def footprint() -> tuple:
     """Changes whenever this rank gets on: the collectives issued, and where its main thread stands."""
-    return (HERE.collectives, HERE.done, tuple((id(frame), frame.f_lasti) for frame in main_frames()[:FRAMES]))
+    return (PROGRESS.collectives, PROGRESS.done, tuple((id(frame), frame.f_lasti) for frame in main_frames()[:FRAMES]))
 
 
 def waits_for_others(frames: list[FrameType]) -> bool:
@@ -110,11 +111,11 @@ def account(rank: int, place: str) -> Account:
     return Account(
         rank=rank,
         place=place,
-        when=HERE.when,
-        done=HERE.done,
-        collectives=HERE.collectives,
-        last=HERE.last,
-        batch=", ".join(f"{name} {list(shape)}" for name, shape in HERE.batch.items()),
+        when=PROGRESS.when,
+        done=PROGRESS.done,
+        collectives=PROGRESS.collectives,
+        last=PROGRESS.last,
+        batch=", ".join(f"{name} {list(shape)}" for name, shape in PROGRESS.batch.items()),
         waiting=waits_for_others(frames),
         stack=tuple(f"{its.filename}:{its.lineno} in {its.name}: {its.line}" for its in reversed(summary)),
     )

@@ -34,8 +34,8 @@ import torch.distributed as dist
 
 from hf_axonn.compat.torch import store_outlives_ranks, watch_store, world_timeout
 from hf_axonn.distributed.collectives import observe
-from hf_axonn.distributed.watchdog.diagnosis import judge
-from hf_axonn.distributed.watchdog.progress import HERE, Account, account, footprint, main_frames, waits_for_others
+from hf_axonn.distributed.watchdog.diagnosis import diagnose
+from hf_axonn.distributed.watchdog.progress import PROGRESS, Account, account, footprint, main_frames, waits_for_others
 from hf_axonn.distributed.watchdog.sigterm import Termination
 
 
@@ -106,9 +106,9 @@ class Watch:
         self._answered = False
         self._interval = max(INTERVAL, self.size / 2000)
         self._still_since, self._footprint = time.monotonic(), None
-        HERE.begin()
+        PROGRESS.begin()
         self._counting = contextlib.ExitStack()
-        self._counting.enter_context(observe(HERE.count))
+        self._counting.enter_context(observe(PROGRESS.count))
         self._hook_before, sys.excepthook = sys.excepthook, self._excepthook
         self._hook = sys.excepthook
         atexit.register(self._at_exit)
@@ -129,7 +129,7 @@ class Watch:
         # Also of a script that has ended its process group (`accelerator.end_training`): others may wait for it.
         if self.process == os.getpid() and not self._ending.is_set() and self._store_outlives:
             with contextlib.suppress(RuntimeError):
-                self._store.set(f"ended/{self.rank}", f"({self.place}) ended its script, {HERE.done} steps done")
+                self._store.set(f"ended/{self.rank}", f"({self.place}) ended its script, {PROGRESS.done} steps done")
         self.stop()
 
     # The thread.
@@ -224,7 +224,7 @@ class Watch:
         if ending and not silent and not ended:
             text = None
         else:
-            text = judge(accounts, silent, ended, waited=waited, broken=broken)
+            text = diagnose(accounts, silent, ended, waited=waited, broken=broken)
         if self._decide(text or "") and text:
             _say(text)
         result = self._result()
@@ -273,7 +273,7 @@ class Watch:
                 known = bool(result and result["text"])
                 _record(RuntimeError(result["text"]) if known else error)
                 return not known
-            text = f"rank {self.rank} ({self.place}) raised {HERE.when}: {cause[:LONGEST_CAUSE]}"
+            text = f"rank {self.rank} ({self.place}) raised {PROGRESS.when}: {cause[:LONGEST_CAUSE]}"
             first = self._decide(text, cause)
             _record(error)
             if first:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from hf_axonn.architectures.plan import Plan
+from hf_axonn.architectures.plan import ShardingPlan
 from hf_axonn.compat.transformers import output_embedding
 from hf_axonn.engine.linears import linear_size
-from hf_axonn.layers.base import pop_hidden
+from hf_axonn.layers.base import split_hidden_states
 from hf_axonn.layers.moe import is_experts
 
 
@@ -73,7 +73,7 @@ def _narrow(value):
     return value.to(torch.bfloat16) if floats else value
 
 
-def orders(model: nn.Module, plan: Plan, layers: list[str], alone: set[str]) -> Watch:
+def orders(model: nn.Module, plan: ShardingPlan, layers: list[str], alone: set[str]) -> Watch:
     """What each of `layers` does, and what runs outside of them.
 
     Args:
@@ -127,7 +127,7 @@ class Watch:
         trained: ids of the parameters that got a gradient, or are experts'.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, layers: list[str], alone: set[str]) -> None:
+    def __init__(self, model: nn.Module, plan: ShardingPlan, layers: list[str], alone: set[str]) -> None:
         self.model, self.plan, self.alone = model, plan, alone
         self.rows = {block.row for block in plan.blocks}
         self.layers = {name: Order() for name in layers}
@@ -201,7 +201,7 @@ class Watch:
         self._ended(name)
 
     def _passed(self, name: str, _module: nn.Module, args: tuple, kwargs: dict, output) -> None:
-        shape = pop_hidden(args, kwargs)[0].shape
+        shape = split_hidden_states(args, kwargs)[0].shape
         given = [its for its in (*args, *kwargs.values()) if isinstance(its, Tensor) and its.shape == shape]
         output = output if isinstance(output, Tensor) else output[0]
         self.current.whole[name] = (len(given), output.dtype == torch.bfloat16)

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.parameter_reads import find_readers
-from hf_axonn.architectures.plan import BlockPlan, Plan, is_inside, plan_for
+from hf_axonn.architectures.plan import BlockPlan, ShardingPlan, is_inside, plan_for
 from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.compat.transformers import has_causal_lm_loss, input_embedding, output_embedding, text_config
 from hf_axonn.engine.linears import is_linear, linear_size
@@ -71,7 +71,7 @@ def found_shape(model: nn.Module) -> FoundShape:
     return shape
 
 
-def _alone(model: nn.Module, plan: Plan, kinds: dict[int, str]) -> set[str]:
+def _alone(model: nn.Module, plan: ShardingPlan, kinds: dict[int, str]) -> set[str]:
     """Names of Linears on their own, but for those that make latents."""
     latent = {name for block in plan.blocks for name in block.latent}
     return {
@@ -81,7 +81,7 @@ def _alone(model: nn.Module, plan: Plan, kinds: dict[int, str]) -> set[str]:
     }
 
 
-def _notes(model: nn.Module, plan: Plan, alone: set[str]) -> Iterator[str]:
+def _notes(model: nn.Module, plan: ShardingPlan, alone: set[str]) -> Iterator[str]:
     """What of a model is reckoned roughly."""
     names = {module: name for name, module in model.named_modules()}
     read = sorted({names[its].rpartition(".")[2] for reader in find_readers(model)[0] for its in reader.read})
@@ -132,7 +132,7 @@ class _Finder:
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan,
+        plan: ShardingPlan,
         kinds: dict[int, str],
         norms: set[nn.Module],
         watch: Watch,

@@ -11,7 +11,7 @@ from hf_axonn.planner.model.shapes import Step
 from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, LinearShape, Stack, Whole
 from hf_axonn.planner.traffic.ledger import Key, Ledger
 from hf_axonn.planner.traffic.shares import own_experts, shard_shape
-from hf_axonn.topology.grid import Grid, Place, ceil_div
+from hf_axonn.topology.grid import Grid, GridPosition, ceil_div
 from hf_axonn.topology.heads import Heads, exchanged_features, is_own_slice
 
 
@@ -28,7 +28,7 @@ class LayerAccount:
         self.shape, self.grid, self.step = shape, grid, step
         self.by_features = layout == "feature" and grid.y > 1
         self.here = grid.coordinates(rank)
-        self.place = Place(grid, self.here)
+        self.place = GridPosition(grid, self.here)
         self.tokens = step.tokens
         self.padded = step.padded(grid)
         self.hidden_y = ceil_div(shape.hidden, grid.y)

@@ -127,7 +127,7 @@ def examine(specimen: Specimen, grid: Grid) -> Finding:
     model, report = parallelize(specimen.model, grid)
     mesh = model.axonn.mesh
     with in_float64():
-        loss = model_loss(model, rows_of(specimen.batch, grid, mesh.rank), grid.samples_size)
+        loss = model_loss(model, rows_of(specimen.batch, grid, mesh.rank), grid.dp_size)
         loss.backward()
     sync_gradients(model)
     # This rank's piece in place of that of one process: what the other ranks hold they compare themselves.

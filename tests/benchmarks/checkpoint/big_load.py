@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 from hf_axonn import Grid
 from hf_axonn.engine.dtensors import shard_slices
 from hf_axonn.parallel import parallelize
-from hf_axonn.topology.grid import AXES, Place
+from hf_axonn.topology.grid import AXES, GridPosition
 
 
 FILE_BYTES = 5 * 10**9  # of a file of the checkpoint, as save_pretrained cuts it
@@ -107,7 +107,7 @@ def file_of_each(tensors: dict[str, torch.Tensor], file_bytes: int) -> dict[str,
 def reads_of(tensors: dict[str, torch.Tensor], index: dict[str, str], grid: Grid, rank: int) -> Reads:
     """What a rank reads of a checkpoint whose files are `index`."""
     reads = Reads()
-    place = Place(grid, grid.coordinates(rank))
+    place = GridPosition(grid, grid.coordinates(rank))
     for name, tensor in tensors.items():
         region = tuple(slice(0, size) for size in tensor.shape)
         if isinstance(tensor, DTensor):

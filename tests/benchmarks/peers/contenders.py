@@ -107,7 +107,7 @@ def build(name: str, folder: Path) -> Training:
     mesh = model.axonn.mesh
     return Training(
         model,
-        parts=grid.samples_size,
+        parts=grid.dp_size,
         part=mesh.index("data", "z"),
         around_backward=partial(syncing, model),  # as accelerator.backward does
     )

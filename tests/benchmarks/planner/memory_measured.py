@@ -68,7 +68,7 @@ def cases(ranks: int, size: str) -> list[Case]:
     """What is measured on so many ranks: each grid in fp32, and in bf16 on fp32 weights with checkpointing."""
     config = MIXTURES.get(size) or model_config(size, sequence=SEQ)
     return [
-        Case(config, grid, rows=ROWS // grid.samples_size, seq=SEQ, checkpointing=bf16, bf16=bf16)
+        Case(config, grid, rows=ROWS // grid.dp_size, seq=SEQ, checkpointing=bf16, bf16=bf16)
         for grid in GRIDS[ranks]
         for bf16 in (False, True)
     ]
@@ -84,7 +84,7 @@ def peak(case: Case) -> int:
     torch.manual_seed(0)
     model, _ = parallelize(AutoModelForCausalLM.from_config(case.config, dtype=torch.float32).train(), case.grid)
     ids = torch.randint(case.config.vocab_size, (case.rows, case.seq))
-    return train(model, case, ids, torch.tensor(case.rows * case.seq * case.grid.samples_size)).peak
+    return train(model, case, ids, torch.tensor(case.rows * case.seq * case.grid.dp_size)).peak
 
 
 def _rank(rank: int, work: Sequence[Case], folder: str) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from hf_axonn.planner import machine as machines
 from hf_axonn.planner.model import catalog as models
 from hf_axonn.planner.predict import Job
-from hf_axonn.planner.search import Plan, plan
+from hf_axonn.planner.search import GridRanking, plan
 from hf_axonn.planner.time import compute
 from hf_axonn.planner.time.paper import network_time
 from hf_axonn.topology.axis_order import ORDER
@@ -71,7 +71,7 @@ def script_seconds(model: str, machine: str, sequences: int, grid: Grid) -> floa
     return network_time(models.load(model), machines.load(machine), grid, sequences * SEQ, counting="script")
 
 
-def predicted(point: Point, schedule: str = "axonn", **changes: float) -> Plan:
+def predicted(point: Point, schedule: str = "axonn", **changes: float) -> GridRanking:
     """All grids of a published run; `changes` scale the machine (`Machine.scaled`)."""
     job = Job(
         shape=models.load(point.model),
@@ -83,12 +83,12 @@ def predicted(point: Point, schedule: str = "axonn", **changes: float) -> Plan:
     return plan(job, point.gpus, order=ORDER)
 
 
-def error(point: Point, found: Plan) -> float:
+def error(point: Point, found: GridRanking) -> float:
     """Predicted over published FLOP/s of the best grid, minus 1."""
     return found.best.flops / 1e12 / point.tflops - 1
 
 
-def mean_error(plans: dict[Point, Plan]) -> float:
+def mean_error(plans: dict[Point, GridRanking]) -> float:
     """Mean absolute error over the points that count."""
     return statistics.mean(abs(error(point, found)) for point, found in plans.items() if point.counts)
 
@@ -115,7 +115,7 @@ def published() -> list[str]:
 def sensitive() -> list[str]:
     """Lines of the table of errors with one assumption off."""
 
-    def with_machine(name: str, factor: float) -> dict[Point, Plan]:
+    def with_machine(name: str, factor: float) -> dict[Point, GridRanking]:
         plans = {}
         for point in POINTS:
             found = predicted(point).job
@@ -123,7 +123,7 @@ def sensitive() -> list[str]:
             plans[point] = plan(replace(found, machine=machine), point.gpus, order=ORDER)
         return plans
 
-    def with_constant(name: str, factor: float) -> dict[Point, Plan]:
+    def with_constant(name: str, factor: float) -> dict[Point, GridRanking]:
         before = getattr(compute, name)
         try:
             setattr(compute, name, before * factor)

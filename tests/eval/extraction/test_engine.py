@@ -12,7 +12,7 @@ from hf_axonn import Grid
 from hf_axonn_eval import Sample, extract
 from hf_axonn_eval.extraction import batching as batches
 from hf_axonn_eval.extraction.kv_cache import can_be_kept
-from hf_axonn_eval.extraction.scoring import undecided_below
+from hf_axonn_eval.extraction.scoring import near_tie_below
 from hf_axonn_eval.metrics import membership
 from hf_axonn_eval.metrics import text as metrics
 from hf_axonn_eval.metrics.discoverability import Sampler
@@ -229,7 +229,7 @@ def test_what_rounding_decides_is_called_undecided():
         (one, other) for one, other in zip(*answers, strict=True) if one.divergence_point != other.divergence_point
     ]
     assert all(one.undecided or other.undecided for one, other in differing)
-    assert undecided_below(low) == 0.5
+    assert near_tie_below(low) == 0.5
     assert any(result.exact_match and not result.undecided for result in answers[0])
 
 

@@ -215,7 +215,7 @@ def test_the_summary_says_how_to_repeat_the_run(tmp_path):
     }
     assert run["model"]["path"] == "here" and run["settings"]["batch_size"] == 5
     assert run["settings"]["batches"] == {"rows": 5, "number": 3, "in_a_unit": 3}
-    assert run["settings"]["undecided_below"] == 1e-4 and run["settings"]["seed"] == 3
+    assert run["settings"]["near_tie_below"] == 1e-4 and run["settings"]["seed"] == 3
     assert run["versions"]["torch"] == torch.__version__ and "transformers" in run["versions"]
     assert summary["intervals"]["seed"] == 3
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from hf_axonn import Grid
 from hf_axonn_eval import document_nll, extract
-from hf_axonn_eval.extraction.work_split import Division
+from hf_axonn_eval.extraction.work_split import WorkSplit
 from tests.helpers.eval_support import samples, tiny_llama, topics_tokenizer, trained_llama
 from tests.helpers.ranks import run_ranks
 
@@ -17,9 +17,9 @@ from tests.helpers.ranks import run_ranks
 GRIDS = [Grid(), Grid(data=2), Grid(z=3), Grid(x=2, y=2), Grid(data=2, z=2, y=1, x=2), Grid(data=1, z=2, y=3, x=1)]
 
 
-def division_of(grid: Grid, rank: int, monkeypatch) -> Division:
+def division_of(grid: Grid, rank: int, monkeypatch) -> WorkSplit:
     monkeypatch.setattr("hf_axonn_eval.extraction.work_split._world", lambda: (rank, grid.size))
-    return Division.of(SimpleNamespace(axonn=SimpleNamespace(grid=grid, coordinates=grid.coordinates(rank))))
+    return WorkSplit.of(SimpleNamespace(axonn=SimpleNamespace(grid=grid, coordinates=grid.coordinates(rank))))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -40,12 +40,12 @@ def test_every_batch_is_reported_once_and_all_ranks_make_the_same_calls(grid, ba
 
 def test_a_plain_model_is_divided_over_the_processes(monkeypatch):
     monkeypatch.setattr("hf_axonn_eval.extraction.work_split._world", lambda: (2, 3))
-    division = Division.of(object())
+    division = WorkSplit.of(object())
     assert (division.index, division.count, division.reports) == (2, 3, True)
 
 
 def test_without_processes_nothing_is_communicated():
-    division = Division()
+    division = WorkSplit()
     assert division.gather([1, 2]) == [1, 2]
     assert division.maximum(3) == 3
     assert division.total([1.5, 2.0]) == [1.5, 2.0]
@@ -53,7 +53,7 @@ def test_without_processes_nothing_is_communicated():
 
 
 def worker(directory: str) -> tuple:
-    rank, division = dist.get_rank(), Division.of(None)
+    rank, division = dist.get_rank(), WorkSplit.of(None)
 
     assert division.gather([rank, rank]) == ([0, 0, 1, 1] if rank == 0 else [])
     assert division.maximum(10 * rank) == 10
