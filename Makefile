@@ -22,7 +22,7 @@ help:
 	@echo "make demo       train a language model on Wikipedia articles over a 4D grid, with and without the goldfish"
 	@echo "                loss, and measure what it memorized; the reports are runs/demo/report.md and report.html"
 	@echo "make test       the tests; make test-slow and make test-gpu run those that it leaves out"
-	@echo "make lint       ruff; make format rewrites the files"
+	@echo "make lint       ruff and import-linter; make format rewrites the files"
 	@echo "make wheel      build the source archive and the wheel into dist/"
 	@echo "make install    the environment only"
 	@echo "make clean      remove .venv, build files and runs/"
@@ -43,6 +43,8 @@ test-gpu: $(STAMPS)/dev
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 
 format: $(STAMPS)/dev
 	$(BIN)/ruff check --fix .

@@ -16,7 +16,7 @@ every metric.
 from importlib import import_module
 
 
-_HOME = {  # public name -> module; resolved on first use, so that --help does not wait for torch
+_EXPORTS = {  # public name -> module; resolved on first use, so that --help does not wait for torch
     "Sample": "data.samples",
     "SampleFile": "data.samples",
     "read_samples": "data.samples",
@@ -48,6 +48,8 @@ _HOME = {  # public name -> module; resolved on first use, so that --help does n
     "Sampler": "metrics.discoverability",
     "n_needed": "metrics.discoverability",
     "is_discoverable": "metrics.discoverability",
+    "plot": "report.write",
+    "terminal_table": "report.write",
     "auc": "analysis.membership_attack",
     "tpr_at_fpr": "analysis.membership_attack",
     "exposure": "metrics.exposure",
@@ -55,17 +57,17 @@ _HOME = {  # public name -> module; resolved on first use, so that --help does n
     "bootstrap": "analysis.intervals",
     "mcnemar": "analysis.intervals",
 }
-__all__ = list(_HOME)
+__all__ = list(_EXPORTS)
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOME:
+    if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{_HOME[name]}")
+    module = import_module(f"{__name__}.{_EXPORTS[name]}")
     value = getattr(module, name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted(__all__)

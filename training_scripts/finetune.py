@@ -158,7 +158,7 @@ def check_packing(model, args: GoldfishConfig) -> None:
         raise ValueError(
             f"--packing needs a model that reads position_ids, and {type(base).__name__} does not: leave it out"
         )
-    implementation = base.config._attn_implementation or ""
+    implementation = base.config._attn_implementation or ""  # noqa: SLF001  (its only name)
     rows = max(args.per_device_train_batch_size, args.per_device_eval_batch_size)
     if "flash" in implementation and rows > 1:
         raise ValueError(

@@ -135,6 +135,7 @@ def _agrees(module: nn.Module, kind: NormKind, values: dict[str, Tensor], input_
 
 
 def close(truth: Tensor, ours: Tensor, bound: float) -> bool:
+    """Whether the largest difference is within `bound`, a share of the largest value of `truth`."""
     return bool((truth - ours).abs().max() <= bound * truth.abs().max())
 
 

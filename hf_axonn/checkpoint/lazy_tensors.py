@@ -24,7 +24,7 @@ Copy = tuple[Any, Region, Tensor]  # where to read, which part of it, and where 
 class LazyTensor(Tensor):
     """A tensor that is still in files. Its values are on the meta device until `read` is called."""
 
-    _origin: _Origin
+    origin: _Origin
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -66,7 +66,7 @@ def read(
     size = [each.stop - each.start for each in region]
     result = torch.empty(size, dtype=tensor.dtype, device=device or "cpu")
     if result.numel():
-        copies = list(tensor._origin.copies(region, result))
+        copies = list(tensor.origin.copies(region, result))
         for _ in map(_copy, copies) if readers is None or len(copies) == 1 else readers.map(_copy, copies):
             pass
     return result
@@ -107,7 +107,7 @@ class _Joined(_Origin):
             start, stop = max(begin, wanted.start), min(end, wanted.stop)
             if start < stop:
                 inside = _with(region, self.dim, slice(start - begin, stop - begin))
-                yield from part._origin.copies(inside, target.narrow(self.dim, start - wanted.start, stop - start))
+                yield from part.origin.copies(inside, target.narrow(self.dim, start - wanted.start, stop - start))
             begin = end
 
 
@@ -120,7 +120,7 @@ class _Part(_Origin):
     def copies(self, region: Region, target: Tensor) -> Iterator[Copy]:
         own = region[self.dim]
         shifted = slice(self.start + own.start, self.start + own.stop)
-        yield from self.whole._origin.copies(_with(region, self.dim, shifted), target)
+        yield from self.whole.origin.copies(_with(region, self.dim, shifted), target)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class _Turned(_Origin):
     def copies(self, region: Region, target: Tensor) -> Iterator[Copy]:
         first, second = self.dims
         turned = _with(_with(region, first, region[second]), second, region[first])
-        yield from self.whole._origin.copies(turned, target.transpose(first, second))
+        yield from self.whole.origin.copies(turned, target.transpose(first, second))
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class _Widened(_Origin):
 
     def copies(self, region: Region, target: Tensor) -> Iterator[Copy]:
         inside = (*region[: self.dim], *region[self.dim + 1 :])
-        yield from self.whole._origin.copies(inside, target.squeeze(self.dim))
+        yield from self.whole.origin.copies(inside, target.squeeze(self.dim))
 
 
 @dataclass(frozen=True)
@@ -155,12 +155,12 @@ class _Narrowed(_Origin):
 
     def copies(self, region: Region, target: Tensor) -> Iterator[Copy]:
         inside = (*region[: self.dim], slice(0, 1), *region[self.dim :])
-        yield from self.whole._origin.copies(inside, target.unsqueeze(self.dim))
+        yield from self.whole.origin.copies(inside, target.unsqueeze(self.dim))
 
 
 def _unread(origin: _Origin, shape: Sequence[int], dtype: torch.dtype) -> LazyTensor:
     tensor = torch.empty(tuple(shape), dtype=dtype, device="meta").as_subclass(LazyTensor)
-    tensor._origin = origin
+    tensor.origin = origin
     return tensor
 
 

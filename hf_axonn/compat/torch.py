@@ -52,6 +52,21 @@ def default_device_type() -> str:
     return accelerator.type if accelerator is not None else "cpu"
 
 
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often the values of a tensor have been changed in place."""
+    return tensor._version
+
+
+def is_dropout(module: torch.nn.Module) -> bool:
+    """Whether it is one of torch's dropouts."""
+    return isinstance(module, torch.nn.modules.dropout._DropoutNd)
+
+
 def saved_tensors_have_hooks() -> bool:
     """Whether something decides what autograd keeps here (a checkpointed layer, offloading to the CPU)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from torch import nn
 
@@ -45,6 +46,11 @@ def configured_head_counts(config, attention: nn.Module) -> tuple[int, int]:
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return query, 1
     return query, first("num_key_value_heads", "num_kv_heads") or query
+
+
+def wrap_checkpointing(layer: nn.Module, wrap: Callable[[Callable], Callable]) -> None:
+    """Replace the function with which a layer under gradient checkpointing runs its forward."""
+    layer._gradient_checkpointing_func = wrap(layer._gradient_checkpointing_func)
 
 
 def has_causal_lm_loss(model: nn.Module) -> bool:

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hf_axonn.compat.torch import version_of
 from hf_axonn.distributed.collectives import Pending, send_unfused, start_all_gather, start_reduce_scatter, together
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.gather_cache import GatheredBlocks
@@ -184,7 +185,7 @@ class Product:
         return tuple(id(weight) for weight in self.weights), dtype
 
     def _version(self) -> int:
-        return sum(weight.shard._version for weight in self.weights)
+        return sum(version_of(weight.shard) for weight in self.weights)
 
 
 class _WeightGradient(torch.autograd.Function):

@@ -21,12 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from hf_axonn.compat.torch import in_backward
 from hf_axonn.distributed.collectives import Pending, start_all_gather, start_reduce_scatter
-
-
-def in_backward() -> bool:
-    """Whether autograd is running a backward pass on this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def placeholder(like: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
+from hf_axonn.engine.state import parallel_state
 from hf_axonn.goldfish.mask import check_options, count_unprotected, find_document_ids, goldfish_mask
 from hf_axonn.losses.causal_lm import IGNORE_INDEX, CausalLMLoss, install_causal_lm_loss, mean_losses, widest_float
 from hf_axonn.trainer import hooks as trainer_hooks
@@ -248,7 +249,7 @@ class GoldfishMixin:
 
     def _sample_ids(self, micro_batch: int, input_ids: Tensor) -> Tensor:
         """[B] place of each sample in the optimizer step over all ranks; the same however the step is cut."""
-        axonn = getattr(self._base_model(), "axonn", None)
+        axonn = parallel_state(self.model)
         if axonn is None:
             rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         else:
@@ -263,7 +264,7 @@ class GoldfishMixin:
         sums = self._token_loss().record.pop()
         unprotected, documents = (0, 0) if self._documents is None else self._documents.tolist()
         sums |= {"unprotected": unprotected, "documents": documents}
-        axonn = getattr(self._base_model(), "axonn", None)
+        axonn = parallel_state(self.model)
         speaks = axonn is None or (axonn.coordinates["x"] == 0 and axonn.coordinates["y"] == 0)
         own = [value if speaks else 0.0 for value in sums.values()]
         device = self.accelerator.device

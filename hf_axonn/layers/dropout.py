@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from hf_axonn.compat.torch import is_dropout
 from hf_axonn.engine.state import ModelState
 from hf_axonn.layers.base import patch_forward
 
@@ -78,7 +79,7 @@ def install_dropout(state: ModelState, module: nn.Module, axes: tuple[str, ...],
 
 def dropout_names(module: nn.Module) -> list[str]:
     """Attributes of a module that hold a dropout probability (which may be set later): p, attention_dropout ..."""
-    if isinstance(module, nn.modules.dropout._DropoutNd):
+    if is_dropout(module):
         return ["p"]
     values = vars(module).items()
     return [name for name, value in values if isinstance(value, float) and re.search("dropout|pdrop", name)]

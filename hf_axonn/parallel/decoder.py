@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_axonn.architectures.plan import ShardingPlan
+from hf_axonn.compat.transformers import wrap_checkpointing
 from hf_axonn.distributed.collectives import gather_replicated
 from hf_axonn.engine.activation_layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
 from hf_axonn.engine.state import ModelState
@@ -107,11 +108,15 @@ def _keep_for_recomputation(state: ModelState, layer: nn.Module) -> None:
     """A checkpointed layer runs again in backward, when another batch may have passed. What then runs is the forward
     of its class without what was put around it, so its tokens, the seed of its dropout and its own parameters are put
     back."""
-    checkpoint = layer._gradient_checkpointing_func
-    if getattr(checkpoint, "keeps_pass", False):
-        return
 
-    def with_pass(function: Callable, *args, **kwargs):
+    def wrap(checkpoint: Callable) -> Callable:
+        if getattr(checkpoint, "keeps_pass", False):
+            return checkpoint
+        wrapped = functools.partial(with_pass, checkpoint)
+        wrapped.keeps_pass = True
+        return wrapped
+
+    def with_pass(checkpoint: Callable, function: Callable, *args, **kwargs):
         tokens, seed, count, first = state.tokens, state.random_seed, state.random_count, True
 
         def run(*inner_args, **inner_kwargs):
@@ -130,8 +135,7 @@ def _keep_for_recomputation(state: ModelState, layer: nn.Module) -> None:
 
         return checkpoint(run, *args, **kwargs)
 
-    with_pass.keeps_pass = True
-    layer._gradient_checkpointing_func = with_pass
+    wrap_checkpointing(layer, wrap)
 
 
 def _decoder(state: ModelState, ended: bool, original: Callable, /, *args, **kwargs):

@@ -53,9 +53,9 @@ _awaited: list[str] = []  # modules that are to be wrapped when they are importe
 
 def install(trainer_class: type) -> None:
     """Wrap the methods of Trainer, once."""
-    if "_axonn_wrapped" in vars(trainer_class):
+    if "axonn_wrapped" in vars(trainer_class):
         return
-    trainer_class._axonn_wrapped = True
+    trainer_class.axonn_wrapped = True
     for wrapper in WRAPPERS:
         name = wrapper.__name__
         original = getattr(trainer_class, name)

@@ -86,7 +86,7 @@ class Account:
 
 def main_frames() -> list[FrameType]:
     """The frames of this process' main thread, the innermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident)
+    frame = sys._current_frames().get(threading.main_thread().ident)  # noqa: SLF001  (documented by Python)
     frames = []
     while frame is not None:
         frames.append(frame)

@@ -79,14 +79,14 @@ def failures_told():
         yield
     except Exception as error:
         if _watch is not None and _watch.process == os.getpid() and not _watch.failed(error) and is_symptom(error):
-            raise RuntimeError(_watch._result()["text"]) from None
+            raise RuntimeError(_watch.result()["text"]) from None
         raise
 
 
 def ended() -> None:
     """The program of this rank ends here, as its others should. Scripts do not need it: leaving Python says it."""
     if _watch is not None and _watch.process == os.getpid():
-        _watch._at_exit()
+        _watch.at_exit()
 
 
 class Watch:
@@ -111,7 +111,7 @@ class Watch:
         self._counting.enter_context(observe(PROGRESS.count))
         self._hook_before, sys.excepthook = sys.excepthook, self._excepthook
         self._hook = sys.excepthook
-        atexit.register(self._at_exit)
+        atexit.register(self.at_exit)
         self._termination = Termination()
         self._store.set(f"place/{self.rank}", self.place)
         threading.Thread(target=self._run, name="hf_axonn-watch", daemon=True).start()
@@ -121,11 +121,11 @@ class Watch:
         self._stopped.set()
         self._counting.close()
         self._termination.close()
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self.at_exit)
         if sys.excepthook is self._hook:
             sys.excepthook = self._hook_before
 
-    def _at_exit(self) -> None:
+    def at_exit(self) -> None:
         # Also of a script that has ended its process group (`accelerator.end_training`): others may wait for it.
         if self.process == os.getpid() and not self._ending.is_set() and self._store_outlives:
             with contextlib.suppress(RuntimeError):
@@ -154,7 +154,7 @@ class Watch:
 
     def _be_terminated(self) -> None:
         """Somebody wants this process to end. If a rank has died, say so first."""
-        result = self._result() or self._call_roll(broken=True, ending=True)
+        result = self.result() or self._call_roll(broken=True, ending=True)
         if result and result["text"] and result["by"] != self.rank:
             _record(RuntimeError(result["text"]))
         _leave(128 + signal.SIGTERM)
@@ -169,7 +169,7 @@ class Watch:
     def _attend(self) -> None:
         """Somebody raised the alarm: answer if it is a roll call, and end if there is a verdict."""
         self._answer()
-        result = self._result()
+        result = self.result()
         if result is None:
             return
         if result["text"]:
@@ -188,7 +188,7 @@ class Watch:
         with self._lock:
             self.round, self._answered = self.round + 1, False
 
-    def _result(self) -> dict | None:
+    def result(self) -> dict | None:
         key = f"result/{self.round}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
@@ -211,7 +211,7 @@ class Watch:
         patience = PATIENCE + 2 * self._interval
         end = time.monotonic() + (patience if judging else 3 * patience)
         while time.monotonic() < end:
-            if (result := self._result()) is not None:  # another rank knew the cause
+            if (result := self.result()) is not None:  # another rank knew the cause
                 return result
             time.sleep(self._interval / 4)
             if judging and end - time.monotonic() < patience - HASTE:
@@ -227,7 +227,7 @@ class Watch:
             text = diagnose(accounts, silent, ended, waited=waited, broken=broken)
         if self._decide(text or "") and text:
             _say(text)
-        result = self._result()
+        result = self.result()
         if result is not None and not result["text"] and self.round == number:
             self._next_round()
         return result
@@ -269,7 +269,7 @@ class Watch:
         cause = f"{type(error).__name__}: {error}"
         try:
             if is_symptom(error):
-                result = self._result() or self._call_roll(broken=True)
+                result = self.result() or self._call_roll(broken=True)
                 known = bool(result and result["text"])
                 _record(RuntimeError(result["text"]) if known else error)
                 return not known
@@ -279,7 +279,7 @@ class Watch:
             if first:
                 _say(text + "\n    The other ranks end with it; its traceback follows.")
             self._ending.set()
-            return first or self._result()["cause"] != cause
+            return first or self.result()["cause"] != cause
         except RuntimeError as lost:
             _say(f"rank {self.rank} lost the store that connects the ranks, with whoever kept it ({lost}).")
             return True
