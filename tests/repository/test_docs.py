@@ -22,10 +22,10 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.command import accelerate_options
 from hf_axonn_eval.__main__ import main as eval_main
 from tests.helpers import ROOT
+from tests.repository.documents import DOCUMENTS, defined_in
 
 
 SCRIPTS = ROOT / "training_scripts"
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PACKAGES = ("hf_axonn", "hf_axonn_eval")
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
@@ -252,18 +252,6 @@ def test_every_public_name_is_there_and_named_in_the_documents():
     for name in hf_axonn._EXPORTS:
         resolve(f"hf_axonn.{name}")
         assert re.search(rf"\b{name}\b", text), f"{name} is not documented"
-
-
-@functools.cache
-def defined_in(path: Path) -> set[str]:
-    """The functions, classes and methods of a file, without running it: names, and Class.name of a method."""
-    names = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}.{own.name}" for own in node.body if isinstance(own, ast.FunctionDef)}
-    return names
 
 
 def test_the_tests_behind_the_table_of_reliability_exist():
