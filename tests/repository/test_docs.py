@@ -3,7 +3,7 @@
 import ast
 import contextlib
 import functools
-import importlib
+import importlib.util
 import inspect
 import io
 import re
@@ -260,3 +260,28 @@ def test_the_tests_behind_the_table_of_reliability_exist():
     assert len(named) > 15
     for file, test in named:
         assert any(test in defined_in(path) for path in (ROOT / "tests").rglob(file)), f"{file}::{test}"
+
+
+def test_benchmarks_have_a_row_each_and_results_that_are_there():
+    folder = ROOT / "tests" / "benchmarks"
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    scripts = {
+        ".".join(path.relative_to(folder).with_suffix("").parts)
+        for path in folder.rglob("*.py")
+        if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+    }
+    assert set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE)) == scripts
+    targets = [folder / target for target in LINK.findall(text)]
+    assert len(targets) > 10 and all(target.resolve().is_file() for target in targets)
+
+
+def test_modules_that_a_command_runs_exist():
+    """`python -m tests...` and `python -m hf_axonn...` in documents, results and docstrings."""
+    sources = [*DOCUMENTS, *ROOT.glob("docs/results/*.md"), *ROOT.glob("tests/**/*.md"), *ROOT.glob("tests/**/*.py")]
+    found = set()
+    for source in sources:
+        found |= set(
+            re.findall(r"-m ((?:tests|hf_axonn|hf_axonn_eval)(?:\.\w+)*)", source.read_text(encoding="utf-8"))
+        )
+    assert len(found) > 15
+    assert not [name for name in found if importlib.util.find_spec(name) is None]
