@@ -9,6 +9,7 @@ import io
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ def blocks(*languages: str) -> list[Block]:
         text = document.read_text(encoding="utf-8")
         for match in FENCE.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
-            body = inspect.cleandoc(match[3])
+            body = textwrap.dedent(match[3]).strip("\n")  # blocks in a list are indented
             found.append(Block(f"{document.relative_to(ROOT)}:{line}", match[2], body))
     return [block for block in found if block.language in languages]
 
