@@ -90,7 +90,7 @@ def test_the_source_archive_has_what_a_clone_has(sources):
     wanted = set()
     for name in SOURCES:
         path = ROOT / name
-        wanted |= {its for its in path.rglob("*") if its.is_file()} if path.is_dir() else {path}
+        wanted |= {file for file in path.rglob("*") if file.is_file()} if path.is_dir() else {path}
     wanted = {path.relative_to(ROOT) for path in wanted if "__pycache__" not in path.parts}
     found = {path.relative_to(sources) for path in sources.rglob("*") if path.is_file()}
     assert wanted <= found, sorted(map(str, wanted - found))

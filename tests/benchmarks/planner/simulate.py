@@ -235,7 +235,7 @@ def train(model: nn.Module, case: Case, ids: Tensor, count: Tensor) -> Outcome:
     for _ in range(2):
         outcome = _step(model, case, ids, count)
         optimizer.step()
-        state = [value for its in optimizer.state.values() for name, value in its.items() if name != "step"]
+        state = [value for moments in optimizer.state.values() for name, value in moments.items() if name != "step"]
         outcome.moments = nbytes(state)
         optimizer.zero_grad()
     return outcome
@@ -252,7 +252,7 @@ def _step(model: nn.Module, case: Case, ids: Tensor, count: Tensor) -> Outcome:
         return Outcome(
             ledger=counter.ledger,
             parameters=nbytes(model.parameters()),
-            gradients=nbytes(its.grad for its in model.parameters() if its.grad is not None),
+            gradients=nbytes(weight.grad for weight in model.parameters() if weight.grad is not None),
             moments=0,
             saved=saved,
             forward=forward,
