@@ -16,12 +16,13 @@ STAMPS := .venv/.stamps
 # One thread for each process: the tests run several ranks on few cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help demo install test test-slow test-gpu lint format wheel clean
+.PHONY: help demo install test test-slow test-gpu mutants lint format wheel clean
 
 help:
 	@echo "make demo       train a language model on Wikipedia articles over a 4D grid, with and without the goldfish"
 	@echo "                loss, and measure what it memorized; the reports are runs/demo/report.md and report.html"
 	@echo "make test       the tests; make test-slow and make test-gpu run those that it leaves out"
+	@echo "make mutants    how many small random changes to the code the tests notice; hours, goes on where it stopped"
 	@echo "make lint       ruff and import-linter; make format rewrites the files"
 	@echo "make wheel      build the source archive and the wheel into dist/"
 	@echo "make install    the environment only"
@@ -40,6 +41,12 @@ test-slow: $(STAMPS)/dev
 
 test-gpu: $(STAMPS)/dev
 	$(PYTEST) -m gpu $(ARGS)
+
+# Hours on two cores. What is known is kept in runs/, so that a run that was stopped goes on.
+mutants: $(STAMPS)/dev
+	$(BIN)/python -m pip install $(PIP_ARGS) --quiet --editable ".[mutants]"
+	$(BIN)/python -m tests.repository.mutants hf_axonn --results runs/mutants-hf_axonn.jsonl $(ARGS)
+	$(BIN)/python -m tests.repository.mutants eval --results runs/mutants-eval.jsonl $(ARGS)
 
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .
