@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hf_axonn import Grid, sync_gradients
-from hf_axonn.parallel import parallelize
+from hf_axonn import Grid, parallelize, sync_gradients
 from tests.helpers.float64 import relative_errors
 from tests.helpers.ranks import run_ranks
 

@@ -25,9 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-from hf_axonn import Grid
+from hf_axonn import Grid, parallelize
 from hf_axonn.engine.dtensors import shard_slices
-from hf_axonn.parallel import parallelize
 from hf_axonn.topology.grid import AXES, GridPosition
 
 
