@@ -16,7 +16,7 @@ STAMPS := .venv/.stamps
 # One thread for each process: the tests run several ranks on few cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help demo install test test-slow test-gpu mutants lint format wheel clean
+.PHONY: help demo install test test-slow test-gpu mutants lint format picture wheel clean
 
 help:
 	@echo "make demo       train a language model on Wikipedia articles over a 4D grid, with and without the goldfish"
@@ -24,6 +24,7 @@ help:
 	@echo "make test       the tests; make test-slow and make test-gpu run those that it leaves out"
 	@echo "make mutants    how many small random changes to the code the tests notice; hours, goes on where it stopped"
 	@echo "make lint       ruff and import-linter; make format rewrites the files"
+	@echo "make picture    draw the packages in docs/architecture.md anew, from the imports"
 	@echo "make wheel      build the source archive and the wheel into dist/"
 	@echo "make install    the environment only"
 	@echo "make clean      remove .venv, build files and runs/"
@@ -56,6 +57,9 @@ lint: $(STAMPS)/dev
 format: $(STAMPS)/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+picture: $(STAMPS)/dev
+	$(BIN)/python -m tests.repository.package_graph
 
 wheel: $(STAMPS)/dev
 	$(BIN)/python -m build --outdir dist .

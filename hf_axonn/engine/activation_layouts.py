@@ -12,7 +12,8 @@ The first two are one where y = 1. Both are called sharded.
 Tokens are numbered batch-major and cut over x, then y, as ranks are. Features are padded with zeros so that every rank
 holds the same number; zeros meet zero weights, so results stay exact.
 
-Source: DESIGN 2.3; the reduce-scatter and all-gather halves of each all-reduce of AxoNN (arXiv 2502.08145).
+Source: the reduce-scatter and all-gather halves of each all-reduce of AxoNN (arXiv 2502.08145); docs/algorithm.md,
+"Through one decoder layer".
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 The rotary part of kv_a's output is used with every rank's own heads, so its gradient is a sum over them.
 
-Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; DESIGN 2.3 for the row layer.
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; docs/algorithm.md, "Attention heads".
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ Which it is a probe decides: the function is called on random logits, with a mas
 z) afterwards, so each rank's own share is multiplied by their number. Without gradients (evaluation) nothing is
 marked: as with every loss there, a rank computes that of its own samples.
 
-Source: Switch Transformers (arXiv 2101.03961), equations 4 to 6; DESIGN 2.4.
+Source: Switch Transformers (arXiv 2101.03961), equations 4 to 6; docs/algorithm.md, "Gradients
+that are right on average".
 """
 
 from __future__ import annotations

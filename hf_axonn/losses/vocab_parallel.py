@@ -12,7 +12,8 @@ With label smoothing e a token costs (1 - e) * nll + e / V * sum over V of -log 
 
 Gradients are formed in the forward pass, when the logits are there anyway; backward multiplies by the incoming number.
 
-Source: vocabulary-parallel cross-entropy, Shoeybi et al. 2019 (arXiv 1909.08053), section 3; DESIGN 2.4.
+Source: vocabulary-parallel cross-entropy, Shoeybi et al. 2019 (arXiv 1909.08053), section 3; docs/algorithm.md,
+"Embedding, head and loss".
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class ShardedCausalLMLoss(CausalLMLoss):
 
     def normalize(self, weighted_sum: Tensor, kept_count: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
         """As the base class. In training without num_items_in_batch: sum * data * z / kept tokens of all ranks, so
-        that the average over data and z that gradients get is right for unequal counts (DESIGN 2.4)."""
+        that the average over data and z that gradients get is right for unequal counts."""
         if num_items_in_batch is not None or not torch.is_grad_enabled():
             return super().normalize(weighted_sum, kept_count, num_items_in_batch)
         mesh = self.state.mesh

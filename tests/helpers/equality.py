@@ -1,4 +1,4 @@
-"""The equality of DESIGN section 8: a model on a grid against the same model on one process, by the same few lines.
+"""The equality of docs/numerics.md: a model on a grid against the same model on one process, by the same few lines.
 
 `fit` trains either; `on_grid` parallelizes a copy, gives it this rank's rows and returns the relative errors of its
 losses, its gradients, their clipped norm and the parameters after several steps.

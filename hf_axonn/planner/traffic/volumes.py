@@ -31,7 +31,7 @@ def volumes(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", rank
         shape: the model.
         grid: sizes of the axes.
         step: the batch and the dtypes.
-        layout: token or feature, how the residual stream is divided (DESIGN 2.3); at y = 1 they are one.
+        layout: token or feature, how the residual stream is divided (docs/algorithm.md); at y = 1 they are one.
         rank: whose; where sizes do not divide, the first ranks hold most, so rank 0 is the busiest.
     Raises:
         ValueError: an unknown layout, or the rank is not on the grid.

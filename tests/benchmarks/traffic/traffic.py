@@ -4,7 +4,7 @@
 
 Ours is counted: real training steps of small models on 4 gloo ranks, on every grid and in both layouts of the residual
 stream. The second step of a model of 4 layers, less that of one of 2 layers, halved, is one decoder layer. The others
-are the equations of traffic_forms.py. Prints plain tables and the claims, and ends with exit code 1 if a claim does
+are the equations of forms.py. Prints plain tables and the claims, and ends with exit code 1 if a claim does
 not hold.
 """
 
