@@ -8,10 +8,10 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 
+from hf_axonn import parallelize
 from hf_axonn.checkpoint.sharded import load_sharded, save_sharded
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.layers.vocabulary import DeferredLogits
-from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.adapting import ONE_OF_EACH, SIX_HEADS, Adapted, adapt, adapted_model, drawing, two_adapters
 from tests.helpers.equality import compare, exact, fit, full, rows_of, too_large

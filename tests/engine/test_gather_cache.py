@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, StoppingCriteria
 
+from hf_axonn import parallelize
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine import matmul3d
 from hf_axonn.engine.gather_cache import GatherCache, GatheredBlocks
-from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import exact
 from tests.helpers.models import tiny_batch, tiny_model

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from hf_axonn.parallel.parallelize import parallelize
+from hf_axonn import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import Case, mean_over_world, rows_of
 from tests.helpers.models import tiny_model

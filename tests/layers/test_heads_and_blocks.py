@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_axonn import parallelize
 from hf_axonn.layers.block import Heads
-from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.float64 import Float64
 from tests.helpers.models import tiny_batch, tiny_model

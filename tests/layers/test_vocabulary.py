@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from hf_axonn import parallelize
 from hf_axonn.engine.gradient_sync import sync_gradients
-from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks

@@ -31,10 +31,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
-from hf_axonn import Grid, sync_gradients
+from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.architectures.plan import plan_for
 from hf_axonn.engine.dtensors import shard_slices
-from hf_axonn.parallel.parallelize import parallelize
 from tests.benchmarks.architectures.survey_table import HEADER, Row, markdown, summary
 from tests.benchmarks.architectures.tiny_configs import MODEL_TYPES, UNTRAINABLE, tiny_batch, tiny_model
 from tests.helpers import ROOT
