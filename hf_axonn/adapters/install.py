@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from hf_axonn.adapters.checks import LINEAR
 from hf_axonn.adapters.dora import Dora
@@ -23,13 +23,14 @@ from hf_axonn.adapters.lora import HeadLora, install_pair, output_of, pair_of
 from hf_axonn.adapters.merge import Merging, ParameterMerging
 from hf_axonn.adapters.parameter_lora import ParameterLora
 from hf_axonn.compat.peft import MIXED_BATCH, wrapped_modules
-from hf_axonn.engine.dtensors import distributed
+from hf_axonn.engine.dtensors import distributed, shard_placements
 from hf_axonn.engine.report import Entry
 from hf_axonn.engine.state import ModelState
 from hf_axonn.layers.base import Reader, Reading, Replicated, patch_forward
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
 from hf_axonn.layers.moe import Experts
 from hf_axonn.layers.vocabulary import Head
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 @contextlib.contextmanager
@@ -181,12 +182,12 @@ def _copies(
 
 def _replicate(state: ModelState, names: dict, *modules: nn.Module) -> None:
     """Hold the parameters of small modules whole on every rank, those of rank 0."""
-    whole = [Replicate(), Replicate(), Replicate()]
+    placements = shard_placements(WeightKind.ADAPTER)
     for module in modules:
         new = {
             name: its for name, its in module._parameters.items() if its is not None and not isinstance(its, DTensor)
         }
-        module._parameters.update({name: distributed(its, whole, state.mesh) for name, its in new.items()})
+        module._parameters.update({name: distributed(its, placements, state.mesh) for name, its in new.items()})
         if new:
-            entry = Entry(names[module], "adapter", sum(its.numel() for its in new.values()))
+            entry = Entry(names[module], WeightKind.ADAPTER, sum(its.numel() for its in new.values()))
             state.report.entries.append(entry)

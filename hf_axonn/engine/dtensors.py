@@ -12,6 +12,20 @@ from hf_axonn.distributed.collectives import broadcast_
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import bounds
 from hf_axonn.topology.grid import WEIGHT_AXES
+from hf_axonn.topology.weight_kind import WeightKind
+
+
+# On the axes (y, x, z) of the storage mesh.
+PLACEMENTS: dict[WeightKind, tuple[Placement, Placement, Placement]] = {
+    WeightKind.COLUMN: (Shard(1), Shard(0), Shard(0)),
+    WeightKind.LINEAR: (Shard(1), Shard(0), Shard(0)),
+    WeightKind.ROW: (Shard(0), Shard(1), Shard(0)),
+    WeightKind.VOCABULARY: (Shard(0), Shard(0), Shard(0)),
+    WeightKind.GATHERED: (Shard(0), Shard(0), Shard(0)),
+    WeightKind.EXPERTS: (Shard(0), Shard(0), Shard(2)),
+    WeightKind.REPLICATED: (Replicate(), Replicate(), Replicate()),
+    WeightKind.ADAPTER: (Replicate(), Replicate(), Replicate()),
+}
 
 
 def shard_slices(shape: torch.Size, placements: Sequence[Placement], mesh: GridMesh) -> tuple[slice, ...]:
@@ -64,16 +78,7 @@ def _strides(full: Tensor) -> tuple[int, ...]:
     return torch.empty(full.shape, device="meta").stride()
 
 
-def shard_placements(kind: str, *, transposed: bool = False) -> list:
-    """Placements on the storage mesh (y, x, z). Kinds: column, row, vocabulary, experts, replicated.
-
-    `transposed`: of a weight that is stored as [K, N].
-    """
-    placements = {
-        "column": [Shard(1), Shard(0), Shard(0)],
-        "row": [Shard(0), Shard(1), Shard(0)],
-        "vocabulary": [Shard(0), Shard(0), Shard(0)],
-        "experts": [Shard(0), Shard(0), Shard(2)],
-        "replicated": [Replicate(), Replicate(), Replicate()],
-    }[kind]
+def shard_placements(kind: WeightKind, *, transposed: bool = False) -> list[Placement]:
+    """Placements of a weight on the storage mesh (y, x, z); `transposed` where it is stored as [K, N]."""
+    placements = PLACEMENTS[kind]
     return [Shard(1 - its.dim) if transposed and isinstance(its, Shard) else its for its in placements]

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import bounds, ceil_div, pad_dim
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 @dataclass(frozen=True)
@@ -72,26 +73,34 @@ class WeightLayout:
         return reduced.view(-1, self.cols)[: self.own_rows] if self.cols else reduced.new_empty(self.own_rows, 0)
 
 
-def weight_layout(kind: str, rows: int, cols: int, mesh: GridMesh, *, whole_input: bool = False) -> WeightLayout:
-    """How a weight [N, K] = [rows, cols] of a kind lies on this rank. `whole_input`: a row layer's input is on x only.
+def weight_layout(
+    kind: WeightKind, rows: int, cols: int, mesh: GridMesh, *, whole_input: bool = False
+) -> WeightLayout:
+    """How a weight [N, K] = [rows, cols] lies on this rank. No communication.
 
-    Kinds as in state.shard_placements, and "full": a column weight whose output is not cut over y.
+    Args:
+        kind: any but EXPERTS (see `ExpertLayout`) and those that every rank holds in full.
+        whole_input: the features of a row layer's input are sharded over x alone.
+    Raises:
+        ValueError: another kind.
     """
     y, x, z = (mesh.size(axis) for axis in ("y", "x", "z"))
     out_blocks = in_blocks = 1
-    if kind == "row":
+    if kind == WeightKind.ROW:
         own_rows, own_cols = _own(rows, mesh, "y"), _own(cols, mesh, "x")
         in_blocks = 1 if whole_input else y
         out_size, in_size = ceil_div(rows, y), ceil_div(ceil_div(cols, x), in_blocks)
-    elif kind == "vocabulary":
+    elif kind in (WeightKind.VOCABULARY, WeightKind.GATHERED):
         start, stop = bounds(rows, y, mesh.index("y"))
         inner_start, inner_stop = bounds(stop - start, x, mesh.index("x"))
         own_rows, own_cols = inner_stop - inner_start, cols
         out_size, in_size = ceil_div(ceil_div(rows, y), x), cols
-    else:
+    elif kind in (WeightKind.COLUMN, WeightKind.LINEAR):
         own_rows, own_cols = _own(rows, mesh, "x"), _own(cols, mesh, "y")
-        out_blocks = y if kind == "column" else 1
+        out_blocks = y if kind == WeightKind.COLUMN else 1
         out_size, in_size = ceil_div(ceil_div(rows, x), out_blocks), ceil_div(cols, y)
+    else:
+        raise ValueError(f"a weight of kind {kind} has no layout of rows and columns.")
     return WeightLayout(own_rows, own_cols, out_blocks, out_size, in_blocks, in_size, z, mesh.index("z"))
 
 

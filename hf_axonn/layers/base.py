@@ -24,6 +24,7 @@ from hf_axonn.engine.matmul3d import Product, gathered_weight
 from hf_axonn.engine.state import ModelState, replicated_local
 from hf_axonn.engine.weight_layout import weight_layout
 from hf_axonn.topology.heads import feature_slice
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 def patch_forward(module: nn.Module, forward: Callable, *, method: str = "forward") -> None:
@@ -58,7 +59,7 @@ class FullLinear:
         self.linear = linear
         self.weights = [state.weight_of(linear)]
         self.out_features, self.in_features = linear_size(linear)
-        self.cuts = [weight_layout("full", self.out_features, self.in_features, state.mesh)]
+        self.cuts = [weight_layout(WeightKind.LINEAR, self.out_features, self.in_features, state.mesh)]
         state.styles[linear] = self
         patch_forward(linear, self._forward)
 

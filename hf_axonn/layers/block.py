@@ -38,6 +38,7 @@ from hf_axonn.engine.weight_layout import weight_layout
 from hf_axonn.layers.base import patch_forward, take_slice
 from hf_axonn.layers.head_exchange import HeadExchange
 from hf_axonn.topology.heads import Heads, feature_slice
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Column:
             for linear, parts in zip(linears, segments, strict=True)
         ]
         self.weights = [state.weight_of(linear) for linear in linears]
-        self.cuts = [weight_layout("column", *linear_size(linear), state.mesh) for linear in linears]
+        self.cuts = [weight_layout(WeightKind.COLUMN, *linear_size(linear), state.mesh) for linear in linears]
         self._entered: tuple[Tensor, Product, Tensor | None] | None = None
         self._computed: tuple[Tensor, dict[int, Tensor]] | None = None
         for index, linear in enumerate(linears):
@@ -182,7 +183,7 @@ class Row:
         state.styles[linear] = self
         self.weights = [state.weight_of(linear)]
         self.hidden_size = linear_size(linear)[0]
-        self.cuts = [weight_layout("row", *linear_size(linear), state.mesh, whole_input="y" not in self.axes)]
+        self.cuts = [weight_layout(WeightKind.ROW, *linear_size(linear), state.mesh, whole_input="y" not in self.axes)]
         patch_forward(linear, self._forward)
 
     @property

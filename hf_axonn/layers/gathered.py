@@ -18,6 +18,7 @@ from hf_axonn.engine.state import ModelState
 from hf_axonn.engine.weight_layout import weight_layout
 from hf_axonn.layers.base import Replicated
 from hf_axonn.layers.vocabulary import in_order
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 # A parameter is stored in pieces if it has at least this part of the elements of the model's largest one: what is
@@ -36,7 +37,7 @@ class GatheredParameters(Replicated):
         self.products: dict[str, Product] = {}
         for name in names:
             first, *others = module._parameters[name].shape
-            cut = weight_layout("vocabulary", first, math.prod(others), state.mesh)
+            cut = weight_layout(WeightKind.GATHERED, first, math.prod(others), state.mesh)
             self.products[name] = Product(state, [state.weight_of(module, name, flat=True)], [cut])
         super().__init__(state, module, partial_axes)
 

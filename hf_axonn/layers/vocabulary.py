@@ -27,6 +27,7 @@ from hf_axonn.engine.matmul3d import Product, gathered_weight
 from hf_axonn.engine.state import replicated_local
 from hf_axonn.engine.weight_layout import vocabulary_range, weight_layout
 from hf_axonn.layers.base import patch_forward
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Embedding:
         self.state = state
         self.module = module
         self.weights = [state.weight_of(module)]
-        self.cuts = [weight_layout("vocabulary", module.num_embeddings, module.embedding_dim, state.mesh)]
+        self.cuts = [weight_layout(WeightKind.VOCABULARY, module.num_embeddings, module.embedding_dim, state.mesh)]
         state.styles[module] = self
         patch_forward(module, self._forward)
 
@@ -125,7 +126,7 @@ class Head:
         self.state = state
         self.linear = linear
         self.weights = [state.weight_of(linear)]
-        self.cuts = [weight_layout("vocabulary", linear.out_features, linear.in_features, state.mesh)]
+        self.cuts = [weight_layout(WeightKind.VOCABULARY, linear.out_features, linear.in_features, state.mesh)]
         state.has_head = True
         state.styles[linear] = self
         patch_forward(linear, self._forward)

@@ -34,15 +34,18 @@ from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.parallel.batch_check import install_batch_check
 from hf_axonn.parallel.decoder import install_causal_lm, install_decoder, install_recomputation
 from hf_axonn.topology.heads import Heads, feature_slice
+from hf_axonn.topology.weight_kind import WeightKind
 
 
-def shard_parameters(model: nn.Module, kinds: dict[int, str], state: ModelState) -> None:
+def shard_parameters(model: nn.Module, kinds: dict[int, WeightKind], state: ModelState) -> None:
     """Replace every parameter by a DTensor; a parameter that several modules share stays shared.
 
     A model of which nothing is cut keeps its parameters as they are, as under DistributedDataParallel.
     """
     mesh = state.mesh
-    if all(kinds.get(id(parameter), "replicated") == "replicated" for parameter in model.parameters()):
+    if {kinds.get(id(parameter), WeightKind.REPLICATED) for parameter in model.parameters()} <= {
+        WeightKind.REPLICATED
+    }:
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
                 tensor.detach().copy_(broadcast_(tensor.detach().contiguous()))
@@ -54,9 +57,8 @@ def shard_parameters(model: nn.Module, kinds: dict[int, str], state: ModelState)
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                kind = kinds.get(id(parameter), "replicated")
-                kept = {"full": "column", "gathered": "vocabulary"}.get(kind, kind)
-                placements = shard_placements(kept, transposed=id(parameter) in transposed)
+                kind = kinds.get(id(parameter), WeightKind.REPLICATED)
+                placements = shard_placements(kind, transposed=id(parameter) in transposed)
                 sharded = made[id(parameter)] = distributed(parameter, placements, mesh)
                 kinds[id(sharded)] = kind
                 made[id(sharded)] = sharded  # the new id must not be taken for an old one's
@@ -69,7 +71,7 @@ def shard_parameters(model: nn.Module, kinds: dict[int, str], state: ModelState)
 def install_styles(
     model: nn.Module,
     plan: ShardingPlan,
-    kinds: dict[int, str],
+    kinds: dict[int, WeightKind],
     state: ModelState,
     report: Report,
     layout: LayoutChoice,
@@ -79,15 +81,15 @@ def install_styles(
     done: set[nn.Module] = set()
     names = {module: name for name, module in model.named_modules()}
 
-    def note(module: nn.Module, style: str, reason: str = "") -> None:
+    def note(module: nn.Module, kind: WeightKind, reason: str = "") -> None:
         done.add(module)
         own = sum(parameter.numel() for parameter in module._parameters.values() if parameter is not None)
-        report.entries.append(Entry(names[module] or "(root)", style, own, reason))
+        report.entries.append(Entry(names[module] or "(root)", kind, own, reason))
 
     vocabulary = vocabulary_modules(model, plan)
     for module in vocabulary:
         state.give(module, functools.partial(Embedding if isinstance(module, nn.Embedding) else Head, state))
-        note(module, "vocabulary")
+        note(module, WeightKind.VOCABULARY)
     # On which of (x, y) the ranks do different work inside of a module, by name; on none where nothing is said.
     axes_of = state.axes_of
     axes_of |= {name: ("x", "y") for name in (*plan.layers, *(plan.final or ()))}
@@ -112,7 +114,7 @@ def install_styles(
             for index, layer in enumerate(column.linears):
                 state.makers[layer] = [functools.partial(column.alone, index)]
         for layer in (*columns, last):
-            note(layer, "row" if layer is last else "column", heads.why(state.mesh) if heads else "")
+            note(layer, WeightKind.ROW if layer is last else WeightKind.COLUMN, heads.why(state.mesh) if heads else "")
         entry = model.get_submodule(block.entry)
         state.makers.setdefault(entry, None)
         axes_of[block.entry] = row.axes
@@ -138,19 +140,21 @@ def install_styles(
             continue
         if name in experts:
             state.give(module, functools.partial(style_of(module), state))
-            note(module, "experts")
+            note(module, WeightKind.EXPERTS)
             continue
-        if is_linear(module) and kinds.get(id(module.weight)) == "full":
+        if is_linear(module) and kinds.get(id(module.weight)) == WeightKind.LINEAR:
             state.give(module, functools.partial(FullLinear, state))
-            note(module, "full")
+            note(module, WeightKind.LINEAR)
             continue
-        gathered = [its for its, parameter in module._parameters.items() if kinds.get(id(parameter)) == "gathered"]
+        gathered = [
+            its for its, parameter in module._parameters.items() if kinds.get(id(parameter)) == WeightKind.GATHERED
+        ]
         if gathered:
             state.give(module, functools.partial(GatheredParameters, state, partial_axes=axes, names=gathered))
-            note(module, "gathered")
+            note(module, WeightKind.GATHERED)
             continue
         state.give(module, functools.partial(Replicated, state, partial_axes=axes, own=rows_of.get(name)))
-        note(module, "replicated", _why_replicated(module))
+        note(module, WeightKind.REPLICATED, _why_replicated(module))
     for module, kind in layout.norms.items():
         state.give(module, functools.partial(FeatureNorm, state, kind=kind))
     for module, kind, selection in head_norms:

@@ -140,7 +140,7 @@ def examine(specimen: Specimen, grid: Grid) -> Finding:
         ours[name][shard_slices(truth.shape, grad.placements, mesh)] = grad.to_local()
     sizes = {True: 0, False: 0}
     for entry in report.entries:
-        sizes[entry.style == "replicated"] += entry.parameters
+        sizes[entry.kind == "replicated"] += entry.parameters
     return Finding(
         planned=planned,
         how=report.summary,
