@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_axonn import Grid
 from hf_axonn.checkpoint.single_process import load_plain_weights
-from hf_axonn.parallel import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from tests.benchmarks.architectures.tiny_configs import tiny_model
 from tests.helpers.ranks import run_ranks
 

@@ -24,7 +24,7 @@ from hf_axonn.cli.main import main as hf_axonn_cli
 from hf_axonn.config import LAYOUTS, REDUCE_DTYPES
 from hf_axonn.launch.command import prepare_or_exit
 from hf_axonn.launch.launch_file import resolve
-from hf_axonn.parallel import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import AXES
 from hf_axonn_eval.__main__ import main as eval_cli
 from hf_axonn_eval.data.samples import Sample, read_samples, write_samples

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn import Grid, sync_gradients
-from hf_axonn.parallel import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from tests.helpers.float64 import relative_errors
 from tests.helpers.ranks import run_ranks
 

@@ -21,7 +21,7 @@ from hf_axonn.distributed.collectives import observe
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.engine.weight_layout import ExpertLayout, vocabulary_range
 from hf_axonn.layers.moe import is_experts
-from hf_axonn.parallel import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from tests.helpers.equality import Case, compare, exact, fit, rows_of, too_large
 from tests.helpers.float64 import recompute_in_float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 from hf_axonn import Grid, sync_gradients
-from hf_axonn.parallel import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from tests.helpers.float64 import Float64, recompute_in_float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks

@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrain
 
 from hf_axonn import Grid
 from hf_axonn.engine.dtensors import shard_slices
-from hf_axonn.parallel import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import AXES, GridPosition
 
 

@@ -29,7 +29,7 @@ from hf_axonn.checkpoint.manifest import Manifest
 from hf_axonn.checkpoint.partition import SavedTensor, box_at, pieces_in
 from hf_axonn.checkpoint.save import PARTS, Save
 from hf_axonn.checkpoint.shard_files import PieceReader, describe, file_name, pieces_to_write
-from hf_axonn.parallel import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 
 
 def timed(function: Callable, *args) -> tuple[float, object]:

@@ -33,7 +33,7 @@ import transformers  # noqa: E402
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig  # noqa: E402
 
 from hf_axonn import Grid, __version__  # noqa: E402
-from hf_axonn.parallel import parallelize  # noqa: E402
+from hf_axonn.parallel.parallelize import parallelize  # noqa: E402
 from hf_axonn.planner.memory import memory  # noqa: E402
 from hf_axonn.planner.predict import layout_of  # noqa: E402
 from tests.benchmarks.peers.peers import model_config  # noqa: E402

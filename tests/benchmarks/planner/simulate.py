@@ -43,7 +43,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Pr
 from hf_axonn import Grid, __version__
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.gradient_sync import syncing
-from hf_axonn.parallel import parallelize
+from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.planner.measure.traffic_counter import count_traffic
 from hf_axonn.planner.memory import memory
 from hf_axonn.planner.model import catalog as models
