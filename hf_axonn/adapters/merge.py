@@ -17,7 +17,7 @@ from hf_axonn.adapters.lora import pair_of
 from hf_axonn.adapters.parameter_lora import factors
 from hf_axonn.distributed.collectives import reduce_
 from hf_axonn.engine.dtensors import shard_slices
-from hf_axonn.engine.state import ModelState
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward
 
 
@@ -25,7 +25,7 @@ class Merging:
     """The merge of one LoRA layer. Collectives: with `safe_merge` one number over (x, y) and z; those of DoRA's
     norms."""
 
-    def __init__(self, state: ModelState, layer: nn.Module, base: nn.Module) -> None:
+    def __init__(self, state: ParallelState, layer: nn.Module, base: nn.Module) -> None:
         self.state, self.layer, self.base = state, layer, base
         self._open = False
         self._find_place()

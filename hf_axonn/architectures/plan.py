@@ -44,7 +44,7 @@ class BlockPlan:
         attributes: of the entry, which hold a number of the whole model and are to be made this rank's: name ->
             "query" or "kv"; a name like config.x is set on a copy of the module's config.
         arguments: of the entry, whose first dim is batch x query heads, or query heads.
-        latent: as in recipes.BlockSpec.
+        latent: as in table.BlockSpec.
         head_norms: norms over all features of a projection: their name -> what they are, and which of `columns`.
     """
 
@@ -70,7 +70,7 @@ class ShardingPlan:
         final: names of modules that run on tokens after the layers (the last norm); None if what follows the layers
             needs the whole sequence.
         blocks: the attention and MLP blocks.
-        whole: names of modules in the layers that get the whole sequence, with the reason.
+        full_sequence: names of modules in the layers that get the full sequence, with the reason.
         reason: why the model is sharded Linear by Linear; None where it is not.
     """
 
@@ -78,21 +78,21 @@ class ShardingPlan:
     layers: list[str] = field(default_factory=list)
     final: list[str] | None = field(default_factory=list)
     blocks: list[BlockPlan] = field(default_factory=list)
-    whole: dict[str, str] = field(default_factory=dict)
+    full_sequence: dict[str, str] = field(default_factory=dict)
     reason: str | None = None
 
     def is_full(self, name: str) -> bool:
         """Whether a module sees whole activations, the same on every rank of (x, y)."""
         if self.reason or not is_inside(name, self.layers):
             return True
-        return is_inside(name, self.whole) or any(name in block.latent for block in self.blocks)
+        return is_inside(name, self.full_sequence) or any(name in block.latent for block in self.blocks)
 
     def summary(self) -> str:
         """One line for the report."""
         if self.reason:
             return self.reason
         text = f"{len(self.layers)} decoder layers cut by {len(self.blocks)} blocks"
-        return f"{text}, {len(self.whole)} modules on whole sequences" if self.whole else text
+        return f"{text}, {len(self.full_sequence)} modules on whole sequences" if self.full_sequence else text
 
 
 def is_inside(name: str, others) -> bool:
@@ -176,7 +176,7 @@ def _plan_layer(model: nn.Module, plan: ShardingPlan, name: str, layer: nn.Modul
         )
         inside |= {recipe.entry, recipe.row, *recipe.columns}
     for path in _needs_whole(layer, "", inside):
-        plan.whole[f"{name}.{path}"] = problems.get(path, "not known as a block")
+        plan.full_sequence[f"{name}.{path}"] = problems.get(path, "not known as a block")
 
 
 def _needs_whole(module: nn.Module, prefix: str, planned: set[str]) -> Iterator[str]:

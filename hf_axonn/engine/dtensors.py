@@ -82,3 +82,35 @@ def shard_placements(kind: WeightKind, *, transposed: bool = False) -> list[Plac
     """Placements of a weight on the storage mesh (y, x, z); `transposed` where it is stored as [K, N]."""
     placements = PLACEMENTS[kind]
     return [Shard(1 - its.dim) if transposed and isinstance(its, Shard) else its for its in placements]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, in the graph; a plain tensor itself. No communication."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def replicated_local(parameter: nn.Parameter, mesh: GridMesh, partial_axes: tuple[str, ...]) -> Tensor:
+    """The plain tensor of a replicated parameter, for use on this rank's share of the work. No communication.
+
+    `partial_axes` are the axes of (y, x) on which the ranks do different work, so that each has only a share of the
+    gradient. It is multiplied by their number here and averaged over the world by `sync_gradients`: a sum over them,
+    and an average over data and z; averaging twice changes nothing.
+    """
+    shard = local(parameter)
+    return scale_gradient(shard, mesh.size(*partial_axes)) if shard.requires_grad else shard
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, factor):
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+def scale_gradient(value: Tensor, factor: float) -> Tensor:
+    """`value` itself; its gradient is multiplied by `factor`."""
+    return value if factor == 1 else _ScaleGradient.apply(value, factor)

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import gather_features, pad_dim, take_features
+from hf_axonn.engine.dtensors import replicated_local
 from hf_axonn.engine.linears import is_conv1d, linear_size
 from hf_axonn.engine.matmul3d import Product, gathered_weight
-from hf_axonn.engine.state import ModelState, replicated_local
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.engine.weight_layout import weight_layout
 from hf_axonn.topology.heads import feature_slice
 from hf_axonn.topology.weight_kind import WeightKind
@@ -54,13 +55,13 @@ class FullLinear:
     and all-gather over y of the input's gradient.
     """
 
-    def __init__(self, state: ModelState, linear: nn.Module) -> None:
+    def __init__(self, state: ParallelState, linear: nn.Module) -> None:
         self.state = state
         self.linear = linear
         self.weights = [state.weight_of(linear)]
         self.out_features, self.in_features = linear_size(linear)
         self.cuts = [weight_layout(WeightKind.LINEAR, self.out_features, self.in_features, state.mesh)]
-        state.styles[linear] = self
+        state.sharded_layers[linear] = self
         patch_forward(linear, self._forward)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor:
@@ -93,14 +94,14 @@ class Replicated:
     """
 
     def __init__(
-        self, state: ModelState, module: nn.Module, partial_axes: tuple[str, ...], *, own: slice | None = None
+        self, state: ParallelState, module: nn.Module, partial_axes: tuple[str, ...], *, own: slice | None = None
     ) -> None:
         self.state = state
         self.module = module
         self.partial_axes = partial_axes
         self.own = own
         self.added: dict[str, Callable[[Tensor], Tensor]] = {}
-        state.styles[module] = self
+        state.sharded_layers[module] = self
         patch_forward(module, self._forward)
 
     def plain(self, name: str) -> Tensor:
@@ -135,7 +136,7 @@ class Reading:
     calls as usual stay as they are.
     """
 
-    def __init__(self, state: ModelState, reader: Reader) -> None:
+    def __init__(self, state: ParallelState, reader: Reader) -> None:
         self.state = state
         self.module = reader.module
         self.read = list(reader.read)
@@ -161,7 +162,7 @@ class Reading:
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
         """For a while, the method finds what it uses."""
-        styles = self.state.styles
+        styles = self.state.sharded_layers
         with contextlib.ExitStack() as stack:
             for child in self.read:
                 if isinstance(styles.get(child), Replicated):
@@ -176,7 +177,7 @@ class Reading:
 class _WholeWeight:
     """Stands in for a module while somebody reads its weight, which is gathered when it is asked for."""
 
-    def __init__(self, module: nn.Module, style: FullLinear, state: ModelState) -> None:
+    def __init__(self, module: nn.Module, style: FullLinear, state: ParallelState) -> None:
         self._module = module
         self._style = style
         self._state = state

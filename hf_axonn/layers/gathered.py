@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_axonn.distributed.collectives import all_gather, gather_replicated
 from hf_axonn.engine.matmul3d import Product, gathered_weight
-from hf_axonn.engine.state import ModelState
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.engine.weight_layout import weight_layout
 from hf_axonn.layers.base import Replicated
 from hf_axonn.layers.vocabulary import in_order
@@ -33,7 +33,9 @@ class GatheredParameters(Replicated):
     (x, y) where ranks do different work with it (`partial_axes`), else none there.
     """
 
-    def __init__(self, state: ModelState, module: nn.Module, partial_axes: tuple[str, ...], names: list[str]) -> None:
+    def __init__(
+        self, state: ParallelState, module: nn.Module, partial_axes: tuple[str, ...], names: list[str]
+    ) -> None:
         self.products: dict[str, Product] = {}
         for name in names:
             first, *others = module._parameters[name].shape

@@ -94,8 +94,8 @@ def _notes(model: nn.Module, plan: ShardingPlan, alone: set[str]) -> Iterator[st
             "it is cut Linear by Linear: activations are whole on every rank of (x, y), as reckoned, but what its "
             "code does beside its Linears is reckoned as reading and writing their results, and as sending nothing"
         )
-    elif plan.whole:
-        kinds = sorted({name.rpartition(".")[2] for name in plan.whole})
+    elif plan.full_sequence:
+        kinds = sorted({name.rpartition(".")[2] for name in plan.full_sequence})
         yield (
             f"modules that need whole sequences ({', '.join(kinds)}) are reckoned as their Linears, and what else "
             "they do as reading and writing their results, and as sending nothing"
@@ -190,7 +190,7 @@ class _Finder:
             own = [its for its in module._parameters.values() if its is not None and its.requires_grad]
             own = [its for its in own if id(its) not in self.seen]
             self.seen |= {id(its) for its in own}
-            on_stream = not is_inside(path, self.entries) and not is_inside(path, self.plan.whole)
+            on_stream = not is_inside(path, self.entries) and not is_inside(path, self.plan.full_sequence)
             # Those that may work on features are known; others matter for memory alone.
             norms += module in self.norms if self.norms else on_stream and "Norm" in type(module).__name__
             for parameter in own:
@@ -235,7 +235,7 @@ class _Finder:
         """The module on whole sequences that a Linear on its own lies in, or nothing for another part."""
         if name not in self.alone:
             return None
-        return next((whole for whole in self.plan.whole if name == whole or name.startswith(f"{whole}.")), "")
+        return next((whole for whole in self.plan.full_sequence if name == whole or name.startswith(f"{whole}.")), "")
 
     def _call(self, name: str, order: Order) -> Call:
         backward = (name in self.watch.outputs, name in self.watch.inputs)
