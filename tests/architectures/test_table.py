@@ -1,4 +1,4 @@
-"""Recipes of blocks: every way of packing and of dividing heads equals one process; and what a recipe is not for."""
+"""Specs of blocks: every way of packing and of dividing heads equals one process; and what a spec is not for."""
 
 from __future__ import annotations
 

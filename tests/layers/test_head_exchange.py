@@ -7,7 +7,14 @@ import torch.distributed as dist
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.layers.head_exchange import HeadExchange
 from hf_axonn.topology.grid import Grid
-from hf_axonn.topology.heads import Heads, arriving_features, feature_slice, is_own_slice, pieces, sent_features
+from hf_axonn.topology.heads import (
+    Heads,
+    arriving_features,
+    feature_ranges,
+    feature_slice,
+    is_own_slice,
+    sent_features,
+)
 from tests.helpers.ranks import all_grids, fake_mesh, run_ranks
 
 
@@ -36,7 +43,9 @@ def test_every_rank_is_sent_what_it_needs_once(name, grid):
     for rank in range(grid.size):
         size, segments, heads, mesh = case(name, grid, rank)
         axes = heads.axes if heads else ("x", "y")
-        needed = {its for piece in pieces(size, segments, heads, mesh) for part in piece.ranges for its in part}
+        needed = {
+            its for piece in feature_ranges(size, segments, heads, mesh) for part in piece.ranges for its in part
+        }
         arriving = arriving_features(size, segments, heads, mesh)
         assert sorted(its for features in arriving for its in features) == sorted(needed)
         for sender, features in enumerate(arriving):
@@ -52,7 +61,7 @@ def test_every_rank_is_sent_what_it_needs_once(name, grid):
 def test_packed_parts_have_to_explain_the_size():
     heads = Heads.divide(4, 2, fake_mesh(Grid(x=2), 0))
     with pytest.raises(ValueError, match="30 features are not 4 \\+ 2 \\+ 2 heads of one width"):
-        pieces(30, ("query", "kv", "kv"), heads, fake_mesh(Grid(x=2), 0))
+        feature_ranges(30, ("query", "kv", "kv"), heads, fake_mesh(Grid(x=2), 0))
 
 
 def _exchanges(grids):
