@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hf_axonn.adapters.lora import OwnOutput
 from hf_axonn.distributed.collectives import reduce_
-from hf_axonn.engine.dtensors import local, shard_slices
+from hf_axonn.engine.dtensors import local, local_slices
 from hf_axonn.engine.linears import is_conv1d
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward
@@ -43,7 +43,7 @@ class ShardPlace:
     def of(cls, base: nn.Module, state: ParallelState) -> ShardPlace:
         """Of the weight of a Linear or an embedding."""
         weight = base.weight
-        slices = shard_slices(weight.shape, weight.placements, state.mesh)
+        slices = local_slices(weight.shape, weight.placements, state.mesh)
         transposed = is_conv1d(base) or isinstance(base, nn.Embedding)
         rows, cols = reversed(slices) if transposed else slices
         return cls(rows, cols, weight.shape[1 if transposed else 0], transposed)

@@ -67,7 +67,7 @@ def latent_attention(path: str, query: str) -> BlockSpec:
 
 
 def _parse(text: str) -> tuple[str, list[tuple[str, tuple[str, ...]]], str]:
-    """(path, columns with their packed parts, row) of "path: a b=x,y -> c"; names get the path, which may be missing."""
+    """(path, columns with their packed parts, row) of "path: a b=x,y -> c"; names get the path, if there is one."""
     before, _, row = text.partition(" -> ")
     path, _, names = before.rpartition(": ")
     words = (word.partition("=") for word in names.split())

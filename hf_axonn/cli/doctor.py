@@ -198,7 +198,7 @@ def _examine_shards(model, grid: Grid, findings: Findings) -> int:
     """Elements on rank 0, which has the longest pieces; and what the last rank of x, y and z has of each weight."""
     from torch.distributed.tensor import DTensor
 
-    from hf_axonn.engine.dtensors import shard_slices
+    from hf_axonn.engine.dtensors import local_slices
     from hf_axonn.topology.grid import GridPosition
 
     last = GridPosition(grid, grid.coordinates(grid.size - 1))
@@ -209,7 +209,7 @@ def _examine_shards(model, grid: Grid, findings: Findings) -> int:
         local += own.numel()
         cut = isinstance(parameter, DTensor) and own.numel() < parameter.numel()
         share += parameter.numel() / (grid.x * grid.y * grid.z if cut else 1)
-        if cut and any(its.start >= its.stop for its in shard_slices(parameter.shape, parameter.placements, last)):
+        if cut and any(its.start >= its.stop for its in local_slices(parameter.shape, parameter.placements, last)):
             empty.append(name)
     if local > UNEVEN * share:
         findings.warnings.append(

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from hf_axonn.distributed.collectives import broadcast_
 from hf_axonn.distributed.mesh import GridMesh
-from hf_axonn.engine.activation_layouts import bounds
-from hf_axonn.topology.grid import WEIGHT_AXES
+from hf_axonn.topology.grid import WEIGHT_AXES, GridPosition
+from hf_axonn.topology.local_slices import slices_at
 from hf_axonn.topology.weight_kind import WeightKind
 
 
@@ -28,49 +29,59 @@ PLACEMENTS: dict[WeightKind, tuple[Placement, Placement, Placement]] = {
 }
 
 
-def shard_slices(shape: torch.Size, placements: Sequence[Placement], mesh: GridMesh) -> tuple[slice, ...]:
-    """Where this rank's piece of a full tensor lies, as DTensor cuts it on the storage mesh (y, x, z)."""
-    spans = [(0, size) for size in shape]
-    for axis, placement in zip(WEIGHT_AXES, placements, strict=True):
-        if isinstance(placement, Shard):
-            begin, end = spans[placement.dim]
-            start, stop = bounds(end - begin, mesh.size(axis), mesh.index(axis))
-            spans[placement.dim] = (begin + start, begin + stop)
-    return tuple(slice(*span) for span in spans)
+def sharded_dims(placements: Sequence[Placement]) -> tuple[int | None, ...]:
+    """For each axis of the mesh the dim that it shards, None where it replicates."""
+    return tuple(placement.dim if isinstance(placement, Shard) else None for placement in placements)
+
+
+def local_slices(shape: Sequence[int], placements: Sequence[Placement], place: GridPosition) -> tuple[slice, ...]:
+    """The slice of a global tensor that lies at `place`, placements being those of the storage mesh (y, x, z). No
+    communication."""
+    sizes, coordinates = zip(*((place.size(axis), place.index(axis)) for axis in WEIGHT_AXES), strict=True)
+    return slices_at(shape, sharded_dims(placements), sizes, coordinates)
+
+
+def mesh_slices(shape: Sequence[int], placements: Sequence[Placement], mesh: DeviceMesh) -> tuple[slice, ...]:
+    """The slice of a global tensor that this rank holds, for any mesh of DTensors. No communication."""
+    axes = range(mesh.ndim)
+    coordinates = [mesh.get_local_rank(axis) for axis in axes]
+    return slices_at(shape, sharded_dims(placements), [mesh.size(axis) for axis in axes], coordinates)
 
 
 def shard_of(tensor: Tensor, placements: Sequence[Placement], mesh: GridMesh) -> Tensor:
-    """This rank's piece of a full tensor, as a view. No communication."""
-    return tensor[shard_slices(tensor.shape, placements, mesh)]
+    """This rank's shard of a full tensor, as a view. No communication."""
+    return tensor[local_slices(tensor.shape, placements, mesh)]
 
 
 def distributed(parameter: nn.Parameter, placements: Sequence[Placement], mesh: GridMesh) -> nn.Parameter:
-    """A whole parameter as a DTensor; the values of rank 0 count. One broadcast over the world, none on the meta
-    device."""
+    """A full parameter as a DTensor with the values of rank 0.
+
+    Collectives: one broadcast over the world; none on the meta device.
+    """
     full = parameter.detach()
     if not full.is_meta:
         full = broadcast_(full.contiguous())
-    local = shard_of(full, placements, mesh)
-    if any(isinstance(its, Shard) for its in placements):
-        local = local.clone(memory_format=torch.contiguous_format)
-    whole = DTensor.from_local(
-        local, mesh.storage_mesh, placements, run_check=False, shape=full.shape, stride=_strides(full)
+    shard = shard_of(full, placements, mesh)
+    if any(isinstance(placement, Shard) for placement in placements):
+        shard = shard.clone(memory_format=torch.contiguous_format)
+    tensor = DTensor.from_local(
+        shard, mesh.storage_mesh, placements, run_check=False, shape=full.shape, stride=_strides(full)
     )
-    sharded = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+    sharded = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
     sharded.__dict__.update(parameter.__dict__)
     parameter.sharded_as = sharded  # for an optimizer that was made on it
     return sharded
 
 
 def take_shards(model: nn.Module, state_dict: dict, prefix: str, *_) -> None:
-    """Before `load_state_dict`: of whole tensors this rank takes its shards. No communication."""
+    """Before `load_state_dict`: replace full tensors by this rank's shards. No communication."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for key, value in state_dict.items():
         own = parameters.get(key.removeprefix(prefix)) if key.startswith(prefix) else None
         if isinstance(own, DTensor) and not isinstance(value, DTensor) and own.shape == value.shape:
-            local = shard_of(value, own.placements, model.axonn.mesh).clone(memory_format=torch.contiguous_format)
+            shard = shard_of(value, own.placements, model.axonn.mesh).clone(memory_format=torch.contiguous_format)
             state_dict[key] = DTensor.from_local(
-                local, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
+                shard, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
             )
 
 
@@ -81,7 +92,7 @@ def _strides(full: Tensor) -> tuple[int, ...]:
 def shard_placements(kind: WeightKind, *, transposed: bool = False) -> list[Placement]:
     """Placements of a weight on the storage mesh (y, x, z); `transposed` where it is stored as [K, N]."""
     placements = PLACEMENTS[kind]
-    return [Shard(1 - its.dim) if transposed and isinstance(its, Shard) else its for its in placements]
+    return [Shard(1 - each.dim) if transposed and isinstance(each, Shard) else each for each in placements]
 
 
 def local(tensor: Tensor) -> Tensor:

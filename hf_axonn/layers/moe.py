@@ -37,7 +37,7 @@ from hf_axonn.engine.dtensors import replicated_local
 from hf_axonn.engine.matmul3d import Product
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.engine.weight_layout import ExpertLayout, vocabulary_range
-from hf_axonn.layers.base import patch_forward
+from hf_axonn.layers.base import patch_forward, replaced
 from hf_axonn.layers.expert_weights import call_with_gathered
 
 
@@ -145,14 +145,8 @@ class Experts:
                 whole = replicated_local(parameter, mesh, ("x", "y"))
                 local[name] = whole[self.range.start : self.range.stop] if parameter.dim() > 1 else whole
         local |= {name: add(local[name]) for name, add in self.added.items()}
-        experts = module.num_experts
-        try:
-            module.__dict__.update(local, num_experts=len(self.range))
+        with replaced(module.__dict__, {**local, "num_experts": len(self.range)}):
             yield
-        finally:
-            module.num_experts = experts
-            for name in local:
-                module.__dict__.pop(name, None)
 
 
 def _gather(block: Tensor, group) -> Tensor:

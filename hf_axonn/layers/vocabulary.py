@@ -43,11 +43,11 @@ def is_vocabulary(embedding: nn.Module) -> bool:
     return embedding.max_norm is None and not embedding.sparse and not embedding.scale_grad_by_freq
 
 
-def _whole_weight(style: Embedding | Head, size: int) -> Tensor:
+def _full_weight(layer: Embedding | Head, size: int) -> Tensor:
     """[V, H], for code that every rank of (x, y) repeats. All-gathers over z and (x, y); backward: reduce-scatter
     over z."""
-    block = gathered_weight(Product(style.state, style.weights, style.cuts))
-    return in_order(gather_replicated(block, style.state.mesh.group("x", "y")), size, style.state.mesh)
+    block = gathered_weight(Product(layer.state, layer.weights, layer.cuts))
+    return in_order(gather_replicated(block, layer.state.mesh.group("x", "y")), size, layer.state.mesh)
 
 
 def in_order(blocks: Tensor, size: int, mesh: GridMesh) -> Tensor:
@@ -97,9 +97,9 @@ class Embedding:
             return output
         return output * (scale.to(output.dtype) if isinstance(scale, Tensor) else scale)
 
-    def whole_weight(self) -> Tensor:
-        """See `_whole_weight`."""
-        return _whole_weight(self, self.module.num_embeddings)
+    def full_weight(self) -> Tensor:
+        """See `_full_weight`."""
+        return _full_weight(self, self.module.num_embeddings)
 
 
 def defers(hidden: Tensor, state: ParallelState) -> bool:
@@ -159,9 +159,9 @@ class Head:
         blocks = gather_replicated(local.squeeze(0), mesh.group("x", "y"))
         return in_order(blocks.transpose(1, 2), size, mesh).t().reshape(*hidden.shape[:-1], size)
 
-    def whole_weight(self) -> Tensor:
-        """See `_whole_weight`."""
-        return _whole_weight(self, self.linear.out_features)
+    def full_weight(self) -> Tensor:
+        """See `_full_weight`."""
+        return _full_weight(self, self.linear.out_features)
 
 
 @dataclass(frozen=True)

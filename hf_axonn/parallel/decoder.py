@@ -125,13 +125,16 @@ def _keep_for_recomputation(state: ParallelState, layer: nn.Module) -> None:
             if first:  # all is in its place, and dropout goes on counting after the layer
                 first = False
                 return function(*inner_args, **inner_kwargs)
-            styles = [state.sharded_layers.get(layer), *(its for its in state.readings if its.module is layer)]
+            own = [
+                state.sharded_layers.get(layer),
+                *(reading for reading in state.readings if reading.module is layer),
+            ]
             with contextlib.ExitStack() as stack:
                 stack.enter_context(state.context.with_tokens(tokens))
                 stack.enter_context(state.context.with_seed(seed, count))
-                for style in styles:
-                    if hasattr(style, "shown"):
-                        stack.enter_context(style.shown())
+                for reader in own:
+                    if hasattr(reader, "plain_parameters"):
+                        stack.enter_context(reader.plain_parameters())
                 return function(*inner_args, **inner_kwargs)
 
         return checkpoint(run, *args, **kwargs)

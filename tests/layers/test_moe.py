@@ -71,7 +71,7 @@ def plan_blocks(monkeypatch, planned: bool) -> None:
     def plan_for(model):
         return derive(model, model.config.model_type) if planned else ShardingPlan(reason="for a test")
 
-    monkeypatch.setattr(importlib.import_module("hf_axonn.parallelize"), "plan_for", plan_for)
+    monkeypatch.setattr(importlib.import_module("hf_axonn.parallel.parallelize"), "plan_for", plan_for)
 
 
 def errors(cases, grids):
