@@ -69,7 +69,7 @@ class Adapted(Case):
         count = len(report.entries)
         model = self.adapter(base).train()
         self.before(model)
-        assert {entry.style for entry in report.entries[count:]} >= {"adapter"}
+        assert {entry.kind for entry in report.entries[count:]} >= {"adapter"}
         with self.context():
             mine = [rows_of(batch, grid, dist.get_rank()) for batch in self.batches]
             ours = self.fit(model, mine, dp_size=grid.dp_size)

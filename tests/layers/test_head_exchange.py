@@ -69,25 +69,25 @@ def _exchanges(grids):
         mesh = grid_mesh(grid, "cpu")
         for name in CASES:
             size, segments, heads, _ = case(name, grid, dist.get_rank())
-            selection = HeadExchange(size, segments, heads, mesh)
-            if selection.is_slice or not selection.axes:
+            exchange = HeadExchange(size, segments, heads, mesh)
+            if exchange.is_slice or not exchange.axes:
                 continue
             whole = torch.randn(5, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
             whole.requires_grad_()
-            own, padded = feature_slice(size, mesh, *selection.axes)
+            own, padded = feature_slice(size, mesh, *exchange.axes)
             mine = torch.nn.functional.pad(whole[:, own], (0, padded - (own.stop - own.start)))
-            taken = selection.exchange(mine)
-            expected = selection.take(whole)
-            assert torch.equal(taken, expected) and taken.shape[1] == selection.size, (name, str(grid))
+            taken = exchange.exchange(mine)
+            expected = exchange.take(whole)
+            assert torch.equal(taken, expected) and taken.shape[1] == exchange.size, (name, str(grid))
             # Each rank's gradients are shares of a sum over the axes, whichever way the features came.
             weights = torch.arange(1.0, 1 + taken.numel(), dtype=torch.float64).view_as(taken) * (1 + dist.get_rank())
             shares = []
             for output in (taken, expected):
                 (gradient,) = torch.autograd.grad((output * weights).sum(), whole)
-                dist.all_reduce(gradient, group=mesh.group(*selection.axes))
+                dist.all_reduce(gradient, group=mesh.group(*exchange.axes))
                 shares.append(gradient)
             torch.testing.assert_close(*shares, rtol=1e-12, atol=0)
 
 
-def test_an_exchange_is_the_selection_of_the_whole():
+def test_an_exchange_is_the_exchange_of_the_whole():
     run_ranks(_exchanges, 4, [grid for grid in all_grids(4) if grid.x * grid.y > 1])

@@ -343,7 +343,7 @@ def _report():
     model, report = parallelize(moe("gpt_oss"), Grid(z=2, x=2))
     entries = {entry.name: entry for entry in report.entries}
     experts = model.model.layers[0].mlp.experts
-    assert entries["model.layers.0.mlp.experts"].style == "experts" and parallel_state(model) is not None
+    assert entries["model.layers.0.mlp.experts"].kind == "experts" and parallel_state(model) is not None
     assert experts.gate_up_proj.to_local().shape == (2, 48, 21) and experts.num_experts == 4
     assert all(isinstance(place, Replicate) for place in experts.gate_up_proj_bias.placements)
 

@@ -41,7 +41,7 @@ def same_as_one_process(size, padding_idx):
     (expected * weights).sum().backward()
     for grid in GRIDS:
         model, report = parallelize(WordModel(size, padding_idx=padding_idx), grid)
-        assert [(entry.name, entry.style) for entry in report.entries] == [
+        assert [(entry.name, entry.kind) for entry in report.entries] == [
             ("table", "vocabulary"),
             ("head", "vocabulary"),
         ]
@@ -124,7 +124,7 @@ def tables_as_on_one_process():
         sync_gradients(model)
         for (name, parameter), its in zip(model.named_parameters(), truth.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad.full_tensor(), its.grad, msg=f"{name} {grid}")
-    return {entry.name: entry.style for entry in report.entries}
+    return {entry.name: entry.kind for entry in report.entries}
 
 
 def test_which_tables_are_cut_and_that_all_are_right():

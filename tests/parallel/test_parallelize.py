@@ -110,8 +110,8 @@ def _classifier() -> None:
     loss, ours = gradients(model, batch)
     torch.testing.assert_close(loss, truth, rtol=1e-12, atol=0)
     assert max(relative_errors(ours, expected).values()) < 1e-10
-    assert {"column", "row", "full", "vocabulary", "replicated"} == {entry.style for entry in report.entries}
-    assert not any(entry.name.startswith("model.layers") for entry in report.entries if entry.style == "full")
+    assert {"column", "row", "linear", "vocabulary", "replicated"} == {entry.kind for entry in report.entries}
+    assert not any(entry.name.startswith("model.layers") for entry in report.entries if entry.kind == "linear")
 
 
 def test_a_model_with_another_head():
