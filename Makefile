@@ -22,7 +22,7 @@ help:
 	@echo "make demo       train a language model on Wikipedia articles over a 4D grid, with and without the goldfish"
 	@echo "                loss, and measure what it memorized; the reports are runs/demo/report.md and report.html"
 	@echo "make test       the tests; make test-slow and make test-gpu run those that it leaves out"
-	@echo "make lint       ruff and import-linter; make format rewrites the files"
+	@echo "make lint       ruff, import-linter and mypy; make format rewrites the files"
 	@echo "make wheel      build the source archive and the wheel into dist/"
 	@echo "make install    the environment only"
 	@echo "make clean      remove .venv, build files and runs/"
@@ -45,6 +45,7 @@ lint: $(STAMPS)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tests.repository.type_errors
 
 format: $(STAMPS)/dev
 	$(BIN)/ruff check --fix .
@@ -54,7 +55,7 @@ wheel: $(STAMPS)/dev
 	$(BIN)/python -m build --outdir dist .
 
 clean:
-	rm -rf .venv build dist runs .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv build dist runs .pytest_cache .ruff_cache .mypy_cache *.egg-info
 
 # python3 -m venv without ensurepip leaves a directory that looks complete, so ask before.
 $(STAMPS)/venv:
