@@ -23,7 +23,7 @@ help:
 	@echo "                loss, and measure what it memorized; the reports are runs/demo/report.md and report.html"
 	@echo "make test       the tests; make test-slow and make test-gpu run those that it leaves out"
 	@echo "make mutants    how many small random changes to the code the tests notice; hours, goes on where it stopped"
-	@echo "make lint       ruff and import-linter; make format rewrites the files"
+	@echo "make lint       ruff, import-linter and mypy; make format rewrites the files"
 	@echo "make picture    draw the packages in docs/architecture.md anew, from the imports"
 	@echo "make wheel      build the source archive and the wheel into dist/"
 	@echo "make install    the environment only"
@@ -53,6 +53,7 @@ lint: $(STAMPS)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tests.repository.type_errors
 
 format: $(STAMPS)/dev
 	$(BIN)/ruff check --fix .
@@ -65,7 +66,7 @@ wheel: $(STAMPS)/dev
 	$(BIN)/python -m build --outdir dist .
 
 clean:
-	rm -rf .venv build dist runs .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv build dist runs .pytest_cache .ruff_cache .mypy_cache *.egg-info
 
 # python3 -m venv without ensurepip leaves a directory that looks complete, so ask before.
 $(STAMPS)/venv:
