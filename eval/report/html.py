@@ -98,9 +98,9 @@ def _buckets(comparison: Mapping[str, Any]) -> str:
             bar_chart(
                 [f"{bucket}x" for bucket in buckets],
                 series,
-                title=f"{tables.TITLES[metric]} by bucket",
+                title=f"{tables.title(metric)} by bucket",
                 x_label="times trained on",
-                y_label=tables.TITLES[metric],
+                y_label=tables.title(metric),
                 y_high=1.0,
             )
         )

@@ -11,7 +11,7 @@ from rich.console import Console
 from hf_axonn_eval import compare, write_report
 from hf_axonn_eval.report.charts import SERIES
 from hf_axonn_eval.report.style import COLOURS, STYLE
-from hf_axonn_eval.report.tables import COLUMNS, rows
+from hf_axonn_eval.report.tables import report_columns, rows
 from hf_axonn_eval.report.write import terminal_differences, terminal_table
 from tests.helpers.eval_support import result
 
@@ -63,7 +63,7 @@ def test_files(comparison, tmp_path):
     # the difference from the base model, paired: 6 of 8 more
     assert "| 6x | trained\\|k=4 | +0.750 [" in text
     tables = [line.replace("\\|", "") for line in text.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in tables[:8]} == {3 + len(COLUMNS)}
+    assert {line.count("|") for line in tables[:8]} == {3 + len(report_columns())}
     assert "## Verbatim against base: McNemar's test" in text
     assert "| 6x | trained\\|k=4 | 6 | 0 | 0 | 6 | 0 | 0.031 |" in text
     assert paths["report.html"].read_text(encoding="utf-8").startswith("<!doctype html>")
