@@ -10,8 +10,8 @@ from hf_axonn_eval.analysis.table import share_names
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.report import maps, tables
+from hf_axonn_eval.report.charts import COLOURS
 from hf_axonn_eval.report.html import chosen_maps, html_page
-from hf_axonn_eval.report.style import COLOURS
 from hf_axonn_eval.report.tables import all_details, changes
 
 
