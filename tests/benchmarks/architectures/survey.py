@@ -33,6 +33,7 @@ from transformers.utils import logging
 
 from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.architectures.plan import plan_for
+from hf_axonn.engine.dtensors import local_slices
 from tests.benchmarks.architectures.survey_table import HEADER, Row, markdown, summary
 from tests.benchmarks.architectures.tiny_configs import MODEL_TYPES, UNTRAINABLE, tiny_batch, tiny_model
 from tests.helpers import ROOT

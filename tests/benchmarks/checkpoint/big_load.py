@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
 from hf_axonn import Grid, parallelize
+from hf_axonn.engine.dtensors import local_slices
 from hf_axonn.topology.grid import AXES, GridPosition
 
 
