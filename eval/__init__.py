@@ -47,6 +47,7 @@ _EXPORTS = {  # public name -> module; resolved on first use, so that --help doe
     "ExtractionCallback": "extraction.callback",
     "Sampler": "metrics.discoverability",
     "n_needed": "metrics.discoverability",
+    "register_metric": "metrics.registry",
     "is_discoverable": "metrics.discoverability",
     "plot": "report.write",
     "terminal_table": "report.write",

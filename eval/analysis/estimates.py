@@ -17,8 +17,9 @@ from hf_axonn_eval.analysis.intervals import (
     share_intervals,
 )
 from hf_axonn_eval.analysis.membership_attack import attack
-from hf_axonn_eval.analysis.table import MEMBERSHIP, METRICS, NEEDED, SHARES, Table
+from hf_axonn_eval.analysis.table import MEMBERSHIP, NEEDED, Table, share_names
 from hf_axonn_eval.metrics.discoverability import CHANCES
+from hf_axonn_eval.metrics.registry import METRICS
 
 
 _LARGEST_ATTACK = 20_000_000  # samples times draws of the bootstrap of one membership score
@@ -28,8 +29,8 @@ _FEWEST_DRAWS = 200
 def group(table: Table, options: Mapping[str, Any], *, lengths: Sequence[int], tries: Sequence[int]) -> dict[str, Any]:
     """Everything that is said of some samples but membership, which takes two groups; see `summary.summarize`."""
     columns = {metric: table.columns[metric] for metric in METRICS if metric in table.columns}
-    shares = {metric: columns[metric] for metric in SHARES if metric in columns}
-    means = {metric: column for metric, column in columns.items() if metric not in SHARES}
+    shares = {metric: columns[metric] for metric in share_names() if metric in columns}
+    means = {metric: column for metric, column in columns.items() if metric not in shares}
     for length in lengths:
         long = table.columns["suffix_length"] >= length
         reached = table.columns["divergence_point"] >= length
@@ -122,7 +123,7 @@ def differences(after: Table, before: Table, options: Mapping[str, Any]) -> dict
     }
     changes = {metric: mine - other for metric, (mine, other) in pairs.items()}
     found = estimates({}, changes, after.documents, options)
-    for metric in SHARES:
+    for metric in share_names():
         if metric not in found:
             continue
         has = ~np.isnan(changes[metric])

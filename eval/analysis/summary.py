@@ -7,12 +7,13 @@ import numpy as np
 
 from hf_axonn_eval.analysis.estimates import differences, group, membership
 from hf_axonn_eval.analysis.intervals import check_confidence, mcnemar
-from hf_axonn_eval.analysis.table import MEANS, MEMBERSHIP, METRICS, SHARES, Table, value
+from hf_axonn_eval.analysis.table import MEMBERSHIP, Table, share_names
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.metrics.discoverability import TRIES, check_tries
+from hf_axonn_eval.metrics.registry import METRICS, value
 
 
-__all__ = ["MEANS", "METRICS", "SHARES", "compare", "summarize", "value"]
+__all__ = ["METRICS", "compare", "summarize", "value"]
 
 
 def summarize(
@@ -170,7 +171,7 @@ def _changes(table: Table, base: Table) -> dict[str, Any]:
     told: dict[str, Any] = {}
     for name, chosen in table.groups().items():
         told[name] = {}
-        for metric in SHARES:
+        for metric in share_names():
             asked = chosen & ~np.isnan(table.column(metric)) & ~np.isnan(base.column(metric))
             if asked.any():
                 answers = [each.columns[metric][asked] == 1 for each in (table, base)]

@@ -9,47 +9,23 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, nan
+from math import nan
 
 import numpy as np
 
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.metrics.discoverability import CHANCES, n_needed
+from hf_axonn_eval.metrics.registry import METRICS, value
 from hf_axonn_eval.metrics.text import is_degenerate
 
 
-SHARES = ("exact_match", "near_verbatim")  # yes or no for each sample
-MEANS = (
-    "rouge1",
-    "rouge2",
-    "rougeL",
-    "token_accuracy",
-    "free_running_accuracy",
-    "divergence_point",
-    "longest_run",
-    "edit_distance",
-    "extraction_strength",
-    "nll",
-    "probability",
-    "sampled_probability",
-    "type_token_ratio",
-    "zlib_ratio",
-)
-METRICS = SHARES + MEANS
 MEMBERSHIP = "membership."  # + name of the score
 NEEDED = "n_needed."  # + p
 
 
-def value(result: SampleResult, metric: str) -> float | None:
-    """A metric of one sample as a number, None where it was not asked for or is not defined."""
-    if metric == "nll":
-        return None if result.logprob is None else -result.logprob / result.suffix_length
-    if metric == "probability":
-        return None if result.logprob is None else exp(result.logprob)
-    if metric == "sampled_probability":
-        return None if result.sampled_logprob is None else exp(result.sampled_logprob)
-    measured = getattr(result, metric)
-    return None if measured is None else float(measured)
+def share_names() -> list[str]:
+    """The metrics that are yes or no for a sample."""
+    return [name for name, metric in METRICS.items() if metric.mean == "share"]
 
 
 @dataclass(frozen=True)

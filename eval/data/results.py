@@ -5,17 +5,39 @@ results.jsonl   one line a sample, appended as they are measured
 summary.json    the numbers per bucket; written when all samples are measured
 """
 
+from __future__ import annotations
+
 import json
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from math import inf
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import isinf
 from pathlib import Path
 from typing import Any
 
 
 RECORD, RESULTS, SUMMARY = "run.json", "results.jsonl", "summary.json"
+MEASURED = (  # fields of a result that are not metrics; what metrics are computed from
+    "sample_id",
+    "document_id",
+    "bucket",
+    "offset",
+    "prefix_length",
+    "suffix_length",
+    "divergence_point",
+    "logprob",
+    "logprobs",
+    "hits",
+    "generated",
+    "generated_text",
+    "suffix_text",
+    "margin",
+    "undecided",
+    "sampled_logprob",
+    "membership",
+)
+_MAY_BE_INFINITE = ("logprob", "logprobs", "sampled_logprob", "membership", "metrics")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +51,9 @@ class SampleResult:
     including the first miss; `undecided` says that it is below what another order of adding, in this dtype, may
     change: another grid or batch could answer otherwise. `sampled_logprob` is the log-probability of the suffix under
     the sampler of the run, in nats, and -inf where that never draws it; JSON has no infinity, so the file says "-inf"
-    there, in quotes, and so it does in `logprob` and `logprobs`. `membership` holds scores of the whole sample, prefix
+    in quotes. `membership` holds scores of the whole sample, prefix
     and suffix, by name; higher means more like a member. `type_token_ratio` is of the suffix ids, `zlib_ratio` of the
-    suffix text (metrics/text.py).
+    suffix text (metrics/text.py). `metrics` holds, by name, those registered metrics that have no field of their own.
     """
 
     sample_id: str
@@ -63,6 +85,19 @@ class SampleResult:
     membership: dict[str, float] | None = None
     type_token_ratio: float | None = None
     zlib_ratio: float | None = None
+    metrics: dict[str, float | bool | None] | None = None
+
+    @classmethod
+    def of(cls, measured: Mapping[str, Any], metrics: Mapping[str, float | bool | None]) -> SampleResult:
+        """A result out of what was MEASURED, by name, and of all registered metrics."""
+        own = {field.name for field in fields(cls)}
+        others = {name: number for name, number in metrics.items() if name not in own}
+        named = {name: number for name, number in metrics.items() if name in own}
+        return cls(**{**measured, **named}, metrics=others or None)
+
+    def metric(self, name: str) -> float | bool | None:
+        """A metric by its name, whether it has a field or not; None where the result does not hold it."""
+        return vars(self).get(name) if name in vars(self) else (self.metrics or {}).get(name)
 
 
 class Results(Sequence[SampleResult]):
@@ -238,27 +273,36 @@ def read_results(file: str | os.PathLike) -> Results:
     return Results(Path(file))
 
 
-_INFINITE = ("logprob", "sampled_logprob")
-
-
 def _line(result: SampleResult) -> str:
-    fields = dict(vars(result))
-    for name in _INFINITE:
-        if fields[name] == -inf:
-            fields[name] = "-inf"
-    if fields["logprobs"] is not None and -inf in fields["logprobs"]:
-        fields["logprobs"] = ["-inf" if logprob == -inf else logprob for logprob in fields["logprobs"]]
-    return json.dumps(fields, separators=(",", ":"), allow_nan=False) + "\n"
+    entry = dict(vars(result))
+    for name in _MAY_BE_INFINITE:
+        entry[name] = _each(entry[name], _quoted)
+    return json.dumps(entry, separators=(",", ":"), allow_nan=False) + "\n"
 
 
 def _from_line(line: bytes) -> SampleResult:
-    fields = json.loads(line.decode("utf-8"))
-    for name in _INFINITE:
-        if fields.get(name) == "-inf":
-            fields[name] = -inf
-    if "-inf" in (fields.get("logprobs") or ()):
-        fields["logprobs"] = [-inf if logprob == "-inf" else logprob for logprob in fields["logprobs"]]
-    return SampleResult(**fields)
+    entry = json.loads(line.decode("utf-8"))
+    for name in _MAY_BE_INFINITE:
+        if name in entry:
+            entry[name] = _each(entry[name], _unquoted)
+    return SampleResult(**entry)
+
+
+def _quoted(number: Any) -> Any:
+    return str(number) if isinstance(number, float) and isinf(number) else number
+
+
+def _unquoted(number: Any) -> Any:
+    return float(number) if isinstance(number, str) else number
+
+
+def _each(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """A number, or each number of a list or a mapping, converted."""
+    if isinstance(value, list):
+        return [convert(number) for number in value]
+    if isinstance(value, dict):
+        return {name: convert(number) for name, number in value.items()}
+    return convert(value)
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -10,17 +10,18 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.report.curves import decimal_logarithm
-from hf_axonn_eval.report.style import MAP_STYLE
 
 
 SHADES = 8
 FAINTEST = -8.0  # decimal logarithm of the probability that is still white
+_STYLE = Path(__file__).parent / "templates" / "map.css"  # of a map that stands alone
 _BINS = 480  # places of a strip
 _WIDTH, _STRIP, _MARK, _GAP, _HEADING = 720, 14, 5, 5, 20
 
@@ -89,7 +90,7 @@ def maps_svg(maps: Mapping[str, Sequence[DocumentMap]], *, alone: bool = False) 
     box = f'viewBox="0 0 {_WIDTH} {max(top, 1):.0f}"'
     if alone:
         box += ' xmlns="http://www.w3.org/2000/svg"'
-        shapes.insert(0, f"<style>{MAP_STYLE}</style>")
+        shapes.insert(0, f"<style>{_STYLE.read_text(encoding='utf-8')}</style>")
     return f'<svg class="maps" {box} role="img" aria-label="maps of documents">{"".join(shapes)}</svg>'
 
 

@@ -4,25 +4,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
-from hf_axonn_eval.analysis.summary import METRICS
+from hf_axonn_eval.metrics.registry import METRICS
 
 
-COLUMNS = ("exact_match", "near_verbatim", "rougeL", "token_accuracy", "longest_run", "nll")
-TITLES = {
-    "exact_match": "verbatim",
-    "near_verbatim": "near-verbatim",
-    "rouge1": "ROUGE-1",
-    "rouge2": "ROUGE-2",
-    "rougeL": "ROUGE-L",
-    "token_accuracy": "token accuracy",
-    "free_running_accuracy": "free-running accuracy",
-    "divergence_point": "divergence point (tokens)",
-    "longest_run": "longest run (tokens)",
-    "edit_distance": "edit distance",
-    "extraction_strength": "extraction strength",
-    "nll": "nats per token",
-    "probability": "probability",
-}
 ATTACKS = {
     "loss": "loss",
     "zlib": "zlib",
@@ -33,13 +17,14 @@ ATTACKS = {
 
 
 def rows(
-    comparison: Mapping[str, Any], *, columns: Sequence[str] = COLUMNS, intervals: Collection[str] = METRICS
+    comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None, intervals: Collection[str] = METRICS
 ) -> tuple[list[str], list[list[str]]]:
     """Headings and cells of the table: a line for every bucket and run, runs of one bucket under each other.
 
-    Columns that no run has are left out: without generation there is no ROUGE. Those in `intervals` show theirs.
+    By default those of `report_columns`. Columns that no run has are left out: without generation there is no ROUGE.
+    Those in `intervals` show theirs.
     """
-    runs = comparison["runs"]
+    runs, columns = comparison["runs"], report_columns() if columns is None else columns
     columns = [metric for metric in columns if any(metric in group(runs[name], "all")["metrics"] for name in runs)]
     body = []
     for bucket in [*buckets(comparison), "all"]:
@@ -51,10 +36,10 @@ def rows(
 
 
 def difference_rows(
-    comparison: Mapping[str, Any], *, columns: Sequence[str] = COLUMNS, intervals: Collection[str] = METRICS
+    comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None, intervals: Collection[str] = METRICS
 ) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the differences from the base run, sample by sample. Those in `intervals` show theirs."""
-    differences = comparison["minus_base"]
+    """Headings and cells of the differences from the base run, sample by sample; arguments as of `rows`."""
+    differences, columns = comparison["minus_base"], report_columns() if columns is None else columns
     columns = [metric for metric in columns if any(metric in run["all"] for run in differences.values())]
     body = []
     for bucket in [*buckets(comparison), "all"]:
@@ -108,9 +93,19 @@ def provenance(comparison: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     return facts
 
 
+def report_columns() -> list[str]:
+    """The metrics in the tables of the Markdown and HTML report."""
+    return [name for name, metric in METRICS.items() if metric.shown_in in ("terminal", "report")]
+
+
+def terminal_columns() -> list[str]:
+    """The metrics in the table on the terminal; those that come with the package fit into 80 characters."""
+    return [name for name, metric in METRICS.items() if metric.shown_in == "terminal"]
+
+
 def title(metric: str) -> str:
-    """The heading of a metric; one that has none is its name."""
-    return TITLES.get(metric, metric)
+    """The heading of a metric; one that is not registered here, such as that of another's summary, is its name."""
+    return METRICS[metric].title if metric in METRICS else metric
 
 
 def group(summary: Mapping[str, Any], bucket: str) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from hf_axonn.architectures.plan import ShardingPlan, is_inside
 from hf_axonn.compat.peft import adapter_layers, variant_names, without_peft, wrapped_modules
 from hf_axonn.engine.linears import is_linear
-from hf_axonn.engine.state import ModelState
+from hf_axonn.engine.state import ParallelState
 
 
 # How PEFT may fill new adapters of a model that is sharded already: the other ways read the weight, or change it.
@@ -88,7 +88,7 @@ def _check_sharing(model: nn.Module) -> None:
                 )
 
 
-def check_config(state: ModelState, model: nn.Module, config) -> None:
+def check_config(state: ParallelState, model: nn.Module, config) -> None:
     """Refuse adapters that are about to be put into a sharded model. Changes nothing.
 
     Args:
@@ -113,7 +113,7 @@ def check_config(state: ModelState, model: nn.Module, config) -> None:
         )
     for name, module in saved_modules(model, config):
         for inner in module.modules():
-            if state.makers.get(inner, ()) is None:
+            if state.installers.get(inner, ()) is None:
                 raise ValueError(SEVERAL.format(name))
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn.compat.peft import WHILE_ACTIVE, output_comes_first
-from hf_axonn.engine.state import ModelState, replicated_local
+from hf_axonn.engine.dtensors import replicated_local
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import Replicated
 from hf_axonn.layers.moe import Experts
 
@@ -23,7 +24,7 @@ from hf_axonn.layers.moe import Experts
 class ParameterLora:
     """The adapters of one parameter; `layer` is PEFT's wrapper around its module. No communication."""
 
-    def __init__(self, state: ModelState, layer: nn.Module, style: Experts | Replicated) -> None:
+    def __init__(self, state: ParallelState, layer: nn.Module, style: Experts | Replicated) -> None:
         self.state, self.layer, self.style = state, layer, style
         self.axes = ("x", "y") if isinstance(style, Experts) else style.partial_axes
         setattr(layer, WHILE_ACTIVE, self._active)

@@ -68,8 +68,8 @@ def choose_layout(model: nn.Module, plan: ShardingPlan, *, y: int, wanted: str) 
 def _search(model: nn.Module, plan: ShardingPlan) -> tuple[int, str | None, dict[nn.Module, NormKind]]:
     """(H, what speaks against the feature layout, the norms on the residual stream)."""
     norms: dict[nn.Module, NormKind] = {}
-    if plan.reason or plan.whole or not plan.blocks:
-        some = next(iter(plan.whole), None)
+    if plan.reason or plan.full_sequence or not plan.blocks:
+        some = next(iter(plan.full_sequence), None)
         return 0, plan.reason or (f"{some} needs whole sequences" if some else "it has no blocks"), norms
     sizes = [linear_size(model.get_submodule(block.row))[0] for block in plan.blocks]
     for block in plan.blocks:

@@ -33,7 +33,7 @@ from hf_axonn.checkpoint.state_dicts import (
 from hf_axonn.compat.torch import default_device_type
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.distributed.consistency import raise_on_all_ranks
-from hf_axonn.engine.state import ModelState, parallel_state
+from hf_axonn.engine.state import ParallelState, parallel_state
 
 
 VALUES = "values.json"
@@ -187,7 +187,7 @@ def read_weights(model: nn.Module, directory: str | Path, manifest: Manifest | N
     PieceReader(Path(directory), manifest.model, manifest.grid).fill(tensors)
 
 
-def _load_layouts(state: ModelState, path: Path, manifest: Manifest) -> None:
+def _load_layouts(state: ParallelState, path: Path, manifest: Manifest) -> None:
     """Go on with the matmul layouts of the run that was saved, so that it repeats to the bit. No communication."""
     try:
         state.tuner.adopt(path.read_text(), same_grid=manifest.grid == state.grid)

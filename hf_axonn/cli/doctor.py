@@ -24,6 +24,7 @@ from hf_axonn.planner.model.shapes import Step
 from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.tracing.read_shape import shape_of
 from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 FINE, WARNED, REFUSED = 0, 1, 2
@@ -182,13 +183,13 @@ def _examine_report(report, matrices: set[str], findings: Findings) -> None:
         size = sum(entry.parameters for entry in held if entry.reason == reason)
         first = next(entry.name for entry in held if entry.reason == reason)
         findings.warnings.append(f"not sharded: {count} module(s), {size:,} parameters, {first} first: {reason}")
-    alone = [entry for entry in report.entries if entry.style == "full"]
+    alone = [entry for entry in report.entries if entry.kind == WeightKind.LINEAR]
     if alone:
         findings.warnings.append(
             f"{len(alone)} Linear(s) are sharded one by one, {alone[0].name} first, with whole activations on every "
             f"rank of x and y: {report.summary}"
         )
-    told = [entry for entry in report.entries if entry.reason and entry.style in ("column", "row")]
+    told = [entry for entry in report.entries if entry.reason and entry.kind in (WeightKind.COLUMN, WeightKind.ROW)]
     for reason, count in Counter(entry.reason for entry in told).items():
         findings.warnings.append(f"heads: {count} Linear(s): {reason}")
 
@@ -197,7 +198,7 @@ def _examine_shards(model, grid: Grid, findings: Findings) -> int:
     """Elements on rank 0, which has the longest pieces; and what the last rank of x, y and z has of each weight."""
     from torch.distributed.tensor import DTensor
 
-    from hf_axonn.engine.dtensors import shard_slices
+    from hf_axonn.engine.dtensors import local_slices
     from hf_axonn.topology.grid import GridPosition
 
     last = GridPosition(grid, grid.coordinates(grid.size - 1))
@@ -208,7 +209,7 @@ def _examine_shards(model, grid: Grid, findings: Findings) -> int:
         local += own.numel()
         cut = isinstance(parameter, DTensor) and own.numel() < parameter.numel()
         share += parameter.numel() / (grid.x * grid.y * grid.z if cut else 1)
-        if cut and any(its.start >= its.stop for its in shard_slices(parameter.shape, parameter.placements, last)):
+        if cut and any(its.start >= its.stop for its in local_slices(parameter.shape, parameter.placements, last)):
             empty.append(name)
     if local > UNEVEN * share:
         findings.warnings.append(

@@ -40,7 +40,8 @@ from hf_axonn.engine.weight_layout import WeightLayout
 
 
 if TYPE_CHECKING:
-    from hf_axonn.engine.state import ModelState, ShardedWeight
+    from hf_axonn.engine.sharded_weight import ShardedWeight
+    from hf_axonn.engine.state import ParallelState
 
 
 def start_gather(
@@ -126,7 +127,7 @@ class Product:
     (overlap.py): `begin` creates the weight-gradient node, then the caller enters the block, then `run` multiplies.
     """
 
-    def __init__(self, state: ModelState, weights: list[ShardedWeight], cuts: list[WeightLayout]) -> None:
+    def __init__(self, state: ParallelState, weights: list[ShardedWeight], cuts: list[WeightLayout]) -> None:
         self.state = state
         self.weights = weights
         self.cuts = cuts
@@ -134,7 +135,7 @@ class Product:
 
     def shards(self) -> list[Tensor]:
         """This rank's shard of each weight, in the graph; marks that the pass has come to them."""
-        self.state.enter(self.weights)
+        self.state.context.enter(self.weights)
         return [weight.local() for weight in self.weights]
 
     def begin(self) -> Tensor | None:
@@ -149,18 +150,18 @@ class Product:
         dtype = self.state.compute_dtype(input_)
         gathered = self.gathered(dtype)
         if self.keeps:
-            with_graph = torch.is_grad_enabled()
+            context, with_graph = self.state.context, torch.is_grad_enabled()
             # Without a graph in a pass that wants gradients: a checkpointed layer, which runs again in backward.
-            self.state.kept.add(self._key(dtype), gathered, hold=self.state.wants_gradients and not with_graph)
+            context.gather_cache.add(self._key(dtype), gathered, hold=context.wants_gradients and not with_graph)
             if with_graph:
-                self.state.kept.release(self._key(dtype))
+                context.gather_cache.release(self._key(dtype))
         shards = [weight.local() for weight in self.weights]
         return list(_Matmul.apply(input_.to(dtype), handle, self, gathered, *shards))
 
     @property
     def keeps(self) -> bool:
         """Whether the gathered weights are kept from forward to backward."""
-        return self.state.mesh.size("z") > 1 and all(weight.keep for weight in self.weights)
+        return self.state.mesh.size("z") > 1 and all(weight.keep_gathered for weight in self.weights)
 
     def gather(self, dtype: torch.dtype) -> list[Tensor]:
         """One [Q, n, P, k] for each weight, in `dtype`. One all-gather over z for all of them, if none is kept."""
@@ -168,17 +169,17 @@ class Product:
 
     def gathered(self, dtype: torch.dtype) -> GatheredBlocks:
         """As `gather`, with the version of the weights."""
-        state, mesh, version = self.state, self.state.mesh, self._version()
+        mesh, context, version = self.state.mesh, self.state.context, self._version()
         if mesh.size("z") == 1:
             blocks = [cut.block(weight.shard.to(dtype)) for weight, cut in zip(self.weights, self.cuts, strict=True)]
             return GatheredBlocks(blocks, version)
         key = self._key(dtype)
-        found = state.kept.find(key, version)
+        found = context.gather_cache.find(key, version)
         if found is None:
             start = partial(start_gather, self.weights, self.cuts, dtype, mesh)
-            found = GatheredBlocks(state.gather_ahead.take(key, start, self._version), version)
-            if state.kept.everything:
-                state.kept.add(key, found)
+            found = GatheredBlocks(context.gather_ahead.take(key, start, self._version), version)
+            if context.gather_cache.everything:
+                context.gather_cache.add(key, found)
         return found
 
     def _key(self, dtype: torch.dtype) -> tuple:
@@ -204,7 +205,7 @@ class _WeightGradient(torch.autograd.Function):
         (grads, input_), product.stashed = product.stashed, None
         chosen = [i for i, needed in enumerate(ctx.needed) if needed]
         cuts = [product.cuts[i] for i in chosen]
-        state.reductions.make_room()
+        state.context.reductions.make_room()
         with torch.autocast(input_.device.type, enabled=False):
             weight_grads = [weight_gradient(grads[i], input_, state.matmul) for i in chosen]
         leave_gradients(state, [product.weights[i] for i in chosen], cuts, weight_grads)
@@ -212,11 +213,11 @@ class _WeightGradient(torch.autograd.Function):
 
 
 def leave_gradients(
-    state: ModelState, weights: list[ShardedWeight], cuts: list[WeightLayout], grads: list[Tensor]
+    state: ParallelState, weights: list[ShardedWeight], cuts: list[WeightLayout], grads: list[Tensor]
 ) -> None:
     """Launch the reduction over z of gradients [Q, n, P, k] and promise each to the slot of its weight (ORS)."""
-    state.reductions.make_room()
-    pending = state.reductions.add(start_reduction(grads, cuts, state.reduce_dtype, state.mesh))
+    state.context.reductions.make_room()
+    pending = state.context.reductions.add(start_reduction(grads, cuts, state.reduce_dtype, state.mesh))
     for index, (weight, cut) in enumerate(zip(weights, cuts, strict=True)):
         weight.slot.add(partial(finish_reduction, pending, index, cut, weight.shard.dtype))
 

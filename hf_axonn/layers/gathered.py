@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from hf_axonn.distributed.collectives import all_gather, gather_replicated
 from hf_axonn.engine.matmul3d import Product, gathered_weight
-from hf_axonn.engine.state import ModelState
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.engine.weight_layout import weight_layout
 from hf_axonn.layers.base import Replicated
 from hf_axonn.layers.vocabulary import in_order
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 # A parameter is stored in pieces if it has at least this part of the elements of the model's largest one: what is
@@ -32,11 +33,13 @@ class GatheredParameters(Replicated):
     (x, y) where ranks do different work with it (`partial_axes`), else none there.
     """
 
-    def __init__(self, state: ModelState, module: nn.Module, partial_axes: tuple[str, ...], names: list[str]) -> None:
+    def __init__(
+        self, state: ParallelState, module: nn.Module, partial_axes: tuple[str, ...], names: list[str]
+    ) -> None:
         self.products: dict[str, Product] = {}
         for name in names:
             first, *others = module._parameters[name].shape
-            cut = weight_layout("vocabulary", first, math.prod(others), state.mesh)
+            cut = weight_layout(WeightKind.GATHERED, first, math.prod(others), state.mesh)
             self.products[name] = Product(state, [state.weight_of(module, name, flat=True)], [cut])
         super().__init__(state, module, partial_axes)
 

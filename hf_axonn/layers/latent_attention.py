@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hf_axonn.distributed.collectives import all_reduce_backward
 from hf_axonn.engine.activation_layouts import gather_tokens, take_features
-from hf_axonn.engine.state import ModelState
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward, split_hidden_states
 from hf_axonn.layers.block import Column, Row
 
@@ -37,7 +37,7 @@ class LatentColumn(Column):
 
 
 def install_latent(
-    state: ModelState, attention: nn.Module, columns: list[LatentColumn], row: Row, shared: nn.Module
+    state: ParallelState, attention: nn.Module, columns: list[LatentColumn], row: Row, shared: nn.Module
 ) -> None:
     """Let an attention module see whole activations.
 
@@ -50,7 +50,7 @@ def install_latent(
 
     def forward(original: Callable, *args, **kwargs):
         hidden, args, kwargs = split_hidden_states(args, kwargs)
-        tokens = state.tokens
+        tokens = state.context.tokens
         row.leading = hidden.shape[:-1]
         if tokens.sharded:
             hidden = gather_tokens(hidden.reshape(1, -1, hidden.shape[-1]), tokens, state.mesh)
@@ -69,7 +69,7 @@ def install_latent(
     if row.axes:
         # A hook: whatever style its forward is given. An adapter of the module adds to its output after that, so the
         # hooks stand on its last part too (adapters/install.py).
-        state.give(shared, functools.partial(_hook_once, rotary_is_shared))
+        state.install(shared, functools.partial(_hook_once, rotary_is_shared))
 
 
 def _hook_once(hook: Callable, module: nn.Module) -> None:

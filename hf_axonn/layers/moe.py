@@ -33,10 +33,11 @@ from hf_axonn.distributed.collectives import (
     reduce_scatter,
 )
 from hf_axonn.engine.activation_layouts import pad_dim
+from hf_axonn.engine.dtensors import replicated_local
 from hf_axonn.engine.matmul3d import Product
-from hf_axonn.engine.state import ModelState, replicated_local
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.engine.weight_layout import ExpertLayout, vocabulary_range
-from hf_axonn.layers.base import patch_forward
+from hf_axonn.layers.base import patch_forward, replaced
 from hf_axonn.layers.expert_weights import call_with_gathered
 
 
@@ -75,7 +76,7 @@ class Experts:
     reduce-scatter of the result, else an all-reduce of the result; backward: the conjugate of each.
     """
 
-    def __init__(self, state: ModelState, module: nn.Module) -> None:
+    def __init__(self, state: ParallelState, module: nn.Module) -> None:
         self.state = state
         self.module = module
         self.range = vocabulary_range(module.num_experts, state.mesh)
@@ -83,7 +84,7 @@ class Experts:
         self.products = {}
         # What adapters do to a parameter, by name.
         self.added: dict[str, Callable[[Tensor], Tensor]] = {}
-        state.styles[module] = self
+        state.sharded_layers[module] = self
         for name in expert_weights(module):
             _, rows, cols = module._parameters[name].shape
             cut = ExpertLayout(len(self.range), rows, cols, state.mesh.size("z"), state.mesh.index("z"))
@@ -107,7 +108,7 @@ class Experts:
 
     @property
     def _sharded(self) -> bool:
-        return self.state.tokens is not None and self.state.tokens.sharded
+        return self.state.context.tokens is not None and self.state.context.tokens.sharded
 
     def _with_weights(self, work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """`work(*inputs)` with this rank's experts in place."""
@@ -144,14 +145,8 @@ class Experts:
                 whole = replicated_local(parameter, mesh, ("x", "y"))
                 local[name] = whole[self.range.start : self.range.stop] if parameter.dim() > 1 else whole
         local |= {name: add(local[name]) for name, add in self.added.items()}
-        experts = module.num_experts
-        try:
-            module.__dict__.update(local, num_experts=len(self.range))
+        with replaced(module.__dict__, {**local, "num_experts": len(self.range)}):
             yield
-        finally:
-            module.num_experts = experts
-            for name in local:
-                module.__dict__.pop(name, None)
 
 
 def _gather(block: Tensor, group) -> Tensor:
@@ -194,6 +189,6 @@ class SortedExperts(Experts):
         return original(hidden.reshape(-1, hidden.shape[-1])).view(hidden.shape)
 
 
-def style_of(module: nn.Module) -> type[Experts]:
-    """The style of a module that `is_experts`."""
+def experts_layer(module: nn.Module) -> type[Experts]:
+    """The sharded layer of a module that `is_experts`."""
     return SortedExperts if _is_called_sorted(module) else Experts

@@ -25,7 +25,8 @@ from torch.distributed import ProcessGroup
 
 from hf_axonn.distributed.collectives import reduce_, start_all_gather
 from hf_axonn.engine.activation_layouts import bounds, pad_dim
-from hf_axonn.engine.state import ModelState, replicated_local
+from hf_axonn.engine.dtensors import replicated_local
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward
 from hf_axonn.layers.head_exchange import HeadExchange
 
@@ -172,7 +173,7 @@ class FeatureNorm:
     Collectives: see the top of this file; none where the residual stream is replicated.
     """
 
-    def __init__(self, state: ModelState, module: nn.Module, kind: NormKind) -> None:
+    def __init__(self, state: ParallelState, module: nn.Module, kind: NormKind) -> None:
         self.state = state
         self.module = module
         self.kind = kind
@@ -183,7 +184,7 @@ class FeatureNorm:
         patch_forward(module, self._forward)
 
     def _forward(self, original: Callable, *args, **kwargs) -> Tensor:
-        tokens = self.state.tokens
+        tokens = self.state.context.tokens
         if tokens is None or not tokens.features:
             return original(*args, **kwargs)
         (hidden,) = (*args, *kwargs.values())
@@ -221,16 +222,16 @@ class HeadNorm:
     features are means over the heads, and the gradients of the copies add up to that of the head.
 
     Args:
-        selection: the features of the projection before it that this rank works on.
+        exchange: the features of the projection before it that this rank works on.
     Collectives: those at the top of this file, over the axes that divide the heads.
     """
 
-    def __init__(self, state: ModelState, module: nn.Module, kind: NormKind, selection: HeadExchange) -> None:
-        self.state, self.module, self.kind, self.selection = state, module, kind, selection
-        mesh, self.axes = state.mesh, selection.axes
+    def __init__(self, state: ParallelState, module: nn.Module, kind: NormKind, exchange: HeadExchange) -> None:
+        self.state, self.module, self.kind, self.exchange = state, module, kind, exchange
+        mesh, self.axes = state.mesh, exchange.axes
         ranks = mesh.size(*self.axes)
-        self.cut = FeatureCut((selection.size,) * ranks, mesh.index(*self.axes), mesh.group(*self.axes))
-        self.repeated = replace(kind, size=selection.size * ranks)
+        self.cut = FeatureCut((exchange.size,) * ranks, mesh.index(*self.axes), mesh.group(*self.axes))
+        self.repeated = replace(kind, size=exchange.size * ranks)
         self._dtypes: dict[tuple, torch.dtype] = {}
         patch_forward(module, self._forward)
 
@@ -244,4 +245,4 @@ class HeadNorm:
         if name is None:
             return None
         whole = replicated_local(self.module._parameters[name], self.state.mesh, self.axes)
-        return self.selection.take(whole)
+        return self.exchange.take(whole)

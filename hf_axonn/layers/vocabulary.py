@@ -22,16 +22,17 @@ from torch import Tensor, nn
 
 from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward, gather_replicated
 from hf_axonn.engine.activation_layouts import Tokens, gather_tokens, pad_dim, take_tokens
+from hf_axonn.engine.dtensors import replicated_local
 from hf_axonn.engine.linears import linear_size
 from hf_axonn.engine.matmul3d import Product, gathered_weight
-from hf_axonn.engine.state import replicated_local
 from hf_axonn.engine.weight_layout import vocabulary_range, weight_layout
 from hf_axonn.layers.base import patch_forward
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 if TYPE_CHECKING:
     from hf_axonn.distributed.mesh import GridMesh
-    from hf_axonn.engine.state import ModelState
+    from hf_axonn.engine.state import ParallelState
 
 
 def is_vocabulary(embedding: nn.Module) -> bool:
@@ -42,11 +43,11 @@ def is_vocabulary(embedding: nn.Module) -> bool:
     return embedding.max_norm is None and not embedding.sparse and not embedding.scale_grad_by_freq
 
 
-def _whole_weight(style: Embedding | Head, size: int) -> Tensor:
+def _full_weight(layer: Embedding | Head, size: int) -> Tensor:
     """[V, H], for code that every rank of (x, y) repeats. All-gathers over z and (x, y); backward: reduce-scatter
     over z."""
-    block = gathered_weight(Product(style.state, style.weights, style.cuts))
-    return in_order(gather_replicated(block, style.state.mesh.group("x", "y")), size, style.state.mesh)
+    block = gathered_weight(Product(layer.state, layer.weights, layer.cuts))
+    return in_order(gather_replicated(block, layer.state.mesh.group("x", "y")), size, layer.state.mesh)
 
 
 def in_order(blocks: Tensor, size: int, mesh: GridMesh) -> Tensor:
@@ -67,12 +68,12 @@ class Embedding:
     over z of the weight's gradient.
     """
 
-    def __init__(self, state: ModelState, module: nn.Embedding) -> None:
+    def __init__(self, state: ParallelState, module: nn.Embedding) -> None:
         self.state = state
         self.module = module
         self.weights = [state.weight_of(module)]
-        self.cuts = [weight_layout("vocabulary", module.num_embeddings, module.embedding_dim, state.mesh)]
-        state.styles[module] = self
+        self.cuts = [weight_layout(WeightKind.VOCABULARY, module.num_embeddings, module.embedding_dim, state.mesh)]
+        state.sharded_layers[module] = self
         patch_forward(module, self._forward)
 
     def _forward(self, _original: Callable, ids: Tensor) -> Tensor:
@@ -96,20 +97,20 @@ class Embedding:
             return output
         return output * (scale.to(output.dtype) if isinstance(scale, Tensor) else scale)
 
-    def whole_weight(self) -> Tensor:
-        """See `_whole_weight`."""
-        return _whole_weight(self, self.module.num_embeddings)
+    def full_weight(self) -> Tensor:
+        """See `_full_weight`."""
+        return _full_weight(self, self.module.num_embeddings)
 
 
-def defers(hidden: Tensor, state: ModelState) -> bool:
+def defers(hidden: Tensor, state: ParallelState) -> bool:
     """Whether a head that gets this leaves its logits to the loss."""
-    return state.defer_head and (state.tokens is not None or hidden.dim() == 3)
+    return state.context.defer_head and (state.context.tokens is not None or hidden.dim() == 3)
 
 
-def own_tokens(hidden: Tensor, state: ModelState) -> tuple[Tensor, Tokens]:
+def own_tokens(hidden: Tensor, state: ParallelState) -> tuple[Tensor, Tokens]:
     """Of what comes into a head that `defers` this rank's tokens, [1, T/(x*y), H]."""
-    if state.tokens is not None:
-        return hidden, state.tokens
+    if state.context.tokens is not None:
+        return hidden, state.context.tokens
     tokens = Tokens(*hidden.shape[:2], sharded=True)
     return take_tokens(hidden, tokens, state.mesh), tokens
 
@@ -121,13 +122,13 @@ class Head:
     all-reduce over (x, y) of the input's gradient, reduce-scatter over z of the weight's.
     """
 
-    def __init__(self, state: ModelState, linear: nn.Linear) -> None:
+    def __init__(self, state: ParallelState, linear: nn.Linear) -> None:
         self.state = state
         self.linear = linear
         self.weights = [state.weight_of(linear)]
-        self.cuts = [weight_layout("vocabulary", linear.out_features, linear.in_features, state.mesh)]
+        self.cuts = [weight_layout(WeightKind.VOCABULARY, linear.out_features, linear.in_features, state.mesh)]
         state.has_head = True
-        state.styles[linear] = self
+        state.sharded_layers[linear] = self
         patch_forward(linear, self._forward)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor | DeferredLogits:
@@ -158,9 +159,9 @@ class Head:
         blocks = gather_replicated(local.squeeze(0), mesh.group("x", "y"))
         return in_order(blocks.transpose(1, 2), size, mesh).t().reshape(*hidden.shape[:-1], size)
 
-    def whole_weight(self) -> Tensor:
-        """See `_whole_weight`."""
-        return _whole_weight(self, self.linear.out_features)
+    def full_weight(self) -> Tensor:
+        """See `_full_weight`."""
+        return _full_weight(self, self.linear.out_features)
 
 
 @dataclass(frozen=True)

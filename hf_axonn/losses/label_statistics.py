@@ -26,7 +26,7 @@ from hf_axonn.distributed.collectives import reduce_, start_all_gather, start_re
 from hf_axonn.engine.gather_cache import GatheredBlocks
 from hf_axonn.engine.matmul3d import Product, leave_gradients
 from hf_axonn.engine.overlap import placeholder
-from hf_axonn.engine.state import ModelState
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.engine.weight_layout import vocabulary_range
 from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.losses.causal_lm import IGNORE_INDEX
@@ -91,7 +91,7 @@ class _OfHead:
     steps: Callable[[Tensor], Tensor] | None
 
     @property
-    def state(self) -> ModelState:
+    def state(self) -> ParallelState:
         return self.product.state
 
     @property

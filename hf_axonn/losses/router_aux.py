@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from hf_axonn.distributed.collectives import all_reduce, gather_replicated, reduce_, start_all_gather
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import Tokens, gather_tokens, pad_dim
-from hf_axonn.engine.state import ModelState, scale_gradient
+from hf_axonn.engine.dtensors import scale_gradient
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward
 
 
@@ -56,7 +57,7 @@ def whole_logits(logits: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
     return whole.flatten(0, 1) if logits.dim() == 2 else whole
 
 
-def install_router_loss(state: ModelState, model: nn.Module) -> None:
+def install_router_loss(state: ParallelState, model: nn.Module) -> None:
     """Make the auxiliary loss of a model that has one that of all ranks."""
     names = getattr(inspect.unwrap(type(model).forward), "__globals__", {})
     base = getattr(model, getattr(model, "base_model_prefix", None) or "", None)
@@ -82,7 +83,7 @@ def _of_all_ranks(original: Callable) -> Callable:
 class RouterLoss:
     """The auxiliary loss of one model. Marks what its base model returns as `router_logits`."""
 
-    def __init__(self, state: ModelState, model: nn.Module, base: nn.Module) -> None:
+    def __init__(self, state: ParallelState, model: nn.Module, base: nn.Module) -> None:
         self.state = state
         self._is_share = False
         patch_forward(model, self._model)

@@ -29,7 +29,7 @@ from hf_axonn.distributed.collectives import reduce_, start_all_gather, start_re
 from hf_axonn.engine.activation_layouts import pad_dim
 from hf_axonn.engine.matmul3d import leave_gradients
 from hf_axonn.engine.overlap import placeholder
-from hf_axonn.engine.state import ModelState
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.engine.weight_layout import vocabulary_range
 from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.losses.causal_lm import IGNORE_INDEX, CausalLMLoss, Targets
@@ -45,7 +45,7 @@ class ShardedCausalLMLoss(CausalLMLoss):
     without num_items_in_batch, one all-reduce of a count over (data, z).
     """
 
-    def __init__(self, state: ModelState) -> None:
+    def __init__(self, state: ParallelState) -> None:
         super().__init__()
         self.state = state
         self._smoothing = 0.0

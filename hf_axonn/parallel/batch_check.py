@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hf_axonn.distributed.collectives import gather_quietly
 from hf_axonn.distributed.consistency import differences, digest_number, gather_texts
 from hf_axonn.distributed.watchdog.progress import PROGRESS
-from hf_axonn.engine.state import ModelState
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward
 from hf_axonn.layers.dropout import dropout_names, probability
 
@@ -34,7 +34,7 @@ EARLIER = "a batch among the last {}"  # where this one does not differ
 _ODD = 0x9E3779B97F4A7C1
 
 
-def install_batch_check(state: ModelState, model: nn.Module) -> None:
+def install_batch_check(state: ParallelState, model: nn.Module) -> None:
     """Check what the model is called with."""
     check = BatchCheck(state, model)
 
@@ -53,7 +53,7 @@ class BatchCheck:
     Collectives: where it checks, an all-gather over (x, y) of three numbers; where they differ, `gather_texts`.
     """
 
-    def __init__(self, state: ModelState, model: nn.Module) -> None:
+    def __init__(self, state: ParallelState, model: nn.Module) -> None:
         self.mesh = state.mesh
         self.model = model
         self._passes = {True: 0, False: 0}

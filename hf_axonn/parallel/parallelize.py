@@ -3,8 +3,8 @@
     model, report = parallelize(model, grid)           a model in memory, in place
     model = from_pretrained(name, grid=grid)           every rank reads only its own slices from disk
 
-Parameters become DTensors on the storage mesh (y, x, z); modules get the forward of their style. This is the only
-place where a model is changed.
+Parameters become DTensors on the storage mesh (y, x, z); modules get the forward of their sharded
+layer. This is the only place where a model is changed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
 from hf_axonn.engine.dtensors import take_shards
 from hf_axonn.engine.report import Report
-from hf_axonn.engine.state import ModelState, is_parallelized
-from hf_axonn.parallel.install import install_styles, shard_parameters
+from hf_axonn.engine.state import ParallelState, is_parallelized
+from hf_axonn.parallel.install import install_layers, shard_parameters
 from hf_axonn.topology.grid import Grid
 
 
@@ -71,7 +71,7 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     watch()
     facts = {"axonn_config": config.to_json()} | versions() | model_facts(model)
     assert_same_on_all_ranks(facts, device_type, "Start every rank with the same program and settings.")
-    state = ModelState(grid_mesh(grid, device_type), config)
+    state = ParallelState(grid_mesh(grid, device_type), config)
     quiet_redistribution()
     with without_wrappers(inner):  # adapters follow what is done to the model that they adapt
         plan = plan_for(inner)
@@ -81,7 +81,7 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
         report = state.report = Report(str(grid), plan.summary(), layout.reason)
         kinds = weight_kinds(inner, plan)
         shard_parameters(inner, kinds, state)
-        install_styles(inner, plan, kinds, state, report, layout)
+        install_layers(inner, plan, kinds, state, layout)
     inner.axonn = state
     install_adapters(state, inner)
     inner.register_load_state_dict_pre_hook(take_shards)

@@ -26,6 +26,7 @@ from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, LinearShap
 from hf_axonn.planner.traffic.shares import heads_repeat, own_elements, own_experts, shard_shape
 from hf_axonn.planner.traffic.volumes import BUCKET_BYTES, CHUNK_LOGITS
 from hf_axonn.topology.grid import Grid, ceil_div
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 RESERVE = 0.1  # share of a GPU's memory that a plan leaves free: an assumption
@@ -90,13 +91,13 @@ def local_parameters(shape: Stack, grid: Grid) -> int:
     """Elements of parameters on rank 0."""
     layers = sum(count * _sharded(layer.weights, grid) for layer, count in shape.everything)
     rest = [_vocabulary(shape)] * (1 if shape.tied else 2)
-    rest += [Weight(its.kind, its.rows, shape.hidden) for its in shape.tables if its.kind != "replicated"]
+    rest += [Weight(its.kind, its.rows, shape.hidden) for its in shape.tables if its.kind != WeightKind.REPLICATED]
     idle = ceil_div(sum(shape.idle), grid.x * grid.y * grid.z)
     return layers + _sharded(rest, grid) + sum(shape.replicated) + idle
 
 
 def _vocabulary(shape: Stack) -> Weight:
-    return Weight("vocabulary", shape.vocab, shape.hidden)
+    return Weight(WeightKind.VOCABULARY, shape.vocab, shape.hidden)
 
 
 def _sharded(weights: Iterable[Weight], grid: Grid) -> int:
@@ -137,9 +138,9 @@ def memory(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", gloo:
     )
 
 
-def _gathered_block(kind: str, linears: Iterable[LinearShape], grid: Grid) -> int:
+def _gathered_block(kind: WeightKind, linears: Iterable[LinearShape], grid: Grid) -> int:
     """Elements of a rank's gathered weights."""
-    if kind == "experts":  # of one of them; z cuts the other dim
+    if kind == WeightKind.EXPERTS:  # of one of them; z cuts the other dim
         return sum(linear.rows * ceil_div(linear.cols, grid.z) * grid.z for linear in linears)
     shapes = [shard_shape(kind, linear, grid, ORIGIN) for linear in linears]
     return sum(ceil_div(rows, grid.z) * grid.z * cols for rows, cols in shapes)

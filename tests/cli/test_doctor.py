@@ -12,10 +12,9 @@ import torch.distributed as dist
 import yaml
 from transformers import AutoModelForCausalLM, BartConfig
 
-from hf_axonn import Grid
+from hf_axonn import Grid, parallelize
 from hf_axonn.cli.main import main
 from hf_axonn.compat.torch import fake_world
-from hf_axonn.parallel import parallelize
 from tests.helpers.equality import full
 from tests.helpers.models import tiny_config, tiny_model
 from tests.helpers.ranks import run_ranks

@@ -118,7 +118,12 @@ def test_the_wheel_holds_every_module(wheel):
     names = set(wheel.namelist())
     folder = FOLDERS["hf_axonn"]
     machines = {f"hf_axonn/{path.relative_to(folder)}" for path in folder.rglob("*.json")}
-    assert expected | machines | {"hf_axonn/py.typed"} == {name for name in names if ".dist-info/" not in name}
+    templates = {
+        f"hf_axonn_eval/report/templates/{name}" for name in ("map.css", "page.css", "page.html", "parts.html")
+    }
+    assert expected | machines | templates | {"hf_axonn/py.typed", "hf_axonn_eval/py.typed"} == {
+        name for name in names if ".dist-info/" not in name
+    }
     assert any(re.fullmatch(r"hf_axonn-.*\.dist-info/(licenses/)?LICENSE", name) for name in names)
 
 

@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from hf_axonn import AxonnConfig, Grid, sync_gradients
+from hf_axonn import AxonnConfig, Grid, parallelize, sync_gradients
 from hf_axonn.losses import label_statistics
-from hf_axonn.parallel import parallelize
 from hf_axonn.trainer.trl import sharded_label_statistics
 from tests.helpers.chats import ExactLogProbs
 from tests.helpers.equality import full, rows_of

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 
 import hf_axonn.losses.vocab_parallel
-from hf_axonn import Grid, sync_gradients
+from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.losses.causal_lm import CausalLMLoss
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
-from hf_axonn.parallel import parallelize
 from tests.helpers.equality import full, mean_over_world, rows_of
 from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model

@@ -84,7 +84,8 @@ import json, os, sys
 import torch
 import torch.distributed as dist
 from hf_axonn.config import AxonnConfig
-from hf_axonn.topology.grid import AXES, grid_mesh
+from hf_axonn.distributed.mesh import grid_mesh
+from hf_axonn.topology.grid import AXES
 dist.init_process_group("gloo")
 place = os.environ["LOCAL_RANK"]
 mesh = grid_mesh(AxonnConfig.from_env().grid, "cpu")

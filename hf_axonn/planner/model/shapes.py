@@ -7,6 +7,7 @@ from functools import cached_property
 
 from hf_axonn.planner.model.stack import Block, Layer, LinearShape, Stack, Table, Weight
 from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 SMALLEST_PART = 1 / 64  # as gathered.SMALLEST_PART
@@ -93,7 +94,8 @@ class ModelShape(Stack):
         largest = max(weight.elements for weight in self.runs[0][0].weights)
         whole = self.positions * self.hidden < SMALLEST_PART * max(largest, self.vocab * self.hidden)
         plain = not self.offset_positions and 4 * self.positions >= self.vocab
-        return (Table("vocabulary" if plain else "replicated" if whole else "gathered", self.positions),)
+        kind = WeightKind.VOCABULARY if plain else WeightKind.REPLICATED if whole else WeightKind.GATHERED
+        return (Table(kind, self.positions),)
 
     @cached_property
     def attention(self) -> Block:
@@ -128,8 +130,8 @@ class ModelShape(Stack):
         replicated += self.norms_per_layer * list(self.final) + ([self.width] * 2 if self.qk_norm else [])
         weights: list[Weight] = []
         for block in blocks:
-            weights += [Weight("column", linear.rows, linear.cols) for linear in block.columns]
-            weights.append(Weight("row", block.row.rows, block.row.cols))
+            weights += [Weight(WeightKind.COLUMN, linear.rows, linear.cols) for linear in block.columns]
+            weights.append(Weight(WeightKind.ROW, block.row.rows, block.row.cols))
         layer = Layer(
             parts=blocks,
             norms=self.norms_per_layer,

@@ -15,6 +15,8 @@ from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
+from hf_axonn.topology.weight_kind import WeightKind
+
 
 class LinearShape(NamedTuple):
     """A Linear's weight [rows, cols] = [out_features, in_features], and whether it has a bias [rows]."""
@@ -80,8 +82,8 @@ class Block:
     def groups(self) -> list[tuple[str, tuple[LinearShape, ...]]]:
         """(how they are cut, Linears) of each product; columns are one, but those of latents are each their own."""
         columns = [(linear,) for linear in self.columns] if self.down else [self.columns]
-        found = [("full", (linear,)) for linear in self.down]
-        return [*found, *(("column", linears) for linears in columns), ("row", (self.row,))]
+        found = [(WeightKind.LINEAR, (linear,)) for linear in self.down]
+        return [*found, *((WeightKind.COLUMN, linears) for linears in columns), (WeightKind.ROW, (self.row,))]
 
     def flops(self) -> int:
         """Multiplications and additions a token that its weights ask for."""
@@ -108,7 +110,7 @@ class Experts:
 
     def groups(self) -> list[tuple[str, tuple[LinearShape, ...]]]:
         """As of `Block`: they are gathered together."""
-        return [("experts", self.weights)]
+        return [(WeightKind.EXPERTS, self.weights)]
 
     def flops(self) -> int:
         """Multiplications and additions a token that its weights ask for: those of the chosen experts."""
@@ -147,7 +149,7 @@ class Whole:
 
     def groups(self) -> list[tuple[str, tuple[LinearShape, ...]]]:
         """As of `Block`."""
-        return [("full", (call.linear,)) for call in self.calls]
+        return [(WeightKind.LINEAR, (call.linear,)) for call in self.calls]
 
     def flops(self) -> int:
         """Multiplications and additions a token that its weights ask for."""
@@ -158,7 +160,7 @@ class Weight(NamedTuple):
     """A parameter that is cut: how (column, row, full, experts, vocabulary, gathered) and its shape; `experts`: the
     first dim of [E, rows, cols] where it has three."""
 
-    kind: str
+    kind: WeightKind
     rows: int
     cols: int
     experts: int = 1
@@ -203,7 +205,7 @@ class Table(NamedTuple):
     """An embedding beside that of tokens, of positions or types: its kind (vocabulary, gathered, replicated), its
     rows, and whether all rows of the batch share what is looked up."""
 
-    kind: str
+    kind: WeightKind
     rows: int
     shared: bool = True
 
@@ -266,7 +268,7 @@ class Stack:
     @cached_property
     def replicated(self) -> list[int]:
         """Elements of every parameter that all ranks hold whole, in the order of the model."""
-        found = [table.rows * self.hidden for table in self.tables if table.kind == "replicated"]
+        found = [table.rows * self.hidden for table in self.tables if table.kind == WeightKind.REPLICATED]
         for layer, count in self.everything:
             found += count * layer.replicated
         return [*found, *self.final, *([self.vocab] if self.head_bias else [])]
@@ -274,9 +276,9 @@ class Stack:
     @cached_property
     def weights(self) -> list[Weight]:
         """Every parameter that is cut, in the order of the model."""
-        vocabulary = Weight("vocabulary", self.vocab, self.hidden)
+        vocabulary = Weight(WeightKind.VOCABULARY, self.vocab, self.hidden)
         found = [vocabulary]
-        found += [Weight(its.kind, its.rows, self.hidden) for its in self.tables if its.kind != "replicated"]
+        found += [Weight(its.kind, its.rows, self.hidden) for its in self.tables if its.kind != WeightKind.REPLICATED]
         for layer, count in self.everything:
             found += count * layer.weights
         return found if self.tied else [*found, vocabulary]

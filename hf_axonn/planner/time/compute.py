@@ -21,6 +21,7 @@ from hf_axonn.planner.model.shapes import Step
 from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, Stack, Whole
 from hf_axonn.planner.traffic.shares import heads_repeat
 from hf_axonn.topology.grid import Grid, ceil_div
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 TILE = 128  # rows and columns of a product's result that one multiprocessor computes at a time; cuBLAS: 128 or 256
@@ -104,18 +105,18 @@ class Compute:
             y, x = self.grid.y, self.grid.x
             repeat = (heads_repeat(part, self.grid) if self.ours else y) if part.query else 1
             for kind, linears in part.groups():
-                if kind == "row":
+                if kind == WeightKind.ROW:
                     # A row layer whose input is whole, because heads are not divided over y, has it in one piece.
                     parts = y if self.ours and repeat == 1 else 1
                     inner, outer = [ceil_div(ceil_div(part.row.cols, x), parts)] * parts, [ceil_div(part.row.rows, y)]
                     found.append(Group(*self._products(inner, outer), *self.stream(layer.norms / blocks)))
                     continue
-                if self.ours and kind == "column":
+                if self.ours and kind == WeightKind.COLUMN:
                     outer = y * [ceil_div(ceil_div(linear.rows, x), y) for linear in linears]
                 else:
                     outer = [sum(ceil_div(linear.rows, x) for linear in linears)]
                 products = self._products([ceil_div(linears[0].cols, y)], outer)
-                if kind == "full":  # its latent is whole, and so is the norm that follows
+                if kind == WeightKind.LINEAR:  # its latent is whole, and so is the norm that follows
                     found.append(Group(*products, *self._norm(linears[0].rows)))
                 elif part.down and linears[0] != part.columns[-1]:
                     found.append(Group(*products, 0.0, 0.0))

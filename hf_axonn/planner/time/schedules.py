@@ -20,6 +20,7 @@ from hf_axonn.planner.time.paper import decoder_layers
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.volumes import Account
 from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 class LayerSeconds(NamedTuple):
@@ -141,7 +142,8 @@ def _layer_of_engine(account: Account, layer: Layer) -> LayerTraffic:
         of_columns, of_row = account.beside_weight_gradients(part) if isinstance(part, Block) else (0, 0)
         for kind, linears in part.groups():
             elements.append(account.travels(kind, linears))
-            hide("y" if kind == "row" else "x", {"row": of_row, "column": of_columns}.get(kind, 0))
+            payloads = {WeightKind.ROW: of_row, WeightKind.COLUMN: of_columns}
+            hide("y" if kind == WeightKind.ROW else "x", payloads.get(kind, 0))
     for key in [key for key in ledger.entries if key.axes == ("z",)]:
         del ledger.entries[key]
     size = max(step.compute_bytes, step.reduce_bytes)

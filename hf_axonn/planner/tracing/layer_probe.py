@@ -153,7 +153,7 @@ class Watch:
                     handles.append(module.register_forward_hook(partial(self._ended, name)))
                 if name in self.alone:
                     handles.append(module.register_forward_hook(partial(self._called, name)))
-                if name in self.plan.whole:
+                if name in self.plan.full_sequence:
                     handles.append(module.register_forward_hook(partial(self._passed, name), with_kwargs=True))
                 if module is output_embedding(self.model):
                     handles.append(module.register_forward_hook(self._head))

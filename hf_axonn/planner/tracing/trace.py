@@ -25,6 +25,7 @@ from hf_axonn.layers.moe import expert_weights, is_experts
 from hf_axonn.planner.model.shapes import FoundShape
 from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, LinearShape, Table, Weight, Whole
 from hf_axonn.planner.tracing.layer_probe import TOKENS, Order, Watch, orders
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 def found_shape(model: nn.Module) -> FoundShape:
@@ -36,7 +37,7 @@ def found_shape(model: nn.Module) -> FoundShape:
     embedding, head = input_embedding(model), output_embedding(model)
     plan = plan_for(model)
     kinds = weight_kinds(model, plan)
-    if {kinds.get(id(getattr(its, "weight", None))) for its in (embedding, head)} != {"vocabulary"}:
+    if {kinds.get(id(getattr(its, "weight", None))) for its in (embedding, head)} != {WeightKind.VOCABULARY}:
         raise ValueError("its embedding or its head is not a plain one.")
     if not has_causal_lm_loss(model):
         raise ValueError("its loss is not that of Transformers' causal LMs.")
@@ -71,13 +72,13 @@ def found_shape(model: nn.Module) -> FoundShape:
     return shape
 
 
-def _alone(model: nn.Module, plan: ShardingPlan, kinds: dict[int, str]) -> set[str]:
+def _alone(model: nn.Module, plan: ShardingPlan, kinds: dict[int, WeightKind]) -> set[str]:
     """Names of Linears on their own, but for those that make latents."""
     latent = {name for block in plan.blocks for name in block.latent}
     return {
         name
         for name, module in model.named_modules()
-        if is_linear(module) and kinds.get(id(module.weight)) == "full" and name not in latent
+        if is_linear(module) and kinds.get(id(module.weight)) == WeightKind.LINEAR and name not in latent
     }
 
 
@@ -93,8 +94,8 @@ def _notes(model: nn.Module, plan: ShardingPlan, alone: set[str]) -> Iterator[st
             "it is cut Linear by Linear: activations are whole on every rank of (x, y), as reckoned, but what its "
             "code does beside its Linears is reckoned as reading and writing their results, and as sending nothing"
         )
-    elif plan.whole:
-        kinds = sorted({name.rpartition(".")[2] for name in plan.whole})
+    elif plan.full_sequence:
+        kinds = sorted({name.rpartition(".")[2] for name in plan.full_sequence})
         yield (
             f"modules that need whole sequences ({', '.join(kinds)}) are reckoned as their Linears, and what else "
             "they do as reading and writing their results, and as sending nothing"
@@ -133,7 +134,7 @@ class _Finder:
         self,
         model: nn.Module,
         plan: ShardingPlan,
-        kinds: dict[int, str],
+        kinds: dict[int, WeightKind],
         norms: set[nn.Module],
         watch: Watch,
         alone: set[str],
@@ -162,8 +163,8 @@ class _Finder:
             if not isinstance(module, nn.Embedding) or not weight.requires_grad or id(weight) in self.seen:
                 continue
             self.seen.add(id(weight))
-            kind, (rows, cols) = self.kinds.get(id(weight), "replicated"), weight.shape
-            if kind != "replicated" and id(weight) not in self.watch.trained:
+            kind, (rows, cols) = self.kinds.get(id(weight), WeightKind.REPLICATED), weight.shape
+            if kind != WeightKind.REPLICATED and id(weight) not in self.watch.trained:
                 self.idle.append(weight.numel())
             elif cols != hidden:
                 raise ValueError(f"{name} is an embedding of {cols} features.")
@@ -189,25 +190,25 @@ class _Finder:
             own = [its for its in module._parameters.values() if its is not None and its.requires_grad]
             own = [its for its in own if id(its) not in self.seen]
             self.seen |= {id(its) for its in own}
-            on_stream = not is_inside(path, self.entries) and not is_inside(path, self.plan.whole)
+            on_stream = not is_inside(path, self.entries) and not is_inside(path, self.plan.full_sequence)
             # Those that may work on features are known; others matter for memory alone.
             norms += module in self.norms if self.norms else on_stream and "Norm" in type(module).__name__
             for parameter in own:
-                kind = self.kinds.get(id(parameter), "replicated")
-                if kind != "replicated" and id(parameter) not in self.watch.trained:
+                kind = self.kinds.get(id(parameter), WeightKind.REPLICATED)
+                if kind != WeightKind.REPLICATED and id(parameter) not in self.watch.trained:
                     self.idle.append(parameter.numel())
-                elif kind == "experts":
+                elif kind == WeightKind.EXPERTS:
                     experts, rows, cols = parameter.shape
                     weights.append(Weight(kind, rows, cols, experts))
-                elif kind in ("column", "row", "full"):
+                elif kind in (WeightKind.COLUMN, WeightKind.ROW, WeightKind.LINEAR):
                     weights.append(Weight(kind, *self.linears[id(parameter)]))
-                elif kind == "gathered":
+                elif kind == WeightKind.GATHERED:
                     rows, cols = parameter.shape[0], parameter[0].numel()
                     gathered.append((rows, cols, path in self.within and not self.plan.is_full(path)))
                     weights.append(Weight(kind, rows, cols))
-                elif kind != "vocabulary":
+                elif kind != WeightKind.VOCABULARY:
                     replicated.append(parameter.numel())
-                if kind in ("gathered", "replicated") and on_stream and parameter.dim() == 2:
+                if kind in (WeightKind.GATHERED, WeightKind.REPLICATED) and on_stream and parameter.dim() == 2:
                     routed += 0 if is_experts(module) else parameter.shape[0]
         return Layer(
             parts=(),
@@ -234,7 +235,7 @@ class _Finder:
         """The module on whole sequences that a Linear on its own lies in, or nothing for another part."""
         if name not in self.alone:
             return None
-        return next((whole for whole in self.plan.whole if name == whole or name.startswith(f"{whole}.")), "")
+        return next((whole for whole in self.plan.full_sequence if name == whole or name.startswith(f"{whole}.")), "")
 
     def _call(self, name: str, order: Order) -> Call:
         backward = (name in self.watch.outputs, name in self.watch.inputs)

@@ -13,6 +13,7 @@ from hf_axonn.planner.traffic.ledger import Key, Ledger
 from hf_axonn.planner.traffic.shares import own_experts, shard_shape
 from hf_axonn.topology.grid import Grid, GridPosition, ceil_div
 from hf_axonn.topology.heads import Heads, exchanged_features, is_own_slice
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 LAYOUTS = ("token", "feature")
@@ -84,7 +85,7 @@ class LayerAccount:
             if not self.by_features:
                 both(ledger, "all_to_all", "all_to_all", ("y",), stream)
             both(ledger, "all_gather", "reduce_scatter", ("x",), stream)
-            self.weights(ledger, "column", block.columns)
+            self.weights(ledger, WeightKind.COLUMN, block.columns)
         # Column._compute: one reduction for all; without y in axes the ranks of y go on with all features of x.
         for linears in [[linear] for linear in block.columns] if block.down else [block.columns]:
             features = sum(ceil_div(ceil_div(linear.rows, grid.x), grid.y) for linear in linears)
@@ -113,7 +114,7 @@ class LayerAccount:
             both(ledger, None, "all_reduce", ("y",), self.padded * inner)
             if not axes:
                 both(ledger, None, "all_gather", ("x",), self.padded * inner)
-        self.weights(ledger, "row", [row])
+        self.weights(ledger, WeightKind.ROW, [row])
         both(last, "reduce_scatter", "all_gather", ("x",), stream)
         if not self.by_features:
             both(last, "all_to_all", "all_to_all", ("y",), stream)
@@ -127,7 +128,7 @@ class LayerAccount:
         ledger.add("forward", "all_gather", ("x", "y"), parts * self.step.param_bytes)
         for linear in (*block.down, *block.columns):  # take_features, and the sum over x of what comes back
             self.whole_input(ledger, self.tokens * ceil_div(linear.cols, grid.y) * self.step.param_bytes)
-            self.weights(ledger, "full" if linear in block.down else "column", [linear])
+            self.weights(ledger, WeightKind.LINEAR if linear in block.down else WeightKind.COLUMN, [linear])
         for linear in block.down:  # FullLinear
             self.whole_output(ledger, self.tokens * ceil_div(linear.rows, grid.x))
         both(ledger, None, "all_reduce", axes, self.tokens * block.rotary)
@@ -157,7 +158,7 @@ class LayerAccount:
         """A Linear on its own. What follows its product goes to `last`."""
         linear, inputs = call.linear, int(self.tokens * call.inputs)
         output, input_ = call.backward
-        elements = self.travels("full", [linear])
+        elements = self.travels(WeightKind.LINEAR, [linear])
         self.gathers(ledger, "forward", elements, 1)
         if output:
             size = max(self.step.compute_bytes, self.step.reduce_bytes)
@@ -205,7 +206,7 @@ class LayerAccount:
         """A parameter that is whole while its module runs, in its own dtype; autograd keeps it. `partial`: the axes
         whose ranks do different work with it."""
         size, linear = self.step.param_bytes, LinearShape(rows, cols)
-        stored = self.travels("gathered", [linear])
+        stored = self.travels(WeightKind.GATHERED, [linear])
         ledger.add("forward", "all_gather", ("z",), stored * size)
         ledger.add("backward", "reduce_scatter", ("z",), stored * max(size, self.step.reduce_bytes))
         block = ceil_div(ceil_div(rows, self.grid.y), self.grid.x) * cols * size
@@ -228,7 +229,7 @@ class LayerAccount:
         """Weights that are gathered over z."""
         ledger.add(phase, "all_gather", ("z",), elements * self.step.compute_bytes, calls)
 
-    def weights(self, ledger: Ledger, kind: str, linears: Sequence[LinearShape]) -> None:
+    def weights(self, ledger: Ledger, kind: WeightKind, linears: Sequence[LinearShape]) -> None:
         """The weights of one product, in one collective: gathered in both passes, their gradients reduced."""
         elements = self.travels(kind, linears)
         for phase in ("forward", "backward"):
@@ -247,7 +248,7 @@ class LayerAccount:
         found = [self.padded // self.grid.x * self.hidden_y * (not block.down), self.padded * inner * divided]
         return [elements * self.step.compute_bytes for elements in found]
 
-    def travels(self, kind: str, linears: Sequence[LinearShape]) -> int:
+    def travels(self, kind: WeightKind, linears: Sequence[LinearShape]) -> int:
         """Elements of one rank's shards, padded over z."""
         shapes = (shard_shape(kind, linear, self.grid, self.here) for linear in linears)
         return sum(ceil_div(rows, self.grid.z) * cols for rows, cols in shapes)

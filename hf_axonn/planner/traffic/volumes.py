@@ -18,6 +18,7 @@ from hf_axonn.planner.traffic.layer_volumes import LayerAccount
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.shares import own_elements
 from hf_axonn.topology.grid import Grid, ceil_div
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 CHUNK_LOGITS = 2**26  # as loss.CHUNK_LOGITS
@@ -64,15 +65,15 @@ class Account(LayerAccount):
     def embedding(self) -> Ledger:
         """Embedding, and the first layer's taking of its tokens. In the dtype of the parameters."""
         ledger, size = Ledger(self.grid), self.step.param_bytes
-        weight = self.travels("vocabulary", [LinearShape(self.shape.vocab, self.shape.hidden)])
+        weight = self.travels(WeightKind.VOCABULARY, [LinearShape(self.shape.vocab, self.shape.hidden)])
         ledger.add("forward", "all_gather", ("z",), weight * size)
         ledger.add("backward", "reduce_scatter", ("z",), weight * max(size, self.step.reduce_bytes))
         ledger.add("forward", "all_reduce", ("x", "y"), self.tokens * self.shape.hidden * size)
         for table in self.shape.tables:
-            if table.kind == "gathered":
+            if table.kind == WeightKind.GATHERED:
                 self.in_pieces(ledger, table.rows, self.shape.hidden)
-            elif table.kind == "vocabulary":
-                weight = self.travels("vocabulary", [LinearShape(table.rows, self.shape.hidden)])
+            elif table.kind == WeightKind.VOCABULARY:
+                weight = self.travels(WeightKind.VOCABULARY, [LinearShape(table.rows, self.shape.hidden)])
                 ledger.add("forward", "all_gather", ("z",), weight * size)
                 ledger.add("backward", "reduce_scatter", ("z",), weight * max(size, self.step.reduce_bytes))
                 looked_up = self.step.seq if table.shared else self.tokens
@@ -97,7 +98,7 @@ class Account(LayerAccount):
         elif self.by_features:  # back to whole tokens
             for phase in ("forward", "backward"):
                 ledger.add(phase, "all_to_all", ("y",), self.padded // grid.x * self.hidden_y * step.param_bytes)
-        weight = self.travels("vocabulary", [LinearShape(shape.vocab, shape.hidden)])
+        weight = self.travels(WeightKind.VOCABULARY, [LinearShape(shape.vocab, shape.hidden)])
         ledger.add("forward", "all_gather", ("z",), weight * size)
         ledger.add("backward", "reduce_scatter", ("z",), weight * max(self.wide, step.reduce_bytes))
         parts = grid.x * grid.y

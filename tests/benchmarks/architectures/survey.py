@@ -31,10 +31,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
-from hf_axonn import Grid, sync_gradients
+from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.architectures.plan import plan_for
-from hf_axonn.engine.dtensors import shard_slices
-from hf_axonn.parallel.parallelize import parallelize
+from hf_axonn.engine.dtensors import local_slices
 from tests.benchmarks.architectures.survey_table import HEADER, Row, markdown, summary
 from tests.benchmarks.architectures.tiny_configs import MODEL_TYPES, UNTRAINABLE, tiny_batch, tiny_model
 from tests.helpers import ROOT
@@ -137,10 +136,10 @@ def examine(specimen: Specimen, grid: Grid) -> Finding:
     for name, truth in specimen.gradients.items():
         grad, ours[name] = ours[name], truth.clone()
         assert isinstance(grad, DTensor), name
-        ours[name][shard_slices(truth.shape, grad.placements, mesh)] = grad.to_local()
+        ours[name][local_slices(truth.shape, grad.placements, mesh)] = grad.to_local()
     sizes = {True: 0, False: 0}
     for entry in report.entries:
-        sizes[entry.style == "replicated"] += entry.parameters
+        sizes[entry.kind == "replicated"] += entry.parameters
     return Finding(
         planned=planned,
         how=report.summary,

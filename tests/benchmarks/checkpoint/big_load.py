@@ -25,9 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-from hf_axonn import Grid
-from hf_axonn.engine.dtensors import shard_slices
-from hf_axonn.parallel import parallelize
+from hf_axonn import Grid, parallelize
+from hf_axonn.engine.dtensors import local_slices
 from hf_axonn.topology.grid import AXES, GridPosition
 
 
@@ -111,7 +110,7 @@ def reads_of(tensors: dict[str, torch.Tensor], index: dict[str, str], grid: Grid
     for name, tensor in tensors.items():
         region = tuple(slice(0, size) for size in tensor.shape)
         if isinstance(tensor, DTensor):
-            region = shard_slices(tensor.shape, tensor.placements, place)
+            region = local_slices(tensor.shape, tensor.placements, place)
         reads.add(index[name], tensor.shape, region, tensor.element_size())
     return reads
 

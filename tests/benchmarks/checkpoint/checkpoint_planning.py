@@ -24,12 +24,11 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hf_axonn import Grid
+from hf_axonn import Grid, parallelize
 from hf_axonn.checkpoint.manifest import Manifest
 from hf_axonn.checkpoint.partition import SavedTensor, box_at, pieces_in
 from hf_axonn.checkpoint.save import PARTS, Save
 from hf_axonn.checkpoint.shard_files import PieceReader, describe, file_name, pieces_to_write
-from hf_axonn.parallel import parallelize
 
 
 def timed(function: Callable, *args) -> tuple[float, object]:

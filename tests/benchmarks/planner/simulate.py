@@ -40,10 +40,9 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, PreTrainedConfig, Starcoder2Config
 
-from hf_axonn import Grid, __version__
+from hf_axonn import Grid, __version__, parallelize
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.gradient_sync import syncing
-from hf_axonn.parallel import parallelize
 from hf_axonn.planner.measure.traffic_counter import count_traffic
 from hf_axonn.planner.memory import memory
 from hf_axonn.planner.model import catalog as models

@@ -24,9 +24,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from hf_axonn import Grid, __version__
+from hf_axonn import Grid, __version__, parallelize
 from hf_axonn.distributed.mesh import grid_mesh
-from hf_axonn.parallel import parallelize
 from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.predict import layout_of
 from hf_axonn.planner.tracing.trace import found_shape

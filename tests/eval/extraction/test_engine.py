@@ -47,7 +47,7 @@ def test_every_family_answers_as_generate_does(name):
         assert [result.generated for result in results] == expected
     for sample, wanted, result in zip(asked, expected, results, strict=True):
         hits = [mine == true for mine, true in zip(wanted, sample.suffix, strict=True)]
-        assert result.exact_match == all(hits) and result.divergence_point == metrics.divergence_point(hits)
+        assert result.exact_match == all(hits) and result.divergence_point == metrics.first_miss(hits)
         assert not result.undecided
     assert len({result.divergence_point for result in results}) > 5 and any(result.exact_match for result in results)
 
