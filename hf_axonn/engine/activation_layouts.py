@@ -12,8 +12,7 @@ The first two are one where y = 1. Both are called sharded.
 Tokens are numbered batch-major and cut over x, then y, as ranks are. Features are padded with zeros so that every rank
 holds the same number; zeros meet zero weights, so results stay exact.
 
-Source: the reduce-scatter and all-gather halves of each all-reduce of AxoNN (arXiv 2502.08145); docs/algorithm.md,
-"Through one decoder layer".
+Source: the reduce-scatter and all-gather halves of each all-reduce of AxoNN (arXiv 2502.08145).
 """
 
 from __future__ import annotations

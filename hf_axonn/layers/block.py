@@ -7,8 +7,7 @@
 The heads of an attention block may be divided over ("x", "y"), over ("x",) or not at all, see `Heads`; an MLP's
 intermediate features are always divided over both.
 
-Source: AxoNN (arXiv 2502.08145) for the alternation of column and row (transposed) layers; docs/algorithm.md,
-"Through one decoder layer".
+Source: AxoNN (arXiv 2502.08145) for the alternation of column and row (transposed) layers.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 The rotary part of kv_a's output is used with every rank's own heads, so its gradient is a sum over them.
 
-Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; docs/algorithm.md, "Attention heads".
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ last dim of what is left, and is gathered for use as everywhere.
 
 The module's own forward does the work, on the (token, choice) pairs of this rank's experts and no others.
 
-Source: expert parallelism, Lepikhin et al. 2020 (arXiv 2006.16668), with the all-gather and reduce-scatter of a
-block (docs/algorithm.md, "Through one decoder layer") in place of its all-to-alls; z as in engine/matmul3d.py.
+Source: expert parallelism, Lepikhin et al. 2020 (arXiv 2006.16668), with an all-gather and a reduce-scatter in
+place of its all-to-alls; z as in engine/matmul3d.py.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ Legend: T = tokens of this (data, z) position; H = hidden size; h = H/y, this ra
 where n is the normalized input and g the gradient of n. Statistics are float32 or wider, and are all that travels.
 Sums of squares would do for a LayerNorm too, but lose every digit where the mean is large.
 
-Source: docs/algorithm.md, "The feature layout"; Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for
-computing sample variances".
+Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances".
 """
 
 from __future__ import annotations

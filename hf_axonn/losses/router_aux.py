@@ -12,8 +12,7 @@ Which it is a probe decides: the function is called on random logits, with a mas
 z) afterwards, so each rank's own share is multiplied by their number. Without gradients (evaluation) nothing is
 marked: as with every loss there, a rank computes that of its own samples.
 
-Source: Switch Transformers (arXiv 2101.03961), equations 4 to 6; docs/algorithm.md, "Gradients
-that are right on average".
+Source: Switch Transformers (arXiv 2101.03961), equations 4 to 6.
 """
 
 from __future__ import annotations

@@ -12,8 +12,7 @@ With label smoothing e a token costs (1 - e) * nll + e / V * sum over V of -log 
 
 Gradients are formed in the forward pass, when the logits are there anyway; backward multiplies by the incoming number.
 
-Source: vocabulary-parallel cross-entropy, Shoeybi et al. 2019 (arXiv 1909.08053), section 3; docs/algorithm.md,
-"Embedding, head and loss".
+Source: vocabulary-parallel cross-entropy, Shoeybi et al. 2019 (arXiv 1909.08053), section 3.
 """
 
 from __future__ import annotations
