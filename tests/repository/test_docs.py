@@ -286,3 +286,18 @@ def test_modules_that_a_command_runs_exist():
         )
     assert len(found) > 15
     assert not [name for name in found if importlib.util.find_spec(name) is None]
+
+
+@pytest.mark.parametrize(
+    ("beginning", "file"),
+    [
+        ('"stablelm mllama"', "hf_axonn/architectures/table.py"),
+        ("def floating_point_ops", "hf_axonn/trainer/hooks.py"),
+    ],
+)
+def test_worked_examples_are_those_of_the_code(beginning, file):
+    examples = [block.text for block in blocks("text", "python") if block.text.startswith(beginning)]
+    code = {line.strip() for line in (ROOT / file).read_text(encoding="utf-8").splitlines()}
+    (example,) = examples
+    body = [line.strip() for line in example.splitlines() if not line.startswith("def ")]
+    assert body and not [line for line in body if line not in code]
