@@ -36,6 +36,7 @@ DISTRIBUTIONS = {
     "tokenizers": "transformers",
     "huggingface_hub": "transformers",
     "grimp": "import-linter",
+    "cosmic_ray": "cosmic-ray",
 }
 
 
