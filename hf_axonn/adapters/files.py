@@ -20,7 +20,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def adapter_base(directory: str | Path) -> str | None:
-    """The model that the adapters in a directory are for; None where there are none, or it is not told.
+    """The model that the adapters in a directory are for; None where there are none, or it is not recorded.
 
     Raises:
         ValueError: adapter_config.json is not a mapping in JSON.

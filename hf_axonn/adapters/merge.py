@@ -85,7 +85,9 @@ class Merging:
                 shown = nn.Parameter(value, requires_grad=False)
                 stack.enter_context(replaced(module._parameters, {name: shown}))
             # Copies, so that an error leaves the weight as it was.
-            copies = {name: nn.Parameter(plain(its).clone(), requires_grad=False) for name, its in own.items()}
+            copies = {
+                name: nn.Parameter(plain(parameter).clone(), requires_grad=False) for name, parameter in own.items()
+            }
             stack.enter_context(replaced(base._parameters, copies))
             try:
                 yield

@@ -85,7 +85,7 @@ def _refuse_weighted(*args, **kwargs):
 
 @contextlib.contextmanager
 def _copyable(model: nn.Module, config) -> Iterator[None]:
-    """While inside, modules that PEFT is going to copy are without their styles, which must not be copied."""
+    """While inside, modules that PEFT is going to copy have their own forward: ours must not be copied."""
     taken = []
     for _, module in saved_modules(model, config):
         for inner in module.modules():

@@ -5,8 +5,8 @@ column and which row) or from our table (table.py), for the architectures that t
 has shown to be right. In a decoder layer every module is one of
 
     a block      attention or MLP with its column layers and its row layer
-    whole        a module that needs the whole sequence and that nobody can cut: it gets [B, S, H], its Linears are cut
-                 one by one
+    full         a module that needs the full sequence and that cannot be sharded: it gets [B, S, H], its Linears are
+                 sharded one by one
     per token    norms, routers, activations: they run on this rank's tokens unchanged
 
 Everything else is sharded Linear by Linear, which is right for any module, and the plan says why. No communication, no

@@ -78,7 +78,7 @@ def start_all_gather(block: Tensor, group: ProcessGroup) -> Pending:
 
 
 def gather_quietly(block: Tensor, group: ProcessGroup) -> Tensor:
-    """[...] -> [p, ...], for checks, which are no part of a step: observers are not told. One all-gather."""
+    """[...] -> [p, ...], for checks, which are no part of a step: observers do not count it. One all-gather."""
     return _start_all_gather(block, group).wait()
 
 
@@ -289,7 +289,7 @@ def all_to_all(blocks: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
-    """[sum of send, ...] by receiver -> [sum of receive, ...] by sender, unequal pieces. Backward: the other way."""
+    """[sum of send, ...] by receiver -> [sum of receive, ...] by sender, of unequal sizes. Backward: the other way."""
     return rows if group.size() == 1 else _ExchangeRows.apply(rows, send, receive, group)
 
 

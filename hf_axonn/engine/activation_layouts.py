@@ -9,10 +9,10 @@ The layouts of the residual stream:
 
 The first two are one where y = 1. Both are called sharded.
 
-Tokens are numbered batch-major and cut over x, then y, as ranks are. Features are padded with zeros so that every rank
-holds the same number; zeros meet zero weights, so results stay exact.
+Tokens are numbered batch-major and sharded over x, then y, as ranks are. Features are padded with zeros so that every
+rank holds the same number; zeros meet zero weights, so results stay exact.
 
-Source: DESIGN 2.3; the reduce-scatter and all-gather halves of each all-reduce of AxoNN (arXiv 2502.08145).
+Source: the reduce-scatter and all-gather halves of each all-reduce of AxoNN (arXiv 2502.08145).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_axonn.distributed.collectives import (
     take_replicated,
 )
 from hf_axonn.distributed.mesh import GridMesh
-from hf_axonn.topology.grid import bounds as bounds  # how a dim is cut, for those who import layouts
+from hf_axonn.topology.grid import bounds as bounds  # how a dim is sharded, for those who import layouts
 from hf_axonn.topology.grid import ceil_div
 
 

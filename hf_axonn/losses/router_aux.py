@@ -12,7 +12,7 @@ Which it is a probe decides: the function is called on random logits, with a mas
 z) afterwards, so each rank's own share is multiplied by their number. Without gradients (evaluation) nothing is
 marked: as with every loss there, a rank computes that of its own samples.
 
-Source: Switch Transformers (arXiv 2101.03961), equations 4 to 6; DESIGN 2.4.
+Source: Switch Transformers (arXiv 2101.03961), equations 4 to 6.
 """
 
 from __future__ import annotations
@@ -157,7 +157,9 @@ def _is_of_switch(function: Callable) -> bool:
     mask = torch.ones(3, 4, dtype=torch.int64, device="cpu")
     mask[1, 2:] = 0
     with torch.no_grad():
-        pairs = [(function(logits, 5, k, its), switch_loss(logits, 5, k, its)) for k in (1, 3) for its in (None, mask)]
+        pairs = [
+            (function(logits, 5, k, some), switch_loss(logits, 5, k, some)) for k in (1, 3) for some in (None, mask)
+        ]
     return all(torch.allclose(theirs, ours, rtol=1e-5) for theirs, ours in pairs)
 
 

@@ -162,7 +162,9 @@ def _decoder(state: ParallelState, ended: bool, original: Callable, /, *args, **
             first, *others, final = output["hidden_states"]
             output["hidden_states"] = (first, *map(whole, others), final if ended else whole(final))
         if output.get("router_logits") is not None:
-            output["router_logits"] = tuple(whole_logits(its, tokens, state.mesh) for its in output["router_logits"])
+            output["router_logits"] = tuple(
+                whole_logits(logits, tokens, state.mesh) for logits in output["router_logits"]
+            )
     elif any(isinstance(value, tuple) for value in output):
         raise ValueError("output_hidden_states and output_attentions of a parallelized model need return_dict=True.")
     else:

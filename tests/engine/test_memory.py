@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine import matmul3d
 from hf_axonn.engine.gradient_sync import sync_gradients
-from hf_axonn.losses import vocab_parallel as loss_module
+from hf_axonn.losses import head_chunks
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import rows_of
@@ -290,7 +290,7 @@ VOCABULARY, CHUNK = 2048, 2**14
 
 def loss_peak(grid, dtype, *, capped):
     """Bytes that head and loss need at most besides their results, in chunks of float32 logits; and the chunks."""
-    loss_module.CHUNK_LOGITS = CHUNK
+    head_chunks.CHUNK_LOGITS = CHUNK
     model, _ = parallelize(tiny_model("llama", vocab_size=VOCABULARY, dtype=dtype), grid)
     batch = rows_of(tiny_batch(8, 24, vocab=VOCABULARY), grid, dist.get_rank())
     logits = model.train()(**batch).logits
