@@ -94,7 +94,7 @@ def check_config(state: ParallelState, model: nn.Module, config) -> None:
     Args:
         config: PEFT's, of the new adapter.
     Raises:
-        ValueError: another method than LoRA, one of its variants but DoRA, a way to fill new adapters that needs whole
+        ValueError: another method than LoRA, one of its variants but DoRA, a way to fill new adapters that needs full
             weights, or modules_to_save that consist of several modules.
     """
     kind = getattr(config.peft_type, "value", config.peft_type)

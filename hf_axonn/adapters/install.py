@@ -116,7 +116,7 @@ def _parameter_lora(state: ParallelState, names: dict, layer: nn.Module) -> None
 
 def _lora(state: ParallelState, names: dict, name: str, layer: nn.Module, base: nn.Module) -> None:
     """The adapters of one layer that are new."""
-    # A Linear that gets the whole sequence by itself has its adapter outside of that, on this rank's tokens.
+    # A Linear that gets the full sequence by itself has its adapter outside of that, on this rank's tokens.
     axes = state.axes(name.rpartition(".")[0]) if name in state.full_sequence else state.axes(name)
     output = output_of(state, base, axes)
     for adapter, a in layer.lora_A.items():

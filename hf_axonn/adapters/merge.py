@@ -1,7 +1,7 @@
 """PEFT's merge and unmerge on a sharded layer: every rank adds its own shard of scaling * B @ A to its own shard.
 
 PEFT writes to `weight.data`, which on a DTensor does nothing or changes only one of its two halves. So while it merges
-it sees plain tensors, this rank's shards, and what it leaves in them is taken over. No rank forms a whole product.
+it sees plain tensors, this rank's shards, and what it leaves in them is taken over. No rank forms a full product.
 """
 
 from __future__ import annotations

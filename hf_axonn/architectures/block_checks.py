@@ -1,7 +1,7 @@
 """Whether a spec fits a module in hand, and what its heads are.
 
 A spec (table.py) is trusted for nothing that can be read off the model: that its projections are Linears, that
-numbers of heads explain their sizes, that the code of attention reads no number of the whole model that is not known,
+numbers of heads explain their sizes, that the code of attention reads no number of the full model that is not known,
 and that no parameter is left that belongs to nobody. No communication, no change to the model.
 """
 
@@ -18,7 +18,7 @@ from hf_axonn.engine.linears import is_linear, linear_size
 from hf_axonn.layers.norms import NormKind
 
 
-# What attention reads when it reshapes by a number of heads of the whole model instead of by head_dim.
+# What attention reads when it reshapes by a number of heads of the full model instead of by head_dim.
 WHOLE_NUMBERS = {
     "num_heads",
     "num_attention_heads",

@@ -123,8 +123,8 @@ def layer_problem(model: nn.Module, plan: ShardingPlan, name: str, norms: dict[n
         stubs |= {module: _stub(torch.tanh, extras) for module in attention}
         try:
             with _replaced(layer, stubs), torch.no_grad():
-                whole, parts = _call(layer, hidden), [_call(layer, part) for part in hidden.split((2, 4), dim=-1)]
-            if whole.shape == hidden.shape and close(whole, torch.cat(parts, dim=-1), EXACT):
+                full, parts = _call(layer, hidden), [_call(layer, part) for part in hidden.split((2, 4), dim=-1)]
+            if full.shape == hidden.shape and close(full, torch.cat(parts, dim=-1), EXACT):
                 return None
         except Exception:  # another number of results, or code that needs all features or more inputs
             continue

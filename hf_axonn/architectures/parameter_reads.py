@@ -34,7 +34,7 @@ class _Use:
 
 
 def find_readers(model: nn.Module) -> tuple[list[Reader], set[nn.Module]]:
-    """The readers of a model, and the modules whose parameters they change in place: those must be held whole."""
+    """The readers of a model, and the modules whose parameters they change in place: those must be replicated."""
     readers: list[Reader] = []
     changed: set[nn.Module] = set()
     todo = [(module, "forward") for module in model.modules()]

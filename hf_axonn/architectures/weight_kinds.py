@@ -27,7 +27,7 @@ def weight_kinds(model: nn.Module, plan: ShardingPlan) -> dict[int, WeightKind]:
     vocabulary = vocabulary_modules(model, plan)
     for name, module in modules.items():
         if is_linear(module) and module not in vocabulary and plan.is_full(name):
-            # A weight that two modules use in different ways can only be held whole.
+            # A weight that two modules use in different ways can only be replicated.
             other = kinds.get(id(module.weight), WeightKind.LINEAR) != WeightKind.LINEAR
             kinds[id(module.weight)] = WeightKind.REPLICATED if other else WeightKind.LINEAR
     for module in filter(is_experts, modules.values()):

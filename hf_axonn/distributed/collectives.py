@@ -7,7 +7,7 @@ being the number of ranks of the group. A group of one rank costs nothing.
 Two meanings of "the same on every rank" keep the backward passes right:
 
     partial      each rank's gradient is its own share of a sum still to be taken
-    replicated   each rank's gradient is already the whole, because every rank repeated the same work
+    replicated   each rank's gradient is already the full one, because every rank repeated the same work
 
     function             forward          backward          the gradient of the result is
     all_gather           all-gather       reduce-scatter    partial
@@ -56,7 +56,7 @@ def observe(callback: Callable[[str, int, ProcessGroup], None]) -> Iterator[None
 
     `kind` is all_gather, reduce_scatter, all_to_all, exchange, all_reduce or broadcast, whatever the backend makes of
     it. The payload is in bytes: the block that an all-gather sends or a reduce-scatter leaves on each rank, what an
-    exchange sends to others, the whole tensor of the others. A backward pass may call it on a thread of autograd.
+    exchange sends to others, the full tensor of the others. A backward pass may call it on a thread of autograd.
     """
     _observers.append(callback)
     try:

@@ -72,7 +72,7 @@ class Tokens:
 def take_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
     """[B, S, H], the same on all (x, y) -> this rank's tokens [1, T/(x*y), H], or [1, T/x, H/y] of them.
 
-    Backward: all-gather over (x, y), so the gradient of the full tensor is whole on every rank.
+    Backward: all-gather over (x, y), so every rank has the gradient of the full tensor.
     """
     flat = pad_dim(hidden.reshape(tokens.count, -1), 0, tokens.padded(mesh))
     if tokens.features:
@@ -87,7 +87,7 @@ def take_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
 def gather_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
     """[1, T/(x*y), H] or [1, T/x, H/y] -> [B, S, H] on all (x, y), which then repeat the same work.
 
-    All-gather over (x, y). Backward: this rank's part of a gradient that is whole on every rank.
+    All-gather over (x, y). Backward: this rank's part of a gradient that every rank has in full.
     """
     blocks = gather_replicated(hidden.squeeze(0), mesh.group("x", "y"))
     if in_features(hidden, tokens, mesh):

@@ -162,9 +162,9 @@ class ExpertLayout:
         if self.z == 1:
             return gathered.view(self.experts, self.rows, self.cols)
         parts = gathered.view(self.z, self.experts, self.rows, self.z_cols).movedim(0, 2)
-        whole = parts.reshape(self.experts, self.rows, self.z * self.z_cols)
+        full = parts.reshape(self.experts, self.rows, self.z * self.z_cols)
         # Without padding between the rows: grouped matmuls want them to begin where they would on one process.
-        return whole[..., : self.cols].contiguous()
+        return full[..., : self.cols].contiguous()
 
     def unblock(self, grad: Tensor) -> Tensor:
         """[e, A, B] -> [z, travels], what each z rank is to receive."""

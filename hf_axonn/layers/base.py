@@ -145,7 +145,7 @@ class Replicated:
 class Reading:
     """A method of a module that uses the parameters of modules inside of it: it sees them as plain tensors.
 
-    Collectives: only where it uses a weight that is sharded, which is then gathered whole; `Linear`s that such code
+    Collectives: only where it uses a weight that is sharded, which is then gathered in full; `Linear`s that such code
     calls as usual stay as they are.
     """
 

@@ -282,11 +282,11 @@ def install_heads(state: ParallelState, attention: nn.Module, heads: Heads, bloc
     for name, kind in block.attributes.items():
         owner, _, attribute = name.rpartition(".")
         if owner:
-            # The config belongs to the whole model.
+            # The config belongs to the full model.
             setattr(attention, owner, copy.copy(getattr(attention, owner)))
         target = getattr(attention, owner) if owner else attention
-        whole, own = (heads.query, query) if kind == "query" else (heads.kv, kv)
-        setattr(target, attribute, getattr(target, attribute) * own // whole)
+        total, own = (heads.query, query) if kind == "query" else (heads.kv, kv)
+        setattr(target, attribute, getattr(target, attribute) * own // total)
     if block.arguments and heads.axes:
         signature = inspect.signature(attention.forward)
         rows, _ = feature_slice(heads.query, mesh, *heads.axes)

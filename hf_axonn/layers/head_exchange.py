@@ -54,9 +54,9 @@ class HeadExchange:
         """Features that this rank works on, padding included."""
         return sum(self.padded)
 
-    def take(self, whole: Tensor, dim: int = -1) -> Tensor:
+    def take(self, full: Tensor, dim: int = -1) -> Tensor:
         """This rank's features of a tensor that has all N of them in `dim`, zero-padded in each packed part."""
-        return self._join([whole.index_select(dim, index) for index in self.indices], dim)
+        return self._join([full.index_select(dim, index) for index in self.indices], dim)
 
     def exchange(self, output: Tensor) -> Tensor:
         """[T, N/axes], what a product has left on this rank -> [T, size]. One exchange over the axes, both ways."""

@@ -142,8 +142,8 @@ class Experts:
         local = dict(zip(self.products, gathered, strict=True))
         for name, parameter in module._parameters.items():
             if parameter is not None and name not in local:
-                whole = replicated_local(parameter, mesh, ("x", "y"))
-                local[name] = whole[self.range.start : self.range.stop] if parameter.dim() > 1 else whole
+                full = replicated_local(parameter, mesh, ("x", "y"))
+                local[name] = full[self.range.start : self.range.stop] if parameter.dim() > 1 else full
         local |= {name: add(local[name]) for name, add in self.added.items()}
         with replaced(module.__dict__, {**local, "num_experts": len(self.range)}):
             yield

@@ -158,7 +158,7 @@ def _sum_over(value: Tensor, shards: FeatureShards) -> Tensor:
 
 
 def _mean_and_square(values: Tensor, size: int, shards: FeatureShards) -> tuple[Tensor, Tensor]:
-    """Mean and mean squared deviation [..., 1] of whole tokens, from the moments of each rank's features."""
+    """Mean and mean squared deviation [..., 1] of full tokens, from the moments of each rank's features."""
     # A rank may have no features at all where y does not divide H.
     mean = values.sum(dim=-1, keepdim=True) / max(values.shape[-1], 1)
     square = (values - mean).square().sum(dim=-1, keepdim=True)
@@ -241,12 +241,12 @@ class HeadNorm:
 
     def _forward(self, original: Callable, hidden: Tensor) -> Tensor:
         weight, bias = self._own(self.kind.weight), self._own(self.kind.bias)
-        whole = None if self.kind.weight is None else self.module._parameters[self.kind.weight]
-        dtype = result_dtype(original, hidden, whole, self.kind, self._dtypes)
+        full = None if self.kind.weight is None else self.module._parameters[self.kind.weight]
+        dtype = result_dtype(original, hidden, full, self.kind, self._dtypes)
         return normalize(hidden, weight, bias, self.repeated, self.shards, dtype)
 
     def _own(self, name: str | None) -> Tensor | None:
         if name is None:
             return None
-        whole = replicated_local(self.module._parameters[name], self.state.mesh, self.axes)
-        return self.exchange.take(whole)
+        full = replicated_local(self.module._parameters[name], self.state.mesh, self.axes)
+        return self.exchange.take(full)

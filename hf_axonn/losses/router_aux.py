@@ -45,15 +45,15 @@ class RouterLogits(tuple):
         return self
 
 
-def whole_logits(logits: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
+def full_router_logits(logits: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
     """Router logits of this rank's tokens, [T/(x*y), E] or [1, T/(x*y), E] -> [B * S, E] or [B, S, E] on all (x, y).
 
     Those of a router that saw all tokens stay as they are. All-gather over (x, y). Backward: this rank's tokens.
     """
     if logits.numel() == tokens.count * logits.shape[-1]:
         return logits
-    whole = gather_tokens(logits.reshape(1, -1, logits.shape[-1]), tokens, mesh)
-    return whole.flatten(0, 1) if logits.dim() == 2 else whole
+    full = gather_tokens(logits.reshape(1, -1, logits.shape[-1]), tokens, mesh)
+    return full.flatten(0, 1) if logits.dim() == 2 else full
 
 
 def install_router_loss(state: ParallelState, model: nn.Module) -> None:

@@ -86,7 +86,7 @@ class ShardedCausalLMLoss(CausalLMLoss):
         )
 
     def _smooth(self, total: Tensor, logits: Tensor, weights: Tensor) -> Tensor:
-        """The smoothed sum of whole logits [B, S, V], whose ordinary sum over kept tokens is `total`."""
+        """The smoothed sum of full logits [B, S, V], whose ordinary sum over kept tokens is `total`."""
         logits = logits.reshape(len(weights), -1)
         log_probs = log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
         spread = -(log_probs.mean(dim=-1) * weights.to(logits.device)).sum()
@@ -191,7 +191,7 @@ def _cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Negative log-likelihood [T] of targets, and the softmax [T, v] of this rank's columns (in place of the logits).
 
-    Also which targets are this rank's, and their columns, and [T] the sum of -log p over the whole vocabulary if its
+    Also which targets are this rank's, and their columns, and [T] the sum of -log p over the full vocabulary if its
     size is given as `spread_over` (else 0). Two all-reduces over (x, y).
     """
     peak = reduce_(logits.max(dim=-1).values, chunks.group, op="max")
