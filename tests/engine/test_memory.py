@@ -206,8 +206,8 @@ def count_groups(model, grid):
         gathered.hold(group, [pending._result])
         return pending
 
-    def split_gathered(flat, cuts):
-        blocks = originals["split_gathered"](flat, cuts)
+    def split_gathered(flat, layouts):
+        blocks = originals["split_gathered"](flat, layouts)
         gathered.hold(made[flat.untyped_storage().data_ptr()], blocks)
         return blocks
 
