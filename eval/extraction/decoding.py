@@ -137,7 +137,7 @@ def weights_in_place(model) -> Iterator[None]:
 
 def _kept(model):
     parallel = parallel_state(model)
-    return parallel.kept if parallel is not None and parallel.grid.z > 1 else None
+    return parallel.gather_cache if parallel is not None and parallel.grid.z > 1 else None
 
 
 @contextlib.contextmanager
