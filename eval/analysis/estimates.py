@@ -3,7 +3,7 @@
 Intervals are those of intervals.py for shares, and a bootstrap over documents otherwise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -74,7 +74,7 @@ def group(table: Table, options: Mapping[str, Any], *, lengths: Sequence[int], t
 def estimates(
     shares: Mapping[str, np.ndarray],
     means: Mapping[str, np.ndarray],
-    documents: Sequence,
+    documents: Sequence[Hashable],
     options: Mapping[str, Any],
 ) -> dict[str, dict[str, Any]]:
     """Mean and interval of columns; those that no sample has are left out.
@@ -127,8 +127,8 @@ def differences(after: Table, before: Table, options: Mapping[str, Any]) -> dict
         if metric not in found:
             continue
         has = ~np.isnan(changes[metric])
-        answers = [column[has] == 1 for column in pairs[metric]]
-        found[metric] |= _ends(*difference_interval(*answers, after.rows(has).documents, **options))
+        mine, other = (column[has] == 1 for column in pairs[metric])
+        found[metric] |= _ends(*difference_interval(mine, other, after.rows(has).documents, **options))
     return {
         metric: {"difference": entry["mean"], **{key: entry[key] for key in ("low", "high", "n", "interval")}}
         for metric, entry in found.items()
@@ -155,11 +155,12 @@ def membership(table: Table, members: np.ndarray, options: Mapping[str, Any]) ->
             continue
         most = max(_FEWEST_DRAWS, _LARGEST_ATTACK // sum(map(len, sides)))
         draws = min(options["resamples"], most)
-        documents = [[table.documents[place] for place in side] for side in sides]
+        ours, controls = (table.rows(side) for side in sides)
         found[name.removeprefix(MEMBERSHIP)] = attack(
-            *(column[side] for side in sides),
-            member_documents=documents[0],
-            control_documents=documents[1],
+            ours.columns[name],
+            controls.columns[name],
+            member_documents=ours.documents,
+            control_documents=controls.documents,
             **{**options, "resamples": draws},
         ) | {"resamples": draws}
     return found

@@ -79,8 +79,8 @@ def bootstrap(
     """
     if len(values) != len(documents) or not len(values):
         raise ValueError(f"{len(values)} values of {len(documents)} documents: as many are needed, and one or more.")
-    options = {"confidence": confidence, "resamples": resamples, "seed": seed}
-    return bootstrap_columns(np.asarray(values, dtype=np.float64)[:, None], documents, **options)[0]
+    column = np.asarray(values, dtype=np.float64)[:, None]
+    return bootstrap_columns(column, documents, confidence=confidence, resamples=resamples, seed=seed)[0]
 
 
 def bootstrap_columns(
@@ -121,7 +121,7 @@ def bootstrap_columns(
         having = sizes[:, columns[0]] > 0  # a document without the number cannot be drawn for it
         if having.sum() < 2:
             continue
-        of_documents = sums[np.ix_(having, columns)], sizes[np.ix_(having, columns)]
+        of_documents = sums[having][:, columns], sizes[having][:, columns]
         means = [
             weights @ of_documents[0] / (weights @ of_documents[1])
             for weights in resampled_documents(int(having.sum()), resamples, seed=seed)
@@ -191,7 +191,9 @@ def sign_test(gained: int, lost: int) -> float:
 
 
 def mcnemar(
-    after: Sequence[bool], before: Sequence[bool], documents: Sequence[Hashable] | None = None
+    after: Sequence[bool] | np.ndarray,
+    before: Sequence[bool] | np.ndarray,
+    documents: Sequence[Hashable] | None = None,
 ) -> dict[str, float | int]:
     """McNemar's exact test of two models on the same samples, a document as one trial.
 
@@ -209,20 +211,20 @@ def mcnemar(
     Raises:
         ValueError: the lengths differ or are 0.
     """
-    after, before = np.asarray(after, dtype=bool), np.asarray(before, dtype=bool)
+    yes, was = np.asarray(after, dtype=bool), np.asarray(before, dtype=bool)
     documents = range(len(after)) if documents is None else documents
     if not len(after) == len(before) == len(documents) or not len(after):
         raise ValueError(
             f"{len(after)} and {len(before)} answers of {len(documents)} documents: as many are needed, one or more."
         )
     index, count = numbered(documents)
-    net = np.bincount(index, weights=after.astype(int) - before.astype(int), minlength=count)
+    net = np.bincount(index, weights=yes.astype(int) - was.astype(int), minlength=count)
     documents_gained, documents_lost = int((net > 0).sum()), int((net < 0).sum())
     return {
-        "gained": int((after & ~before).sum()),
-        "lost": int((before & ~after).sum()),
-        "both": int((after & before).sum()),
-        "neither": int((~after & ~before).sum()),
+        "gained": int((yes & ~was).sum()),
+        "lost": int((was & ~yes).sum()),
+        "both": int((yes & was).sum()),
+        "neither": int((~yes & ~was).sum()),
         "documents_gained": documents_gained,
         "documents_lost": documents_lost,
         "p": sign_test(documents_gained, documents_lost),
@@ -261,7 +263,7 @@ def share_intervals(
     """
     index, _ = numbered(documents)
     found: list[Found] = []
-    left = []
+    left: list[tuple[int, Interval]] = []  # columns that need a bootstrap, and what is the least width for each
     for place, column in enumerate(answers.T):
         asked = ~np.isnan(column)
         yes, trials, apart = int(np.nansum(column)), int(asked.sum()), len(np.unique(index[asked]))
@@ -270,11 +272,12 @@ def share_intervals(
         elif yes in (0, trials):
             found.append(Found(wilson(apart if yes else 0, apart, confidence=confidence), WILSON))
         else:
-            found.append(Found(wilson(yes, trials, confidence=confidence), HULL))
-            left.append(place)
-    drawn = bootstrap_columns(answers[:, left], documents, confidence=confidence, **drawing) if left else []
-    for place, interval in zip(left, drawn, strict=True):
-        found[place] = _hull(found[place].interval, interval)
+            left.append((place, wilson(yes, trials, confidence=confidence)))
+            found.append(Found(None, HULL))
+    columns = answers[:, [place for place, _ in left]]
+    drawn = bootstrap_columns(columns, documents, confidence=confidence, **drawing) if left else []
+    for (place, independent), interval in zip(left, drawn, strict=True):
+        found[place] = _hull(independent, interval)
     return found
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from hf_axonn_eval.analysis.estimates import differences, group, membership
 from hf_axonn_eval.analysis.intervals import check_confidence, mcnemar
 from hf_axonn_eval.analysis.table import MEMBERSHIP, Table, share_names
+from hf_axonn_eval.data.jsonl import is_count
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.metrics.discoverability import TRIES, check_tries
 from hf_axonn_eval.metrics.registry import METRICS, value
@@ -174,8 +175,8 @@ def _changes(table: Table, base: Table) -> dict[str, Any]:
         for metric in share_names():
             asked = chosen & ~np.isnan(table.column(metric)) & ~np.isnan(base.column(metric))
             if asked.any():
-                answers = [each.columns[metric][asked] == 1 for each in (table, base)]
-                told[name][metric] = mcnemar(*answers, table.rows(asked).documents)
+                after, before = (each.columns[metric][asked] == 1 for each in (table, base))
+                told[name][metric] = mcnemar(after, before, table.rows(asked).documents)
     return told
 
 
@@ -185,6 +186,6 @@ def _options(confidence: float, resamples: int, seed: int) -> dict[str, Any]:
 
 
 def _checked(lengths: Sequence[int]) -> list[int]:
-    if any(type(length) is not int or length < 1 for length in lengths):
+    if not all(is_count(length, least=1) for length in lengths):
         raise ValueError(f"lengths are {list(lengths)!r}, but they must be whole numbers of at least 1.")
     return sorted(set(lengths))

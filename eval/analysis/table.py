@@ -56,7 +56,7 @@ class Table:
         documents: list[str] = []
         names: dict[str, str] = {}
         buckets = array("q")
-        columns: dict[str, array] = {}
+        columns: dict[str, array[float]] = {}
         for result in results:
             for name, number in _numbers(result).items():
                 if number is not None:
@@ -78,9 +78,10 @@ class Table:
     def rows(self, chosen: np.ndarray) -> Table:
         """The samples at these places, in this order; `chosen` holds places, or a bool a sample."""
         places = np.flatnonzero(chosen) if chosen.dtype == bool else chosen
+        in_order = places.tolist()
         return Table(
-            [self.ids[place] for place in places],
-            [self.documents[place] for place in places],
+            [self.ids[place] for place in in_order],
+            [self.documents[place] for place in in_order],
             self.buckets[places],
             {name: column[places] for name, column in self.columns.items()},
         )

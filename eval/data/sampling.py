@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_axonn_eval.data.samples import Sample, is_count
+from hf_axonn_eval.data.jsonl import is_count
+from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.data.windows import Sampling
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
-from hf_axonn_eval.data.samples import is_count
+from hf_axonn_eval.data.jsonl import is_count
 
 
 # What each kind looks at, besides the filters that are for all of them.
@@ -84,7 +84,7 @@ class Sampling:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, but it must be True or False.")
         for name in ("prefix_length", "suffix_length"):
             values = self._several(name)
-            wrong = [value for value in values if not is_count(value) or value < 1]
+            wrong = [value for value in values if not is_count(value, least=1)]
             if wrong:
                 raise ValueError(f"{name} is {wrong[0]!r}, but it must be a whole number of tokens, at least 1.")
             if not values or len(set(values)) != len(values):
@@ -95,7 +95,7 @@ class Sampling:
         for name in ("stride", "max_tokens", "min_document_tokens", "max_document_tokens", "max_documents"):
             value = getattr(self, name)
             least = 0 if name == "min_document_tokens" else 1
-            if not (value is None and name != "stride") and (not is_count(value) or value < least):
+            if not (value is None and name != "stride") and not is_count(value, least=least):
                 raise ValueError(f"{name} is {value!r}, but it must be a whole number of at least {least}.")
         self._check_lengths()
 

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from hf_axonn_eval.analysis.intervals import check_confidence
 from hf_axonn_eval.analysis.summary import summarize
+from hf_axonn_eval.data.jsonl import is_count
 from hf_axonn_eval.data.results import RunDirectory, SampleResult
 from hf_axonn_eval.data.samples import Sample, samples_digest
 from hf_axonn_eval.extraction import batching as batches
@@ -180,7 +181,7 @@ def _look_through(samples: Sequence[Sample]) -> tuple[dict[str, int], list[tuple
 
 
 def _check_options(batch_size, stop_early, sampler, membership, tokenizer) -> None:
-    if batch_size != "auto" and (type(batch_size) is not int or batch_size < 1):
+    if batch_size != "auto" and not is_count(batch_size, least=1):
         raise ValueError(f"batch_size is {batch_size!r}, but it must be at least 1, or 'auto'.")
     given = [name for name, asked in {"sampler": sampler is not None, "membership": membership}.items() if asked]
     if stop_early and given:
