@@ -65,9 +65,9 @@ def group(table: Table, options: Mapping[str, Any], *, lengths: Sequence[int], t
             "n": int((~np.isnan(degenerate)).sum()),
             "exact_match_of_others": found.get("original"),
         }
-    undecided = table.column("undecided")
-    if not np.isnan(undecided).all():
-        entry["undecided"] = _undecided(undecided, table.columns["exact_match"])
+    near_ties = table.column("near_tie")
+    if not np.isnan(near_ties).all():
+        entry["undecided"] = _near_ties(near_ties, table.columns["exact_match"])
     return entry
 
 
@@ -96,8 +96,8 @@ def estimates(
     of_shares = {name: column for name, column in asked.items() if name in shares}
     of_means = {name: column for name, column in asked.items() if name not in shares}
     if of_shares:
-        told = share_intervals(np.stack(list(of_shares.values()), axis=1), documents, **options)
-        for name, (interval, kind) in zip(of_shares, told, strict=True):
+        intervals_of_shares = share_intervals(np.stack(list(of_shares.values()), axis=1), documents, **options)
+        for name, (interval, kind) in zip(of_shares, intervals_of_shares, strict=True):
             found[name] |= _ends(interval, kind)
     if of_means:
         intervals = bootstrap_columns(np.stack(list(of_means.values()), axis=1), documents, **options)
@@ -136,11 +136,11 @@ def differences(after: Table, before: Table, options: Mapping[str, Any]) -> dict
 
 
 def membership(table: Table, members: np.ndarray, options: Mapping[str, Any]) -> dict[str, Any]:
-    """How well each membership score tells some samples from those of bucket 0; see `membership.attack`.
+    """How well each membership score separates some samples from those of bucket 0; see `membership_attack.attack`.
 
     Args:
         table: all samples.
-        members: [samples] bool, which ones should be told from bucket 0.
+        members: [samples] bool, which ones should be separated from bucket 0.
         options: `confidence`, `resamples` and `seed`. With very many samples fewer draws are made, at least 200;
             the entry `resamples` says how many.
     Returns:
@@ -166,9 +166,9 @@ def membership(table: Table, members: np.ndarray, options: Mapping[str, Any]) ->
     return found
 
 
-def _undecided(undecided: np.ndarray, exact: np.ndarray) -> dict[str, int]:
-    asked = ~np.isnan(undecided)
-    doubtful, exact = undecided[asked] == 1, exact[asked] == 1
+def _near_ties(near_ties: np.ndarray, exact: np.ndarray) -> dict[str, int]:
+    asked = ~np.isnan(near_ties)
+    doubtful, exact = near_ties[asked] == 1, exact[asked] == 1
     return {
         "count": int(doubtful.sum()),
         "n": int(asked.sum()),

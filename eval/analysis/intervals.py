@@ -63,7 +63,7 @@ def bootstrap(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Interval | None:
-    """Bootstrap interval of the mean of `values`, resampling whole documents; see `interval_of`.
+    """Bootstrap interval of the mean of `values`, resampling documents with all of their samples; see `interval_of`.
 
     Args:
         values: one number a sample.
@@ -257,20 +257,20 @@ def share_intervals(
         answers: [samples, columns] 1 or 0, NaN where a sample was not asked; a column has one answer at least.
         documents: the document of each sample.
         confidence: of the intervals.
-        drawing: `resamples` and `seed` of the bootstrap, as `stats.bootstrap` takes them.
+        drawing: `resamples` and `seed` of the bootstrap, as `bootstrap` takes them.
     Raises:
-        ValueError: as `stats.bootstrap`.
+        ValueError: as `bootstrap`.
     """
     index, _ = numbered(documents)
     found: list[Found] = []
     left: list[tuple[int, Interval]] = []  # columns that need a bootstrap, and what is the least width for each
     for place, column in enumerate(answers.T):
         asked = ~np.isnan(column)
-        yes, trials, apart = int(np.nansum(column)), int(asked.sum()), len(np.unique(index[asked]))
-        if apart == trials:
+        yes, trials, distinct = int(np.nansum(column)), int(asked.sum()), len(np.unique(index[asked]))
+        if distinct == trials:
             found.append(Found(wilson(yes, trials, confidence=confidence), WILSON))
         elif yes in (0, trials):
-            found.append(Found(wilson(apart if yes else 0, apart, confidence=confidence), WILSON))
+            found.append(Found(wilson(distinct if yes else 0, distinct, confidence=confidence), WILSON))
         else:
             left.append((place, wilson(yes, trials, confidence=confidence)))
             found.append(Found(None, HULL))
@@ -298,16 +298,16 @@ def difference_interval(
         confidence: of the interval.
         drawing: as of `share_intervals`.
     Raises:
-        ValueError: as `stats.bootstrap`.
+        ValueError: as `bootstrap`.
     """
     change = after.astype(np.float64) - before
-    apart = numbered(documents)[1]
+    distinct = numbered(documents)[1]
     counts = (after & before, after & ~before, before & ~after, ~after & ~before)
     ends = wilson_of_difference(*(int(some.sum()) for some in counts), confidence=confidence)
-    if apart == len(change):
+    if distinct == len(change):
         return Found(ends, WILSON)
     if (change == change[0]).all():
-        least = wilson(apart, apart, confidence=confidence).low
+        least = wilson(distinct, distinct, confidence=confidence).low
         alike = {0: Interval(least - 1, 1 - least), 1: Interval(least, 1.0), -1: Interval(-1.0, -least)}
         return Found(alike[int(change[0])], WILSON)
     return _hull(ends, bootstrap_columns(change[:, None], documents, confidence=confidence, **drawing)[0])

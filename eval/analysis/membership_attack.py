@@ -64,7 +64,7 @@ def attack(
         `members` and `controls`, how many samples these are; `auc`, and for every rate `tpr_at_<rate>`, each with
         `value`, `low` and `high`; the ends are None where members or controls come from one document.
     Raises:
-        ValueError: as `auc`, and as `stats.bootstrap`.
+        ValueError: as `auc`, and as `bootstrap`.
     """
     ranking = _Ranking(members, controls)
     curve = ranking.curve()

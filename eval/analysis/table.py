@@ -36,7 +36,7 @@ class Table:
         ids: sample ids.
         documents: [samples] the document of each sample.
         buckets: [samples] whole numbers.
-        columns: by name [samples] float64: METRICS, `suffix_length`, `undecided`, `degenerate`, `membership.<score>`
+        columns: by name [samples] float64: METRICS, `suffix_length`, `near_tie`, `degenerate`, `membership.<score>`
             and `n_needed.<p>`.
     """
 
@@ -104,7 +104,7 @@ class Table:
 def _numbers(result: SampleResult) -> dict[str, float | bool | None]:
     numbers: dict[str, float | bool | None] = {metric: value(result, metric) for metric in METRICS}
     numbers["suffix_length"] = result.suffix_length
-    numbers["undecided"] = result.undecided
+    numbers["near_tie"] = result.near_tie
     numbers["degenerate"] = is_degenerate(result.type_token_ratio, result.zlib_ratio)
     for score, number in (result.membership or {}).items():
         numbers[MEMBERSHIP + score] = number

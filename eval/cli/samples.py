@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[Sampling, dict[str, Any], dict[str, Any]]:
-    """Where to cut, what is recorded of it, and what `extract` is to be told."""
+    """Where to cut, what is recorded of it, and the arguments that it gives `extract`."""
     given = {name: getattr(arguments, name) for name in _SETTINGS if getattr(arguments, name) is not None}
     if arguments.protocol is None:
         kind = arguments.sampling or "offsets"

@@ -34,7 +34,7 @@ MEASURED = (  # fields of a result that are not metrics; what metrics are comput
     "generated_text",
     "suffix_text",
     "margin",
-    "undecided",
+    "near_tie",
     "sampled_logprob",
     "membership",
 )
@@ -49,10 +49,10 @@ class SampleResult:
     suffix token. `generated` holds the ids of the greedy continuation.
 
     `margin` is the smallest gap, in nats, between the two best log-probabilities over the suffix tokens up to and
-    including the first miss; `undecided` says that it is below what another order of adding, in this dtype, may
+    including the first miss; `near_tie` says that it is below what another order of adding, in this dtype, may
     change: another grid or batch could answer otherwise. `sampled_logprob` is the log-probability of the suffix under
     the sampler of the run, in nats, and -inf where that never draws it; JSON has no infinity, so the file says "-inf"
-    in quotes. `membership` holds scores of the whole sample, prefix
+    in quotes. `membership` holds scores of the full sample, prefix
     and suffix, by name; higher means more like a member. `type_token_ratio` is of the suffix ids, `zlib_ratio` of the
     suffix text (metrics/text.py). `metrics` holds, by name, those registered metrics that have no field of their own.
     """
@@ -81,7 +81,7 @@ class SampleResult:
     rouge2: float | None = None
     rougeL: float | None = None
     margin: float | None = None
-    undecided: bool | None = None
+    near_tie: bool | None = None
     sampled_logprob: float | None = None
     membership: dict[str, float] | None = None
     type_token_ratio: float | None = None
@@ -262,6 +262,8 @@ def _from_line(line: bytes) -> SampleResult:
     for name in _MAY_BE_INFINITE:
         if name in entry:
             entry[name] = _each(entry[name], _unquoted)
+    if "undecided" in entry:  # what 0.1.0 called a near tie
+        entry["near_tie"] = entry.pop("undecided")
     return SampleResult(**entry)
 
 

@@ -1,6 +1,6 @@
 """Where documents are cut into samples: at fixed offsets, by a sliding window, or at their beginning or end.
 
-A document is tokenized once, as a whole, and then cut: cutting text and tokenizing the pieces would give other tokens
+A document is tokenized once, in full, and then cut: cutting text and tokenizing the pieces would give other tokens
 at the seam than the model saw in training. (The one exception is a window that slides over characters, because that is
 what its authors did.) Documents are taken one after the other and samples come out one after the other.
 """
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _SLICES_AT_ONCE = 256
 _CHARACTERS_A_TOKEN = 8  # that are tokenized for a window of so many tokens; more are tried if they are too few
-_SPARE = 16  # tokens beyond the window: where the text was cut off, the last ones are not those of the whole text
+_SPARE = 16  # tokens beyond the window: where the text was cut off, the last ones are not those of the full text
 
 
 @dataclass

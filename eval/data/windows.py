@@ -48,7 +48,7 @@ class Sampling:
             one changed at a time.
         shared_suffix: prefixes of several lengths end at the same place, that of the longest, so that one suffix is
             asked for with more and more context.
-        max_tokens: for "first" and "last" the tokens that are looked at; None: the whole document.
+        max_tokens: for "first" and "last" the tokens that are looked at; None: the full document.
         stride: from one window to the next.
         stride_unit: "tokens"; or "characters": the text is tokenized anew from every stride-th character on.
         min_document_tokens: shorter documents are left out. Those too short for any cut always are.

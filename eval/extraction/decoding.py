@@ -33,7 +33,7 @@ class Decoder:
     """Decode many rows, a batch of them at a time.
 
     Args:
-        model: a causal LM whose cache can be kept (`caches.can_be_kept`).
+        model: a causal LM whose cache can be kept (`kv_cache.can_be_kept`).
         rows: in a forward pass.
     """
 
@@ -50,7 +50,7 @@ class Decoder:
         self._waiting.append(_Asked(key, row, row.length, token, want))
 
     def run(self, *, drain: bool) -> Iterator[tuple[int, list[int]]]:
-        """Decode for as long as there are enough rows for a whole batch, or with `drain` until none is left.
+        """Decode for as long as there are enough rows for a full batch, or with `drain` until none is left.
 
         A forward pass of one token a row and step; on a parallelized model collective over its x, y and z.
 

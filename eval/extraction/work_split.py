@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hf_axonn import parallel_state
+import hf_axonn
 
 
 T = TypeVar("T")
@@ -34,12 +34,12 @@ class WorkSplit:
 
     @classmethod
     def of(cls, model) -> "WorkSplit":
-        """The division for a model: by (data, z) if it is parallelized, else every process is on its own.
+        """The split for a model: by (data, z) if it is parallelized, else every process is on its own.
 
         No communication.
         """
         rank, world_size = _world()
-        parallel = parallel_state(model)
+        parallel = hf_axonn.parallel_state(model)  # resolved here: --help does not wait for torch
         if parallel is None:
             return cls(index=rank, count=world_size, rank=rank, world_size=world_size)
         grid, here = parallel.grid, parallel.coordinates

@@ -1,6 +1,6 @@
 """How many draws a stated way of sampling needs until the suffix comes: (n, p)-discoverability.
 
-Let q be the probability that one draw gives the whole suffix. At least one of n independent draws gives it with
+Let q be the probability that one draw gives the full suffix. At least one of n independent draws gives it with
 probability 1 - (1 - q)^n; a sample is (n, p)-discoverable if that is at least p. q is the product of the
 probabilities of the suffix tokens under the distribution that is drawn from, so one teacher-forced pass gives it.
 

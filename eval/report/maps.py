@@ -3,7 +3,7 @@
 For documents with samples at several offsets, as a sliding window gives them. A place is as dark as the likeliest of
 the suffixes that cover it; above the strip lie marks where a suffix comes back word for word.
 
-The idea of a map over a whole book is that of Cooper et al. 2025, arXiv 2505.12546.
+The idea of a map over a full book is that of Cooper et al. 2025, arXiv 2505.12546.
 """
 
 import os
