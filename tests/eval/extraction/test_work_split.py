@@ -19,7 +19,9 @@ GRIDS = [Grid(), Grid(data=2), Grid(z=3), Grid(x=2, y=2), Grid(data=2, z=2, y=1,
 
 def work_split_of(grid: Grid, rank: int, monkeypatch) -> WorkSplit:
     monkeypatch.setattr("hf_axonn_eval.extraction.work_split._world", lambda: (rank, grid.size))
-    return WorkSplit.of(SimpleNamespace(axonn=SimpleNamespace(grid=grid, coordinates=grid.coordinates(rank))))
+    parallel = SimpleNamespace(grid=grid, coordinates=grid.coordinates(rank))
+    monkeypatch.setattr("hf_axonn.parallel_state", lambda model: parallel)
+    return WorkSplit.of(object())
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
