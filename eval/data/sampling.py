@@ -93,8 +93,10 @@ def iter_samples(
             continue
         used[bucket] += 1
         if spans is None:
-            cuts = sampling.cuts(len(tokens))
-            pieces = ((cut.name, cut.offset, tokens[cut.offset : cut.end], cut.middle - cut.offset) for cut in cuts)
+            pieces = (
+                (window.name, window.offset, tokens[window.offset : window.end], window.middle - window.offset)
+                for window in sampling.windows(len(tokens))
+            )
         else:
             pieces = _windows_over_characters(document["text"], spans, tokenizer, sampling)
         for name, offset, ids, prefix in pieces:
@@ -115,7 +117,7 @@ def iter_samples(
                 prefix=tuple(ids[:prefix]),
                 suffix=tuple(ids[prefix:]),
             )
-    _tell(tally, sampling, shortest)
+    _log_left_out(tally, sampling, shortest)
 
 
 def build_samples(
@@ -255,7 +257,7 @@ def _windows_over_characters(
                 yield f"{start}c", offset, ids[:window], prefix
 
 
-def _tell(tally: Tally, sampling: Sampling, shortest: int) -> None:
+def _log_left_out(tally: Tally, sampling: Sampling, shortest: int) -> None:
     """Log what was left out.
 
     Raises:

@@ -129,12 +129,12 @@ class Sampling:
     def needed(self) -> int:
         """The tokens of the shortest document that can be cut."""
         if self.kind == "offsets":
-            return max(cut.end for cut in self._fixed())
+            return max(window.end for window in self._fixed())
         if self.kind == "sliding":
             return self.prefix_length[0] + self.suffix_length[0]
         return self.suffix_length[0] + 1
 
-    def cuts(self, tokens: int) -> list[Window]:
+    def windows(self, tokens: int) -> list[Window]:
         """Where a document of `tokens` tokens is cut; at least `needed` of them. Not for a window over characters."""
         if self.kind == "offsets":
             return self._fixed()
@@ -162,9 +162,9 @@ class Sampling:
             combined = list(dict.fromkeys(moved))
         plain = len(self.prefix_length) == len(self.suffix_length) == 1
         longest = max(self.prefix_length)
-        cuts = []
+        windows = []
         for offset, prefix, suffix in combined:
             begin = offset + (longest - prefix if self.shared_suffix else 0)
             name = str(begin) if plain else f"{begin}+{prefix}+{suffix}"
-            cuts.append(Window(name, begin, begin + prefix, begin + prefix + suffix))
-        return cuts
+            windows.append(Window(name, begin, begin + prefix, begin + prefix + suffix))
+        return windows

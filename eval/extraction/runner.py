@@ -79,8 +79,8 @@ class Runner:
         measured = []
         for number, (sample, answer) in enumerate(zip(samples, answers, strict=True)):
             match = answer if isinstance(answer, Match) else _match(sample, answer)
-            said = [*match.known, *rest.tokens.get(number, ())] if rest is not None else None
-            measured.append(result_of(sample, answer, said, self.tokenizer, bound=self.bound))
+            continuation = [*match.known, *rest.tokens.get(number, ())] if rest is not None else None
+            measured.append(result_of(sample, answer, continuation, self.tokenizer, bound=self.bound))
         return measured
 
     def _matches(self, batch: Sequence[Sample], first: int, rest: "_Rest | None") -> list[Match]:
