@@ -21,6 +21,7 @@ from hf_axonn import parallelize
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine import matmul3d
 from hf_axonn.engine.gradient_sync import sync_gradients
+from hf_axonn.losses import head_chunks
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import rows_of
 from tests.helpers.models import tiny_batch, tiny_model

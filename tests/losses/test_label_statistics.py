@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from hf_axonn import AxonnConfig, Grid, parallelize, sync_gradients
+from hf_axonn.losses import head_chunks
 from hf_axonn.trainer.trl import sharded_label_statistics
 from tests.helpers.chats import ExactLogProbs
 from tests.helpers.equality import full, rows_of
