@@ -208,11 +208,11 @@ class Table(NamedTuple):
     shared: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
 class Stack:
     """A decoder-only model: `runs` of decoder layers that are alike, and what is around them.
 
-    Subclasses have the attributes
-
+    Args:
         runs: (layer, how many) in the order of the model
         hidden, vocab: features of the residual stream, rows of the embedding
         tied, head_bias: whether embedding and head are one weight; whether the head has a bias
@@ -230,15 +230,15 @@ class Stack:
     runs: tuple[tuple[Layer, int], ...]
     hidden: int
     vocab: int
-    tied: bool
-    head_bias: bool
-    centered: bool
+    tied: bool = False
+    head_bias: bool = False
+    centered: bool = False
     final: tuple[int, ...]
-    tables: tuple[Table, ...]
-    features = True
-    ends_whole = False
-    ends_narrow = False
-    loose = False
+    tables: tuple[Table, ...] = ()
+    features: bool = True
+    ends_whole: bool = False
+    ends_narrow: bool = False
+    loose: bool = False
     outside: Layer | None = None
     idle: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()

@@ -120,4 +120,4 @@ class Links:
 
     def of(self, key: Key, volume: Volume) -> float:
         """Seconds of an entry of a ledger."""
-        return self.seconds(key.kind, key.axes, volume.payload, volume.calls)
+        return self.seconds(key.kind, key.axes, float(volume.payload), volume.calls)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from hf_axonn.planner.model import catalog as models
-from hf_axonn.planner.model.shapes import FoundShape
 from hf_axonn.planner.model.stack import Stack
 
 
@@ -32,7 +32,7 @@ def read_shape(model: str) -> Stack:
     return built_shape(config, str(path))
 
 
-def _config(path: Path) -> dict | None:
+def _config(path: Path) -> dict[str, Any] | None:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -40,7 +40,7 @@ def _config(path: Path) -> dict | None:
     return config if isinstance(config, dict) else None
 
 
-def shape_of(config: dict) -> Stack:
+def shape_of(config: dict[str, Any]) -> Stack:
     """The shape of a config's contents, of any type.
 
     Raises:
@@ -50,7 +50,7 @@ def shape_of(config: dict) -> Stack:
     return models.from_config(config) if known else built_shape(config)
 
 
-def built_shape(config: dict, name: str = "config") -> FoundShape:
+def built_shape(config: dict[str, Any], name: str = "config") -> Stack:
     """The shape of a config's contents, of a model that Transformers can build.
 
     Raises:
@@ -64,7 +64,7 @@ def built_shape(config: dict, name: str = "config") -> FoundShape:
 
     kind = config["model_type"]
     try:
-        settings = AutoConfig.for_model(kind, **{key: its for key, its in config.items() if key != "model_type"})
+        settings = AutoConfig.for_model(kind, **{key: value for key, value in config.items() if key != "model_type"})
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(settings)
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
