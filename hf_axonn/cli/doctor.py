@@ -18,7 +18,7 @@ from pathlib import Path
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.command import read_launch_file, write_temporary
 from hf_axonn.launch.launch_file import SECTION, Launch, check_spelling, resolve
-from hf_axonn.planner import machine as machines
+from hf_axonn.planner.machine import known_machines, load_machine
 from hf_axonn.planner.memory import MOMENT_BYTES, RESERVE, memory
 from hf_axonn.planner.model.shapes import Step
 from hf_axonn.planner.model.stack import Stack
@@ -61,7 +61,7 @@ def add_doctor(commands) -> None:
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing is on")
     parser.add_argument("--gpu-memory", type=float, help="memory of a device in GiB (2**30 bytes)")
     parser.add_argument(
-        "--machine", help=f"take it from a machine file: {', '.join(machines.known())}, or a JSON file"
+        "--machine", help=f"take it from a machine file: {', '.join(known_machines())}, or a JSON file"
     )
 
 
@@ -277,7 +277,7 @@ def _examine_memory(
         findings.facts += [f"note: {note}" for note in shape.notes]
     capacity = options.gpu_memory * GIB if options.gpu_memory else None
     if options.machine:
-        capacity = machines.load(options.machine).memory
+        capacity = load_machine(options.machine).memory
     if capacity is not None and total > (1 - RESERVE) * capacity:
         findings.warnings.append(
             f"about {total / GIB:.2f} GiB do not fit into {capacity / GIB:.0f} GiB with {RESERVE:.0%} left free: take "

@@ -14,9 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 
-from hf_axonn.planner import machine as machines
 from hf_axonn.planner.jobs import WEIGHTS, make_job, number
-from hf_axonn.planner.model import catalog as models
+from hf_axonn.planner.machine import known_machines
+from hf_axonn.planner.model.catalog import GPTS
 from hf_axonn.planner.predict import Job, Prediction, reorder
 from hf_axonn.planner.search import GridRanking, alternatives, grids, plan, sweep
 from hf_axonn.planner.time.paper import ORDER, rank_grids
@@ -40,8 +40,8 @@ PARTS = {
 def add_plan(commands) -> None:
     """Register `plan` with the subparsers of main.py."""
     parser = commands.add_parser("plan", help="rank all grids of a number of GPUs by predicted time")
-    parser.add_argument("--model", required=True, help=f"a config.json, its directory, or {', '.join(models.GPTS)}")
-    parser.add_argument("--machine", required=True, help=f"{', '.join(machines.known())}, or a JSON file")
+    parser.add_argument("--model", required=True, help=f"a config.json, its directory, or {', '.join(GPTS)}")
+    parser.add_argument("--machine", required=True, help=f"{', '.join(known_machines())}, or a JSON file")
     parser.add_argument("--gpus", type=number, help="number of GPUs")
     batch = parser.add_mutually_exclusive_group(required=True)
     batch.add_argument("--batch-tokens", type=number, help="tokens of the whole batch, such as 16.8M")

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from hf_axonn.planner import machine as machines
-from hf_axonn.planner.model import catalog as models
+from hf_axonn.planner.machine import load_machine
+from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.predict import Job
 from hf_axonn.planner.search import plan
@@ -63,7 +63,7 @@ def make_job(
     batch_tokens: int,
     seq: int,
     *,
-    read: Callable[[str], Stack] = models.load,
+    read: Callable[[str], Stack] = load_shape,
     **settings: Any,
 ) -> Job:
     """A job of names and numbers; `settings` are those of `Job`, and `read` gives the shape of a model.
@@ -73,7 +73,7 @@ def make_job(
     """
     return Job(
         shape=read(model),
-        machine=machines.load(machine),
+        machine=load_machine(machine),
         sequences=sequences_of(batch_tokens, seq),
         seq=seq,
         **settings,
@@ -85,7 +85,7 @@ def resolve_auto(
     num_processes: int,
     *,
     mixed_precision: str,
-    read: Callable[[str], Stack] = models.load,
+    read: Callable[[str], Stack] = load_shape,
 ) -> tuple[dict[str, Any], list[str]]:
     """The section `axonn_config` with `grid: auto` replaced by sizes, and what to tell the user.
 

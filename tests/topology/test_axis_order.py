@@ -84,7 +84,8 @@ import json, os, sys
 import torch
 import torch.distributed as dist
 from hf_axonn.config import AxonnConfig
-from hf_axonn.topology.grid import AXES, grid_mesh
+from hf_axonn.distributed.mesh import grid_mesh
+from hf_axonn.topology.grid import AXES
 dist.init_process_group("gloo")
 place = os.environ["LOCAL_RANK"]
 mesh = grid_mesh(AxonnConfig.from_env().grid, "cpu")
@@ -101,7 +102,7 @@ TRAINING = """
 import json, os, sys
 import torch
 from accelerate import Accelerator
-from float64 import Float64
+from tests.helpers.float64 import Float64
 from tests.helpers.models import tiny_batch, tiny_model
 accelerator = Accelerator()
 model = accelerator.prepare(tiny_model("llama").train())

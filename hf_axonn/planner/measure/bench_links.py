@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hf_axonn.distributed.collectives import exchange, reduce_, start_all_gather, start_reduce_scatter
-from hf_axonn.planner.machine import from_mapping
+from hf_axonn.planner.machine import machine_from_mapping
 from hf_axonn.planner.measure.timings import UNMEASURED, Line, Timings, world_group
 from hf_axonn.topology.grid import divisors
 
@@ -77,7 +77,7 @@ def bench_links(output: str, *, seconds: float = 60.0) -> int:
             )
         found = measure(local, torch.device(kind), seconds=seconds)
         if dist.get_rank() == 0:
-            from_mapping(found)  # what cannot be read is not written
+            machine_from_mapping(found)  # what cannot be read is not written
             Path(output).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
             print(f"{output} describes this machine: hf-axonn plan --machine {output}")
     finally:

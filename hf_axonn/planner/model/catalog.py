@@ -104,7 +104,7 @@ def gpt(name: str) -> ModelShape:
     )
 
 
-def load(model: str) -> ModelShape:
+def load_shape(model: str) -> ModelShape:
     """The shape of a model.
 
     Args:
@@ -125,10 +125,10 @@ def load(model: str) -> ModelShape:
         raise ValueError(
             f"there is no model {model!r}: give {', '.join(GPTS)}, a config.json, or a directory that has one."
         )
-    return read_json(path, "config", from_config)
+    return read_json(path, "config", shape_from_config)
 
 
-def from_config(config: dict[str, Any]) -> ModelShape:
+def shape_from_config(config: dict[str, Any]) -> ModelShape:
     """The shape of a config.json's contents.
 
     Raises:

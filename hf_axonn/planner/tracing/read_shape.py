@@ -1,6 +1,6 @@
 """The planner's numbers of a model whose type it does not know by name: read from its modules, built without weights.
 
-    read_shape("DIR")      catalog.load, and for a type that is not in its FAMILIES what is said here
+    read_shape("DIR")      load_shape of catalog.py, and for a type that is not in its FAMILIES what is said here
 
 The model is built on the meta device, which takes no memory, and its shape is found there (trace.py).
 """
@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_axonn.planner.model import catalog as models
+from hf_axonn.planner.model.catalog import FAMILIES, load_shape, shape_from_config
 from hf_axonn.planner.model.stack import Stack
 
 
@@ -22,12 +22,12 @@ def read_shape(model: str) -> Stack:
         ValueError: there is no such model, or a shape cannot describe it; the message says why.
     """
     try:
-        return models.load(model)
+        return load_shape(model)
     except ValueError:
         path = Path(model)
         path = path / "config.json" if path.is_dir() else path
         config = _config(path)
-        if config is None or config.get("model_type") in (None, *models.FAMILIES):
+        if config is None or config.get("model_type") in (None, *FAMILIES):
             raise
     return built_shape(config, str(path))
 
@@ -46,8 +46,8 @@ def shape_of(config: dict[str, Any]) -> Stack:
     Raises:
         ValueError: as `read_shape`.
     """
-    known = config.get("model_type") in models.FAMILIES
-    return models.from_config(config) if known else built_shape(config)
+    known = config.get("model_type") in FAMILIES
+    return shape_from_config(config) if known else built_shape(config)
 
 
 def built_shape(config: dict[str, Any], name: str = "config") -> Stack:
@@ -74,5 +74,5 @@ def built_shape(config: dict[str, Any], name: str = "config") -> Stack:
     except ValueError as error:
         raise ValueError(
             f"the config {name}: model_type is {kind!r}, which the planner cannot describe: {error} For a rough plan "
-            f"take the config of one of {', '.join(models.FAMILIES)} with like sizes."
+            f"take the config of one of {', '.join(FAMILIES)} with like sizes."
         ) from None
