@@ -22,7 +22,7 @@ from hf_axonn.topology.axis_order import ORDER, check_order
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-WEIGHTS = {"fp32": 4, "bf16": 2}
+PRECISION_BYTES = {"fp32": 4, "bf16": 2}
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 NEEDED = ("model", "machine", "batch_tokens", "seq")
 OPTIONAL = ("checkpointing", "weights")
@@ -121,8 +121,8 @@ def resolve_auto(
     checkpointing, weights = given.get("checkpointing", True), given.get("weights", "fp32")
     if not isinstance(checkpointing, bool):
         raise ValueError(f"axonn_config.plan.checkpointing is {checkpointing!r}: write true or false.")
-    if not isinstance(weights, str) or weights not in WEIGHTS:
-        raise ValueError(f"axonn_config.plan.weights is {weights!r}, but it is one of {', '.join(WEIGHTS)}.")
+    if not isinstance(weights, str) or weights not in PRECISION_BYTES:
+        raise ValueError(f"axonn_config.plan.weights is {weights!r}, but it is one of {', '.join(PRECISION_BYTES)}.")
     try:
         job = make_job(
             str(given["model"]),
@@ -130,8 +130,8 @@ def resolve_auto(
             number(given["batch_tokens"]),
             number(given["seq"]),
             read=read,
-            compute_bytes=2 if mixed_precision == "bf16" else WEIGHTS[weights],
-            param_bytes=WEIGHTS[weights],
+            compute_bytes=2 if mixed_precision == "bf16" else PRECISION_BYTES[weights],
+            param_bytes=PRECISION_BYTES[weights],
             reduce_bytes=DTYPE_BYTES.get(str(section.get("reduce_dtype", "float32")), 4),
             checkpointing=checkpointing,
         )

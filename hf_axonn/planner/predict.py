@@ -22,9 +22,9 @@ from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.time.compute import Compute
 from hf_axonn.planner.time.exposed import Overlaps, exposed
 from hf_axonn.planner.time.links import Links
-from hf_axonn.planner.time.paper import ORDER
 from hf_axonn.planner.time.schedules import LayerSeconds, Traffic, of_axonn, of_engine
 from hf_axonn.planner.traffic.ledger import Ledger
+from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid, divisors
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from hf_axonn.planner.predict import Job, Prediction, predict, refusal, reorder
-from hf_axonn.planner.time.paper import ORDER
+from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid, divisors
 
 

@@ -23,8 +23,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hf_axonn.planner.machine import Machine
-from hf_axonn.planner.time.paper import ORDER, strides
+from hf_axonn.planner.time.paper import strides
 from hf_axonn.planner.traffic.ledger import Key, Volume
+from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import AXES, Grid
 
 

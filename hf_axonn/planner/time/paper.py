@@ -26,11 +26,11 @@ from typing import NamedTuple
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.model.stack import Stack
+from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid
 
 
 COUNTINGS = ("equations", "script")
-ORDER = ("y", "x", "z", "data")  # from the innermost axis to the outermost
 
 
 class Layer(NamedTuple):

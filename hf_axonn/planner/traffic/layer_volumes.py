@@ -15,7 +15,7 @@ from hf_axonn.topology.grid import Grid, GridPosition, ceil_div
 from hf_axonn.topology.heads import Heads, exchanged_features, is_own_slice
 
 
-LAYOUTS = ("token", "feature")
+RESIDUAL_LAYOUTS = ("token", "feature")
 INDEX_BYTES = 8  # of the number of an expert
 
 
@@ -23,8 +23,10 @@ class LayerAccount:
     """The sizes that all entries share, and the collectives of a layer. Arguments as `volumes.volumes`."""
 
     def __init__(self, shape: Stack, grid: Grid, step: Step, layout: str, rank: int = 0) -> None:
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout is {layout!r}, but the residual stream is divided by {' or by '.join(LAYOUTS)}.")
+        if layout not in RESIDUAL_LAYOUTS:
+            raise ValueError(
+                f"layout is {layout!r}, but the residual stream is divided by {' or by '.join(RESIDUAL_LAYOUTS)}."
+            )
         self.shape, self.grid, self.step = shape, grid, step
         self.by_features = layout == "feature" and grid.y > 1
         self.here = grid.coordinates(rank)
