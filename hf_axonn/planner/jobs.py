@@ -31,7 +31,7 @@ NEAR = 0.01  # a batch this near to a power of two of sequences is meant to be i
 
 
 def number(text: Any) -> int:
-    """A whole number, or one with the suffix k, M, G or B for 10**3, 10**6 and 10**9: 16.8M.
+    """An integer, or a number with the suffix k, M, G or B for 10**3, 10**6 and 10**9: 16.8M.
 
     Raises:
         ValueError: it is none, or below 1.
@@ -144,9 +144,9 @@ def resolve_auto(
     resolved["grid"] = best.grid.as_dict()
     if best.order != ORDER:
         resolved["order"] = list(best.order)
-    lie = "" if best.order == ORDER else f" with its axes in the order {', '.join(best.order)}"
+    lying = "" if best.order == ORDER else f" with its axes in the order {', '.join(best.order)}"
     notes = [
-        f"grid: auto is {best.grid}{lie}, {best.total:.3g} s a step predicted, {best.micro_batches} micro-batch(es)."
+        f"grid: auto is {best.grid}{lying}, {best.total:.3g} s a step predicted, {best.micro_batches} micro-batch(es)."
     ]
     if len(found.ranked) > 1:
         second = found.ranked[1]

@@ -95,7 +95,7 @@ class Machine:
 
         (7)  beta = inter / min(gpus_per_node, stride): that many sibling rings leave a node at once.
 
-        A ring inside a node that the table has not gets the lowest of its entries with as many ranks, else of all.
+        A ring inside a node that is not in the table gets the lowest of the entries with as many ranks, else of all.
         """
         if not self.within(stride, ranks):
             return self.inter / min(self.gpus_per_node, stride)

@@ -377,7 +377,7 @@ def test_a_missing_model_names_what_there_is():
 
 def test_an_adapter_is_refused_with_what_to_plan_instead(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds an adapter, which the planner does not reckon: give its base model"):
+    with pytest.raises(ValueError, match="holds an adapter, which the planner does not model: give its base model"):
         load_shape(str(tmp_path))
 
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn.cli.main import main
 from hf_axonn.planner.model.catalog import FAMILIES, shape_from_config
-from hf_axonn.planner.model.stack import Block, Experts, LinearShape, Whole
+from hf_axonn.planner.model.stack import Block, Experts, LinearShape, UnshardedModule
 from hf_axonn.planner.tracing.read_shape import built_shape, read_shape
 
 
@@ -28,7 +28,7 @@ def test_modules_say_what_the_families_say(kind):
     # In the order of the model here, of the blocks there.
     assert sorted(built.weights) == sorted(known.weights) and sorted(built.replicated) == sorted(known.replicated)
     assert (built.tied, built.centered, built.tables) == (known.tied, known.centered, known.tables)
-    assert (built.features, built.ends_whole, built.loose) == (True, known.ends_whole, False)
+    assert (built.features, built.ends_full, built.loose) == (True, known.ends_full, False)
 
 
 UNKNOWN = {"ministral": {"head_dim": 8}, "helium": {"head_dim": 8}, "stablelm": {}, "cohere": {}, "glm": {}}
@@ -82,10 +82,10 @@ def test_what_needs_whole_sequences_is_noted():
         AutoConfig.for_model("codegen", **SIZES | {"num_attention_heads": 4, "rotary_dim": 4}).to_dict()
     )
     (note,) = shape.notes
-    assert note.startswith("modules that need whole sequences (attn) are reckoned as their Linears")
+    assert note.startswith("modules that need full sequences (attn) are estimated by their Linears")
     loose = built_shape(AutoConfig.for_model("bitnet", **SIZES).to_dict())
-    assert loose.loose and len(loose.notes) == 1 and loose.notes[0].startswith("it is cut Linear by Linear")
-    assert {type(part) for layer, _ in loose.runs for part in layer.parts} == {Whole}
+    assert loose.loose and len(loose.notes) == 1 and loose.notes[0].startswith("it is sharded Linear by Linear")
+    assert {type(part) for layer, _ in loose.runs for part in layer.parts} == {UnshardedModule}
 
 
 def test_what_a_shape_cannot_describe_is_refused(tmp_path, capsys):

@@ -31,7 +31,7 @@ def test_every_order_gives_each_process_a_rank_and_each_axis_its_stride(grid):
         ranks = [rank_at(grid, order, place) for place in range(grid.size)]
         assert sorted(ranks) == list(range(grid.size)) and ranks[0] == 0
         place_of = {rank: place for place, rank in enumerate(ranks)}
-        for axis, stride in strides(grid, order).items():  # what the planner reckons with
+        for axis, stride in strides(grid, order).items():  # what the planner counts with
             for rank in range(grid.size):
                 here = grid.coordinates(rank)
                 if here[axis] + 1 < getattr(grid, axis):

@@ -52,7 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "packed_qkv": True,
         "tied": True,
-        "ends_whole": True,
+        "ends_full": True,
     },
     "starcoder2": {
         "gated": False,
@@ -69,7 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "out_bias": True,
         "mlp_bias": True,
         "tied": True,
-        "ends_whole": True,
+        "ends_full": True,
     },
 }
 DROPOUTS = ("resid_pdrop", "dropout", "hidden_dropout", "residual_dropout")  # after an MLP
@@ -119,7 +119,7 @@ def load_shape(model: str) -> ModelShape:
     if not path.is_file():
         if (Path(model) / "adapter_config.json").is_file():
             raise ValueError(
-                f"{model} holds an adapter, which the planner does not reckon: give its base model. The plan says "
+                f"{model} holds an adapter, which the planner does not model: give its base model. The plan says "
                 "what training all of it takes, which is more than an adapter needs."
             )
         raise ValueError(

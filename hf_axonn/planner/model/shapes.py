@@ -29,7 +29,7 @@ class ModelShape(Stack):
         positions: rows of a learned position embedding [positions, hidden]; 0 for none.
         offset_positions: whether the class of the embedding shifts its positions, so that it is not a plain one.
         drops: whether features are dropped after the MLP (their mask is saved, so recomputation goes to the end).
-        tied, head_bias, ends_whole: as in `Stack`.
+        tied, head_bias, ends_full: as in `Stack`.
     Raises:
         ValueError: a size is below 1, or kv_heads does not divide heads.
     """
@@ -83,9 +83,9 @@ class ModelShape(Stack):
         if not self.positions:
             return ()
         largest = max(weight.elements for weight in self.runs[0][0].weights)
-        whole = self.positions * self.hidden < SMALLEST_PART * max(largest, self.vocab * self.hidden)
+        small = self.positions * self.hidden < SMALLEST_PART * max(largest, self.vocab * self.hidden)
         plain = not self.offset_positions and 4 * self.positions >= self.vocab
-        return (Table("vocabulary" if plain else "replicated" if whole else "gathered", self.positions),)
+        return (Table("vocabulary" if plain else "replicated" if small else "gathered", self.positions),)
 
     @cached_property
     def attention(self) -> Block:

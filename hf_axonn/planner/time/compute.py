@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, Stack, Whole
+from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, Stack, UnshardedModule
 from hf_axonn.planner.traffic.shares import heads_repeat
 from hf_axonn.topology.grid import Grid, ceil_div
 
@@ -99,14 +99,14 @@ class Compute:
             if isinstance(part, Experts):
                 found.append(self.experts(part))
                 continue
-            if isinstance(part, Whole):
+            if isinstance(part, UnshardedModule):
                 found += [self.alone(call) for call in part.calls]
                 continue
             y, x = self.grid.y, self.grid.x
             repeat = (heads_repeat(part, self.grid) if self.ours else y) if part.query else 1
             for kind, linears in part.groups():
                 if kind == "row":
-                    # A row layer whose input is whole, because heads are not divided over y, has it in one piece.
+                    # A row layer whose input is full, because heads are not divided over y, has it in one piece.
                     parts = y if self.ours and repeat == 1 else 1
                     inner, outer = [ceil_div(ceil_div(part.row.cols, x), parts)] * parts, [ceil_div(part.row.rows, y)]
                     found.append(Group(*self._products(inner, outer), *self.stream(layer.norms / blocks)))
@@ -116,7 +116,7 @@ class Compute:
                 else:
                     outer = [sum(ceil_div(linear.rows, x) for linear in linears)]
                 products = self._products([ceil_div(linears[0].cols, y)], outer)
-                if kind == "full":  # its latent is whole, and so is the norm that follows
+                if kind == "full":  # its latent is full, and so is the input of the norm that follows
                     found.append(Group(*products, *self._norm(linears[0].rows)))
                 elif part.down and linears[0] != part.columns[-1]:
                     found.append(Group(*products, 0.0, 0.0))
@@ -210,7 +210,7 @@ class Compute:
         return seconds, 2 * seconds
 
     def _norm(self, features: int) -> tuple[float, float]:
-        """A norm of whole activations, which all ranks repeat."""
+        """A norm of full activations, which all ranks repeat."""
         seconds = self.moved(2 * self.step.tokens * features * self.step.compute_bytes, 2)
         return seconds, 2 * seconds
 

@@ -107,7 +107,7 @@ def network_time(
 
     Args:
         shape, machine, grid: which.
-        batch_tokens: tokens of the whole batch.
+        batch_tokens: tokens of the full batch.
         counting: equations, or script (see the head of this file).
     Raises:
         ValueError: an unknown counting.

@@ -88,7 +88,7 @@ class Traffic:
     checkpointing: bool
 
     def by_axes(self, links: Links, micro_batches: int) -> dict[str, float]:
-        """Seconds of a whole step by axes, hidden or not."""
+        """Seconds of one step by axes, hidden or not."""
         found: dict[str, float] = {}
 
         def enter(axes: tuple[str, ...], seconds: float) -> None:

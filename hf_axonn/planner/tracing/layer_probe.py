@@ -44,7 +44,7 @@ class LayerTrace:
         saved: whether anything was saved for backward after the last of them.
         routing: name of experts -> number of choices of a token, and the dtype of their weights.
         calls: name of a Linear on its own -> its inputs for each token of the batch, and whether they were bfloat16.
-        whole: name of a module that gets whole sequences -> how many tensors of tokens it is given, and whether its
+        unsharded: name of a module that gets full sequences -> how many tensors of tokens it is given, and whether its
             output was bfloat16.
     """
 
@@ -52,7 +52,7 @@ class LayerTrace:
     saved: bool = False
     routing: dict[str, tuple[int, str]] = field(default_factory=dict)
     calls: dict[str, tuple[Fraction, bool]] = field(default_factory=dict)
-    whole: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    unsharded: dict[str, tuple[int, bool]] = field(default_factory=dict)
 
 
 class _OnMeta(TorchFunctionMode):
@@ -211,7 +211,7 @@ class LayerProbe:
         shape = split_hidden_states(args, kwargs)[0].shape
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.shape == shape]
         output = output if isinstance(output, Tensor) else output[0]
-        self.current.whole[name] = (len(given), output.dtype == torch.bfloat16)
+        self.current.unsharded[name] = (len(given), output.dtype == torch.bfloat16)
 
     def _stub(self, name: str, hidden: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
         """In place of experts, which look at values: hidden states pass, and how they are routed is written down."""

@@ -24,7 +24,17 @@ from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.compat.transformers import has_causal_lm_loss, input_embedding, output_embedding, text_config
 from hf_axonn.engine.linears import is_linear, linear_size
 from hf_axonn.layers.moe import expert_weights, is_experts
-from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, LinearShape, Stack, Table, Weight, Whole
+from hf_axonn.planner.model.stack import (
+    Block,
+    Call,
+    Experts,
+    Layer,
+    LinearShape,
+    Stack,
+    Table,
+    UnshardedModule,
+    Weight,
+)
 from hf_axonn.planner.tracing.layer_probe import TOKENS, LayerProbe, LayerTrace, probe_layers
 
 
@@ -60,7 +70,7 @@ def found_shape(model: PreTrainedModel) -> Stack:
         final=(),
         tables=tuple(finder.tables(hidden)),
         features=bool(layout.features),
-        ends_whole=plan.final is None or bool(plan.reason),
+        ends_full=plan.final is None or bool(plan.reason),
         ends_narrow=probe.narrow,
         loose=bool(plan.reason),
         outside=finder.outside(probe.outside),
@@ -89,22 +99,22 @@ def _alone(model: nn.Module, plan: ShardingPlan, kinds: dict[int, str]) -> set[s
 
 
 def _notes(model: nn.Module, plan: ShardingPlan, alone: set[str]) -> Iterator[str]:
-    """What of a model is reckoned roughly."""
+    """What of a model is only estimated, or left out."""
     names = {module: name for name, module in model.named_modules()}
-    read = sorted({names[its].rpartition(".")[2] for reader in find_readers(model)[0] for its in reader.read})
-    read = [name for name in read if any(its.endswith(f".{name}") for its in alone)]
+    read = sorted({names[linear].rpartition(".")[2] for reader in find_readers(model)[0] for linear in reader.read})
+    read = [name for name in read if any(path.endswith(f".{name}") for path in alone)]
     if read:
-        yield f"its code reads the weights of {', '.join(read)}, which are then gathered whole: that is not reckoned"
+        yield f"its code reads the weights of {', '.join(read)}: the plan leaves out that they are gathered for it"
     if plan.reason:
         yield (
-            "it is cut Linear by Linear: activations are whole on every rank of (x, y), as reckoned, but what its "
-            "code does beside its Linears is reckoned as reading and writing their results, and as sending nothing"
+            "it is sharded Linear by Linear, with full activations on every rank of (x, y): the plan counts them, but "
+            "takes the rest of its code to read and write the results of its Linears and to send nothing"
         )
     elif plan.whole:
         kinds = sorted({name.rpartition(".")[2] for name in plan.whole})
         yield (
-            f"modules that need whole sequences ({', '.join(kinds)}) are reckoned as their Linears, and what else "
-            "they do as reading and writing their results, and as sending nothing"
+            f"modules that need full sequences ({', '.join(kinds)}) are estimated by their Linears: the plan takes "
+            "the rest of their code to read and write the results of those and to send nothing"
         )
 
 
@@ -112,7 +122,7 @@ def _checkpointed(model: nn.Module) -> list[str]:
     """Names of the layers that gradient checkpointing runs again, where a plan knows of none."""
     found: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, GradientCheckpointingLayer) and not any(name.startswith(f"{its}.") for its in found):
+        if isinstance(module, GradientCheckpointingLayer) and not is_inside(name, found):
             found.append(name)
     return found
 
@@ -185,7 +195,7 @@ class _Finder:
             for path, module in self.modules.items()
             if path not in self.within and not isinstance(module, nn.Embedding)
         ]
-        # The norms there are not counted: the last one works on whole tokens.
+        # The norms there are not counted: the last one works on full tokens.
         found = replace(self._weights(names), parts=tuple(self._parts(trace)), norms=0)
         return found if found.weights or found.replicated or found.parts else None
 
@@ -229,23 +239,23 @@ class _Finder:
             routed=routed,
         )
 
-    def _parts(self, trace: LayerTrace) -> list[Block | Experts | Whole]:
+    def _parts(self, trace: LayerTrace) -> list[Block | Experts | UnshardedModule]:
         """Blocks, experts and groups of Linears on their own, in the order in which they ended."""
-        parts: list[Block | Experts | Whole] = []
+        parts: list[Block | Experts | UnshardedModule] = []
         for around, names in groupby(trace.parts, self._around):
             if around is None:
                 parts += [self._part(name, trace) for name in names]
                 continue
             calls = tuple(self._call(name, trace) for name in names)
-            taken, narrow = trace.whole.get(around, (0, True))
-            parts.append(Whole(calls=calls, taken=taken, narrow=narrow))
+            taken, narrow = trace.unsharded.get(around, (0, True))
+            parts.append(UnshardedModule(calls=calls, taken=taken, narrow=narrow))
         return parts
 
     def _around(self, name: str) -> str | None:
-        """The module on whole sequences that a Linear on its own lies in, or nothing for another part."""
+        """The module on full sequences that a Linear on its own lies in, or nothing for another part."""
         if name not in self.alone:
             return None
-        return next((whole for whole in self.plan.whole if name == whole or name.startswith(f"{whole}.")), "")
+        return next((path for path in self.plan.whole if is_inside(name, [path])), "")
 
     def _call(self, name: str, trace: LayerTrace) -> Call:
         backward = (name in self.probe.outputs, name in self.probe.inputs)

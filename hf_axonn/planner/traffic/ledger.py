@@ -7,9 +7,9 @@ or a pairwise exchange (all-to-all) of p ranks makes every rank send
     all_gather       the block of one rank                 (p - 1) * n
     reduce_scatter   the block that is left on one rank    (p - 1) * n
     exchange         what this rank sends to others        n
-    all_reduce       the whole tensor                      2 * (p - 1) / p * n
-    all_to_all       the whole tensor                      (p - 1) / p * n
-    broadcast        the whole tensor                      n
+    all_reduce       the full tensor                       2 * (p - 1) / p * n
+    all_to_all       the full tensor                       (p - 1) / p * n
+    broadcast        the full tensor                       n
 
 All are linear in the payload, so payloads are added up as integers, or as fractions where a paper's equations divide
 without padding, and the bytes follow exactly.
@@ -44,7 +44,7 @@ def sent_bytes(kind: str, ranks: int, payload: int | Fraction) -> Fraction:
 
 
 class Key(NamedTuple):
-    """What is told apart: when (PHASES), which collective (KINDS), and along which axes its ranks differ."""
+    """What an entry is for: when (PHASES), which collective (KINDS), and along which axes its ranks differ."""
 
     phase: str
     kind: str
@@ -61,7 +61,7 @@ class Volume(NamedTuple):
 class Ledger:
     """The collectives of one rank on a grid, added up by `Key`.
 
-    `axes` of a key are those longer than 1, in the order of AXES: a group of the whole world on data=2, x=2 is
+    `axes` of a key are those longer than 1, in the order of AXES: a group of all ranks on data=2, x=2 is
     ("data", "x"), as is any other group of the same ranks. What has one rank costs nothing and is not entered.
     """
 
