@@ -130,7 +130,7 @@ class AxonnConfig(Settings):
             raise ValueError(
                 f"axonn_config.{loose_axes[0]} is out of place: sizes stand under grid, as in {GRID_EXAMPLE}."
             )
-        _check_keys("axonn_config", section, [item.name for item in fields(cls)])
+        _check_keys("axonn_config", section, ["grid", *(item.name for item in fields(Settings)), "order"])
         if "grid" not in section:
             raise ValueError(f"axonn_config has no grid: write the sizes of the axes, as in {GRID_EXAMPLE}.")
         values = dict(section)
