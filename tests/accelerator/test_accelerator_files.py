@@ -204,7 +204,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
 
 
 def _schedules(folder: Path, saving: bool, rates: dict[str, list[float]]) -> None:
-    """Schedules of both kinds go on at the pace of the global step, whatever the positions."""
+    """Schedules of both kinds go on at the pace of the global step, whatever data * z."""
     grids = [Grid(x=2), Grid(z=2)] if saving else [Grid(data=2), Grid(y=2)]
     for index, grid in enumerate(grids):
         accelerator = new_accelerator(grid)
@@ -457,7 +457,7 @@ def test_whole_models_are_ordinary_directories(tmp_path):
 
 
 def _stateful(folder: Path) -> None:
-    """A stateful loader goes on where it was, and its place is not taken for one of another number of positions."""
+    """A stateful loader goes on where it was, and its place is not taken for one of another data * z."""
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
 
     def prepared(grid: Grid):
