@@ -23,9 +23,8 @@ SIX_RANKS = [Grid(y=2, x=3)]
 
 
 def five_steps(kind):
-    # One of them clips as Trainer does: it has tied weights, and is on grids of every size.
-    foreach = None if kind == "smollm2" else False
-    return Case(kind, functools.partial(tiny_model, kind), steps=FIVE_STEPS, foreach=foreach)
+    # One of them clips and steps as Trainer does: it has tied weights, and is on grids of every size.
+    return Case(kind, functools.partial(tiny_model, kind), steps=FIVE_STEPS, as_trainer=kind == "smollm2")
 
 
 def run(cases, grids, timeout=240):

@@ -1,5 +1,7 @@
 """How weights and activations are cut: without processes for every grid of up to 8 ranks, then the moves between."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,15 +37,14 @@ def meshes(grid):
     return [fake_mesh(grid, rank) for rank in range(grid.size)]
 
 
-@pytest.mark.parametrize("size", range(1, 12))
-@pytest.mark.parametrize("parts", range(1, 9))
-def test_bounds_are_those_of_chunk(size, parts):
-    pieces = [slice(*bounds(size, parts, index)) for index in range(parts)]
-    ours = [torch.arange(size)[piece] for piece in pieces]
-    theirs = torch.arange(size).chunk(parts)
-    assert torch.equal(torch.cat(ours), torch.arange(size))
-    assert [len(piece) for piece in ours if len(piece)] == [len(piece) for piece in theirs]
-    assert max(map(len, ours)) == ceil_div(size, parts)
+def test_bounds_are_those_of_chunk():
+    for size, parts in itertools.product(range(1, 12), range(1, 9)):
+        pieces = [slice(*bounds(size, parts, index)) for index in range(parts)]
+        ours = [torch.arange(size)[piece] for piece in pieces]
+        theirs = torch.arange(size).chunk(parts)
+        assert torch.equal(torch.cat(ours), torch.arange(size)), (size, parts)
+        assert [len(piece) for piece in ours if len(piece)] == [len(piece) for piece in theirs], (size, parts)
+        assert max(map(len, ours)) == ceil_div(size, parts), (size, parts)
 
 
 def test_pad_dim():
@@ -55,10 +56,10 @@ def test_pad_dim():
         assert torch.equal(padded.narrow(dim, 0, tensor.shape[dim]), tensor)
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_shards_reassemble_to_the_weight(grid):
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+def test_shards_reassemble_to_the_weight(rows, cols):
     """Gathered over z as the engine does it, then summed over (y, x) at the places the matmuls take them to be."""
-    for rows, cols in SHAPES:
+    for grid in GRIDS:
         weight = torch.arange(1.0, rows * cols + 1).view(rows, cols)
         for kind in KINDS:
             placements = shard_placements(kind)
@@ -76,8 +77,8 @@ def test_shards_reassemble_to_the_weight(grid):
                     times_seen += placed(block, kind, rows, cols, mesh)
                 # What each z rank gets back of a gradient is the place of its own shard.
                 own = cut.own(cut.unblock(block)[mesh.index("z")])
-                assert torch.equal(own, shard), (kind, rows, cols)
-            assert torch.equal(times_seen, weight), (kind, rows, cols)
+                assert torch.equal(own, shard), (kind, grid)
+            assert torch.equal(times_seen, weight), (kind, grid)
 
 
 def placed(block, kind, rows, cols, mesh):
@@ -96,10 +97,9 @@ def placed(block, kind, rows, cols, mesh):
     return whole[:rows, :cols]
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("axes", [(), ("y",), ("x",), ("x", "y")], ids=["none", "y", "x", "x and y"])
-def test_feature_slices_are_those_of_padded_activations(grid, axes):
-    for size in (1, 5, 8, 13):
+def test_feature_slices_are_those_of_padded_activations(axes):
+    for grid, size in itertools.product(GRIDS, (1, 5, 8, 13)):
         full = torch.arange(1.0, size + 1)
         for mesh in meshes(grid):
             mine = full
@@ -107,18 +107,18 @@ def test_feature_slices_are_those_of_padded_activations(grid, axes):
                 parts = mesh.size(axis)
                 mine = pad_dim(mine, 0, parts * ceil_div(len(mine), parts)).view(parts, -1)[mesh.index(axis)]
             own, padded = feature_slice(size, mesh, *axes)
-            assert len(mine) == padded
-            assert torch.equal(full[own], mine[mine > 0])
-            assert torch.equal(take_slice(full, size, mesh, *axes), mine)
+            assert len(mine) == padded, (grid, size)
+            assert torch.equal(full[own], mine[mine > 0]), (grid, size)
+            assert torch.equal(take_slice(full, size, mesh, *axes), mine), (grid, size)
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_the_vocabulary_is_cut_once(grid):
-    for size in (1, 3, 131):
-        ids = [token for mesh in meshes(Grid(y=grid.y, x=grid.x)) for token in vocabulary_range(size, mesh)]
-        assert sorted(ids) == list(range(size))
-    mesh = fake_mesh(grid, grid.size - 1)
-    assert vocabulary_range(131, mesh, y=mesh.index("y"), x=mesh.index("x")) == vocabulary_range(131, mesh)
+def test_the_vocabulary_is_cut_once():
+    for grid in GRIDS:
+        for size in (1, 3, 131):
+            ids = [token for mesh in meshes(Grid(y=grid.y, x=grid.x)) for token in vocabulary_range(size, mesh)]
+            assert sorted(ids) == list(range(size)), grid
+        mesh = fake_mesh(grid, grid.size - 1)
+        assert vocabulary_range(131, mesh, y=mesh.index("y"), x=mesh.index("x")) == vocabulary_range(131, mesh), grid
 
 
 def cut_as_dtensor_cuts():
