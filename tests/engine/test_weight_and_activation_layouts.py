@@ -25,7 +25,11 @@ from hf_axonn.engine.weight_layout import vocabulary_range, weight_layout
 from hf_axonn.layers.base import feature_slice, take_slice
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.weight_kind import WeightKind
+from tests.helpers.devices import rank_device, seeded
 from tests.helpers.ranks import all_grids, fake_mesh, run_ranks
+
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 GRIDS = [grid for size in range(1, 9) for grid in all_grids(size)]
@@ -123,7 +127,7 @@ def test_the_vocabulary_is_cut_once():
 
 def cut_as_dtensor_cuts():
     for grid in (*all_grids(4), Grid(z=2, x=2)):
-        mesh = grid_mesh(grid, "cpu")
+        mesh = grid_mesh(grid, rank_device().type)
         for shape in SHAPES:
             weight = torch.arange(float(shape[0] * shape[1])).view(shape)
             for kind in (*KINDS, WeightKind.REPLICATED):
@@ -138,10 +142,10 @@ def cut_as_dtensor_cuts():
 
 
 def check_moves(grid):
-    mesh = grid_mesh(grid, "cpu")
+    mesh = grid_mesh(grid, rank_device().type)
     x, y = mesh.index("x"), mesh.index("y")
     for batch, seq, hidden_size in ((2, 4, 8), (3, 5, 7), (1, 1, 1)):
-        generator = torch.Generator().manual_seed(batch)
+        generator = seeded(batch)
         hidden = torch.randn(batch, seq, hidden_size, generator=generator)
         tokens = Tokens(batch, seq, sharded=True)
         padded = tokens.padded(mesh)
@@ -169,7 +173,7 @@ def check_moves(grid):
 
 def check_gradients(hidden, tokens, mesh):
     """Ranks that divide the work and ranks that repeat it must both leave the gradient of one process."""
-    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(9))
+    weights = torch.randn(hidden.shape, generator=seeded(9))
     leaf = hidden.clone().requires_grad_()
     mine = take_tokens(leaf, tokens, mesh)
     (gather_tokens(mine * 2, tokens, mesh) * weights).sum().backward()

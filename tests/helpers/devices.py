@@ -7,12 +7,15 @@ never uses CUDA, because its forked ranks could not use it then.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -48,7 +51,6 @@ class Devices:
 
 CPUS = Devices()
 _used = CPUS
-_of_this_rank = torch.device("cpu")
 
 
 @functools.cache
@@ -87,14 +89,46 @@ def in_use() -> Devices:
 
 
 def take_device(rank: int) -> torch.device:
-    """Called by a rank when it starts: from here on `rank_device` is its own."""
-    global _of_this_rank
-    _of_this_rank = _used.of_rank(rank)
-    if _of_this_rank.type == "cuda":
-        torch.cuda.set_device(_of_this_rank)
-    return _of_this_rank
+    """Called by a rank when it starts: what it makes from here on, it makes on its device."""
+    device = _used.of_rank(rank)
+    if device.type == "cpu":
+        os.environ.update(CUDA_VISIBLE_DEVICES="", HIP_VISIBLE_DEVICES="")  # else it would load models onto a GPU
+        return device
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for results that are compared bit by bit
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.cuda.set_device(device)
+    torch.set_default_device(device)
+    return device
 
 
 def rank_device() -> torch.device:
     """The device of this rank; the CPU in the process of the tests, where truths are computed."""
-    return _of_this_rank
+    return torch.get_default_device()
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A generator on this rank's device, which draws other numbers there than on a CPU."""
+    return torch.Generator(rank_device()).manual_seed(seed)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The same with every tensor on `device`, inside of containers, dataclasses and functools.partial too."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, functools.partial):
+        return functools.partial(value.func, *moved(value.args, device), **moved(value.keywords, device))
+    if isinstance(value, dict):
+        result = copy.copy(value)
+        for key, item in value.items():
+            result[key] = moved(item, device)
+        return result
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(moved(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(moved(item, device) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and not value.__dataclass_params__.frozen:
+        result = copy.copy(value)
+        for field in dataclasses.fields(value):
+            setattr(result, field.name, moved(getattr(value, field.name), device))
+        return result
+    return value

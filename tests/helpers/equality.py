@@ -20,6 +20,7 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.topology.grid import Grid
+from tests.helpers.devices import rank_device
 from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_batch
 
@@ -151,7 +152,9 @@ class Case:
 
     def on_grid(self, grid: Grid) -> Outcome:
         """The run on a grid, as every rank sees it; losses are averaged over the samples."""
-        model, _ = parallelize(self.make().train(), grid, config=self.config(grid))
+        with torch.device("cpu"):  # where the truth was made
+            model = self.make()
+        model, _ = parallelize(model.to(rank_device()).train(), grid, config=self.config(grid))
         assert (parallel_state(model) is None) == (grid.size == 1)
         self.before(model)
         mine = [rows_of(batch, grid, dist.get_rank()) for batch in self.batches]

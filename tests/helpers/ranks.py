@@ -57,10 +57,12 @@ def _run(rank: int, world: int, folder: str, function: Callable, args: tuple) ->
             world_size=world,
             device_id=device if devices.in_use().backend(world) == "nccl" else None,
         )
+        if device.type != "cpu":
+            function, args = devices.moved((function, args), device)
         result = function(*args)
         dist.barrier()
         with open(f"{folder}/result-{rank}", "wb") as file:
-            pickle.dump(result, file)
+            pickle.dump(devices.moved(result, torch.device("cpu")), file)
     except BaseException:
         with open(f"{folder}/failed-{rank}", "w") as file:
             file.write(traceback.format_exc())

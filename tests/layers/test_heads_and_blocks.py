@@ -12,6 +12,9 @@ from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import all_grids, fake_mesh, run_ranks
 
 
+pytestmark = pytest.mark.usefixtures("device")
+
+
 GRIDS = [grid for size in range(1, 9) for grid in all_grids(size)]
 
 
