@@ -4,11 +4,14 @@
 #   TORCH      the PyTorch requirement; pip prefers a CPU build where one of its indexes has it
 #   PIP_ARGS   more arguments for pip, such as an index that serves CPU (or CUDA, or ROCm) builds
 #   ARGS       more arguments for pytest, as in: make test ARGS="-k goldfish"
+#   WORKERS    processes that run the files of tests side by side; ARGS="-n 0" runs them in one, for a debugger
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
+WORKERS ?= 2
 ARGS ?=
+WORKERS ?= 2
 
 BIN := .venv/bin
 # A failed or half-done step leaves no stamp, so the next make repeats it.
@@ -34,14 +37,19 @@ demo: $(STAMPS)/demo
 
 install: $(STAMPS)/dev
 
+# A file is run by one worker (loadfile), because its tests share models, checkpoints and whole launches by fixtures of
+# the module: spread over both workers they would be made twice.
 test: $(STAMPS)/dev
-	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+	$(PYTEST) -m "not slow and not gpu" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: $(STAMPS)/dev
 	$(PYTEST) -m "slow and not gpu" $(ARGS)
 
+# In two runs: a process that has used CUDA cannot fork ranks that do. NCCL refuses two ranks on one GPU, so on a
+# single one they talk by gloo; of several GPUs each has one rank, and tests of more ranks are skipped.
 test-gpu: $(STAMPS)/dev
 	$(PYTEST) -m gpu $(ARGS)
+	HF_AXONN_TEST_DEVICE=cuda $(PYTEST) -m "on_device and not slow and not gpu" $(ARGS)
 
 # Hours on two cores. What is known is kept in runs/, so that a run that was stopped goes on.
 mutants: $(STAMPS)/dev

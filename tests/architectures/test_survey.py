@@ -49,8 +49,8 @@ def test_the_survey_sees_what_is_wrong_and_goes_on(monkeypatch):
     broken.batch = {"input_ids": broken.batch["labels"]}  # -100 is no token
     name = max(unequal.gradients, key=lambda name: unequal.gradients[name].numel())
     unequal.gradients[name] = unequal.gradients[name] + 1e-6
-    late.model.register_forward_pre_hook(lambda *_: time.sleep(300))
-    monkeypatch.setattr(architectures, "SECONDS_A_TYPE", 8)
+    late.model.register_forward_pre_hook(lambda *_: time.sleep(3600))
+    monkeypatch.setattr(architectures, "SECONDS_A_TYPE", 40)
     survey_grid([broken, unequal, late, right], "x2")
     rows = [specimen.row for specimen in (broken, unequal, late, right)]
     assert [row.verdict(BOUND) for row in rows] == ["wrong", "wrong", "wrong", "planned"]

@@ -41,8 +41,15 @@ CASES = {
 }
 
 
+# What these simulate on one axis, others do on several.
+ON_ONE_AXIS = ("data", "x", "y", "gpt, all kept")
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in ON_ONE_AXIS)) for name, case in CASES.items()],
+)
 def test_a_simulated_rank_sends_and_holds_what_the_planner_says(case):
     outcome = simulate.simulate(case)
     lines, agree = simulate.compare(case, outcome)
@@ -57,10 +64,10 @@ def test_a_simulated_rank_sends_and_holds_what_the_planner_says(case):
 def test_the_last_rank_sends_what_is_said_of_it():
     """Sizes that do not divide: 3 parts of 1408 / 2 features, and of 4000 / 6 rows."""
     case = simulate.Case(LLAMA, Grid(z=3, x=2), rows=1, seq=64)
-    assert "Collectives of a step" in "\n".join(simulate.compare(case, simulate.simulate(case, 5), 5)[0])
-    first, last = (simulate.simulate(case, rank).ledger for rank in (0, 5))
-    for rank, ledger in ((0, first), (5, last)):
-        assert ledger.entries == simulate.volumes(case.shape, case.grid, case.step, rank=rank).entries
+    outcomes = {rank: simulate.simulate(case, rank) for rank in (0, 5)}
+    assert "Collectives of a step" in "\n".join(simulate.compare(case, outcomes[5], 5)[0])
+    for rank, outcome in outcomes.items():
+        assert outcome.ledger.entries == simulate.volumes(case.shape, case.grid, case.step, rank=rank).entries
 
 
 def test_the_meter_counts_storages_until_they_are_gone():

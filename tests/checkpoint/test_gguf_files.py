@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
@@ -60,6 +61,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "model"
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    """`run_ranks` ends what waits for too long."""
+    while not condition():
+        time.sleep(0.01)
+
+
 def _loads(folder: Path) -> tuple[list[str], int]:
     """What differs from plain loading, and how often this rank converted."""
     conversions = []
@@ -67,11 +74,15 @@ def _loads(folder: Path) -> tuple[list[str], int]:
 
     def counting(*args):
         conversions.append(args)
-        time.sleep(0.5)  # all others are waiting by then
+        begun.touch()
+        wait_until(lambda: len(list(folder.parent.glob("arrived-*"))) == 4)  # what is converted is what all ask for
         stock(*args)
 
     gguf_files._convert = counting
-    time.sleep(0.3 * (int(os.environ["RANK"]) == 0))  # another rank is the first
+    begun, rank = folder.parent / "begun", os.environ["RANK"]
+    if rank == "0":
+        wait_until(begun.exists)  # another rank is the first
+    (folder.parent / f"arrived-{rank}").touch()
     wrong = []
     for options in ({}, {"dtype": torch.bfloat16}):
         plain = AutoModelForCausalLM.from_pretrained(

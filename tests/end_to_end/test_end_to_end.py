@@ -114,12 +114,11 @@ def test_a_run_killed_after_a_save_resumes_on_another_grid(folder, one_process):
         stderr=subprocess.DEVNULL,
     )
     try:
-        saved = folder / "killed" / "checkpoint-3" / "trainer_state.json"
+        following = folder / "killed" / "checkpoint-6"  # when it is begun, checkpoint-3 is whole
         end = time.monotonic() + 240
-        while not saved.is_file() and process.poll() is None and time.monotonic() < end:
+        while not following.exists() and process.poll() is None and time.monotonic() < end:
             time.sleep(0.05)
-        time.sleep(0.2)  # it is being written
-        assert saved.is_file() and process.poll() is None, "the run ended before it could be killed"
+        assert following.exists() and process.poll() is None, "the run ended before it could be killed"
     finally:
         # torchrun starts each rank in a session of its own, so the launcher's group is not enough.
         family = [*psutil.Process(process.pid).children(recursive=True), process]

@@ -11,10 +11,14 @@ import torch
 
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.topology.grid import Grid
+from tests.helpers.devices import rank_device
 from tests.helpers.equality import Case, compare, too_large, worst_ratio
 from tests.helpers.float64 import recompute_in_float64, relative_errors
 from tests.helpers.models import BLOCKWISE, tiny_batch, tiny_model
 from tests.helpers.ranks import all_grids, run_ranks
+
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 FIVE_STEPS = 5
@@ -23,9 +27,8 @@ SIX_RANKS = [Grid(y=2, x=3)]
 
 
 def five_steps(kind):
-    # One of them clips as Trainer does: it has tied weights, and is on grids of every size.
-    foreach = None if kind == "smollm2" else False
-    return Case(kind, functools.partial(tiny_model, kind), steps=FIVE_STEPS, foreach=foreach)
+    # One of them clips and steps as Trainer does: it has tied weights, and is on grids of every size.
+    return Case(kind, functools.partial(tiny_model, kind), steps=FIVE_STEPS, as_trainer=kind == "smollm2")
 
 
 def run(cases, grids, timeout=240):
@@ -106,7 +109,7 @@ def two_shapes_loss(model, batch, dp_size):
 
 
 def embeds_loss(model, batch, dp_size):
-    table = torch.randn(131, 48, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    table = torch.arange(131.0 * 48, dtype=torch.float64).view(131, 48).sin()
     rest = {key: value for key, value in batch.items() if key != "input_ids"}
     return model(inputs_embeds=table[batch["input_ids"]], **rest).loss
 
@@ -221,7 +224,7 @@ def rounded_model(dtype):
 
 
 def autocast():
-    return torch.autocast("cpu", torch.bfloat16)
+    return torch.autocast(rank_device().type, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,9 @@ from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
 
 
+pytestmark = pytest.mark.usefixtures("device")
+
+
 def test_what_nobody_holds_is_not_found():
     kept = GatherCache()
     gathered = GatheredBlocks([torch.zeros(1)], 3)

@@ -18,9 +18,13 @@ from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.topology.grid import Grid
+from tests.helpers.devices import rank_device, seeded
 from tests.helpers.float64 import Float64
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
+
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def trained(model, grid):
@@ -113,7 +117,7 @@ def gradients_of(model, value, *, ahead):
 
 def arrive_in_parts():
     """An average that was launched before the gradient was complete is taken again, by all ranks."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    generator = seeded(dist.get_rank())
     value = torch.randn(3, 4, dtype=torch.float64, generator=generator)
     for use_reentrant in (True, False):
         for nbytes in (1, 300, 64 * 2**20):  # one weight a bucket, averaged in place; two of them; all of them
@@ -169,7 +173,8 @@ def only_after_the_last_micro_batch():
     AcceleratorState._reset_state(True)
     grid = Grid(data=2, y=2)
     gradients.BUCKET_BYTES = 64 * 2**20
-    accelerator = Accelerator(cpu=True, parallelism_config=AxonnPlugin(grid=grid), gradient_accumulation_steps=3)
+    on_cpu = rank_device().type == "cpu"
+    accelerator = Accelerator(cpu=on_cpu, parallelism_config=AxonnPlugin(grid=grid), gradient_accumulation_steps=3)
     model, _ = parallelize(tiny_model("llama"), grid)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(torch.arange(6), batch_size=1)

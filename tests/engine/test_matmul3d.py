@@ -13,7 +13,11 @@ from hf_axonn.engine.weight_layout import weight_layout
 from hf_axonn.parallel.install import shard_parameters
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.weight_kind import WeightKind
+from tests.helpers.devices import rank_device, seeded
 from tests.helpers.ranks import all_grids, run_ranks
+
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 SIZES = [(6, 10, 14), (5, 7, 3), (3, 1, 1), (4, 2, 5)]  # M, K, N: all different, some smaller than an axis
@@ -41,7 +45,7 @@ def test_blocked_products_are_einsums(in_blocks, out_blocks):
 
 def dense(tokens, k, n, samples):
     """Inputs and output gradients of every samples rank, a weight, and what one process makes of them."""
-    generator = torch.Generator().manual_seed(tokens * 100 + k * 10 + n)
+    generator = seeded(tokens * 100 + k * 10 + n)
 
     def random(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -56,7 +60,7 @@ def axis_slice(size, mesh, axis):
 
 def check_product(grid, tokens, k, n, kind):
     """`column` and `row`: the caller's part, reductions and the cuts they make, is done with plain slices here."""
-    mesh = grid_mesh(grid, "cpu")
+    mesh = grid_mesh(grid, rank_device().type)
     state = ParallelState(mesh, AxonnConfig(grid=grid, reduce_dtype="float64"))
     inputs, weight, grads = dense(tokens, k, n, grid.dp_size)
     linear = nn.Linear(k, n, bias=False, dtype=torch.float64)
@@ -93,7 +97,7 @@ def check_product(grid, tokens, k, n, kind):
 
 def check_gathered(grid, n, k):
     """An embedding's way: the block itself, and its gradient scattered again."""
-    mesh = grid_mesh(grid, "cpu")
+    mesh = grid_mesh(grid, rank_device().type)
     state = ParallelState(mesh, AxonnConfig(grid=grid, reduce_dtype="float64"))
     table = nn.Embedding(n, k, dtype=torch.float64)
     table.weight.data = torch.arange(float(n * k), dtype=torch.float64).view(n, k)
@@ -132,7 +136,7 @@ def test_products_on_six_ranks():
 def a_group():
     """Several weights with one input: one gather, one output for one reduction, the sum of their input gradients."""
     grid = Grid(z=2, y=2)
-    mesh = grid_mesh(grid, "cpu")
+    mesh = grid_mesh(grid, rank_device().type)
     state = ParallelState(mesh, AxonnConfig(grid=grid, reduce_dtype="float64"))
     torch.manual_seed(0)
     linears = nn.ModuleList([nn.Linear(6, n, bias=False, dtype=torch.float64) for n in (4, 2, 5)])
@@ -162,7 +166,7 @@ def test_several_weights_are_multiplied_as_one_group():
 def gradients_of_bfloat16():
     """Weights travel in the compute dtype, gradients are summed in reduce_dtype and end in the dtype of the shard."""
     grid = Grid(z=4)
-    mesh = grid_mesh(grid, "cpu")
+    mesh = grid_mesh(grid, rank_device().type)
     for reduce_dtype, expected in (("float32", 1 + 3 * 2**-9), ("bfloat16", 1.0)):
         state = ParallelState(mesh, AxonnConfig(grid=grid, reduce_dtype=reduce_dtype))
         linear = nn.Linear(1, 4, bias=False)

@@ -182,7 +182,7 @@ class Groups:
 
     def settled(self, expected):
         """How many are alive. Gloo's thread lets go of a collective's tensors a moment after it is done."""
-        end = time.monotonic() + 5
+        end = time.monotonic() + 60
         while len(self.alive) > expected and time.monotonic() < end:
             time.sleep(0.01)
         return len(self.alive)

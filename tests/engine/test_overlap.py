@@ -33,6 +33,9 @@ from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
 
 
+pytestmark = pytest.mark.usefixtures("device")
+
+
 class Weights:
     """Weights with a value and a version; every gather of one is noted."""
 

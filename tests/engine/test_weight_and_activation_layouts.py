@@ -1,5 +1,6 @@
 """How weights and activations are cut: without processes for every grid of up to 8 ranks, then the moves between."""
 
+import itertools
 import json
 
 import pytest
@@ -25,7 +26,11 @@ from hf_axonn.engine.weight_layout import vocabulary_range, weight_layout
 from hf_axonn.layers.base import feature_slice, take_slice
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.weight_kind import WeightKind
+from tests.helpers.devices import rank_device, seeded
 from tests.helpers.ranks import all_grids, fake_mesh, run_ranks
+
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 GRIDS = [grid for size in range(1, 9) for grid in all_grids(size)]
@@ -37,15 +42,14 @@ def meshes(grid):
     return [fake_mesh(grid, rank) for rank in range(grid.size)]
 
 
-@pytest.mark.parametrize("size", range(1, 12))
-@pytest.mark.parametrize("parts", range(1, 9))
-def test_bounds_are_those_of_chunk(size, parts):
-    pieces = [slice(*bounds(size, parts, index)) for index in range(parts)]
-    ours = [torch.arange(size)[piece] for piece in pieces]
-    theirs = torch.arange(size).chunk(parts)
-    assert torch.equal(torch.cat(ours), torch.arange(size))
-    assert [len(piece) for piece in ours if len(piece)] == [len(piece) for piece in theirs]
-    assert max(map(len, ours)) == ceil_div(size, parts)
+def test_bounds_are_those_of_chunk():
+    for size, parts in itertools.product(range(1, 12), range(1, 9)):
+        pieces = [slice(*bounds(size, parts, index)) for index in range(parts)]
+        ours = [torch.arange(size)[piece] for piece in pieces]
+        theirs = torch.arange(size).chunk(parts)
+        assert torch.equal(torch.cat(ours), torch.arange(size)), (size, parts)
+        assert [len(piece) for piece in ours if len(piece)] == [len(piece) for piece in theirs], (size, parts)
+        assert max(map(len, ours)) == ceil_div(size, parts), (size, parts)
 
 
 def test_pad_dim():
@@ -57,10 +61,10 @@ def test_pad_dim():
         assert torch.equal(padded.narrow(dim, 0, tensor.shape[dim]), tensor)
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_shards_reassemble_to_the_weight(grid):
+@pytest.mark.parametrize(("rows", "cols"), SHAPES)
+def test_shards_reassemble_to_the_weight(rows, cols):
     """Gathered over z as the engine does it, then summed over (y, x) at the places the matmuls take them to be."""
-    for rows, cols in SHAPES:
+    for grid in GRIDS:
         weight = torch.arange(1.0, rows * cols + 1).view(rows, cols)
         for kind in KINDS:
             placements = shard_placements(kind)
@@ -78,8 +82,8 @@ def test_shards_reassemble_to_the_weight(grid):
                     times_seen += placed(block, kind, rows, cols, mesh)
                 # What each z rank gets back of a gradient is the place of its own shard.
                 own = cut.own(cut.unblock(block)[mesh.index("z")])
-                assert torch.equal(own, shard), (kind, rows, cols)
-            assert torch.equal(times_seen, weight), (kind, rows, cols)
+                assert torch.equal(own, shard), (kind, grid)
+            assert torch.equal(times_seen, weight), (kind, grid)
 
 
 def placed(block, kind, rows, cols, mesh):
@@ -98,10 +102,9 @@ def placed(block, kind, rows, cols, mesh):
     return whole[:rows, :cols]
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("axes", [(), ("y",), ("x",), ("x", "y")], ids=["none", "y", "x", "x and y"])
-def test_feature_slices_are_those_of_padded_activations(grid, axes):
-    for size in (1, 5, 8, 13):
+def test_feature_slices_are_those_of_padded_activations(axes):
+    for grid, size in itertools.product(GRIDS, (1, 5, 8, 13)):
         full = torch.arange(1.0, size + 1)
         for mesh in meshes(grid):
             mine = full
@@ -109,23 +112,23 @@ def test_feature_slices_are_those_of_padded_activations(grid, axes):
                 parts = mesh.size(axis)
                 mine = pad_dim(mine, 0, parts * ceil_div(len(mine), parts)).view(parts, -1)[mesh.index(axis)]
             own, padded = feature_slice(size, mesh, *axes)
-            assert len(mine) == padded
-            assert torch.equal(full[own], mine[mine > 0])
-            assert torch.equal(take_slice(full, size, mesh, *axes), mine)
+            assert len(mine) == padded, (grid, size)
+            assert torch.equal(full[own], mine[mine > 0]), (grid, size)
+            assert torch.equal(take_slice(full, size, mesh, *axes), mine), (grid, size)
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_the_vocabulary_is_cut_once(grid):
-    for size in (1, 3, 131):
-        ids = [token for mesh in meshes(Grid(y=grid.y, x=grid.x)) for token in vocabulary_range(size, mesh)]
-        assert sorted(ids) == list(range(size))
-    mesh = fake_mesh(grid, grid.size - 1)
-    assert vocabulary_range(131, mesh, y=mesh.index("y"), x=mesh.index("x")) == vocabulary_range(131, mesh)
+def test_the_vocabulary_is_cut_once():
+    for grid in GRIDS:
+        for size in (1, 3, 131):
+            ids = [token for mesh in meshes(Grid(y=grid.y, x=grid.x)) for token in vocabulary_range(size, mesh)]
+            assert sorted(ids) == list(range(size)), grid
+        mesh = fake_mesh(grid, grid.size - 1)
+        assert vocabulary_range(131, mesh, y=mesh.index("y"), x=mesh.index("x")) == vocabulary_range(131, mesh), grid
 
 
 def cut_as_dtensor_cuts():
     for grid in (*all_grids(4), Grid(z=2, x=2)):
-        mesh = grid_mesh(grid, "cpu")
+        mesh = grid_mesh(grid, rank_device().type)
         for shape in SHAPES:
             weight = torch.arange(float(shape[0] * shape[1])).view(shape)
             for kind in (*KINDS, WeightKind.REPLICATED):
@@ -140,10 +143,10 @@ def cut_as_dtensor_cuts():
 
 
 def check_moves(grid):
-    mesh = grid_mesh(grid, "cpu")
+    mesh = grid_mesh(grid, rank_device().type)
     x, y = mesh.index("x"), mesh.index("y")
     for batch, seq, hidden_size in ((2, 4, 8), (3, 5, 7), (1, 1, 1)):
-        generator = torch.Generator().manual_seed(batch)
+        generator = seeded(batch)
         hidden = torch.randn(batch, seq, hidden_size, generator=generator)
         tokens = Tokens(batch, seq, sharded=True)
         padded = tokens.padded(mesh)
@@ -171,7 +174,7 @@ def check_moves(grid):
 
 def check_gradients(hidden, tokens, mesh):
     """Ranks that divide the work and ranks that repeat it must both leave the gradient of one process."""
-    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(9))
+    weights = torch.randn(hidden.shape, generator=seeded(9))
     leaf = hidden.clone().requires_grad_()
     mine = take_tokens(leaf, tokens, mesh)
     (gather_tokens(mine * 2, tokens, mesh) * weights).sum().backward()

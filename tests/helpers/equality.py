@@ -20,6 +20,7 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.topology.grid import Grid
+from tests.helpers.devices import rank_device
 from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_batch
 
@@ -38,9 +39,16 @@ class Outcome:
     parameters: dict[str, Tensor] = field(default_factory=dict)
 
 
+@torch.no_grad()
 def full(tensor: Tensor) -> Tensor:
     """The whole of a DTensor; collective where it is sharded."""
-    return tensor.detach().full_tensor().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
+    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+@torch.no_grad()
+def local(parameter: nn.Parameter) -> nn.Parameter:
+    """This rank's shard, in the same memory; a plain parameter as it is."""
+    return nn.Parameter(parameter.to_local()) if isinstance(parameter, DTensor) else parameter
 
 
 def model_loss(model: nn.Module, batch: Batch, dp_size: int) -> Tensor:
@@ -57,16 +65,18 @@ def fit(
     loss_of: Loss = model_loss,
     max_norm: float = 0.5,
     dp_size: int = 1,
-    foreach: bool | None = False,
+    as_trainer: bool = False,
 ) -> Outcome:
     """Train for some AdamW steps, each over all micro-batches, with clipping.
 
-    `foreach`: of the clipping. With None it is Trainer's way, all gradients at once, which DTensor takes a third of a
-    second to think about for every list of new shapes; one by one it is asked once for each shape.
+    `as_trainer`: clip and step on the DTensors, all at once, as Trainer does. Otherwise DTensor gives the norm, and
+    clipping and AdamW, which are elementwise, work on each rank's shards: DTensor plans the placement of every
+    operation anew for every shape and mesh, which costs more than all of the model.
     """
     outcome = Outcome()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1, fused=False)
+    updated = trained if as_trainer else [local(parameter) for parameter in trained]
+    optimizer = torch.optim.AdamW(updated, lr=1e-2, weight_decay=0.1, fused=False)
     for step in range(steps):
         for batch in micro_batches:
             loss = loss_of(model, batch, dp_size)
@@ -76,11 +86,26 @@ def fit(
         if step == 0:
             named = model.named_parameters()
             outcome.gradients = {name: full(its.grad) for name, its in named if its.grad is not None}
-        outcome.norms.append(full(nn.utils.clip_grad_norm_(trained, max_norm, foreach=foreach)))
+        if as_trainer:
+            outcome.norms.append(full(nn.utils.clip_grad_norm_(trained, max_norm)))
+        else:
+            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+            outcome.norms.append(full(nn.utils.get_total_norm(gradients, foreach=False)))
+            give_gradients(trained, updated)
+            nn.utils.clip_grads_with_norm_(updated, max_norm, outcome.norms[-1], foreach=False)
         optimizer.step()
         optimizer.zero_grad()
+        model.zero_grad()
     outcome.parameters = {name: full(parameter) for name, parameter in model.named_parameters()}
     return outcome
+
+
+def give_gradients(parameters: list[nn.Parameter], shards: list[nn.Parameter]) -> None:
+    """Let each shard of a parameter have the gradient's shard."""
+    for parameter, shard in zip(parameters, shards, strict=True):
+        if isinstance(parameter, DTensor) and parameter.grad is not None:
+            assert parameter.grad.placements == parameter.placements
+            shard.grad = parameter.grad.to_local()
 
 
 def rows_of(batch: Batch, grid: Grid, rank: int) -> Batch:
@@ -116,7 +141,7 @@ class Case:
     config: Callable[[Grid], AxonnConfig | None] = lambda grid: None
     before: Callable[[nn.Module], None] = lambda model: None
     context: Callable[[], contextlib.AbstractContextManager] = exact
-    foreach: bool | None = False
+    as_trainer: bool = False
 
     def truth(self) -> Outcome:
         """The run on one process. Called before the ranks are started, which inherit it."""
@@ -127,7 +152,9 @@ class Case:
 
     def on_grid(self, grid: Grid) -> Outcome:
         """The run on a grid, as every rank sees it; losses are averaged over the samples."""
-        model, _ = parallelize(self.make().train(), grid, config=self.config(grid))
+        with torch.device("cpu"):  # where the truth was made
+            model = self.make()
+        model, _ = parallelize(model.to(rank_device()).train(), grid, config=self.config(grid))
         assert (parallel_state(model) is None) == (grid.size == 1)
         self.before(model)
         mine = [rows_of(batch, grid, dist.get_rank()) for batch in self.batches]
@@ -138,7 +165,7 @@ class Case:
 
     def fit(self, model: nn.Module, batches: list[Batch], *, dp_size: int = 1) -> Outcome:
         """`fit` as this case says."""
-        options = {"steps": self.steps, "loss_of": self.loss_of, "foreach": self.foreach}
+        options = {"steps": self.steps, "loss_of": self.loss_of, "as_trainer": self.as_trainer}
         return fit(model, batches, dp_size=dp_size, **options)
 
     def errors(self, grid: Grid, truth: Outcome) -> dict[str, float]:

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 
 
 def fuzz(examples: int) -> settings:
     """Settings, and a decorator, for so many examples."""
     more = int(os.environ.get("AXONN_FUZZ", "0"))
-    return settings(
-        max_examples=more or examples,
-        derandomize=not more,
-        database=None,
-        deadline=5000,
-        suppress_health_check=[HealthCheck.function_scoped_fixture],
-    )
+    return settings(max_examples=more or examples, derandomize=not more)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.helpers.devices import rank_device
+
 
 BLOCKWISE = ("llama", "smollm2", "mistral", "qwen2", "qwen3")
 
@@ -41,15 +43,19 @@ def tiny_config(kind: str, **changes):
 
 
 def tiny_model(kind: str, *, dtype=torch.float64, seed: int = 0, attention: str = "sdpa", **changes):
-    """A random model; its norms and biases are random too, because ones and zeros would hide mistakes."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes), attn_implementation=attention).to(dtype)
-    generator = torch.Generator().manual_seed(seed + 1)
-    for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
-            noise = torch.randn(parameter.shape, generator=generator, dtype=dtype)
-            parameter.data = (1.0 if "norm" in name else 0.0) + 0.3 * noise
-    return model
+    """A random model; its norms and biases are random too, because ones and zeros would hide mistakes.
+
+    On the device of the rank that makes it, with the same numbers on every device.
+    """
+    with torch.device("cpu"):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(tiny_config(kind, **changes), attn_implementation=attention).to(dtype)
+        generator = torch.Generator().manual_seed(seed + 1)
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=dtype)
+                parameter.data = (1.0 if "norm" in name else 0.0) + 0.3 * noise
+    return model.to(rank_device())
 
 
 def unplanned_model():
@@ -58,15 +64,17 @@ def unplanned_model():
 
 
 def tiny_batch(rows: int, seq: int, vocab: int = 131, seed: int = 3) -> dict[str, torch.Tensor]:
-    """A right-padded batch whose rows keep unequal numbers of labels."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, vocab, (rows, seq), generator=generator)
-    labels = ids.clone()
-    mask = torch.ones_like(ids)
-    for row in range(rows):
-        labels[row, : row % 3] = -100
-        if row % 2:
-            mask[row, seq - 1 - row % 4 :] = 0
-            labels[row, seq - 1 - row % 4 :] = -100
-    labels[0, 2:6] = -100
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    """A right-padded batch whose rows keep unequal numbers of labels, on the device of the rank that makes it."""
+    with torch.device("cpu"):
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(3, vocab, (rows, seq), generator=generator)
+        labels = ids.clone()
+        mask = torch.ones_like(ids)
+        for row in range(rows):
+            labels[row, : row % 3] = -100
+            if row % 2:
+                mask[row, seq - 1 - row % 4 :] = 0
+                labels[row, seq - 1 - row % 4 :] = -100
+        labels[0, 2:6] = -100
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return {name: value.to(rank_device()) for name, value in batch.items()}

@@ -1,4 +1,4 @@
-"""Run a function on several gloo ranks, and grids to run it on.
+"""Run a function on several ranks, and grids to run it on.
 
 Ranks are started by fork (importing transformers again would cost seconds a rank), meet through a file (no port to
 race for), have a time limit, and the first failure of any rank is raised in the test.
@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -23,6 +24,7 @@ import torch.multiprocessing as mp
 from hf_axonn.compat.accelerate import forget_state
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.topology.grid import Grid
+from tests.helpers import devices
 
 
 def all_grids(size: int) -> list[Grid]:
@@ -47,11 +49,20 @@ def _run(rank: int, world: int, folder: str, function: Callable, args: tuple) ->
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     forget_state()  # a test may have used accelerate in the process that this one is forked from
     try:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+        device = devices.take_device(rank)
+        dist.init_process_group(
+            devices.in_use().backend(world),
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=world,
+            device_id=device if devices.in_use().backend(world) == "nccl" else None,
+        )
+        if device.type != "cpu":
+            function, args = devices.moved((function, args), device)
         result = function(*args)
         dist.barrier()
         with open(f"{folder}/result-{rank}", "wb") as file:
-            pickle.dump(result, file)
+            pickle.dump(devices.moved(result, torch.device("cpu")), file)
     except BaseException:
         with open(f"{folder}/failed-{rank}", "w") as file:
             file.write(traceback.format_exc())
@@ -62,9 +73,17 @@ def _run(rank: int, world: int, folder: str, function: Callable, args: tuple) ->
 def run_ranks(function: Callable, world: int, *args, timeout: float = 240) -> list[Any]:
     """Call `function(*args)` on each of `world` ranks; returns what each of them returned.
 
+    Ranks compute on CPUs, or in a test with the fixture `device` on what it chose; the test is skipped where there
+    are too few GPUs.
+
     Raises:
         AssertionError: a rank failed (with its traceback) or the time was up; all ranks are ended then.
     """
+    if reason := devices.in_use().skip_reason(world):
+        pytest.skip(reason)
+    assert devices.in_use().kind == "cpu" or not torch.cuda.is_initialized(), (
+        "this process has used CUDA, which a forked rank cannot do then: run tests that do (-m gpu) by themselves"
+    )
     context = mp.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         ranks = [context.Process(target=_run, args=(rank, world, folder, function, args)) for rank in range(world)]

@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -130,13 +129,11 @@ def test_two_launch_files_that_differ_end_with_one_message_each(tmp_path):
             env=inherited | {"HF_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,  # gloo alone would wait for half an hour
         )
 
-    begun = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         done = list(pool.map(run, range(2)))
-    assert time.monotonic() - begun < 90  # gloo alone would wait for half an hour
     for its in done:
         assert its.returncode != 0
         assert its.stderr.count("the launch files of the nodes differ: order is [y, x, z, data] on node 0, but ") == 1

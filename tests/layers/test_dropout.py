@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, OPTConfig, ProphetNetConfig
@@ -10,6 +11,9 @@ from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.layers.dropout import keyed_random, mix
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
+
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 def gathered(value: torch.Tensor) -> list[torch.Tensor]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from hf_axonn import Grid, parallelize, sync_gradients
 from tests.helpers.float64 import relative_errors
 from tests.helpers.ranks import run_ranks
+
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 class Mixed(nn.Module):

@@ -15,7 +15,11 @@ from hf_axonn.topology.heads import (
     is_own_slice,
     sent_features,
 )
+from tests.helpers.devices import rank_device, seeded
 from tests.helpers.ranks import all_grids, fake_mesh, run_ranks
+
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 GRIDS = [grid for size in (2, 3, 4, 6, 8) for grid in all_grids(size) if grid.x * grid.y > 1]
@@ -66,13 +70,13 @@ def test_packed_parts_have_to_explain_the_size():
 
 def _exchanges(grids):
     for grid in grids:
-        mesh = grid_mesh(grid, "cpu")
+        mesh = grid_mesh(grid, rank_device().type)
         for name in CASES:
             size, segments, heads, _ = case(name, grid, dist.get_rank())
             exchange = HeadExchange(size, segments, heads, mesh)
             if exchange.is_slice or not exchange.axes:
                 continue
-            whole = torch.randn(5, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+            whole = torch.randn(5, size, dtype=torch.float64, generator=seeded(1))
             whole.requires_grad_()
             own, padded = feature_slice(size, mesh, *exchange.axes)
             mine = torch.nn.functional.pad(whole[:, own], (0, padded - (own.stop - own.start)))

@@ -21,10 +21,14 @@ from hf_axonn.distributed.collectives import observe
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.engine.weight_layout import ExpertLayout, vocabulary_range
 from hf_axonn.layers.moe import is_experts
+from tests.helpers.devices import rank_device
 from tests.helpers.equality import Case, compare, exact, fit, rows_of, too_large
 from tests.helpers.float64 import recompute_in_float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import fake_mesh, run_ranks
+
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 # Float64 has no grouped matmul; 21 features are divided by none of 2 and 4. Half of the loss is the auxiliary one.
@@ -235,7 +239,7 @@ def _other_ways(name, grids, truth):
     for grid in grids:
         mine = rows_of(batch, grid, torch.distributed.get_rank())
         model, _ = parallelize(one_precision(name), grid)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(rank_device().type, dtype=torch.bfloat16):
             loss = model(**mine).loss
         loss.backward()
         for key, grad in truth.gradients.items():

@@ -19,8 +19,12 @@ from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.activation_layouts import bounds, pad_dim
 from hf_axonn.layers.norms import FeatureShards, NormKind, normalize
 from hf_axonn.topology.grid import Grid
+from tests.helpers.devices import rank_device, seeded
 from tests.helpers.float64 import Float64
 from tests.helpers.ranks import run_ranks
+
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 SIZE = 21
@@ -157,7 +161,7 @@ def plain(kind, hidden, weight, bias):
 
 def sample(kind, dtype=torch.float64, *, size=SIZE, mean=0.7, rows=6):
     """Input, weight, bias, cotangent."""
-    generator = torch.Generator().manual_seed(5)
+    generator = seeded(5)
     draws = [torch.randn(shape, generator=generator).to(dtype) for shape in ((1, rows, size), (size,), (size,))]
     draws[0] += mean
     leaves = [draws[0], draws[1] if kind.weight else None, draws[2] if kind.bias else None]
@@ -167,7 +171,7 @@ def sample(kind, dtype=torch.float64, *, size=SIZE, mean=0.7, rows=6):
 
 
 def cut_of(size, world):
-    mesh = grid_mesh(Grid(y=world), "cpu")
+    mesh = grid_mesh(Grid(y=world), rank_device().type)
     pieces = [bounds(size, world, index) for index in range(world)]
     return FeatureShards(tuple(stop - start for start, stop in pieces), mesh.index("y"), mesh.group("y"))
 

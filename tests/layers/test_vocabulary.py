@@ -7,8 +7,12 @@ from torch import nn
 from hf_axonn import parallelize
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.topology.grid import Grid
+from tests.helpers.devices import seeded
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
+
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 GRIDS = [Grid(y=2, x=2), Grid(z=2, x=2), Grid(z=2, y=2)]
@@ -37,7 +41,7 @@ def same_as_one_process(size, padding_idx):
     ids = torch.tensor([[0, 1, 2, size - 1], [2, 2, 1, 0]])
     truth = WordModel(size, padding_idx=padding_idx)
     expected = truth(ids)
-    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights = torch.randn(expected.shape, generator=seeded(1), dtype=torch.float64)
     (expected * weights).sum().backward()
     for grid in GRIDS:
         model, report = parallelize(WordModel(size, padding_idx=padding_idx), grid)

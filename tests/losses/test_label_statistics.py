@@ -11,10 +11,14 @@ from hf_axonn import AxonnConfig, Grid, parallelize, sync_gradients
 from hf_axonn.losses import head_chunks
 from hf_axonn.trainer.trl import sharded_label_statistics
 from tests.helpers.chats import ExactLogProbs
+from tests.helpers.devices import seeded
 from tests.helpers.equality import full, rows_of
 from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
+
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 GRIDS = [Grid(x=4), Grid(y=2, x=2), Grid(z=2, y=2), Grid(data=2, x=2), Grid(z=2, x=2)]
@@ -33,8 +37,7 @@ def make(name: str) -> torch.nn.Module:
     attention = "eager" if kind == "gemma2" else "sdpa"
     model = tiny_model(kind, attention=attention, **MODELS[name]).train()
     if name == "bias":
-        generator = torch.Generator().manual_seed(9)
-        bias = torch.randn(model.lm_head.out_features, generator=generator, dtype=torch.float64)
+        bias = torch.arange(1.0, 1 + model.lm_head.out_features, dtype=torch.float64).sin()
         model.lm_head.bias = torch.nn.Parameter(bias)
     with torch.no_grad():
         model.lm_head.weight *= 8  # so that some labels are the most likely
@@ -115,7 +118,7 @@ def _corners() -> None:
     # All tokens equally likely: the first of them is the most likely one, as argmax says.
     with torch.no_grad():
         model.lm_head.weight.to_local().zero_()
-    labels = torch.randint(0, 3, batch["labels"].shape, generator=torch.Generator().manual_seed(0))
+    labels = torch.randint(0, 3, batch["labels"].shape, generator=seeded(0))
     its = sharded_label_statistics(model.eval(), model.forward, labels, None, **inputs)
     assert torch.equal(its.is_top1, labels[:, 1:] == 0) and its.is_top1.any()
     torch.testing.assert_close(its.entropy, torch.full_like(its.entropy, 131).log())
@@ -138,7 +141,7 @@ def test_the_reference_of_the_tests_is_what_trl_computes():
     """`ExactLogProbs` stands in for TRL's function in float64 comparisons; in float32 the two are the same."""
     from trl.kernels import ChunkedLogProbFunction
 
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded(0)
     hidden, weight = torch.randn(11, 8, generator=generator), torch.randn(29, 8, generator=generator)
     targets = torch.randint(0, 29, (11,), generator=generator)
     for softcap, scale in ((None, 1.0), (3.0, 0.7)):

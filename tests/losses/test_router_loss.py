@@ -15,8 +15,12 @@ from transformers.models.nllb_moe import modeling_nllb_moe
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.losses.router_aux import RouterLogits, RouterLoss, _is_of_switch, _of_all_ranks, switch_loss
 from hf_axonn.topology.grid import Grid
+from tests.helpers.devices import moved, rank_device
 from tests.helpers.equality import exact
 from tests.helpers.ranks import run_ranks
+
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 LAYERS, ROWS, SEQ, WIDTH = 3, 4, 5, 6
@@ -44,12 +48,12 @@ def arguments(name, mask):
         shape, more = (2, ROWS * SEQ, 3), {"num_experts": 9, "num_keys": 3, "top_k": 2}
     else:
         shape, more = (ROWS * SEQ, WIDTH), {"num_experts": WIDTH, "top_k": 2}
-    logits = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(LAYERS)]
+    logits = [torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for _ in range(LAYERS)]
     if mask:
         attention_mask = torch.ones(ROWS, SEQ, dtype=torch.int64)
         attention_mask[1, 2:] = attention_mask[2, :1] = attention_mask[3, 4:] = 0
         more["attention_mask"] = attention_mask
-    return logits, more
+    return moved((logits, more), rank_device())
 
 
 def value_and_gradient(function, logits, more, wrap=tuple):
@@ -84,7 +88,7 @@ def test_logits_of_a_plain_model_go_to_the_function_itself():
 
 
 def _on_grid(grid, truths):
-    mesh = grid_mesh(grid, "cpu")
+    mesh = grid_mesh(grid, rank_device().type)
     here, samples = mesh.index("data", "z"), mesh.size("data", "z")
     rows = slice(here * ROWS // samples, (here + 1) * ROWS // samples)
     tokens = slice(rows.start * SEQ, rows.stop * SEQ)

@@ -13,10 +13,14 @@ from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.losses.causal_lm import CausalLMLoss
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
+from tests.helpers.devices import seeded
 from tests.helpers.equality import full, mean_over_world, rows_of
 from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
+
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 GRIDS = [Grid(x=4), Grid(y=2, x=2), Grid(z=2, y=2), Grid(data=2, x=2)]
@@ -58,7 +62,7 @@ def _equal(head_bias: bool) -> None:
 
 
 def _add_bias(model) -> None:
-    generator = torch.Generator().manual_seed(9)
+    generator = seeded(9)
     bias = torch.randn(model.lm_head.out_features, generator=generator, dtype=torch.float64)
     model.lm_head.bias = torch.nn.Parameter(bias)
 

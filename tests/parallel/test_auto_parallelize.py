@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
 from hf_axonn import Grid, auto_parallelize, sync_gradients
+from tests.helpers.devices import seeded
 from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.ranks import run_ranks
+
+
+pytestmark = pytest.mark.usefixtures("device")
 
 
 class Net(nn.Module):
@@ -68,7 +73,7 @@ def _step(net: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.
 
 
 def _equal() -> None:
-    generator = torch.Generator().manual_seed(3)
+    generator = seeded(3)
     inputs, targets = (torch.randn(8, 3, size, generator=generator).double() for size in (7, 5))
     for name, make in MODULES.items():
         torch.manual_seed(1)

@@ -12,6 +12,9 @@ from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
 
 
+pytestmark = pytest.mark.usefixtures("device")
+
+
 GRIDS = [Grid(y=2, x=2), Grid(z=2, x=2)]
 SIZES = dict(vocab_size=131, bos_token_id=1, eos_token_id=2, pad_token_id=0)
 DECODER = dict(hidden_size=24, intermediate_size=20, num_hidden_layers=2, num_attention_heads=6, **SIZES)

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import time
 from datetime import timedelta
 
 import pytest
@@ -17,12 +16,12 @@ from tests.helpers.ranks import all_grids, run_ranks
 GRIDS = [grid for size in range(1, 9) for grid in all_grids(size)]
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_ranks_and_coordinates_are_a_bijection(grid):
-    seen = {tuple(grid.coordinates(rank).values()) for rank in range(grid.size)}
-    assert seen == set(itertools.product(*(range(getattr(grid, axis)) for axis in AXES)))
-    for rank in range(grid.size):
-        assert grid.rank(**grid.coordinates(rank)) == rank
+def test_ranks_and_coordinates_are_a_bijection():
+    for grid in GRIDS:
+        seen = {tuple(grid.coordinates(rank).values()) for rank in range(grid.size)}
+        assert seen == set(itertools.product(*(range(getattr(grid, axis)) for axis in AXES))), grid
+        for rank in range(grid.size):
+            assert grid.rank(**grid.coordinates(rank)) == rank, grid
 
 
 def test_y_varies_fastest_then_x_then_z_then_data():
@@ -31,15 +30,15 @@ def test_y_varies_fastest_then_x_then_z_then_data():
     assert grid.coordinates(60 + 40 + 4 * 3 + 2) == {"data": 1, "z": 2, "x": 3, "y": 2}
 
 
-@pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("axes", [("y",), ("x", "y"), ("data", "z"), AXES], ids="-".join)
-def test_groups_part_the_ranks(grid, axes):
-    groups = {tuple(grid.ranks_along(axes, rank)) for rank in range(grid.size)}
-    assert sorted(rank for group in groups for rank in group) == list(range(grid.size))
-    for group in groups:
-        assert list(group) == sorted(group)
-        others = {tuple(grid.coordinates(rank)[axis] for axis in AXES if axis not in axes) for rank in group}
-        assert len(others) == 1
+def test_groups_part_the_ranks(axes):
+    for grid in GRIDS:
+        groups = {tuple(grid.ranks_along(axes, rank)) for rank in range(grid.size)}
+        assert sorted(rank for group in groups for rank in group) == list(range(grid.size)), grid
+        for group in groups:
+            assert list(group) == sorted(group), grid
+            others = {tuple(grid.coordinates(rank)[axis] for axis in AXES if axis not in axes) for rank in group}
+            assert len(others) == 1, grid
 
 
 @pytest.mark.parametrize("size", [0, -2, 1.5, True, "2", None])
@@ -95,10 +94,8 @@ def groups_keep_the_timeout(folder):
         backend = mesh.group(*axes)._get_backend(torch.device("cpu"))
         assert backend.options._timeout == timedelta(seconds=5), axes
     if rank == 0:
-        begin = time.monotonic()
-        with pytest.raises(RuntimeError):  # the other rank along z sends nothing
+        with pytest.raises(RuntimeError, match="5000ms"):  # the other rank along z sends nothing
             dist.recv(torch.empty(1), group=mesh.group("z"), group_src=1)
-        assert 4 < time.monotonic() - begin < 15
     dist.barrier(dist.new_group(range(grid.size), timeout=timedelta(seconds=60)))
     assert dist.new_group([rank], use_local_synchronization=True)._get_backend(
         torch.device("cpu")

@@ -265,6 +265,9 @@ OTHERS = {name: elementwise(name) for name in OPTIMIZERS if name != "adafactor"}
 }
 
 
+RARE = ("adagrad", "rmsprop")  # elementwise, like sgd and the two of AdamW
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("stock")
@@ -341,10 +344,19 @@ def test_what_every_run_does_on_grids_of_two_ranks(folder, truth):
     assert not differences(resumed, wanted)
 
 
-def test_every_option_on_four_ranks(folder, truth):
-    for rank in run_ranks(on_grid, 4, folder, [*COMMON, *OTHERS], LAST):
+def assert_on_four_ranks(folder: Path, truth: dict, names: list[str]) -> None:
+    for rank in run_ranks(on_grid, 4, folder, names, LAST):
         wrong = [(name, line) for name, ours in rank.items() for line in differences(ours, truth[name])]
         assert not wrong, (len(wrong), wrong[:3], {line.split(":")[0] for *_, line in wrong})
+
+
+@pytest.mark.slow
+def test_optimizers_that_are_seldom_used_on_four_ranks(folder, truth):
+    assert_on_four_ranks(folder, truth, list(RARE))
+
+
+def test_every_option_on_four_ranks(folder, truth):
+    assert_on_four_ranks(folder, truth, [name for name in COMMON | OTHERS if name not in RARE])
     assert any(entry.get("grad_norm") for entry in truth["noisy"]["history"])
     plain = truth["adamw_torch"]["parameters"]
     assert max(relative_errors(truth["noisy"]["parameters"], plain).values()) > 1e-3

@@ -46,7 +46,7 @@ def test_longest_common_run_may_lie_at_other_places():
     assert metrics.longest_common_run([7] + [0] * 300, [0] * 300 + [8]) == 300
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.integers(0, 3), max_size=40),
     st.lists(st.integers(0, 3), max_size=40),

@@ -36,7 +36,7 @@ TEXTS = st.lists(st.tuples(st.sampled_from(PIECES), st.sampled_from(SPACES)), ma
 ) | st.text(max_size=60)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(TEXTS, TEXTS)
 @example("", "")
 @example("word", "")
