@@ -106,8 +106,8 @@ def test_the_wheel_imports(wheel, tmp_path):
         "import hf_axonn, hf_axonn_eval\n"
         "assert [each.__file__.startswith(%r) for each in (hf_axonn, hf_axonn_eval)] == [True, True]\n"
         "assert hf_axonn.Grid(z=2, x=2).size == 4 and hf_axonn_eval.wilson(1, 2).low > 0\n"
-        "from hf_axonn.planner.machine import known\n"
-        "assert 'frontier' in known()"
+        "from hf_axonn.planner.machine import known_machines\n"
+        "assert 'frontier' in known_machines()"
     )
     run("-c", code % str(tmp_path), folder=tmp_path, PYTHONPATH=str(tmp_path))
 
