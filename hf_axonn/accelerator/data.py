@@ -163,7 +163,7 @@ def own_generator(loader: DataLoader) -> torch.Generator | None:
 
 
 def batches_of_dp_ranks(loader: DataLoader) -> list[int]:
-    """How many batches each data-parallel rank gets of a prepared loader; empty where all get as many or it is not known."""
+    """Batches of a prepared loader for each data-parallel rank; empty where all get as many or it is not known."""
     from accelerate.data_loader import BatchSamplerShard
 
     shard = loader.batch_sampler
