@@ -16,13 +16,15 @@ STAMPS := .venv/.stamps
 # One thread for each process: the tests run several ranks on few cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help demo install test test-slow test-gpu lint format wheel clean
+.PHONY: help demo install test test-slow test-gpu mutants lint format picture wheel clean
 
 help:
 	@echo "make demo       train a language model on Wikipedia articles over a 4D grid, with and without the goldfish"
 	@echo "                loss, and measure what it memorized; the reports are runs/demo/report.md and report.html"
 	@echo "make test       the tests; make test-slow and make test-gpu run those that it leaves out"
-	@echo "make lint       ruff and import-linter; make format rewrites the files"
+	@echo "make mutants    how many small random changes to the code the tests notice; hours, goes on where it stopped"
+	@echo "make lint       ruff, import-linter and mypy; make format rewrites the files"
+	@echo "make picture    draw the packages in docs/architecture.md anew, from the imports"
 	@echo "make wheel      build the source archive and the wheel into dist/"
 	@echo "make install    the environment only"
 	@echo "make clean      remove .venv, build files and runs/"
@@ -41,20 +43,30 @@ test-slow: $(STAMPS)/dev
 test-gpu: $(STAMPS)/dev
 	$(PYTEST) -m gpu $(ARGS)
 
+# Hours on two cores. What is known is kept in runs/, so that a run that was stopped goes on.
+mutants: $(STAMPS)/dev
+	$(BIN)/python -m pip install $(PIP_ARGS) --quiet --editable ".[mutants]"
+	$(BIN)/python -m tests.repository.mutants hf_axonn --results runs/mutants-hf_axonn.jsonl $(ARGS)
+	$(BIN)/python -m tests.repository.mutants eval --results runs/mutants-eval.jsonl $(ARGS)
+
 lint: $(STAMPS)/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tests.repository.type_errors
 
 format: $(STAMPS)/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+picture: $(STAMPS)/dev
+	$(BIN)/python -m tests.repository.package_graph
+
 wheel: $(STAMPS)/dev
 	$(BIN)/python -m build --outdir dist .
 
 clean:
-	rm -rf .venv build dist runs .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv build dist runs .pytest_cache .ruff_cache .mypy_cache *.egg-info
 
 # python3 -m venv without ensurepip leaves a directory that looks complete, so ask before.
 $(STAMPS)/venv:

@@ -9,47 +9,23 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, nan
+from math import nan
 
 import numpy as np
 
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.metrics.discoverability import CHANCES, n_needed
+from hf_axonn_eval.metrics.registry import METRICS, value
 from hf_axonn_eval.metrics.text import is_degenerate
 
 
-SHARES = ("exact_match", "near_verbatim")  # yes or no for each sample
-MEANS = (
-    "rouge1",
-    "rouge2",
-    "rougeL",
-    "token_accuracy",
-    "free_running_accuracy",
-    "divergence_point",
-    "longest_run",
-    "edit_distance",
-    "extraction_strength",
-    "nll",
-    "probability",
-    "sampled_probability",
-    "type_token_ratio",
-    "zlib_ratio",
-)
-METRICS = SHARES + MEANS
 MEMBERSHIP = "membership."  # + name of the score
 NEEDED = "n_needed."  # + p
 
 
-def value(result: SampleResult, metric: str) -> float | None:
-    """A metric of one sample as a number, None where it was not asked for or is not defined."""
-    if metric == "nll":
-        return None if result.logprob is None else -result.logprob / result.suffix_length
-    if metric == "probability":
-        return None if result.logprob is None else exp(result.logprob)
-    if metric == "sampled_probability":
-        return None if result.sampled_logprob is None else exp(result.sampled_logprob)
-    measured = getattr(result, metric)
-    return None if measured is None else float(measured)
+def share_names() -> list[str]:
+    """The metrics that are yes or no for a sample."""
+    return [name for name, metric in METRICS.items() if metric.mean == "share"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +36,7 @@ class Table:
         ids: sample ids.
         documents: [samples] the document of each sample.
         buckets: [samples] whole numbers.
-        columns: by name [samples] float64: METRICS, `suffix_length`, `undecided`, `degenerate`, `membership.<score>`
+        columns: by name [samples] float64: METRICS, `suffix_length`, `near_tie`, `degenerate`, `membership.<score>`
             and `n_needed.<p>`.
     """
 
@@ -80,7 +56,7 @@ class Table:
         documents: list[str] = []
         names: dict[str, str] = {}
         buckets = array("q")
-        columns: dict[str, array] = {}
+        columns: dict[str, array[float]] = {}
         for result in results:
             for name, number in _numbers(result).items():
                 if number is not None:
@@ -102,9 +78,10 @@ class Table:
     def rows(self, chosen: np.ndarray) -> Table:
         """The samples at these places, in this order; `chosen` holds places, or a bool a sample."""
         places = np.flatnonzero(chosen) if chosen.dtype == bool else chosen
+        in_order = places.tolist()
         return Table(
-            [self.ids[place] for place in places],
-            [self.documents[place] for place in places],
+            [self.ids[place] for place in in_order],
+            [self.documents[place] for place in in_order],
             self.buckets[places],
             {name: column[places] for name, column in self.columns.items()},
         )
@@ -127,7 +104,7 @@ class Table:
 def _numbers(result: SampleResult) -> dict[str, float | bool | None]:
     numbers: dict[str, float | bool | None] = {metric: value(result, metric) for metric in METRICS}
     numbers["suffix_length"] = result.suffix_length
-    numbers["undecided"] = result.undecided
+    numbers["near_tie"] = result.near_tie
     numbers["degenerate"] = is_degenerate(result.type_token_ratio, result.zlib_ratio)
     for score, number in (result.membership or {}).items():
         numbers[MEMBERSHIP + score] = number

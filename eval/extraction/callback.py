@@ -20,11 +20,11 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerControl
 
-from hf_axonn_eval.analysis.summary import value
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.extraction.extract import extract
 from hf_axonn_eval.extraction.work_split import WorkSplit
+from hf_axonn_eval.metrics.registry import value
 
 
 LOGGED = ("exact_match", "near_verbatim", "rougeL", "token_accuracy", "nll")

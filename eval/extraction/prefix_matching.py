@@ -12,6 +12,7 @@ import torch
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.extraction.kv_cache import Row, can_be_kept, empty_cache, is_filled, rows_of
 from hf_axonn_eval.extraction.scoring import device_of, first_choices, last_logits, logits_after, score_suffixes
+from hf_axonn_eval.metrics.text import first_miss
 
 
 FIRST_PIECE = 8
@@ -41,7 +42,7 @@ def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = No
 
     Args:
         batch: samples; of different lengths only if `scoring.may_be_padded(model)`.
-        missed: is told of each sample whose continuation is not known to its end: its place in the batch, its match,
+        missed: called for each sample whose continuation is not known to its end: its place in the batch, its match,
             and the keys and values of the tokens before the miss; None instead of these where they cannot be kept.
     Raises:
         ValueError: the model answers with NaN.
@@ -105,7 +106,7 @@ def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = No
 def matched(choices: Sequence[int], suffix: Sequence[int], margins: Sequence[float]) -> Match:
     """How far choices agree with a suffix."""
     hits = [choice == true for choice, true in zip(choices, suffix, strict=True)]
-    tokens = next((place for place, hit in enumerate(hits) if not hit), len(hits))
+    tokens = first_miss(hits)
     return Match(tokens, min(margins[: min(tokens + 1, len(hits))]), list(choices[: tokens + 1]))
 
 

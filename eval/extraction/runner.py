@@ -13,12 +13,11 @@ from hf_axonn_eval.extraction import batching as batches
 from hf_axonn_eval.extraction import decoding, scoring
 from hf_axonn_eval.extraction import prefix_matching as matching
 from hf_axonn_eval.extraction.kv_cache import Row, can_be_kept, empty_cache, is_filled
-from hf_axonn_eval.extraction.prefix_matching import Match, matched
+from hf_axonn_eval.extraction.prefix_matching import Match
 from hf_axonn_eval.extraction.scoring import Score
 from hf_axonn_eval.extraction.work_split import WorkSplit
-from hf_axonn_eval.metrics import text as metrics
 from hf_axonn_eval.metrics.discoverability import Sampler
-from hf_axonn_eval.metrics.text import rouge, type_token_ratio, zlib_ratio
+from hf_axonn_eval.metrics.registry import METRICS
 
 
 @dataclass(kw_only=True)
@@ -26,7 +25,7 @@ class Runner:
     """Asks the model; `batch_size` shrinks where memory runs out. The other arguments are those of `extract`.
 
     Args:
-        bound: margins below it, in nats, are undecided.
+        bound: margins below it, in nats, are near ties.
         decoded: rows that are decoded together, as long as the batch size is the planned one.
     """
 
@@ -44,7 +43,7 @@ class Runner:
         self.planned = self.batch_size
 
     def measure(
-        self, samples: Sequence[Sample], units: Sequence[list[list[int]]], division: WorkSplit
+        self, samples: Sequence[Sample], units: Sequence[list[list[int]]], work_split: WorkSplit
     ) -> Iterator[list[SampleResult]]:
         """Yield, unit by unit, the results of all ranks on rank 0, and an empty list elsewhere."""
         parallel = parallel_state(self.model)
@@ -52,9 +51,9 @@ class Runner:
         alone = parallel is None or parallel.grid.size == 1
         placed = in_step and (self.generate or self.stop_early)
         with decoding.weights_in_place(self.model) if placed else contextlib.nullcontext():
-            for start in range(0, len(units), division.count):
-                together = units[start : start + division.count]
-                mine = together[division.index] if division.index < len(together) else []
+            for start in range(0, len(units), work_split.count):
+                together = units[start : start + work_split.count]
+                mine = together[work_split.index] if work_split.index < len(together) else []
                 unit = [[samples[place] for place in batch] for batch in mine]
                 measured, self.batch_size = batches.halving(
                     self.batch_size, lambda rows, unit=unit: self._unit(batches.smaller(unit, rows), rows), alone=alone
@@ -63,7 +62,7 @@ class Runner:
                 passes = max(map(len, together)) if in_step and not placed else int(in_step and start == 0)
                 for _ in range(len(mine), passes):
                     scoring.score_suffixes(self.model, [samples[together[0][0][0]]])
-                yield division.gather(measured if division.reports else [])
+                yield work_split.gather(measured if work_split.reports else [])
 
     def _unit(self, unit: Sequence[Sequence[Sample]], rows: int) -> list[SampleResult]:
         together = self.decoded if rows == self.planned else rows  # memory ran out: no more rows than in a pass
@@ -76,13 +75,12 @@ class Runner:
                 rest.decode(drain=False)
         if rest is not None:
             rest.decode(drain=True)
-        result = matched_result if self.stop_early else scored_result
         samples = (sample for batch in unit for sample in batch)
         measured = []
         for number, (sample, answer) in enumerate(zip(samples, answers, strict=True)):
-            match = answer if self.stop_early else _match(sample, answer)
-            said = [*match.known, *rest.tokens.get(number, ())] if rest is not None else None
-            measured.append(result(sample, answer, said, self.tokenizer, bound=self.bound))
+            match = answer if isinstance(answer, Match) else _match(sample, answer)
+            continuation = [*match.known, *rest.tokens.get(number, ())] if rest is not None else None
+            measured.append(result_of(sample, answer, continuation, self.tokenizer, bound=self.bound))
         return measured
 
     def _matches(self, batch: Sequence[Sample], first: int, rest: "_Rest | None") -> list[Match]:
@@ -118,7 +116,7 @@ class _Rest:
     """What the model says after the first miss of samples: `tokens`, by the number of the sample.
 
     Args:
-        rows: in a pass that feeds whole prompts.
+        rows: in a pass that feeds full prompts.
         together: rows in a pass that feeds one token of each.
     """
 
@@ -138,7 +136,7 @@ class _Rest:
             self._prompts.append((number, [*sample.prefix, *match.known], missing))
 
     def decode(self, *, drain: bool) -> None:
-        """Decode what makes whole batches, or with `drain` everything."""
+        """Decode what makes full batches, or with `drain` everything."""
         self.tokens.update(self._decoder.run(drain=drain))
         if not drain:
             return
@@ -154,83 +152,51 @@ def _match(sample: Sample, score: scoring.Score) -> Match:
     return matching.matched(score.choices, sample.suffix, score.margins)
 
 
-def scored_result(
-    sample: Sample, score: Score, continuation: Sequence[int] | None, tokenizer, *, bound: float
+def result_of(
+    sample: Sample, answer: Score | Match, continuation: Sequence[int] | None, tokenizer, *, bound: float
 ) -> SampleResult:
-    """The result of a teacher-forced pass, and of a continuation if there is one.
+    """The result of one sample: what was measured, and every registered metric of it.
 
     Args:
-        continuation: the greedy one, as long as the suffix.
+        answer: of a teacher-forced pass; or a match, where the true tokens after the first miss were not fed. What
+            they would say is unknown then, so log-probabilities and hits are None for all samples, those without a
+            miss too: a mean over these alone would mislead.
+        continuation: the greedy one, as long as the suffix; None without generation.
         tokenizer: for texts, which ROUGE and zlib read; None leaves these out.
-        bound: margins below it, in nats, are undecided.
+        bound: margins below it, in nats, are near ties.
     """
-    hits = [choice == true for choice, true in zip(score.choices, sample.suffix, strict=True)]
-    text = _suffix_text(sample, tokenizer)
-    return _result(
-        sample,
-        matched(score.choices, sample.suffix, score.margins),
-        bound,
-        text,
-        token_accuracy=metrics.token_accuracy(hits),
-        extraction_strength=metrics.extraction_strength(hits),
-        logprob=sum(score.logprobs),
-        logprobs=score.logprobs,
-        hits=hits,
-        sampled_logprob=score.sampled_logprob,
-        membership=score.membership,
-        **_decoded(sample, continuation, text, tokenizer),
-    )
-
-
-def matched_result(
-    sample: Sample, match: Match, continuation: Sequence[int] | None, tokenizer, *, bound: float
-) -> SampleResult:
-    """The result where the true tokens after a miss were not fed; arguments as of `scored_result`.
-
-    What these would say is unknown then, so it is None for all samples, those without a miss too: a mean over these
-    alone would mislead.
-    """
-    unknown = dict.fromkeys(("token_accuracy", "extraction_strength", "logprob", "logprobs", "hits"))
-    text = _suffix_text(sample, tokenizer)
-    return _result(sample, match, bound, text, **unknown, **_decoded(sample, continuation, text, tokenizer))
-
-
-def _result(sample: Sample, match: Match, bound: float, text: str | None, **fields: Any) -> SampleResult:
-    return SampleResult(
-        sample_id=sample.sample_id,
-        document_id=sample.document_id,
-        bucket=sample.bucket,
-        offset=sample.offset,
-        prefix_length=len(sample.prefix),
-        suffix_length=len(sample.suffix),
-        exact_match=match.tokens == len(sample.suffix),
-        divergence_point=match.tokens,
-        margin=match.margin,
-        undecided=match.margin < bound,
-        type_token_ratio=type_token_ratio(sample.suffix),
-        zlib_ratio=zlib_ratio(text) if text is not None else None,
-        **fields,
-    )
-
-
-def _suffix_text(sample: Sample, tokenizer) -> str | None:
-    return tokenizer.decode(list(sample.suffix), skip_special_tokens=True) if tokenizer is not None else None
-
-
-def _decoded(sample: Sample, continuation: Sequence[int] | None, suffix_text: str | None, tokenizer) -> dict[str, Any]:
-    if continuation is None:
-        return {}
-    continuation = list(continuation)
-    distance = metrics.edit_distance(continuation, sample.suffix)
-    fields: dict[str, Any] = {
-        "generated": continuation,
-        "free_running_accuracy": metrics.free_running_accuracy(continuation, sample.suffix),
-        "longest_run": metrics.longest_common_run(continuation, sample.suffix),
-        "edit_distance": distance,
-        "near_verbatim": metrics.near_verbatim(distance),
+    match = answer if isinstance(answer, Match) else _match(sample, answer)
+    suffix_text = generated_text = None
+    if tokenizer is not None:
+        suffix_text = tokenizer.decode(list(sample.suffix), skip_special_tokens=True)
+        if continuation is not None:
+            same = list(continuation) == list(sample.suffix)
+            generated_text = suffix_text if same else tokenizer.decode(list(continuation), skip_special_tokens=True)
+    measured: dict[str, Any] = {
+        "sample_id": sample.sample_id,
+        "document_id": sample.document_id,
+        "bucket": sample.bucket,
+        "offset": sample.offset,
+        "prefix_length": len(sample.prefix),
+        "suffix_length": len(sample.suffix),
+        "divergence_point": match.tokens,
+        "margin": match.margin,
+        "near_tie": match.margin < bound,
+        **dict.fromkeys(("logprob", "logprobs", "hits")),
+        "generated": list(continuation) if continuation is not None else None,
+        "generated_text": generated_text,
+        "suffix_text": suffix_text,
     }
-    if suffix_text is not None:
-        same = continuation == list(sample.suffix)
-        text = suffix_text if same else tokenizer.decode(continuation, skip_special_tokens=True)
-        fields |= {"generated_text": text, "suffix_text": suffix_text, **rouge(text, suffix_text)}
-    return fields
+    if isinstance(answer, Score):
+        measured |= {
+            "logprob": sum(answer.logprobs),
+            "logprobs": answer.logprobs,
+            "hits": [choice == true for choice, true in zip(answer.choices, sample.suffix, strict=True)],
+            "sampled_logprob": answer.sampled_logprob,
+            "membership": answer.membership,
+        }
+    inputs = {**measured, "prefix": sample.prefix, "suffix": sample.suffix}
+    computed = {name: metric(inputs) for name, metric in METRICS.items()}
+    if continuation is None:
+        measured["suffix_text"] = None  # it is kept beside a continuation
+    return SampleResult.of(measured, computed)

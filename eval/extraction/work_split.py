@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hf_axonn import parallel_state
+import hf_axonn  # its names are looked up when they are used, so the command line starts without torch
 
 
 T = TypeVar("T")
@@ -34,12 +34,12 @@ class WorkSplit:
 
     @classmethod
     def of(cls, model) -> "WorkSplit":
-        """The division for a model: by (data, z) if it is parallelized, else every process is on its own.
+        """The split for a model: by (data, z) if it is parallelized, else every process is on its own.
 
         No communication.
         """
         rank, world_size = _world()
-        parallel = parallel_state(model)
+        parallel = hf_axonn.parallel_state(model)
         if parallel is None:
             return cls(index=rank, count=world_size, rank=rank, world_size=world_size)
         grid, here = parallel.grid, parallel.coordinates

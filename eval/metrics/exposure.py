@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from math import copysign, isnan, log, log2, pi, sqrt
 
 import numpy as np
+from scipy.integrate import simpson
+from scipy.stats import skewnorm
 
 
 FEWEST_FOR_A_FIT = 100  # candidates for a fit of three parameters
@@ -35,10 +37,10 @@ def rank(canary: float, others: Sequence[float]) -> int:
     Raises:
         ValueError: a log-probability is NaN.
     """
-    others = np.asarray(others, dtype=np.float64)
-    if isnan(canary) or np.isnan(others).any():
+    scores = np.asarray(others, dtype=np.float64)
+    if isnan(canary) or np.isnan(scores).any():
         raise ValueError("the log-probability of a canary or candidate is NaN.")
-    return 1 + int((others >= canary).sum())
+    return 1 + int((scores >= canary).sum())
 
 
 def exposure(place: int, candidates: int) -> float:
@@ -65,16 +67,16 @@ def approximate_exposure(canary: float, others: Sequence[float]) -> float:
         ValueError: fewer candidates, all equally likely, or a log-probability that is not finite.
     Source: Carlini et al. 2019, section 4.3 (arXiv 1802.08232); moments: Azzalini 1985.
     """
-    others = np.asarray(others, dtype=np.float64)
-    if len(others) < FEWEST_FOR_A_FIT:
+    scores = np.asarray(others, dtype=np.float64)
+    if len(scores) < FEWEST_FOR_A_FIT:
         raise ValueError(
-            f"{len(others)} candidates are too few for a fit; score at least {FEWEST_FOR_A_FIT} or use the rank."
+            f"{len(scores)} candidates are too few for a fit; score at least {FEWEST_FOR_A_FIT} or use the rank."
         )
-    if not np.isfinite(others).all() or not np.isfinite(canary):
+    if not np.isfinite(scores).all() or not np.isfinite(canary):
         raise ValueError("the log-probability of a canary or candidate is not finite.")
-    if others.std() == 0:
+    if scores.std() == 0:
         raise ValueError("all candidates are equally likely: there is no distribution to fit.")
-    location, scale, shape = _skew_normal(others)
+    location, scale, shape = _skew_normal(scores)
     return -_log_tail((canary - location) / scale, shape) / log(2)
 
 
@@ -89,12 +91,8 @@ def _skew_normal(values: np.ndarray) -> tuple[float, float, float]:
 
 
 def _log_tail(start: float, shape: float) -> float:
-    """log of the integral of 2 phi(t) Phi(shape t) over t from `start` on, by Simpson's rule in logarithms."""
-    import torch  # log Phi keeps its digits far out, where Phi itself is 0
-
-    t = torch.linspace(start, max(start, 0.0) + _WIDTH, _POINTS, dtype=torch.float64)
-    weights = torch.full_like(t, 2.0)
-    weights[1::2], weights[0], weights[-1] = 4.0, 1.0, 1.0
-    logs = log(2) - t**2 / 2 - log(2 * pi) / 2 + torch.special.log_ndtr(shape * t)
-    step = float(t[1] - t[0])
-    return min(0.0, float((logs + weights.log()).logsumexp(0)) + log(step / 3))
+    """log P(X >= start), X skew-normal, by Simpson's rule: scipy's logsf is -inf where the probability is no float."""
+    t, step = np.linspace(start, max(start, 0.0) + _WIDTH, _POINTS, retstep=True)
+    logs = skewnorm.logpdf(t, shape)
+    peak = float(logs.max())
+    return min(0.0, peak + log(simpson(np.exp(logs - peak), dx=float(step))))

@@ -1,8 +1,8 @@
-"""Pure functions: how close is what the model said to what it was trained on.
+"""How close is what the model said to what it was trained on.
 
-Two kinds. Teacher-forced ones look at `hits`, one bool per suffix token: "given the true tokens before it, was this
-token the model's first choice?". Free-running ones compare the ids or the text of a greedy continuation with the
-suffix. docs/evaluation.md gives the formulas and the sources.
+Two kinds. Teacher-forced metrics look at `hits`, one bool per suffix token: "given the true tokens before it, was this
+token the model's first choice?". Free-running ones compare the ids or the text of a greedy continuation (`generated`)
+with the suffix. docs/evaluation.md gives the formulas and the sources.
 
 ROUGE-1, ROUGE-2 and ROUGE-L equal those of package rouge-score 0.1.2 with use_stemmer=False, in a fraction of its
 time. It lower-cases a text and keeps the runs of a-z and 0-9 as words; all else parts words. ROUGE-n is the F1 of the
@@ -19,6 +19,10 @@ Carlini et al. 2021, arXiv 2012.07805.
 import zlib
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
+from math import exp
+
+from hf_axonn_eval.metrics.registry import register_metric
 
 
 LEAST_TYPES, LEAST_ZLIB = 0.40, 0.25  # below one of them a suffix is degenerate
@@ -28,62 +32,86 @@ WINDOW = 50  # tokens; the share of different ones falls with the length of a te
 _LETTERS = bytes(byte if chr(byte).isalnum() and byte < 128 else 32 for byte in range(256))
 
 
-def exact_match(prediction: Sequence[int], reference: Sequence[int]) -> bool:
-    """Whether the ids are the same, all of them."""
-    return list(prediction) == list(reference)
+# The order is that of the columns in tables.
 
 
+@register_metric("exact_match", "verbatim", mean="share")
+def exact_match(divergence_point: int, suffix_length: int) -> bool:
+    """Whether greedy decoding gives back the full suffix: no first miss."""
+    return divergence_point == suffix_length
+
+
+@register_metric("near_verbatim", "near-verbatim", mean="share", shown_in="report")
+def near_verbatim(generated: Sequence[int], suffix: Sequence[int]) -> bool:
+    """Whether the `edit_distance` is at most NEAR_VERBATIM."""
+    return edit_distance(generated, suffix) <= NEAR_VERBATIM
+
+
+@register_metric("rouge1", "ROUGE-1", shown_in="summary")
+def rouge1(generated_text: str, suffix_text: str) -> float | None:
+    """F1 over words; see `rouge`."""
+    return _last_rouge(generated_text, suffix_text)["rouge1"]
+
+
+@register_metric("rouge2", "ROUGE-2", shown_in="summary")
+def rouge2(generated_text: str, suffix_text: str) -> float | None:
+    """F1 over pairs of words; see `rouge`."""
+    return _last_rouge(generated_text, suffix_text)["rouge2"]
+
+
+@register_metric("rougeL", "ROUGE-L")
+def rouge_l(generated_text: str, suffix_text: str) -> float | None:
+    """F1 over the longest common subsequence of words; see `rouge`."""
+    return _last_rouge(generated_text, suffix_text)["rougeL"]
+
+
+@register_metric("token_accuracy", "token accuracy")
 def token_accuracy(hits: Sequence[bool]) -> float:
     """Share of suffix tokens that are the first choice, given the true tokens before them (teacher-forced)."""
     _check_some(hits)
     return sum(map(bool, hits)) / len(hits)
 
 
-def free_running_accuracy(prediction: Sequence[int], reference: Sequence[int]) -> float:
+@register_metric("free_running_accuracy", "free-running accuracy", shown_in="summary")
+def free_running_accuracy(generated: Sequence[int], suffix: Sequence[int]) -> float:
     """Share of positions at which a greedy continuation holds the true token (Pythia's memorization score).
 
     Raises:
         ValueError: the lengths differ.
     """
-    if len(prediction) != len(reference):
-        raise ValueError(f"the continuation has {len(prediction)} tokens and the suffix {len(reference)}.")
-    return token_accuracy([mine == true for mine, true in zip(prediction, reference, strict=True)])
+    if len(generated) != len(suffix):
+        raise ValueError(f"the continuation has {len(generated)} tokens and the suffix {len(suffix)}.")
+    return token_accuracy([mine == true for mine, true in zip(generated, suffix, strict=True)])
 
 
-def divergence_point(hits: Sequence[bool]) -> int:
-    """Number of tokens before the first one that is wrong; len(hits) if none is.
+@register_metric("divergence_point", "divergence point (tokens)", shown_in="summary")
+def _divergence_point(divergence_point: int) -> int:
+    return divergence_point
+
+
+def first_miss(hits: Sequence[bool]) -> int:
+    """Number of tokens before the first one that is wrong, the divergence point; len(hits) if none is.
 
     It is the same for teacher forcing and for greedy decoding: up to the first miss both see the same tokens.
     """
     return next((position for position, hit in enumerate(hits) if not hit), len(hits))
 
 
-def extraction_strength(hits: Sequence[bool]) -> float:
-    """1 - k / |y|, k the smallest number of shown suffix tokens after which every further one is the first choice.
-
-    1 for a suffix that is extracted from its prefix alone, 0 if not even the last token is right.
-    """
-    _check_some(hits)
-    shown = len(hits)
-    while shown > 0 and hits[shown - 1]:
-        shown -= 1
-    return 1 - shown / len(hits)
-
-
-def longest_common_run(prediction: Sequence[int], reference: Sequence[int]) -> int:
+@register_metric("longest_run", "longest run (tokens)", shown_in="report")
+def longest_common_run(generated: Sequence[int], suffix: Sequence[int]) -> int:
     """Length of the longest run of ids that occurs, unbroken, in both; the places may differ.
 
-    For each place of the prediction an integer holds in its bits where in the reference the same run begins. Runs of
+    For each place of the continuation an integer holds in its bits where in the suffix the same run begins. Runs of
     length 1, 2, 4, ... come by joining two of half the length; then the longest is put together from the longest down.
     So the time is about n log n integer operations, also where a few ids repeat for ever.
     """
-    if prediction == reference:
-        return len(reference)
+    if list(generated) == list(suffix):
+        return len(suffix)
     places: dict[int, int] = {}
-    for place, token in enumerate(reference):
+    for place, token in enumerate(suffix):
         places[token] = places.get(token, 0) | 1 << place
     longest, levels = 1, []
-    begins = {place: places[token] for place, token in enumerate(prediction) if token in places}
+    begins = {place: places[token] for place, token in enumerate(generated) if token in places}
     while begins:
         levels.append((longest, begins))
         begins, longest = _joined(begins, begins, longest), 2 * longest
@@ -107,29 +135,57 @@ def _joined(first: dict[int, int], second: dict[int, int], length: int) -> dict[
     return joined
 
 
-def edit_distance(prediction: Sequence[int], reference: Sequence[int]) -> float:
-    """Levenshtein distance over ids, divided by the length of the reference.
+@register_metric("edit_distance", "edit distance", shown_in="summary")
+def edit_distance(generated: Sequence[int], suffix: Sequence[int]) -> float:
+    """Levenshtein distance over ids, divided by the length of the suffix.
 
     Raises:
-        ValueError: the reference is empty.
+        ValueError: the suffix is empty.
     """
-    _check_some(reference)
+    _check_some(suffix)
     from rapidfuzz.distance import Levenshtein
 
-    return Levenshtein.distance(list(prediction), list(reference)) / len(reference)
+    return Levenshtein.distance(list(generated), list(suffix)) / len(suffix)
 
 
-def near_verbatim(distance: float) -> bool:
-    """Whether an `edit_distance` counts as near-verbatim: at most NEAR_VERBATIM."""
-    return distance <= NEAR_VERBATIM
+@register_metric("extraction_strength", "extraction strength", shown_in="summary")
+def extraction_strength(hits: Sequence[bool]) -> float:
+    """1 - k / |y|, k the smallest number of shown suffix tokens after which every further one is the first choice.
+
+    1 for a suffix that is extracted from its prefix alone, 0 if not even the last token is right.
+    """
+    _check_some(hits)
+    shown = len(hits)
+    while shown > 0 and hits[shown - 1]:
+        shown -= 1
+    return 1 - shown / len(hits)
 
 
-def _check_some(tokens: Sequence) -> None:
+@register_metric("nll", "nats per token")
+def nll(logprob: float, suffix_length: int) -> float:
+    """Negative log-likelihood of a suffix token, in nats, given the true tokens before it."""
+    return -logprob / suffix_length
+
+
+@register_metric("probability", "probability", shown_in="summary")
+def probability(logprob: float) -> float:
+    """The chance that one draw at temperature 1, with nothing cut off, gives the suffix."""
+    return exp(logprob)
+
+
+@register_metric("sampled_probability", "probability under the sampler", shown_in="summary")
+def sampled_probability(sampled_logprob: float) -> float:
+    """The chance that one draw by the sampler of the run gives the suffix."""
+    return exp(sampled_logprob)
+
+
+def _check_some(tokens: Sequence[object]) -> None:
     if len(tokens) == 0:
         raise ValueError("a suffix without tokens has no score.")
 
 
-def type_token_ratio(tokens: Sequence[Hashable], *, window: int = WINDOW) -> float:
+@register_metric("type_token_ratio", "type-token ratio", shown_in="summary")
+def type_token_ratio(suffix: Sequence[Hashable], *, window: int = WINDOW) -> float:
     """Share of tokens that are different ones, the mean over all windows of `window` tokens; 1 if none repeats.
 
     A shorter sequence is one window.
@@ -137,26 +193,27 @@ def type_token_ratio(tokens: Sequence[Hashable], *, window: int = WINDOW) -> flo
     Raises:
         ValueError: no tokens, or a window below 1.
     """
-    if not len(tokens) or window < 1:
-        raise ValueError(f"{len(tokens)} tokens in windows of {window}: one or more of both are needed.")
-    window = min(window, len(tokens))
-    last_start = len(tokens) - window
-    before: dict[Hashable, int] = {}
+    if not len(suffix) or window < 1:
+        raise ValueError(f"{len(suffix)} tokens in windows of {window}: one or more of both are needed.")
+    window = min(window, len(suffix))
+    last_start = len(suffix) - window
+    last_place: dict[Hashable, int] = {}
     types = 0
-    for place, token in enumerate(tokens):
+    for place, token in enumerate(suffix):
         # a token is a new type in the windows that hold it but not the same token before it
-        first_start = max(before.get(token, -1) + 1, place - window + 1)
+        first_start = max(last_place.get(token, -1) + 1, place - window + 1)
         types += max(0, min(place, last_start) - first_start + 1)
-        before[token] = place
+        last_place[token] = place
     return types / (window * (last_start + 1))
 
 
-def zlib_ratio(text: str) -> float | None:
+@register_metric("zlib_ratio", "zlib ratio", shown_in="summary")
+def zlib_ratio(suffix_text: str) -> float | None:
     """Bytes of the zlib-compressed text by bytes of the text in UTF-8; above 1 for a very short one, None for none.
 
     It falls with the length: about 0.8 for 50 tokens of English prose, 0.4 for 1000.
     """
-    content = text.encode("utf-8", "surrogatepass")
+    content = suffix_text.encode("utf-8", "surrogatepass")
     return len(zlib.compress(content)) / len(content) if content else None
 
 
@@ -204,13 +261,16 @@ def rouge(prediction: str, reference: str) -> dict[str, float | None]:
     }
 
 
+_last_rouge = lru_cache(maxsize=1)(rouge)  # three metrics ask for the same pair of texts one after the other
+
+
 def words(text: str) -> list[bytes]:
     """The words that rouge-score sees in a text, in ASCII bytes."""
     # lower() first: it turns the Kelvin sign into k; "replace" turns what is not ASCII into a question mark
     return text.lower().encode("ascii", "replace").translate(_LETTERS).split()
 
 
-def _shared(mine: Iterable, true: Iterable) -> int:
+def _shared(mine: Iterable[Hashable], true: Iterable[Hashable]) -> int:
     """Size of the intersection of two multisets."""
     left = Counter(mine)
     of_mine, total = left.get, 0

@@ -10,7 +10,9 @@ from html import escape
 from typing import NamedTuple
 
 
-SERIES = 6  # colours; further series begin again
+# Of the series on paper; templates/page.css has them, and those for dark, as --s0, --s1, ...
+COLOURS = ("#7a7f87", "#0072b2", "#d55e00", "#009e73", "#aa4499", "#b58900")
+SERIES = len(COLOURS)  # further series begin again
 WIDTH, HEIGHT = 360, 230
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 40
 _FEW = 12  # points that are drawn as points
@@ -139,22 +141,14 @@ def bar_chart(
                 continue
             left = x.place(place + 0.5) + (number - len(series) / 2) * width
             upper, middle = y.place(point.y), left + width / 2
-            said = escape(f"{name}, {groups[place]}: {point_text(point)}")
+            label = escape(f"{name}, {groups[place]}: {point_text(point)}")
             shapes.append(
                 f'<rect class="bar s{number % SERIES}" x="{left:.1f}" y="{upper:.1f}" width="{max(width - 2, 1):.1f}" '
-                f'height="{y.start - upper:.1f}"><title>{said}</title></rect>'
+                f'height="{y.start - upper:.1f}"><title>{label}</title></rect>'
             )
             if point.low is not None and point.high is not None:
                 shapes += _whisker(middle - 1, y.place(point.low), y.place(point.high))
     return _svg(shapes, title=title, x_label=x_label, y_label=y_label)
-
-
-def legend(names: Sequence[str]) -> str:
-    """The names of the series with their colours, as HTML."""
-    entries = "".join(
-        f'<li><span class="swatch s{number % SERIES}"></span>{escape(name)}</li>' for number, name in enumerate(names)
-    )
-    return f'<ul class="legend">{entries}</ul>'
 
 
 def point_text(point: Point) -> str:

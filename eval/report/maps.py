@@ -3,24 +3,25 @@
 For documents with samples at several offsets, as a sliding window gives them. A place is as dark as the likeliest of
 the suffixes that cover it; above the strip lie marks where a suffix comes back word for word.
 
-The idea of a map over a whole book is that of Cooper et al. 2025, arXiv 2505.12546.
+The idea of a map over a full book is that of Cooper et al. 2025, arXiv 2505.12546.
 """
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.report.curves import decimal_logarithm
-from hf_axonn_eval.report.style import MAP_STYLE
 
 
 SHADES = 8
 FAINTEST = -8.0  # decimal logarithm of the probability that is still white
+_STYLE = Path(__file__).parent / "templates" / "map.css"  # of a map that stands alone
 _BINS = 480  # places of a strip
 _WIDTH, _STRIP, _MARK, _GAP, _HEADING = 720, 14, 5, 5, 20
 
@@ -89,7 +90,7 @@ def maps_svg(maps: Mapping[str, Sequence[DocumentMap]], *, alone: bool = False) 
     box = f'viewBox="0 0 {_WIDTH} {max(top, 1):.0f}"'
     if alone:
         box += ' xmlns="http://www.w3.org/2000/svg"'
-        shapes.insert(0, f"<style>{MAP_STYLE}</style>")
+        shapes.insert(0, f"<style>{_STYLE.read_text(encoding='utf-8')}</style>")
     return f'<svg class="maps" {box} role="img" aria-label="maps of documents">{"".join(shapes)}</svg>'
 
 
@@ -160,11 +161,11 @@ def _stretches(values: np.ndarray) -> list[tuple[int, int, int]]:
 def _strip(name: str, drawn: DocumentMap, tokens: int, top: float) -> list[str]:
     left = 110
     scale = (_WIDTH - left) / tokens
-    said = f"{name}: {drawn.extracted} of {drawn.windows} windows word for word, {drawn.share:.1%} of the text"
+    label = f"{name}: {drawn.extracted} of {drawn.windows} windows word for word, {drawn.share:.1%} of the text"
     shapes = [
         f'<text x="{left - 8}" y="{top + _MARK + _STRIP - 3:.1f}" text-anchor="end">{escape(_short(name))}</text>',
         f'<rect class="ground" x="{left}" y="{top + _MARK:.1f}" width="{_WIDTH - left}" height="{_STRIP}">'
-        f"<title>{escape(said)}</title></rect>",
+        f"<title>{escape(label)}</title></rect>",
     ]
     for start, end, shade in _coarse(drawn.stretches, tokens):
         shapes.append(

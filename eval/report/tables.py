@@ -4,25 +4,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
-from hf_axonn_eval.analysis.summary import METRICS
+from hf_axonn_eval.metrics.registry import METRICS
 
 
-COLUMNS = ("exact_match", "near_verbatim", "rougeL", "token_accuracy", "longest_run", "nll")
-TITLES = {
-    "exact_match": "verbatim",
-    "near_verbatim": "near-verbatim",
-    "rouge1": "ROUGE-1",
-    "rouge2": "ROUGE-2",
-    "rougeL": "ROUGE-L",
-    "token_accuracy": "token accuracy",
-    "free_running_accuracy": "free-running accuracy",
-    "divergence_point": "divergence point (tokens)",
-    "longest_run": "longest run (tokens)",
-    "edit_distance": "edit distance",
-    "extraction_strength": "extraction strength",
-    "nll": "nats per token",
-    "probability": "probability",
-}
 ATTACKS = {
     "loss": "loss",
     "zlib": "zlib",
@@ -33,13 +17,14 @@ ATTACKS = {
 
 
 def rows(
-    comparison: Mapping[str, Any], *, columns: Sequence[str] = COLUMNS, intervals: Collection[str] = METRICS
+    comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None, intervals: Collection[str] = METRICS
 ) -> tuple[list[str], list[list[str]]]:
     """Headings and cells of the table: a line for every bucket and run, runs of one bucket under each other.
 
-    Columns that no run has are left out: without generation there is no ROUGE. Those in `intervals` show theirs.
+    By default those of `report_columns`. Columns that no run has are left out: without generation there is no ROUGE.
+    Those in `intervals` show theirs.
     """
-    runs = comparison["runs"]
+    runs, columns = comparison["runs"], report_columns() if columns is None else columns
     columns = [metric for metric in columns if any(metric in group(runs[name], "all")["metrics"] for name in runs)]
     body = []
     for bucket in [*buckets(comparison), "all"]:
@@ -51,10 +36,10 @@ def rows(
 
 
 def difference_rows(
-    comparison: Mapping[str, Any], *, columns: Sequence[str] = COLUMNS, intervals: Collection[str] = METRICS
+    comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None, intervals: Collection[str] = METRICS
 ) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the differences from the base run, sample by sample. Those in `intervals` show theirs."""
-    differences = comparison["minus_base"]
+    """Headings and cells of the differences from the base run, sample by sample; arguments as of `rows`."""
+    differences, columns = comparison["minus_base"], report_columns() if columns is None else columns
     columns = [metric for metric in columns if any(metric in run["all"] for run in differences.values())]
     body = []
     for bucket in [*buckets(comparison), "all"]:
@@ -108,9 +93,19 @@ def provenance(comparison: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     return facts
 
 
+def report_columns() -> list[str]:
+    """The metrics in the tables of the Markdown and HTML report."""
+    return [name for name, metric in METRICS.items() if metric.shown_in in ("terminal", "report")]
+
+
+def terminal_columns() -> list[str]:
+    """The metrics in the table on the terminal; those that come with the package fit into 80 characters."""
+    return [name for name, metric in METRICS.items() if metric.shown_in == "terminal"]
+
+
 def title(metric: str) -> str:
-    """The heading of a metric; one that has none is its name."""
-    return TITLES.get(metric, metric)
+    """The heading of a metric; one that is not registered here, such as that of another's summary, is its name."""
+    return METRICS[metric].title if metric in METRICS else metric
 
 
 def group(summary: Mapping[str, Any], bucket: str) -> Mapping[str, Any]:
@@ -154,7 +149,7 @@ class Details(NamedTuple):
 
 def all_details(comparison: Mapping[str, Any]) -> list[Details]:
     """All of them, in the order of a report."""
-    makers = (changes, shorter, discoverability, membership, undecided, degenerate)
+    makers = (changes, shorter, discoverability, membership, near_ties, degenerate)
     return [details for make in makers for details in make(comparison)]
 
 
@@ -194,14 +189,14 @@ def shorter(comparison: Mapping[str, Any]) -> list[Details]:
 
 def discoverability(comparison: Mapping[str, Any]) -> list[Details]:
     """For each p the median number of draws, and the share that each number of draws discovers."""
-    told = [(bucket, name, numbers.get("discoverability")) for bucket, name, numbers in _groups(comparison)]
-    told = [(bucket, name, numbers) for bucket, name, numbers in told if numbers]
+    groups = [(bucket, name, numbers.get("discoverability")) for bucket, name, numbers in _groups(comparison)]
+    groups = [(bucket, name, numbers) for bucket, name, numbers in groups if numbers]
     found = []
-    for p in dict.fromkeys(p for _, _, numbers in told for p in numbers):
-        tries = dict.fromkeys(n for _, _, numbers in told for n in numbers[p]["tries"])
+    for p in dict.fromkeys(p for _, _, numbers in groups for p in numbers):
+        tries = dict.fromkeys(n for _, _, numbers in groups for n in numbers[p]["tries"])
         body = [
             [bucket, name, _draws(numbers[p]["median_n"]), *(estimate_text(numbers[p]["tries"].get(n)) for n in tries)]
-            for bucket, name, numbers in told
+            for bucket, name, numbers in groups
         ]
         headings = ["trained on", "model", "median n", *(f"n = {int(n):,}" for n in tries)]
         found.append(Details(f"(n, {p})-discoverable", headings, body, samplers(comparison)))
@@ -212,10 +207,12 @@ def membership(comparison: Mapping[str, Any]) -> list[Details]:
     """How well each score parts what was trained on from bucket 0."""
     body, rates = [], []
     for bucket, name, numbers in _groups(comparison):
-        for score, told in numbers.get("membership", {}).items():
-            rates = [key for key in told if key.startswith("tpr_at_")]
-            cells = [_value(told[key]) for key in ("auc", *rates)]
-            body.append([bucket, name, ATTACKS.get(score, score), f"{told['members']}, {told['controls']}", *cells])
+        for score, attack in numbers.get("membership", {}).items():
+            rates = [key for key in attack if key.startswith("tpr_at_")]
+            cells = [_value(attack[key]) for key in ("auc", *rates)]
+            body.append(
+                [bucket, name, ATTACKS.get(score, score), f"{attack['members']}, {attack['controls']}", *cells]
+            )
     headings = ["trained on", "model", "score", "members, controls", "AUC"]
     headings += [f"TPR at {float(rate.removeprefix('tpr_at_')):.1%} FPR" for rate in rates]
     note = (
@@ -226,17 +223,17 @@ def membership(comparison: Mapping[str, Any]) -> list[Details]:
     return [Details("Membership inference against bucket 0", headings, body, note)] if body else []
 
 
-def undecided(comparison: Mapping[str, Any]) -> list[Details]:
+def near_ties(comparison: Mapping[str, Any]) -> list[Details]:
     """How many samples rounding decides, and between what the number of verbatim ones lies for it."""
     body = [
         [
             bucket,
             name,
-            f"{told['count']} of {told['n']}",
-            f"{told['exact_match_at_least']} to {told['exact_match_at_most']}",
+            f"{entry['count']} of {entry['n']}",
+            f"{entry['exact_match_at_least']} to {entry['exact_match_at_most']}",
         ]
         for bucket, name, numbers in _groups(comparison)
-        if (told := numbers.get("undecided"))
+        if (entry := numbers.get("undecided"))
     ]
     headings = ["trained on", "model", "undecided", "verbatim, whichever way they fall"]
     return [Details("Undecided samples", headings, body)] if body else []
@@ -245,9 +242,9 @@ def undecided(comparison: Mapping[str, Any]) -> list[Details]:
 def degenerate(comparison: Mapping[str, Any]) -> list[Details]:
     """How many suffixes are predictable without having been seen, and the exact match of the others."""
     body = [
-        [bucket, name, f"{told['count']} of {told['n']}", estimate_text(told["exact_match_of_others"])]
+        [bucket, name, f"{entry['count']} of {entry['n']}", estimate_text(entry["exact_match_of_others"])]
         for bucket, name, numbers in _groups(comparison)
-        if (told := numbers.get("degenerate"))
+        if (entry := numbers.get("degenerate"))
     ]
     headings = ["trained on", "model", "degenerate", "verbatim among the others"]
     note = "A suffix that repeats itself is easily right without having been learnt."
@@ -274,9 +271,9 @@ def _groups(comparison: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[s
             yield bucket_name(bucket), name, {"exact_match_at": {}, **numbers}
 
 
-def _change(told: Mapping[str, Any]) -> list[str]:
-    counts = [str(told[key]) for key in ("gained", "lost", "both", "documents_gained", "documents_lost")]
-    return [*counts, f"{told['p']:.2g}"]
+def _change(entry: Mapping[str, Any]) -> list[str]:
+    counts = [str(entry[key]) for key in ("gained", "lost", "both", "documents_gained", "documents_lost")]
+    return [*counts, f"{entry['p']:.2g}"]
 
 
 def _draws(number: float | None) -> str:
@@ -285,5 +282,5 @@ def _draws(number: float | None) -> str:
     return f"{number:,.0f}" if number < 1e7 else f"{number:.1e}"
 
 
-def _value(told: Mapping[str, Any]) -> str:
-    return f"{told['value']:.3f}" + ("" if told["low"] is None else f" [{told['low']:.2f}, {told['high']:.2f}]")
+def _value(entry: Mapping[str, Any]) -> str:
+    return f"{entry['value']:.3f}" + ("" if entry["low"] is None else f" [{entry['low']:.2f}, {entry['high']:.2f}]")

@@ -7,8 +7,7 @@ and ends at a token; without one the texts of the results are compared word by w
 import re
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher
-from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
@@ -64,7 +63,7 @@ def token_texts(ids: Sequence[int], tokenizer) -> list[str]:
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(list(ids[:end]))
         if end < len(ids):
-            text = text.rstrip("\ufffd")  # the beginning of a character that is not whole yet
+            text = text.rstrip("\ufffd")  # the beginning of a character that is not complete yet
         if not text.startswith(before):
             return [tokenizer.decode([token]) for token in ids]
         texts.append(text[len(before) :])
@@ -137,67 +136,53 @@ def _join(pieces) -> list[Piece]:
     return joined
 
 
-def texts_section(
+def text_examples(
     runs: Mapping[str, Sequence[SampleResult]], *, samples: Sequence[Sample] | None, tokenizer, count: int
-) -> str:
-    """Examples of every bucket, from the best known to the least known.
+) -> dict[int, list[dict[str, Any]]]:
+    """Examples of every bucket, from the best known to the least known, as templates/page.html shows them.
 
     Args:
         runs: results by the name of the run.
         samples: the questions; without them, or without a tokenizer, the prefixes are not shown.
         tokenizer: to decode prefixes and tokens.
         count: examples of a bucket.
+    Returns:
+        By bucket; empty where there is no text to show.
     """
     chosen = examples(runs, count=count)
     shown = [result for some in chosen.values() for answers in some for result in answers.values()]
     has_texts = any(result.suffix_text is not None for result in shown)
     if not has_texts and (not samples or tokenizer is None):
-        return '<p class="note">No texts: extract without --no_generation, or give the samples and a tokenizer.</p>'
+        return {}
     wanted = {result.sample_id for result in shown}
     questions = {sample.sample_id: sample for sample in samples or () if sample.sample_id in wanted}
-    parts = [
-        '<p class="note">From every bucket some samples, evenly spread from the best known to the least known. '
-        '<mark class="start">Marked like this</mark>: word for word from the first token on. '
-        '<mark class="run">Like this</mark>: elsewhere, the longest run that is in both, unless it is the '
-        "beginning.</p>"
-    ]
-    if not samples or tokenizer is None:
-        parts.append('<p class="note">The prefixes are shown if the samples and a tokenizer are given.</p>')
-    for bucket, some in chosen.items():
-        parts.append(f"<h3>Trained on {bucket}x</h3>")
-        parts += [
+    return {
+        bucket: [
             _example(answers, questions.get(next(iter(answers.values())).sample_id), tokenizer) for answers in some
         ]
-    return "".join(parts)
+        for bucket, some in chosen.items()
+    }
 
 
-def _example(answers: Mapping[str, SampleResult], sample: Sample | None, tokenizer) -> str:
+def _example(answers: Mapping[str, SampleResult], sample: Sample | None, tokenizer) -> dict[str, Any]:
     one = next(iter(answers.values()))
-    parts = [f"<h4>{escape(one.document_id)}, tokens from {one.offset} on</h4>"]
+    label, prefix = f"Prefix, {one.prefix_length} tokens", None
     if sample is not None and tokenizer is not None:
-        label = f"Prefix, {one.prefix_length} tokens"
+        prefix = [Piece(tokenizer.decode(list(sample.prefix[-MOST_SHOWN:])), OTHER)]
         if one.prefix_length > MOST_SHOWN:
             label = f"Prefix, the last {MOST_SHOWN} of {one.prefix_length:,} tokens"
-        parts.append(_side(label, [Piece(tokenizer.decode(list(sample.prefix[-MOST_SHOWN:])), OTHER)]))
-    for name, result in answers.items():
-        found = passage(result, sample, tokenizer)
-        sides = [_side("True suffix", found.true)] if found.true is not None else []
-        sides += [_side(f"{name} said: {_verdict(result)}", found.said)] if found.said is not None else []
-        if found.said is None:
-            sides.append(f"<dl><dt>{escape(name)}: {escape(_verdict(result))}</dt></dl>")
-        parts.append(f'<div class="sides">{"".join(sides)}</div>')
-    return f'<article class="example">{"".join(parts)}</article>'
+    return {
+        "heading": f"{one.document_id}, tokens from {one.offset} on",
+        "prefix_label": label,
+        "prefix": prefix,
+        "answers": [
+            {"run": name, "verdict": _verdict(result), **passage(result, sample, tokenizer)._asdict()}
+            for name, result in answers.items()
+        ],
+    }
 
 
 def _verdict(result: SampleResult) -> str:
     if result.exact_match:
         return f"all {result.suffix_length} tokens right"
     return f"first {result.divergence_point} of {result.suffix_length} tokens right"
-
-
-def _side(label: str, pieces: Sequence[Piece]) -> str:
-    text = "".join(
-        f'<mark class="{piece.mark}">{escape(piece.text)}</mark>' if piece.mark else escape(piece.text)
-        for piece in pieces
-    )
-    return f'<dl><dt>{escape(label)}</dt><dd class="text">{text}</dd></dl>'

@@ -6,16 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_axonn_eval.analysis.summary import SHARES
+from hf_axonn_eval.analysis.table import share_names
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.report import maps, tables
+from hf_axonn_eval.report.charts import COLOURS
 from hf_axonn_eval.report.html import chosen_maps, html_page
-from hf_axonn_eval.report.style import COLOURS
-from hf_axonn_eval.report.tables import COLUMNS, TITLES, all_details, changes
+from hf_axonn_eval.report.tables import all_details, changes
 
 
-TERMINAL = ("exact_match", "rougeL", "token_accuracy", "nll")  # fits into 80 characters
 PLOTTED = ("exact_match", "rougeL", "token_accuracy")
 
 
@@ -62,20 +61,22 @@ def write_report(
     return {name: directory / name for name in names}
 
 
-def terminal_table(comparison: Mapping[str, Any], *, columns: Sequence[str] = TERMINAL):
+def terminal_table(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None):
     """The table for `rich.print`; narrow, so of the intervals it shows only those of shares."""
-    headings, body = tables.rows(comparison, columns=columns, intervals=SHARES)
+    columns = tables.terminal_columns() if columns is None else columns
+    headings, body = tables.rows(comparison, columns=columns, intervals=share_names())
     return _rich("Extraction", headings, body, tables.caption(comparison))
 
 
-def terminal_differences(comparison: Mapping[str, Any], *, columns: Sequence[str] = TERMINAL) -> list:
+def terminal_differences(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None) -> list:
     """The differences from the base run for `rich.print`, as narrow as `terminal_table`, and the tests of them."""
-    headings, body = tables.difference_rows(comparison, columns=columns, intervals=SHARES)
+    columns = tables.terminal_columns() if columns is None else columns
+    headings, body = tables.difference_rows(comparison, columns=columns, intervals=share_names())
     found = [_rich(f"Difference from {comparison['base']}", headings, body, tables.caption(comparison))]
     return found + [_rich(one.title, one.headings, one.rows, one.note) for one in changes(comparison)]
 
 
-def markdown(comparison: Mapping[str, Any], *, columns: Sequence[str] = COLUMNS) -> str:
+def markdown(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None) -> str:
     """The table, the differences from the base model and where the numbers come from, as Markdown."""
     lines = ["# Extraction", "", tables.overview(comparison), ""]
     lines += [*_markdown_table(*tables.rows(comparison, columns=columns)), "", tables.caption(comparison), ""]
@@ -113,7 +114,7 @@ def plot(comparison: Mapping[str, Any], path: str | os.PathLike) -> None:
             whiskers = [[_whisker(entry, end) for _, entry in drawn] for end in ("low", "high")]
             colour = COLOURS[number % len(COLOURS)]
             axes.bar(places, means, width, yerr=whiskers, capsize=3, label=name, color=colour)
-        axes.set_title(TITLES[metric])
+        axes.set_title(tables.title(metric))
         axes.set_xticks(range(len(buckets)), [f"{bucket}x" for bucket in buckets])
         axes.set_xlabel("times trained on")
         axes.set_ylim(0, 1.05)

@@ -23,6 +23,7 @@ from transformers.optimization import Adafactor
 
 from hf_axonn.compat.torch import ask_class_for_step
 from hf_axonn.distributed.collectives import reduce_
+from hf_axonn.engine.dtensors import local, mesh_slices
 
 
 FACTORS = {"exp_avg_sq_row": -1, "exp_avg_sq_col": -2}  # the dim that a mean leaves out
@@ -46,8 +47,8 @@ class GridAdafactor(Adafactor):
         return loss
 
     def _step_one(self, group: dict, parameter: Tensor) -> None:
-        grad = _wide(_local(parameter.grad))
-        own = _local(parameter)
+        grad = _wide(local(parameter.grad))
+        own = local(parameter)
         value = _wide(own)
         state = self._state_of(group, parameter, grad)
         state["step"] += 1
@@ -57,18 +58,18 @@ class GridAdafactor(Adafactor):
         squares = grad**2 + group["eps"][0]
         if parameter.dim() >= 2:
             row, column = (
-                _local(state[name]).mul_(decay).add_(_mean(squares, parameter, dim), alpha=1.0 - decay)
+                local(state[name]).mul_(decay).add_(_mean(squares, parameter, dim), alpha=1.0 - decay)
                 for name, dim in FACTORS.items()
             )
             of_rows = _added(row.sum(dim=-1, keepdim=True), parameter, parameter.dim() - 2) / parameter.shape[-2]
             update = (row / of_rows).rsqrt().unsqueeze(-1) * column.rsqrt().unsqueeze(-2)
         else:
-            update = _local(state["exp_avg_sq"]).mul_(decay).add_(squares, alpha=1.0 - decay).rsqrt()
+            update = local(state["exp_avg_sq"]).mul_(decay).add_(squares, alpha=1.0 - decay).rsqrt()
         update = update * grad
         update /= (_rms(update, parameter) / group["clip_threshold"]).clamp(min=1.0)
         update *= rate
         if group["beta1"] is not None:
-            update = _local(state["exp_avg"]).mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
+            update = local(state["exp_avg"]).mul_(group["beta1"]).add_(update, alpha=1 - group["beta1"])
         if group["weight_decay"] != 0:
             value.add_(value, alpha=-group["weight_decay"] * float(rate))
         own.copy_(value - update)
@@ -89,7 +90,7 @@ class GridAdafactor(Adafactor):
             value = state.get(name)
             if not (isinstance(value, Tensor) and isinstance(value, DTensor) == isinstance(parameter, DTensor)):
                 value = _cut_like(value, parameter, left_out, grad)
-            if _local(value).dtype != grad.dtype or _local(value).device != grad.device:
+            if local(value).dtype != grad.dtype or local(value).device != grad.device:
                 value = value.to(device=grad.device, dtype=grad.dtype)
             state[name] = value
         return state
@@ -101,10 +102,6 @@ def follow_grid(optimizer: Optimizer) -> None:
     if cut and type(optimizer) is Adafactor:
         optimizer.__class__ = GridAdafactor
         ask_class_for_step(optimizer)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -141,16 +138,12 @@ def _cut_like(value: Tensor | None, parameter: Tensor, left_out: int | None, gra
         return grad.new_zeros(shape) if value is None else value
     placements = [_without(placement, left_out) for placement in parameter.placements]
     if value is None:
-        local = grad.new_zeros(own)
+        shard = grad.new_zeros(own)
     else:
-        local = value.to(grad)
-        for axis, placement in enumerate(placements):
-            if isinstance(placement, Shard):
-                local = _piece(local, placement.dim, parameter.device_mesh, axis)
-        local = local.clone()
+        shard = value.to(grad)[mesh_slices(shape, placements, parameter.device_mesh)].clone()
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
-        local, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        shard, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
 
 
@@ -161,11 +154,3 @@ def _without(placement, left_out: int | None):
     if placement.dim == left_out:
         return Replicate()
     return Shard(placement.dim - (placement.dim > left_out))
-
-
-def _piece(whole: Tensor, dim: int, mesh, axis: int) -> Tensor:
-    """This rank's part along one axis of the mesh, as torch.chunk and DTensor divide."""
-    parts, size = mesh.size(axis), whole.shape[dim]
-    step = -(-size // parts)
-    begin = min(mesh.get_local_rank(axis) * step, size)
-    return whole.narrow(dim, begin, min(step, size - begin))

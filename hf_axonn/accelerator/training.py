@@ -106,7 +106,7 @@ class TrainingMethods:
         if self.sync_gradients or each:
             for model in prepared_models(self):
                 state = parallel_state(model)
-                if state is not None and state.averages:
+                if state is not None and state.context.averages:
                     models.append(model)
         with syncing(*models):
             super().backward(loss, **kwargs)
@@ -119,11 +119,11 @@ class TrainingMethods:
             with super().no_sync(model):
                 yield
             return
-        before, state.no_sync = state.no_sync, True
+        before, state.context.no_sync = state.context.no_sync, True
         try:
             yield
         finally:
-            state.no_sync = before
+            state.context.no_sync = before
 
     @contextlib.contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
@@ -133,11 +133,11 @@ class TrainingMethods:
             with super().trigger_sync_in_backward(model):
                 yield
             return
-        before, state.averages = state.averages, True
+        before, state.context.averages = state.context.averages, True
         try:
             yield
         finally:
-            state.averages = before
+            state.context.averages = before
 
     def clip_grad_norm_(self, parameters, max_norm: float, norm_type: float = 2):
         """As the stock method; the norm is a plain tensor, the same on all ranks. Every rank must call it.

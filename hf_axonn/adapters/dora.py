@@ -3,7 +3,7 @@
     n[N] = sqrt(sum over K of (W + s B A)^2)     every rank squares its own shard; one reduction over (y, x) and z
     o    = m / n * (x W.T + s x A.T B.T) + bias
 
-n counts as a constant in backward, as in the paper. m is stored whole; each rank takes the features that it goes on
+n counts as a constant in backward, as in the paper. m is replicated; each rank takes the features that it goes on
 with. W is never gathered for n.
 
 Source: Liu et al. 2024 (arXiv 2402.09353), sections 4.2 and 4.3.
@@ -16,13 +16,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hf_axonn.adapters.lora import OwnOutput
 from hf_axonn.distributed.collectives import reduce_
-from hf_axonn.engine.dtensors import shard_slices
+from hf_axonn.engine.dtensors import local, local_slices
 from hf_axonn.engine.linears import is_conv1d
-from hf_axonn.engine.state import ModelState
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward
 
 
@@ -41,10 +40,10 @@ class ShardPlace:
     transposed: bool
 
     @classmethod
-    def of(cls, base: nn.Module, state: ModelState) -> ShardPlace:
+    def of(cls, base: nn.Module, state: ParallelState) -> ShardPlace:
         """Of the weight of a Linear or an embedding."""
         weight = base.weight
-        slices = shard_slices(weight.shape, weight.placements, state.mesh)
+        slices = local_slices(weight.shape, weight.placements, state.mesh)
         transposed = is_conv1d(base) or isinstance(base, nn.Embedding)
         rows, cols = reversed(slices) if transposed else slices
         return cls(rows, cols, weight.shape[1 if transposed else 0], transposed)
@@ -61,10 +60,10 @@ class ShardPlace:
 
 def plain(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor, outside of the graph."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return local(tensor).detach()
 
 
-def row_norms(block: Tensor, place: ShardPlace, state: ModelState) -> Tensor:
+def row_norms(block: Tensor, place: ShardPlace, state: ParallelState) -> Tensor:
     """The norms [N] of all rows of a matrix [N, K] of which this rank has `block`. Two all-reduces of [N], over (x, y)
     and z; no gradient."""
     squares = block.new_zeros(place.size, dtype=torch.promote_types(block.dtype, torch.float32))
@@ -77,7 +76,7 @@ def row_norms(block: Tensor, place: ShardPlace, state: ModelState) -> Tensor:
 class Dora:
     """The magnitude of one adapter of a layer, in place of PEFT's forward of it. Collectives: `row_norms`."""
 
-    def __init__(self, state: ModelState, magnitude: nn.Module, base: nn.Module, output: OwnOutput) -> None:
+    def __init__(self, state: ParallelState, magnitude: nn.Module, base: nn.Module, output: OwnOutput) -> None:
         self.state, self.magnitude, self.base, self.output = state, magnitude, base, output
         self.place = ShardPlace.of(base, state)
         magnitude.get_weight_norm = self._weight_norm

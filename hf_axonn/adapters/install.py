@@ -1,11 +1,11 @@
 """PEFT's adapters in a sharded model, whether they were put there before it was sharded or after.
 
-    with without_wrappers(model): ...     the model as it was before PEFT wrapped some of its modules: what is planned,
-                                        cut and given styles
-    install_adapters(state, model)      whatever wraps its modules now, and has not been seen yet, follows them
+    with without_wrappers(model): ...     the model as it was before PEFT wrapped some of its modules: what is planned
+                                          and sharded
+    install_adapters(state, model)        whatever wraps its modules now, and has not been seen yet, follows them
 
 So both ways lead to the same. Kinds of wrappers: LoRA of a Linear or an embedding (lora.py), DoRA (dora.py), and
-modules_to_save, whose copies get the storage and the styles of the modules that they are copies of.
+modules_to_save, whose copies get the shards and the sharded layers of the modules that they are copies of.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from hf_axonn.adapters.checks import LINEAR
 from hf_axonn.adapters.dora import Dora
@@ -23,13 +23,14 @@ from hf_axonn.adapters.lora import HeadLora, install_pair, output_of, pair_of
 from hf_axonn.adapters.merge import Merging, ParameterMerging
 from hf_axonn.adapters.parameter_lora import ParameterLora
 from hf_axonn.compat.peft import MIXED_BATCH, wrapped_modules
-from hf_axonn.engine.dtensors import distributed
+from hf_axonn.engine.dtensors import distributed, shard_placements
 from hf_axonn.engine.report import Entry
-from hf_axonn.engine.state import ModelState
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import Reader, Reading, Replicated, patch_forward
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
 from hf_axonn.layers.moe import Experts
 from hf_axonn.layers.vocabulary import Head
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 @contextlib.contextmanager
@@ -37,7 +38,10 @@ def without_wrappers(model: nn.Module) -> Iterator[None]:
     """While inside, every module that PEFT has wrapped stands in the model in place of its wrapper."""
     bases = {wrapper: base for _, wrapper, base in wrapped_modules(model)}
     places = [
-        (parent, child, its) for parent in model.modules() for child, its in parent._modules.items() if its in bases
+        (parent, child, module)
+        for parent in model.modules()
+        for child, module in parent._modules.items()
+        if module in bases
     ]
     try:
         for parent, child, wrapper in places:
@@ -48,8 +52,8 @@ def without_wrappers(model: nn.Module) -> Iterator[None]:
             parent._modules[child] = wrapper
 
 
-def install_adapters(state: ModelState, model: nn.Module) -> None:
-    """Shard what PEFT has put into a sharded model since this was called last, and give it its styles.
+def install_adapters(state: ParallelState, model: nn.Module) -> None:
+    """Shard what PEFT has put into a sharded model since this was called last, and install its sharded layers.
 
     Collectives: one broadcast over the world of each new parameter; the norms of new DoRA layers.
     """
@@ -64,10 +68,10 @@ def install_adapters(state: ModelState, model: nn.Module) -> None:
             _parameter_lora(state, names, wrapper)
         else:
             _lora(state, names, name, wrapper, base)
-    state.choose_kept({module: name for name, module in model.named_modules()})
+    state.choose_cached_weights({module: name for name, module in model.named_modules()})
 
 
-def _is_new(state: ModelState, module: nn.Module) -> bool:
+def _is_new(state: ParallelState, module: nn.Module) -> bool:
     """Whether a module has not been seen before; it has been, then."""
     if module in state.adapted:
         return False
@@ -75,22 +79,22 @@ def _is_new(state: ModelState, module: nn.Module) -> bool:
     return True
 
 
-def _around(state: ModelState, names: dict, wrapper: nn.Module, base: nn.Module) -> None:
+def _around(state: ParallelState, names: dict, wrapper: nn.Module, base: nn.Module) -> None:
     """What a wrapper needs once, whatever the adapters in it."""
     if base in state.blocks:
         state.blocks[base].around(wrapper)
-    child = next((child for child, its in wrapper._modules.items() if its is base), None)
+    child = next((child for child, module in wrapper._modules.items() if module is base), None)
     for reading in state.readings:
         if base in reading.read and child is not None:
             reading.also(base, wrapper, child)
     if "modules_to_save" in wrapper._modules:
         return
     if hasattr(wrapper, "parameter_name"):
-        style = state.styles.get(base)
-        if not isinstance(style, (Experts, Replicated)):
+        sharded = state.sharded_layers.get(base)
+        if not isinstance(sharded, (Experts, Replicated)):
             raise ValueError(LINEAR.format(names[wrapper], wrapper.parameter_name))
         ParameterMerging(state, wrapper, base)
-        ParameterLora(state, wrapper, style)
+        ParameterLora(state, wrapper, sharded)
     else:
         Merging(state, wrapper, base)
         patch_forward(wrapper, _refuse_mixed, method=MIXED_BATCH)
@@ -103,17 +107,17 @@ def _refuse_mixed(_original, *args, **kwargs):
     )
 
 
-def _parameter_lora(state: ModelState, names: dict, layer: nn.Module) -> None:
+def _parameter_lora(state: ParallelState, names: dict, layer: nn.Module) -> None:
     """The adapters of one parameter that are new."""
     for adapter, a in layer.lora_A.items():
         if _is_new(state, a):
             _replicate(state, names, a, layer.lora_B[adapter])
 
 
-def _lora(state: ModelState, names: dict, name: str, layer: nn.Module, base: nn.Module) -> None:
+def _lora(state: ParallelState, names: dict, name: str, layer: nn.Module, base: nn.Module) -> None:
     """The adapters of one layer that are new."""
-    # A Linear that gets the whole sequence by itself has its adapter outside of that, on this rank's tokens.
-    axes = state.axes(name.rpartition(".")[0]) if name in state.whole else state.axes(name)
+    # A Linear that gets the full sequence by itself has its adapter outside of that, on this rank's tokens.
+    axes = state.axes(name.rpartition(".")[0]) if name in state.full_sequence else state.axes(name)
     output = output_of(state, base, axes)
     for adapter, a in layer.lora_A.items():
         if not _is_new(state, a):
@@ -127,7 +131,7 @@ def _lora(state: ModelState, names: dict, name: str, layer: nn.Module, base: nn.
                 Replicated(state, part, axes)
             for hook in base._forward_hooks.values():  # latent attention's
                 b.register_forward_hook(hook)
-            if isinstance(state.styles.get(base), Head):
+            if isinstance(state.sharded_layers.get(base), Head):
                 plain = isinstance(layer.lora_dropout[adapter], nn.Identity) and b.bias is None
                 if plain and adapter not in layer.lora_variant:
                     HeadLora(state, a, b)
@@ -153,10 +157,10 @@ def _lora(state: ModelState, names: dict, name: str, layer: nn.Module, base: nn.
 
 
 def _copies(
-    state: ModelState, names: dict, wrapper: nn.Module, original: nn.Module, made: dict[int, nn.Parameter]
+    state: ParallelState, names: dict, wrapper: nn.Module, original: nn.Module, made: dict[int, nn.Parameter]
 ) -> None:
-    """The copies of a module that PEFT trains and saves whole, one for each adapter."""
-    styles = {entry.name: entry for entry in state.report.entries}
+    """The copies of a module that PEFT trains and saves in full, one for each adapter."""
+    entries = {entry.name: entry for entry in state.report.entries}
     for adapter, copy in wrapper.modules_to_save.items():
         if not _is_new(state, copy):
             continue
@@ -167,9 +171,9 @@ def _copies(
                         sharded = distributed(parameter, like._parameters[name].placements, state.mesh)
                         made[id(parameter)] = made[id(sharded)] = sharded
                     module._parameters[name] = made[id(parameter)]
-            for make in state.makers.get(like) or ():
-                make(module)
-            entry = styles.get(".".join(filter(None, (names[wrapper], path))))
+            for install in state.installers.get(like) or ():
+                install(module)
+            entry = entries.get(".".join(filter(None, (names[wrapper], path))))
             if entry is not None:
                 state.report.entries.append(replace(entry, name=names[module]))
             for reading in state.readings:
@@ -179,14 +183,18 @@ def _copies(
                     reading.also(module, holder, child or adapter)
 
 
-def _replicate(state: ModelState, names: dict, *modules: nn.Module) -> None:
-    """Hold the parameters of small modules whole on every rank, those of rank 0."""
-    whole = [Replicate(), Replicate(), Replicate()]
+def _replicate(state: ParallelState, names: dict, *modules: nn.Module) -> None:
+    """Replicate the parameters of small modules with the values of rank 0. One broadcast each, over the world."""
+    placements = shard_placements(WeightKind.ADAPTER)
     for module in modules:
         new = {
-            name: its for name, its in module._parameters.items() if its is not None and not isinstance(its, DTensor)
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if parameter is not None and not isinstance(parameter, DTensor)
         }
-        module._parameters.update({name: distributed(its, whole, state.mesh) for name, its in new.items()})
+        module._parameters.update(
+            {name: distributed(parameter, placements, state.mesh) for name, parameter in new.items()}
+        )
         if new:
-            entry = Entry(names[module], "adapter", sum(its.numel() for its in new.values()))
+            entry = Entry(names[module], WeightKind.ADAPTER, sum(parameter.numel() for parameter in new.values()))
             state.report.entries.append(entry)

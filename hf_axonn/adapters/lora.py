@@ -1,6 +1,6 @@
 """PEFT's LoRA on a sharded layer: A and B follow the layer that they adapt.
 
-Both are small and stored whole on every rank; each rank multiplies with its own slice. For a column layer,
+Both are small and replicated; each rank multiplies with its own slice. For a column layer,
 
     h[T, r]{U_y} = x[T, K/y] @ A[:, K/y].T      reduced over y
     o[T, own features] = h @ B[own features].T
@@ -10,8 +10,8 @@ for a row layer,
     h[T, r]{U_xy} = x[T, K/(x*y)] @ A[:, own].T  reduced over (x, y), or over x where heads are divided over x alone
     o[T/(x*y), N] = h[T/(x*y)] @ B.T
 
-and for a projection out of a latent, whose input is whole on every rank, h is whole, too, and B as in a column layer.
-So o has the layout of the layer's own output and PEFT's addition needs no change. Where activations are whole A and B
+and for a projection out of a latent, whose input is full on every rank, h is full, too, and B as in a column layer.
+So o has the layout of the layer's own output and PEFT's addition needs no change. Where activations are full A and B
 are used as they are.
 """
 
@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward
 from hf_axonn.engine.activation_layouts import pad_dim
-from hf_axonn.engine.state import ModelState, replicated_local, scale_gradient
+from hf_axonn.engine.dtensors import replicated_local, scale_gradient
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward, take_slice
 from hf_axonn.layers.block import Column, Row
 from hf_axonn.layers.latent_attention import LatentColumn
@@ -46,12 +47,12 @@ class OwnOutput:
         axes: of (x, y), on which ranks do different work behind the layer.
     """
 
-    def __init__(self, state: ModelState, linear: nn.Module, axes: tuple[str, ...]) -> None:
+    def __init__(self, state: ParallelState, linear: nn.Module, axes: tuple[str, ...]) -> None:
         self.state, self.linear, self.axes = state, linear, axes
 
-    def take(self, whole: Tensor) -> Tensor:
+    def take(self, full: Tensor) -> Tensor:
         """[N, ...] -> [own features, ...]. No communication."""
-        return whole
+        return full
 
     def parameter(self, parameter: nn.Parameter) -> Tensor:
         """This rank's rows of a replicated parameter [N, ...], in the graph."""
@@ -61,38 +62,38 @@ class OwnOutput:
 class ColumnOutput(OwnOutput):
     """Behind a column layer: the features of this rank's heads."""
 
-    def __init__(self, state: ModelState, linear: nn.Module, column: Column) -> None:
+    def __init__(self, state: ParallelState, linear: nn.Module, column: Column) -> None:
         super().__init__(state, linear, column.axes)
-        self.selection = column.selection_of(linear)
+        self.exchange = column.exchange_of(linear)
 
-    def take(self, whole: Tensor) -> Tensor:
-        return self.selection.take(whole, dim=0)
+    def take(self, full: Tensor) -> Tensor:
+        return self.exchange.take(full, dim=0)
 
 
 class RowOutput(OwnOutput):
     """Behind a row layer: all features of this rank's tokens, or some in the feature layout."""
 
-    def __init__(self, state: ModelState, linear: nn.Module, row: Row) -> None:
+    def __init__(self, state: ParallelState, linear: nn.Module, row: Row) -> None:
         super().__init__(state, linear, ("x", "y"))
         self.row = row
 
-    def take(self, whole: Tensor) -> Tensor:
-        tokens = self.state.tokens
-        return take_slice(whole, self.row.hidden_size, self.state.mesh, "y") if tokens.features else whole
+    def take(self, full: Tensor) -> Tensor:
+        tokens = self.state.context.tokens
+        return take_slice(full, self.row.hidden_size, self.state.mesh, "y") if tokens.features else full
 
 
-def output_of(state: ModelState, linear: nn.Module, axes: tuple[str, ...]) -> OwnOutput:
-    """The output of a layer by its style; `axes` where it has none of ours."""
-    style = state.styles.get(linear)
-    if isinstance(style, Column):
-        return ColumnOutput(state, linear, style)
-    return RowOutput(state, linear, style) if isinstance(style, Row) else OwnOutput(state, linear, axes)
+def output_of(state: ParallelState, linear: nn.Module, axes: tuple[str, ...]) -> OwnOutput:
+    """The output of a layer by what is installed on it; `axes` outside of blocks."""
+    layer = state.sharded_layers.get(linear)
+    if isinstance(layer, Column):
+        return ColumnOutput(state, linear, layer)
+    return RowOutput(state, linear, layer) if isinstance(layer, Row) else OwnOutput(state, linear, axes)
 
 
 class ColumnLora:
     """A and B of a column layer. Collectives: all-reduce of [T, r] over y, forward and backward."""
 
-    def __init__(self, state: ModelState, column: Column, output: OwnOutput, a: nn.Linear, b: nn.Linear) -> None:
+    def __init__(self, state: ParallelState, column: Column, output: OwnOutput, a: nn.Linear, b: nn.Linear) -> None:
         self.state, self.column, self.output = state, column, output
         self.a, self.b = a, b
         self.a_axes = ("x", "y") if "x" in column.axes else ("y",)
@@ -125,7 +126,7 @@ class LatentLora(ColumnLora):
 class RowLora:
     """A and B of a row layer. Collectives: all-reduce of [T, r] over the axes of its input; backward: over (x, y)."""
 
-    def __init__(self, state: ModelState, row: Row, output: OwnOutput, a: nn.Linear, b: nn.Linear) -> None:
+    def __init__(self, state: ParallelState, row: Row, output: OwnOutput, a: nn.Linear, b: nn.Linear) -> None:
         self.state, self.row, self.output = state, row, output
         self.a, self.b = a, b
         patch_forward(a, self._down)
@@ -141,7 +142,7 @@ class RowLora:
         return all_reduce_backward(down, mesh.group("x", "y"))
 
     def _up(self, _original: Callable, down: Tensor) -> Tensor:
-        mesh, tokens = self.state.mesh, self.state.tokens
+        mesh, tokens = self.state.mesh, self.state.context.tokens
         if tokens.sharded:
             axes = ("x",) if tokens.features else ("x", "y")
             flat = pad_dim(down.reshape(tokens.count, -1), 0, tokens.padded(mesh))
@@ -157,7 +158,7 @@ class HeadLora:
     No communication: the loss has it (losses/vocab_parallel.py). Else they are as before.
     """
 
-    def __init__(self, state: ModelState, a: nn.Linear, b: nn.Linear) -> None:
+    def __init__(self, state: ParallelState, a: nn.Linear, b: nn.Linear) -> None:
         self.state, self.a, self.b = state, a, b
         patch_forward(a, self._down)
         patch_forward(b, self._up)
@@ -173,20 +174,20 @@ class HeadLora:
 
 
 def install_pair(
-    state: ModelState, linear: nn.Module, output: OwnOutput, a: nn.Linear, b: nn.Linear
+    state: ParallelState, linear: nn.Module, output: OwnOutput, a: nn.Linear, b: nn.Linear
 ) -> tuple[str, ...] | None:
-    """Give A and B of a layer that is cut in a block their forwards.
+    """Give A and B of a layer of a block their forwards.
 
     Returns the axes on which ranks drop different parts of the layer's input; None of a layer outside of blocks.
     """
-    style = state.styles.get(linear)
-    if isinstance(style, LatentColumn):
-        LatentLora(state, style, output, a, b)
+    layer = state.sharded_layers.get(linear)
+    if isinstance(layer, LatentColumn):
+        LatentLora(state, layer, output, a, b)
         return ()
-    if isinstance(style, Column):
-        ColumnLora(state, style, output, a, b)
-        return ("y",)  # it is whole on x
-    if isinstance(style, Row):
-        RowLora(state, style, output, a, b)
-        return style.axes
+    if isinstance(layer, Column):
+        ColumnLora(state, layer, output, a, b)
+        return ("y",)  # it is full on x
+    if isinstance(layer, Row):
+        RowLora(state, layer, output, a, b)
+        return layer.axes
     return None

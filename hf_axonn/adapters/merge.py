@@ -1,7 +1,7 @@
 """PEFT's merge and unmerge on a sharded layer: every rank adds its own shard of scaling * B @ A to its own shard.
 
 PEFT writes to `weight.data`, which on a DTensor does nothing or changes only one of its two halves. So while it merges
-it sees plain tensors, this rank's shards, and what it leaves in them is taken over. No rank forms a whole product.
+it sees plain tensors, this rank's shards, and what it leaves in them is taken over. No rank forms a full product.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from hf_axonn.adapters.dora import ShardPlace, plain
 from hf_axonn.adapters.lora import pair_of
 from hf_axonn.adapters.parameter_lora import factors
 from hf_axonn.distributed.collectives import reduce_
-from hf_axonn.engine.dtensors import shard_slices
-from hf_axonn.engine.state import ModelState
-from hf_axonn.layers.base import patch_forward
+from hf_axonn.engine.dtensors import local_slices
+from hf_axonn.engine.state import ParallelState
+from hf_axonn.layers.base import patch_forward, replaced
 
 
 class Merging:
     """The merge of one LoRA layer. Collectives: with `safe_merge` one number over (x, y) and z; those of DoRA's
     norms."""
 
-    def __init__(self, state: ModelState, layer: nn.Module, base: nn.Module) -> None:
+    def __init__(self, state: ParallelState, layer: nn.Module, base: nn.Module) -> None:
         self.state, self.layer, self.base = state, layer, base
         self._open = False
         self._find_place()
@@ -82,12 +82,13 @@ class Merging:
             self._open = True
             stack.callback(setattr, self, "_open", False)
             for module, name, value in others:
-                stack.callback(module._parameters.__setitem__, name, module._parameters[name])
-                module._parameters[name] = nn.Parameter(value, requires_grad=False)
-            for name, parameter in own.items():
-                stack.callback(base._parameters.__setitem__, name, parameter)
-                # A copy, so that an error leaves the weight as it was.
-                base._parameters[name] = nn.Parameter(plain(parameter).clone(), requires_grad=False)
+                shown = nn.Parameter(value, requires_grad=False)
+                stack.enter_context(replaced(module._parameters, {name: shown}))
+            # Copies, so that an error leaves the weight as it was.
+            copies = {
+                name: nn.Parameter(plain(parameter).clone(), requires_grad=False) for name, parameter in own.items()
+            }
+            stack.enter_context(replaced(base._parameters, copies))
             try:
                 yield
             except BaseException:
@@ -102,7 +103,7 @@ class ParameterMerging(Merging):
 
     def _find_place(self) -> None:
         parameter = self.base._parameters[self.layer.parameter_name]
-        self.slices = shard_slices(parameter.shape, parameter.placements, self.state.mesh)
+        self.slices = local_slices(parameter.shape, parameter.placements, self.state.mesh)
 
     def _delta(self, adapter: str) -> Tensor:
         a, b = (plain(part) for part in pair_of(self.layer, adapter))

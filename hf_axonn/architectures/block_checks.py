@@ -1,7 +1,7 @@
-"""Whether a recipe fits a module in hand, and what its heads are.
+"""Whether a spec fits a module in hand, and what its heads are.
 
-A recipe (table.py) is trusted for nothing that can be read off the model: that its projections are Linears, that
-numbers of heads explain their sizes, that the code of attention reads no number of the whole model that is not known,
+A spec (table.py) is trusted for nothing that can be read off the model: that its projections are Linears, that
+numbers of heads explain their sizes, that the code of attention reads no number of the full model that is not known,
 and that no parameter is left that belongs to nobody. No communication, no change to the model.
 """
 
@@ -18,7 +18,7 @@ from hf_axonn.engine.linears import is_linear, linear_size
 from hf_axonn.layers.norms import NormKind
 
 
-# What attention reads when it reshapes by a number of heads of the whole model instead of by head_dim.
+# What attention reads when it reshapes by a number of heads of the full model instead of by head_dim.
 WHOLE_NUMBERS = {
     "num_heads",
     "num_attention_heads",
@@ -38,22 +38,22 @@ WHOLE_NUMBERS = {
 _KNOWN_NORMS: dict = {}  # what norm_kind has found out, by class and numbers
 
 
-def block_problem(model: nn.Module, layer: nn.Module, recipe: BlockSpec) -> str | None:
-    """Why a block cannot be cut as one, if so."""
-    for name in (*recipe.columns, recipe.row):
+def block_problem(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> str | None:
+    """Why a block cannot be sharded as one; None where it can."""
+    for name in (*spec.columns, spec.row):
         module = layer.get_submodule(name)
         if not is_linear(module):
             return f"{name} is a {type(module).__name__}, not an nn.Linear"
-    entry = layer.get_submodule(recipe.entry)
-    if recipe.is_attention:
-        read = (_names_read(entry) & WHOLE_NUMBERS) - {name.rpartition(".")[2] for name in recipe.attributes}
+    entry = layer.get_submodule(spec.entry)
+    if spec.is_attention:
+        read = (_names_read(entry) & WHOLE_NUMBERS) - {name.rpartition(".")[2] for name in spec.attributes}
         if read:
             return f"its attention reads {', '.join(sorted(read))} of the whole model"
-        counts = head_counts(model, layer, recipe)
+        counts = head_counts(model, layer, spec)
         if counts is None:
             return "its numbers of heads do not explain the sizes of its projections"
-        return _unknown_parameters(entry, recipe, layer, counts[0])
-    return _unknown_parameters(entry, recipe, layer, 0)
+        return _unknown_parameters(entry, spec, layer, counts[0])
+    return _unknown_parameters(entry, spec, layer, 0)
 
 
 def _names_read(module: nn.Module) -> set[str]:
@@ -70,42 +70,42 @@ def _names_read(module: nn.Module) -> set[str]:
     return names
 
 
-def head_counts(model: nn.Module, layer: nn.Module, recipe: BlockSpec) -> tuple[int, int] | None:
+def head_counts(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> tuple[int, int] | None:
     """(query, kv) heads of an attention block, None if they do not fit the projections."""
-    entry = layer.get_submodule(recipe.entry)
+    entry = layer.get_submodule(spec.entry)
     counts = configured_head_counts(text_config(model), entry)
-    row_in = linear_size(layer.get_submodule(recipe.row))[1]
-    if recipe.grouped:
+    row_in = linear_size(layer.get_submodule(spec.row))[1]
+    if spec.grouped:
         counts = (counts[1], counts[1])
     width = getattr(entry, "v_head_dim", None) or getattr(entry, "head_dim", None)
     if width and counts[0] * width != row_in and row_in % width == 0:  # layers with numbers of heads of their own
-        values = [name for name in recipe.columns if name.rpartition(".")[2].startswith("v_")]
+        values = [name for name in spec.columns if name.rpartition(".")[2].startswith("v_")]
         if len(values) == 1:
             counts = (row_in // width, linear_size(layer.get_submodule(values[0]))[0] // width)
     units = {"query": counts[0], "kv": counts[1]}
-    for name, segments in recipe.columns.items():
+    for name, segments in spec.columns.items():
         size, total = linear_size(layer.get_submodule(name))[0], sum(units.get(kind, 1) for kind in segments)
         if total == 0 or size % total:
             return None
     return counts if counts[0] and counts[1] and row_in % counts[0] == 0 and counts[0] % counts[1] == 0 else None
 
 
-def head_norms(layer: nn.Module, recipe: BlockSpec) -> dict[str, tuple[NormKind, int]]:
+def head_norms(layer: nn.Module, spec: BlockSpec) -> dict[str, tuple[NormKind, int]]:
     """Norms inside of attention over all features of q or of k, by name; those of one head are not among them."""
     found: dict[str, tuple[NormKind, int]] = {}
-    if not recipe.is_attention or recipe.latent:
+    if not spec.is_attention or spec.latent:
         return found
-    columns = list(recipe.columns)
-    for child, module in layer.get_submodule(recipe.entry).named_children():
+    columns = list(spec.columns)
+    for child, module in layer.get_submodule(spec.entry).named_children():
         letter = child[:2]
         named = [index for index, name in enumerate(columns) if name.rpartition(".")[2][:2] == letter]
-        if letter not in ("q_", "k_") or len(named) != 1 or any(module in _inside(layer, its) for its in columns):
+        if letter not in ("q_", "k_") or len(named) != 1 or any(module in _inside(layer, name) for name in columns):
             continue
         size = linear_size(layer.get_submodule(columns[named[0]]))[0]
-        if any(its.shape == (size,) for its in module.parameters()):
+        if any(parameter.shape == (size,) for parameter in module.parameters()):
             kind = norm_kind(module, size, _KNOWN_NORMS)
             if kind is not None:
-                found[f"{recipe.entry}.{child}"] = (kind, named[0])
+                found[f"{spec.entry}.{child}"] = (kind, named[0])
     return found
 
 
@@ -113,11 +113,11 @@ def _inside(layer: nn.Module, name: str) -> set[nn.Module]:
     return set(layer.get_submodule(name).modules())
 
 
-def _unknown_parameters(entry: nn.Module, recipe: BlockSpec, layer: nn.Module, query: int) -> str | None:
+def _unknown_parameters(entry: nn.Module, spec: BlockSpec, layer: nn.Module, query: int) -> str | None:
     """Parameters of a block that are neither a projection's nor one head's, one for each head or single numbers."""
-    known = [_inside(layer, name) for name in (*recipe.columns, *recipe.latent, recipe.row)]
-    known += [_inside(layer, name) for name in head_norms(layer, recipe)]
-    own = () if entry in (its for inner in known for its in inner) else entry.parameters(recurse=False)
+    known = [_inside(layer, name) for name in (*spec.columns, *spec.latent, spec.row)]
+    known += [_inside(layer, name) for name in head_norms(layer, spec)]
+    own = () if entry in (module for inner in known for module in inner) else entry.parameters(recurse=False)
     if any(parameter.shape[:1] != (query,) for parameter in own):
         return "it has parameters that are not one for each head"
     names = ("head_dim", "head_size", "v_head_dim", "attention_head_size")

@@ -5,8 +5,8 @@ column and which row) or from our table (table.py), for the architectures that t
 has shown to be right. In a decoder layer every module is one of
 
     a block      attention or MLP with its column layers and its row layer
-    whole        a module that needs the whole sequence and that nobody can cut: it gets [B, S, H], its Linears are cut
-                 one by one
+    full         a module that needs the full sequence and that cannot be sharded: it gets [B, S, H], its Linears are
+                 sharded one by one
     per token    norms, routers, activations: they run on this rank's tokens unchanged
 
 Everything else is sharded Linear by Linear, which is right for any module, and the plan says why. No communication, no
@@ -41,10 +41,10 @@ class BlockPlan:
         columns, segments: the projections (queries first) and what their outputs consist of (topology/heads.py).
         row: the projection that ends the block.
         query, kv: numbers of heads; 0 for an MLP.
-        attributes: of the entry, which hold a number of the whole model and are to be made this rank's: name ->
+        attributes: of the entry, which hold a number of the full model and are to be made this rank's: name ->
             "query" or "kv"; a name like config.x is set on a copy of the module's config.
         arguments: of the entry, whose first dim is batch x query heads, or query heads.
-        latent: as in recipes.BlockSpec.
+        latent: as in table.BlockSpec.
         head_norms: norms over all features of a projection: their name -> what they are, and which of `columns`.
     """
 
@@ -68,9 +68,9 @@ class ShardingPlan:
         decoder: name of the module that runs the decoder layers (the base model); None Linear by Linear.
         layers: names of the decoder layers in order.
         final: names of modules that run on tokens after the layers (the last norm); None if what follows the layers
-            needs the whole sequence.
+            needs the full sequence.
         blocks: the attention and MLP blocks.
-        whole: names of modules in the layers that get the whole sequence, with the reason.
+        full_sequence: names of modules in the layers that get the full sequence, with the reason.
         reason: why the model is sharded Linear by Linear; None where it is not.
     """
 
@@ -78,21 +78,21 @@ class ShardingPlan:
     layers: list[str] = field(default_factory=list)
     final: list[str] | None = field(default_factory=list)
     blocks: list[BlockPlan] = field(default_factory=list)
-    whole: dict[str, str] = field(default_factory=dict)
+    full_sequence: dict[str, str] = field(default_factory=dict)
     reason: str | None = None
 
     def is_full(self, name: str) -> bool:
-        """Whether a module sees whole activations, the same on every rank of (x, y)."""
+        """Whether a module sees full activations, the same on every rank of (x, y)."""
         if self.reason or not is_inside(name, self.layers):
             return True
-        return is_inside(name, self.whole) or any(name in block.latent for block in self.blocks)
+        return is_inside(name, self.full_sequence) or any(name in block.latent for block in self.blocks)
 
     def summary(self) -> str:
         """One line for the report."""
         if self.reason:
             return self.reason
         text = f"{len(self.layers)} decoder layers cut by {len(self.blocks)} blocks"
-        return f"{text}, {len(self.whole)} modules on whole sequences" if self.whole else text
+        return f"{text}, {len(self.full_sequence)} modules on whole sequences" if self.full_sequence else text
 
 
 def is_inside(name: str, others) -> bool:
@@ -114,26 +114,26 @@ def plan_for(model: nn.Module) -> ShardingPlan:
 
 def derive(model: nn.Module, model_type: str) -> ShardingPlan:
     """The plan of a model, whether its type has been checked or not."""
-    recipes = block_specs(model_type, getattr(model, "tp_plan", None) or {}, text_config(model))
-    found = next(_layer_lists(model, recipes), None)
+    specs = block_specs(model_type, getattr(model, "tp_plan", None) or {}, text_config(model))
+    found = next(_layer_lists(model, specs), None)
     if found is None:
         return ShardingPlan(reason="no list of decoder layers with a block was found: every Linear on its own")
     list_name, layers = found
     decoder = list_name.rpartition(".")[0]
     plan = ShardingPlan(decoder=decoder, layers=[f"{list_name}.{index}" for index in range(len(layers))])
     for name, layer in zip(plan.layers, layers, strict=True):
-        _plan_layer(model, plan, name, layer, recipes)
+        _plan_layer(model, plan, name, layer, specs)
     if not plan.blocks and not _has_experts(model):
         return ShardingPlan(reason="no attention or MLP of this model can be cut as a block: every Linear on its own")
     plan.final = _final(model, decoder, list_name, model_type)
     return plan
 
 
-def _layer_lists(model: nn.Module, recipes: list[BlockSpec]) -> Iterator[tuple[str, nn.ModuleList]]:
-    """Lists of layers in which a recipe finds its row layer, or experts are found."""
+def _layer_lists(model: nn.Module, specs: list[BlockSpec]) -> Iterator[tuple[str, nn.ModuleList]]:
+    """Lists of layers in which a spec finds its row layer, or experts are found."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module):
-            if any(_has(layer, recipe.row) for layer in module for recipe in recipes) or _has_experts(module[-1]):
+            if any(_has(layer, spec.row) for layer in module for spec in specs) or _has_experts(module[-1]):
                 yield name, module
 
 
@@ -148,35 +148,35 @@ def _has(module: nn.Module, path: str) -> bool:
         return False
 
 
-def _plan_layer(model: nn.Module, plan: ShardingPlan, name: str, layer: nn.Module, recipes: list[BlockSpec]) -> None:
+def _plan_layer(model: nn.Module, plan: ShardingPlan, name: str, layer: nn.Module, specs: list[BlockSpec]) -> None:
     problems: dict[str, str] = {}
     inside: set[str] = set()  # entries, and rows and columns that lie outside of them
-    for recipe in recipes:
-        named = (*recipe.columns, *recipe.latent, recipe.row)
-        if recipe.entry in inside or not all(_has(layer, path) for path in named):
+    for spec in specs:
+        named = (*spec.columns, *spec.latent, spec.row)
+        if spec.entry in inside or not all(_has(layer, path) for path in named):
             continue
-        problem = block_problem(model, layer, recipe)
+        problem = block_problem(model, layer, spec)
         if problem:
-            problems[recipe.entry] = problem
+            problems[spec.entry] = problem
             continue
-        query, kv = head_counts(model, layer, recipe) if recipe.is_attention else (0, 0)
+        query, kv = head_counts(model, layer, spec) if spec.is_attention else (0, 0)
         plan.blocks.append(
             BlockPlan(
-                entry=f"{name}.{recipe.entry}",
-                columns=tuple(f"{name}.{column}" for column in recipe.columns),
-                segments=tuple(recipe.columns.values()),
-                row=f"{name}.{recipe.row}",
+                entry=f"{name}.{spec.entry}",
+                columns=tuple(f"{name}.{column}" for column in spec.columns),
+                segments=tuple(spec.columns.values()),
+                row=f"{name}.{spec.row}",
                 query=query,
                 kv=kv,
-                attributes=recipe.attributes,
-                arguments=recipe.arguments,
-                latent=tuple(f"{name}.{path}" for path in recipe.latent),
-                head_norms={f"{name}.{path}": found for path, found in head_norms(layer, recipe).items()},
+                attributes=spec.attributes,
+                arguments=spec.arguments,
+                latent=tuple(f"{name}.{path}" for path in spec.latent),
+                head_norms={f"{name}.{path}": found for path, found in head_norms(layer, spec).items()},
             )
         )
-        inside |= {recipe.entry, recipe.row, *recipe.columns}
+        inside |= {spec.entry, spec.row, *spec.columns}
     for path in _needs_whole(layer, "", inside):
-        plan.whole[f"{name}.{path}"] = problems.get(path, "not known as a block")
+        plan.full_sequence[f"{name}.{path}"] = problems.get(path, "not known as a block")
 
 
 def _needs_whole(module: nn.Module, prefix: str, planned: set[str]) -> Iterator[str]:

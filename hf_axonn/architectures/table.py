@@ -1,7 +1,7 @@
-"""How the blocks of an architecture are named: from Transformers' tensor-parallel plans, and a table beside them.
+"""How the blocks of each model family are named: a row a family, and Transformers' tensor-parallel plans for the rest.
 
-A recipe names, relative to a decoder layer, the projections of one attention or MLP and what its code needs to know
-of a rank's own heads. plan.py checks it against the model in hand. No communication, no model.
+A row names, relative to a decoder layer, the projections of attention and MLP: "where: column layers -> row layer".
+plan.py checks it against the model in hand. No communication, no model.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class BlockSpec:
         row: the projection that ends the block.
         entry: the module at whose input tokens become features.
         is_attention: whether it has heads.
-        attributes, arguments: as in plans.BlockPlan.
+        attributes, arguments: as in plan.BlockPlan.
         grouped: what is divided are kv heads, each together with its query heads.
-        latent: modules inside of it that make whole latents of whole activations (layers/latent_attention.py), the one
+        latent: modules inside of it that make full latents of full activations (layers/latent_attention.py), the one
             whose output ends in the rotary part of the keys first.
     """
 
@@ -38,180 +38,127 @@ class BlockSpec:
 
 
 def attention(
-    path: str,
-    names: str,
-    row: str,
-    *,
-    attributes: str = "",
-    arguments: str = "",
-    entry: str | None = None,
-    grouped: bool = False,
+    text: str, attributes: str = "", *, arguments: str = "", entry: str = "", grouped: bool = False
 ) -> BlockSpec:
-    """A recipe of attention at `path`; `names` as "q_proj k_proj v_proj", or "qkv:query,kv,kv" for a packed one.
+    """Attention, such as "self_attn: q_proj k_proj v_proj -> o_proj", or "attn: c_attn=query,kv,kv -> c_proj" where
+    one projection packs queries, keys and values.
 
-    `attributes` as "num_heads:query num_kv_heads:kv", those without a colon hold query heads.
+    `attributes` of its code that hold a number of heads, as in "num_heads num_kv_heads=kv"; query heads where nothing
+    is said.
     """
-    columns = {}
-    for index, word in enumerate(names.split()):
-        name, _, parts = word.partition(":")
-        columns[_join(path, name)] = tuple(parts.split(",")) if parts else ("kv" if index else "query",)
-    pairs = (word.partition(":") for word in attributes.split())
+    path, columns, row = _parse(text)
+    columns = {name: parts or (("kv",) if index else ("query",)) for index, (name, parts) in enumerate(columns)}
+    pairs = (word.partition("=") for word in attributes.split())
     kinds = {name: kind or "query" for name, _, kind in pairs}
-    return BlockSpec(columns, _join(path, row), entry or path, True, kinds, tuple(arguments.split()), grouped)
+    return BlockSpec(columns, row, entry or path, True, kinds, tuple(arguments.split()), grouped)
+
+
+def mlp(text: str, *, entry: str = "") -> BlockSpec:
+    """An MLP, such as "mlp: gate_proj up_proj -> down_proj", or "mlp: gate_up=own,own -> down" for a packed one."""
+    path, columns, row = _parse(text)
+    return BlockSpec({name: parts or ("own",) for name, parts in columns}, row, entry or path or columns[0][0])
 
 
 def latent_attention(path: str, query: str) -> BlockSpec:
-    """A recipe of multi-head latent attention, whose queries are made by `query`."""
-    columns = {_join(path, name): ("query",) for name in (query, "kv_b_proj")}
+    """Multi-head latent attention, whose queries are made by `query`."""
     before = ["kv_a_proj_with_mqa", "kv_a_layernorm"] + (["q_a_proj", "q_a_layernorm"] if query == "q_b_proj" else [])
-    latent = tuple(_join(path, name) for name in before)
-    return BlockSpec(columns, _join(path, "o_proj"), path, True, latent=latent)
+    columns = {_join(path, name): ("query",) for name in (query, "kv_b_proj")}
+    return BlockSpec(columns, _join(path, "o_proj"), path, True, latent=tuple(_join(path, name) for name in before))
 
 
-def mlp(path: str, names: str, row: str, *, entry: str | None = None) -> BlockSpec:
-    """A recipe of an MLP at `path`; `names` as "gate_proj up_proj", or "gate_up:own,own" for a packed one."""
-    columns = {}
-    for word in names.split():
-        name, _, parts = word.partition(":")
-        columns[_join(path, name)] = tuple(parts.split(",")) if parts else ("own",)
-    return BlockSpec(columns, _join(path, row), entry or path or next(iter(columns)))
+def _parse(text: str) -> tuple[str, list[tuple[str, tuple[str, ...]]], str]:
+    """(path, columns with their packed parts, row) of "path: a b=x,y -> c"; names get the path, if there is one."""
+    before, _, row = text.partition(" -> ")
+    path, _, names = before.rpartition(": ")
+    words = (word.partition("=") for word in names.split())
+    columns = [(_join(path, name), tuple(filter(None, parts.split(",")))) for name, _, parts in words]
+    return path, columns, _join(path, row)
 
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-_BERT = [
-    attention("", "attention.self.query attention.self.key attention.self.value", "attention.output.dense",
-              entry="attention.self"),
-    mlp("", "intermediate.dense", "output.dense", entry="intermediate"),
-]  # fmt: skip
-_BART = [attention("self_attn", "q_proj k_proj v_proj", "out_proj"), mlp("", "fc1", "fc2")]
-_LLAMA = [attention("self_attn", "q_proj k_proj v_proj", "o_proj"), mlp("mlp", "gate_proj up_proj", "down_proj")]
-_USUAL = [
-    *_LLAMA,
-    latent_attention("self_attn", "q_b_proj"),
-    latent_attention("self_attn", "q_proj"),
-    *(
-        mlp(path, "gate_proj up_proj", "down_proj")
-        for path in ("feed_forward", "shared_mlp", "mlp.shared_expert", "mlp.shared_experts", "mlp.shared_mlp",
-                     "block_sparse_moe.shared_expert", "feed_forward.shared_expert")
-    ),
-    mlp("feed_forward", "w1 w3", "w2"),
-]  # fmt: skip
-_GPT2 = [
-    attention("attn", "c_attn:query,kv,kv", "c_proj", attributes="split_size"),
-    mlp("mlp", "c_fc", "c_proj"),
-]
+# As `attention` and `mlp` read them.
+_LLAMA = "self_attn: q_proj k_proj v_proj -> o_proj"
+_BART = "self_attn: q_proj k_proj v_proj -> out_proj"
+_GPT2 = "attn: c_attn=query,kv,kv -> c_proj"
+_BLOOM = "self_attention: query_key_value=query -> dense"
+_MPT = "attn: Wqkv=query,kv,kv -> out_proj"
+_PHI3 = "self_attn: qkv_proj=query,kv,kv -> o_proj"
+_DENSE = "intermediate.dense -> output.dense"
+_SELF = "attention.self.query attention.self.key attention.self.value -> attention.output.dense"
+_BERT = attention(_SELF, entry="attention.self")
+_GATED = mlp("mlp: gate_proj up_proj -> down_proj")
+_PACKED = mlp("mlp: gate_up_proj=own,own -> down_proj")
+_FEED_FORWARD = mlp("feed_forward: gate_proj up_proj -> down_proj")
+_W1_W3 = mlp("feed_forward: w1 w3 -> w2")
+_FC = mlp("fc1 -> fc2")
+_FC_IN = mlp("mlp: fc_in -> fc_out")
+_C_FC = mlp("mlp: c_fc -> c_proj")
+_4H = mlp("mlp: dense_h_to_4h -> dense_4h_to_h")
 
 
-def _falcon_attention(config) -> BlockSpec:
-    names = "num_heads num_kv_heads:kv"
-    if config.new_decoder_architecture:  # a kv head with its query heads, its key and its value, one after another
-        return attention("self_attention", "query_key_value:kv", "dense", attributes=names, grouped=True)
+def _falcon(config: Any) -> tuple[BlockSpec, ...]:
+    # In the new architecture a kv head stands with its query heads, its key and its value, one after another.
+    new = config.new_decoder_architecture
+    parts = "kv" if new else "query,kv,kv" if config.multi_query else "query"
+    text = f"self_attention: query_key_value={parts} -> dense"
+    return attention(text, "num_heads num_kv_heads=kv", grouped=new), _4H
+
+
+def _gpt_bigcode(config: Any) -> tuple[BlockSpec, ...]:
     parts = "query,kv,kv" if config.multi_query else "query"
-    return attention("self_attention", f"query_key_value:{parts}", "dense", attributes=names)
+    return attention(f"attn: c_attn={parts} -> c_proj", "embed_dim num_heads kv_dim=kv"), _C_FC
 
 
 # Architectures without a tensor-parallel plan in transformers 5.23, and those whose plan says too little.
-TABLE: dict[str, list[BlockSpec] | Callable[[Any], list[BlockSpec]]] = {
-    "gpt2": _GPT2,
-    "gpt-sw3": _GPT2,
-    "openai-gpt": [attention("attn", "c_attn:query,kv,kv", "c_proj", attributes="split_size n_head"),
-                   mlp("mlp", "c_fc", "c_proj")],
-    "opt": [attention("self_attn", "q_proj k_proj v_proj", "out_proj", attributes="num_heads"), mlp("", "fc1", "fc2")],
-    "bloom": [
-        attention("self_attention", "query_key_value:query", "dense", attributes="num_heads hidden_size",
-                  arguments="alibi"),
-        mlp("mlp", "dense_h_to_4h", "dense_4h_to_h"),
-    ],
-    "falcon": lambda config: [_falcon_attention(config), mlp("mlp", "dense_h_to_4h", "dense_4h_to_h")],
-    "mpt": [
-        attention("attn", "Wqkv:query,kv,kv", "out_proj", attributes="n_heads", arguments="position_bias"),
-        mlp("ffn", "up_proj", "down_proj"),
-    ],
-    "gptj": [
-        attention("attn", "q_proj k_proj v_proj", "out_proj", attributes="num_attention_heads"),
-        mlp("mlp", "fc_in", "fc_out"),
-    ],
-    "gpt_neo": [
-        attention("attn.attention", "q_proj k_proj v_proj", "out_proj", attributes="num_heads"),
-        mlp("mlp", "c_fc", "c_proj"),
-    ],
-    "gpt_bigcode": lambda config: [
-        attention("attn", f"c_attn:{'query,kv,kv' if config.multi_query else 'query'}", "c_proj",
-                  attributes="embed_dim num_heads kv_dim:kv"),
-        mlp("mlp", "c_fc", "c_proj"),
-    ],
-    "codegen": [mlp("mlp", "fc_in", "fc_out")],
-    "gpt_neox": [
-        attention("attention", "query_key_value:query", "dense"),
-        mlp("mlp", "dense_h_to_4h", "dense_4h_to_h"),
-    ],
-    "gpt_neox_japanese": [
-        attention("attention", "query_key_value:query", "dense", attributes="num_attention_heads"),
-        mlp("mlp", "dense_h_to_4h", "dense_4h_to_h"),
-    ],
-    "persimmon": [
-        attention("self_attn", "query_key_value:query", "dense", attributes="num_heads"),
-        mlp("mlp", "dense_h_to_4h", "dense_4h_to_h"),
-    ],
-    "stablelm": [
-        attention("self_attn", "q_proj k_proj v_proj", "o_proj", attributes="num_heads num_key_value_heads:kv"),
-        mlp("mlp", "gate_proj up_proj", "down_proj"),
-    ],
-    "phi3": [
-        attention("self_attn", "qkv_proj:query,kv,kv", "o_proj",
-                  attributes="config.num_attention_heads num_key_value_heads:kv"),
-        mlp("mlp", "gate_up_proj:own,own", "down_proj"),
-    ],
-    "xglm": [
-        attention("self_attn", "q_proj k_proj v_proj", "out_proj", attributes="num_heads embed_dim"),
-        mlp("", "fc1", "fc2"),
-    ],
-    "mllama": [
-        attention("self_attn", "q_proj k_proj v_proj", "o_proj", attributes="num_heads num_key_value_heads:kv"),
-        mlp("mlp", "gate_proj up_proj", "down_proj"),
-    ],
-    "whisper": [
-        attention("self_attn", "q_proj k_proj v_proj", "out_proj", attributes="num_heads"),
-        mlp("", "fc1", "fc2"),
-    ],
-    "trocr": [mlp("", "fc1", "fc2")],
-    "mvp": [
-        attention("self_attn", "q_proj k_proj v_proj", "out_proj", attributes="num_heads embed_dim"),
-        mlp("", "fc1", "fc2"),
-    ],
-    "modernbert-decoder": [mlp("mlp", "Wi:own,own", "Wo")],
-    "lfm2": [
-        attention("self_attn", "q_proj k_proj v_proj", "out_proj"),
-        mlp("feed_forward", "w1 w3", "w2"),
-    ],
-    "bamba": [
-        attention("self_attn", "q_proj k_proj v_proj", "o_proj"),
-        mlp("feed_forward", "gate_proj up_proj", "down_proj"),
-    ],
-    "falcon_h1": [
-        attention("self_attn", "q_proj k_proj v_proj", "o_proj"),
-        mlp("feed_forward", "gate_proj up_proj", "down_proj"),
-    ],
-    "jamba": [
-        attention("self_attn", "q_proj k_proj v_proj", "o_proj"),
-        mlp("feed_forward", "gate_proj up_proj", "down_proj"),
-    ],
-}  # fmt: skip
-for _name in ("bitnet", "diffllama", "gpt_oss", "hunyuan_v1_dense", "emu3", "recurrent_gemma"):
-    TABLE[_name] = _LLAMA
-for _name in ("bart", "biogpt", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart",
-              "bigbird_pegasus", "musicgen", "musicgen_melody", "prophetnet"):  # fmt: skip
-    TABLE[_name] = _BART
-for _name in ("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "git",
-              "megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta",
-              "xlm-roberta-xl", "xmod"):  # fmt: skip
-    TABLE[_name] = _BERT
-TABLE["roberta-prelayernorm"] = [_BERT[0], mlp("", "intermediate.dense", "output.dense")]  # a norm comes before it
-for _name in ("glm", "glm4"):
-    TABLE[_name] = [_LLAMA[0], mlp("mlp", "gate_up_proj:own,own", "down_proj")]
+# Model types of the family: its blocks, or a function of the config that gives them.
+FAMILIES: dict[str, tuple[BlockSpec, ...] | Callable[[Any], tuple[BlockSpec, ...]]] = {
+    "bitnet diffllama emu3 gpt_oss hunyuan_v1_dense recurrent_gemma": (attention(_LLAMA), _GATED),
+    "stablelm mllama": (attention(_LLAMA, "num_heads num_key_value_heads=kv"), _GATED),
+    "bamba falcon_h1 jamba": (attention(_LLAMA), _FEED_FORWARD),
+    "glm glm4": (attention(_LLAMA), _PACKED),
+    "phi3": (attention(_PHI3, "config.num_attention_heads num_key_value_heads=kv"), _PACKED),
+    "lfm2": (attention(_BART), _W1_W3),
+    "bart bigbird_pegasus biogpt blenderbot blenderbot-small marian mbart "
+    "musicgen musicgen_melody pegasus plbart prophetnet": (attention(_BART), _FC),
+    "opt whisper": (attention(_BART, "num_heads"), _FC),
+    "xglm mvp": (attention(_BART, "num_heads embed_dim"), _FC),
+    "trocr": (_FC,),
+    "gpt2 gpt-sw3": (attention(_GPT2, "split_size"), _C_FC),
+    "openai-gpt": (attention(_GPT2, "split_size n_head"), _C_FC),
+    "gpt_bigcode": _gpt_bigcode,
+    "gpt_neo": (attention("attn.attention: q_proj k_proj v_proj -> out_proj", "num_heads"), _C_FC),
+    "gptj": (attention("attn: q_proj k_proj v_proj -> out_proj", "num_attention_heads"), _FC_IN),
+    "codegen": (_FC_IN,),
+    "gpt_neox": (attention("attention: query_key_value=query -> dense"), _4H),
+    "gpt_neox_japanese": (attention("attention: query_key_value=query -> dense", "num_attention_heads"), _4H),
+    "persimmon": (attention("self_attn: query_key_value=query -> dense", "num_heads"), _4H),
+    "bloom": (attention(_BLOOM, "num_heads hidden_size", arguments="alibi"), _4H),
+    "falcon": _falcon,
+    "mpt": (attention(_MPT, "n_heads", arguments="position_bias"), mlp("ffn: up_proj -> down_proj")),
+    "modernbert-decoder": (mlp("mlp: Wi=own,own -> Wo"),),
+    "bert bert-generation big_bird camembert data2vec-text electra ernie git megatron-bert rembert roberta "
+    "roc_bert roformer xlm-roberta xlm-roberta-xl xmod": (_BERT, mlp(_DENSE, entry="intermediate")),
+    "roberta-prelayernorm": (_BERT, mlp(_DENSE)),  # a norm comes before it
+}
+TABLE = {model_type: blocks for family, blocks in FAMILIES.items() for model_type in family.split()}
+# What plans leave away because Transformers' own tensor parallelism replicates it, such as attention beside experts.
+_USUAL = (
+    attention(_LLAMA),
+    _GATED,
+    latent_attention("self_attn", "q_b_proj"),
+    latent_attention("self_attn", "q_proj"),
+    _FEED_FORWARD,
+    mlp("shared_mlp: gate_proj up_proj -> down_proj"),
+    mlp("mlp.shared_expert: gate_proj up_proj -> down_proj"),
+    mlp("mlp.shared_experts: gate_proj up_proj -> down_proj"),
+    mlp("mlp.shared_mlp: gate_proj up_proj -> down_proj"),
+    mlp("block_sparse_moe.shared_expert: gate_proj up_proj -> down_proj"),
+    mlp("feed_forward.shared_expert: gate_proj up_proj -> down_proj"),
+    _W1_W3,
+)
 
 # Their decoders reshape the last layer's output to [B, S, H].
 LAYERS_OUTPUT_IS_RESHAPED = ("codegen", "gpt2", "gpt-sw3", "gpt_bigcode", "gpt_neo", "gptj")
@@ -241,34 +188,41 @@ CHECKED = frozenset(
 
 
 def block_specs(model_type: str, tp_plan: dict[str, str], config: Any) -> list[BlockSpec]:
-    """The recipes of an architecture.
+    """The blocks of an architecture.
 
     Args:
         model_type: as in the config.
-        tp_plan: Transformers' plan, names with `layers.*.` in them -> style.
+        tp_plan: Transformers' plan, names with `layers.*.` in them -> "colwise", "rowwise" or another style.
         config: of the decoder.
     """
     if model_type in TABLE:
-        return TABLE[model_type](config) if callable(TABLE[model_type]) else TABLE[model_type]
+        return list(TABLE[model_type](config) if callable(TABLE[model_type]) else TABLE[model_type])
+    specs = _specs_of_plan(tp_plan)
+    entries = {spec.entry for spec in specs}
+    return specs + [spec for spec in _USUAL if spec.entry not in entries]
+
+
+def _specs_of_plan(tp_plan: dict[str, str]) -> list[BlockSpec]:
+    """Blocks whose layers Transformers' plan names: one row layer, and at least one column layer beside it."""
     styles = {name.partition("layers.*.")[2]: style for name, style in tp_plan.items() if "layers.*." in name}
-    grouped: dict[str, dict[str, list[str]]] = {}
+    modules: dict[str, dict[str, list[str]]] = {}
     for name, style in styles.items():
         parent, _, child = name.rpartition(".")
         if child != "sinks" and not child.endswith("bias"):
-            grouped.setdefault(parent, {"colwise": [], "rowwise": []}).get(style, []).append(child)
-    recipes = []
-    for parent, named in grouped.items():
-        if not named["colwise"] or len(named["rowwise"]) != 1 or parent.rpartition(".")[2] == "experts":
+            modules.setdefault(parent, {"colwise": [], "rowwise": []}).setdefault(style, []).append(child)
+    specs = []
+    for parent, children in modules.items():
+        columns, rows, kind = children["colwise"], children["rowwise"], parent.rpartition(".")[2]
+        if not columns or len(rows) != 1 or kind == "experts":
             continue
-        if "kv_b_proj" in named["colwise"]:
-            recipes += [latent_attention(parent, query) for query in ("q_b_proj", "q_proj")]
-        elif re.search("attn|attention", parent.rpartition(".")[2]):
+        prefix = f"{parent}: " if parent else ""
+        if "kv_b_proj" in columns:
+            specs += [latent_attention(parent, query) for query in ("q_b_proj", "q_proj")]
+        elif re.search("attn|attention", kind):
             # k and v are of kv heads, everything else (queries, gates) is of query heads and comes first.
-            by_kind = sorted(named["colwise"], key=lambda name: name[:2] in ("k_", "v_"))
-            names = " ".join(f"{name}:{'kv' if name[:2] in ('k_', 'v_') else 'query'}" for name in by_kind)
-            recipes.append(attention(parent, names, named["rowwise"][0]))
+            columns = sorted(columns, key=lambda name: name[:2] in ("k_", "v_"))
+            names = " ".join(f"{name}={'kv' if name[:2] in ('k_', 'v_') else 'query'}" for name in columns)
+            specs.append(attention(f"{prefix}{names} -> {rows[0]}"))
         else:
-            recipes.append(mlp(parent, " ".join(named["colwise"]), named["rowwise"][0]))
-    # Plans leave away what Transformers' own tensor parallelism keeps whole, such as attention beside experts.
-    entries = {recipe.entry for recipe in recipes}
-    return recipes + [recipe for recipe in _USUAL if recipe.entry not in entries]
+            specs.append(mlp(f"{prefix}{' '.join(columns)} -> {rows[0]}"))
+    return specs

@@ -1,4 +1,4 @@
-"""Which kind of shard each parameter of a model becomes."""
+"""Which kind of weight each parameter of a model is."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from hf_axonn.engine.linears import is_linear
 from hf_axonn.layers.gathered import SMALLEST_PART
 from hf_axonn.layers.moe import expert_weights, is_experts
 from hf_axonn.layers.vocabulary import is_vocabulary
+from hf_axonn.topology.weight_kind import WeightKind
 
 
-def weight_kinds(model: nn.Module, plan: ShardingPlan) -> dict[int, str]:
-    """How each weight is cut, by id of the parameter: those not named here are replicated."""
+def weight_kinds(model: nn.Module, plan: ShardingPlan) -> dict[int, WeightKind]:
+    """The kind of each weight, by id of the parameter; parameters that are not in it are replicated."""
     modules = dict(model.named_modules())
-    kinds: dict[int, str] = {}
+    kinds: dict[int, WeightKind] = {}
     for block in plan.blocks:
         for name in block.columns:
-            kinds[id(modules[name].weight)] = "column"
-        kinds[id(modules[block.row].weight)] = "row"
+            kinds[id(modules[name].weight)] = WeightKind.COLUMN
+        kinds[id(modules[block.row].weight)] = WeightKind.ROW
     vocabulary = vocabulary_modules(model, plan)
     for name, module in modules.items():
         if is_linear(module) and module not in vocabulary and plan.is_full(name):
-            # A weight that two modules use in different ways can only be held whole.
-            kinds[id(module.weight)] = "full" if kinds.get(id(module.weight), "full") == "full" else "replicated"
+            # A weight that two modules use in different ways can only be replicated.
+            other = kinds.get(id(module.weight), WeightKind.LINEAR) != WeightKind.LINEAR
+            kinds[id(module.weight)] = WeightKind.REPLICATED if other else WeightKind.LINEAR
     for module in filter(is_experts, modules.values()):
-        kinds |= {id(module._parameters[name]): "experts" for name in expert_weights(module)}
+        kinds |= {id(module._parameters[name]): WeightKind.EXPERTS for name in expert_weights(module)}
     embedded = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
-    kinds = {key: "replicated" if key in embedded else kind for key, kind in kinds.items()}
+    kinds = {key: WeightKind.REPLICATED if key in embedded else kind for key, kind in kinds.items()}
     for module in vocabulary:
-        kinds[id(module.weight)] = "vocabulary"
-    kinds |= {key: "gathered" for key in _large_others(model, plan) - kinds.keys()}
+        kinds[id(module.weight)] = WeightKind.VOCABULARY
+    kinds |= {key: WeightKind.GATHERED for key in _large_others(model, plan) - kinds.keys()}
     _, changed = find_readers(model)
-    return kinds | {id(parameter): "replicated" for module in changed for parameter in module.parameters(False)}
+    return kinds | {id(each): WeightKind.REPLICATED for module in changed for each in module.parameters(False)}
 
 
 def _large_others(model: nn.Module, plan: ShardingPlan) -> set[int]:
@@ -67,10 +69,10 @@ def vocabulary_modules(model: nn.Module, plan: ShardingPlan) -> list[nn.Module]:
         module
         for name, module in model.named_modules()
         if is_vocabulary(module) and not is_inside(name, plan.layers)
-        if all(is_vocabulary(its) or its is head for its in owners[id(module.weight)])
+        if all(is_vocabulary(owner) or owner is head for owner in owners[id(module.weight)])
     ]
     largest = max((module.weight.numel() for module in embeddings), default=0)
     found = [module for module in embeddings if 4 * module.weight.numel() >= largest]
-    if head is not None and all(its is head or its in found for its in owners[id(head.weight)]):
+    if head is not None and all(owner is head or owner in found for owner in owners[id(head.weight)]):
         found.append(head)
     return found

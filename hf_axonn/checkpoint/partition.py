@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_axonn.topology.grid import AXES, WEIGHT_AXES, Grid, bounds
+from hf_axonn.topology.local_slices import slices_at
 
 
 Box = tuple[tuple[int, int], ...]
@@ -69,11 +70,8 @@ def _is_count(value: object) -> bool:
 
 def box_at(tensor: SavedTensor, grid: Grid, coordinates: Mapping[str, int]) -> Box:
     """The piece that lies at a position of the grid."""
-    spans = list(tensor.whole)
-    for axis, dim in zip(WEIGHT_AXES, tensor.cuts, strict=True):
-        if dim is not None:
-            spans[dim] = _cut(spans[dim], getattr(grid, axis), coordinates[axis])
-    return tuple(spans)
+    sizes, here = [getattr(grid, axis) for axis in WEIGHT_AXES], [coordinates[axis] for axis in WEIGHT_AXES]
+    return tuple((part.start, part.stop) for part in slices_at(tensor.shape, tensor.cuts, sizes, here))
 
 
 def _cut(span: tuple[int, int], parts: int, index: int) -> tuple[int, int]:

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_axonn.checkpoint.partition import Box, SavedTensor, Writers, box_at, overlap, pieces_in
-from hf_axonn.topology.grid import WEIGHT_AXES, Grid, bounds
+from hf_axonn.engine.dtensors import local, mesh_slices, sharded_dims
+from hf_axonn.topology.grid import WEIGHT_AXES, Grid
 
 
 # Bytes of a file, and its SHA-256 as hex.
@@ -59,8 +60,7 @@ def describe(tensor: Tensor) -> SavedTensor:
     placements = tensor.placements if isinstance(tensor, DTensor) else [Replicate()] * len(WEIGHT_AXES)
     if not all(type(placement) in (Shard, Replicate) for placement in placements):
         raise ValueError(f"a DTensor with the placements {placements} cannot be saved: redistribute it first.")
-    cuts = tuple(placement.dim if isinstance(placement, Shard) else None for placement in placements)
-    return SavedTensor(tuple(tensor.shape), NAMES[tensor.dtype], cuts)
+    return SavedTensor(tuple(tensor.shape), NAMES[tensor.dtype], sharded_dims(placements))
 
 
 def byte_sizes(tensors: Mapping[str, SavedTensor]) -> dict[str, int]:
@@ -70,7 +70,7 @@ def byte_sizes(tensors: Mapping[str, SavedTensor]) -> dict[str, int]:
 
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or the tensor itself, outside of the graph."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return local(tensor).detach()
 
 
 def pieces_to_write(tensors: Mapping[str, Tensor], grid: Grid, rank: int) -> dict[str, tuple[Tensor, Box]]:
@@ -158,15 +158,10 @@ def checksum_of(path: Path) -> FileRecord:
 
 def box_of(tensor: Tensor) -> Box:
     """Where this rank's part of a DTensor lies in the whole; all of it for a plain tensor."""
-    spans = [(0, size) for size in tensor.shape]
-    if isinstance(tensor, DTensor):
-        mesh = tensor.device_mesh
-        for dim, placement in enumerate(tensor.placements):
-            if isinstance(placement, Shard):
-                begin, end = spans[placement.dim]
-                start, stop = bounds(end - begin, mesh.size(dim), mesh.get_local_rank(dim))
-                spans[placement.dim] = (begin + start, begin + stop)
-    return tuple(spans)
+    if not isinstance(tensor, DTensor):
+        return tuple((0, size) for size in tensor.shape)
+    slices = mesh_slices(tensor.shape, tensor.placements, tensor.device_mesh)
+    return tuple((part.start, part.stop) for part in slices)
 
 
 class PieceReader:

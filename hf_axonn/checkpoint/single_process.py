@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from hf_axonn.adapters.files import load_adapters
 from hf_axonn.checkpoint.hf_loader import fill
 from hf_axonn.distributed.mesh import GridMesh
-from hf_axonn.engine.dtensors import shard_of, shard_slices
+from hf_axonn.engine.dtensors import local_slices, shard_of
 from hf_axonn.engine.state import parallel_state
 
 
@@ -117,7 +117,7 @@ def _mesh_of(model: nn.Module) -> GridMesh:
 
 def _slices(tensor: Tensor, mesh: GridMesh) -> tuple[slice, ...]:
     if isinstance(tensor, DTensor):
-        return shard_slices(tensor.shape, tensor.placements, mesh)
+        return local_slices(tensor.shape, tensor.placements, mesh)
     return tuple(slice(0, size) for size in tensor.shape)
 
 

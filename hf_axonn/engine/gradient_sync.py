@@ -2,7 +2,7 @@
 
 After a backward pass the gradient of a sharded weight is averaged over z already (matmul3d.py); what is left is the
 average over data. The gradient of a replicated parameter is this rank's share, multiplied so that the *average* over
-the whole world is right (state.py). Both are averages: doing it twice changes nothing.
+the world is right (`replicated_local`). Both are averages: doing it twice changes nothing.
 
     sync_gradients(model)        after backward: everything at once
     with syncing(model): ...     around the last backward of a step: the average over data of a bucket of gradients is
@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hf_axonn.distributed.collectives import Pending, send_unfused, start_all_reduce, together
 from hf_axonn.distributed.watchdog.progress import PROGRESS
-from hf_axonn.engine.state import ModelState, parallel_state
+from hf_axonn.engine.dtensors import local
+from hf_axonn.engine.state import ParallelState, parallel_state
 
 
 BUCKET_BYTES = 32 * 2**20
@@ -66,10 +67,6 @@ def syncing(*models: nn.Module) -> Iterator[None]:
     PROGRESS.done += bool(averages)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class _Bucket:
     """Gradients that travel as one. The averages go into `.grad`, or into `unclaimed` where there is none."""
 
@@ -84,36 +81,37 @@ class _Bucket:
 
     def add(self, parameter: nn.Parameter) -> None:
         self.parameters.append(parameter)
-        self.nbytes += _local(parameter).nbytes
+        self.nbytes += local(parameter).nbytes
         self.awaited.add(id(parameter))
 
     @torch.no_grad()
     def launch(self) -> None:
         """Begin the average. One all-reduce over the group, or one for each gradient where copies are dear."""
         flat = [self._flat(parameter) for parameter in self.parameters]
-        pieces = [[each] for each in flat] if all(send_unfused(each, self.group) for each in flat) else [flat]
-        self.sizes = [[each.numel() for each in piece] for piece in pieces]
-        messages = [torch.cat(piece) if len(piece) > 1 else piece[0] for piece in pieces]
+        unfused = all(send_unfused(each, self.group) for each in flat)
+        parts = [[each] for each in flat] if unfused else [flat]
+        self.sizes = [[each.numel() for each in part] for part in parts]
+        messages = [torch.cat(part) if len(part) > 1 else part[0] for part in parts]
         self.pending = together([start_all_reduce(message, self.group, op="mean") for message in messages])
 
     def _flat(self, parameter: nn.Parameter) -> Tensor:
         if parameter.grad is None:
-            return torch.zeros_like(_local(parameter)).reshape(-1)
-        return _local(parameter.grad).reshape(-1)
+            return torch.zeros_like(local(parameter)).reshape(-1)
+        return local(parameter.grad).reshape(-1)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for the average, if it was launched, and put it where it belongs."""
         if self.pending is None:
             return
-        whole, self.pending = self.pending.wait(), None
-        means = [mean for message, sizes in zip(whole, self.sizes, strict=True) for mean in message.split(sizes)]
+        averaged, self.pending = self.pending.wait(), None
+        means = [mean for message, sizes in zip(averaged, self.sizes, strict=True) for mean in message.split(sizes)]
         for parameter, mean in zip(self.parameters, means, strict=True):
             if parameter.grad is None:
                 self.unclaimed[id(parameter)] = mean.clone()
                 continue
-            grad = _local(parameter.grad)
-            if grad.data_ptr() != mean.data_ptr():  # what travelled alone was averaged in place
+            grad = local(parameter.grad)
+            if grad.data_ptr() != mean.data_ptr():  # what was sent unfused was averaged in place
                 grad.copy_(mean.view_as(grad))
 
 
@@ -125,7 +123,7 @@ class _Average:
     averaged once more by all ranks: the average of an average and a new part is that of both.
     """
 
-    def __init__(self, model: nn.Module, state: ModelState) -> None:
+    def __init__(self, model: nn.Module, state: ParallelState) -> None:
         self.state = state
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.over_data: list[_Bucket] = []
@@ -145,7 +143,7 @@ class _Average:
     def _place(self, parameter: nn.Parameter, buckets: list[_Bucket], group) -> None:
         if group.size() == 1:
             return
-        size = _local(parameter).nbytes
+        size = local(parameter).nbytes
         last = buckets[-1] if buckets else None
         if last is None or last.nbytes + size > BUCKET_BYTES or last.parameters[0].dtype != parameter.dtype:
             buckets.append(_Bucket(group))
@@ -217,7 +215,7 @@ class _Average:
                 parameter.grad = torch.zeros_like(parameter)
                 bucket = self._of.get(id(parameter))
                 if bucket is not None:
-                    grad = _local(parameter.grad)
+                    grad = local(parameter.grad)
                     with torch.no_grad():
                         grad.copy_(bucket.unclaimed[id(parameter)].view_as(grad))
         for bucket, again in zip(self.over_data, flags[len(self.trained) :], strict=True):

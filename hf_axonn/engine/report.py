@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from hf_axonn.topology.weight_kind import WeightKind
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -12,13 +14,13 @@ class Entry:
 
     Args:
         name: its name in the model.
-        style: column, row, vocabulary, full, experts, gathered, replicated or adapter.
-        parameters: elements of its own parameters, in the whole model.
-        reason: why it is not sharded, or how; empty where the style says it all.
+        kind: of its weights.
+        parameters: elements of its own parameters, in the full model.
+        reason: why it is not sharded, or how; empty where the kind says it all.
     """
 
     name: str
-    style: str
+    kind: WeightKind
     parameters: int
     reason: str = ""
 
@@ -29,7 +31,7 @@ class Report:
 
     Attributes:
         grid: the grid as text.
-        summary: how the model as a whole was cut.
+        summary: how the model was sharded.
         layout: how the residual stream is laid out between blocks, and why.
         entries: one for each module that has parameters of its own.
     """
@@ -40,30 +42,30 @@ class Report:
     entries: list[Entry] = field(default_factory=list)
 
     def lines(self) -> list[str]:
-        """One line a module: `sharded NAME STYLE` or `not sharded NAME: REASON`, for grep."""
+        """One line a module: `sharded NAME KIND` or `not sharded NAME: REASON`, for grep."""
         return [
             f"not sharded {entry.name}: {entry.reason}"
-            if entry.style == "replicated"
-            else f"sharded {entry.name} {entry.style}{': ' + entry.reason if entry.reason else ''}"
+            if entry.kind == WeightKind.REPLICATED
+            else f"sharded {entry.name} {entry.kind}{': ' + entry.reason if entry.reason else ''}"
             for entry in self.entries
         ]
 
     def not_sharded(self) -> list[Entry]:
-        """Modules whose parameters every rank holds whole."""
-        return [entry for entry in self.entries if entry.style == "replicated"]
+        """Modules whose parameters every rank holds in full."""
+        return [entry for entry in self.entries if entry.kind == WeightKind.REPLICATED]
 
     def __str__(self) -> str:
         counts = Counter()
         sizes = Counter()
         for entry in self.entries:
-            key = (entry.style, entry.reason)
+            key = (entry.kind, entry.reason)
             counts[key] += 1
             sizes[key] += entry.parameters
         lines = [f"grid {self.grid}: {self.summary}"]
         if self.layout:
             lines.append(f"  {self.layout}")
-        for (style, reason), count in counts.items():
-            text = f"{reason}" if style == "replicated" else f"{style}{', ' + reason if reason else ''}"
-            mark = "not sharded" if style == "replicated" else "sharded"
-            lines.append(f"  {mark:<11} {count:>5} modules {sizes[style, reason]:>15,} parameters  {text}")
+        for (kind, reason), count in counts.items():
+            text = f"{reason}" if kind == WeightKind.REPLICATED else f"{kind}{', ' + reason if reason else ''}"
+            mark = "not sharded" if kind == WeightKind.REPLICATED else "sharded"
+            lines.append(f"  {mark:<11} {count:>5} modules {sizes[kind, reason]:>15,} parameters  {text}")
         return "\n".join(lines)

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import bounds, ceil_div, pad_dim
+from hf_axonn.engine.dtensors import PLACEMENTS, sharded_dims
+from hf_axonn.topology.local_slices import slices_at
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 @dataclass(frozen=True)
@@ -15,7 +18,7 @@ class WeightLayout:
     """How one weight [N, K] lies on this rank.
 
     Args:
-        rows, cols: this rank's block of [N, K] before the cut over z; 0 where the dim has run out.
+        rows, cols: this rank's block of [N, K] before it is sharded over z; 0 beyond the end of a dim.
         out_blocks, out_size: Q and n of the product.
         in_blocks, in_size: P and k of the product.
         z, z_index: ranks that divide the rows of the block, and which of them this is.
@@ -72,48 +75,56 @@ class WeightLayout:
         return reduced.view(-1, self.cols)[: self.own_rows] if self.cols else reduced.new_empty(self.own_rows, 0)
 
 
-def weight_layout(kind: str, rows: int, cols: int, mesh: GridMesh, *, whole_input: bool = False) -> WeightLayout:
-    """How a weight [N, K] = [rows, cols] of a kind lies on this rank. `whole_input`: a row layer's input is on x only.
+def weight_layout(
+    kind: WeightKind, rows: int, cols: int, mesh: GridMesh, *, whole_input: bool = False
+) -> WeightLayout:
+    """How a weight [N, K] = [rows, cols] lies on this rank. No communication.
 
-    Kinds as in state.shard_placements, and "full": a column weight whose output is not cut over y.
+    Args:
+        kind: any but EXPERTS (see `ExpertLayout`) and those that every rank holds in full.
+        whole_input: the features of a row layer's input are sharded over x alone.
+    Raises:
+        ValueError: another kind.
     """
+    if kind in (WeightKind.EXPERTS, WeightKind.REPLICATED, WeightKind.ADAPTER):
+        raise ValueError(f"a weight of kind {kind} has no layout of rows and columns.")
     y, x, z = (mesh.size(axis) for axis in ("y", "x", "z"))
+    here = (mesh.index("y"), mesh.index("x"))
+    own_rows, own_cols = slices_at((rows, cols), sharded_dims(PLACEMENTS[kind][:2]), (y, x), here)
     out_blocks = in_blocks = 1
-    if kind == "row":
-        own_rows, own_cols = _own(rows, mesh, "y"), _own(cols, mesh, "x")
+    if kind == WeightKind.ROW:
         in_blocks = 1 if whole_input else y
         out_size, in_size = ceil_div(rows, y), ceil_div(ceil_div(cols, x), in_blocks)
-    elif kind == "vocabulary":
-        start, stop = bounds(rows, y, mesh.index("y"))
-        inner_start, inner_stop = bounds(stop - start, x, mesh.index("x"))
-        own_rows, own_cols = inner_stop - inner_start, cols
-        out_size, in_size = ceil_div(ceil_div(rows, y), x), cols
-    else:
-        own_rows, own_cols = _own(rows, mesh, "x"), _own(cols, mesh, "y")
-        out_blocks = y if kind == "column" else 1
+    elif kind in (WeightKind.COLUMN, WeightKind.LINEAR):
+        out_blocks = y if kind == WeightKind.COLUMN else 1
         out_size, in_size = ceil_div(ceil_div(rows, x), out_blocks), ceil_div(cols, y)
-    return WeightLayout(own_rows, own_cols, out_blocks, out_size, in_blocks, in_size, z, mesh.index("z"))
-
-
-def _own(size: int, mesh: GridMesh, axis: str) -> int:
-    start, stop = bounds(size, mesh.size(axis), mesh.index(axis))
-    return stop - start
+    else:
+        out_size, in_size = ceil_div(ceil_div(rows, y), x), cols
+    return WeightLayout(
+        rows=own_rows.stop - own_rows.start,
+        cols=own_cols.stop - own_cols.start,
+        out_blocks=out_blocks,
+        out_size=out_size,
+        in_blocks=in_blocks,
+        in_size=in_size,
+        z=z,
+        z_index=mesh.index("z"),
+    )
 
 
 def vocabulary_range(size: int, mesh: GridMesh, *, y: int | None = None, x: int | None = None) -> range:
     """Ids whose rows lie at coordinates (y, x), by default this rank's own."""
     y = mesh.index("y") if y is None else y
     x = mesh.index("x") if x is None else x
-    start, stop = bounds(size, mesh.size("y"), y)
-    inner_start, inner_stop = bounds(stop - start, mesh.size("x"), x)
-    return range(start + inner_start, start + inner_stop)
+    (own,) = slices_at((size,), (0, 0), (mesh.size("y"), mesh.size("x")), (y, x))
+    return range(own.start, own.stop)
 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """How a weight [E, A, B] lies on this rank, in the way of matmul3d.WeightLayout.
+    """How a weight [E, A, B] lies on this rank, as `WeightLayout` says it of a matrix.
 
-    z cuts B: Transformers' loader joins gate and up along A while it reads, so a cut of A would not be of the whole.
+    z shards B: Transformers' loader joins gate and up along A while it reads, so a shard of A would mix the two.
 
     Args:
         experts: of this rank, e.
@@ -151,9 +162,9 @@ class ExpertLayout:
         if self.z == 1:
             return gathered.view(self.experts, self.rows, self.cols)
         parts = gathered.view(self.z, self.experts, self.rows, self.z_cols).movedim(0, 2)
-        whole = parts.reshape(self.experts, self.rows, self.z * self.z_cols)
+        full = parts.reshape(self.experts, self.rows, self.z * self.z_cols)
         # Without padding between the rows: grouped matmuls want them to begin where they would on one process.
-        return whole[..., : self.cols].contiguous()
+        return full[..., : self.cols].contiguous()
 
     def unblock(self, grad: Tensor) -> Tensor:
         """[e, A, B] -> [z, travels], what each z rank is to receive."""

@@ -1,29 +1,32 @@
-"""How a weight is cut, and the styles that need no neighbours.
+"""What the sharded layers share, and those that need no neighbours.
 
     FullLinear   a Linear on its own: full activations in, full activations out (AxoNN's easy API)
     Replicated   parameters that every rank holds: norms, biases, and what nothing is known about
     Reading      a module whose own code uses the parameters of others (architectures/parameter_reads.py)
 
-The styles of attention and MLP blocks are in block.py, those of embedding and head in vocabulary.py.
+Layers of attention and MLP blocks are in block.py, embedding and head in vocabulary.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import gather_features, pad_dim, take_features
+from hf_axonn.engine.dtensors import replicated_local
 from hf_axonn.engine.linears import is_conv1d, linear_size
 from hf_axonn.engine.matmul3d import Product, gathered_weight
-from hf_axonn.engine.state import ModelState, replicated_local
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.engine.weight_layout import weight_layout
 from hf_axonn.topology.heads import feature_slice
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 def patch_forward(module: nn.Module, forward: Callable, *, method: str = "forward") -> None:
@@ -31,6 +34,21 @@ def patch_forward(module: nn.Module, forward: Callable, *, method: str = "forwar
     signature."""
     original = getattr(module, method)
     setattr(module, method, functools.wraps(original)(functools.partial(forward, original)))
+
+
+@contextlib.contextmanager
+def replaced(entries: MutableMapping[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, a dictionary of a module has these entries; afterwards it has what it had, and lacks what it lacked."""
+    before = {name: entries[name] for name in values if name in entries}
+    try:
+        entries.update(values)
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                entries[name] = before[name]
+            else:
+                entries.pop(name, None)
 
 
 def split_hidden_states(args: tuple, kwargs: dict) -> tuple[Tensor, tuple, dict]:
@@ -53,18 +71,18 @@ class FullLinear:
     and all-gather over y of the input's gradient.
     """
 
-    def __init__(self, state: ModelState, linear: nn.Module) -> None:
+    def __init__(self, state: ParallelState, linear: nn.Module) -> None:
         self.state = state
         self.linear = linear
         self.weights = [state.weight_of(linear)]
         self.out_features, self.in_features = linear_size(linear)
-        self.cuts = [weight_layout("full", self.out_features, self.in_features, state.mesh)]
-        state.styles[linear] = self
+        self.layouts = [weight_layout(WeightKind.LINEAR, self.out_features, self.in_features, state.mesh)]
+        state.sharded_layers[linear] = self
         patch_forward(linear, self._forward)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor:
         mesh = self.state.mesh
-        product = Product(self.state, self.weights, self.cuts)
+        product = Product(self.state, self.weights, self.layouts)
         handle = product.begin()
         mine = all_reduce_backward(take_features(hidden, mesh, "y"), mesh.group("x"))
         (output,) = product.run(mine.reshape(1, -1, mine.shape[-1]), handle)
@@ -74,11 +92,11 @@ class FullLinear:
             output = output + replicated_local(self.linear.bias, mesh, ()).to(output.dtype)
         return output.view(*hidden.shape[:-1], -1)
 
-    def whole_weight(self) -> Tensor:
+    def full_weight(self) -> Tensor:
         """The weight as its module has it, for code that every rank of (x, y) repeats. All-gathers over z, y and x;
         backward: reduce-scatter over z."""
         mesh = self.state.mesh
-        block = gathered_weight(Product(self.state, self.weights, self.cuts))
+        block = gathered_weight(Product(self.state, self.weights, self.layouts))
         rows = gather_features(block, self.in_features, mesh, "y")
         columns = gather_features(rows.t(), self.out_features, mesh, "x")
         return columns if is_conv1d(self.linear) else columns.t()
@@ -92,14 +110,14 @@ class Replicated:
     """
 
     def __init__(
-        self, state: ModelState, module: nn.Module, partial_axes: tuple[str, ...], *, own: slice | None = None
+        self, state: ParallelState, module: nn.Module, partial_axes: tuple[str, ...], *, own: slice | None = None
     ) -> None:
         self.state = state
         self.module = module
         self.partial_axes = partial_axes
         self.own = own
         self.added: dict[str, Callable[[Tensor], Tensor]] = {}
-        state.styles[module] = self
+        state.sharded_layers[module] = self
         patch_forward(module, self._forward)
 
     def plain(self, name: str) -> Tensor:
@@ -108,33 +126,30 @@ class Replicated:
         return local if self.own is None else local[self.own]
 
     def _forward(self, original: Callable, *args, **kwargs):
-        with self.shown():
+        with self.plain_parameters():
             return original(*args, **kwargs)
 
     @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """For a while, whoever reads the parameters from the module finds plain tensors."""
-        module = self.module
-        names = [name for name, its in module._parameters.items() if its is not None and name not in module.__dict__]
-        try:
-            for name in names:
-                # An entry of __dict__ is found before nn.Module looks among its parameters.
+    def plain_parameters(self) -> Iterator[None]:
+        """Inside, code that reads the parameters from the module finds plain tensors."""
+        module, values = self.module, {}
+        for name, parameter in module._parameters.items():
+            if parameter is not None and name not in module.__dict__:
                 value = self.plain(name)
-                module.__dict__[name] = self.added[name](value) if name in self.added else value
+                values[name] = self.added[name](value) if name in self.added else value
+        # An entry of __dict__ is found before nn.Module looks among its parameters.
+        with replaced(module.__dict__, values):
             yield
-        finally:
-            for name in names:
-                module.__dict__.pop(name, None)
 
 
 class Reading:
     """A method of a module that uses the parameters of modules inside of it: it sees them as plain tensors.
 
-    Collectives: only where it uses a weight that is sharded, which is then gathered whole; `Linear`s that such code
+    Collectives: only where it uses a weight that is sharded, which is then gathered in full; `Linear`s that such code
     calls as usual stay as they are.
     """
 
-    def __init__(self, state: ModelState, reader: Reader) -> None:
+    def __init__(self, state: ParallelState, reader: Reader) -> None:
         self.state = state
         self.module = reader.module
         self.read = list(reader.read)
@@ -154,35 +169,35 @@ class Reading:
         self.places.append((parent, name, child))
 
     def _call(self, original: Callable, *args, **kwargs):
-        with self.shown():
+        with self.plain_parameters():
             return original(*args, **kwargs)
 
     @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """For a while, the method finds what it uses."""
-        styles = self.state.styles
+    def plain_parameters(self) -> Iterator[None]:
+        """Inside, the method finds plain tensors; full weights are gathered when they are read."""
+        layers = self.state.sharded_layers
         with contextlib.ExitStack() as stack:
             for child in self.read:
-                if isinstance(styles.get(child), Replicated):
-                    stack.enter_context(styles[child].shown())
+                if isinstance(layers.get(child), Replicated):
+                    stack.enter_context(layers[child].plain_parameters())
             for parent, name, child in self.places:
-                if hasattr(styles.get(child), "whole_weight") and parent._modules[name] is child:
-                    stack.callback(parent._modules.__setitem__, name, child)
-                    parent._modules[name] = _WholeWeight(child, styles[child], self.state)
+                if hasattr(layers.get(child), "full_weight") and parent._modules[name] is child:
+                    stand_in = _FullWeight(child, layers[child], self.state)
+                    stack.enter_context(replaced(parent._modules, {name: stand_in}))
             yield
 
 
-class _WholeWeight:
+class _FullWeight:
     """Stands in for a module while somebody reads its weight, which is gathered when it is asked for."""
 
-    def __init__(self, module: nn.Module, style: FullLinear, state: ModelState) -> None:
+    def __init__(self, module: nn.Module, layer: FullLinear, state: ParallelState) -> None:
         self._module = module
-        self._style = style
+        self._layer = layer
         self._state = state
 
     def __getattr__(self, name: str):
         if name == "weight":
-            return self._style.whole_weight()
+            return self._layer.full_weight()
         value = getattr(self._module, name)
         if isinstance(value, nn.Parameter):  # the bias, which every rank holds
             return replicated_local(value, self._state.mesh, ())

@@ -1,4 +1,4 @@
-"""Attention and MLP, cut as whole blocks.
+"""Attention and MLP, sharded as blocks.
 
     Block    the module at whose input this rank's tokens become [B, S, H/y]: attention, an MLP, or a lone Linear
     Column   q, k, v, or gate, up: the projections that share the block's input, multiplied as one group
@@ -7,7 +7,7 @@
 The heads of an attention block may be divided over ("x", "y"), over ("x",) or not at all, see `Heads`; an MLP's
 intermediate features are always divided over both.
 
-Source: DESIGN 2.3; AxoNN (arXiv 2502.08145) for the alternation of column and row (transposed) layers.
+Source: AxoNN (arXiv 2502.08145) for the alternation of column and row (transposed) layers.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ from hf_axonn.engine.activation_layouts import (
     take_features,
     tokens_to_features,
 )
+from hf_axonn.engine.dtensors import replicated_local
 from hf_axonn.engine.linears import linear_size
 from hf_axonn.engine.matmul3d import Product
 from hf_axonn.engine.overlap import GradientSlot, gather_with_slot, wait_gradient
-from hf_axonn.engine.state import ModelState, replicated_local
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.engine.weight_layout import weight_layout
 from hf_axonn.layers.base import patch_forward, take_slice
 from hf_axonn.layers.head_exchange import HeadExchange
 from hf_axonn.topology.heads import Heads, feature_slice
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class Column:
 
     def __init__(
         self,
-        state: ModelState,
+        state: ParallelState,
         linears: list[nn.Module],
         heads: Heads | None = None,
         segments: list[tuple[str, ...]] | None = None,
@@ -69,16 +71,16 @@ class Column:
                 ("query",) if heads and linear is linears[0] else ("kv" if heads else "own",) for linear in linears
             ]
         self.segments = segments
-        self.selections = [
+        self.exchanges = [
             HeadExchange(linear_size(linear)[0], parts, heads, state.mesh)
             for linear, parts in zip(linears, segments, strict=True)
         ]
         self.weights = [state.weight_of(linear) for linear in linears]
-        self.cuts = [weight_layout("column", *linear_size(linear), state.mesh) for linear in linears]
+        self.layouts = [weight_layout(WeightKind.COLUMN, *linear_size(linear), state.mesh) for linear in linears]
         self._entered: tuple[Tensor, Product, Tensor | None] | None = None
         self._computed: tuple[Tensor, dict[int, Tensor]] | None = None
         for index, linear in enumerate(linears):
-            state.styles[linear] = self
+            state.sharded_layers[linear] = self
             patch_forward(linear, functools.partial(self._project, index))
 
     @property
@@ -89,7 +91,7 @@ class Column:
     def enter(self, hidden: Tensor) -> Tensor:
         """This rank's tokens -> [B, S, H/y]. All-to-all over y (none in the feature layout), all-gather over x, which
         backward only launches."""
-        state, tokens = self.state, self.state.tokens
+        state, tokens = self.state, self.state.context.tokens
         if not tokens.sharded:
             return take_features(hidden, state.mesh, "y")
         slot = GradientSlot()
@@ -97,7 +99,7 @@ class Column:
         hidden = hidden.to(state.compute_dtype(hidden))
         hidden = hidden.squeeze(0) if tokens.features else tokens_to_features(hidden, state.mesh)
         hidden = wait_gradient(hidden, slot)
-        product = Product(state, self.weights, self.cuts)
+        product = Product(state, self.weights, self.layouts)
         handle = product.begin()
         hidden = gather_with_slot(hidden, state.mesh.group("x"), slot, overlap=state.overlap_all_reduce)
         hidden = hidden.flatten(0, 1)[: tokens.count].view(tokens.batch, tokens.seq, -1)
@@ -108,8 +110,8 @@ class Column:
         """Forget the pass: nothing of it may outlive the block."""
         self._entered = self._computed = None
 
-    def alone(self, index: int, copy_: nn.Module) -> Column:
-        """Give a copy of one of the projections a style of its own, for the same input."""
+    def install_copy(self, index: int, copy_: nn.Module) -> Column:
+        """Install a column layer of its own on a copy of one of the projections, for the same input."""
         return type(self)(self.state, [copy_], self.heads, [self.segments[index]])
 
     def _project(self, index: int, _original: Callable, hidden: Tensor) -> Tensor:
@@ -123,11 +125,11 @@ class Column:
         if self._entered is not None and self._entered[0] is hidden:
             _, product, handle = self._entered
         else:
-            product = Product(self.state, self.weights, self.cuts)
+            product = Product(self.state, self.weights, self.layouts)
             handle = product.begin()
         mesh = self.state.mesh
         outputs = product.run(hidden.reshape(1, -1, hidden.shape[-1]), handle)
-        sizes = [cut.out_size for cut in self.cuts]
+        sizes = [layout.out_size for layout in self.layouts]
         if "y" in self.axes:
             outputs = [reduce_scatter(output, mesh.group("y")) for output in outputs]
             outputs = outputs if len(outputs) == len(sizes) else list(outputs[0].split(sizes, dim=-1))
@@ -146,17 +148,17 @@ class Column:
     def _place(self, output: Tensor, linear: nn.Module) -> Tensor:
         """[T, own features] -> the features that this rank works on."""
         mesh, size, heads = self.state.mesh, linear_size(linear)[0], self.heads
-        selection = self.selections[self.linears.index(linear)]
+        exchange = self.exchange_of(linear)
         if linear.bias is not None:
             bias = replicated_local(linear.bias, mesh, self.bias_axes)
             output = output + take_slice(bias, size, mesh, *self.bias_axes).to(output.dtype)
         if heads is not None and not heads.axes:  # every rank of x goes on with all heads
             return gather_features(output, size, mesh, "x")
-        return output if selection.is_slice else selection.exchange(output)
+        return output if exchange.is_slice else exchange.exchange(output)
 
-    def selection_of(self, linear: nn.Module) -> HeadExchange:
+    def exchange_of(self, linear: nn.Module) -> HeadExchange:
         """The features of a projection that this rank works on (LoRA's B takes these rows)."""
-        return self.selections[self.linears.index(linear)]
+        return self.exchanges[self.linears.index(linear)]
 
 
 class Row:
@@ -171,7 +173,7 @@ class Row:
     bias_axes = ("x", "y")
 
     def __init__(
-        self, state: ModelState, linear: nn.Linear, heads: Heads | None = None, *, like: Row | None = None
+        self, state: ParallelState, linear: nn.Linear, heads: Heads | None = None, *, like: Row | None = None
     ) -> None:
         self.state = state
         self.linear = linear
@@ -179,10 +181,12 @@ class Row:
         self.axes = heads.axes if heads else ("x", "y")
         self.like = like
         self._leading: torch.Size | None = None
-        state.styles[linear] = self
+        state.sharded_layers[linear] = self
         self.weights = [state.weight_of(linear)]
         self.hidden_size = linear_size(linear)[0]
-        self.cuts = [weight_layout("row", *linear_size(linear), state.mesh, whole_input="y" not in self.axes)]
+        self.layouts = [
+            weight_layout(WeightKind.ROW, *linear_size(linear), state.mesh, whole_input="y" not in self.axes)
+        ]
         patch_forward(linear, self._forward)
 
     @property
@@ -194,13 +198,13 @@ class Row:
     def leading(self, value: torch.Size) -> None:
         self._leading = value
 
-    def alone(self, copy_: nn.Module) -> Row:
-        """Give a copy of the row layer, which stands at its place in the block, a style of its own."""
+    def install_copy(self, copy_: nn.Module) -> Row:
+        """Install a row layer of its own on a copy, which stands at the place of this one in the block."""
         return Row(self.state, copy_, self.heads, like=self)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor:
-        state, mesh, tokens = self.state, self.state.mesh, self.state.tokens
-        product = Product(state, self.weights, self.cuts)
+        state, mesh, tokens = self.state, self.state.mesh, self.state.context.tokens
+        product = Product(state, self.weights, self.layouts)
         flat = hidden.reshape(tokens.count, -1).to(state.compute_dtype(hidden))
         if tokens.sharded:
             flat = pad_dim(flat, 0, tokens.padded(mesh))
@@ -234,7 +238,7 @@ class Block:
     Collectives: those of Column.enter.
     """
 
-    def __init__(self, state: ModelState, entry: nn.Module, column: Column, row: Row) -> None:
+    def __init__(self, state: ParallelState, entry: nn.Module, column: Column, row: Row) -> None:
         self.state = state
         self.column = column
         self.row = row
@@ -248,7 +252,7 @@ class Block:
     def _forward(self, original: Callable, *args, **kwargs):
         if self._inside:
             return original(*args, **kwargs)
-        if self.state.tokens is None:
+        if self.state.context.tokens is None:
             raise RuntimeError(
                 "a parallelized attention or MLP block was called outside of its decoder: its input is laid out by "
                 "the first decoder layer, so call the model (or its base model) instead."
@@ -269,7 +273,7 @@ class Block:
         return self.column.enter(hidden)
 
 
-def install_heads(state: ModelState, attention: nn.Module, heads: Heads, block: BlockPlan) -> None:
+def install_heads(state: ParallelState, attention: nn.Module, heads: Heads, block: BlockPlan) -> None:
     """Let attention see this rank's numbers of heads, and its own heads of arguments that have them all."""
     mesh = state.mesh
     query, kv = heads.own_query(mesh), heads.own_kv(mesh)
@@ -278,11 +282,11 @@ def install_heads(state: ModelState, attention: nn.Module, heads: Heads, block: 
     for name, kind in block.attributes.items():
         owner, _, attribute = name.rpartition(".")
         if owner:
-            # The config belongs to the whole model.
+            # The config belongs to the full model.
             setattr(attention, owner, copy.copy(getattr(attention, owner)))
         target = getattr(attention, owner) if owner else attention
-        whole, own = (heads.query, query) if kind == "query" else (heads.kv, kv)
-        setattr(target, attribute, getattr(target, attribute) * own // whole)
+        total, own = (heads.query, query) if kind == "query" else (heads.kv, kv)
+        setattr(target, attribute, getattr(target, attribute) * own // total)
     if block.arguments and heads.axes:
         signature = inspect.signature(attention.forward)
         rows, _ = feature_slice(heads.query, mesh, *heads.axes)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hf_axonn.compat.torch import is_dropout
-from hf_axonn.engine.state import ModelState
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward
 
 
@@ -29,43 +29,34 @@ def mix(*values: int) -> int:
 
 
 @contextlib.contextmanager
-def keyed_random(state: ModelState, axes: tuple[str, ...]) -> Iterator[None]:
+def keyed_random(state: ParallelState, axes: tuple[str, ...]) -> Iterator[None]:
     """Random numbers inside differ along data, z and `axes`, and agree along the others. No communication.
 
     Nested uses derive their seed from the outer one and not from the generator, which is out of step inside.
     """
-    outer = state.random_seed
+    context = state.context
+    outer = context.random_seed
     if outer is None:
         seed = int(torch.randint(2**62, ()))
     else:
-        state.random_count += 1
-        seed = mix(outer, state.random_count)
+        context.random_count += 1
+        seed = mix(outer, context.random_count)
     coordinates = [state.coordinates[axis] for axis in ("data", "z", *axes)]
     device = state.mesh.device
     # fork_rng puts the generators back, so that ranks are in step again afterwards.
     devices = [] if device.type == "cpu" else [device]
-    with opened(state, seed, 0), torch.random.fork_rng(devices, device_type=_device_type(device)):
+    with context.with_seed(seed, 0), torch.random.fork_rng(devices, device_type=_device_type(device)):
         torch.manual_seed(mix(seed, *coordinates))
         yield
-
-
-@contextlib.contextmanager
-def opened(state: ModelState, seed: int | None, count: int) -> Iterator[None]:
-    """Inside, a `keyed_random` derives its seed from this one, as the one after `count` others; None: from the
-    generator."""
-    before = state.random_seed, state.random_count
-    state.random_seed, state.random_count = seed, count
-    try:
-        yield
-    finally:
-        state.random_seed, state.random_count = before
 
 
 def _device_type(device: torch.device) -> str:
     return "cuda" if device.type == "cpu" else device.type
 
 
-def install_dropout(state: ModelState, module: nn.Module, axes: tuple[str, ...], active: Callable[[], bool]) -> None:
+def install_dropout(
+    state: ParallelState, module: nn.Module, axes: tuple[str, ...], active: Callable[[], bool]
+) -> None:
     """Let a module's forward use `keyed_random` in training wherever `active()`."""
 
     def forward(original: Callable, *args, **kwargs):

@@ -1,13 +1,13 @@
 """Multi-head latent attention (DeepSeek): keys and values are made of a narrow latent that all heads share.
 
-    entry          this rank's tokens -> whole [B, S, H], the same on all ranks of (x, y)
-    q_a, kv_a      down to the latents: Linears on their own, whole results
-    q_b, kv_b      from the whole latents to the heads of this rank (`LatentColumn`)
+    entry          this rank's tokens -> full [B, S, H], the same on all ranks of (x, y)
+    q_a, kv_a      down to the latents: Linears on their own, full results
+    q_b, kv_b      from the full latents to the heads of this rank (`LatentColumn`)
     o              a row layer as in any attention
 
 The rotary part of kv_a's output is used with every rank's own heads, so its gradient is a sum over them.
 
-Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; DESIGN 2.3 for the row layer.
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from hf_axonn.distributed.collectives import all_reduce_backward
 from hf_axonn.engine.activation_layouts import gather_tokens, take_features
-from hf_axonn.engine.state import ModelState
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward, split_hidden_states
 from hf_axonn.layers.block import Column, Row
 
 
 class LatentColumn(Column):
-    """A column layer whose input is whole: [..., K], the same on all ranks of (x, y) -> own heads [..., N/axes].
+    """A column layer whose input is full: [..., K], the same on all ranks of (x, y) -> own heads [..., N/axes].
 
     Collectives: those of Column; backward also an all-reduce over x and an all-gather over y of the input's gradient.
     """
@@ -37,9 +37,9 @@ class LatentColumn(Column):
 
 
 def install_latent(
-    state: ModelState, attention: nn.Module, columns: list[LatentColumn], row: Row, shared: nn.Module
+    state: ParallelState, attention: nn.Module, columns: list[LatentColumn], row: Row, shared: nn.Module
 ) -> None:
-    """Let an attention module see whole activations.
+    """Let an attention module see full activations.
 
     Args:
         columns: q_b (or q) and kv_b.
@@ -50,7 +50,7 @@ def install_latent(
 
     def forward(original: Callable, *args, **kwargs):
         hidden, args, kwargs = split_hidden_states(args, kwargs)
-        tokens = state.tokens
+        tokens = state.context.tokens
         row.leading = hidden.shape[:-1]
         if tokens.sharded:
             hidden = gather_tokens(hidden.reshape(1, -1, hidden.shape[-1]), tokens, state.mesh)
@@ -67,9 +67,9 @@ def install_latent(
 
     patch_forward(attention, forward)
     if row.axes:
-        # A hook: whatever style its forward is given. An adapter of the module adds to its output after that, so the
+        # A hook: whatever is installed on its forward. An adapter of the module adds to its output after that, so the
         # hooks stand on its last part too (adapters/install.py).
-        state.give(shared, functools.partial(_hook_once, rotary_is_shared))
+        state.install(shared, functools.partial(_hook_once, rotary_is_shared))
 
 
 def _hook_once(hook: Callable, module: nn.Module) -> None:

@@ -1,12 +1,12 @@
-"""The model around its blocks: where the residual stream is divided among the ranks, and where it is whole again.
+"""The model around its blocks: where the residual stream is divided among the ranks, and where it is gathered.
 
     embedding         [B, S, H] on every rank of (x, y)
     first layer       takes this rank's tokens, [1, T/(x*y), H], or [1, T/x, H/y] in the feature layout
     last layer        turns features into tokens, [1, T/(x*y), H]
     last norm         on this rank's tokens
-    decoder's output  whole again, unless the loss will take it as it is (training with labels)
+    decoder's output  gathered, unless the loss will take it as it is (training with labels)
 
-One token at a time without gradients (decoding) the residual stream stays whole: there is nothing to divide.
+One token at a time without gradients (decoding) the residual stream is replicated: there is nothing to divide.
 """
 
 from __future__ import annotations
@@ -24,42 +24,44 @@ from hf_axonn.architectures.plan import ShardingPlan
 from hf_axonn.compat.transformers import wrap_checkpointing
 from hf_axonn.distributed.collectives import gather_replicated
 from hf_axonn.engine.activation_layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
-from hf_axonn.engine.state import ModelState
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward, split_hidden_states
-from hf_axonn.layers.dropout import opened
-from hf_axonn.losses.router_aux import whole_logits
+from hf_axonn.losses.router_aux import full_router_logits
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 
 
-def install_decoder(state: ModelState, model: nn.Module, plan: ShardingPlan) -> None:
+def install_decoder(state: ParallelState, model: nn.Module, plan: ShardingPlan) -> None:
     """Divide the residual stream at the first decoder layer and gather it at the decoder's end, or at the last layer's
     where something other than a norm follows."""
     layers = [model.get_submodule(name) for name in plan.layers]
     for layer in layers:
-        end = None if layer is not layers[-1] else "tokens" if plan.final is not None else "whole"
+        end = None if layer is not layers[-1] else "tokens" if plan.final is not None else "full"
         patch_forward(layer, functools.partial(_layer, state, layer, layer is layers[0], end))
-    for name in plan.whole:
-        state.give(
-            model.get_submodule(name), functools.partial(patch_forward, forward=functools.partial(_whole, state))
+    for name in plan.full_sequence:
+        state.install(
+            model.get_submodule(name),
+            functools.partial(patch_forward, forward=functools.partial(_full_sequence, state)),
         )
     decoder = model.get_submodule(plan.decoder)
     patch_forward(decoder, functools.partial(_decoder, state, plan.final is None))
-    state.makers |= dict.fromkeys((decoder, *layers))
+    state.installers |= dict.fromkeys((decoder, *layers))
 
 
-def _layer(state: ModelState, layer: nn.Module, first: bool, end: str | None, original: Callable, /, *args, **kwargs):
-    """A decoder layer: the first takes this rank's tokens, the last hands on `tokens` or gathers the `whole`."""
+def _layer(
+    state: ParallelState, layer: nn.Module, first: bool, end: str | None, original: Callable, /, *args, **kwargs
+):
+    """A decoder layer: the first takes this rank's tokens, the last hands on `tokens` or gathers the `full` ones."""
     if first:
         hidden, args, kwargs = split_hidden_states(args, kwargs)
         batch, seq = hidden.shape[:2]
         sharded = torch.is_grad_enabled() or seq > 1
-        state.tokens = Tokens(batch, seq, sharded=sharded, features=state.features if sharded else 0)
-        if state.tokens.sharded:
-            hidden = take_tokens(hidden, state.tokens, state.mesh)
+        state.context.tokens = Tokens(batch, seq, sharded=sharded, features=state.features if sharded else 0)
+        if state.context.tokens.sharded:
+            hidden = take_tokens(hidden, state.context.tokens, state.mesh)
         args = (hidden, *args)
     output = original(*args, **kwargs)
-    tokens, mesh = state.tokens, state.mesh
-    if end == "whole" and tokens.sharded:
+    tokens, mesh = state.context.tokens, state.mesh
+    if end == "full" and tokens.sharded:
         return _map_first(output, lambda hidden: gather_tokens(hidden, tokens, mesh))
     if end == "tokens" and tokens.sharded and tokens.features:
         return _map_first(output, lambda hidden: features_to_tokens(hidden, tokens.features, mesh))
@@ -73,25 +75,25 @@ def _map_first(output, function: Callable):
     return type(output)((function(output[0]), *output[1:]))
 
 
-def _whole(state: ModelState, original: Callable, /, *args, **kwargs):
-    """A module that needs the whole sequence: tokens are gathered over (x, y) for it, every rank does all of its work
+def _full_sequence(state: ParallelState, original: Callable, /, *args, **kwargs):
+    """A module that needs the full sequence: tokens are gathered over (x, y) for it, every rank does all of its work
     (but for its Linears), and takes its own tokens of the first result."""
-    tokens, mesh = state.tokens, state.mesh
+    tokens, mesh = state.context.tokens, state.mesh
     if tokens is None or not tokens.sharded:
         return original(*args, **kwargs)
     shape = split_hidden_states(args, kwargs)[0].shape
 
-    def whole(value):
+    def full(value):
         if not (isinstance(value, Tensor) and value.shape == shape):
             return value
         return gather_tokens(value.reshape(1, -1, shape[-1]), tokens, mesh)
 
-    with state.passing(None):
-        output = original(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
+    with state.context.with_tokens(None):
+        output = original(*map(full, args), **{name: full(value) for name, value in kwargs.items()})
     return _map_first(output, lambda hidden: take_tokens(hidden, tokens, mesh).view(*shape[:-1], -1))
 
 
-def install_recomputation(state: ModelState, model: nn.Module) -> None:
+def install_recomputation(state: ParallelState, model: nn.Module) -> None:
     """Let every layer that can be checkpointed run again as it ran at first."""
 
     def forward(layer: nn.Module, original: Callable, /, *args, **kwargs):
@@ -104,7 +106,7 @@ def install_recomputation(state: ModelState, model: nn.Module) -> None:
             patch_forward(layer, functools.partial(forward, layer))
 
 
-def _keep_for_recomputation(state: ModelState, layer: nn.Module) -> None:
+def _keep_for_recomputation(state: ParallelState, layer: nn.Module) -> None:
     """A checkpointed layer runs again in backward, when another batch may have passed. What then runs is the forward
     of its class without what was put around it, so its tokens, the seed of its dropout and its own parameters are put
     back."""
@@ -117,20 +119,23 @@ def _keep_for_recomputation(state: ModelState, layer: nn.Module) -> None:
         return wrapped
 
     def with_pass(checkpoint: Callable, function: Callable, *args, **kwargs):
-        tokens, seed, count, first = state.tokens, state.random_seed, state.random_count, True
+        tokens, seed, count, first = state.context.tokens, state.context.random_seed, state.context.random_count, True
 
         def run(*inner_args, **inner_kwargs):
             nonlocal first
             if first:  # all is in its place, and dropout goes on counting after the layer
                 first = False
                 return function(*inner_args, **inner_kwargs)
-            styles = [state.styles.get(layer), *(its for its in state.readings if its.module is layer)]
+            own = [
+                state.sharded_layers.get(layer),
+                *(reading for reading in state.readings if reading.module is layer),
+            ]
             with contextlib.ExitStack() as stack:
-                stack.enter_context(state.passing(tokens))
-                stack.enter_context(opened(state, seed, count))
-                for style in styles:
-                    if hasattr(style, "shown"):
-                        stack.enter_context(style.shown())
+                stack.enter_context(state.context.with_tokens(tokens))
+                stack.enter_context(state.context.with_seed(seed, count))
+                for reader in own:
+                    if hasattr(reader, "plain_parameters"):
+                        stack.enter_context(reader.plain_parameters())
                 return function(*inner_args, **inner_kwargs)
 
         return checkpoint(run, *args, **kwargs)
@@ -138,37 +143,39 @@ def _keep_for_recomputation(state: ModelState, layer: nn.Module) -> None:
     wrap_checkpointing(layer, wrap)
 
 
-def _decoder(state: ModelState, ended: bool, original: Callable, /, *args, **kwargs):
+def _decoder(state: ParallelState, ended: bool, original: Callable, /, *args, **kwargs):
     output = original(*args, **kwargs)
     if isinstance(output, dict) and output.get("attentions") is not None:
         output["attentions"] = tuple(_all_heads(state, weights) for weights in output["attentions"])
-    tokens = state.tokens
+    tokens = state.context.tokens
     if tokens is None or not tokens.sharded:
-        state.tokens = None
+        state.context.tokens = None
         return output
 
-    def whole(hidden: Tensor) -> Tensor:
+    def full(hidden: Tensor) -> Tensor:
         return gather_tokens(hidden, tokens, state.mesh)
 
-    leave = state.defer_head and not ended  # to the loss, which takes this rank's tokens
-    last = (lambda hidden: hidden) if leave or ended else whole
+    leave = state.context.defer_head and not ended  # to the loss, which takes this rank's tokens
+    last = (lambda hidden: hidden) if leave or ended else full
     if isinstance(output, dict):
         output["last_hidden_state"] = last(output["last_hidden_state"])
         if output.get("hidden_states") is not None:  # the first is what came out of the embedding
             first, *others, final = output["hidden_states"]
-            output["hidden_states"] = (first, *map(whole, others), final if ended else whole(final))
+            output["hidden_states"] = (first, *map(full, others), final if ended else full(final))
         if output.get("router_logits") is not None:
-            output["router_logits"] = tuple(whole_logits(its, tokens, state.mesh) for its in output["router_logits"])
+            output["router_logits"] = tuple(
+                full_router_logits(logits, tokens, state.mesh) for logits in output["router_logits"]
+            )
     elif any(isinstance(value, tuple) for value in output):
         raise ValueError("output_hidden_states and output_attentions of a parallelized model need return_dict=True.")
     else:
         output = (last(output[0]), *output[1:])
     if not leave:
-        state.tokens = None
+        state.context.tokens = None
     return output
 
 
-def _all_heads(state: ModelState, weights: Tensor) -> Tensor:
+def _all_heads(state: ParallelState, weights: Tensor) -> Tensor:
     """Attention weights [B, own heads, S, S] -> [B, heads, S, S]. All-gather over the axes that divide the heads."""
     if not state.attention_axes:
         return weights
@@ -176,18 +183,18 @@ def _all_heads(state: ModelState, weights: Tensor) -> Tensor:
     return blocks.movedim(0, 1).flatten(1, 2)
 
 
-def install_causal_lm(state: ModelState, model: nn.Module) -> None:
+def install_causal_lm(state: ParallelState, model: nn.Module) -> None:
     """Mark where a pass of the whole model begins, and decide whether its head is left to the loss."""
-    state.choose_kept({module: name for name, module in model.named_modules()})
+    state.choose_cached_weights({module: name for name, module in model.named_modules()})
     signature = inspect.signature(model.forward)
 
     def forward(original: Callable, *args, **kwargs):
-        state.begin_forward()
-        state.in_forward = True
+        state.context.begin_forward(state.weights)
+        state.context.in_forward = True
         given = signature.bind_partial(*args, **kwargs).arguments
         logits_to_keep = given.get("logits_to_keep", 0)
         loss = getattr(model, "loss_function", None)
-        state.defer_head = (
+        state.context.defer_head = (
             isinstance(loss, ShardedCausalLMLoss)
             and (loss.hands_over or (model.training and torch.is_grad_enabled()))
             and given.get("labels") is not None
@@ -198,7 +205,7 @@ def install_causal_lm(state: ModelState, model: nn.Module) -> None:
         try:
             return original(*args, **kwargs)
         finally:
-            state.tokens, state.defer_head, state.in_forward = None, False, False
+            state.context.end_forward()
 
     patch_forward(model, forward)
     base = getattr(model, getattr(model, "base_model_prefix", None) or "", None)
@@ -208,17 +215,17 @@ def install_causal_lm(state: ModelState, model: nn.Module) -> None:
         model.generate = functools.partial(_generate, state, model, model.generate)
 
 
-def _base_model(state: ModelState, original: Callable, /, *args, **kwargs):
+def _base_model(state: ParallelState, original: Callable, /, *args, **kwargs):
     """The model without its head, which may also be called on its own."""
-    if not state.in_forward:
-        state.begin_forward()
+    if not state.context.in_forward:
+        state.context.begin_forward(state.weights)
     return original(*args, **kwargs)
 
 
-def _generate(state: ModelState, model: nn.Module, original: Callable, /, *args, **kwargs):
+def _generate(state: ParallelState, model: nn.Module, original: Callable, /, *args, **kwargs):
     """Every forward uses weights gathered over z, so with a cache all ranks go on until the longest row is done.
 
-    The weights are gathered once for the whole call. Memory: those of a model on the same grid with z = 1.
+    The weights are gathered once for the call. Memory: those of a model on the same grid with z = 1.
     """
     settings = (kwargs.get("generation_config") or (args[1] if len(args) > 1 else None), model.generation_config)
     choices = (kwargs.get("use_cache"), *(getattr(given, "use_cache", None) for given in settings))
@@ -226,5 +233,5 @@ def _generate(state: ModelState, model: nn.Module, original: Callable, /, *args,
         kwargs.setdefault("synced_gpus", True)
     # Without a cache Transformers fails for a rank that is done and goes on: it lengthens the mask, not the tokens.
     # The first forward uses every weight, so none is gathered later and a rank may stop by itself.
-    with state.kept.whole_call():
+    with state.context.gather_cache.whole_call():
         return original(*args, **kwargs)

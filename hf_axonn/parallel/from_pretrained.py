@@ -18,7 +18,7 @@ from hf_axonn.compat.torch import default_device_type
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.consistency import raise_on_all_ranks
 from hf_axonn.distributed.mesh import grid_mesh
-from hf_axonn.engine.dtensors import shard_slices
+from hf_axonn.engine.dtensors import local_slices
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 
@@ -82,7 +82,7 @@ def from_pretrained(
         reading.enter_context(raise_on_all_ranks(device))
 
     def part_of(parameter: DTensor) -> tuple[slice, ...]:
-        return shard_slices(parameter.shape, parameter.placements, grid_mesh(grid, device.type))
+        return local_slices(parameter.shape, parameter.placements, grid_mesh(grid, device.type))
 
     hooks = distribute_when_built(distribute, part_of, device, read_weights)
     with contextlib.ExitStack() as reading, hooks as (extra, missing):

@@ -1,48 +1,53 @@
-"""From a plan to an installed model: which weight is cut how, DTensors for parameters, and a style for every module.
+"""From a plan to a sharded model: DTensors for parameters, and a sharded layer for every module that has some.
 
-`parallelize` calls the three steps in order. Only `shard_parameters` communicates (one broadcast a parameter).
+`parallelize` calls `shard_parameters`, then `install_layers`. Only the first communicates (one broadcast a parameter).
 """
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
 
 from torch import nn
 
 from hf_axonn.architectures.feature_layout import LayoutChoice
 from hf_axonn.architectures.parameter_reads import find_readers
-from hf_axonn.architectures.plan import ShardingPlan
+from hf_axonn.architectures.plan import BlockPlan, ShardingPlan
 from hf_axonn.architectures.weight_kinds import vocabulary_modules
 from hf_axonn.compat.transformers import has_causal_lm_loss
 from hf_axonn.distributed.collectives import broadcast_
 from hf_axonn.engine.dtensors import distributed, shard_placements
 from hf_axonn.engine.linears import is_conv1d, is_linear
-from hf_axonn.engine.report import Entry, Report
-from hf_axonn.engine.state import ModelState
+from hf_axonn.engine.report import Entry
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import FullLinear, Reading, Replicated
 from hf_axonn.layers.block import Block, Column, Row, install_heads
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
 from hf_axonn.layers.gathered import GatheredParameters
-from hf_axonn.layers.head_exchange import HeadExchange
 from hf_axonn.layers.latent_attention import LatentColumn, install_latent
-from hf_axonn.layers.moe import is_experts, style_of
-from hf_axonn.layers.norms import FeatureNorm, HeadNorm, NormKind
+from hf_axonn.layers.moe import experts_layer, is_experts
+from hf_axonn.layers.norms import FeatureNorm, HeadNorm
 from hf_axonn.layers.vocabulary import Embedding, Head
 from hf_axonn.losses.router_aux import install_router_loss
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.parallel.batch_check import install_batch_check
 from hf_axonn.parallel.decoder import install_causal_lm, install_decoder, install_recomputation
 from hf_axonn.topology.heads import Heads, feature_slice
+from hf_axonn.topology.weight_kind import WeightKind
 
 
-def shard_parameters(model: nn.Module, kinds: dict[int, str], state: ModelState) -> None:
+def shard_parameters(model: nn.Module, kinds: dict[int, WeightKind], state: ParallelState) -> None:
     """Replace every parameter by a DTensor; a parameter that several modules share stays shared.
 
-    A model of which nothing is cut keeps its parameters as they are, as under DistributedDataParallel.
+    A model of which nothing is sharded keeps its parameters as they are, as under DistributedDataParallel.
+
+    Collectives: one broadcast over the world of each parameter and buffer.
     """
     mesh = state.mesh
-    if all(kinds.get(id(parameter), "replicated") == "replicated" for parameter in model.parameters()):
+    if {kinds.get(id(parameter), WeightKind.REPLICATED) for parameter in model.parameters()} <= {
+        WeightKind.REPLICATED
+    }:
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
                 tensor.detach().copy_(broadcast_(tensor.detach().contiguous()))
@@ -54,9 +59,8 @@ def shard_parameters(model: nn.Module, kinds: dict[int, str], state: ModelState)
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                kind = kinds.get(id(parameter), "replicated")
-                kept = {"full": "column", "gathered": "vocabulary"}.get(kind, kind)
-                placements = shard_placements(kept, transposed=id(parameter) in transposed)
+                kind = kinds.get(id(parameter), WeightKind.REPLICATED)
+                placements = shard_placements(kind, transposed=id(parameter) in transposed)
                 sharded = made[id(parameter)] = distributed(parameter, placements, mesh)
                 kinds[id(sharded)] = kind
                 made[id(sharded)] = sharded  # the new id must not be taken for an old one's
@@ -66,95 +70,26 @@ def shard_parameters(model: nn.Module, kinds: dict[int, str], state: ModelState)
             broadcast_(buffer)
 
 
-def install_styles(
-    model: nn.Module,
-    plan: ShardingPlan,
-    kinds: dict[int, str],
-    state: ModelState,
-    report: Report,
-    layout: LayoutChoice,
+def install_layers(
+    model: nn.Module, plan: ShardingPlan, kinds: dict[int, WeightKind], state: ParallelState, layout: LayoutChoice
 ) -> None:
-    """Give every module that has parameters the forward of its style, and write the report."""
+    """Replace the forward of every module that has parameters, and write the report. No communication.
+
+    Later steps wrap what earlier ones have installed: dropout and norms need the blocks around them, the decoder and
+    the loss need all layers.
+    """
     state.features = layout.features
-    done: set[nn.Module] = set()
-    names = {module: name for name, module in model.named_modules()}
-
-    def note(module: nn.Module, style: str, reason: str = "") -> None:
-        done.add(module)
-        own = sum(parameter.numel() for parameter in module._parameters.values() if parameter is not None)
-        report.entries.append(Entry(names[module] or "(root)", style, own, reason))
-
-    vocabulary = vocabulary_modules(model, plan)
-    for module in vocabulary:
-        state.give(module, functools.partial(Embedding if isinstance(module, nn.Embedding) else Head, state))
-        note(module, "vocabulary")
-    # On which of (x, y) the ranks do different work inside of a module, by name; on none where nothing is said.
-    axes_of = state.axes_of
-    axes_of |= {name: ("x", "y") for name in (*plan.layers, *(plan.final or ()))}
-    axes_of |= {name: () for name in plan.whole}
-    state.whole = set(plan.whole)
-    experts = {name for name, module in model.named_modules() if is_experts(module)}
-    axes_of |= {name: ("x", "y") for name in experts}
-    head_norms: list[tuple[nn.Module, NormKind, HeadExchange]] = []
-    rows_of: dict[str, slice] = {}  # of parameters that have one row for each query head
+    state.full_sequence = set(plan.full_sequence)
+    state.work_axes = _work_axes(model, plan, state)
+    _install_vocabulary(model, plan, state)
     for block in plan.blocks:
-        heads = Heads.divide(block.query, block.kv, state.mesh) if block.query else None
-        columns = [model.get_submodule(name) for name in block.columns]
-        last = model.get_submodule(block.row)
-        row = Row(state, last, heads)
-        state.makers[last] = [row.alone]
-        if block.latent:
-            pairs = zip(columns, block.segments, strict=True)
-            own = [LatentColumn(state, [layer], heads, [segments]) for layer, segments in pairs]
-        else:
-            own = [Column(state, columns, heads, list(block.segments))]
-        for column in own:
-            for index, layer in enumerate(column.linears):
-                state.makers[layer] = [functools.partial(column.alone, index)]
-        for layer in (*columns, last):
-            note(layer, "row" if layer is last else "column", heads.why(state.mesh) if heads else "")
-        entry = model.get_submodule(block.entry)
-        state.makers.setdefault(entry, None)
-        axes_of[block.entry] = row.axes
-        for name, (kind, index) in block.head_norms.items():
-            if row.axes:
-                head_norms.append((model.get_submodule(name), kind, own[0].selections[index]))
-        if block.latent:
-            install_latent(state, entry, own, row, model.get_submodule(block.latent[0]))
-            axes_of |= {name: () for name in block.latent}
-        else:
-            state.blocks[entry] = Block(state, entry, own[0], row)
-        if heads is not None:
-            rows_of[block.entry], _ = feature_slice(heads.query, state.mesh, *heads.axes)
-            install_heads(state, entry, heads, block)
-    for name, module in model.named_modules():
-        axes = state.axes(name)
-        dropouts = dropout_names(module)
-        if dropouts:
-            # What a block drops after its row layer are tokens.
-            own = ("x", "y") if axes and any(re.search("hidden|resid", its) for its in (name, *dropouts)) else axes
-            state.give(module, functools.partial(_keyed_dropout, state, own, dropouts))
-        if module in done or not any(parameter is not None for parameter in module._parameters.values()):
-            continue
-        if name in experts:
-            state.give(module, functools.partial(style_of(module), state))
-            note(module, "experts")
-            continue
-        if is_linear(module) and kinds.get(id(module.weight)) == "full":
-            state.give(module, functools.partial(FullLinear, state))
-            note(module, "full")
-            continue
-        gathered = [its for its, parameter in module._parameters.items() if kinds.get(id(parameter)) == "gathered"]
-        if gathered:
-            state.give(module, functools.partial(GatheredParameters, state, partial_axes=axes, names=gathered))
-            note(module, "gathered")
-            continue
-        state.give(module, functools.partial(Replicated, state, partial_axes=axes, own=rows_of.get(name)))
-        note(module, "replicated", _why_replicated(module))
-    for module, kind in layout.norms.items():
-        state.give(module, functools.partial(FeatureNorm, state, kind=kind))
-    for module, kind, selection in head_norms:
-        state.give(module, functools.partial(HeadNorm, state, kind=kind, selection=selection))
+        _install_block(model, block, state)
+    _install_dropout(model, state)
+    _install_experts(model, state)
+    _install_linears(model, kinds, state)
+    _install_gathered(model, kinds, state)
+    _install_replicated(model, plan, state)
+    _install_norms(model, plan, layout, state)
     if plan.decoder is not None:
         install_decoder(state, model, plan)
     install_recomputation(state, model)
@@ -167,11 +102,141 @@ def install_styles(
         model.loss_function = ShardedCausalLMLoss(state)
 
 
-def _keyed_dropout(state: ModelState, axes: tuple[str, ...], names: list[str], module: nn.Module) -> None:
+def _note(state: ParallelState, name: str, module: nn.Module, kind: WeightKind, reason: str = "") -> None:
+    """Write a module into the report."""
+    parameters = sum(parameter.numel() for parameter in module._parameters.values() if parameter is not None)
+    state.report.entries.append(Entry(name or "(root)", kind, parameters, reason))
+
+
+def _remaining(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with parameters that no step has taken yet."""
+    for name, module in model.named_modules():
+        if module not in state.sharded_layers and any(
+            parameter is not None for parameter in module._parameters.values()
+        ):
+            yield name, module
+
+
+def _heads(block: BlockPlan, state: ParallelState) -> Heads | None:
+    """How the heads of attention are divided; None for an MLP."""
+    return Heads.divide(block.query, block.kv, state.mesh) if block.query else None
+
+
+def _work_axes(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> dict[str, tuple[str, ...]]:
+    """Name of a module -> on which of (x, y) ranks do different work inside of it (`ParallelState.axes`)."""
+    axes = {name: ("x", "y") for name in (*plan.layers, *(plan.final or ()))}
+    axes |= {name: () for name in plan.full_sequence}
+    axes |= {name: ("x", "y") for name, module in model.named_modules() if is_experts(module)}
+    for block in plan.blocks:
+        heads = _heads(block, state)
+        axes[block.entry] = heads.axes if heads else ("x", "y")
+        axes |= {name: () for name in block.latent}
+    return axes
+
+
+def _install_vocabulary(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> None:
+    names = {module: name for name, module in model.named_modules()}
+    for module in vocabulary_modules(model, plan):
+        layer = Embedding if isinstance(module, nn.Embedding) else Head
+        state.install(module, functools.partial(layer, state))
+        _note(state, names[module], module, WeightKind.VOCABULARY)
+
+
+def _install_block(model: nn.Module, block: BlockPlan, state: ParallelState) -> None:
+    """Attention or an MLP: its column layers, its row layer, the way in, and the numbers of heads that it sees."""
+    heads = _heads(block, state)
+    linears = [model.get_submodule(name) for name in block.columns]
+    last, entry = model.get_submodule(block.row), model.get_submodule(block.entry)
+    row = Row(state, last, heads)
+    if block.latent:
+        pairs = zip(linears, block.segments, strict=True)
+        columns = [LatentColumn(state, [linear], heads, [segments]) for linear, segments in pairs]
+    else:
+        columns = [Column(state, linears, heads, list(block.segments))]
+    for column in columns:
+        for index, linear in enumerate(column.linears):
+            state.installers[linear] = [functools.partial(column.install_copy, index)]
+    state.installers[last] = [row.install_copy]
+    state.installers.setdefault(entry, None)
+    if block.latent:
+        install_latent(state, entry, columns, row, model.get_submodule(block.latent[0]))
+    else:
+        state.blocks[entry] = Block(state, entry, columns[0], row)
+    if heads is not None:
+        install_heads(state, entry, heads, block)
+    reason = heads.why(state.mesh) if heads else ""
+    for name, linear in zip(block.columns, linears, strict=True):
+        _note(state, name, linear, WeightKind.COLUMN, reason)
+    _note(state, block.row, last, WeightKind.ROW, reason)
+
+
+def _install_dropout(model: nn.Module, state: ParallelState) -> None:
+    for name, module in model.named_modules():
+        attributes = dropout_names(module)
+        if attributes:
+            axes = state.axes(name)
+            if axes and any(re.search("hidden|resid", word) for word in (name, *attributes)):
+                axes = ("x", "y")  # what a block drops after its row layer are tokens
+            state.install(module, functools.partial(_keyed_dropout, state, axes, attributes))
+
+
+def _install_experts(model: nn.Module, state: ParallelState) -> None:
+    for name, module in _remaining(model, state):
+        if is_experts(module):
+            state.install(module, functools.partial(experts_layer(module), state))
+            _note(state, name, module, WeightKind.EXPERTS)
+
+
+def _install_linears(model: nn.Module, kinds: dict[int, WeightKind], state: ParallelState) -> None:
+    """Linears on their own."""
+    for name, module in _remaining(model, state):
+        if is_linear(module) and kinds.get(id(module.weight)) == WeightKind.LINEAR:
+            state.install(module, functools.partial(FullLinear, state))
+            _note(state, name, module, WeightKind.LINEAR)
+
+
+def _install_gathered(model: nn.Module, kinds: dict[int, WeightKind], state: ParallelState) -> None:
+    """Modules with large parameters of which nothing else is known."""
+    for name, module in _remaining(model, state):
+        parameters = module._parameters.items()
+        names = [child for child, parameter in parameters if kinds.get(id(parameter)) == WeightKind.GATHERED]
+        if names:
+            axes = state.axes(name)
+            state.install(module, functools.partial(GatheredParameters, state, partial_axes=axes, names=names))
+            _note(state, name, module, WeightKind.GATHERED)
+
+
+def _install_replicated(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> None:
+    """All that is left. Attention's own parameters have a row for each query head: a rank uses those of its heads."""
+    own_rows: dict[str, slice] = {}
+    for block in plan.blocks:
+        if heads := _heads(block, state):
+            own_rows[block.entry], _ = feature_slice(heads.query, state.mesh, *heads.axes)
+    for name, module in _remaining(model, state):
+        axes = state.axes(name)
+        state.install(module, functools.partial(Replicated, state, partial_axes=axes, own=own_rows.get(name)))
+        _note(state, name, module, WeightKind.REPLICATED, _why_replicated(module))
+
+
+def _install_norms(model: nn.Module, plan: ShardingPlan, layout: LayoutChoice, state: ParallelState) -> None:
+    """Norms on the residual stream, and norms over the features of all heads."""
+    for module, kind in layout.norms.items():
+        state.install(module, functools.partial(FeatureNorm, state, kind=kind))
+    for block in plan.blocks:
+        for name, (kind, index) in block.head_norms.items():
+            column = state.sharded_layers[model.get_submodule(block.columns[index])]
+            exchange = column.exchange_of(model.get_submodule(block.columns[index]))
+            if column.axes:
+                state.install(
+                    model.get_submodule(name), functools.partial(HeadNorm, state, kind=kind, exchange=exchange)
+                )
+
+
+def _keyed_dropout(state: ParallelState, axes: tuple[str, ...], names: list[str], module: nn.Module) -> None:
     install_dropout(state, module, axes, probability(module, *names))
 
 
 def _why_replicated(module: nn.Module) -> str:
     if isinstance(module, nn.Linear):
         return f"a {type(module).__name__}, whose weight is used in more than one way or that is a class of its own"
-    return f"a {type(module).__name__}, whose parameters every rank holds whole"
+    return f"a {type(module).__name__}, whose parameters every rank holds in full"

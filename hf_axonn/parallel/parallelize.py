@@ -3,8 +3,8 @@
     model, report = parallelize(model, grid)           a model in memory, in place
     model = from_pretrained(name, grid=grid)           every rank reads only its own slices from disk
 
-Parameters become DTensors on the storage mesh (y, x, z); modules get the forward of their style. This is the only
-place where a model is changed.
+Parameters become DTensors on the storage mesh (y, x, z); modules get the forward of their sharded
+layer. This is the only place where a model is changed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
 from hf_axonn.engine.dtensors import take_shards
 from hf_axonn.engine.report import Report
-from hf_axonn.engine.state import ModelState, is_parallelized
-from hf_axonn.parallel.install import install_styles, shard_parameters
+from hf_axonn.engine.state import ParallelState, is_parallelized
+from hf_axonn.parallel.install import install_layers, shard_parameters
 from hf_axonn.topology.grid import Grid
 
 
@@ -41,8 +41,8 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     """Shard a model over a grid, in place.
 
     Every rank must call it with the same model class and grid. The weights of rank 0 are the ones that count, as in
-    DistributedDataParallel: they are broadcast while they are cut. A model on the meta device is only prepared, its
-    weights are for a loader to read. On a grid of one rank the model is left untouched.
+    DistributedDataParallel: they are broadcast before they are sharded. A model on the meta device is only prepared,
+    its weights are for a loader to read. On a grid of one rank the model is left untouched.
 
     Args:
         model: a Transformers model, with or without PEFT adapters, or any nn.Module.
@@ -71,7 +71,7 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     watch()
     facts = {"axonn_config": config.to_json()} | versions() | model_facts(model)
     assert_same_on_all_ranks(facts, device_type, "Start every rank with the same program and settings.")
-    state = ModelState(grid_mesh(grid, device_type), config)
+    state = ParallelState(grid_mesh(grid, device_type), config)
     quiet_redistribution()
     with without_wrappers(inner):  # adapters follow what is done to the model that they adapt
         plan = plan_for(inner)
@@ -81,7 +81,7 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
         report = state.report = Report(str(grid), plan.summary(), layout.reason)
         kinds = weight_kinds(inner, plan)
         shard_parameters(inner, kinds, state)
-        install_styles(inner, plan, kinds, state, report, layout)
+        install_layers(inner, plan, kinds, state, layout)
     inner.axonn = state
     install_adapters(state, inner)
     inner.register_load_state_dict_pre_hook(take_shards)
@@ -126,8 +126,8 @@ def auto_parallelize(grid: Grid, *, config: AxonnConfig | None = None) -> Iterat
         with auto_parallelize(grid):
             net = MyModule()
 
-    Every outermost module with parameters is given to `parallelize`: each Linear is cut on its own, takes whole
-    activations and returns whole activations, so the module's code needs no change. After backward call
+    Every outermost module with parameters is given to `parallelize`: each Linear is sharded on its own, takes full
+    activations and returns full activations, so the module's code needs no change. After backward call
     `sync_gradients(net)`. Ranks with the same (data, z) must get the same inputs.
 
     Args:

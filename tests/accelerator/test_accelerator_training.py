@@ -12,8 +12,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch.utils.data import DataLoader
 
-from hf_axonn import AxonnPlugin, Grid
-from hf_axonn.parallel import parallelize
+from hf_axonn import AxonnPlugin, Grid, parallelize
 from tests.helpers.float64 import Float64
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks

@@ -8,10 +8,10 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 
+from hf_axonn import parallelize
 from hf_axonn.checkpoint.sharded import load_sharded, save_sharded
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.layers.vocabulary import DeferredLogits
-from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.adapting import ONE_OF_EACH, SIX_HEADS, Adapted, adapt, adapted_model, drawing, two_adapters
 from tests.helpers.equality import compare, exact, fit, full, rows_of, too_large
@@ -107,7 +107,7 @@ def test_every_gradient_is_as_on_one_process():
 def _report_and_switching_off(batch, plain, adapted):
     for grid in ONE_OF_EACH:
         model, report = parallelize(adapted_model("llama"), grid)
-        assert sum(entry.style == "adapter" for entry in report.entries) == 2 * 2 * 7
+        assert sum(entry.kind == "adapter" for entry in report.entries) == 2 * 2 * 7
         assert not [line for line in report.lines() if line.startswith("not sharded") and "lora" in line]
         model.eval()
         with torch.no_grad(), exact():
@@ -115,8 +115,8 @@ def _report_and_switching_off(batch, plain, adapted):
             with model.disable_adapter():
                 torch.testing.assert_close(model(**batch).logits, plain, rtol=1e-10, atol=1e-10)
     model, report = parallelize(adapt(unplanned_model()), Grid(y=2, x=2))
-    assert sum(entry.style == "adapter" for entry in report.entries) == 2 * 2 * 7
-    assert sum(entry.style == "full" for entry in report.entries) == 2 * 7
+    assert sum(entry.kind == "adapter" for entry in report.entries) == 2 * 2 * 7
+    assert sum(entry.kind == "linear" for entry in report.entries) == 2 * 7
 
 
 def test_the_report_names_adapters_and_they_can_be_switched_off():

@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch.distributed as dist
 
+from hf_axonn import parallelize
 from hf_axonn.engine.gradient_sync import sync_gradients
-from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.benchmarks.architectures.survey import BOUND, MODEL_TYPES, in_float64
 from tests.benchmarks.architectures.tiny_configs import UNTRAINABLE, tiny_batch, tiny_model

@@ -10,7 +10,7 @@ import pytest
 
 LATE = """
 import sys
-from hf_axonn.injection import inject_adapter, watch_peft
+from hf_axonn.adapters.peft_hooks import inject_adapter, watch_peft
 assert "peft.peft_model" not in sys.modules
 watch_peft()
 import peft

@@ -19,8 +19,8 @@ from peft import (
 )
 from torch.distributed.tensor import DTensor
 
+from hf_axonn import parallelize
 from hf_axonn.accelerator.prepare import refuse_low_bit
-from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.adapting import adapt, adapted_model
 from tests.helpers.models import tiny_model, unplanned_model

@@ -14,7 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 
-from hf_axonn import Grid
+from hf_axonn import Grid, parallelize
 from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.plan import plan_for
 from hf_axonn.config import AxonnConfig
@@ -27,7 +27,6 @@ from hf_axonn.engine.activation_layouts import (
     take_tokens,
 )
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.planner.measure.traffic_counter import count_traffic
 from tests.end_to_end.test_equivalence import SITUATIONS, checkpointed
 from tests.helpers.equality import Case, compare, exact, rows_of, too_large

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hf_axonn import Grid, sync_gradients
+from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.architectures.parameter_reads import find_readers
-from hf_axonn.parallel import parallelize
 from tests.helpers.float64 import relative_errors
 from tests.helpers.ranks import run_ranks
 
@@ -122,7 +121,7 @@ def _equal() -> dict[str, str]:
         torch.testing.assert_close(changed, plain.clamped.weight.detach(), rtol=0, atol=0)
         assert changed.abs().max() == 0.1
         assert type(net.read) is nn.Linear and "factor" not in net.scales[0].__dict__
-    return {entry.name: entry.style for entry in report.entries}
+    return {entry.name: entry.kind for entry in report.entries}
 
 
 def test_readers_on_every_grid():
@@ -131,8 +130,8 @@ def test_readers_on_every_grid():
     assert styles == {
         "embed": "vocabulary",
         "norm": "replicated",
-        "read": "full",
-        "called": "full",
+        "read": "linear",
+        "called": "linear",
         "clamped": "replicated",
         "bent": "gathered",
         "scales.0": "replicated",

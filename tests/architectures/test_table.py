@@ -1,4 +1,4 @@
-"""Recipes of blocks: every way of packing and of dividing heads equals one process; and what a recipe is not for."""
+"""Specs of blocks: every way of packing and of dividing heads equals one process; and what a spec is not for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_block_that_does_not_fit_is_left_whole():
     model.model.layers[0].self_attn.extra = torch.nn.Linear(4, 4)
     model.model.layers[1].mlp.up_proj = torch.nn.Sequential(model.model.layers[1].mlp.up_proj)
     plan = plan_for(model)
-    assert plan.whole == {
+    assert plan.full_sequence == {
         "model.layers.0.self_attn": "its extra has parameters of all heads",
         "model.layers.1.mlp": "mlp.up_proj is a Sequential, not an nn.Linear",
     }
@@ -65,7 +65,7 @@ def test_code_that_reads_a_number_of_the_whole_model_is_not_trusted(monkeypatch)
         layer.self_attn.__class__ = Reads
     plan = plan_for(model)
     assert "num_heads" in WHOLE_NUMBERS
-    assert set(plan.whole.values()) == {"its attention reads num_heads of the whole model"}
+    assert set(plan.full_sequence.values()) == {"its attention reads num_heads of the whole model"}
 
 
 def test_what_is_not_listed_has_no_plan():

@@ -1,4 +1,4 @@
-"""The other forms of tests/benchmarks/traffic/traffic.py, against the coefficients that DESIGN 2.3 gives for them."""
+"""The other forms of tests/benchmarks/traffic/traffic.py, against the coefficients of docs/algorithm.md."""
 
 from dataclasses import replace
 from fractions import Fraction

@@ -10,10 +10,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_axonn import Grid, load_sharded, save_sharded, sync_gradients
+from hf_axonn import Grid, load_sharded, parallelize, save_sharded, sync_gradients
 from hf_axonn.checkpoint.manifest import check_complete
 from hf_axonn.checkpoint.shard_files import file_name
-from hf_axonn.parallel import parallelize
 from tests.helpers.equality import full
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks

@@ -11,11 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_axonn import Grid, export_hf, save_sharded
+from hf_axonn import Grid, export_hf, parallelize, save_sharded
 from hf_axonn.checkpoint.commit import write_manifest
 from hf_axonn.checkpoint.manifest import Manifest, is_sharded_checkpoint
 from hf_axonn.checkpoint.shard_files import checksum_of, describe, file_name, write_pieces
-from hf_axonn.parallel import parallelize
 from tests.helpers.models import tiny_config, tiny_model
 from tests.helpers.ranks import run_ranks
 

@@ -16,14 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_axonn import Grid, finish_saves, load_sharded, save_sharded
+from hf_axonn import Grid, finish_saves, load_sharded, parallelize, save_sharded
 from hf_axonn.checkpoint import save as saving
 from hf_axonn.checkpoint import shard_files
 from hf_axonn.checkpoint.manifest import MANIFEST, STAGE, check_complete
 from hf_axonn.checkpoint.save import SaveError
 from hf_axonn.cli.main import main
 from hf_axonn.distributed.collectives import barrier, world_rank
-from hf_axonn.parallel import parallelize
 from hf_axonn.trainer.saving import checkpoints_in, tidy
 from tests.helpers.crashes import die_at, run_to_the_end, values_of
 from tests.helpers.models import tiny_model

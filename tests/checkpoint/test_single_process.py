@@ -9,9 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from hf_axonn import Grid
+from hf_axonn import Grid, parallelize
 from hf_axonn.checkpoint.single_process import load_plain_weights
-from hf_axonn.parallel import parallelize
 from tests.benchmarks.architectures.tiny_configs import tiny_model
 from tests.helpers.ranks import run_ranks
 

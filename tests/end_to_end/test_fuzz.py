@@ -18,13 +18,12 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hf_axonn import AxonnConfig, AxonnPlugin, Grid, save_sharded
+from hf_axonn import AxonnConfig, AxonnPlugin, Grid, parallelize, save_sharded
 from hf_axonn.checkpoint.manifest import MANIFEST, Manifest, _checksum, check_complete
 from hf_axonn.cli.main import main as hf_axonn_cli
 from hf_axonn.config import LAYOUTS, REDUCE_DTYPES
 from hf_axonn.launch.command import prepare_or_exit
 from hf_axonn.launch.launch_file import resolve
-from hf_axonn.parallel import parallelize
 from hf_axonn.topology.grid import AXES
 from hf_axonn_eval.__main__ import main as eval_cli
 from hf_axonn_eval.data.samples import Sample, read_samples, write_samples

@@ -3,14 +3,17 @@
 import ast
 import configparser
 import importlib.metadata
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import hf_axonn
 import hf_axonn_eval
@@ -18,6 +21,12 @@ from tests.helpers import ROOT
 
 
 FOLDERS = {"hf_axonn": ROOT / "hf_axonn", "hf_axonn_eval": ROOT / "eval"}
+# What a clone has and a source archive must have.
+SOURCES = (
+    ".ci", "docs", "eval", "hf_axonn", "tests", "training_scripts", ".pre-commit-config.yaml", "CHANGELOG.md",
+    "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "SECURITY.md",
+    "pyproject.toml", "setup.cfg",
+)  # fmt: skip
 # Libraries whose name on PyPI is not the one in an import statement, or that a declared one always brings.
 DISTRIBUTIONS = {
     "yaml": "pyyaml",
@@ -26,6 +35,8 @@ DISTRIBUTIONS = {
     "sklearn": "scikit-learn",
     "tokenizers": "transformers",
     "huggingface_hub": "transformers",
+    "grimp": "import-linter",
+    "cosmic_ray": "cosmic-ray",
 }
 
 
@@ -36,31 +47,69 @@ def configuration():
     return parser
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel, built from a copy: building leaves files beside the sources."""
-    copy = tmp_path_factory.mktemp("sources")
-    for name in ("hf_axonn", "eval"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "LICENSE", "README.md"):
-        shutil.copy(ROOT / name, copy / name)
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "-w",
-        "dist",
-        ".",
-    ]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
+def run(*arguments: str, folder: Path, **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
-    (path,) = (copy / "dist").glob("*.whl")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    """The source archive, unpacked. It is built from a copy: building leaves files beside the sources."""
+    copy, unpacked = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("unpacked")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, copy / name)
+    run("-c", "from setuptools.build_meta import build_sdist; build_sdist('dist')", folder=copy)
+    (path,) = (copy / "dist").glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        archive.extractall(unpacked)
+    (folder,) = unpacked.iterdir()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(sources, tmp_path_factory):
+    """The wheel, built of what the source archive holds and nothing else."""
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ("--no-deps", "--no-build-isolation", "--no-index")
+    run("-m", "pip", "wheel", *options, "-w", str(folder), str(sources), folder=folder)
+    (path,) = folder.glob("*.whl")
     with zipfile.ZipFile(path) as archive:
         yield archive
+
+
+def test_the_source_archive_has_what_a_clone_has(sources):
+    wanted = set()
+    for name in SOURCES:
+        path = ROOT / name
+        wanted |= {file for file in path.rglob("*") if file.is_file()} if path.is_dir() else {path}
+    wanted = {path.relative_to(ROOT) for path in wanted if "__pycache__" not in path.parts}
+    found = {path.relative_to(sources) for path in sources.rglob("*") if path.is_file()}
+    assert wanted <= found, sorted(map(str, wanted - found))
+    made = {path for path in found - wanted if not path.parts[0].endswith(".egg-info")}
+    assert {path.name for path in made} <= {"PKG-INFO"}, sorted(map(str, made))
+
+
+def test_the_wheel_imports(wheel, tmp_path):
+    """.ci/run imports every module, in an environment of its own; here, what a user writes first."""
+    wheel.extractall(tmp_path)
+    code = (
+        "import hf_axonn, hf_axonn_eval\n"
+        "assert [each.__file__.startswith(%r) for each in (hf_axonn, hf_axonn_eval)] == [True, True]\n"
+        "assert hf_axonn.Grid(z=2, x=2).size == 4 and hf_axonn_eval.wilson(1, 2).low > 0\n"
+        "from hf_axonn.planner.machine import known\n"
+        "assert 'frontier' in known()"
+    )
+    run("-c", code % str(tmp_path), folder=tmp_path, PYTHONPATH=str(tmp_path))
 
 
 def test_the_wheel_holds_every_module(wheel):
@@ -70,7 +119,12 @@ def test_the_wheel_holds_every_module(wheel):
     names = set(wheel.namelist())
     folder = FOLDERS["hf_axonn"]
     machines = {f"hf_axonn/{path.relative_to(folder)}" for path in folder.rglob("*.json")}
-    assert expected | machines | {"hf_axonn/py.typed"} == {name for name in names if ".dist-info/" not in name}
+    templates = {
+        f"hf_axonn_eval/report/templates/{name}" for name in ("map.css", "page.css", "page.html", "parts.html")
+    }
+    assert expected | machines | templates | {"hf_axonn/py.typed", "hf_axonn_eval/py.typed"} == {
+        name for name in names if ".dist-info/" not in name
+    }
     assert any(re.fullmatch(r"hf_axonn-.*\.dist-info/(licenses/)?LICENSE", name) for name in names)
 
 
@@ -134,3 +188,12 @@ def test_the_makefile_has_every_target_that_help_names():
     targets = set(re.findall(r"^([a-z-]+):", text, re.MULTILINE))
     named = set(re.findall(r"make ([a-z-]+)", text[text.index("\nhelp:") : text.index("\ndemo:")]))
     assert {"demo", "test", "lint"} <= named <= targets
+
+
+def test_the_version_is_the_same_everywhere():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    headings = re.findall(r"^## \[([\w.]+)\](?: - (\S+))?$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.M)
+    assert headings[0] == ("Unreleased", "")
+    assert headings[1] == (citation["version"], citation["date-released"])
+    assert citation["version"] == hf_axonn.__version__
+    assert [date for _, date in headings[1:]] == sorted((date for _, date in headings[1:]), reverse=True)

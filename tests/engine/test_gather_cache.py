@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, StoppingCriteria
 
+from hf_axonn import parallelize
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine import matmul3d
 from hf_axonn.engine.gather_cache import GatherCache, GatheredBlocks
-from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import exact
 from tests.helpers.models import tiny_batch, tiny_model
@@ -77,7 +77,9 @@ def gathers_of_a_step(model):
             loss = model(**tiny_batch(2, 7)).loss
             loss.backward()
         counts.append(len(count))
-        assert not len(model.axonn.kept._alive) and not model.axonn.kept._held  # though the loss is still held
+        assert (
+            not len(model.axonn.context.gather_cache._alive) and not model.axonn.context.gather_cache._held
+        )  # though the loss is still held
     assert counts[0] >= counts[1] == counts[2]
     return counts[1]
 
@@ -104,12 +106,12 @@ def count_in_training():
         # What a forward pass without backward has left is let go by the next pass, or with its loss.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
         loss = model(**tiny_batch(2, 7)).loss
-        assert len(model.axonn.kept._held) == {"none": 0, 0: 0, 1: 4, "all": 8, 7: 8}[keep]
+        assert len(model.axonn.context.gather_cache._held) == {"none": 0, 0: 0, 1: 4, "all": 8, 7: 8}[keep]
         del loss
         with torch.no_grad():
             model.eval()(**tiny_batch(2, 7))
         gc.collect()
-        assert not len(model.axonn.kept._alive) and not model.axonn.kept._held
+        assert not len(model.axonn.context.gather_cache._alive) and not model.axonn.context.gather_cache._held
 
 
 def changed_weights():
@@ -167,14 +169,14 @@ def count_in_generation(truths):
             with counting() as count:
                 assert torch.equal(write(model, **PROMPT), truths[kind])
             assert len(count) == groups
-            assert not len(model.axonn.kept._alive)
+            assert not len(model.axonn.context.gather_cache._alive)
         model.train()(**tiny_batch(2, 7)).loss.backward()  # has an order of its own
         with counting() as count:
             write(model.eval(), **PROMPT)
         assert len(count) == groups
         with pytest.raises(KeyError, match="broken"):
             write(model, **PROMPT, stopping_criteria=[Broken()])
-        assert not len(model.axonn.kept._alive) and not model.axonn.kept.everything
+        assert not len(model.axonn.context.gather_cache._alive) and not model.axonn.context.gather_cache.everything
         with counting() as count, torch.no_grad():
             for _ in range(2):
                 model(**PROMPT)

@@ -12,12 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from hf_axonn import AxonnPlugin
+from hf_axonn import AxonnPlugin, parallelize
 from hf_axonn.distributed import collectives
 from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.float64 import Float64
 from tests.helpers.models import tiny_batch, tiny_model

@@ -1,4 +1,4 @@
-"""The matrix product of DESIGN 2.2 on its own, against a dense one."""
+"""The matrix product of engine/matmul3d.py on its own, against a dense one."""
 
 import pytest
 import torch
@@ -8,10 +8,11 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.activation_layouts import bounds, ceil_div, pad_dim
 from hf_axonn.engine.matmul3d import Product, gathered_weight, input_gradient, multiply, weight_gradient
-from hf_axonn.engine.state import ModelState
+from hf_axonn.engine.state import ParallelState
 from hf_axonn.engine.weight_layout import weight_layout
 from hf_axonn.parallel.install import shard_parameters
 from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.weight_kind import WeightKind
 from tests.helpers.ranks import all_grids, run_ranks
 
 
@@ -56,16 +57,16 @@ def axis_slice(size, mesh, axis):
 def check_product(grid, tokens, k, n, kind):
     """`column` and `row`: the caller's part, reductions and the cuts they make, is done with plain slices here."""
     mesh = grid_mesh(grid, "cpu")
-    state = ModelState(mesh, AxonnConfig(grid=grid, reduce_dtype="float64"))
+    state = ParallelState(mesh, AxonnConfig(grid=grid, reduce_dtype="float64"))
     inputs, weight, grads = dense(tokens, k, n, grid.dp_size)
     linear = nn.Linear(k, n, bias=False, dtype=torch.float64)
     linear.weight.data = weight.clone()
     shard_parameters(linear, {id(linear.weight): kind}, state)
     cut = weight_layout(kind, n, k, mesh)
-    state.begin_forward()
+    state.context.begin_forward(state.weights)
     product = Product(state, [state.weight_of(linear)], [cut])
     sample = mesh.index("data", "z")
-    in_axis, out_axis = ("x", "y") if kind == "row" else ("y", "x")
+    in_axis, out_axis = ("x", "y") if kind == WeightKind.ROW else ("y", "x")
     cols, rows = axis_slice(k, mesh, in_axis), axis_slice(n, mesh, out_axis)
     mine = pad_dim(inputs[sample][:, cols], 1, cut.in_blocks * cut.in_size)
     blocks = mine.view(tokens, cut.in_blocks, cut.in_size).transpose(0, 1).clone().requires_grad_()
@@ -93,13 +94,13 @@ def check_product(grid, tokens, k, n, kind):
 def check_gathered(grid, n, k):
     """An embedding's way: the block itself, and its gradient scattered again."""
     mesh = grid_mesh(grid, "cpu")
-    state = ModelState(mesh, AxonnConfig(grid=grid, reduce_dtype="float64"))
+    state = ParallelState(mesh, AxonnConfig(grid=grid, reduce_dtype="float64"))
     table = nn.Embedding(n, k, dtype=torch.float64)
     table.weight.data = torch.arange(float(n * k), dtype=torch.float64).view(n, k)
     whole = table.weight.data.clone()
-    shard_parameters(table, {id(table.weight): "vocabulary"}, state)
-    cut = weight_layout("vocabulary", n, k, mesh)
-    state.begin_forward()
+    shard_parameters(table, {id(table.weight): WeightKind.VOCABULARY}, state)
+    cut = weight_layout(WeightKind.VOCABULARY, n, k, mesh)
+    state.context.begin_forward(state.weights)
     block = gathered_weight(Product(state, [state.weight_of(table)], [cut]))
     y_rows = whole[slice(*bounds(n, grid.y, mesh.index("y")))]
     rows = y_rows[slice(*bounds(len(y_rows), grid.x, mesh.index("x")))]
@@ -114,7 +115,7 @@ def check_gathered(grid, n, k):
 def products(grids):
     for grid in grids:
         for tokens, k, n in SIZES:
-            for kind in ("column", "row"):
+            for kind in (WeightKind.COLUMN, WeightKind.ROW):
                 check_product(grid, tokens, k, n, kind)
         check_gathered(grid, 7, 3)
 
@@ -132,14 +133,14 @@ def a_group():
     """Several weights with one input: one gather, one output for one reduction, the sum of their input gradients."""
     grid = Grid(z=2, y=2)
     mesh = grid_mesh(grid, "cpu")
-    state = ModelState(mesh, AxonnConfig(grid=grid, reduce_dtype="float64"))
+    state = ParallelState(mesh, AxonnConfig(grid=grid, reduce_dtype="float64"))
     torch.manual_seed(0)
     linears = nn.ModuleList([nn.Linear(6, n, bias=False, dtype=torch.float64) for n in (4, 2, 5)])
     whole = [linear.weight.data.clone() for linear in linears]
     linears[1].weight.requires_grad_(False)
-    shard_parameters(linears, {id(linear.weight): "column" for linear in linears}, state)
-    cuts = [weight_layout("column", len(weight), 6, mesh) for weight in whole]
-    state.begin_forward()
+    shard_parameters(linears, {id(linear.weight): WeightKind.COLUMN for linear in linears}, state)
+    cuts = [weight_layout(WeightKind.COLUMN, len(weight), 6, mesh) for weight in whole]
+    state.context.begin_forward(state.weights)
     product = Product(state, [state.weight_of(linear) for linear in linears], cuts)
     input_ = torch.randn(1, 5, 3, dtype=torch.float64, requires_grad=True)
     handle = product.begin()
@@ -163,12 +164,12 @@ def gradients_of_bfloat16():
     grid = Grid(z=4)
     mesh = grid_mesh(grid, "cpu")
     for reduce_dtype, expected in (("float32", 1 + 3 * 2**-9), ("bfloat16", 1.0)):
-        state = ModelState(mesh, AxonnConfig(grid=grid, reduce_dtype=reduce_dtype))
+        state = ParallelState(mesh, AxonnConfig(grid=grid, reduce_dtype=reduce_dtype))
         linear = nn.Linear(1, 4, bias=False)
         linear.weight.data.fill_(1.0)
-        shard_parameters(linear, {id(linear.weight): "column"}, state)
-        state.begin_forward()
-        product = Product(state, [state.weight_of(linear)], [weight_layout("column", 4, 1, mesh)])
+        shard_parameters(linear, {id(linear.weight): WeightKind.COLUMN}, state)
+        state.context.begin_forward(state.weights)
+        product = Product(state, [state.weight_of(linear)], [weight_layout(WeightKind.COLUMN, 4, 1, mesh)])
         handle = product.begin()
         # one large and three small terms, whose sum bfloat16 rounds to the large one
         scale = 4.0 if mesh.rank == 0 else 2**-7 * 1.0

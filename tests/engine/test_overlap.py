@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 
+from hf_axonn import parallelize
 from hf_axonn.compat.peft import without_peft
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.distributed import collectives
@@ -26,7 +27,6 @@ from hf_axonn.engine.overlap import (
     placeholder,
     wait_gradient,
 )
-from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import rows_of
 from tests.helpers.models import tiny_batch, tiny_model

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_axonn import parallelize
 from hf_axonn.checkpoint.commit import write_manifest
 from hf_axonn.checkpoint.export import export_hf
 from hf_axonn.checkpoint.manifest import check_complete
@@ -23,7 +24,6 @@ from hf_axonn.distributed.collectives import broadcast_text, world_rank
 from hf_axonn.engine import matmul_tuning as tuning
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.engine.matmul_tuning import AS_IS, STEPS, Key, MatmulTuner, Sample
-from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers import ROOT
 from tests.helpers.equality import Case, compare, full, rows_of, too_large
@@ -160,7 +160,7 @@ def test_a_grid_with_tuned_matmuls_equals_one_process(world, grids):
     assert chosen == results[0][2]
     assert {key.which for choices, _ in results[0][1] for key in choices} == {"forward", "dinput", "dweight"}
     if world == 2:
-        assert chosen == set(tuning.LAYOUTS)
+        assert chosen == set(tuning.OPERAND_LAYOUTS)
 
 
 def uneven(grid: Grid):

@@ -1,5 +1,7 @@
 """How weights and activations are cut: without processes for every grid of up to 8 ranks, then the moves between."""
 
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,12 +24,13 @@ from hf_axonn.engine.dtensors import shard_of, shard_placements
 from hf_axonn.engine.weight_layout import vocabulary_range, weight_layout
 from hf_axonn.layers.base import feature_slice, take_slice
 from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.weight_kind import WeightKind
 from tests.helpers.ranks import all_grids, fake_mesh, run_ranks
 
 
 GRIDS = [grid for size in range(1, 9) for grid in all_grids(size)]
 SHAPES = [(5, 3), (1, 1), (211, 48), (7, 2), (8, 8)]
-KINDS = ["column", "row", "vocabulary", "full"]
+KINDS = [WeightKind.COLUMN, WeightKind.ROW, WeightKind.VOCABULARY, WeightKind.LINEAR]
 
 
 def meshes(grid):
@@ -60,7 +63,7 @@ def test_shards_reassemble_to_the_weight(grid):
     for rows, cols in SHAPES:
         weight = torch.arange(1.0, rows * cols + 1).view(rows, cols)
         for kind in KINDS:
-            placements = shard_placements("column" if kind == "full" else kind)
+            placements = shard_placements(kind)
             times_seen = torch.zeros_like(weight)
             for mesh in meshes(grid):
                 cut = weight_layout(kind, rows, cols, mesh)
@@ -82,11 +85,11 @@ def test_shards_reassemble_to_the_weight(grid):
 def placed(block, kind, rows, cols, mesh):
     """The block of this rank at its place in [rows, cols]; padding must be zero."""
     flat = block.flatten(2).flatten(0, 1)
-    if kind == "vocabulary":
+    if kind == WeightKind.VOCABULARY:
         own = vocabulary_range(rows, mesh)
         row_at, col_at = own.start, 0
     else:
-        row_axis, col_axis = ("y", "x") if kind == "row" else ("x", "y")
+        row_axis, col_axis = ("y", "x") if kind == WeightKind.ROW else ("x", "y")
         row_at = mesh.index(row_axis) * ceil_div(rows, mesh.size(row_axis))
         col_at = mesh.index(col_axis) * ceil_div(cols, mesh.size(col_axis))
     whole = torch.zeros(rows + flat.shape[0] + row_at, cols + flat.shape[1] + col_at)
@@ -125,7 +128,7 @@ def cut_as_dtensor_cuts():
         mesh = grid_mesh(grid, "cpu")
         for shape in SHAPES:
             weight = torch.arange(float(shape[0] * shape[1])).view(shape)
-            for kind in ("column", "row", "vocabulary", "replicated"):
+            for kind in (*KINDS, WeightKind.REPLICATED):
                 placements = shard_placements(kind)
                 ours = shard_of(weight, placements, mesh)
                 theirs = distribute_tensor(weight, mesh.storage_mesh, placements, src_data_rank=None)
@@ -197,3 +200,14 @@ def test_cuts_agree_with_dtensor():
 @pytest.mark.parametrize("world", [4, 6])
 def test_moves_between_layouts(world):
     run_ranks(moves, world)
+
+
+def test_kinds_print_and_serialize_as_plain_words():
+    assert f"{WeightKind.LINEAR} {WeightKind.ROW:>6}" == "linear    row" and str(WeightKind.COLUMN) == "column"
+    assert json.dumps([WeightKind.EXPERTS]) == '["experts"]' and WeightKind("gathered") is WeightKind.GATHERED
+
+
+@pytest.mark.parametrize("kind", [WeightKind.EXPERTS, WeightKind.REPLICATED, WeightKind.ADAPTER])
+def test_a_kind_without_rows_and_columns_has_no_layout(kind):
+    with pytest.raises(ValueError, match=f"a weight of kind {kind.value} has no layout"):
+        weight_layout(kind, 4, 4, fake_mesh(Grid(x=2), 0))

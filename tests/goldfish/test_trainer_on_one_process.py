@@ -206,16 +206,17 @@ def test_random_masks_do_not_depend_on_how_a_step_is_cut_and_change_with_steps_a
     assert whole[0] == fractions(per_device_train_batch_size=4, goldfish_seed=42)[0]  # 42: the default seed of a run
 
 
-def test_place_in_the_step_on_a_grid(tmp_path):
+def test_place_in_the_step_on_a_grid(tmp_path, monkeypatch):
     """Ranks that share samples (x, y) draw the same masks; others go on counting where their neighbour stops."""
     trainer = trainer_for(config(tmp_path))
     rows = torch.zeros(2, 5)
-    trainer.model.axonn = SimpleNamespace(grid=Grid(data=2, z=3, x=2), coordinates={"data": 1, "z": 1, "x": 1, "y": 0})
+    position = SimpleNamespace(grid=Grid(data=2, z=3, x=2), coordinates={"data": 1, "z": 1, "x": 1, "y": 0})
+    monkeypatch.setattr("hf_axonn.goldfish.trainer.parallel_state", lambda model: position)
     assert trainer._sample_ids(0, rows).tolist() == [8, 9]
     assert trainer._sample_ids(2, rows).tolist() == [32, 33]
     trainer.model.loss_function.record.add(torch.ones(3), targets=torch.ones(3), weights=torch.ones(3))
     assert trainer._world_sums()["all_count"] == 0  # x = 0 speaks for both
-    trainer.model.axonn.coordinates["x"] = 0
+    position.coordinates["x"] = 0
     trainer.model.loss_function.record.add(torch.ones(3), targets=torch.ones(3), weights=torch.ones(3))
     assert trainer._world_sums()["all_count"] == 3
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from hf_axonn.parallel.parallelize import parallelize
+from hf_axonn import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import Case, mean_over_world, rows_of
 from tests.helpers.models import tiny_model
@@ -69,7 +69,7 @@ class Adapted(Case):
         count = len(report.entries)
         model = self.adapter(base).train()
         self.before(model)
-        assert {entry.style for entry in report.entries[count:]} >= {"adapter"}
+        assert {entry.kind for entry in report.entries[count:]} >= {"adapter"}
         with self.context():
             mine = [rows_of(batch, grid, dist.get_rank()) for batch in self.batches]
             ours = self.fit(model, mine, dp_size=grid.dp_size)

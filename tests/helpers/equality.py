@@ -1,4 +1,4 @@
-"""The equality of DESIGN section 8: a model on a grid against the same model on one process, by the same few lines.
+"""The equality of docs/numerics.md: a model on a grid against the same model on one process, by the same few lines.
 
 `fit` trains either; `on_grid` parallelizes a copy, gives it this rank's rows and returns the relative errors of its
 losses, its gradients, their clipped norm and the parameters after several steps.
@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_axonn import parallelize
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_batch

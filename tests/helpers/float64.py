@@ -53,7 +53,7 @@ def _is_float64(value: object) -> bool:
 
 
 def relative_errors(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
-    """|difference| / max(|g|, 1e-3 * |all g| / sqrt(number of parameters)) for each name (DESIGN section 8).
+    """|difference| / max(|g|, 1e-3 * |all g| / sqrt(number of parameters)) for each name (docs/numerics.md).
 
     Some gradients are zero by mathematics (a key bias), so each is measured against a floor that all of them set.
     """

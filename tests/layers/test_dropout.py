@@ -6,9 +6,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, OPTConfig, ProphetNetConfig
 
-from hf_axonn import Grid, sync_gradients
+from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.layers.dropout import keyed_random, mix
-from hf_axonn.parallel import parallelize
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
 

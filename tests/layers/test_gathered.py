@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hf_axonn import Grid, sync_gradients
-from hf_axonn.parallel import parallelize
+from hf_axonn import Grid, parallelize, sync_gradients
 from tests.helpers.float64 import relative_errors
 from tests.helpers.ranks import run_ranks
 
@@ -56,14 +55,14 @@ def _equal() -> tuple[dict[str, str], list[int]]:
         if grid == Grid(z=2, x=2):
             pieces = [parameter.to_local().numel() for parameter in (model.heads, model.table, model.small)]
             assert grads["heads"].to_local().numel() == pieces[0]
-    return {entry.name: entry.style for entry in report.entries}, pieces
+    return {entry.name: entry.kind for entry in report.entries}, pieces
 
 
 def test_parameters_of_no_linear_on_every_grid():
     torch.manual_seed(0)
     results = run_ranks(_equal, 4)
     styles, _ = results[0]
-    assert styles == {"(root)": "gathered", "convolution": "gathered", "big": "full"}
+    assert styles == {"(root)": "gathered", "convolution": "gathered", "big": "linear"}
     # 5 rows over x=2 are 3 and 2, over z=2 then 2, 1, 1, 1; what is too small is held whole.
     by_rank = [pieces for _, pieces in results]
     assert sorted(heads for heads, _, _ in by_rank) == [12, 12, 12, 24]

@@ -7,7 +7,14 @@ import torch.distributed as dist
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.layers.head_exchange import HeadExchange
 from hf_axonn.topology.grid import Grid
-from hf_axonn.topology.heads import Heads, arriving_features, feature_slice, is_own_slice, pieces, sent_features
+from hf_axonn.topology.heads import (
+    Heads,
+    arriving_features,
+    feature_ranges,
+    feature_slice,
+    is_own_slice,
+    sent_features,
+)
 from tests.helpers.ranks import all_grids, fake_mesh, run_ranks
 
 
@@ -36,7 +43,9 @@ def test_every_rank_is_sent_what_it_needs_once(name, grid):
     for rank in range(grid.size):
         size, segments, heads, mesh = case(name, grid, rank)
         axes = heads.axes if heads else ("x", "y")
-        needed = {its for piece in pieces(size, segments, heads, mesh) for part in piece.ranges for its in part}
+        needed = {
+            its for piece in feature_ranges(size, segments, heads, mesh) for part in piece.ranges for its in part
+        }
         arriving = arriving_features(size, segments, heads, mesh)
         assert sorted(its for features in arriving for its in features) == sorted(needed)
         for sender, features in enumerate(arriving):
@@ -52,7 +61,7 @@ def test_every_rank_is_sent_what_it_needs_once(name, grid):
 def test_packed_parts_have_to_explain_the_size():
     heads = Heads.divide(4, 2, fake_mesh(Grid(x=2), 0))
     with pytest.raises(ValueError, match="30 features are not 4 \\+ 2 \\+ 2 heads of one width"):
-        pieces(30, ("query", "kv", "kv"), heads, fake_mesh(Grid(x=2), 0))
+        feature_ranges(30, ("query", "kv", "kv"), heads, fake_mesh(Grid(x=2), 0))
 
 
 def _exchanges(grids):
@@ -60,25 +69,25 @@ def _exchanges(grids):
         mesh = grid_mesh(grid, "cpu")
         for name in CASES:
             size, segments, heads, _ = case(name, grid, dist.get_rank())
-            selection = HeadExchange(size, segments, heads, mesh)
-            if selection.is_slice or not selection.axes:
+            exchange = HeadExchange(size, segments, heads, mesh)
+            if exchange.is_slice or not exchange.axes:
                 continue
             whole = torch.randn(5, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
             whole.requires_grad_()
-            own, padded = feature_slice(size, mesh, *selection.axes)
+            own, padded = feature_slice(size, mesh, *exchange.axes)
             mine = torch.nn.functional.pad(whole[:, own], (0, padded - (own.stop - own.start)))
-            taken = selection.exchange(mine)
-            expected = selection.take(whole)
-            assert torch.equal(taken, expected) and taken.shape[1] == selection.size, (name, str(grid))
+            taken = exchange.exchange(mine)
+            expected = exchange.take(whole)
+            assert torch.equal(taken, expected) and taken.shape[1] == exchange.size, (name, str(grid))
             # Each rank's gradients are shares of a sum over the axes, whichever way the features came.
             weights = torch.arange(1.0, 1 + taken.numel(), dtype=torch.float64).view_as(taken) * (1 + dist.get_rank())
             shares = []
             for output in (taken, expected):
                 (gradient,) = torch.autograd.grad((output * weights).sum(), whole)
-                dist.all_reduce(gradient, group=mesh.group(*selection.axes))
+                dist.all_reduce(gradient, group=mesh.group(*exchange.axes))
                 shares.append(gradient)
             torch.testing.assert_close(*shares, rtol=1e-12, atol=0)
 
 
-def test_an_exchange_is_the_selection_of_the_whole():
+def test_an_exchange_is_the_exchange_of_the_whole():
     run_ranks(_exchanges, 4, [grid for grid in all_grids(4) if grid.x * grid.y > 1])

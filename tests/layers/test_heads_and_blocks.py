@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_axonn import parallelize
 from hf_axonn.layers.block import Heads
-from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.float64 import Float64
 from tests.helpers.models import tiny_batch, tiny_model
@@ -92,8 +92,7 @@ def a_block_on_its_own():
     with Float64():
         logits = model.train()(input_ids=torch.ones(1, 3, dtype=torch.long)).logits
     assert logits.shape == (1, 3, 131)
-    column = model.axonn
-    assert column.tokens is None and dist.get_world_size() == 2  # nothing of a pass outlives it
+    assert model.axonn.context.tokens is None and dist.get_world_size() == 2  # nothing of a pass outlives it
 
 
 def test_a_block_cannot_be_called_on_its_own():

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM
 
-from hf_axonn import Grid, from_pretrained, load_sharded, save_sharded
+from hf_axonn import Grid, from_pretrained, load_sharded, parallelize, save_sharded
 from hf_axonn.architectures.plan import ShardingPlan, derive
 from hf_axonn.checkpoint import lazy_tensors as unread
 from hf_axonn.config import AxonnConfig, Overlap
@@ -21,7 +21,6 @@ from hf_axonn.distributed.collectives import observe
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.engine.weight_layout import ExpertLayout, vocabulary_range
 from hf_axonn.layers.moe import is_experts
-from hf_axonn.parallel import parallelize
 from tests.helpers.equality import Case, compare, exact, fit, rows_of, too_large
 from tests.helpers.float64 import recompute_in_float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
@@ -71,7 +70,7 @@ def plan_blocks(monkeypatch, planned: bool) -> None:
     def plan_for(model):
         return derive(model, model.config.model_type) if planned else ShardingPlan(reason="for a test")
 
-    monkeypatch.setattr(importlib.import_module("hf_axonn.parallelize"), "plan_for", plan_for)
+    monkeypatch.setattr(importlib.import_module("hf_axonn.parallel.parallelize"), "plan_for", plan_for)
 
 
 def errors(cases, grids):
@@ -344,7 +343,7 @@ def _report():
     model, report = parallelize(moe("gpt_oss"), Grid(z=2, x=2))
     entries = {entry.name: entry for entry in report.entries}
     experts = model.model.layers[0].mlp.experts
-    assert entries["model.layers.0.mlp.experts"].style == "experts" and parallel_state(model) is not None
+    assert entries["model.layers.0.mlp.experts"].kind == "experts" and parallel_state(model) is not None
     assert experts.gate_up_proj.to_local().shape == (2, 48, 21) and experts.num_experts == 4
     assert all(isinstance(place, Replicate) for place in experts.gate_up_proj_bias.placements)
 

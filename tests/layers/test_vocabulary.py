@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from hf_axonn import parallelize
 from hf_axonn.engine.gradient_sync import sync_gradients
-from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
@@ -41,7 +41,7 @@ def same_as_one_process(size, padding_idx):
     (expected * weights).sum().backward()
     for grid in GRIDS:
         model, report = parallelize(WordModel(size, padding_idx=padding_idx), grid)
-        assert [(entry.name, entry.style) for entry in report.entries] == [
+        assert [(entry.name, entry.kind) for entry in report.entries] == [
             ("table", "vocabulary"),
             ("head", "vocabulary"),
         ]
@@ -124,7 +124,7 @@ def tables_as_on_one_process():
         sync_gradients(model)
         for (name, parameter), its in zip(model.named_parameters(), truth.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad.full_tensor(), its.grad, msg=f"{name} {grid}")
-    return {entry.name: entry.style for entry in report.entries}
+    return {entry.name: entry.kind for entry in report.entries}
 
 
 def test_which_tables_are_cut_and_that_all_are_right():

@@ -81,7 +81,7 @@ def _equal() -> None:
                 net = make().double()
                 loose = nn.Linear(7, 3)
             assert net.axonn.grid == loose.axonn.grid == grid
-            assert {entry.style for entry in net.axonn.report.entries} <= {"full", "gathered", "replicated"}
+            assert {entry.kind for entry in net.axonn.report.entries} <= {"linear", "gathered", "replicated"}
             place = grid.coordinates(net.axonn.mesh.rank)
             first = (place["data"] * grid.z + place["z"]) * 8 // grid.dp_size
             mine = slice(first, first + 8 // grid.dp_size)

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 
+from hf_axonn import parallelize
 from hf_axonn.engine.gradient_sync import sync_gradients
-from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import exact
 from tests.helpers.models import tiny_batch, tiny_model, unplanned_model

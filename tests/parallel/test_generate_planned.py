@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_axonn import Grid
+from hf_axonn import Grid, parallelize
 from hf_axonn.architectures.table import CHECKED
-from hf_axonn.parallel import parallelize
 from tests.benchmarks.architectures.tiny_configs import tiny_model
 from tests.helpers.equality import exact, rows_of
 from tests.helpers.ranks import run_ranks

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
-from hf_axonn import Grid, sync_gradients
-from hf_axonn.parallel import parallelize
+from hf_axonn import Grid, parallelize, sync_gradients
 from tests.helpers.float64 import Float64, recompute_in_float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
@@ -111,8 +110,8 @@ def _classifier() -> None:
     loss, ours = gradients(model, batch)
     torch.testing.assert_close(loss, truth, rtol=1e-12, atol=0)
     assert max(relative_errors(ours, expected).values()) < 1e-10
-    assert {"column", "row", "full", "vocabulary", "replicated"} == {entry.style for entry in report.entries}
-    assert not any(entry.name.startswith("model.layers") for entry in report.entries if entry.style == "full")
+    assert {"column", "row", "linear", "vocabulary", "replicated"} == {entry.kind for entry in report.entries}
+    assert not any(entry.name.startswith("model.layers") for entry in report.entries if entry.kind == "linear")
 
 
 def test_a_model_with_another_head():

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_axonn import parallelize
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import start_all_gather
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
 from hf_axonn.losses import vocab_parallel as loss
-from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.planner.measure.traffic_counter import count_traffic
 from hf_axonn.planner.model.shapes import ModelShape, Step
 from hf_axonn.planner.traffic import volumes as arithmetic

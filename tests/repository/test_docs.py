@@ -3,12 +3,13 @@
 import ast
 import contextlib
 import functools
-import importlib
+import importlib.util
 import inspect
 import io
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +23,10 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.command import accelerate_options
 from hf_axonn_eval.__main__ import main as eval_main
 from tests.helpers import ROOT
+from tests.repository.documents import DOCUMENTS, defined_in
 
 
 SCRIPTS = ROOT / "training_scripts"
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PACKAGES = ("hf_axonn", "hf_axonn_eval")
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
@@ -64,7 +65,7 @@ def blocks(*languages: str) -> list[Block]:
         text = document.read_text(encoding="utf-8")
         for match in FENCE.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
-            body = inspect.cleandoc(match[3])
+            body = textwrap.dedent(match[3]).strip("\n")  # blocks in a list are indented
             found.append(Block(f"{document.relative_to(ROOT)}:{line}", match[2], body))
     return [block for block in found if block.language in languages]
 
@@ -259,5 +260,44 @@ def test_the_tests_behind_the_table_of_reliability_exist():
     named = re.findall(r"`(test_\w+\.py)::(\w+)`", text)
     assert len(named) > 15
     for file, test in named:
-        tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
-        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{file}::{test}"
+        assert any(test in defined_in(path) for path in (ROOT / "tests").rglob(file)), f"{file}::{test}"
+
+
+def test_benchmarks_have_a_row_each_and_results_that_are_there():
+    folder = ROOT / "tests" / "benchmarks"
+    text = (folder / "README.md").read_text(encoding="utf-8")
+    scripts = {
+        ".".join(path.relative_to(folder).with_suffix("").parts)
+        for path in folder.rglob("*.py")
+        if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+    }
+    assert set(re.findall(r"^\| `([\w.]+)` \|", text, re.MULTILINE)) == scripts
+    targets = [folder / target for target in LINK.findall(text)]
+    assert len(targets) > 10 and all(target.resolve().is_file() for target in targets)
+
+
+def test_modules_that_a_command_runs_exist():
+    """`python -m tests...` and `python -m hf_axonn...` in documents, results and docstrings."""
+    sources = [*DOCUMENTS, *ROOT.glob("docs/results/*.md"), *ROOT.glob("tests/**/*.md"), *ROOT.glob("tests/**/*.py")]
+    found = set()
+    for source in sources:
+        found |= set(
+            re.findall(r"-m ((?:tests|hf_axonn|hf_axonn_eval)(?:\.\w+)*)", source.read_text(encoding="utf-8"))
+        )
+    assert len(found) > 15
+    assert not [name for name in found if importlib.util.find_spec(name) is None]
+
+
+@pytest.mark.parametrize(
+    ("beginning", "file"),
+    [
+        ('"stablelm mllama"', "hf_axonn/architectures/table.py"),
+        ("def floating_point_ops", "hf_axonn/trainer/hooks.py"),
+    ],
+)
+def test_worked_examples_are_those_of_the_code(beginning, file):
+    examples = [block.text for block in blocks("text", "python") if block.text.startswith(beginning)]
+    code = {line.strip() for line in (ROOT / file).read_text(encoding="utf-8").splitlines()}
+    (example,) = examples
+    body = [line.strip() for line in example.splitlines() if not line.startswith("def ")]
+    assert body and not [line for line in body if line not in code]

@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_axonn import Grid
+from hf_axonn import Grid, parallelize
 from hf_axonn.checkpoint.export import export_hf
 from hf_axonn.checkpoint.manifest import MANIFEST, check_complete, is_sharded_checkpoint
-from hf_axonn.parallel import parallelize
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import make_trainer, numbers, train, worst_difference

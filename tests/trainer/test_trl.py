@@ -299,7 +299,7 @@ def _refused(folder: Path) -> None:
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
     from trl.trainer.utils import add_fused_lm_head
 
-    from hf_axonn.parallel import parallelize
+    from hf_axonn import parallelize
 
     grid = Grid(z=2)
     plugin = AxonnPlugin(grid=grid)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from hf_axonn.planner.model.stack import Block, LinearShape, Weight
 from hf_axonn.topology.grid import Grid, bounds
+from hf_axonn.topology.weight_kind import WeightKind
 
 
-def shard_shape(kind: str, linear: LinearShape, grid: Grid, here: dict[str, int]) -> tuple[int, int]:
+def shard_shape(kind: WeightKind, linear: LinearShape, grid: Grid, here: dict[str, int]) -> tuple[int, int]:
     """(rows, cols) of a weight on the rank at `here` before the cut over z. Kinds: column, full, row,
     vocabulary, gathered."""
 
@@ -14,15 +15,15 @@ def shard_shape(kind: str, linear: LinearShape, grid: Grid, here: dict[str, int]
         start, stop = bounds(size, getattr(grid, axis), here[axis])
         return stop - start
 
-    if kind in ("vocabulary", "gathered"):
+    if kind in (WeightKind.VOCABULARY, WeightKind.GATHERED):
         return own(own(linear.rows, "y"), "x"), linear.cols
-    first, second = ("y", "x") if kind == "row" else ("x", "y")
+    first, second = ("y", "x") if kind == WeightKind.ROW else ("x", "y")
     return own(linear.rows, first), own(linear.cols, second)
 
 
 def own_experts(number: int, grid: Grid, here: dict[str, int]) -> int:
     """Experts of the rank at `here`: cut over y, then x."""
-    return shard_shape("vocabulary", LinearShape(number, 1), grid, here)[0]
+    return shard_shape(WeightKind.VOCABULARY, LinearShape(number, 1), grid, here)[0]
 
 
 def own_elements(weight: Weight, grid: Grid, here: dict[str, int]) -> int:
@@ -32,7 +33,7 @@ def own_elements(weight: Weight, grid: Grid, here: dict[str, int]) -> int:
         start, stop = bounds(size, grid.z, here["z"])
         return stop - start
 
-    if weight.kind == "experts":
+    if weight.kind == WeightKind.EXPERTS:
         return own_experts(weight.experts, grid, here) * weight.rows * over_z(weight.cols)
     rows, cols = shard_shape(weight.kind, LinearShape(weight.rows, weight.cols), grid, here)
     return over_z(rows) * cols

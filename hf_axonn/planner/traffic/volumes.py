@@ -18,6 +18,7 @@ from hf_axonn.planner.traffic.layer_volumes import LayerAccount
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.shares import own_elements
 from hf_axonn.topology.grid import Grid, ceil_div
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 CHUNK_LOGITS = 2**26  # as loss.CHUNK_LOGITS
@@ -31,7 +32,7 @@ def volumes(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", rank
         shape: the model.
         grid: sizes of the axes.
         step: the batch and the dtypes.
-        layout: token or feature, how the residual stream is divided (DESIGN 2.3); at y = 1 they are one.
+        layout: token or feature, how the residual stream is divided (docs/algorithm.md); at y = 1 they are one.
         rank: whose; where sizes do not divide, the first ranks hold most, so rank 0 is the busiest.
     Raises:
         ValueError: an unknown layout, or the rank is not on the grid.
@@ -64,15 +65,15 @@ class Account(LayerAccount):
     def embedding(self) -> Ledger:
         """Embedding, and the first layer's taking of its tokens. In the dtype of the parameters."""
         ledger, size = Ledger(self.grid), self.step.param_bytes
-        weight = self.travels("vocabulary", [LinearShape(self.shape.vocab, self.shape.hidden)])
+        weight = self.travels(WeightKind.VOCABULARY, [LinearShape(self.shape.vocab, self.shape.hidden)])
         ledger.add("forward", "all_gather", ("z",), weight * size)
         ledger.add("backward", "reduce_scatter", ("z",), weight * max(size, self.step.reduce_bytes))
         ledger.add("forward", "all_reduce", ("x", "y"), self.tokens * self.shape.hidden * size)
         for table in self.shape.tables:
-            if table.kind == "gathered":
+            if table.kind == WeightKind.GATHERED:
                 self.in_pieces(ledger, table.rows, self.shape.hidden)
-            elif table.kind == "vocabulary":
-                weight = self.travels("vocabulary", [LinearShape(table.rows, self.shape.hidden)])
+            elif table.kind == WeightKind.VOCABULARY:
+                weight = self.travels(WeightKind.VOCABULARY, [LinearShape(table.rows, self.shape.hidden)])
                 ledger.add("forward", "all_gather", ("z",), weight * size)
                 ledger.add("backward", "reduce_scatter", ("z",), weight * max(size, self.step.reduce_bytes))
                 looked_up = self.step.seq if table.shared else self.tokens
@@ -87,17 +88,17 @@ class Account(LayerAccount):
         """Last norm, head and loss: chunk by chunk, gradients formed in the forward pass."""
         shape, grid, step = self.shape, self.grid, self.step
         ledger, size = Ledger(grid), step.compute_bytes
-        if shape.ends_whole:  # the loss then takes its tokens again
+        if shape.ends_full:  # the loss then takes its tokens again
             tokens = self.padded // grid.x // grid.y
             stream = self.padded // grid.x * self.hidden_y if self.by_features else tokens * shape.hidden
             if not shape.loose:
                 ledger.add("forward", "all_gather", ("x", "y"), stream * step.param_bytes)
             taken = step.compute_bytes if shape.ends_narrow else step.param_bytes
             ledger.add("backward", "all_gather", ("x", "y"), tokens * shape.hidden * taken)
-        elif self.by_features:  # back to whole tokens
+        elif self.by_features:  # back to full tokens
             for phase in ("forward", "backward"):
                 ledger.add(phase, "all_to_all", ("y",), self.padded // grid.x * self.hidden_y * step.param_bytes)
-        weight = self.travels("vocabulary", [LinearShape(shape.vocab, shape.hidden)])
+        weight = self.travels(WeightKind.VOCABULARY, [LinearShape(shape.vocab, shape.hidden)])
         ledger.add("forward", "all_gather", ("z",), weight * size)
         ledger.add("backward", "reduce_scatter", ("z",), weight * max(self.wide, step.reduce_bytes))
         parts = grid.x * grid.y

@@ -31,10 +31,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
-from hf_axonn import Grid, sync_gradients
+from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.architectures.plan import plan_for
-from hf_axonn.engine.dtensors import shard_slices
-from hf_axonn.parallel.parallelize import parallelize
+from hf_axonn.engine.dtensors import local_slices
 from tests.benchmarks.architectures.survey_table import HEADER, Row, markdown, summary
 from tests.benchmarks.architectures.tiny_configs import MODEL_TYPES, UNTRAINABLE, tiny_batch, tiny_model
 from tests.helpers import ROOT
@@ -106,7 +105,7 @@ def prepare(model_type: str) -> Specimen | Row:
         with in_float64():
             loss = model_loss(trained, batch, 1)
             loss.backward()
-        gradients = {name: its.grad for name, its in trained.named_parameters() if its.grad is not None}
+        gradients = {name: weight.grad for name, weight in trained.named_parameters() if weight.grad is not None}
         if not all(bool(grad.isfinite().all()) for grad in gradients.values()):
             raise ArithmeticError("gradients of one process are not finite")
         return Specimen(row, model, batch, loss.detach(), gradients)
@@ -131,16 +130,16 @@ def examine(specimen: Specimen, grid: Grid) -> Finding:
         loss.backward()
     sync_gradients(model)
     # This rank's piece in place of that of one process: what the other ranks hold they compare themselves.
-    ours = {name: its.grad for name, its in model.named_parameters() if its.grad is not None}
+    ours = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     if ours.keys() != specimen.gradients.keys():
         raise AssertionError(f"gradients of {sorted(ours.keys() ^ specimen.gradients.keys())[:3]} on one side only")
     for name, truth in specimen.gradients.items():
         grad, ours[name] = ours[name], truth.clone()
         assert isinstance(grad, DTensor), name
-        ours[name][shard_slices(truth.shape, grad.placements, mesh)] = grad.to_local()
+        ours[name][local_slices(truth.shape, grad.placements, mesh)] = grad.to_local()
     sizes = {True: 0, False: 0}
     for entry in report.entries:
-        sizes[entry.style == "replicated"] += entry.parameters
+        sizes[entry.kind == "replicated"] += entry.parameters
     return Finding(
         planned=planned,
         how=report.summary,

@@ -1,6 +1,6 @@
 """One GPU: what GoldfishTrainer costs beside the stock Trainer, what the wrapper costs, what the chunked loss saves.
 
-    python -m tests.benchmarks.kernels.gpu --output benchmarks/results/gpu.md
+    python -m tests.benchmarks.kernels.gpu --output docs/results/gpu.md
     python -m tests.benchmarks.kernels.gpu --smoke          the same on tiny sizes and a CPU: does it run?
 
 Models of the shapes of SmolLM2-135M and Llama-3.2-1B with random weights, bfloat16 autocast on float32 weights, 4,096

@@ -24,9 +24,9 @@ from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.report import Report
-from hf_axonn.engine.state import ModelState
-from hf_axonn.losses import vocab_parallel as engine_loss
-from hf_axonn.parallel.install import install_styles, shard_parameters
+from hf_axonn.engine.state import ParallelState
+from hf_axonn.losses import head_chunks as engine_loss
+from hf_axonn.parallel.install import install_layers, shard_parameters
 
 
 SMOKE_CHUNK = 2**12  # several chunks also on tiny sizes
@@ -49,13 +49,14 @@ def peak_bytes(work: Callable[[], object], device: torch.device) -> tuple[object
 
 
 def engine_on_one_rank(model: nn.Module) -> nn.Module:
-    """The engine's styles and loss on a model that stays whole. Needs torch.distributed with one rank."""
-    state = ModelState(grid_mesh(Grid(), next(model.parameters()).device.type), AxonnConfig(grid=Grid()))
+    """The engine's sharded layers and loss on a model that is not sharded. Needs torch.distributed with one rank."""
+    state = ParallelState(grid_mesh(Grid(), next(model.parameters()).device.type), AxonnConfig(grid=Grid()))
     plan = plan_for(model)
     layout = choose_layout(model, plan, y=1, wanted="auto")
     kinds = weight_kinds(model, plan)
     shard_parameters(model, kinds, state)
-    install_styles(model, plan, kinds, state, Report(str(Grid()), plan.summary(), layout.reason), layout)
+    state.report = Report(str(Grid()), plan.summary(), layout.reason)
+    install_layers(model, plan, kinds, state, layout)
     model.axonn = state
     return model
 

@@ -10,7 +10,7 @@ that what else the machine does hits all alike: compare the ratios, which are ta
 a machine shared with others, --patience waits for quiet moments. Grids that do not fit into memory all at once run in
 several heats, the peers in each of them.
 
-What the contenders are: peers_contenders.py. Memory: resident memory of the largest rank at its peak, beyond what it
+What the contenders are: contenders.py. Memory: resident memory of the largest rank at its peak, beyond what it
 had before its model was made.
 """
 

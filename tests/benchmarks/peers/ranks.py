@@ -48,7 +48,7 @@ class Ranks:
     """A contender's processes.
 
     Args:
-        name: of the contender, see peers_contenders.build.
+        name: of the contender, see contenders.build.
         world: number of processes.
         threads: threads of each.
         weights: folder of the initial weights.

@@ -17,7 +17,8 @@ BUILD = """
 import psutil, sys, time
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from hf_axonn.topology.grid import Grid, grid_mesh
+from hf_axonn.distributed.mesh import grid_mesh
+from hf_axonn.topology.grid import Grid
 grid = Grid(**dict(zip(("data", "z", "y", "x"), map(int, sys.argv[1:]))))
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=grid.size)
 made, new_group = [0], dist.distributed_c10d._new_process_group_helper

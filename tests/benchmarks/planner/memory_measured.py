@@ -32,8 +32,7 @@ import torch.multiprocessing as mp  # noqa: E402
 import transformers  # noqa: E402
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig  # noqa: E402
 
-from hf_axonn import Grid, __version__  # noqa: E402
-from hf_axonn.parallel import parallelize  # noqa: E402
+from hf_axonn import Grid, __version__, parallelize  # noqa: E402
 from hf_axonn.planner.memory import memory  # noqa: E402
 from hf_axonn.planner.predict import layout_of  # noqa: E402
 from tests.benchmarks.peers.peers import model_config  # noqa: E402

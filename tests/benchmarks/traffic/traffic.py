@@ -4,7 +4,7 @@
 
 Ours is counted: real training steps of small models on 4 gloo ranks, on every grid and in both layouts of the residual
 stream. The second step of a model of 4 layers, less that of one of 2 layers, halved, is one decoder layer. The others
-are the equations of traffic_forms.py. Prints plain tables and the claims, and ends with exit code 1 if a claim does
+are the equations of forms.py. Prints plain tables and the claims, and ends with exit code 1 if a claim does
 not hold.
 """
 
@@ -23,9 +23,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_axonn import AxonnConfig, Grid, __version__, sync_gradients
+from hf_axonn import AxonnConfig, Grid, __version__, parallelize, sync_gradients
 from hf_axonn.architectures.plan import plan_for
-from hf_axonn.parallel import parallelize
 from hf_axonn.planner.measure.traffic_counter import count_traffic
 from hf_axonn.planner.model.shapes import ModelShape, Step
 from hf_axonn.planner.traffic.ledger import Key, Ledger, Volume

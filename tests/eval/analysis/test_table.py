@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from hf_axonn_eval.analysis.table import Table, value
+from hf_axonn_eval.analysis.table import Table
+from hf_axonn_eval.metrics.registry import value
 from tests.helpers.eval_support import result
 
 

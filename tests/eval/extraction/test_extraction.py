@@ -69,8 +69,8 @@ def test_one_pass_and_the_rest_decoded_equals_generate(make):
     for asked, result in zip(uneven, results, strict=True):
         expected = plain_generate(model, asked)
         assert result.generated == expected
-        assert result.exact_match == metrics.exact_match(expected, asked.suffix)
-        assert result.divergence_point == metrics.divergence_point(
+        assert result.exact_match == (expected == list(asked.suffix))
+        assert result.divergence_point == metrics.first_miss(
             [mine == true for mine, true in zip(expected, asked.suffix, strict=True)]
         )
         assert result.edit_distance == metrics.edit_distance(expected, asked.suffix)

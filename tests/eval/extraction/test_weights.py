@@ -10,8 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hf_axonn import Grid, save_sharded
-from hf_axonn.parallel import parallelize
+from hf_axonn import Grid, parallelize, save_sharded
 from hf_axonn_eval import extract
 from hf_axonn_eval.extraction import weights_on_disk as weights
 from hf_axonn_eval.extraction.load_model import load_model

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from hf_axonn_eval.metrics import text as metrics
 
 
-def test_exact_match_needs_every_id_and_the_same_length():
-    assert metrics.exact_match([5, 6, 7], (5, 6, 7))
-    assert not metrics.exact_match([5, 6, 8], [5, 6, 7])
-    assert not metrics.exact_match([5, 6], [5, 6, 7])
+def test_exact_match_needs_the_full_suffix_before_a_miss():
+    assert metrics.exact_match(divergence_point=3, suffix_length=3) is True
+    assert metrics.exact_match(divergence_point=2, suffix_length=3) is False
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,7 @@ def test_exact_match_needs_every_id_and_the_same_length():
 )
 def test_teacher_forced_metrics(hits, accuracy, divergence, strength):
     assert metrics.token_accuracy(hits) == accuracy
-    assert metrics.divergence_point(hits) == divergence
+    assert metrics.first_miss(hits) == divergence
     assert metrics.extraction_strength(hits) == strength
 
 
@@ -70,7 +69,8 @@ def test_edit_distance_is_levenshtein_over_the_length_of_the_suffix():
     assert metrics.edit_distance([1, 2, 3, 4], [1, 2, 3, 4]) == 0
     assert metrics.edit_distance([1, 3, 4, 5], [1, 2, 3, 4]) == 0.5  # one deletion, one insertion
     assert metrics.edit_distance([9, 9, 9, 9], [1, 2, 3, 4]) == 1
-    assert metrics.near_verbatim(1 / 10) and not metrics.near_verbatim(1 / 9)
+    for length, near in ((10, True), (9, False)):  # one edit in so many tokens
+        assert metrics.near_verbatim([0] + [1] * (length - 1), [1] * length) is near
 
 
 def test_edit_distance_equals_the_textbook_recurrence():

@@ -14,7 +14,6 @@ from hf_axonn_eval.report.charts import (
     Axis,
     Point,
     bar_chart,
-    legend,
     line_chart,
 )
 
@@ -79,5 +78,5 @@ def test_names_are_escaped():
     hostile = "<script>\"&'"
     labels = {name: hostile for name in LABELS}
     charts = line_chart({hostile: [Point(0, 1)]}, **labels), bar_chart([hostile], {hostile: [Point(0, 1)]}, **labels)
-    for chart in (*charts, legend([hostile])):
+    for chart in charts:
         assert "<script>" not in chart and hostile in "".join(parse(chart).itertext())

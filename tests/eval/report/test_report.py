@@ -9,9 +9,8 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from hf_axonn_eval import compare, write_report
-from hf_axonn_eval.report.charts import SERIES
-from hf_axonn_eval.report.style import COLOURS, STYLE
-from hf_axonn_eval.report.tables import COLUMNS, rows
+from hf_axonn_eval.report.charts import COLOURS
+from hf_axonn_eval.report.tables import report_columns, rows
 from hf_axonn_eval.report.write import terminal_differences, terminal_table
 from tests.helpers.eval_support import result
 
@@ -63,7 +62,7 @@ def test_files(comparison, tmp_path):
     # the difference from the base model, paired: 6 of 8 more
     assert "| 6x | trained\\|k=4 | +0.750 [" in text
     tables = [line.replace("\\|", "") for line in text.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in tables[:8]} == {3 + len(COLUMNS)}
+    assert {line.count("|") for line in tables[:8]} == {3 + len(report_columns())}
     assert "## Verbatim against base: McNemar's test" in text
     assert "| 6x | trained\\|k=4 | 6 | 0 | 0 | 6 | 0 | 0.031 |" in text
     assert paths["report.html"].read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -79,7 +78,8 @@ def test_the_plot_draws_the_numbers(comparison, tmp_path):
 
 
 def test_the_plot_has_the_colours_of_the_page(comparison, tmp_path):
-    assert all(f"--s{number}: {colour};" in STYLE for number, colour in enumerate(COLOURS)) and len(COLOURS) == SERIES
+    page = write_report(comparison, tmp_path)["report.html"].read_text(encoding="utf-8")
+    assert all(f"--s{number}: {colour};" in page for number, colour in enumerate(COLOURS))
     image = (255 * imread(write_report(comparison, tmp_path)["plot.png"])[..., :3]).round().astype(int)
     for colour in COLOURS[:2]:
         asked = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]

@@ -1,0 +1,93 @@
+"""What lives for one pass of a parallelized model: its tokens, its random seed, and its communication in flight."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from hf_axonn.config import AxonnConfig
+from hf_axonn.engine.activation_layouts import Tokens
+from hf_axonn.engine.gather_cache import GatherCache
+from hf_axonn.engine.overlap import GatherAhead, GradientSchedule, ReductionQueue, in_backward
+from hf_axonn.engine.sharded_weight import ShardedWeight
+
+
+class PassContext:
+    """The pass that is under way, or the last one.
+
+    Args:
+        config: overlap switches.
+        z: size of the z axis; where it is 1 there is nothing to gather ahead and no reduction to hide.
+
+    Attributes:
+        tokens: the batch that passes through the decoder layers; None outside of them.
+        in_forward: whether a forward pass of the whole model is under way.
+        wants_gradients: whether the last pass began with gradients on.
+        no_sync: whether passes that begin now leave their gradients unaveraged (`accelerator.no_sync`).
+        averages: whether the gradients of the last pass are to be averaged.
+        defer_head: whether the head leaves its logits to the loss in this pass (training with labels).
+        random_seed, random_count: of the `keyed_random` that is open (layers/dropout.py).
+        gather_cache: gathered weights that outlive their multiplication.
+        gather_ahead: gathers that begin before they are needed.
+        gradient_schedule: when finished weight gradients are handed to autograd.
+        reductions: weight-gradient reductions in flight.
+    """
+
+    def __init__(self, config: AxonnConfig, z: int) -> None:
+        self.tokens: Tokens | None = None
+        self.in_forward = False
+        self.wants_gradients = False
+        self.no_sync = False
+        self.averages = True
+        self.defer_head = False
+        self.random_seed: int | None = None
+        self.random_count = 0
+        self.gather_cache = GatherCache()
+        ahead = config.overlap.all_gather and z > 1
+        self.gather_ahead = GatherAhead(enabled=ahead, needless=self.gather_cache.__contains__)
+        # Two groups behind, as many as `reductions` lets be in flight.
+        self.gradient_schedule = GradientSchedule(distance=2 if z > 1 else 0)
+        self.reductions = ReductionQueue(enabled=config.overlap.reduce_scatter)
+
+    def begin_forward(self, weights: Sequence[ShardedWeight]) -> None:
+        """Start a pass: drop earlier gathers, and give trained shards their nodes in the new graph."""
+        self.wants_gradients = torch.is_grad_enabled()
+        if self.wants_gradients:
+            self.averages = not self.no_sync
+        self.gather_ahead.begin_pass()
+        self.gather_cache.begin_pass()
+        for weight in weights:
+            weight.begin_forward()
+        if self.wants_gradients:
+            self.gradient_schedule.begin_pass(weights)
+
+    def end_forward(self) -> None:
+        """End a forward pass of the whole model."""
+        self.tokens, self.defer_head, self.in_forward = None, False, False
+
+    def enter(self, group: Sequence[ShardedWeight]) -> None:
+        """Note that a forward pass has come to these weights."""
+        if torch.is_grad_enabled() and not in_backward():
+            self.gradient_schedule.enter(group)
+
+    @contextlib.contextmanager
+    def with_tokens(self, tokens: Tokens | None) -> Iterator[None]:
+        """Set `tokens` inside: a layer that is recomputed needs those of its own first pass."""
+        before, self.tokens = self.tokens, tokens
+        try:
+            yield
+        finally:
+            self.tokens = before
+
+    @contextlib.contextmanager
+    def with_seed(self, seed: int | None, count: int) -> Iterator[None]:
+        """Inside, a `keyed_random` derives its seed from this one, as the one after `count` others; None: from the
+        generator."""
+        before = self.random_seed, self.random_count
+        self.random_seed, self.random_count = seed, count
+        try:
+            yield
+        finally:
+            self.random_seed, self.random_count = before

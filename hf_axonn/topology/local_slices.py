@@ -1,0 +1,28 @@
+"""Which slice of a global tensor lies on a rank. The one place that knows it, for storage, checkpoints and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hf_axonn.topology.grid import bounds
+
+
+def slices_at(
+    shape: Sequence[int], dims: Sequence[int | None], sizes: Sequence[int], coordinates: Sequence[int]
+) -> tuple[slice, ...]:
+    """The slice of each dim of a global tensor that lies at a position, as DTensor shards: axis after axis.
+
+    Args:
+        shape: of the global tensor.
+        dims: for each axis the dim that it shards, None where it replicates.
+        sizes, coordinates: of these axes, and of the position on them.
+    Returns:
+        One slice a dim; empty where the position lies beyond the end of a dim.
+    """
+    spans = [(0, size) for size in shape]
+    for dim, size, index in zip(dims, sizes, coordinates, strict=True):
+        if dim is not None:
+            begin, end = spans[dim]
+            start, stop = bounds(end - begin, size, index)
+            spans[dim] = (begin + start, begin + stop)
+    return tuple(slice(*span) for span in spans)

@@ -1,0 +1,32 @@
+"""The kinds of weights: what decides how a parameter is sharded over (y, x, z)."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class WeightKind(str, Enum):
+    """How a weight is sharded. Prints and serializes as its plain word.
+
+    Attributes:
+        COLUMN: [N, K] of a projection that begins a block, N over x and K over y.
+        ROW: [N, K] of the projection that ends a block, N over y and K over x.
+        LINEAR: [N, K] of a Linear on its own, stored as a column weight; its activations are full.
+        VOCABULARY: [V, H] of an embedding or the head, V over y, then x.
+        EXPERTS: [E, A, B] of the experts of a layer, E over y, then x.
+        GATHERED: any other large parameter [A, ...], stored as a vocabulary weight, gathered for its module.
+        REPLICATED: every rank holds the full parameter.
+        ADAPTER: a small weight that PEFT adds; every rank holds it in full.
+    """
+
+    COLUMN = "column"
+    ROW = "row"
+    LINEAR = "linear"
+    VOCABULARY = "vocabulary"
+    EXPERTS = "experts"
+    GATHERED = "gathered"
+    REPLICATED = "replicated"
+    ADAPTER = "adapter"
+
+    __str__ = str.__str__
+    __format__ = str.__format__

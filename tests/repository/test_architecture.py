@@ -1,0 +1,68 @@
+"""docs/architecture.md: the packages as the imports have them, and walks through files and functions that exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+from tests.repository import package_graph
+from tests.repository.documents import DOCUMENTS, defined_in
+from tests.repository.package_graph import imports, mermaid, reachable, reduced, written
+
+
+TEXT = package_graph.DOCUMENT.read_text(encoding="utf-8")
+# `path/of/file.py::name` or `path/of/file.py::Class.name`
+PLACE = re.compile(r"`([\w./]+/[\w.]+\.py)::([\w.]+)`")
+WALKS = ("A batch", "A checkpoint", "A launch file", "A sample")
+
+
+def places(text: str) -> list[tuple[str, str]]:
+    return PLACE.findall(text)
+
+
+def test_the_picture_and_the_table_are_those_of_the_imports():
+    assert TEXT == written(TEXT), "the packages have changed: run  make picture  and look at what it says"
+
+
+def test_a_place_for_what_is_made_is_asked_for():
+    with pytest.raises(ValueError, match="no lines <!-- made by `make picture`: picture"):
+        written("# The architecture\n")
+
+
+def test_what_the_picture_leaves_out_can_be_reached():
+    graph = imports()
+    few = reduced(graph)
+    assert all(few[name] <= graph[name] for name in graph)
+    assert all(reachable(few, name) == reachable(graph, name) for name in graph)
+    without_one = {**few, "hf_axonn.layers": few["hf_axonn.layers"] - {"hf_axonn.engine"}}
+    assert reachable(without_one, "hf_axonn.layers") != reachable(graph, "hf_axonn.layers")
+    assert "hf_axonn__goldfish --> hf_axonn__trainer" in mermaid(graph)
+    assert (
+        "hf_axonn__goldfish --> hf_axonn__engine" not in mermaid(graph)
+        and "hf_axonn.engine" in graph["hf_axonn.goldfish"]
+    )
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_walk_goes_through_code_that_exists(walk):
+    section = TEXT.split(f"\n## {walk}\n")[1].split("\n## ")[0]
+    assert len(places(section)) > 12
+    assert not [f"{file}::{name}" for file, name in places(section) if name not in defined_in(ROOT / file)]
+
+
+def test_places_in_all_documents_exist():
+    wrong = []
+    for document in DOCUMENTS:
+        for file, name in places(document.read_text(encoding="utf-8")):
+            if not (ROOT / file).is_file() or name not in defined_in(ROOT / file):
+                wrong.append(f"{document.relative_to(ROOT)}: {file}::{name}")
+    assert wrong == []
+
+
+def test_every_package_has_its_row():
+    rows = set(re.findall(r"^\| \[`([\w/.]+)`\]", TEXT, re.MULTILINE))
+    for name, folder in package_graph.FOLDERS.items():
+        below: set[Path] = {path.parent for path in folder.glob("*/__init__.py")}
+        below |= {path for path in folder.glob("*.py") if not path.name.startswith("__")}
+        assert {path.relative_to(ROOT).as_posix() for path in below} <= rows, name
