@@ -46,8 +46,8 @@ def attention(
     `attributes` of its code that hold a number of heads, as in "num_heads num_kv_heads=kv"; query heads where nothing
     is said.
     """
-    path, columns, row = _parse(text)
-    columns = {name: parts or (("kv",) if index else ("query",)) for index, (name, parts) in enumerate(columns)}
+    path, named, row = _parse(text)
+    columns = {name: parts or (("kv",) if index else ("query",)) for index, (name, parts) in enumerate(named)}
     pairs = (word.partition("=") for word in attributes.split())
     kinds = {name: kind or "query" for name, _, kind in pairs}
     return BlockSpec(columns, row, entry or path, True, kinds, tuple(arguments.split()), grouped)

@@ -29,4 +29,4 @@ class WeightKind(str, Enum):
     ADAPTER = "adapter"
 
     __str__ = str.__str__
-    __format__ = str.__format__
+    __format__ = str.__format__  # type: ignore[assignment]  # Enum's own gives the class's name on Python 3.10 and 3.11

@@ -78,7 +78,7 @@ class Block:
         """All its Linears."""
         return (*self.down, *self.columns, self.row)
 
-    def groups(self) -> list[tuple[str, tuple[LinearShape, ...]]]:
+    def groups(self) -> list[tuple[WeightKind, tuple[LinearShape, ...]]]:
         """(how they are cut, Linears) of each product; columns are one, but those of latents are each their own."""
         columns = [(linear,) for linear in self.columns] if self.down else [self.columns]
         found = [(WeightKind.LINEAR, (linear,)) for linear in self.down]
@@ -107,7 +107,7 @@ class Experts:
     routing: str = "wide"
     sorted: bool = False
 
-    def groups(self) -> list[tuple[str, tuple[LinearShape, ...]]]:
+    def groups(self) -> list[tuple[WeightKind, tuple[LinearShape, ...]]]:
         """As of `Block`: they are gathered together."""
         return [(WeightKind.EXPERTS, self.weights)]
 
@@ -146,7 +146,7 @@ class UnshardedModule:
     taken: int = 1
     narrow: bool = True
 
-    def groups(self) -> list[tuple[str, tuple[LinearShape, ...]]]:
+    def groups(self) -> list[tuple[WeightKind, tuple[LinearShape, ...]]]:
         """As of `Block`."""
         return [(WeightKind.LINEAR, (call.linear,)) for call in self.calls]
 
