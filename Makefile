@@ -9,7 +9,6 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP_ARGS ?=
-WORKERS ?= 2
 ARGS ?=
 WORKERS ?= 2
 

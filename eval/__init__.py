@@ -14,6 +14,7 @@ every metric.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 
 _EXPORTS = {  # public name -> module; resolved on first use, so that --help does not wait for torch
@@ -60,14 +61,54 @@ _EXPORTS = {  # public name -> module; resolved on first use, so that --help doe
 }
 __all__ = list(_EXPORTS)
 
+if TYPE_CHECKING:
+    from hf_axonn_eval.analysis.intervals import bootstrap as bootstrap
+    from hf_axonn_eval.analysis.intervals import mcnemar as mcnemar
+    from hf_axonn_eval.analysis.intervals import wilson as wilson
+    from hf_axonn_eval.analysis.membership_attack import auc as auc
+    from hf_axonn_eval.analysis.membership_attack import tpr_at_fpr as tpr_at_fpr
+    from hf_axonn_eval.analysis.summary import compare as compare
+    from hf_axonn_eval.analysis.summary import summarize as summarize
+    from hf_axonn_eval.canaries.generate import insert_canaries as insert_canaries
+    from hf_axonn_eval.canaries.generate import make_canaries as make_canaries
+    from hf_axonn_eval.canaries.rank import rank_canaries as rank_canaries
+    from hf_axonn_eval.data.documents import iter_documents as iter_documents
+    from hf_axonn_eval.data.documents import read_documents as read_documents
+    from hf_axonn_eval.data.protocols import PROTOCOLS as PROTOCOLS
+    from hf_axonn_eval.data.protocols import protocol as protocol
+    from hf_axonn_eval.data.results import SampleResult as SampleResult
+    from hf_axonn_eval.data.results import read_run as read_run
+    from hf_axonn_eval.data.samples import Sample as Sample
+    from hf_axonn_eval.data.samples import SampleFile as SampleFile
+    from hf_axonn_eval.data.samples import read_about as read_about
+    from hf_axonn_eval.data.samples import read_samples as read_samples
+    from hf_axonn_eval.data.samples import samples_digest as samples_digest
+    from hf_axonn_eval.data.samples import write_samples as write_samples
+    from hf_axonn_eval.data.sampling import build_samples as build_samples
+    from hf_axonn_eval.data.sampling import iter_samples as iter_samples
+    from hf_axonn_eval.data.windows import Sampling as Sampling
+    from hf_axonn_eval.extraction.callback import ExtractionCallback as ExtractionCallback
+    from hf_axonn_eval.extraction.extract import extract as extract
+    from hf_axonn_eval.extraction.load_model import LoadedModel as LoadedModel
+    from hf_axonn_eval.extraction.load_model import load_model as load_model
+    from hf_axonn_eval.extraction.scoring import document_nll as document_nll
+    from hf_axonn_eval.metrics.discoverability import Sampler as Sampler
+    from hf_axonn_eval.metrics.discoverability import is_discoverable as is_discoverable
+    from hf_axonn_eval.metrics.discoverability import n_needed as n_needed
+    from hf_axonn_eval.metrics.exposure import exposure as exposure
+    from hf_axonn_eval.metrics.registry import register_metric as register_metric
+    from hf_axonn_eval.report.html import html_page as html_page
+    from hf_axonn_eval.report.maps import document_maps as document_maps
+    from hf_axonn_eval.report.write import plot as plot
+    from hf_axonn_eval.report.write import terminal_table as terminal_table
+    from hf_axonn_eval.report.write import write_report as write_report
+else:  # hidden from type checkers, to which it would make every name exist
 
-def __getattr__(name: str) -> object:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f"{__name__}.{_EXPORTS[name]}")
-    value = getattr(module, name)
-    globals()[name] = value
-    return value
+    def __getattr__(name):
+        if name not in _EXPORTS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+        return value
 
 
 def __dir__() -> list[str]:

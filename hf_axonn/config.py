@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from hf_axonn.topology.axis_order import ORDER, check_order
@@ -20,6 +20,7 @@ VARIABLE = "AXONN_CONFIG"
 REDUCE_DTYPES = ("float32", "bfloat16", "float64")
 LAYOUTS = ("auto", "token", "feature")
 SAVE_FAILURES = ("stop", "continue")
+CHOICES = {"reduce_dtype": REDUCE_DTYPES, "layout": LAYOUTS, "save_failure": SAVE_FAILURES}
 GRID_EXAMPLE = "grid: {data: 1, z: 2, y: 1, x: 2}"
 
 
@@ -46,21 +47,56 @@ class Overlap:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AxonnConfig:
-    """The settings under `axonn_config`.
+class Settings:
+    """The settings that stand beside the grid: keyword arguments of AxonnConfig and of AxonnPlugin.
 
     Args:
-        grid: sizes of the four axes.
         overlap: which collectives run while the device computes.
         reduce_dtype: the dtype in which gradients are summed, one of REDUCE_DTYPES.
         keep_gathered: which weights that were gathered over z in forward are kept for backward, instead of gathered
-            again: "none", "all", or of how many layers, the last ones.
+            again: "none", "all", or a number: those of the last so many layers.
         tune_matmuls: whether operand layouts of matmuls are timed on the first steps and the fastest used
             (engine/matmul_tuning.py).
         layout: of the residual stream between blocks, one of LAYOUTS; auto takes feature wherever it is possible
             (y > 1, norms that are RMSNorm or LayerNorm), else token.
         async_save: whether Trainer's checkpoints are written while training goes on.
         save_failure: what a Trainer does when a checkpoint cannot be saved (a full disk), one of SAVE_FAILURES.
+    Raises:
+        ValueError: a value is not of its kind; the message says what to write.
+    """
+
+    overlap: Overlap = Overlap()
+    reduce_dtype: str = "float32"
+    keep_gathered: str | int = "none"
+    tune_matmuls: bool = False
+    layout: str = "auto"
+    async_save: bool = False
+    save_failure: str = "stop"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.overlap, Overlap):
+            raise ValueError(f"overlap is {self.overlap!r}, but it is an Overlap, for instance Overlap().")
+        keep = self.keep_gathered
+        if isinstance(keep, bool) or not (keep in ("none", "all") or (isinstance(keep, int) and keep >= 0)):
+            raise ValueError(
+                f"keep_gathered is {keep!r}, but it is none, all, or a number of layers that is not negative."
+            )
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"{name} is {value!r}, but it is one of {', '.join(choices)}.")
+        for name in ("tune_matmuls", "async_save"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}, but it is a switch: write true or false.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxonnConfig(Settings):
+    """The settings under `axonn_config`: the grid, its order, and `Settings`.
+
+    Args:
+        grid: sizes of the four axes.
         order: the axes as they lie on the machine, the one with the fastest links first; read where processes start
             (topology/axis_order.py), it changes nothing in a running one.
     Raises:
@@ -68,35 +104,12 @@ class AxonnConfig:
     """
 
     grid: Grid
-    overlap: Overlap = field(default_factory=Overlap)
-    reduce_dtype: str = "float32"
-    keep_gathered: str | int = "none"
-    tune_matmuls: bool = False
-    layout: str = "auto"
-    async_save: bool = False
-    save_failure: str = "stop"
     order: tuple[str, ...] = ORDER
 
     def __post_init__(self) -> None:
         if not isinstance(self.grid, Grid):
             raise ValueError(f"grid is {self.grid!r}, but it is a Grid, for instance Grid(z=2, x=2).")
-        if not isinstance(self.overlap, Overlap):
-            raise ValueError(f"overlap is {self.overlap!r}, but it is an Overlap, for instance Overlap().")
-        if self.reduce_dtype not in REDUCE_DTYPES:
-            raise ValueError(f"reduce_dtype is {self.reduce_dtype!r}, but it is one of {', '.join(REDUCE_DTYPES)}.")
-        keep = self.keep_gathered
-        if isinstance(keep, bool) or not (keep in ("none", "all") or (isinstance(keep, int) and keep >= 0)):
-            raise ValueError(
-                f"keep_gathered is {keep!r}, but it is none, all, or a number of layers that is not negative."
-            )
-        if not isinstance(self.tune_matmuls, bool):
-            raise ValueError(f"tune_matmuls is {self.tune_matmuls!r}, but it is a switch: write true or false.")
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout is {self.layout!r}, but it is one of {', '.join(LAYOUTS)}.")
-        if not isinstance(self.async_save, bool):
-            raise ValueError(f"async_save is {self.async_save!r}, but it is a switch: write true or false.")
-        if self.save_failure not in SAVE_FAILURES:
-            raise ValueError(f"save_failure is {self.save_failure!r}, but it is one of {', '.join(SAVE_FAILURES)}.")
+        super().__post_init__()
         object.__setattr__(self, "order", check_order(self.order))
 
     @classmethod
@@ -117,7 +130,7 @@ class AxonnConfig:
             raise ValueError(
                 f"axonn_config.{loose_axes[0]} is out of place: sizes stand under grid, as in {GRID_EXAMPLE}."
             )
-        _check_keys("axonn_config", section, [item.name for item in fields(cls)])
+        _check_keys("axonn_config", section, ["grid", *(item.name for item in fields(Settings)), "order"])
         if "grid" not in section:
             raise ValueError(f"axonn_config has no grid: write the sizes of the axes, as in {GRID_EXAMPLE}.")
         values = dict(section)

@@ -10,72 +10,76 @@ live object, and turns that one into a `GridAccelerator` (accelerator/accelerato
 
 from __future__ import annotations
 
+import inspect
 import os
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Concatenate, ParamSpec
 
 from accelerate.parallelism_config import ParallelismConfig
 
-from hf_axonn.config import VARIABLE, AxonnConfig, Overlap
+from hf_axonn.config import VARIABLE, AxonnConfig, Settings
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, versions
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
 from hf_axonn.topology.grid import Grid
 
 
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arguments(Settings):
+    """The arguments of AxonnPlugin: the grid, which may be the first without its name, and `Settings`."""
+
+    grid: Grid | None = field(default=None, kw_only=False)
+
+
+_Arguments.__init__.__qualname__ = "AxonnPlugin.__init__"  # the name under which Python reports a wrong argument
+
+
+def _arguments_of(source: Callable[P, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Give an `__init__` the signature of `source`, for `inspect.signature` and for type checkers."""
+
+    def decorate(init: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        init.__signature__ = inspect.Signature([this, *inspect.signature(source).parameters.values()])
+        return init
+
+    return decorate
+
+
 class AxonnPlugin(ParallelismConfig):
     """Train with Accelerate over a grid.
 
     Args:
-        grid: sizes of the axes; None takes the settings of the launch file (the environment variable AXONN_CONFIG).
-        overlap: which collectives run while the device computes; all if None.
-        reduce_dtype: dtype in which gradients are summed.
-        keep_gathered: which gathered weights are kept from forward to backward: "none", "all", or of how many layers.
-        tune_matmuls: whether operand layouts of matmuls are timed on the first steps and the fastest used.
-        layout: of the residual stream where y > 1: "auto", "token" or "feature".
-        async_save: whether Trainer's checkpoints are written while training goes on.
-        save_failure: what a Trainer does when a checkpoint cannot be saved: "stop" or "continue".
+        grid: sizes of the axes; None takes the grid and all settings of the launch file (the environment variable
+            AXONN_CONFIG).
+        overlap, reduce_dtype, keep_gathered, tune_matmuls, layout, async_save, save_failure: see `config.Settings`.
     Raises:
         ValueError: no grid is given and none was launched, or there are settings without a grid; later, when the
             Accelerator is made: the grid is not the number of processes, or fp16, fp8 or torch.compile is asked for.
     """
 
-    def __init__(
-        self,
-        grid: Grid | None = None,
-        *,
-        overlap: Overlap | None = None,
-        reduce_dtype: str = "float32",
-        keep_gathered: str | int = "none",
-        tune_matmuls: bool = False,
-        layout: str = "auto",
-        async_save: bool = False,
-        save_failure: str = "stop",
-    ) -> None:
-        given = dict(
-            overlap=overlap or Overlap(),
-            reduce_dtype=reduce_dtype,
-            keep_gathered=keep_gathered,
-            tune_matmuls=tune_matmuls,
-            layout=layout,
-            async_save=async_save,
-            save_failure=save_failure,
-        )
-        if grid is None:
+    @_arguments_of(_Arguments)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = _Arguments(*args, **kwargs)
+        settings = {item.name: getattr(given, item.name) for item in fields(Settings)}
+        if given.grid is None:
             config = AxonnConfig.from_env()
             if config is None:
                 raise ValueError(
                     f"AxonnPlugin() without a grid takes it from the launch file, but {VARIABLE} is not set: start "
                     "with accelerate launch --config axonn.yaml, or pass grid=Grid(...)."
                 )
-            defaults = AxonnConfig(grid=config.grid)
-            unread = [name for name, value in given.items() if value != getattr(defaults, name)]
+            unread = [name for name, value in settings.items() if value != getattr(Settings, name)]
             if unread:
                 raise ValueError(
                     f"AxonnPlugin({unread[0]}=...) without a grid takes all settings from the launch file: write "
                     f"{unread[0]} there, under axonn_config, or pass grid=Grid(...) as well."
                 )
         else:
-            config = AxonnConfig(grid=grid, **given)
+            config = AxonnConfig(grid=given.grid, **settings)
         self.config = config
         if config.grid.size > 1:
             _install_trainer_hooks()

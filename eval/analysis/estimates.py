@@ -3,7 +3,7 @@
 Intervals are those of intervals.py for shares, and a bootstrap over documents otherwise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,16 +65,16 @@ def group(table: Table, options: Mapping[str, Any], *, lengths: Sequence[int], t
             "n": int((~np.isnan(degenerate)).sum()),
             "exact_match_of_others": found.get("original"),
         }
-    undecided = table.column("undecided")
-    if not np.isnan(undecided).all():
-        entry["undecided"] = _undecided(undecided, table.columns["exact_match"])
+    near_ties = table.column("near_tie")
+    if not np.isnan(near_ties).all():
+        entry["undecided"] = _near_ties(near_ties, table.columns["exact_match"])
     return entry
 
 
 def estimates(
     shares: Mapping[str, np.ndarray],
     means: Mapping[str, np.ndarray],
-    documents: Sequence,
+    documents: Sequence[Hashable],
     options: Mapping[str, Any],
 ) -> dict[str, dict[str, Any]]:
     """Mean and interval of columns; those that no sample has are left out.
@@ -96,8 +96,8 @@ def estimates(
     of_shares = {name: column for name, column in asked.items() if name in shares}
     of_means = {name: column for name, column in asked.items() if name not in shares}
     if of_shares:
-        told = share_intervals(np.stack(list(of_shares.values()), axis=1), documents, **options)
-        for name, (interval, kind) in zip(of_shares, told, strict=True):
+        intervals_of_shares = share_intervals(np.stack(list(of_shares.values()), axis=1), documents, **options)
+        for name, (interval, kind) in zip(of_shares, intervals_of_shares, strict=True):
             found[name] |= _ends(interval, kind)
     if of_means:
         intervals = bootstrap_columns(np.stack(list(of_means.values()), axis=1), documents, **options)
@@ -127,8 +127,8 @@ def differences(after: Table, before: Table, options: Mapping[str, Any]) -> dict
         if metric not in found:
             continue
         has = ~np.isnan(changes[metric])
-        answers = [column[has] == 1 for column in pairs[metric]]
-        found[metric] |= _ends(*difference_interval(*answers, after.rows(has).documents, **options))
+        mine, other = (column[has] == 1 for column in pairs[metric])
+        found[metric] |= _ends(*difference_interval(mine, other, after.rows(has).documents, **options))
     return {
         metric: {"difference": entry["mean"], **{key: entry[key] for key in ("low", "high", "n", "interval")}}
         for metric, entry in found.items()
@@ -136,11 +136,11 @@ def differences(after: Table, before: Table, options: Mapping[str, Any]) -> dict
 
 
 def membership(table: Table, members: np.ndarray, options: Mapping[str, Any]) -> dict[str, Any]:
-    """How well each membership score tells some samples from those of bucket 0; see `membership.attack`.
+    """How well each membership score separates some samples from those of bucket 0; see `membership_attack.attack`.
 
     Args:
         table: all samples.
-        members: [samples] bool, which ones should be told from bucket 0.
+        members: [samples] bool, which ones should be separated from bucket 0.
         options: `confidence`, `resamples` and `seed`. With very many samples fewer draws are made, at least 200;
             the entry `resamples` says how many.
     Returns:
@@ -155,19 +155,20 @@ def membership(table: Table, members: np.ndarray, options: Mapping[str, Any]) ->
             continue
         most = max(_FEWEST_DRAWS, _LARGEST_ATTACK // sum(map(len, sides)))
         draws = min(options["resamples"], most)
-        documents = [[table.documents[place] for place in side] for side in sides]
+        ours, controls = (table.rows(side) for side in sides)
         found[name.removeprefix(MEMBERSHIP)] = attack(
-            *(column[side] for side in sides),
-            member_documents=documents[0],
-            control_documents=documents[1],
+            ours.columns[name],
+            controls.columns[name],
+            member_documents=ours.documents,
+            control_documents=controls.documents,
             **{**options, "resamples": draws},
         ) | {"resamples": draws}
     return found
 
 
-def _undecided(undecided: np.ndarray, exact: np.ndarray) -> dict[str, int]:
-    asked = ~np.isnan(undecided)
-    doubtful, exact = undecided[asked] == 1, exact[asked] == 1
+def _near_ties(near_ties: np.ndarray, exact: np.ndarray) -> dict[str, int]:
+    asked = ~np.isnan(near_ties)
+    doubtful, exact = near_ties[asked] == 1, exact[asked] == 1
     return {
         "count": int(doubtful.sum()),
         "n": int(asked.sum()),

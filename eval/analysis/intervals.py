@@ -63,7 +63,7 @@ def bootstrap(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Interval | None:
-    """Bootstrap interval of the mean of `values`, resampling whole documents; see `interval_of`.
+    """Bootstrap interval of the mean of `values`, resampling documents with all of their samples; see `interval_of`.
 
     Args:
         values: one number a sample.
@@ -79,8 +79,8 @@ def bootstrap(
     """
     if len(values) != len(documents) or not len(values):
         raise ValueError(f"{len(values)} values of {len(documents)} documents: as many are needed, and one or more.")
-    options = {"confidence": confidence, "resamples": resamples, "seed": seed}
-    return bootstrap_columns(np.asarray(values, dtype=np.float64)[:, None], documents, **options)[0]
+    column = np.asarray(values, dtype=np.float64)[:, None]
+    return bootstrap_columns(column, documents, confidence=confidence, resamples=resamples, seed=seed)[0]
 
 
 def bootstrap_columns(
@@ -121,7 +121,7 @@ def bootstrap_columns(
         having = sizes[:, columns[0]] > 0  # a document without the number cannot be drawn for it
         if having.sum() < 2:
             continue
-        of_documents = sums[np.ix_(having, columns)], sizes[np.ix_(having, columns)]
+        of_documents = sums[having][:, columns], sizes[having][:, columns]
         means = [
             weights @ of_documents[0] / (weights @ of_documents[1])
             for weights in resampled_documents(int(having.sum()), resamples, seed=seed)
@@ -191,7 +191,9 @@ def sign_test(gained: int, lost: int) -> float:
 
 
 def mcnemar(
-    after: Sequence[bool], before: Sequence[bool], documents: Sequence[Hashable] | None = None
+    after: Sequence[bool] | np.ndarray,
+    before: Sequence[bool] | np.ndarray,
+    documents: Sequence[Hashable] | None = None,
 ) -> dict[str, float | int]:
     """McNemar's exact test of two models on the same samples, a document as one trial.
 
@@ -209,20 +211,20 @@ def mcnemar(
     Raises:
         ValueError: the lengths differ or are 0.
     """
-    after, before = np.asarray(after, dtype=bool), np.asarray(before, dtype=bool)
+    yes, was = np.asarray(after, dtype=bool), np.asarray(before, dtype=bool)
     documents = range(len(after)) if documents is None else documents
     if not len(after) == len(before) == len(documents) or not len(after):
         raise ValueError(
             f"{len(after)} and {len(before)} answers of {len(documents)} documents: as many are needed, one or more."
         )
     index, count = numbered(documents)
-    net = np.bincount(index, weights=after.astype(int) - before.astype(int), minlength=count)
+    net = np.bincount(index, weights=yes.astype(int) - was.astype(int), minlength=count)
     documents_gained, documents_lost = int((net > 0).sum()), int((net < 0).sum())
     return {
-        "gained": int((after & ~before).sum()),
-        "lost": int((before & ~after).sum()),
-        "both": int((after & before).sum()),
-        "neither": int((~after & ~before).sum()),
+        "gained": int((yes & ~was).sum()),
+        "lost": int((was & ~yes).sum()),
+        "both": int((yes & was).sum()),
+        "neither": int((~yes & ~was).sum()),
         "documents_gained": documents_gained,
         "documents_lost": documents_lost,
         "p": sign_test(documents_gained, documents_lost),
@@ -255,26 +257,27 @@ def share_intervals(
         answers: [samples, columns] 1 or 0, NaN where a sample was not asked; a column has one answer at least.
         documents: the document of each sample.
         confidence: of the intervals.
-        drawing: `resamples` and `seed` of the bootstrap, as `stats.bootstrap` takes them.
+        drawing: `resamples` and `seed` of the bootstrap, as `bootstrap` takes them.
     Raises:
-        ValueError: as `stats.bootstrap`.
+        ValueError: as `bootstrap`.
     """
     index, _ = numbered(documents)
     found: list[Found] = []
-    left = []
+    left: list[tuple[int, Interval]] = []  # columns that need a bootstrap, and what is the least width for each
     for place, column in enumerate(answers.T):
         asked = ~np.isnan(column)
-        yes, trials, apart = int(np.nansum(column)), int(asked.sum()), len(np.unique(index[asked]))
-        if apart == trials:
+        yes, trials, distinct = int(np.nansum(column)), int(asked.sum()), len(np.unique(index[asked]))
+        if distinct == trials:
             found.append(Found(wilson(yes, trials, confidence=confidence), WILSON))
         elif yes in (0, trials):
-            found.append(Found(wilson(apart if yes else 0, apart, confidence=confidence), WILSON))
+            found.append(Found(wilson(distinct if yes else 0, distinct, confidence=confidence), WILSON))
         else:
-            found.append(Found(wilson(yes, trials, confidence=confidence), HULL))
-            left.append(place)
-    drawn = bootstrap_columns(answers[:, left], documents, confidence=confidence, **drawing) if left else []
-    for place, interval in zip(left, drawn, strict=True):
-        found[place] = _hull(found[place].interval, interval)
+            left.append((place, wilson(yes, trials, confidence=confidence)))
+            found.append(Found(None, HULL))
+    columns = answers[:, [place for place, _ in left]]
+    drawn = bootstrap_columns(columns, documents, confidence=confidence, **drawing) if left else []
+    for (place, independent), interval in zip(left, drawn, strict=True):
+        found[place] = _hull(independent, interval)
     return found
 
 
@@ -295,16 +298,16 @@ def difference_interval(
         confidence: of the interval.
         drawing: as of `share_intervals`.
     Raises:
-        ValueError: as `stats.bootstrap`.
+        ValueError: as `bootstrap`.
     """
     change = after.astype(np.float64) - before
-    apart = numbered(documents)[1]
+    distinct = numbered(documents)[1]
     counts = (after & before, after & ~before, before & ~after, ~after & ~before)
     ends = wilson_of_difference(*(int(some.sum()) for some in counts), confidence=confidence)
-    if apart == len(change):
+    if distinct == len(change):
         return Found(ends, WILSON)
     if (change == change[0]).all():
-        least = wilson(apart, apart, confidence=confidence).low
+        least = wilson(distinct, distinct, confidence=confidence).low
         alike = {0: Interval(least - 1, 1 - least), 1: Interval(least, 1.0), -1: Interval(-1.0, -least)}
         return Found(alike[int(change[0])], WILSON)
     return _hull(ends, bootstrap_columns(change[:, None], documents, confidence=confidence, **drawing)[0])

@@ -37,8 +37,8 @@ def tpr_at_fpr(members: Sequence[float], controls: Sequence[float], rate: float)
 
 
 def attack(
-    members: Sequence[float],
-    controls: Sequence[float],
+    members: Sequence[float] | np.ndarray,
+    controls: Sequence[float] | np.ndarray,
     *,
     member_documents: Sequence[Hashable],
     control_documents: Sequence[Hashable],
@@ -64,7 +64,7 @@ def attack(
         `members` and `controls`, how many samples these are; `auc`, and for every rate `tpr_at_<rate>`, each with
         `value`, `low` and `high`; the ends are None where members or controls come from one document.
     Raises:
-        ValueError: as `auc`, and as `stats.bootstrap`.
+        ValueError: as `auc`, and as `bootstrap`.
     """
     ranking = _Ranking(members, controls)
     curve = ranking.curve()
@@ -107,7 +107,7 @@ class _Curve(NamedTuple):
 class _Ranking:
     """All scores from the highest to the lowest, sorted once for all draws of a bootstrap."""
 
-    def __init__(self, members: Sequence[float], controls: Sequence[float]) -> None:
+    def __init__(self, members: Sequence[float] | np.ndarray, controls: Sequence[float] | np.ndarray) -> None:
         if not len(members) or not len(controls):
             raise ValueError(f"{len(members)} members and {len(controls)} controls: one or more of both are needed.")
         both = np.concatenate([np.asarray(members, dtype=np.float64), np.asarray(controls, dtype=np.float64)])
@@ -142,9 +142,9 @@ class _Ranking:
 def _area(curve: _Curve) -> np.ndarray:
     members, controls = curve
     area = (np.diff(controls, axis=1) * (members[:, 1:] + members[:, :-1]) / 2).sum(axis=1)
-    return area / (members[:, -1] * controls[:, -1])
+    return np.asarray(area / (members[:, -1] * controls[:, -1]))
 
 
 def _recall(curve: _Curve, rate: float) -> np.ndarray:
     allowed = rate * curve.controls[:, -1:] * (1 + 1e-12)  # 0.01 * 300 is not quite 3
-    return np.where(curve.controls <= allowed, curve.members, 0).max(axis=1) / curve.members[:, -1]
+    return np.asarray(np.where(curve.controls <= allowed, curve.members, 0).max(axis=1) / curve.members[:, -1])

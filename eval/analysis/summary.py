@@ -8,6 +8,7 @@ import numpy as np
 from hf_axonn_eval.analysis.estimates import differences, group, membership
 from hf_axonn_eval.analysis.intervals import check_confidence, mcnemar
 from hf_axonn_eval.analysis.table import MEMBERSHIP, Table, share_names
+from hf_axonn_eval.data.jsonl import is_count
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.metrics.discoverability import TRIES, check_tries
 from hf_axonn_eval.metrics.registry import METRICS, value
@@ -31,9 +32,9 @@ def summarize(
     Args:
         results: of one run; read once, so that an iterator over a file of any length will do.
         record: run.json of the run; it is put into the summary.
-        lengths: also tell the exact match of suffixes cut to these many tokens; longer ones than a suffix leave it
+        lengths: also report the exact match of suffixes cut to these many tokens; longer ones than a suffix leave it
             out.
-        tries: numbers of draws for which discoverability is told.
+        tries: numbers of draws for which discoverability is reported.
         confidence: of the intervals.
         resamples: draws of the bootstrap.
         seed: of the bootstrap.
@@ -47,11 +48,11 @@ def summarize(
         - `exact_match_at`, with `lengths`: by length, as text, an estimate;
         - `discoverability`, if there is a sampler: by p, as text, `median_n` (draws that half of the samples need;
           None: no number suffices) and `tries`, by n, as text, the estimate of the share that is (n, p)-discoverable;
-        - `membership`, if there are scores and samples of bucket 0 beside these: by score what `membership.attack`
+        - `membership`, if there are scores and samples of bucket 0 beside these: by score what `attack`
           returns; for `all` of every other bucket against bucket 0;
         - `degenerate`, if known: `count` of `n`, and `exact_match_of_others`, an estimate;
-        - `undecided`, if known: `count` of `n`, and how many `exact_match` would be `at_least` and `at_most` if each
-          of them fell the other way.
+        - `undecided`, if near ties are known: `count` of `n` that are one, and how many `exact_match` would be
+          `at_least` and `at_most` if each of them fell the other way.
     Raises:
         ValueError: there are no results, or a length or number of draws below 1.
     """
@@ -89,7 +90,7 @@ def compare(
         - `minus_base`: for each other run, bucket and metric the mean `difference` over samples with `low`, `high`,
           `n` and `interval`: for shares with one sample a document made of Wilson's, otherwise a bootstrap over
           documents of the paired differences;
-        - `mcnemar`: for each other run, bucket and yes-or-no metric what `stats.mcnemar` returns.
+        - `mcnemar`: for each other run, bucket and yes-or-no metric what `mcnemar` returns.
     Raises:
         ValueError: no runs, a `base` that is not among them, or runs that were not asked the same samples.
     """
@@ -138,8 +139,8 @@ def _summarize(
     groups = {}
     for name, chosen in table.groups().items():
         groups[name] = group(table.rows(chosen), options, lengths=lengths, tries=tries)
-        told = membership(table, chosen & (table.buckets != 0), options)
-        groups[name] |= {"membership": told} if told else {}
+        attacks = membership(table, chosen & (table.buckets != 0), options)
+        groups[name] |= {"membership": attacks} if attacks else {}
     everything = groups.pop("all")
     return {
         "run": dict(record) if record is not None else None,
@@ -168,15 +169,15 @@ def _differences(table: Table, base: Table, options: dict[str, Any]) -> dict[str
 
 
 def _changes(table: Table, base: Table) -> dict[str, Any]:
-    told: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for name, chosen in table.groups().items():
-        told[name] = {}
+        changes[name] = {}
         for metric in share_names():
             asked = chosen & ~np.isnan(table.column(metric)) & ~np.isnan(base.column(metric))
             if asked.any():
-                answers = [each.columns[metric][asked] == 1 for each in (table, base)]
-                told[name][metric] = mcnemar(*answers, table.rows(asked).documents)
-    return told
+                after, before = (each.columns[metric][asked] == 1 for each in (table, base))
+                changes[name][metric] = mcnemar(after, before, table.rows(asked).documents)
+    return changes
 
 
 def _options(confidence: float, resamples: int, seed: int) -> dict[str, Any]:
@@ -185,6 +186,6 @@ def _options(confidence: float, resamples: int, seed: int) -> dict[str, Any]:
 
 
 def _checked(lengths: Sequence[int]) -> list[int]:
-    if any(type(length) is not int or length < 1 for length in lengths):
+    if not all(is_count(length, least=1) for length in lengths):
         raise ValueError(f"lengths are {list(lengths)!r}, but they must be whole numbers of at least 1.")
     return sorted(set(lengths))

@@ -36,7 +36,7 @@ class Table:
         ids: sample ids.
         documents: [samples] the document of each sample.
         buckets: [samples] whole numbers.
-        columns: by name [samples] float64: METRICS, `suffix_length`, `undecided`, `degenerate`, `membership.<score>`
+        columns: by name [samples] float64: METRICS, `suffix_length`, `near_tie`, `degenerate`, `membership.<score>`
             and `n_needed.<p>`.
     """
 
@@ -56,7 +56,7 @@ class Table:
         documents: list[str] = []
         names: dict[str, str] = {}
         buckets = array("q")
-        columns: dict[str, array] = {}
+        columns: dict[str, array[float]] = {}
         for result in results:
             for name, number in _numbers(result).items():
                 if number is not None:
@@ -78,9 +78,10 @@ class Table:
     def rows(self, chosen: np.ndarray) -> Table:
         """The samples at these places, in this order; `chosen` holds places, or a bool a sample."""
         places = np.flatnonzero(chosen) if chosen.dtype == bool else chosen
+        in_order = places.tolist()
         return Table(
-            [self.ids[place] for place in places],
-            [self.documents[place] for place in places],
+            [self.ids[place] for place in in_order],
+            [self.documents[place] for place in in_order],
             self.buckets[places],
             {name: column[places] for name, column in self.columns.items()},
         )
@@ -103,7 +104,7 @@ class Table:
 def _numbers(result: SampleResult) -> dict[str, float | bool | None]:
     numbers: dict[str, float | bool | None] = {metric: value(result, metric) for metric in METRICS}
     numbers["suffix_length"] = result.suffix_length
-    numbers["undecided"] = result.undecided
+    numbers["near_tie"] = result.near_tie
     numbers["degenerate"] = is_degenerate(result.type_token_ratio, result.zlib_ratio)
     for score, number in (result.membership or {}).items():
         numbers[MEMBERSHIP + score] = number

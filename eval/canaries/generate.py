@@ -11,13 +11,12 @@ import random
 import re
 import string
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hf_axonn_eval.data.jsonl import BOM, json_lines
+from hf_axonn_eval.data.jsonl import BOM, json_lines, replacing, write_json
 
 
 T = TypeVar("T")
@@ -190,7 +189,8 @@ def insert_canaries(
         raise ValueError(f"{output} is the training data itself: name another file for the copy with canaries.")
     with open(documents, "rb") as file:
         lines = (line.removeprefix(BOM).rstrip(b"\r\n") for line in file if line.removeprefix(BOM).strip())
-        _write(Path(output), (line + b"\n" for line in interleave(lines, added, total=total, seed=canaries.seed)))
+        with replacing(Path(output)) as copy:
+            copy.writelines(line + b"\n" for line in interleave(lines, added, total=total, seed=canaries.seed))
     return len(added)
 
 
@@ -202,8 +202,9 @@ def write_canaries(canaries: CanarySet, directory: str | os.PathLike) -> None:
     about["candidates"] = len(lines)
     about["candidates_sha256"] = hashlib.sha256(b"".join(lines)).hexdigest()
     about["canaries"] = [asdict(canary) for canary in canaries.canaries]
-    _write(directory / CANDIDATES, lines)
-    _write(directory / CANARIES, [json.dumps(about, indent=2).encode() + b"\n"])
+    with replacing(directory / CANDIDATES) as file:
+        file.writelines(lines)
+    write_json(directory / CANARIES, about)
 
 
 def read_canaries(directory: str | os.PathLike) -> CanarySet:
@@ -238,15 +239,3 @@ def _different(generator: random.Random, space: int, count: int) -> list[int]:
     while len(drawn) < count:
         drawn[generator.randrange(space)] = None
     return list(drawn)
-
-
-def _write(path: Path, lines: Iterable[bytes]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".unfinished")
-    try:
-        with open(unfinished, "wb") as file:
-            file.writelines(lines)
-        os.replace(unfinished, path)
-    finally:
-        with suppress(FileNotFoundError):
-            unfinished.unlink()

@@ -23,7 +23,7 @@ class CanaryRank:
         rank: its place among the candidates and itself, 1 for the likeliest; ties count against it.
         exposure: log2(candidates + 1) - log2(rank), in bits.
         fitted_exposure: where the candidates are a random sample, the exposure among all texts of the format by
-            `canaries.approximate_exposure`, at most log2 of their number; None if ranks are exact or a fit is not
+            `approximate_exposure`, at most log2 of their number; None if ranks are exact or a fit is not
             possible.
     """
 

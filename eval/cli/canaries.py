@@ -1,9 +1,8 @@
 """The command `canaries`: put synthetic secrets into training data, and rank them by a model."""
 
 import argparse
-import json
 
-from hf_axonn_eval.cli.common import add_model_options, at_least_one, command, load
+from hf_axonn_eval.cli.common import add_model_options, at_least_one, command, from_zero, load
 
 
 def add(commands) -> None:
@@ -13,7 +12,7 @@ def add(commands) -> None:
     parts = parser.add_subparsers(required=True, metavar="make | rank")
     add = command(parts, "make", "draw canaries and candidates, and put the canaries into training data", make)
     add("--format", default="The random number is {digits:9}.", metavar="TEXT", help="fields: digits, letters, hex")
-    add("--insertions", type=_count, nargs="+", default=[0, 1, 4, 16], metavar="N", help="0: controls (0 1 4 16)")
+    add("--insertions", type=from_zero, nargs="+", default=[0, 1, 4, 16], metavar="N", help="0: controls (0 1 4 16)")
     add("--each", type=at_least_one, default=4, metavar="N", help="canaries for each number of insertions (default 4)")
     add("--candidates", type=at_least_one, default=10_000, metavar="N", help="texts to rank among (default 10000)")
     add("--documents", metavar="FILE", help="training data, JSON lines; a copy with the canaries is written")
@@ -63,6 +62,7 @@ def rank(arguments: argparse.Namespace) -> None:
 
     from hf_axonn_eval.canaries.generate import read_canaries
     from hf_axonn_eval.canaries.rank import rank_canaries, ranking_record
+    from hf_axonn_eval.data.jsonl import write_json
 
     canaries = read_canaries(arguments.canaries)
     loaded = load(arguments)
@@ -77,8 +77,7 @@ def rank(arguments: argparse.Namespace) -> None:
         return
     record = ranking_record(ranked, canaries, loaded.record)
     output = Path(arguments.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    write_json(output, record)
     _show(record)
     print(output)
 
@@ -94,9 +93,3 @@ def _show(record: dict) -> None:
         numbers = [f"{group[f'{name}_exposure']:.2f}" for name in ("mean", "least", "most")]
         table.add_row(count, str(group["canaries"]), str(group["first"]), *numbers)
     Console().print(table)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 0")
-    return int(text)

@@ -52,11 +52,16 @@ def load(arguments: argparse.Namespace, **options: Any):
     )
 
 
+def from_zero(text: str, least: int = 0) -> int:
+    """A whole number of at least 0."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {least}")
+    return int(text)
+
+
 def at_least_one(text: str) -> int:
     """A whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
+    return from_zero(text, 1)
 
 
 def share(text: str) -> float:

@@ -62,6 +62,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     from hf_axonn_eval.analysis.summary import compare
+    from hf_axonn_eval.data.jsonl import replacing
     from hf_axonn_eval.report.write import markdown, terminal_differences
 
     runs, records = read_runs(arguments.runs)
@@ -80,8 +81,8 @@ def run_compare(arguments: argparse.Namespace) -> None:
     if arguments.output is not None:
         output = Path(arguments.output)
         text = markdown(comparison) if output.suffix == ".md" else json.dumps(comparison, indent=2) + "\n"
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(text, encoding="utf-8")
+        with replacing(output) as file:
+            file.write(text.encode())
         print(output)
 
 

@@ -66,7 +66,7 @@ def add(commands) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Write the samples file and what it was made of, and say what is in it."""
-    sampling, record, extract = _asked(arguments)
+    sampling, record, extract = _chosen_sampling(arguments)
 
     from transformers import AutoTokenizer
 
@@ -101,8 +101,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"  sha256 {digest}")
 
 
-def _asked(arguments: argparse.Namespace) -> tuple[Sampling, dict[str, Any], dict[str, Any]]:
-    """Where to cut, what is recorded of it, and what `extract` is to be told."""
+def _chosen_sampling(arguments: argparse.Namespace) -> tuple[Sampling, dict[str, Any], dict[str, Any]]:
+    """Where to cut, what is recorded of it, and the arguments that it gives `extract`."""
     given = {name: getattr(arguments, name) for name in _SETTINGS if getattr(arguments, name) is not None}
     if arguments.protocol is None:
         kind = arguments.sampling or "offsets"

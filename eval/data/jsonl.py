@@ -1,12 +1,19 @@
-"""JSON lines: one value a line, and errors that name the file, the line and the byte."""
+"""JSON and JSON lines on disk: files that appear complete or not at all, lines that are read when they are asked for,
+and errors that name the file, the line and the byte.
+"""
+
+from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
 
 
+T = TypeVar("T")
 BOM = b"\xef\xbb\xbf"
 
 
@@ -18,7 +25,7 @@ class Line(NamedTuple):
     value: object
 
 
-def json_lines(path: str | os.PathLike) -> Iterator[Line]:
+def json_lines(path: str | os.PathLike[str]) -> Iterator[Line]:
     """The lines of a file one after the other; empty ones are passed over.
 
     Raises:
@@ -57,3 +64,64 @@ def decoded(content: bytes, place: str, *, before: int = 0) -> str:
             f"{place} is not UTF-8: byte 0x{content[error.start]:02x} at position {before + error.start} of the file "
             f"({error.reason}). Write the file as UTF-8, or name the file that is."
         ) from None
+
+
+class LineFile(Sequence[T]):
+    """The lines of a file as a sequence of what they say, read when they are asked for: a million of them take 8 MB.
+
+    Args:
+        path: the file.
+        starts: the byte that each line begins at, in the order of the sequence.
+        parse: what a line says.
+    """
+
+    def __init__(self, path: Path, starts: Iterable[int], parse: Callable[[bytes], T]) -> None:
+        self.path = path
+        self._starts = array("Q", starts)
+        self._parse = parse
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[T]: ...
+
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        with open(self.path, "rb") as file:
+            file.seek(self._starts[index])
+            return self._parse(file.readline())
+
+    def __iter__(self) -> Iterator[T]:
+        with open(self.path, "rb") as file:
+            for start in self._starts:
+                file.seek(start)
+                yield self._parse(file.readline())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that takes the place of `path` when it is complete; an error leaves what was there before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".unfinished")
+    try:
+        with open(unfinished, "wb") as file:
+            yield file
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file, complete or not at all."""
+    with replacing(path) as file:
+        file.write((json.dumps(content, indent=2) + "\n").encode())
+
+
+def is_count(value: object, *, least: int = 0) -> bool:
+    """Whether a value is a whole number of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isinf
 from pathlib import Path
 from typing import Any
+
+from hf_axonn_eval.data.jsonl import LineFile, write_json
 
 
 RECORD, RESULTS, SUMMARY = "run.json", "results.jsonl", "summary.json"
@@ -33,7 +34,7 @@ MEASURED = (  # fields of a result that are not metrics; what metrics are comput
     "generated_text",
     "suffix_text",
     "margin",
-    "undecided",
+    "near_tie",
     "sampled_logprob",
     "membership",
 )
@@ -48,10 +49,10 @@ class SampleResult:
     suffix token. `generated` holds the ids of the greedy continuation.
 
     `margin` is the smallest gap, in nats, between the two best log-probabilities over the suffix tokens up to and
-    including the first miss; `undecided` says that it is below what another order of adding, in this dtype, may
+    including the first miss; `near_tie` says that it is below what another order of adding, in this dtype, may
     change: another grid or batch could answer otherwise. `sampled_logprob` is the log-probability of the suffix under
     the sampler of the run, in nats, and -inf where that never draws it; JSON has no infinity, so the file says "-inf"
-    in quotes. `membership` holds scores of the whole sample, prefix
+    in quotes. `membership` holds scores of the full sample, prefix
     and suffix, by name; higher means more like a member. `type_token_ratio` is of the suffix ids, `zlib_ratio` of the
     suffix text (metrics/text.py). `metrics` holds, by name, those registered metrics that have no field of their own.
     """
@@ -80,7 +81,7 @@ class SampleResult:
     rouge2: float | None = None
     rougeL: float | None = None
     margin: float | None = None
-    undecided: bool | None = None
+    near_tie: bool | None = None
     sampled_logprob: float | None = None
     membership: dict[str, float] | None = None
     type_token_ratio: float | None = None
@@ -100,64 +101,41 @@ class SampleResult:
         return vars(self).get(name) if name in vars(self) else (self.metrics or {}).get(name)
 
 
-class Results(Sequence[SampleResult]):
-    """The results in a file, read when they are asked for: a million of them take 8 MB.
-
-    The whole file is checked when it is opened.
+class Results(LineFile[SampleResult]):
+    """The results in a file, read when they are asked for. The full file is checked when it is opened.
 
     Args:
-        file: a results.jsonl.
+        path: a results.jsonl.
         order: place of each sample id; by default results come in the order of the file.
     Raises:
         ValueError: a line is not a result, or a sample is there twice; the message names the line.
     """
 
-    def __init__(self, file: Path, order: Mapping[str, int] | None = None) -> None:
-        self.file = file
-        self._starts = array("Q")
-        places, start, seen = array("Q"), 0, set()
-        with open(file, "rb") as lines:
+    def __init__(self, path: Path, order: Mapping[str, int] | None = None) -> None:
+        starts: dict[str, int] = {}
+        start = 0
+        with open(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
                     sample_id = _from_line(line).sample_id
                 except (ValueError, TypeError, RecursionError):
-                    raise ValueError(f"{file}, line {number} is damaged; remove it and run extract again.") from None
-                if sample_id in seen:
-                    raise ValueError(f"{file}, line {number}: sample {sample_id!r} is there twice; remove one.")
-                seen.add(sample_id)
-                self._starts.append(start)
+                    raise ValueError(f"{path}, line {number} is damaged; remove it and run extract again.") from None
+                if sample_id in starts:
+                    raise ValueError(f"{path}, line {number}: sample {sample_id!r} is there twice; remove one.")
+                starts[sample_id] = start
                 start += len(line)
-                if order is not None:
-                    places.append(order[sample_id])
-        if order is not None:
-            by_place = sorted(range(len(places)), key=places.__getitem__)
-            self._starts = array("Q", (self._starts[index] for index in by_place))
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        with open(self.file, "rb") as lines:
-            lines.seek(self._starts[index])
-            return _from_line(lines.readline())
-
-    def __iter__(self) -> Iterator[SampleResult]:
-        with open(self.file, "rb") as lines:
-            for start in self._starts:
-                lines.seek(start)
-                yield _from_line(lines.readline())
+        ids = starts if order is None else sorted(starts, key=order.__getitem__)
+        super().__init__(path, (starts[sample_id] for sample_id in ids), _from_line)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sequence) or isinstance(other, (str, bytes)):
             return NotImplemented
-        return len(self) == len(other) and all(mine == its for mine, its in zip(self, other, strict=True))
+        return len(self) == len(other) and all(mine == theirs for mine, theirs in zip(self, other, strict=True))
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # as of a list: equal to others, and none of them can be hashed
 
     def __repr__(self) -> str:
-        return f"<{len(self)} results in {self.file}>"
+        return f"<{len(self)} results in {self.path}>"
 
 
 class RunDirectory:
@@ -167,7 +145,7 @@ class RunDirectory:
         path: the directory; made if it is not there.
     """
 
-    def __init__(self, path: str | os.PathLike) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
 
     def begin(self, record: dict[str, Any]) -> Sequence[SampleResult]:
@@ -187,8 +165,7 @@ class RunDirectory:
         if not file.exists():
             if (self.path / RESULTS).exists():
                 raise ValueError(f"{self.path} holds {RESULTS} but no {RECORD}: name another output directory.")
-            self.path.mkdir(parents=True, exist_ok=True)
-            _write_json(file, record)
+            write_json(file, record)
             return []
         before = read_record(self.path)["identity"]
         now = json.loads(json.dumps(record["identity"]))
@@ -211,7 +188,7 @@ class RunDirectory:
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write the summary."""
-        _write_json(self.path / SUMMARY, summary)
+        write_json(self.path / SUMMARY, summary)
 
     def results(self, order: Mapping[str, int] | None = None) -> Sequence[SampleResult]:
         """What is there by now, in the order of the file, or by the place that `order` gives to each sample id."""
@@ -223,14 +200,14 @@ class RunDirectory:
         if not file.exists():
             return []
         content = file.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
+        complete = content.rfind(b"\n") + 1
+        if complete < len(content):
             with open(file, "r+b") as handle:
-                handle.truncate(whole)
+                handle.truncate(complete)
         return read_results(file)
 
 
-def read_run(path: str | os.PathLike) -> tuple[dict[str, Any], Sequence[SampleResult]]:
+def read_run(path: str | os.PathLike[str]) -> tuple[dict[str, Any], Sequence[SampleResult]]:
     """The record and the results of a finished run.
 
     Raises:
@@ -257,14 +234,14 @@ def read_record(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{path} is not the output directory of an extract run: it holds no {RECORD}.")
     try:
-        record = json.loads(file.read_text(encoding="utf-8"))
+        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         record["identity"]["samples"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{file} is damaged; remove {path} and run extract again.") from None
     return record
 
 
-def read_results(file: str | os.PathLike) -> Results:
+def read_results(file: str | os.PathLike[str]) -> Results:
     """The lines of a results.jsonl.
 
     Raises:
@@ -285,6 +262,8 @@ def _from_line(line: bytes) -> SampleResult:
     for name in _MAY_BE_INFINITE:
         if name in entry:
             entry[name] = _each(entry[name], _unquoted)
+    if "undecided" in entry:  # what 0.1.0 called a near tie
+        entry["near_tie"] = entry.pop("undecided")
     return SampleResult(**entry)
 
 
@@ -303,9 +282,3 @@ def _each(value: Any, convert: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {name: convert(number) for name, number in value.items()}
     return convert(value)
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, path)

@@ -10,15 +10,13 @@ samples.jsonl.about.json   how they were made: documents, tokenizer, protocol, w
 import hashlib
 import json
 import os
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from hf_axonn_eval.data.jsonl import json_lines
+from hf_axonn_eval.data.jsonl import LineFile, is_count, json_lines, replacing, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +55,8 @@ class Sample:
             object.__setattr__(self, name, tuple(ids))
 
 
-class SampleFile(Sequence[Sample]):
-    """The samples of a file, read when they are asked for: a million of them take 8 MB.
-
-    The whole file is checked when it is opened.
+class SampleFile(LineFile[Sample]):
+    """The samples of a file, read when they are asked for. The full file is checked when it is opened.
 
     Args:
         path: what `write_samples` wrote.
@@ -68,31 +64,11 @@ class SampleFile(Sequence[Sample]):
         ValueError: as `read_samples`.
     """
 
-    def __init__(self, path: str | os.PathLike) -> None:
-        self.path = Path(path)
-        self._starts = array("Q")
-        for start, _ in _read(self.path):
-            self._starts.append(start)
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        start = self._starts[index]
-        with open(self.path, "rb") as file:
-            file.seek(start)
-            return Sample(**json.loads(file.readline().decode("utf-8-sig")))
-
-    def __iter__(self) -> Iterator[Sample]:
-        with open(self.path, "rb") as file:
-            for start in self._starts:
-                file.seek(start)
-                yield Sample(**json.loads(file.readline().decode("utf-8-sig")))
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(Path(path), (start for start, _ in _read(path)), _from_line)
 
 
-def write_samples(samples: Iterable[Sample], path: str | os.PathLike) -> str:
+def write_samples(samples: Iterable[Sample], path: str | os.PathLike[str]) -> str:
     """Write one JSON object a line. The file appears complete or not at all, and no more than one sample is in memory.
 
     Returns:
@@ -101,26 +77,17 @@ def write_samples(samples: Iterable[Sample], path: str | os.PathLike) -> str:
     path = Path(path)
     samples = iter(samples)
     first = list(islice(samples, 1))  # what is wrong is mostly so from the start
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(path.name + ".unfinished")
     digest = hashlib.sha256()
-    try:
-        with open(unfinished, "wb") as file:
-            for some in (first, samples):
-                for sample in some:
-                    line = _line(sample)
-                    digest.update(line)
-                    file.write(line)
-        os.replace(unfinished, path)
-    finally:
-        with suppress(FileNotFoundError):
-            unfinished.unlink()
-    with suppress(FileNotFoundError):
-        about_file(path).unlink()  # it told of the samples that were here before
+    with replacing(path) as file:
+        for sample in chain(first, samples):
+            line = _line(sample)
+            digest.update(line)
+            file.write(line)
+    about_file(path).unlink(missing_ok=True)  # it described the samples that were here before
     return digest.hexdigest()
 
 
-def read_samples(path: str | os.PathLike) -> list[Sample]:
+def read_samples(path: str | os.PathLike[str]) -> list[Sample]:
     """Read what `write_samples` wrote.
 
     Raises:
@@ -138,25 +105,22 @@ def samples_digest(samples: Iterable[Sample]) -> str:
     return digest.hexdigest()
 
 
-def about_file(path: str | os.PathLike) -> Path:
+def about_file(path: str | os.PathLike[str]) -> Path:
     """Where it is written how a samples file was made."""
     return Path(path).with_name(Path(path).name + ".about.json")
 
 
-def write_about(path: str | os.PathLike, about: dict[str, Any]) -> None:
+def write_about(path: str | os.PathLike[str], about: dict[str, Any]) -> None:
     """Write how the samples file `path` was made.
 
     Args:
         path: the samples file.
         about: anything JSON can say; its entry `sha256` is that of the samples file.
     """
-    file = about_file(path)
-    unfinished = file.with_name(file.name + ".unfinished")
-    unfinished.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    os.replace(unfinished, file)
+    write_json(about_file(path), about)
 
 
-def read_about(path: str | os.PathLike) -> dict[str, Any] | None:
+def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """How the samples file `path` was made; None if nothing beside it says so.
 
     Its entries: `samples`, `sha256`, `documents`, `buckets`, `left_out`, `tokenizer`, `protocol` (name, source,
@@ -170,28 +134,27 @@ def read_about(path: str | os.PathLike) -> dict[str, Any] | None:
         return None
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
-        told = about["sha256"]
+        recorded = about["sha256"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{file} is damaged; remove it, or write {path} again.") from None
     with open(path, "rb") as content:
         digest = hashlib.sha256()
         while block := content.read(1 << 20):
             digest.update(block)
-    if told != digest.hexdigest():
+    if recorded != digest.hexdigest():
         raise ValueError(f"{file} tells of other samples than those in {path}: remove it, or write {path} again.")
     return about
-
-
-def is_count(value: object) -> bool:
-    """Whether a value is a whole number of at least 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _line(sample: Sample) -> bytes:
     return (json.dumps(vars(sample), separators=(",", ":")) + "\n").encode()
 
 
-def _read(path: str | os.PathLike) -> Iterator[tuple[int, Sample]]:
+def _from_line(line: bytes) -> Sample:
+    return Sample(**json.loads(line.decode("utf-8-sig")))
+
+
+def _read(path: str | os.PathLike[str]) -> Iterator[tuple[int, Sample]]:
     """The samples of a file, each with the byte its line begins at."""
     seen: dict[str, int] = {}
     for number, start, entry in json_lines(path):

@@ -1,6 +1,6 @@
 """Where documents are cut into samples: at fixed offsets, by a sliding window, or at their beginning or end.
 
-A document is tokenized once, as a whole, and then cut: cutting text and tokenizing the pieces would give other tokens
+A document is tokenized once, in full, and then cut: cutting text and tokenizing the pieces would give other tokens
 at the seam than the model saw in training. (The one exception is a window that slides over characters, because that is
 what its authors did.) Documents are taken one after the other and samples come out one after the other.
 """
@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_axonn_eval.data.samples import Sample, is_count
+from hf_axonn_eval.data.jsonl import is_count
+from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.data.windows import Sampling
 
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _SLICES_AT_ONCE = 256
 _CHARACTERS_A_TOKEN = 8  # that are tokenized for a window of so many tokens; more are tried if they are too few
-_SPARE = 16  # tokens beyond the window: where the text was cut off, the last ones are not those of the whole text
+_SPARE = 16  # tokens beyond the window: where the text was cut off, the last ones are not those of the full text
 
 
 @dataclass
@@ -92,8 +93,10 @@ def iter_samples(
             continue
         used[bucket] += 1
         if spans is None:
-            cuts = sampling.cuts(len(tokens))
-            pieces = ((cut.name, cut.offset, tokens[cut.offset : cut.end], cut.middle - cut.offset) for cut in cuts)
+            pieces = (
+                (window.name, window.offset, tokens[window.offset : window.end], window.middle - window.offset)
+                for window in sampling.windows(len(tokens))
+            )
         else:
             pieces = _windows_over_characters(document["text"], spans, tokenizer, sampling)
         for name, offset, ids, prefix in pieces:
@@ -114,7 +117,7 @@ def iter_samples(
                 prefix=tuple(ids[:prefix]),
                 suffix=tuple(ids[prefix:]),
             )
-    _tell(tally, sampling, shortest)
+    _log_left_out(tally, sampling, shortest)
 
 
 def build_samples(
@@ -254,7 +257,7 @@ def _windows_over_characters(
                 yield f"{start}c", offset, ids[:window], prefix
 
 
-def _tell(tally: Tally, sampling: Sampling, shortest: int) -> None:
+def _log_left_out(tally: Tally, sampling: Sampling, shortest: int) -> None:
     """Log what was left out.
 
     Raises:

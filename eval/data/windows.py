@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
-from hf_axonn_eval.data.samples import is_count
+from hf_axonn_eval.data.jsonl import is_count
 
 
 # What each kind looks at, besides the filters that are for all of them.
@@ -48,7 +48,7 @@ class Sampling:
             one changed at a time.
         shared_suffix: prefixes of several lengths end at the same place, that of the longest, so that one suffix is
             asked for with more and more context.
-        max_tokens: for "first" and "last" the tokens that are looked at; None: the whole document.
+        max_tokens: for "first" and "last" the tokens that are looked at; None: the full document.
         stride: from one window to the next.
         stride_unit: "tokens"; or "characters": the text is tokenized anew from every stride-th character on.
         min_document_tokens: shorter documents are left out. Those too short for any cut always are.
@@ -84,7 +84,7 @@ class Sampling:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, but it must be True or False.")
         for name in ("prefix_length", "suffix_length"):
             values = self._several(name)
-            wrong = [value for value in values if not is_count(value) or value < 1]
+            wrong = [value for value in values if not is_count(value, least=1)]
             if wrong:
                 raise ValueError(f"{name} is {wrong[0]!r}, but it must be a whole number of tokens, at least 1.")
             if not values or len(set(values)) != len(values):
@@ -95,7 +95,7 @@ class Sampling:
         for name in ("stride", "max_tokens", "min_document_tokens", "max_document_tokens", "max_documents"):
             value = getattr(self, name)
             least = 0 if name == "min_document_tokens" else 1
-            if not (value is None and name != "stride") and (not is_count(value) or value < least):
+            if not (value is None and name != "stride") and not is_count(value, least=least):
                 raise ValueError(f"{name} is {value!r}, but it must be a whole number of at least {least}.")
         self._check_lengths()
 
@@ -129,12 +129,12 @@ class Sampling:
     def needed(self) -> int:
         """The tokens of the shortest document that can be cut."""
         if self.kind == "offsets":
-            return max(cut.end for cut in self._fixed())
+            return max(window.end for window in self._fixed())
         if self.kind == "sliding":
             return self.prefix_length[0] + self.suffix_length[0]
         return self.suffix_length[0] + 1
 
-    def cuts(self, tokens: int) -> list[Window]:
+    def windows(self, tokens: int) -> list[Window]:
         """Where a document of `tokens` tokens is cut; at least `needed` of them. Not for a window over characters."""
         if self.kind == "offsets":
             return self._fixed()
@@ -162,9 +162,9 @@ class Sampling:
             combined = list(dict.fromkeys(moved))
         plain = len(self.prefix_length) == len(self.suffix_length) == 1
         longest = max(self.prefix_length)
-        cuts = []
+        windows = []
         for offset, prefix, suffix in combined:
             begin = offset + (longest - prefix if self.shared_suffix else 0)
             name = str(begin) if plain else f"{begin}+{prefix}+{suffix}"
-            cuts.append(Window(name, begin, begin + prefix, begin + prefix + suffix))
-        return cuts
+            windows.append(Window(name, begin, begin + prefix, begin + prefix + suffix))
+        return windows

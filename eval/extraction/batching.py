@@ -83,7 +83,7 @@ def smaller(batches: Sequence[Sequence[T]], batch_size: int) -> list[list[T]]:
     return [list(batch[at : at + batch_size]) for batch in batches for at in range(0, len(batch), batch_size)]
 
 
-def fitting_batch_size(model, division: WorkSplit, *, longest: int, kept_logits: int) -> int:
+def fitting_batch_size(model, work_split: WorkSplit, *, longest: int, kept_logits: int) -> int:
     """A batch size that fits into memory, the same on every rank: a power of two. Collective over the world.
 
     Enough rows to keep the device busy, and no more than half of the free memory: of a GPU what one and two rows took
@@ -100,7 +100,7 @@ def fitting_batch_size(model, division: WorkSplit, *, longest: int, kept_logits:
         if device.type == "cuda"
         else _memory_of_cpu(model, longest, kept_logits)
     )
-    rows = -division.maximum(-max(1, min(busy, int(_MEMORY_SHARE * free / row))))
+    rows = -work_split.maximum(-max(1, min(busy, int(_MEMORY_SHARE * free / row))))
     return 2 ** (rows.bit_length() - 1)
 
 

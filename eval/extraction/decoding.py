@@ -16,7 +16,7 @@ from hf_axonn_eval.extraction.scoring import core, device_of, logits_after
 
 
 @dataclass
-class _Asked:
+class _Request:
     key: int
     row: Row | None  # what comes before, until it is copied into the batch
     length: int  # tokens that the cache holds of it
@@ -33,24 +33,24 @@ class Decoder:
     """Decode many rows, a batch of them at a time.
 
     Args:
-        model: a causal LM whose cache can be kept (`caches.can_be_kept`).
+        model: a causal LM whose cache can be kept (`kv_cache.can_be_kept`).
         rows: in a forward pass.
     """
 
     def __init__(self, model, *, rows: int) -> None:
         self.model = model
         self.rows = rows
-        self._waiting: list[_Asked] = []
-        self._live: list[_Asked] = []
+        self._waiting: list[_Request] = []
+        self._live: list[_Request] = []
         self._cache = None
         self._idle = 0  # places in the batch, step by step, that nobody used since the last copy
 
     def add(self, key: int, row: Row, token: int, want: int) -> None:
         """Ask for `want` tokens, one or more, after `token`, which comes after what `row` holds."""
-        self._waiting.append(_Asked(key, row, row.length, token, want))
+        self._waiting.append(_Request(key, row, row.length, token, want))
 
     def run(self, *, drain: bool) -> Iterator[tuple[int, list[int]]]:
-        """Decode for as long as there are enough rows for a whole batch, or with `drain` until none is left.
+        """Decode for as long as there are enough rows for a full batch, or with `drain` until none is left.
 
         A forward pass of one token a row and step; on a parallelized model collective over its x, y and z.
 
@@ -58,7 +58,7 @@ class Decoder:
             the key of a row that is done, and its tokens.
         """
         while True:
-            undone = [(place, asked) for place, asked in enumerate(self._live) if not asked.done]
+            undone = [(place, request) for place, request in enumerate(self._live) if not request.done]
             left = len(undone) + len(self._waiting)
             if left == 0:
                 self._live, self._cache, self._idle = [], None, 0
@@ -71,31 +71,31 @@ class Decoder:
                 self._idle = 0
             yield from self._step()
 
-    def _refill(self, undone: list[tuple[int, _Asked]]) -> None:
+    def _refill(self, undone: list[tuple[int, _Request]]) -> None:
         """Let waiting rows take the places of those that are done, and forget these."""
         free = self.rows - len(undone)
         columns = self._cache.get_seq_length() if self._cache is not None else 0
-        rows = [Row(self._cache, place, columns - asked.length, asked.length) for place, asked in undone]
+        rows = [Row(self._cache, place, columns - request.length, request.length) for place, request in undone]
         new, self._waiting = self._waiting[:free], self._waiting[free:]
-        self._live = [asked for _, asked in undone] + new
-        room = max(asked.want - len(asked.tokens) for asked in self._live)
-        self._cache = joined(rows + [asked.row for asked in new], room)
-        for asked in new:
-            asked.row = None  # the pass that it came from may be forgotten
+        self._live = [request for _, request in undone] + new
+        room = max(request.want - len(request.tokens) for request in self._live)
+        self._cache = joined(rows + [request.row for request in new], room)
+        for request in new:
+            request.row = None  # the pass that it came from may be forgotten
 
     def _step(self) -> Iterator[tuple[int, list[int]]]:
-        tokens = torch.tensor([[asked.last] for asked in self._live], device=device_of(self.model))
+        tokens = torch.tensor([[request.last] for request in self._live], device=device_of(self.model))
         columns = self._cache.get_seq_length()
         # rows that are done go along until they are replaced, and see nothing but their own last token
-        padding = [columns if asked.done else columns - asked.length for asked in self._live]
+        padding = [columns if request.done else columns - request.length for request in self._live]
         choices = logits_after(self.model, tokens, padding, keep=1, cache=self._cache)[:, -1].argmax(-1).tolist()
-        for asked, choice in zip(self._live, choices, strict=True):
-            if not asked.done:
-                asked.last = choice
-                asked.tokens.append(choice)
-                asked.length += 1
-                if asked.done:
-                    yield asked.key, asked.tokens
+        for request, choice in zip(self._live, choices, strict=True):
+            if not request.done:
+                request.last = choice
+                request.tokens.append(choice)
+                request.length += 1
+                if request.done:
+                    yield request.key, request.tokens
 
 
 @torch.no_grad()
@@ -137,7 +137,7 @@ def weights_in_place(model) -> Iterator[None]:
 
 def _kept(model):
     parallel = parallel_state(model)
-    return parallel.kept if parallel is not None and parallel.grid.z > 1 else None
+    return parallel.gather_cache if parallel is not None and parallel.grid.z > 1 else None
 
 
 @contextlib.contextmanager

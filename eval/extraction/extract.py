@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from hf_axonn_eval.analysis.intervals import check_confidence
 from hf_axonn_eval.analysis.summary import summarize
+from hf_axonn_eval.data.jsonl import is_count
 from hf_axonn_eval.data.results import RunDirectory, SampleResult
 from hf_axonn_eval.data.samples import Sample, samples_digest
 from hf_axonn_eval.extraction import batching as batches
@@ -85,15 +86,15 @@ def extract(
             "another model: pass load_model(...).record, or {'fingerprint': <any text that names the weights>}."
         )
 
-    division = WorkSplit.of(model)
+    work_split = WorkSplit.of(model)
     with scoring.evaluating(model):
         rows = batch_size
         if rows == "auto":
             keep = longest if membership else max(suffix for _, suffix in lengths)
-            rows = batches.fitting_batch_size(model, division, longest=longest, kept_logits=keep)
+            rows = batches.fitting_batch_size(model, work_split, longest=longest, kept_logits=keep)
         planned = batches.plan_batches(lengths, rows, padding=scoring.may_be_padded(model))
-        units = batches.plan_units(planned, division.count)
-        asker = Runner(
+        units = batches.plan_units(planned, work_split.count)
+        runner = Runner(
             model=model,
             tokenizer=tokenizer,
             generate=generate,
@@ -121,17 +122,17 @@ def extract(
                 settings={
                     "batch_size": batch_size,
                     "batches": {"rows": rows, "number": len(planned), "in_a_unit": len(units[0])},
-                    "decoded_rows": asker.decoded,
+                    "decoded_rows": runner.decoded,
                     "decoding": "greedy, no stop, no penalties",
                     "sampler": vars(sampler) if sampler is not None else None,
-                    "near_tie_below": asker.bound,
+                    "near_tie_below": runner.bound,
                     "protocol": protocol,
                     "seed": seed,
                     "confidence": confidence,
                 },
-                division=division,
+                work_split=work_split,
             )
-            done = division.on_rank_zero(lambda: {order[result.sample_id] for result in directory.begin(record)})
+            done = work_split.on_rank_zero(lambda: {order[result.sample_id] for result in directory.begin(record)})
         units = [unit for unit in (_without(unit, done) for unit in units) if unit]
         kept: list[SampleResult] = []
         bar = tqdm(
@@ -140,17 +141,17 @@ def extract(
             unit="sample",
             smoothing=0.1,
             dynamic_ncols=True,
-            disable=not progress or division.rank != 0,
+            disable=not progress or work_split.rank != 0,
         )
         with bar:
-            for measured in asker.measure(samples, units, division):
-                if directory is not None and division.rank == 0:
+            for measured in runner.measure(samples, units, work_split):
+                if directory is not None and work_split.rank == 0:
                     directory.append(measured)
                 elif directory is None:
                     kept += measured
                 bar.update(len(measured))
 
-    if division.rank != 0:
+    if work_split.rank != 0:
         return []
     results = directory.results(order) if directory is not None else kept
     if directory is not None:
@@ -180,7 +181,7 @@ def _look_through(samples: Sequence[Sample]) -> tuple[dict[str, int], list[tuple
 
 
 def _check_options(batch_size, stop_early, sampler, membership, tokenizer) -> None:
-    if batch_size != "auto" and (type(batch_size) is not int or batch_size < 1):
+    if batch_size != "auto" and not is_count(batch_size, least=1):
         raise ValueError(f"batch_size is {batch_size!r}, but it must be at least 1, or 'auto'.")
     given = [name for name, asked in {"sampler": sampler is not None, "membership": membership}.items() if asked]
     if stop_early and given:

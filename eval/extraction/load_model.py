@@ -36,7 +36,7 @@ def load_model(
         path: an HF directory, the sharded checkpoint of a training run, a directory with a PEFT adapter, or a name on
             the hub.
         grid: an `hf_axonn.Grid` over which to shard the model; each rank then reads only its own slices. None, or a
-            grid of size 1: the whole model on every process.
+            grid of size 1: the full model on every process.
         tokenizer: where the tokenizer is, if not at `path`.
         dtype: "auto" for that of the checkpoint, or one of DTYPES.
         attn_implementation: as for `AutoModelForCausalLM.from_pretrained`.
@@ -49,16 +49,16 @@ def load_model(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}, but it must be one of {', '.join(DTYPES)}.")
     start_distributed()
-    division = WorkSplit.of(None)
+    work_split = WorkSplit.of(None)
     if grid is not None:
-        grid.check(division.world_size)
+        grid.check(work_split.world_size)
     directory = _directory(path)
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     # before loading: shards that are missing would be read as noise, on a grid by every rank its own
     if directory is not None and weights.is_sharded(directory):
-        division.on_rank_zero(lambda: weights.check_complete(directory, _shapes(directory, trust_remote_code)))
+        work_split.on_rank_zero(lambda: weights.check_complete(directory, _shapes(directory, trust_remote_code)))
 
     from transformers import AutoTokenizer
 
@@ -76,8 +76,8 @@ def load_model(
         tokenizer=loaded_tokenizer,
         record={
             "path": str(path),
-            "fingerprint": division.on_rank_zero(lambda: weights.fingerprint(directory)),
-            **division.on_rank_zero(lambda: _base_record(directory)),
+            "fingerprint": work_split.on_rank_zero(lambda: weights.fingerprint(directory)),
+            **work_split.on_rank_zero(lambda: _base_record(directory)),
             "architecture": type(model).__name__,
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
             "attn_implementation": getattr(model.config, "_attn_implementation", None),

@@ -42,7 +42,7 @@ def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = No
 
     Args:
         batch: samples; of different lengths only if `scoring.may_be_padded(model)`.
-        missed: is told of each sample whose continuation is not known to its end: its place in the batch, its match,
+        missed: called for each sample whose continuation is not known to its end: its place in the batch, its match,
             and the keys and values of the tokens before the miss; None instead of these where they cannot be kept.
     Raises:
         ValueError: the model answers with NaN.

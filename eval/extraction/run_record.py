@@ -31,7 +31,7 @@ def run_record(
     *,
     identity: Mapping[str, Any],
     settings: Mapping[str, Any],
-    division: WorkSplit,
+    work_split: WorkSplit,
 ) -> dict[str, Any]:
     """The content of run.json.
 
@@ -40,7 +40,7 @@ def run_record(
         model_record: what identifies it.
         identity: what else tells this run from others; entries that are None are those of a run without the option.
         settings: what may change when a stopped run goes on, and the plan of the batches.
-        division: who measures what.
+        work_split: who measures what.
     """
     import torch
 
@@ -67,7 +67,7 @@ def run_record(
             "float32_matmul": torch.get_float32_matmul_precision(),
             "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         },
-        "processes": division.world_size,
+        "processes": work_split.world_size,
         "grid": str(parallel.grid) if parallel is not None else None,
         "device": {
             "type": weight.device.type,

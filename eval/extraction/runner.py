@@ -25,7 +25,7 @@ class Runner:
     """Asks the model; `batch_size` shrinks where memory runs out. The other arguments are those of `extract`.
 
     Args:
-        bound: margins below it, in nats, are undecided.
+        bound: margins below it, in nats, are near ties.
         decoded: rows that are decoded together, as long as the batch size is the planned one.
     """
 
@@ -43,7 +43,7 @@ class Runner:
         self.planned = self.batch_size
 
     def measure(
-        self, samples: Sequence[Sample], units: Sequence[list[list[int]]], division: WorkSplit
+        self, samples: Sequence[Sample], units: Sequence[list[list[int]]], work_split: WorkSplit
     ) -> Iterator[list[SampleResult]]:
         """Yield, unit by unit, the results of all ranks on rank 0, and an empty list elsewhere."""
         parallel = parallel_state(self.model)
@@ -51,9 +51,9 @@ class Runner:
         alone = parallel is None or parallel.grid.size == 1
         placed = in_step and (self.generate or self.stop_early)
         with decoding.weights_in_place(self.model) if placed else contextlib.nullcontext():
-            for start in range(0, len(units), division.count):
-                together = units[start : start + division.count]
-                mine = together[division.index] if division.index < len(together) else []
+            for start in range(0, len(units), work_split.count):
+                together = units[start : start + work_split.count]
+                mine = together[work_split.index] if work_split.index < len(together) else []
                 unit = [[samples[place] for place in batch] for batch in mine]
                 measured, self.batch_size = batches.halving(
                     self.batch_size, lambda rows, unit=unit: self._unit(batches.smaller(unit, rows), rows), alone=alone
@@ -62,7 +62,7 @@ class Runner:
                 passes = max(map(len, together)) if in_step and not placed else int(in_step and start == 0)
                 for _ in range(len(mine), passes):
                     scoring.score_suffixes(self.model, [samples[together[0][0][0]]])
-                yield division.gather(measured if division.reports else [])
+                yield work_split.gather(measured if work_split.reports else [])
 
     def _unit(self, unit: Sequence[Sequence[Sample]], rows: int) -> list[SampleResult]:
         together = self.decoded if rows == self.planned else rows  # memory ran out: no more rows than in a pass
@@ -79,8 +79,8 @@ class Runner:
         measured = []
         for number, (sample, answer) in enumerate(zip(samples, answers, strict=True)):
             match = answer if isinstance(answer, Match) else _match(sample, answer)
-            said = [*match.known, *rest.tokens.get(number, ())] if rest is not None else None
-            measured.append(result_of(sample, answer, said, self.tokenizer, bound=self.bound))
+            continuation = [*match.known, *rest.tokens.get(number, ())] if rest is not None else None
+            measured.append(result_of(sample, answer, continuation, self.tokenizer, bound=self.bound))
         return measured
 
     def _matches(self, batch: Sequence[Sample], first: int, rest: "_Rest | None") -> list[Match]:
@@ -116,7 +116,7 @@ class _Rest:
     """What the model says after the first miss of samples: `tokens`, by the number of the sample.
 
     Args:
-        rows: in a pass that feeds whole prompts.
+        rows: in a pass that feeds full prompts.
         together: rows in a pass that feeds one token of each.
     """
 
@@ -136,7 +136,7 @@ class _Rest:
             self._prompts.append((number, [*sample.prefix, *match.known], missing))
 
     def decode(self, *, drain: bool) -> None:
-        """Decode what makes whole batches, or with `drain` everything."""
+        """Decode what makes full batches, or with `drain` everything."""
         self.tokens.update(self._decoder.run(drain=drain))
         if not drain:
             return
@@ -163,7 +163,7 @@ def result_of(
             miss too: a mean over these alone would mislead.
         continuation: the greedy one, as long as the suffix; None without generation.
         tokenizer: for texts, which ROUGE and zlib read; None leaves these out.
-        bound: margins below it, in nats, are undecided.
+        bound: margins below it, in nats, are near ties.
     """
     match = answer if isinstance(answer, Match) else _match(sample, answer)
     suffix_text = generated_text = None
@@ -181,7 +181,7 @@ def result_of(
         "suffix_length": len(sample.suffix),
         "divergence_point": match.tokens,
         "margin": match.margin,
-        "undecided": match.margin < bound,
+        "near_tie": match.margin < bound,
         **dict.fromkeys(("logprob", "logprobs", "hits")),
         "generated": list(continuation) if continuation is not None else None,
         "generated_text": generated_text,

@@ -10,7 +10,7 @@ lengths are padded on the left, so that all suffixes end in the last column.
 
 Greedy decoding takes the largest logit. Another batch, grid or device adds the same numbers in another order, so two
 logits that are closer than the difference this makes may change places, and with them the answer for the sample: such
-a sample is undecided (`near_tie_below`).
+a sample is a near tie (`near_tie_below`).
 """
 
 import contextlib
@@ -43,7 +43,7 @@ class Score(NamedTuple):
     """What one pass says of a sample; per suffix token: log P(token | true tokens before it) in nats, the model's
     first choice there, and how far it is ahead of the second one, in nats.
 
-    `sampled_logprob` is the log-probability of the whole suffix under a sampler, `membership` the scores of prefix
+    `sampled_logprob` is the log-probability of the full suffix under a sampler, `membership` the scores of prefix
     and suffix; None where they were not asked for.
     """
 
@@ -188,7 +188,7 @@ def logits_after(model, tokens: Tensor, padding: Sequence[int], *, keep: int, ca
 def document_nll(
     model, token_lists: Sequence[Sequence[int]], *, batch_size: int = 1, progress: bool = False
 ) -> DocumentNLL:
-    """Loss on whole documents: the sum over all their tokens but each first one, and how many these are.
+    """Loss on full documents: the sum over all their tokens but each first one, and how many these are.
 
     The batches are dealt to the (data, z) coordinates; the totals come back on every rank. Collective over the world.
 
@@ -205,14 +205,14 @@ def document_nll(
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, but it must be at least 1.")
     check_fits(model, longest=max(map(len, token_lists)), largest_id=max(map(max, token_lists)))
-    division = WorkSplit.of(model)
+    work_split = WorkSplit.of(model)
     by_length = sorted(token_lists, key=len)
     batches = [by_length[start : start + batch_size] for start in range(0, len(by_length), batch_size)]
     nll, tokens = 0.0, 0
-    rounds = division.rounds(batches)
+    rounds = work_split.rounds(batches)
     with evaluating(model), torch.no_grad():
-        hidden = not progress or division.rank != 0
-        for batch, counts in tqdm(rounds, total=-(-len(batches) // division.count), unit="batch", disable=hidden):
+        hidden = not progress or work_split.rank != 0
+        for batch, counts in tqdm(rounds, total=-(-len(batches) // work_split.count), unit="batch", disable=hidden):
             width = max(map(len, batch))
             ids = torch.tensor([list(row) + [0] * (width - len(row)) for row in batch], device=device_of(model))
             lengths = torch.tensor([len(row) for row in batch], device=ids.device)
@@ -222,7 +222,7 @@ def document_nll(
             if counts:
                 nll -= logprobs.double()[mask[:, 1:]].sum().item()
                 tokens += int(mask[:, 1:].sum())
-    total_nll, total_tokens = division.total([nll, tokens])
+    total_nll, total_tokens = work_split.total([nll, tokens])
     return DocumentNLL(total_nll, int(total_tokens))
 
 
@@ -268,7 +268,7 @@ def parameters_of(model) -> frozenset[str]:
 
 
 def may_be_padded(model) -> bool:
-    """Whether rows may be padded on the left: their positions can be told to the model, and padding stays finite.
+    """Whether rows may be padded on the left: their positions can be given to the model, and padding stays finite.
 
     A place of padding sees nothing. Eager attention adds the smallest number of the dtype there, and takes the softmax
     in float32, where that of float64 is infinite and the result NaN.

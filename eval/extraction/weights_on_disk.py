@@ -57,7 +57,7 @@ def check_complete(directory: Path, shapes: Mapping[str, tuple[tuple[str, ...], 
 def fingerprint(directory: Path) -> str:
     """A hash that tells models apart: of the configuration, and of pieces of every tensor.
 
-    Three pieces of each tensor are read, not whole files, so that a model of hundreds of gigabytes takes seconds;
+    Three pieces of each tensor are read, not full files, so that a model of hundreds of gigabytes takes seconds;
     training changes every piece. File times do not enter: a copy has the same fingerprint.
 
     Raises:
@@ -88,7 +88,7 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
     """The JSON header of a safetensors file and the position at which its data begin.
 
     Raises:
-        ValueError: it is not a whole safetensors file.
+        ValueError: it is not a complete safetensors file.
     """
     size = file.stat().st_size
     with open(file, "rb") as handle:

@@ -34,7 +34,7 @@ class WorkSplit:
 
     @classmethod
     def of(cls, model) -> "WorkSplit":
-        """The division for a model: by (data, z) if it is parallelized, else every process is on its own.
+        """The split for a model: by (data, z) if it is parallelized, else every process is on its own.
 
         No communication.
         """

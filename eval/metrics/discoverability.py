@@ -1,6 +1,6 @@
 """How many draws a stated way of sampling needs until the suffix comes: (n, p)-discoverability.
 
-Let q be the probability that one draw gives the whole suffix. At least one of n independent draws gives it with
+Let q be the probability that one draw gives the full suffix. At least one of n independent draws gives it with
 probability 1 - (1 - q)^n; a sample is (n, p)-discoverable if that is at least p. q is the product of the
 probabilities of the suffix tokens under the distribution that is drawn from, so one teacher-forced pass gives it.
 
@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, exp, inf, isnan, log1p
 from typing import TYPE_CHECKING
+
+from hf_axonn_eval.data.jsonl import is_count
 
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ class Sampler:
                 f"temperature is {self.temperature!r}, but it must be a positive number; at temperature 0 nothing is "
                 "drawn, and exact_match answers the question."
             )
-        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
+        if self.top_k is not None and not is_count(self.top_k, least=1):
             raise ValueError(f"top_k is {self.top_k!r}, but it must be a whole number of at least 1, or None for all.")
         if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
             raise ValueError(f"top_p is {self.top_p!r}, but it must be above 0 and at most 1, or None for all.")
@@ -128,7 +130,7 @@ def is_discoverable(logprob: float, n: int, p: float) -> bool:
 
 def check_tries(tries: Sequence[int]) -> None:
     """Raise ValueError unless these are numbers of draws: whole, 1 or more, and one at least."""
-    if not tries or any(type(n) is not int or n < 1 for n in tries):
+    if not tries or not all(is_count(n, least=1) for n in tries):
         raise ValueError(f"tries are {list(tries)!r}, but they must be whole numbers of at least 1.")
 
 

@@ -37,10 +37,10 @@ def rank(canary: float, others: Sequence[float]) -> int:
     Raises:
         ValueError: a log-probability is NaN.
     """
-    others = np.asarray(others, dtype=np.float64)
-    if isnan(canary) or np.isnan(others).any():
+    scores = np.asarray(others, dtype=np.float64)
+    if isnan(canary) or np.isnan(scores).any():
         raise ValueError("the log-probability of a canary or candidate is NaN.")
-    return 1 + int((others >= canary).sum())
+    return 1 + int((scores >= canary).sum())
 
 
 def exposure(place: int, candidates: int) -> float:
@@ -67,16 +67,16 @@ def approximate_exposure(canary: float, others: Sequence[float]) -> float:
         ValueError: fewer candidates, all equally likely, or a log-probability that is not finite.
     Source: Carlini et al. 2019, section 4.3 (arXiv 1802.08232); moments: Azzalini 1985.
     """
-    others = np.asarray(others, dtype=np.float64)
-    if len(others) < FEWEST_FOR_A_FIT:
+    scores = np.asarray(others, dtype=np.float64)
+    if len(scores) < FEWEST_FOR_A_FIT:
         raise ValueError(
-            f"{len(others)} candidates are too few for a fit; score at least {FEWEST_FOR_A_FIT} or use the rank."
+            f"{len(scores)} candidates are too few for a fit; score at least {FEWEST_FOR_A_FIT} or use the rank."
         )
-    if not np.isfinite(others).all() or not np.isfinite(canary):
+    if not np.isfinite(scores).all() or not np.isfinite(canary):
         raise ValueError("the log-probability of a canary or candidate is not finite.")
-    if others.std() == 0:
+    if scores.std() == 0:
         raise ValueError("all candidates are equally likely: there is no distribution to fit.")
-    location, scale, shape = _skew_normal(others)
+    location, scale, shape = _skew_normal(scores)
     return -_log_tail((canary - location) / scale, shape) / log(2)
 
 

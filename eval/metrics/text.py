@@ -270,7 +270,7 @@ def words(text: str) -> list[bytes]:
     return text.lower().encode("ascii", "replace").translate(_LETTERS).split()
 
 
-def _shared(mine: Iterable, true: Iterable) -> int:
+def _shared(mine: Iterable[Hashable], true: Iterable[Hashable]) -> int:
     """Size of the intersection of two multisets."""
     left = Counter(mine)
     of_mine, total = left.get, 0

@@ -141,10 +141,10 @@ def bar_chart(
                 continue
             left = x.place(place + 0.5) + (number - len(series) / 2) * width
             upper, middle = y.place(point.y), left + width / 2
-            said = escape(f"{name}, {groups[place]}: {point_text(point)}")
+            label = escape(f"{name}, {groups[place]}: {point_text(point)}")
             shapes.append(
                 f'<rect class="bar s{number % SERIES}" x="{left:.1f}" y="{upper:.1f}" width="{max(width - 2, 1):.1f}" '
-                f'height="{y.start - upper:.1f}"><title>{said}</title></rect>'
+                f'height="{y.start - upper:.1f}"><title>{label}</title></rect>'
             )
             if point.low is not None and point.high is not None:
                 shapes += _whisker(middle - 1, y.place(point.low), y.place(point.high))

@@ -15,7 +15,7 @@ from hf_axonn_eval.report.charts import Point
 
 
 BINS = 25
-LEAST = -50.0  # decimal logarithm of the smallest probability that is told from smaller ones
+LEAST = -50.0  # decimal logarithm of the smallest probability that is separated from smaller ones
 WIDTH = -LEAST / BINS
 
 
@@ -67,7 +67,7 @@ def draws(results: Sequence[SampleResult], **options) -> dict[float, list[Point]
 def probabilities(results: Sequence[SampleResult]) -> list[Point]:
     """Histogram of the decimal logarithm of the suffix probability: the share of samples in each of BINS bins.
 
-    The probability is that of the stated sampler where there is one, else that of one draw from the whole
+    The probability is that of the stated sampler where there is one, else that of one draw from the full
     distribution; samples without either do not enter. Below 10^LEAST, and never: the first bin. The place of a bin is
     its middle.
     """
@@ -107,8 +107,8 @@ def _points(places: Sequence[int], answers: np.ndarray, results: Sequence[Sample
         results: the samples.
         options: confidence, resamples and seed.
     """
-    told = share_intervals(answers, [result.document_id for result in results], **options)
+    intervals = share_intervals(answers, [result.document_id for result in results], **options)
     return [
         Point(place, float(np.nanmean(column)), *(interval or (None, None)))
-        for place, column, (interval, _) in zip(places, answers.T, told, strict=True)
+        for place, column, (interval, _) in zip(places, answers.T, intervals, strict=True)
     ]

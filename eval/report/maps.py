@@ -3,7 +3,7 @@
 For documents with samples at several offsets, as a sliding window gives them. A place is as dark as the likeliest of
 the suffixes that cover it; above the strip lie marks where a suffix comes back word for word.
 
-The idea of a map over a whole book is that of Cooper et al. 2025, arXiv 2505.12546.
+The idea of a map over a full book is that of Cooper et al. 2025, arXiv 2505.12546.
 """
 
 import os
@@ -161,11 +161,11 @@ def _stretches(values: np.ndarray) -> list[tuple[int, int, int]]:
 def _strip(name: str, drawn: DocumentMap, tokens: int, top: float) -> list[str]:
     left = 110
     scale = (_WIDTH - left) / tokens
-    said = f"{name}: {drawn.extracted} of {drawn.windows} windows word for word, {drawn.share:.1%} of the text"
+    label = f"{name}: {drawn.extracted} of {drawn.windows} windows word for word, {drawn.share:.1%} of the text"
     shapes = [
         f'<text x="{left - 8}" y="{top + _MARK + _STRIP - 3:.1f}" text-anchor="end">{escape(_short(name))}</text>',
         f'<rect class="ground" x="{left}" y="{top + _MARK:.1f}" width="{_WIDTH - left}" height="{_STRIP}">'
-        f"<title>{escape(said)}</title></rect>",
+        f"<title>{escape(label)}</title></rect>",
     ]
     for start, end, shade in _coarse(drawn.stretches, tokens):
         shapes.append(

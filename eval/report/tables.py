@@ -149,7 +149,7 @@ class Details(NamedTuple):
 
 def all_details(comparison: Mapping[str, Any]) -> list[Details]:
     """All of them, in the order of a report."""
-    makers = (changes, shorter, discoverability, membership, undecided, degenerate)
+    makers = (changes, shorter, discoverability, membership, near_ties, degenerate)
     return [details for make in makers for details in make(comparison)]
 
 
@@ -189,14 +189,14 @@ def shorter(comparison: Mapping[str, Any]) -> list[Details]:
 
 def discoverability(comparison: Mapping[str, Any]) -> list[Details]:
     """For each p the median number of draws, and the share that each number of draws discovers."""
-    told = [(bucket, name, numbers.get("discoverability")) for bucket, name, numbers in _groups(comparison)]
-    told = [(bucket, name, numbers) for bucket, name, numbers in told if numbers]
+    groups = [(bucket, name, numbers.get("discoverability")) for bucket, name, numbers in _groups(comparison)]
+    groups = [(bucket, name, numbers) for bucket, name, numbers in groups if numbers]
     found = []
-    for p in dict.fromkeys(p for _, _, numbers in told for p in numbers):
-        tries = dict.fromkeys(n for _, _, numbers in told for n in numbers[p]["tries"])
+    for p in dict.fromkeys(p for _, _, numbers in groups for p in numbers):
+        tries = dict.fromkeys(n for _, _, numbers in groups for n in numbers[p]["tries"])
         body = [
             [bucket, name, _draws(numbers[p]["median_n"]), *(estimate_text(numbers[p]["tries"].get(n)) for n in tries)]
-            for bucket, name, numbers in told
+            for bucket, name, numbers in groups
         ]
         headings = ["trained on", "model", "median n", *(f"n = {int(n):,}" for n in tries)]
         found.append(Details(f"(n, {p})-discoverable", headings, body, samplers(comparison)))
@@ -207,10 +207,12 @@ def membership(comparison: Mapping[str, Any]) -> list[Details]:
     """How well each score parts what was trained on from bucket 0."""
     body, rates = [], []
     for bucket, name, numbers in _groups(comparison):
-        for score, told in numbers.get("membership", {}).items():
-            rates = [key for key in told if key.startswith("tpr_at_")]
-            cells = [_value(told[key]) for key in ("auc", *rates)]
-            body.append([bucket, name, ATTACKS.get(score, score), f"{told['members']}, {told['controls']}", *cells])
+        for score, attack in numbers.get("membership", {}).items():
+            rates = [key for key in attack if key.startswith("tpr_at_")]
+            cells = [_value(attack[key]) for key in ("auc", *rates)]
+            body.append(
+                [bucket, name, ATTACKS.get(score, score), f"{attack['members']}, {attack['controls']}", *cells]
+            )
     headings = ["trained on", "model", "score", "members, controls", "AUC"]
     headings += [f"TPR at {float(rate.removeprefix('tpr_at_')):.1%} FPR" for rate in rates]
     note = (
@@ -221,17 +223,17 @@ def membership(comparison: Mapping[str, Any]) -> list[Details]:
     return [Details("Membership inference against bucket 0", headings, body, note)] if body else []
 
 
-def undecided(comparison: Mapping[str, Any]) -> list[Details]:
+def near_ties(comparison: Mapping[str, Any]) -> list[Details]:
     """How many samples rounding decides, and between what the number of verbatim ones lies for it."""
     body = [
         [
             bucket,
             name,
-            f"{told['count']} of {told['n']}",
-            f"{told['exact_match_at_least']} to {told['exact_match_at_most']}",
+            f"{entry['count']} of {entry['n']}",
+            f"{entry['exact_match_at_least']} to {entry['exact_match_at_most']}",
         ]
         for bucket, name, numbers in _groups(comparison)
-        if (told := numbers.get("undecided"))
+        if (entry := numbers.get("undecided"))
     ]
     headings = ["trained on", "model", "undecided", "verbatim, whichever way they fall"]
     return [Details("Undecided samples", headings, body)] if body else []
@@ -240,9 +242,9 @@ def undecided(comparison: Mapping[str, Any]) -> list[Details]:
 def degenerate(comparison: Mapping[str, Any]) -> list[Details]:
     """How many suffixes are predictable without having been seen, and the exact match of the others."""
     body = [
-        [bucket, name, f"{told['count']} of {told['n']}", estimate_text(told["exact_match_of_others"])]
+        [bucket, name, f"{entry['count']} of {entry['n']}", estimate_text(entry["exact_match_of_others"])]
         for bucket, name, numbers in _groups(comparison)
-        if (told := numbers.get("degenerate"))
+        if (entry := numbers.get("degenerate"))
     ]
     headings = ["trained on", "model", "degenerate", "verbatim among the others"]
     note = "A suffix that repeats itself is easily right without having been learnt."
@@ -269,9 +271,9 @@ def _groups(comparison: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[s
             yield bucket_name(bucket), name, {"exact_match_at": {}, **numbers}
 
 
-def _change(told: Mapping[str, Any]) -> list[str]:
-    counts = [str(told[key]) for key in ("gained", "lost", "both", "documents_gained", "documents_lost")]
-    return [*counts, f"{told['p']:.2g}"]
+def _change(entry: Mapping[str, Any]) -> list[str]:
+    counts = [str(entry[key]) for key in ("gained", "lost", "both", "documents_gained", "documents_lost")]
+    return [*counts, f"{entry['p']:.2g}"]
 
 
 def _draws(number: float | None) -> str:
@@ -280,5 +282,5 @@ def _draws(number: float | None) -> str:
     return f"{number:,.0f}" if number < 1e7 else f"{number:.1e}"
 
 
-def _value(told: Mapping[str, Any]) -> str:
-    return f"{told['value']:.3f}" + ("" if told["low"] is None else f" [{told['low']:.2f}, {told['high']:.2f}]")
+def _value(entry: Mapping[str, Any]) -> str:
+    return f"{entry['value']:.3f}" + ("" if entry["low"] is None else f" [{entry['low']:.2f}, {entry['high']:.2f}]")

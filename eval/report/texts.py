@@ -63,7 +63,7 @@ def token_texts(ids: Sequence[int], tokenizer) -> list[str]:
     for end in range(1, len(ids) + 1):
         text = tokenizer.decode(list(ids[:end]))
         if end < len(ids):
-            text = text.rstrip("\ufffd")  # the beginning of a character that is not whole yet
+            text = text.rstrip("\ufffd")  # the beginning of a character that is not complete yet
         if not text.startswith(before):
             return [tokenizer.decode([token]) for token in ids]
         texts.append(text[len(before) :])

@@ -142,7 +142,7 @@ def _cut_like(value: Tensor | None, parameter: Tensor, left_out: int | None, gra
     else:
         shard = value.to(grad)[mesh_slices(shape, placements, parameter.device_mesh)].clone()
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.fromlocal(
+    return DTensor.from_local(
         shard, parameter.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
 

@@ -1,8 +1,8 @@
 """Who has which samples: data loaders, gather and reduce of accelerate over a grid.
 
-Ranks of x and y share samples, those of data and z have their own: there are data * z *positions*, and what accelerate
-does for each process is done here for each position. The functions of `accelerate.utils` know of no grid: `gather`
-there gives a copy for each process.
+Ranks of x and y share samples, those of data and z have their own: there are dp_size = data * z *data-parallel ranks*,
+and what accelerate does for each process is done here for each of them. The functions of `accelerate.utils` know of
+no grid: `gather` there gives a copy for each process.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class DataMethods:
     def prepare_data_loader(
         self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch=None
     ):
-        """As the stock method, each position with its own samples.
+        """As the stock method, each data-parallel rank with its own samples.
 
         Raises:
-            ValueError: positions would get unequal numbers of batches, and there is a model over the grid; a stateful
+            ValueError: ranks would get unequal numbers of batches, and there is a model over the grid; a stateful
                 loader is to dispatch its batches over x or y; ranks have other data sets or batch sizes.
         """
         if is_prepared(data_loader):
@@ -88,7 +88,7 @@ class DataMethods:
         if not any(parallel_state(model) is not None for model in prepared_models(self)):
             return
         for loader in prepared_loaders(self):
-            counts = batches_of_positions(loader)
+            counts = batches_of_dp_ranks(loader)
             if len(set(counts)) > 1:
                 raise ValueError(
                     f"even_batches=False gives {max(counts)} batches to some ranks and {min(counts)} to others, but "
@@ -97,7 +97,7 @@ class DataMethods:
                 )
 
     def gather(self, tensor):
-        """As the stock method, with one block for each position."""
+        """As the stock method, with one block for each data-parallel rank."""
         samples, copies = self.axonn_mesh.size("data", "z"), self.axonn_mesh.size("x", "y")
 
         def distinct(gathered: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ class DataMethods:
         return recursively_apply(distinct, super().gather(tensor))
 
     def gather_for_metrics(self, input_data, use_gather_object: bool = False):
-        """As the stock method, which calls `gather`; objects are taken from one rank for each position."""
+        """As the stock method, which calls `gather`; objects are taken from one rank for each data-parallel rank."""
         try:
             recursively_apply(lambda value: value, input_data, error_on_other_type=True)
         except TypeError:
@@ -121,7 +121,7 @@ class DataMethods:
         return self.axonn_mesh.index("x", "y") != 0
 
     def reduce(self, tensor, reduction: str = "sum", scale: float = 1.0):
-        """As the stock method, each position counted once; a mean is over the positions."""
+        """As the stock method, each data-parallel rank counted once; a mean is over them."""
         if reduction == "max":
             return super().reduce(tensor, reduction, scale)
         if self._is_copy():
@@ -141,7 +141,7 @@ class DataMethods:
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs, apply_padding: bool = False) -> Iterator:
-        """As the stock method, between the positions: ranks that work on the same samples get the same inputs."""
+        """As the stock method, between data-parallel ranks: ranks with the same samples get the same inputs."""
         mesh = self.axonn_mesh
         view = SimpleNamespace(
             num_processes=mesh.size("data", "z"), process_index=mesh.index("data", "z"), device=self.device
@@ -162,8 +162,8 @@ def own_generator(loader: DataLoader) -> torch.Generator | None:
     return sampler.generator
 
 
-def batches_of_positions(loader: DataLoader) -> list[int]:
-    """How many batches each position gets of a prepared loader; empty where it is the same number or not known."""
+def batches_of_dp_ranks(loader: DataLoader) -> list[int]:
+    """How many batches each data-parallel rank gets of a prepared loader; empty if all get as many, or if unknown."""
     from accelerate.data_loader import BatchSamplerShard
 
     shard = loader.batch_sampler
@@ -174,9 +174,9 @@ def batches_of_positions(loader: DataLoader) -> list[int]:
     try:
         whole = len(shard.batch_sampler)
         if not shard.split_batches:
-            return [len(range(position, whole, shard.num_processes)) for position in range(shard.num_processes)]
+            return [len(range(dp_rank, whole, shard.num_processes)) for dp_rank in range(shard.num_processes)]
         left = len(shard.batch_sampler.sampler) % shard.batch_size
     except (TypeError, AttributeError):
         return []
     part = shard.batch_size // shard.num_processes
-    return [whole - (0 < left <= part * position) for position in range(shard.num_processes)]
+    return [whole - (0 < left <= part * dp_rank) for dp_rank in range(shard.num_processes)]

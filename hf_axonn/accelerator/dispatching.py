@@ -1,4 +1,4 @@
-"""dispatch_batches over x and y: rank 0 reads, every rank gets the part of its position.
+"""dispatch_batches over x and y: rank 0 reads, every rank gets the part of its data-parallel rank.
 
 accelerate's own dispatcher knows data parallelism or tensor parallelism, not both. Here the dispatching is a data set
 of whole batches, so that accelerate's ordinary loader, `skip_first_batches` and everything else work with it as it is.
@@ -42,18 +42,18 @@ def dispatching_loader(
 
     Args:
         loader: plain; on the other ranks it is not read.
-        mesh: of the grid. There are data * z positions.
-        split_batches: whether a batch of `loader` is divided among the positions, or each of them gets one.
+        mesh: of the grid. It has dp_size = data * z.
+        split_batches: whether a batch of `loader` is divided among the data-parallel ranks, or each of them gets one.
         device: on which the batches are wanted; None leaves them where they travel, on this rank's own.
         slice_fn: takes (batch, slice, process_index=, num_processes=); accelerate's `slice_tensors` if None.
         non_blocking: of copies to the device.
     Raises:
-        ValueError: the batch size is not divisible by the positions, where it has to be.
+        ValueError: the batch size is not divisible by dp_size, where it has to be.
     """
-    positions = mesh.size("data", "z")
-    if split_batches and (loader.batch_size or 0) % positions:
+    dp_size = mesh.size("data", "z")
+    if split_batches and (loader.batch_size or 0) % dp_size:
         raise ValueError(
-            f"split_batches with a batch size of {loader.batch_size}: it must be divisible by data * z = {positions}."
+            f"split_batches with a batch size of {loader.batch_size}: it must be divisible by data * z = {dp_size}."
         )
     return DataLoaderShard(
         DispatchedBatches(loader, mesh, split_batches=split_batches, slice_fn=slice_fn or slice_tensors),
@@ -78,7 +78,7 @@ class DispatchedBatches(IterableDataset):
     def __init__(self, loader: DataLoader, mesh: GridMesh, *, split_batches: bool, slice_fn: Callable) -> None:
         self.loader, self.device = loader, mesh.device
         self.split_batches, self.slice_fn = split_batches, slice_fn
-        self.positions, self.position, self.reads = mesh.size("data", "z"), mesh.index("data", "z"), mesh.rank == 0
+        self.dp_size, self.dp_rank, self.reads = mesh.size("data", "z"), mesh.index("data", "z"), mesh.rank == 0
         loader.generator = None  # if that is the sampler's, the loader would draw from it before the sampler does
         self._random = torch.get_rng_state()
 
@@ -86,7 +86,7 @@ class DispatchedBatches(IterableDataset):
         batches = len(self.loader)
         if self.split_batches:
             return batches
-        return batches // self.positions if self.loader.drop_last else math.ceil(batches / self.positions)
+        return batches // self.dp_size if self.loader.drop_last else math.ceil(batches / self.dp_size)
 
     def set_epoch(self, epoch: int) -> None:
         """As accelerate does for the loader itself."""
@@ -113,9 +113,9 @@ class DispatchedBatches(IterableDataset):
             if not self.reads:
                 batch = initialize_tensors(structure)
             batch = broadcast(send_to_device(batch, self.device))
-            part = math.ceil(rows / self.positions)
-            own = slice(self.position * part, (self.position + 1) * part)
-            own = self.slice_fn(batch, own, process_index=self.position, num_processes=self.positions)
+            part = math.ceil(rows / self.dp_size)
+            own = slice(self.dp_rank * part, (self.dp_rank + 1) * part)
+            own = self.slice_fn(batch, own, process_index=self.dp_rank, num_processes=self.dp_size)
             if last:
                 # accelerate's loader looks one batch ahead, and then tells that this is the last one.
                 GradientState().active_dataloader.remainder = rows
@@ -142,7 +142,7 @@ class DispatchedBatches(IterableDataset):
             yield self._filled(before, first, last=True)
 
     def _groups(self) -> Iterator[Any]:
-        wanted, group = 1 if self.split_batches else self.positions, []
+        wanted, group = 1 if self.split_batches else self.dp_size, []
         for batch in self.loader:
             group.append(batch)
             if len(group) == wanted:
@@ -153,16 +153,16 @@ class DispatchedBatches(IterableDataset):
 
     def _filled(self, batch: Any, first: Any, *, last: bool) -> tuple[Any, int, bool]:
         rows = find_batch_size(batch)
-        missing = -rows % self.positions
+        missing = -rows % self.dp_size
         if missing and not last:
             raise ValueError(
-                f"a batch of {rows} rows cannot be divided among data * z = {self.positions} positions: give batches "
-                "one size, or set dispatch_batches=False."
+                f"a batch of {rows} rows cannot be divided among data * z = {self.dp_size} data-parallel ranks: give "
+                "batches one size, or set dispatch_batches=False."
             )
         while missing:
             more = slice_tensors(first, slice(0, missing))
             batch = concatenate([batch, more])
-            missing = -find_batch_size(batch) % self.positions
+            missing = -find_batch_size(batch) % self.dp_size
         return batch, rows, last
 
     @contextlib.contextmanager

@@ -79,11 +79,11 @@ class LoadMethods:
         places = [directory / name for name in state["models"]]
         manifests = [manifest, *(verify_together(place) for place in places[1:])]
         wanted = self._call_load_hooks(models, directory)
-        for index, (model, place, its) in enumerate(zip(models, places, manifests, strict=True)):
+        for index, (model, place, saved) in enumerate(zip(models, places, manifests, strict=True)):
             if model in wanted:
-                load_model(model, place, its)
+                load_model(model, place, saved)
             if index in optimizer_of:
-                load_optimizer(model, optimizer_of[index], place, its)
+                load_optimizer(model, optimizer_of[index], place, saved)
         rank = world_rank() if random_file(world_rank()) in manifest.files else 0
         self._read_rest(directory, rank, load_kwargs)
         self._follow_schedules(state["positions"])
@@ -123,11 +123,11 @@ class LoadMethods:
             if saved[kind] != number:
                 what = "registered objects" if kind == "objects" else kind
                 raise ValueError(f"{directory} holds {saved[kind]} {what}, but this run has {number}.")
-        positions = self._positions()
-        if self.use_stateful_dataloader and state["positions"] != positions:
+        dp_size = self.axonn_plugin.grid.dp_size
+        if self.use_stateful_dataloader and state["positions"] != dp_size:
             raise ValueError(
                 f"{directory} was saved with data * z = {state['positions']}, and the places of stateful data loaders "
-                f"are of no use with {positions}: use skip_first_batches, or load it on such a grid."
+                f"are of no use with {dp_size}: use skip_first_batches, or load it on such a grid."
             )
         return state
 
@@ -137,17 +137,14 @@ class LoadMethods:
         A LambdaLR has its lengths from this run's script, which counts the batches of this grid: its place is
         converted. The others bring their lengths with them, so they go on in the steps of the grid they come from.
         """
-        positions = self._positions()
+        dp_size = self.axonn_plugin.grid.dp_size
         for scheduler in prepared_schedulers(self):
-            if scheduler.split_batches or not scheduler.step_with_optimizer or positions == saved:
+            if scheduler.split_batches or not scheduler.step_with_optimizer or dp_size == saved:
                 continue
             if isinstance(scheduler.scheduler, torch.optim.lr_scheduler.LambdaLR):
-                scheduler.scheduler.last_epoch = scheduler.scheduler.last_epoch * positions // saved
+                scheduler.scheduler.last_epoch = scheduler.scheduler.last_epoch * dp_size // saved
             else:
-                scheduler.__class__, scheduler.positions = GridScheduler, saved
-
-    def _positions(self) -> int:
-        return self.axonn_plugin.grid.dp_size
+                scheduler.__class__, scheduler.dp_size = GridScheduler, saved
 
     def _load_plain_state(self, directory: Path, load_kwargs: dict | None, kwargs: dict) -> None:
         """A state that stock accelerate saved on one process: each rank reads its own slices."""
@@ -186,8 +183,8 @@ class LoadMethods:
         models = prepared_models(self)
         found: dict[int, torch.optim.Optimizer] = {}
         for optimizer in prepared_optimizers(self):
-            its = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            owners = [i for i, model in enumerate(models) if its & {id(one) for one in model.parameters()}]
+            trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            owners = [i for i, model in enumerate(models) if trained & {id(one) for one in model.parameters()}]
             if len(owners) != 1 or owners[0] in found:
                 raise ValueError(
                     f"save_state and load_state over a grid need one optimizer for each model, but "
@@ -295,7 +292,7 @@ class FileMethods(LoadMethods):
             "models": names,
             "schedulers": len(prepared_schedulers(self)),
             "objects": len(objects),
-            "positions": save.grid.dp_size,
+            "positions": save.grid.dp_size,  # the name of 0.1.0
         }
         (save.stage / STATE).write_text(json.dumps(state, indent=1))
 

@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 class GridScheduler(AcceleratedScheduler):
     """accelerate's wrapper of a scheduler, which steps as often as different batches went into the step."""
 
-    positions: int  # data * z; the stock wrapper takes the number of processes
+    dp_size: int  # data * z; the stock wrapper takes the number of processes
 
     def step(self, *args, **kwargs) -> None:
         """As the stock method."""
         if self.split_batches or not self.step_with_optimizer or not self.gradient_state.sync_gradients:
             super().step(*args, **kwargs)
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
-            for _ in range(self.positions):
+            for _ in range(self.dp_size):
                 if not is_over(self.scheduler):
                     self.scheduler.step(*args, **kwargs)
 
@@ -93,7 +93,7 @@ class TrainingMethods:
         prepared = super().prepare_scheduler(scheduler)
         if type(prepared) is AcceleratedScheduler:
             prepared.__class__ = GridScheduler
-            prepared.positions = self.axonn_mesh.size("data", "z")
+            prepared.dp_size = self.axonn_mesh.size("data", "z")
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs) -> None:

@@ -38,14 +38,14 @@ def check_adapters(model: nn.Module) -> None:
             "grid: use LoRA."
         )
     for name, layer, kind in adapter_layers(inner):
-        kind = next((its for its in variant_names(layer) if its not in DORA), kind)
+        kind = next((variant for variant in variant_names(layer) if variant not in DORA), kind)
         if kind not in ("lora.Linear", "lora.Embedding", "lora.ParamWrapper"):
             raise ValueError(f"{name}: PEFT's {kind} cannot be sharded over a grid: {WHAT_WORKS}.")
     _check_sharing(inner)
 
 
 def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
-    """Refuse adapters that do not fit the way in which a model is about to be cut. Changes nothing.
+    """Refuse adapters that do not fit the way in which a model is about to be sharded. Changes nothing.
 
     Args:
         model: with its adapters; `plan` is that of the model without them.
@@ -57,7 +57,7 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
     together -= {name for block in plan.blocks for name in block.columns}
     for name, wrapper, base in wrapped_modules(model):
         name = name.replace(".base_layer", "")
-        if hasattr(wrapper, "modules_to_save") and any(is_inside(its, {name}) for its in together if its):
+        if hasattr(wrapper, "modules_to_save") and any(is_inside(other, {name}) for other in together if other):
             raise ValueError(SEVERAL.format(name))
         in_block = any(name in (*block.columns, block.row) for block in plan.blocks)
         if hasattr(wrapper, "parameter_name") and is_linear(base) and (in_block or plan.is_full(name)):
@@ -94,7 +94,7 @@ def check_config(state: ParallelState, model: nn.Module, config) -> None:
     Args:
         config: PEFT's, of the new adapter.
     Raises:
-        ValueError: another method than LoRA, one of its variants but DoRA, a way to fill new adapters that needs whole
+        ValueError: another method than LoRA, one of its variants but DoRA, a way to fill new adapters that needs full
             weights, or modules_to_save that consist of several modules.
     """
     kind = getattr(config.peft_type, "value", config.peft_type)

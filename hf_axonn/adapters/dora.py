@@ -3,7 +3,7 @@
     n[N] = sqrt(sum over K of (W + s B A)^2)     every rank squares its own shard; one reduction over (y, x) and z
     o    = m / n * (x W.T + s x A.T B.T) + bias
 
-n counts as a constant in backward, as in the paper. m is stored whole; each rank takes the features that it goes on
+n counts as a constant in backward, as in the paper. m is replicated; each rank takes the features that it goes on
 with. W is never gathered for n.
 
 Source: Liu et al. 2024 (arXiv 2402.09353), sections 4.2 and 4.3.

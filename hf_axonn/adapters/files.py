@@ -14,13 +14,13 @@ from hf_axonn.engine.dtensors import shard_of
 from hf_axonn.engine.state import parallel_state
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the CPU, all of it. An all-gather where it is sharded."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
 def adapter_base(directory: str | Path) -> str | None:
-    """The model that the adapters in a directory are for; None where there are none, or it is not told.
+    """The model that the adapters in a directory are for; None where there are none, or it is not recorded.
 
     Raises:
         ValueError: adapter_config.json is not a mapping in JSON.
@@ -47,9 +47,9 @@ def save_adapters(model: nn.Module, directory: Path) -> None:
 
     adapters = {}
     for name in model.peft_config:
-        # Adapters lie whole on every rank, so nothing is gathered here.
+        # Adapters are replicated, so nothing is gathered here.
         adapters[name] = {
-            key: whole(value) for key, value in get_peft_model_state_dict(model, adapter_name=name).items()
+            key: full_tensor(value) for key, value in get_peft_model_state_dict(model, adapter_name=name).items()
         }
     if world_rank() == 0:
         from safetensors.torch import save_file
@@ -76,7 +76,7 @@ def load_adapters(model: nn.Module, directory: Path) -> None:
             )
         with torch.no_grad():
             for key, value in own.items():
-                if isinstance(value, DTensor):  # adapters lie whole on every rank, what is saved beside them may not
+                if isinstance(value, DTensor):  # adapters are replicated, what is saved beside them may not be
                     value.to_local().copy_(shard_of(weights[key], value.placements, parallel_state(model).mesh))
                 else:
                     value.copy_(weights[key])

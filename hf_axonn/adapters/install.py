@@ -1,11 +1,11 @@
 """PEFT's adapters in a sharded model, whether they were put there before it was sharded or after.
 
-    with without_wrappers(model): ...     the model as it was before PEFT wrapped some of its modules: what is planned,
-                                        cut and given styles
-    install_adapters(state, model)      whatever wraps its modules now, and has not been seen yet, follows them
+    with without_wrappers(model): ...     the model as it was before PEFT wrapped some of its modules: what is planned
+                                          and sharded
+    install_adapters(state, model)        whatever wraps its modules now, and has not been seen yet, follows them
 
 So both ways lead to the same. Kinds of wrappers: LoRA of a Linear or an embedding (lora.py), DoRA (dora.py), and
-modules_to_save, whose copies get the storage and the styles of the modules that they are copies of.
+modules_to_save, whose copies get the shards and the sharded layers of the modules that they are copies of.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def without_wrappers(model: nn.Module) -> Iterator[None]:
     """While inside, every module that PEFT has wrapped stands in the model in place of its wrapper."""
     bases = {wrapper: base for _, wrapper, base in wrapped_modules(model)}
     places = [
-        (parent, child, its) for parent in model.modules() for child, its in parent._modules.items() if its in bases
+        (parent, child, module)
+        for parent in model.modules()
+        for child, module in parent._modules.items()
+        if module in bases
     ]
     try:
         for parent, child, wrapper in places:
@@ -50,7 +53,7 @@ def without_wrappers(model: nn.Module) -> Iterator[None]:
 
 
 def install_adapters(state: ParallelState, model: nn.Module) -> None:
-    """Shard what PEFT has put into a sharded model since this was called last, and give it its styles.
+    """Shard what PEFT has put into a sharded model since this was called last, and install its sharded layers.
 
     Collectives: one broadcast over the world of each new parameter; the norms of new DoRA layers.
     """
@@ -80,18 +83,18 @@ def _around(state: ParallelState, names: dict, wrapper: nn.Module, base: nn.Modu
     """What a wrapper needs once, whatever the adapters in it."""
     if base in state.blocks:
         state.blocks[base].around(wrapper)
-    child = next((child for child, its in wrapper._modules.items() if its is base), None)
+    child = next((child for child, module in wrapper._modules.items() if module is base), None)
     for reading in state.readings:
         if base in reading.read and child is not None:
             reading.also(base, wrapper, child)
     if "modules_to_save" in wrapper._modules:
         return
     if hasattr(wrapper, "parameter_name"):
-        style = state.sharded_layers.get(base)
-        if not isinstance(style, (Experts, Replicated)):
+        sharded = state.sharded_layers.get(base)
+        if not isinstance(sharded, (Experts, Replicated)):
             raise ValueError(LINEAR.format(names[wrapper], wrapper.parameter_name))
         ParameterMerging(state, wrapper, base)
-        ParameterLora(state, wrapper, style)
+        ParameterLora(state, wrapper, sharded)
     else:
         Merging(state, wrapper, base)
         patch_forward(wrapper, _refuse_mixed, method=MIXED_BATCH)
@@ -113,7 +116,7 @@ def _parameter_lora(state: ParallelState, names: dict, layer: nn.Module) -> None
 
 def _lora(state: ParallelState, names: dict, name: str, layer: nn.Module, base: nn.Module) -> None:
     """The adapters of one layer that are new."""
-    # A Linear that gets the whole sequence by itself has its adapter outside of that, on this rank's tokens.
+    # A Linear that gets the full sequence by itself has its adapter outside of that, on this rank's tokens.
     axes = state.axes(name.rpartition(".")[0]) if name in state.full_sequence else state.axes(name)
     output = output_of(state, base, axes)
     for adapter, a in layer.lora_A.items():
@@ -156,8 +159,8 @@ def _lora(state: ParallelState, names: dict, name: str, layer: nn.Module, base: 
 def _copies(
     state: ParallelState, names: dict, wrapper: nn.Module, original: nn.Module, made: dict[int, nn.Parameter]
 ) -> None:
-    """The copies of a module that PEFT trains and saves whole, one for each adapter."""
-    styles = {entry.name: entry for entry in state.report.entries}
+    """The copies of a module that PEFT trains and saves in full, one for each adapter."""
+    entries = {entry.name: entry for entry in state.report.entries}
     for adapter, copy in wrapper.modules_to_save.items():
         if not _is_new(state, copy):
             continue
@@ -168,9 +171,9 @@ def _copies(
                         sharded = distributed(parameter, like._parameters[name].placements, state.mesh)
                         made[id(parameter)] = made[id(sharded)] = sharded
                     module._parameters[name] = made[id(parameter)]
-            for make in state.installers.get(like) or ():
-                make(module)
-            entry = styles.get(".".join(filter(None, (names[wrapper], path))))
+            for install in state.installers.get(like) or ():
+                install(module)
+            entry = entries.get(".".join(filter(None, (names[wrapper], path))))
             if entry is not None:
                 state.report.entries.append(replace(entry, name=names[module]))
             for reading in state.readings:
@@ -181,13 +184,17 @@ def _copies(
 
 
 def _replicate(state: ParallelState, names: dict, *modules: nn.Module) -> None:
-    """Hold the parameters of small modules whole on every rank, those of rank 0."""
+    """Replicate the parameters of small modules with the values of rank 0. One broadcast each, over the world."""
     placements = shard_placements(WeightKind.ADAPTER)
     for module in modules:
         new = {
-            name: its for name, its in module._parameters.items() if its is not None and not isinstance(its, DTensor)
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if parameter is not None and not isinstance(parameter, DTensor)
         }
-        module._parameters.update({name: distributed(its, placements, state.mesh) for name, its in new.items()})
+        module._parameters.update(
+            {name: distributed(parameter, placements, state.mesh) for name, parameter in new.items()}
+        )
         if new:
-            entry = Entry(names[module], WeightKind.ADAPTER, sum(its.numel() for its in new.values()))
+            entry = Entry(names[module], WeightKind.ADAPTER, sum(parameter.numel() for parameter in new.values()))
             state.report.entries.append(entry)

@@ -1,6 +1,6 @@
 """PEFT's LoRA on a sharded layer: A and B follow the layer that they adapt.
 
-Both are small and stored whole on every rank; each rank multiplies with its own slice. For a column layer,
+Both are small and replicated; each rank multiplies with its own slice. For a column layer,
 
     h[T, r]{U_y} = x[T, K/y] @ A[:, K/y].T      reduced over y
     o[T, own features] = h @ B[own features].T
@@ -10,8 +10,8 @@ for a row layer,
     h[T, r]{U_xy} = x[T, K/(x*y)] @ A[:, own].T  reduced over (x, y), or over x where heads are divided over x alone
     o[T/(x*y), N] = h[T/(x*y)] @ B.T
 
-and for a projection out of a latent, whose input is whole on every rank, h is whole, too, and B as in a column layer.
-So o has the layout of the layer's own output and PEFT's addition needs no change. Where activations are whole A and B
+and for a projection out of a latent, whose input is full on every rank, h is full, too, and B as in a column layer.
+So o has the layout of the layer's own output and PEFT's addition needs no change. Where activations are full A and B
 are used as they are.
 """
 
@@ -50,9 +50,9 @@ class OwnOutput:
     def __init__(self, state: ParallelState, linear: nn.Module, axes: tuple[str, ...]) -> None:
         self.state, self.linear, self.axes = state, linear, axes
 
-    def take(self, whole: Tensor) -> Tensor:
+    def take(self, full: Tensor) -> Tensor:
         """[N, ...] -> [own features, ...]. No communication."""
-        return whole
+        return full
 
     def parameter(self, parameter: nn.Parameter) -> Tensor:
         """This rank's rows of a replicated parameter [N, ...], in the graph."""
@@ -66,8 +66,8 @@ class ColumnOutput(OwnOutput):
         super().__init__(state, linear, column.axes)
         self.exchange = column.exchange_of(linear)
 
-    def take(self, whole: Tensor) -> Tensor:
-        return self.exchange.take(whole, dim=0)
+    def take(self, full: Tensor) -> Tensor:
+        return self.exchange.take(full, dim=0)
 
 
 class RowOutput(OwnOutput):
@@ -77,9 +77,9 @@ class RowOutput(OwnOutput):
         super().__init__(state, linear, ("x", "y"))
         self.row = row
 
-    def take(self, whole: Tensor) -> Tensor:
+    def take(self, full: Tensor) -> Tensor:
         tokens = self.state.context.tokens
-        return take_slice(whole, self.row.hidden_size, self.state.mesh, "y") if tokens.features else whole
+        return take_slice(full, self.row.hidden_size, self.state.mesh, "y") if tokens.features else full
 
 
 def output_of(state: ParallelState, linear: nn.Module, axes: tuple[str, ...]) -> OwnOutput:
@@ -186,7 +186,7 @@ def install_pair(
         return ()
     if isinstance(layer, Column):
         ColumnLora(state, layer, output, a, b)
-        return ("y",)  # it is whole on x
+        return ("y",)  # it is full on x
     if isinstance(layer, Row):
         RowLora(state, layer, output, a, b)
         return layer.axes

@@ -1,7 +1,7 @@
 """PEFT's merge and unmerge on a sharded layer: every rank adds its own shard of scaling * B @ A to its own shard.
 
 PEFT writes to `weight.data`, which on a DTensor does nothing or changes only one of its two halves. So while it merges
-it sees plain tensors, this rank's shards, and what it leaves in them is taken over. No rank forms a whole product.
+it sees plain tensors, this rank's shards, and what it leaves in them is taken over. No rank forms a full product.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class Merging:
                 shown = nn.Parameter(value, requires_grad=False)
                 stack.enter_context(replaced(module._parameters, {name: shown}))
             # Copies, so that an error leaves the weight as it was.
-            copies = {name: nn.Parameter(plain(its).clone(), requires_grad=False) for name, its in own.items()}
+            copies = {
+                name: nn.Parameter(plain(parameter).clone(), requires_grad=False) for name, parameter in own.items()
+            }
             stack.enter_context(replaced(base._parameters, copies))
             try:
                 yield

@@ -1,9 +1,9 @@
 """PEFT's LoRA of a parameter itself (lora.ParamWrapper): the weights of experts [E, ., .], and of routers.
 
-PEFT adds scaling * B @ A to the parameter while its module runs. Here the style of the module does so, to what it
-shows the module's code: this rank's experts, gathered over z, or the whole of a parameter that every rank holds. A and
-B are stored whole; each rank uses the part of its own experts. Autograd keeps the sum until backward: of each layer
-this rank's experts, the memory that they take on a grid with z = 1.
+PEFT adds scaling * B @ A to the parameter while its module runs. Here the sharded layer of the module does so, to what
+it shows the module's code: this rank's experts, gathered over z, or a replicated parameter. A and B are replicated;
+each rank uses the part of its own experts. Autograd keeps the sum until backward: of each layer this rank's experts,
+the memory that they take on a grid with z = 1.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from hf_axonn.layers.moe import Experts
 class ParameterLora:
     """The adapters of one parameter; `layer` is PEFT's wrapper around its module. No communication."""
 
-    def __init__(self, state: ParallelState, layer: nn.Module, style: Experts | Replicated) -> None:
-        self.state, self.layer, self.style = state, layer, style
-        self.axes = ("x", "y") if isinstance(style, Experts) else style.partial_axes
+    def __init__(self, state: ParallelState, layer: nn.Module, sharded: Experts | Replicated) -> None:
+        self.state, self.layer, self.sharded = state, layer, sharded
+        self.axes = ("x", "y") if isinstance(sharded, Experts) else sharded.partial_axes
         setattr(layer, WHILE_ACTIVE, self._active)
 
     @contextlib.contextmanager
     def _active(self, adapters: list[str]) -> Iterator[None]:
         """While inside, the module sees the parameter with these adapters."""
         adapters = [adapter for adapter in adapters if adapter in self.layer.lora_A]
-        added = self.style.added
+        added = self.sharded.added
         if adapters:
             added[self.layer.parameter_name] = lambda shown: self._add(shown, adapters)
         try:
@@ -42,7 +42,7 @@ class ParameterLora:
             added.pop(self.layer.parameter_name, None)
 
     def _add(self, shown: Tensor, adapters: list[str]) -> Tensor:
-        own = self.style.range if isinstance(self.style, Experts) else None
+        own = self.sharded.range if isinstance(self.sharded, Experts) else None
         experts = slice(None) if own is None else slice(own.start, own.stop)
         for adapter in adapters:
             a, b = (

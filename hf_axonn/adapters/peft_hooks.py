@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from hf_axonn.adapters.checks import check_adapters, check_config, saved_modules
-from hf_axonn.adapters.files import whole
+from hf_axonn.adapters.files import full_tensor
 from hf_axonn.adapters.install import install_adapters
 from hf_axonn.compat.peft import after_peft, let_load_state_dict_cut
 from hf_axonn.distributed.collectives import barrier, world_rank
@@ -85,7 +85,7 @@ def _refuse_weighted(*args, **kwargs):
 
 @contextlib.contextmanager
 def _copyable(model: nn.Module, config) -> Iterator[None]:
-    """While inside, modules that PEFT is going to copy are without their styles, which must not be copied."""
+    """While inside, modules that PEFT is going to copy have their own forward: ours must not be copied."""
     taken = []
     for _, module in saved_modules(model, config):
         for inner in module.modules():
@@ -102,7 +102,7 @@ def _copyable(model: nn.Module, config) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unmeasured() -> Iterator[None]:
-    """While inside, new DoRA layers are not measured by PEFT, which would need whole weights, but marked."""
+    """While inside, new DoRA layers are not measured by PEFT, which would need full weights, but marked."""
     from peft.tuners.lora import dora
 
     def update_layer(self, *, base_layer, **_) -> None:
@@ -133,7 +133,7 @@ def add_adapter(self, original: Callable, adapter_name: str, peft_config, *args,
 
 
 def save_pretrained(self, original: Callable, *args, **kwargs) -> None:
-    """As PEFT's, with whole tensors; rank 0 writes. Every rank must call it. Collectives: all-gathers of what is
+    """As PEFT's, with full tensors; rank 0 writes. Every rank must call it. Collectives: all-gathers of what is
     sharded among what is saved, and a barrier."""
     if not sharded_parts(self):
         return original(*args, **kwargs)
@@ -141,7 +141,7 @@ def save_pretrained(self, original: Callable, *args, **kwargs) -> None:
     select = module.get_peft_model_state_dict
 
     def gathered(*inner, **options):
-        return {name: whole(value) for name, value in select(*inner, **options).items()}
+        return {name: full_tensor(value) for name, value in select(*inner, **options).items()}
 
     kwargs.setdefault("is_main_process", world_rank() == 0)
     with _replaced(module, "get_peft_model_state_dict", gathered):

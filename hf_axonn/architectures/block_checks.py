@@ -1,7 +1,7 @@
 """Whether a spec fits a module in hand, and what its heads are.
 
 A spec (table.py) is trusted for nothing that can be read off the model: that its projections are Linears, that
-numbers of heads explain their sizes, that the code of attention reads no number of the whole model that is not known,
+numbers of heads explain their sizes, that the code of attention reads no number of the full model that is not known,
 and that no parameter is left that belongs to nobody. No communication, no change to the model.
 """
 
@@ -18,7 +18,7 @@ from hf_axonn.engine.linears import is_linear, linear_size
 from hf_axonn.layers.norms import NormKind
 
 
-# What attention reads when it reshapes by a number of heads of the whole model instead of by head_dim.
+# What attention reads when it reshapes by a number of heads of the full model instead of by head_dim.
 WHOLE_NUMBERS = {
     "num_heads",
     "num_attention_heads",
@@ -39,7 +39,7 @@ _KNOWN_NORMS: dict = {}  # what norm_kind has found out, by class and numbers
 
 
 def block_problem(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> str | None:
-    """Why a block cannot be cut as one, if so."""
+    """Why a block cannot be sharded as one; None where it can."""
     for name in (*spec.columns, spec.row):
         module = layer.get_submodule(name)
         if not is_linear(module):
@@ -99,10 +99,10 @@ def head_norms(layer: nn.Module, spec: BlockSpec) -> dict[str, tuple[NormKind, i
     for child, module in layer.get_submodule(spec.entry).named_children():
         letter = child[:2]
         named = [index for index, name in enumerate(columns) if name.rpartition(".")[2][:2] == letter]
-        if letter not in ("q_", "k_") or len(named) != 1 or any(module in _inside(layer, its) for its in columns):
+        if letter not in ("q_", "k_") or len(named) != 1 or any(module in _inside(layer, name) for name in columns):
             continue
         size = linear_size(layer.get_submodule(columns[named[0]]))[0]
-        if any(its.shape == (size,) for its in module.parameters()):
+        if any(parameter.shape == (size,) for parameter in module.parameters()):
             kind = norm_kind(module, size, _KNOWN_NORMS)
             if kind is not None:
                 found[f"{spec.entry}.{child}"] = (kind, named[0])
@@ -117,7 +117,7 @@ def _unknown_parameters(entry: nn.Module, spec: BlockSpec, layer: nn.Module, que
     """Parameters of a block that are neither a projection's nor one head's, one for each head or single numbers."""
     known = [_inside(layer, name) for name in (*spec.columns, *spec.latent, spec.row)]
     known += [_inside(layer, name) for name in head_norms(layer, spec)]
-    own = () if entry in (its for inner in known for its in inner) else entry.parameters(recurse=False)
+    own = () if entry in (module for inner in known for module in inner) else entry.parameters(recurse=False)
     if any(parameter.shape[:1] != (query,) for parameter in own):
         return "it has parameters that are not one for each head"
     names = ("head_dim", "head_size", "v_head_dim", "attention_head_size")

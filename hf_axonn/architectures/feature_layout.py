@@ -1,8 +1,8 @@
 """Whether the residual stream of a model can have the feature layout, [1, T/x, H/y] between its blocks.
 
-It can where y > 1, all blocks are cut, every norm between them is one that layers/norms.py knows how to divide, and
-the code of the layers apart from blocks and norms treats every feature by itself. Both are found out by trial, not by
-name. No communication; the model is unchanged.
+It can where y > 1, all blocks are sharded, every norm between them is one that layers/norms.py knows how to shard,
+and the code of the layers apart from blocks and norms treats every feature by itself. Both are found out by trial, not
+by name. No communication; the model is unchanged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LayoutChoice:
 def choose_layout(model: nn.Module, plan: ShardingPlan, *, y: int, wanted: str) -> LayoutChoice:
     """Decide between the token and the feature layout. No communication; the model is unchanged.
 
-    Call it before modules are given the forward of their style.
+    Call it before `install_layers`.
 
     Args:
         y: size of the axis; at 1 the two layouts are one.
@@ -123,8 +123,8 @@ def layer_problem(model: nn.Module, plan: ShardingPlan, name: str, norms: dict[n
         stubs |= {module: _stub(torch.tanh, extras) for module in attention}
         try:
             with _replaced(layer, stubs), torch.no_grad():
-                whole, parts = _call(layer, hidden), [_call(layer, part) for part in hidden.split((2, 4), dim=-1)]
-            if whole.shape == hidden.shape and close(whole, torch.cat(parts, dim=-1), EXACT):
+                full, parts = _call(layer, hidden), [_call(layer, part) for part in hidden.split((2, 4), dim=-1)]
+            if full.shape == hidden.shape and close(full, torch.cat(parts, dim=-1), EXACT):
                 return None
         except Exception:  # another number of results, or code that needs all features or more inputs
             continue
@@ -143,8 +143,8 @@ def _stub(function: Callable[[Tensor], Tensor], extras: int) -> Callable:
 def _call(layer: nn.Module, hidden: Tensor) -> Tensor:
     """The layer's own code, without hooks, and with None for every other input that it requires."""
     first, *others = inspect.signature(layer.forward).parameters.values()
-    named = [its for its in others if its.kind in (its.POSITIONAL_OR_KEYWORD, its.KEYWORD_ONLY)]
-    output = layer.forward(hidden, **{its.name: None for its in named if its.default is its.empty})
+    named = [each for each in others if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    output = layer.forward(hidden, **{each.name: None for each in named if each.default is each.empty})
     return output[0] if isinstance(output, tuple) else output
 
 

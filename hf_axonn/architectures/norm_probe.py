@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from hf_axonn.layers.norms import ROUNDINGS, FeatureCut, NormKind, normalize
+from hf_axonn.layers.norms import ROUNDINGS, FeatureShards, NormKind, normalize
 
 
 ROWS = 8  # tokens of a trial
@@ -45,7 +45,7 @@ def _look(module: nn.Module) -> tuple:
     """What two modules have in common if they compute the same: class, parameters and numbers."""
     own = {name: value for name, value in vars(module).items() if name not in _PLAIN}
     if all(isinstance(value, (int, float, str, tuple, torch.dtype, type(None))) for value in own.values()):
-        shapes = tuple((name, its if its is None else its.shape) for name, its in module._parameters.items())
+        shapes = tuple((name, None if each is None else each.shape) for name, each in module._parameters.items())
         return type(module), shapes, tuple(own.items())
     return (module,)
 
@@ -55,8 +55,8 @@ _PLAIN = frozenset(vars(nn.Module())) | {"training"}
 
 def _probe(module: nn.Module, size: int) -> NormKind | None:
     """What a norm of `size` features computes, or None of a module that computes anything else."""
-    parameters = {name: its for name, its in module._parameters.items() if its is not None}
-    if len(parameters) > 2 or any(its.shape != (size,) for its in parameters.values()) or _has_more(module):
+    parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
+    if len(parameters) > 2 or {each.shape for each in parameters.values()} - {(size,)} or _has_more(module):
         return None
     generator = torch.Generator().manual_seed(size)
 
@@ -82,9 +82,9 @@ def isolated() -> Iterator[None]:
 
 def _first_kind(module: nn.Module, size: int, values: dict[str, Tensor], inputs: list[Tensor]) -> NormKind | None:
     for kind in _candidates(module, size):
-        if all(_agrees(module, kind, values, its) for its in inputs):
+        if all(_agrees(module, kind, values, sample) for sample in inputs):
             places = (replace(kind, rounding=place) for place in ROUNDINGS)
-            return next((its for its in places if _rounds_alike(module, its, values, inputs[1])), None)
+            return next((place for place in places if _rounds_alike(module, place, values, inputs[1])), None)
     return None
 
 
@@ -95,7 +95,7 @@ def _has_more(module: nn.Module) -> bool:
 
 def _candidates(module: nn.Module, size: int) -> Iterator[NormKind]:
     """Every norm that a module could be, by its parameters and the small numbers among its attributes."""
-    names = [name for name, its in module._parameters.items() if its is not None]
+    names = [name for name, parameter in module._parameters.items() if parameter is not None]
     own = [value for value in vars(module).values() if type(value) is float and 0 < value <= 1e-2]
     orders = [(None, None)] if not names else [(names[0], None)]
     if len(names) == 2:
@@ -117,7 +117,7 @@ def _trial(
     yield theirs, expected
     ours = {name: value.detach().clone().requires_grad_() for name, value in theirs.items()}
     weight, bias = (ours[name] if name else None for name in (kind.weight, kind.bias))
-    yield ours, normalize(ours["input"], weight, bias, kind, FeatureCut((kind.size,)), expected.dtype)
+    yield ours, normalize(ours["input"], weight, bias, kind, FeatureShards((kind.size,)), expected.dtype)
 
 
 def _agrees(module: nn.Module, kind: NormKind, values: dict[str, Tensor], input_: Tensor) -> bool:
@@ -131,7 +131,7 @@ def _agrees(module: nn.Module, kind: NormKind, values: dict[str, Tensor], input_
             cotangent = torch.linspace(-1, 2, result.numel(), dtype=torch.float64).view_as(result)
             gradients = torch.autograd.grad(result, list(leaves.values()), cotangent)
             results.append((result, *gradients))
-    return all(close(its, ours, EXACT) for its, ours in zip(*results, strict=True))
+    return all(close(theirs, ours, EXACT) for theirs, ours in zip(*results, strict=True))
 
 
 def close(truth: Tensor, ours: Tensor, bound: float) -> bool:

@@ -1,6 +1,6 @@
 """Which modules use the parameters of other modules by themselves, as a mixer that reads `self.conv1d.weight`.
 
-A parameter that is a DTensor can be used by the module that has it, whose forward has a style. Whoever else uses it
+A parameter that is a DTensor can be used by the module that has it, whose forward is ours. Whoever else uses it
 has to be shown a plain tensor, and so has a method other than forward (`self.experts.map(hidden)`). layers/base.py
 does that for the readers that are found here, in the source of their classes: in forward and in the methods that it
 calls. What only asks for a dtype, a device or a shape needs no care. No communication, no change to the model.
@@ -34,7 +34,7 @@ class _Use:
 
 
 def find_readers(model: nn.Module) -> tuple[list[Reader], set[nn.Module]]:
-    """The readers of a model, and the modules whose parameters they change in place: those must be held whole."""
+    """The readers of a model, and the modules whose parameters they change in place: those must be replicated."""
     readers: list[Reader] = []
     changed: set[nn.Module] = set()
     todo = [(module, "forward") for module in model.modules()]
@@ -58,7 +58,9 @@ def find_readers(model: nn.Module) -> tuple[list[Reader], set[nn.Module]]:
     while todo:
         module, method = todo.pop()
         # A list of parameters is a module that nobody calls.
-        read = dict.fromkeys(its for its in module.children() if isinstance(its, (nn.ParameterList, nn.ParameterDict)))
+        read = dict.fromkeys(
+            child for child in module.children() if isinstance(child, (nn.ParameterList, nn.ParameterDict))
+        )
         collect(module, method, read)
         if read:
             readers.append(Reader(module, method, tuple(read)))
@@ -91,8 +93,8 @@ def _uses(module_class: type[nn.Module], method: str) -> tuple[_Use, ...]:
     while todo:
         name = todo.pop()
         done.add(name)
-        for its in module_class.__mro__[: module_class.__mro__.index(nn.Module)]:  # for calls of super()
-            for use in _uses_of(vars(its).get(name)):
+        for base in module_class.__mro__[: module_class.__mro__.index(nn.Module)]:  # for calls of super()
+            for use in _uses_of(vars(base).get(name)):
                 found[use] = None
                 called = use.name == "forward" or _function(module_class, use.name)
                 if not use.path and use.name not in done and called:

@@ -5,8 +5,8 @@ column and which row) or from our table (table.py), for the architectures that t
 has shown to be right. In a decoder layer every module is one of
 
     a block      attention or MLP with its column layers and its row layer
-    whole        a module that needs the whole sequence and that nobody can cut: it gets [B, S, H], its Linears are cut
-                 one by one
+    full         a module that needs the full sequence and that cannot be sharded: it gets [B, S, H], its Linears are
+                 sharded one by one
     per token    norms, routers, activations: they run on this rank's tokens unchanged
 
 Everything else is sharded Linear by Linear, which is right for any module, and the plan says why. No communication, no
@@ -41,7 +41,7 @@ class BlockPlan:
         columns, segments: the projections (queries first) and what their outputs consist of (topology/heads.py).
         row: the projection that ends the block.
         query, kv: numbers of heads; 0 for an MLP.
-        attributes: of the entry, which hold a number of the whole model and are to be made this rank's: name ->
+        attributes: of the entry, which hold a number of the full model and are to be made this rank's: name ->
             "query" or "kv"; a name like config.x is set on a copy of the module's config.
         arguments: of the entry, whose first dim is batch x query heads, or query heads.
         latent: as in table.BlockSpec.
@@ -68,7 +68,7 @@ class ShardingPlan:
         decoder: name of the module that runs the decoder layers (the base model); None Linear by Linear.
         layers: names of the decoder layers in order.
         final: names of modules that run on tokens after the layers (the last norm); None if what follows the layers
-            needs the whole sequence.
+            needs the full sequence.
         blocks: the attention and MLP blocks.
         full_sequence: names of modules in the layers that get the full sequence, with the reason.
         reason: why the model is sharded Linear by Linear; None where it is not.
@@ -82,7 +82,7 @@ class ShardingPlan:
     reason: str | None = None
 
     def is_full(self, name: str) -> bool:
-        """Whether a module sees whole activations, the same on every rank of (x, y)."""
+        """Whether a module sees full activations, the same on every rank of (x, y)."""
         if self.reason or not is_inside(name, self.layers):
             return True
         return is_inside(name, self.full_sequence) or any(name in block.latent for block in self.blocks)

@@ -27,7 +27,7 @@ def weight_kinds(model: nn.Module, plan: ShardingPlan) -> dict[int, WeightKind]:
     vocabulary = vocabulary_modules(model, plan)
     for name, module in modules.items():
         if is_linear(module) and module not in vocabulary and plan.is_full(name):
-            # A weight that two modules use in different ways can only be held whole.
+            # A weight that two modules use in different ways can only be replicated.
             other = kinds.get(id(module.weight), WeightKind.LINEAR) != WeightKind.LINEAR
             kinds[id(module.weight)] = WeightKind.REPLICATED if other else WeightKind.LINEAR
     for module in filter(is_experts, modules.values()):
@@ -38,7 +38,7 @@ def weight_kinds(model: nn.Module, plan: ShardingPlan) -> dict[int, WeightKind]:
         kinds[id(module.weight)] = WeightKind.VOCABULARY
     kinds |= {key: WeightKind.GATHERED for key in _large_others(model, plan) - kinds.keys()}
     _, changed = find_readers(model)
-    return kinds | {id(its): WeightKind.REPLICATED for module in changed for its in module.parameters(False)}
+    return kinds | {id(each): WeightKind.REPLICATED for module in changed for each in module.parameters(False)}
 
 
 def _large_others(model: nn.Module, plan: ShardingPlan) -> set[int]:
@@ -69,10 +69,10 @@ def vocabulary_modules(model: nn.Module, plan: ShardingPlan) -> list[nn.Module]:
         module
         for name, module in model.named_modules()
         if is_vocabulary(module) and not is_inside(name, plan.layers)
-        if all(is_vocabulary(its) or its is head for its in owners[id(module.weight)])
+        if all(is_vocabulary(owner) or owner is head for owner in owners[id(module.weight)])
     ]
     largest = max((module.weight.numel() for module in embeddings), default=0)
     found = [module for module in embeddings if 4 * module.weight.numel() >= largest]
-    if head is not None and all(its is head or its in found for its in owners[id(head.weight)]):
+    if head is not None and all(owner is head or owner in found for owner in owners[id(head.weight)]):
         found.append(head)
     return found

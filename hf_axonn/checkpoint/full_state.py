@@ -52,13 +52,14 @@ def is_sharded(state_dict: dict[str, Tensor]) -> bool:
 
 def install_save_pretrained(model: nn.Module) -> None:
     """Let `model.save_pretrained` of a sharded Transformers model write what it writes on one process."""
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = functools.partial(_save_pretrained, model, model.save_pretrained)
+    original = getattr(model, "save_pretrained", None)
+    if callable(original):
+        vars(model)["save_pretrained"] = functools.partial(_save_pretrained, model, original)
 
 
 def _save_pretrained(
     model: nn.Module,
-    original: Callable,
+    original: Callable[..., None],
     save_directory: str,
     is_main_process: bool = True,
     state_dict: dict[str, Tensor] | None = None,

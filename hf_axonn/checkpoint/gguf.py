@@ -30,7 +30,7 @@ def cache_directory() -> Path:
     return Path(HF_HOME) / "hf_axonn" / "gguf"
 
 
-def converted(name_or_path: str, gguf_file: str, *, auto_class: type, dtype: Any, **where: Any) -> Path:
+def converted(name_or_path: str, gguf_file: str, *, auto_class: Any, dtype: Any, **where: Any) -> Path:
     """The directory of a GGUF model as safetensors, made by the first process that comes; the others wait for it.
 
     The one that converts holds the whole model in memory for a while. A file that has changed, another dtype or
@@ -51,6 +51,8 @@ def converted(name_or_path: str, gguf_file: str, *, auto_class: type, dtype: Any
 
     where = {key: value for key, value in where.items() if value is not None}
     found = gguf_file if os.path.isfile(gguf_file) else cached_file(str(name_or_path), gguf_file, **where)
+    if found is None:
+        raise OSError(f"{name_or_path} has no file {gguf_file}: name one of its GGUF files.")
     file = Path(found).resolve()
     stat = file.stat()
     facts = (file, stat.st_size, stat.st_mtime_ns, str(dtype), auto_class.__name__, transformers.__version__)
@@ -64,7 +66,7 @@ def converted(name_or_path: str, gguf_file: str, *, auto_class: type, dtype: Any
     return directory
 
 
-def _convert(file: Path, directory: Path, auto_class: type, dtype: Any) -> None:
+def _convert(file: Path, directory: Path, auto_class: Any, dtype: Any) -> None:
     """Write the directory, which is there only when it is whole."""
     from transformers import GgufConfig
 

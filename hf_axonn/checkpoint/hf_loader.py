@@ -10,13 +10,17 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.checkpoint.lazy_tensors import LazyTensor, Region, read, unread
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 READERS = 4  # threads that copy out of files at the same time; as many as Transformers' loader has
@@ -28,7 +32,7 @@ def distribute_when_built(
     part_of: Callable[[DTensor], Region],
     device: torch.device,
     read_pieces: Callable[[nn.Module, str], None],
-) -> Iterator[tuple[dict, set[str]]]:
+) -> Iterator[tuple[dict[str, Any], set[str]]]:
     """Let `from_pretrained` call `distribute(model)` on the model it has just built on the meta device, and then read
     `part_of(parameter)`, and nothing else, of each weight that is a DTensor, to `device`. A directory of files of
     pieces is left to `read_pieces(model, directory)`: torch.distributed.checkpoint opens all of them on every rank.
@@ -44,10 +48,10 @@ def distribute_when_built(
     from transformers.distributed.configuration_utils import DistributedConfig
 
     class _NoMesh:  # from_pretrained asks its mesh manager for a mesh and passes it on; the loader does not read it
-        def get_mesh(self, names):
+        def get_mesh(self, names: object) -> None:
             return None
 
-    def distribute_model(model, distributed_config, mesh_manager):
+    def distribute_model(model: PreTrainedModel, distributed_config: object, mesh_manager: object) -> PreTrainedModel:
         vars(model.config).pop("distributed_config", None)  # else it would be saved in config.json
         distribute(model)
         return model
@@ -55,7 +59,7 @@ def distribute_when_built(
     missing: set[str] = set()
     finalize = PreTrainedModel._finalize_model_loading
 
-    def finalize_and_note(model, load_config, info):
+    def finalize_and_note(model: PreTrainedModel, load_config: Any, info: Any) -> Any:
         info = finalize(model, load_config, info)
         missing.update(info.missing_keys)
         return info
@@ -80,7 +84,7 @@ def distribute_when_built(
             yield {"distributed_config": DistributedConfig()}, missing
 
 
-def fill(model: nn.Module, stored: dict[str, Any], part_of: Callable[[DTensor], Region]) -> set[str]:
+def fill(model: PreTrainedModel, stored: dict[str, Any], part_of: Callable[[DTensor], Region]) -> set[str]:
     """Fill the parameters and buffers of a parallelized Transformers model in place, this rank's parts alone.
 
     Args:
@@ -93,13 +97,13 @@ def fill(model: nn.Module, stored: dict[str, Any], part_of: Callable[[DTensor], 
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
 
-    def shard_operation(parameter):
+    def shard_operation(parameter: DTensor) -> _Part:
         return _Part(parameter.shape, part_of(parameter))
 
-    def copy_part(model, name, value, info, *_):
+    def copy_part(model: nn.Module, name: str, value: torch.Tensor, info: Any, *_: object) -> None:
         own = _tensor_of(model, name)
-        part = _cut(own, value, part_of, None, readers)
-        if part is None:
+        part = None if own is None else _cut(own, value, part_of, None, readers)
+        if own is None or part is None:
             return
         info.missing_keys.discard(name)
         with torch.no_grad():
@@ -113,10 +117,12 @@ def fill(model: nn.Module, stored: dict[str, Any], part_of: Callable[[DTensor], 
             (core_model_loading, "set_param_for_module"): copy_part,
         }
         with _replaced(replaced):
-            options = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model))
+            mapping: Any = get_model_conversion_mapping(model)  # Transformers annotates the two unequally
+            options = LoadStateDictConfig(weight_mapping=mapping)
             info, _ = core_model_loading.convert_and_load_state_dict_in_model(model, stored, options)
-    model._weight_conversions = before
-    return info.missing_keys
+    vars(model)["_weight_conversions"] = before
+    missing: set[str] = info.missing_keys
+    return missing
 
 
 @contextlib.contextmanager
@@ -150,7 +156,7 @@ def _read_or_wait(
     dtype: torch.dtype | None = None,
     sharding_op: _Part | None = None,
     tensor_idx: int | None = None,
-) -> Future | Callable | LazyTensor:
+) -> Future[torch.Tensor] | Callable[[], torch.Tensor] | LazyTensor:
     """In place of `spawn_materialize`: read this rank's part of a tensor now, in a thread.
 
     What a converter collects (it has a `tensor_idx`) stays unread, and so does a tensor that is not of its
@@ -165,13 +171,13 @@ def _read_or_wait(
 
 def _read_part(whole: LazyTensor, region: Region | None, device: Any) -> torch.Tensor:
     part = read(whole, region, device=device)
-    part.is_part = True  # `_set_part` has nothing left to cut
+    part.is_part = True  # type: ignore[attr-defined]  # a mark for `_set_part`: nothing is left to cut
     return part
 
 
 def _set_part(
-    stock: Callable,
-    part_of: Callable,
+    stock: Callable[..., None],
+    part_of: Callable[[DTensor], Region],
     device: torch.device,
     readers: Executor,
     model: nn.Module,
@@ -199,7 +205,11 @@ def _tensor_of(model: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def _cut(
-    own: torch.Tensor, value: torch.Tensor, part_of: Callable, device: torch.device | None, readers: Executor
+    own: torch.Tensor,
+    value: torch.Tensor,
+    part_of: Callable[[DTensor], Region],
+    device: torch.device | None,
+    readers: Executor,
 ) -> torch.Tensor | None:
     """This rank's part of what a parameter is to be; None if that has another size."""
     if getattr(value, "is_part", False):

@@ -11,13 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 
+T = TypeVar("T")
 Region = tuple[slice, ...]  # one (start, stop) for each dim
+Function = Callable[..., Any]
 Copy = tuple[Any, Region, Tensor]  # where to read, which part of it, and where to put it
 
 
@@ -27,14 +29,16 @@ class LazyTensor(Tensor):
     origin: _Origin
 
     @classmethod
-    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, function: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if function in _REMEMBERED:
             result = _REMEMBERED[function](*args, **kwargs)
             if result is not NotImplemented:
                 return result
         if getattr(function, "__name__", "") == "__get__" or function in _ABOUT:
-            result = super().__torch_function__(function, types, args, kwargs)
+            result = super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's
             if not isinstance(result, Tensor):  # a shape, a dtype; what is a tensor, like `.T`, is of the values
                 return result
         return function(*_read_all(args), **_read_all(kwargs))
@@ -164,7 +168,7 @@ def _unread(origin: _Origin, shape: Sequence[int], dtype: torch.dtype) -> LazyTe
     return tensor
 
 
-def _with(values: Sequence, place: int, value: Any) -> tuple:
+def _with(values: Sequence[T], place: int, value: T) -> tuple[T, ...]:
     return (*values[:place], value, *values[place + 1 :])
 
 
@@ -173,7 +177,7 @@ def _read_all(value: Any) -> Any:
     if isinstance(value, LazyTensor):
         return read(value)
     if isinstance(value, dict):
-        return {key: _read_all(its) for key, its in value.items()}
+        return {key: _read_all(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(_read_all, value))
     return value
@@ -182,20 +186,30 @@ def _read_all(value: Any) -> Any:
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
     first = tensors[0]
     dim = dim % first.ndim
-    for other in tensors:
-        if not isinstance(other, LazyTensor) or other.dtype != first.dtype or other.ndim != first.ndim:
+    parts = _all_lazy(tensors)
+    for other in parts:
+        if other.dtype != first.dtype or other.ndim != first.ndim:
             return NotImplemented
         if _with(other.shape, dim, 0) != _with(first.shape, dim, 0):
             return NotImplemented  # torch says what is wrong
-    size = sum(its.shape[dim] for its in tensors)
-    return _unread(_Joined(tuple(tensors), dim), _with(first.shape, dim, size), first.dtype)
+    if not parts:
+        return NotImplemented
+    size = sum(part.shape[dim] for part in parts)
+    return _unread(_Joined(parts, dim), _with(first.shape, dim, size), first.dtype)
+
+
+def _all_lazy(tensors: Sequence[Tensor]) -> list[LazyTensor]:
+    """The tensors, or nothing if one of them is in memory already."""
+    lazy = [tensor for tensor in tensors if isinstance(tensor, LazyTensor)]
+    return lazy if len(lazy) == len(tensors) else []
 
 
 def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    if not all(isinstance(its, LazyTensor) for its in tensors):
+    parts = _all_lazy(tensors)
+    if not parts:
         return NotImplemented
-    dim = dim % (tensors[0].ndim + 1)
-    return _cat([_unsqueeze(its, dim) for its in tensors], dim)
+    dim = dim % (parts[0].ndim + 1)
+    return _cat([_unsqueeze(part, dim) for part in parts], dim)
 
 
 def _unsqueeze(tensor: LazyTensor, dim: int) -> LazyTensor:
@@ -234,7 +248,7 @@ def _chunk(tensor: LazyTensor, chunks: int, dim: int = 0) -> Any:
 
 
 def _unbind(tensor: LazyTensor, dim: int = 0) -> Any:
-    return tuple(_squeeze(its, dim) for its in _split(tensor, 1, dim))
+    return tuple(_squeeze(row, dim) for row in _split(tensor, 1, dim))
 
 
 def _transpose(tensor: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
@@ -250,10 +264,10 @@ def _same(tensor: LazyTensor, *_args: Any, **_kwargs: Any) -> LazyTensor:
 def _to(tensor: LazyTensor, *args: Any, **kwargs: Any) -> Any:
     """Another device is for `read` to choose."""
     changes = [*args, *kwargs.values()]
-    return NotImplemented if any(isinstance(its, (torch.dtype, Tensor)) for its in changes) else tensor
+    return NotImplemented if any(isinstance(change, (torch.dtype, Tensor)) for change in changes) else tensor
 
 
-_REMEMBERED: dict[Callable, Callable] = {
+_REMEMBERED: dict[Function, Function] = {
     torch.cat: _cat,
     torch.concat: _cat,
     torch.stack: _stack,

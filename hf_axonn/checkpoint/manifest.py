@@ -17,6 +17,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from hf_axonn.checkpoint.partition import SavedTensor
 from hf_axonn.checkpoint.shard_files import DTYPES, FileRecord, checksum_of
@@ -83,15 +84,15 @@ class Manifest:
             raise ValueError(f"{type(problem).__name__}: {problem}") from None
 
 
-def _checksum(body: Mapping) -> str:
+def _checksum(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _tensors_out(tensors: Mapping[str, SavedTensor]) -> dict:
+def _tensors_out(tensors: Mapping[str, SavedTensor]) -> dict[str, list[Any]]:
     return {name: [tensor.dtype, list(tensor.shape), list(tensor.cuts)] for name, tensor in tensors.items()}
 
 
-def _tensors_in(section: Mapping) -> dict[str, SavedTensor]:
+def _tensors_in(section: Mapping[str, Any]) -> dict[str, SavedTensor]:
     tensors = {}
     for name, (dtype, shape, cuts) in section.items():
         if dtype not in DTYPES:
@@ -100,7 +101,7 @@ def _tensors_in(section: Mapping) -> dict[str, SavedTensor]:
     return tensors
 
 
-def _record(record: Iterable) -> FileRecord:
+def _record(record: Iterable[Any]) -> FileRecord:
     size, checksum = record
     if isinstance(size, bool) or not isinstance(size, int) or not isinstance(checksum, str):
         raise ValueError(f"{record!r} is no size and checksum")

@@ -34,7 +34,7 @@ def load_values(path: Path) -> Any:
     Raises:
         ValueError: it holds anything but tensors and plain values, which is not executed.
     """
-    from accelerate.utils import load  # Trainer's hooks import this file while accelerate is being imported
+    from accelerate.utils.other import load  # Trainer's hooks import this file while accelerate is being imported
 
     try:
         return load(path, map_location="cpu")

@@ -28,9 +28,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_axonn.checkpoint.commit import commit, new_stage, write_manifest
-from hf_axonn.checkpoint.manifest import MANIFEST, FileRecord, Manifest
+from hf_axonn.checkpoint.manifest import MANIFEST, Manifest
 from hf_axonn.checkpoint.partition import Box, SavedTensor
-from hf_axonn.checkpoint.shard_files import checksum_of, describe, file_name, local_of, pieces_to_write, write_pieces
+from hf_axonn.checkpoint.shard_files import (
+    FileRecord,
+    checksum_of,
+    describe,
+    file_name,
+    local_of,
+    pieces_to_write,
+    write_pieces,
+)
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
 from hf_axonn.distributed.consistency import first_problem
 from hf_axonn.topology.grid import Grid
@@ -136,6 +144,7 @@ class Save:
 
     def finish(self) -> None:
         """Wait for a save in the background. Raises and communicates as `close`."""
+        assert self._thread is not None
         self._written.wait()
         self._agree(self.problem)
         self._thread.join()

@@ -12,6 +12,7 @@ import os
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from hf_axonn.engine.dtensors import local, mesh_slices, sharded_dims
 from hf_axonn.topology.grid import WEIGHT_AXES, Grid
 
 
-# What a FileRecord holds is told in manifest.py.
+# Bytes of a file, and its SHA-256 as hex.
 FileRecord = tuple[int, str]
 
 DTYPES = {
@@ -130,7 +131,7 @@ def write_safetensors(
         _put(file, checksum, struct.pack("<Q", len(text)) + text)
         for name in order:
             tensor = make(name).detach().to("cpu").contiguous()
-            _put(file, checksum, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+            _put(file, checksum, tensor.reshape(-1).view(torch.uint8).numpy().data)
             del tensor
         size = file.tell()
         file.flush()
@@ -138,7 +139,7 @@ def write_safetensors(
     return size, checksum.hexdigest()
 
 
-def _put(file, checksum, data: bytes | memoryview) -> None:
+def _put(file: BinaryIO, checksum: hashlib._Hash, data: bytes | memoryview) -> None:
     for start in range(0, len(data), CHUNK):
         part = data[start : start + CHUNK]
         file.write(part)
@@ -193,6 +194,7 @@ class PieceReader:
                     with safe_open(path, framework="pt") as file:
                         for name, piece, box in parts:
                             common = overlap(piece, box)
+                            assert common is not None  # the plan names only pieces that share something
                             local_of(targets[name])[_inside(common, box)].copy_(
                                 file.get_slice(name)[_inside(common, piece)] if common else file.get_tensor(name)
                             )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +34,8 @@ from hf_axonn.checkpoint.state_dicts import (
 from hf_axonn.compat.torch import default_device_type
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.distributed.consistency import raise_on_all_ranks
-from hf_axonn.engine.state import ParallelState, parallel_state
+from hf_axonn.engine.matmul_tuning import MatmulTuner
+from hf_axonn.engine.state import parallel_state
 
 
 VALUES = "values.json"
@@ -80,7 +82,7 @@ def begin_save(model: nn.Module, directory: str | Path, *, async_save: bool = Fa
 def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer | None = None) -> None:
     """The second part: the model, its config and its optimizer."""
     state = parallel_state(model)
-    values: dict = {}
+    values: dict[str, Any] = {}
     if hasattr(model, "peft_config"):
         adapters_problem = None
         try:
@@ -101,12 +103,14 @@ def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer 
     with save.writing():
         if not hasattr(model, "peft_config"):
             for config in (getattr(model, name, None) for name in ("config", "generation_config")):
-                if hasattr(config, "save_pretrained"):  # a module that is not from Transformers has none
+                if config is not None and hasattr(
+                    config, "save_pretrained"
+                ):  # a module that is not from Transformers has none
                     config.save_pretrained(save.stage)
         if optimizer is not None:
             (save.stage / OPTIMIZER).mkdir(exist_ok=True)
             (save.stage / OPTIMIZER / VALUES).write_text(json.dumps(values, indent=1))
-        if state.tuner is not None:
+        if state is not None and state.tuner is not None:
             (save.stage / LAYOUTS).write_text(state.tuner.to_json())
 
 
@@ -166,7 +170,7 @@ def load_model(model: nn.Module, directory: str | Path, manifest: Manifest) -> N
     state = parallel_state(model)
     with raise_on_all_ranks(_device()):
         if state is not None and state.tuner is not None and LAYOUTS in manifest.files:
-            _load_layouts(state, directory / LAYOUTS, manifest)
+            _load_layouts(state.tuner, directory / LAYOUTS, same_grid=manifest.grid == state.grid)
         if hasattr(model, "peft_config"):
             load_adapters(model, directory)
             return
@@ -187,10 +191,10 @@ def read_weights(model: nn.Module, directory: str | Path, manifest: Manifest | N
     PieceReader(Path(directory), manifest.model, manifest.grid).fill(tensors)
 
 
-def _load_layouts(state: ParallelState, path: Path, manifest: Manifest) -> None:
+def _load_layouts(tuner: MatmulTuner, path: Path, *, same_grid: bool) -> None:
     """Go on with the matmul layouts of the run that was saved, so that it repeats to the bit. No communication."""
     try:
-        state.tuner.adopt(path.read_text(), same_grid=manifest.grid == state.grid)
+        tuner.adopt(path.read_text(), same_grid=same_grid)
     except ValueError as problem:
         raise ValueError(f"{path}: {problem}. Remove tune_matmuls, or resume from another checkpoint.") from problem
 

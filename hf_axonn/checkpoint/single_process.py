@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ def load_plain_weights(model: nn.Module, directory: str | Path) -> None:
     from safetensors import safe_open
     from transformers import PreTrainedModel
 
-    mesh = parallel_state(model).mesh
+    mesh = _mesh_of(model)
     with contextlib.ExitStack() as stack:
         files = _file_of_each(directory)
         readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in set(files.values())}
@@ -54,7 +55,7 @@ def load_plain_weights(model: nn.Module, directory: str | Path) -> None:
         )
 
 
-def _fill_by_name(model: nn.Module, stored: dict, mesh: GridMesh) -> set[str]:
+def _fill_by_name(model: nn.Module, stored: dict[str, Any], mesh: GridMesh) -> set[str]:
     """Fill a module whose names are those of the checkpoint; returns the names that it lacks."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     missing = model.state_dict().keys() & tensors.keys() - stored.keys()
@@ -80,7 +81,7 @@ def load_plain_optimizer(
     file = Path(directory) / name
     if not file.is_file():
         raise ValueError(f"{directory} has no optimizer state: it was saved without (save_only_model?).")
-    mesh = parallel_state(model).mesh
+    mesh = _mesh_of(model)
     optimizer = getattr(optimizer, "optimizer", optimizer)
     saved = torch.load(file, map_location="cpu", weights_only=True)
     groups = optimizer.param_groups
@@ -106,6 +107,12 @@ def _like(value: object, parameter: Tensor, mesh: GridMesh) -> object:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
+
+
+def _mesh_of(model: nn.Module) -> GridMesh:
+    state = parallel_state(model)
+    assert state is not None, "a model of one process is loaded by Transformers itself"
+    return state.mesh
 
 
 def _slices(tensor: Tensor, mesh: GridMesh) -> tuple[slice, ...]:

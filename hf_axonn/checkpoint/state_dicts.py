@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,8 +19,8 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    tensors = get_model_state_dict(model)
-    seen: set[tuple] = set()
+    tensors = cast("dict[str, torch.Tensor]", get_model_state_dict(model))
+    seen: set[tuple[object, ...]] = set()
     tied = []
     for name, tensor in tensors.items():
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -44,7 +45,9 @@ def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[torch.op
             optimizer.param_groups.insert(place, group)
 
 
-def flat_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict]:
+def flat_optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """An optimizer's state by parameter name: (tensors, numbers and other plain values).
 
     An optimizer that has not stepped yet gets its state made by a step that changes nothing (torch does that).
@@ -53,7 +56,7 @@ def flat_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     with _without_empty_groups(optimizer) as inner:
-        flat = get_optimizer_state_dict(model, inner, options=options)
+        flat = cast("dict[str, Any]", get_optimizer_state_dict(model, inner, options=options))
     tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
     return tensors, {key: value for key, value in flat.items() if key not in tensors}
 
@@ -74,7 +77,11 @@ def fresh_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def set_flat_optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict, values: dict, without: set[str]
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: dict[str, torch.Tensor],
+    values: dict[str, Any],
+    without: set[str],
 ) -> None:
     """Give an optimizer what `flat_optimizer_state` returned; the parameters named in `without` get no state."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
@@ -82,7 +89,8 @@ def set_flat_optimizer_state(
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     with _without_empty_groups(optimizer) as inner:
-        set_optimizer_state_dict(model, inner, {**values, **tensors}, options=options)
+        flat: dict[str, Any] = {**values, **tensors}
+        set_optimizer_state_dict(model, inner, flat, options=options)
         for name, parameter in model.named_parameters():
             if name in without:
                 inner.state.pop(parameter, None)

@@ -18,7 +18,8 @@ from pathlib import Path
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.command import read_launch_file, write_temporary
 from hf_axonn.launch.launch_file import SECTION, Launch, check_spelling, resolve
-from hf_axonn.planner import machine as machines
+from hf_axonn.planner.jobs import DTYPE_BYTES
+from hf_axonn.planner.machine import known_machines, load_machine
 from hf_axonn.planner.memory import MOMENT_BYTES, RESERVE, memory
 from hf_axonn.planner.model.shapes import Step
 from hf_axonn.planner.model.stack import Stack
@@ -29,7 +30,7 @@ from hf_axonn.topology.weight_kind import WeightKind
 
 FINE, WARNED, REFUSED = 0, 1, 2
 GIB = 2**30
-WEIGHTS = {"float32": 4, "bfloat16": 2}
+WEIGHT_DTYPES = ("bfloat16", "float32")
 UNEVEN = 1.1  # a rank with a tenth more than its share is worth a word
 
 
@@ -58,11 +59,11 @@ def add_doctor(commands) -> None:
     parser.add_argument("--batch", type=int, help="rows of a micro-batch, per_device_train_batch_size")
     parser.add_argument("--seq", type=int, default=2048, help="tokens of a row")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
-    parser.add_argument("--weights", choices=sorted(WEIGHTS), default="float32", help="dtype of the weights")
+    parser.add_argument("--weights", choices=WEIGHT_DTYPES, default="float32", help="dtype of the weights")
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing is on")
     parser.add_argument("--gpu-memory", type=float, help="memory of a device in GiB (2**30 bytes)")
     parser.add_argument(
-        "--machine", help=f"take it from a machine file: {', '.join(machines.known())}, or a JSON file"
+        "--machine", help=f"take it from a machine file: {', '.join(known_machines())}, or a JSON file"
     )
 
 
@@ -121,7 +122,7 @@ def examine_launch(path: str, findings: Findings) -> Launch:
 
 
 def examine_model(launch: Launch, options: argparse.Namespace, findings: Findings) -> None:
-    """Parallelize the model on paper, and say what is whole, uneven or too large.
+    """Parallelize the model without values, and report what is not sharded, uneven or too large.
 
     Raises:
         ValueError: there is no such model, or it cannot be parallelized.
@@ -129,6 +130,7 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
     import torch
 
     from hf_axonn.compat.torch import fake_world
+    from hf_axonn.engine.state import parallel_state
     from hf_axonn.parallel.parallelize import parallelize
 
     config = _model_config(options.model)
@@ -136,23 +138,23 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
     dtype = getattr(torch, options.weights)
     with torch.device("meta"):
         model = _empty_model(config, dtype)
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    matrices = {
-        name for name, module in model.named_modules() if any(its.dim() > 1 for its in module.parameters(False))
-    }
-    findings.facts.append(f"model {config.model_type}: {whole:,} parameters")
-    if grid.size == 1:
-        local, by_features = whole, False
-    else:
+    local, layout = sum(parameter.numel() for parameter in model.parameters()), "token"
+    findings.facts.append(f"model {config.model_type}: {local:,} parameters")
+    if grid.size > 1:
+        matrices = {
+            name
+            for name, module in model.named_modules()
+            if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+        }
         with fake_world(grid.size):
             model, report = parallelize(model, grid, config=launch.config)
             findings.facts.append(str(report))
             _examine_report(report, matrices, findings)
             local = _examine_shards(model, grid, findings)
-            by_features = model.axonn.features > 0
+            state = parallel_state(model)
+            layout = "feature" if state is not None and state.features > 0 else "token"
     if options.batch is not None:
         _examine_batch(grid, options, findings)
-    layout = "feature" if by_features else "token"
     _examine_memory(launch, options, config.to_dict(), local, layout, findings)
 
 
@@ -178,19 +180,21 @@ def _empty_model(config, dtype):
 
 def _examine_report(report, matrices: set[str], findings: Findings) -> None:
     """Every reason why something is not cut, or is cut another way than the fast one."""
-    held = [entry for entry in report.not_sharded() if entry.name in matrices]
-    for reason, count in Counter(entry.reason for entry in held).items():
-        size = sum(entry.parameters for entry in held if entry.reason == reason)
-        first = next(entry.name for entry in held if entry.reason == reason)
+    unsharded = [entry for entry in report.not_sharded() if entry.name in matrices]
+    for reason, count in Counter(entry.reason for entry in unsharded).items():
+        size = sum(entry.parameters for entry in unsharded if entry.reason == reason)
+        first = next(entry.name for entry in unsharded if entry.reason == reason)
         findings.warnings.append(f"not sharded: {count} module(s), {size:,} parameters, {first} first: {reason}")
     alone = [entry for entry in report.entries if entry.kind == WeightKind.LINEAR]
     if alone:
         findings.warnings.append(
-            f"{len(alone)} Linear(s) are sharded one by one, {alone[0].name} first, with whole activations on every "
+            f"{len(alone)} Linear(s) are sharded one by one, {alone[0].name} first, with full activations on every "
             f"rank of x and y: {report.summary}"
         )
-    told = [entry for entry in report.entries if entry.reason and entry.kind in (WeightKind.COLUMN, WeightKind.ROW)]
-    for reason, count in Counter(entry.reason for entry in told).items():
+    explained = [
+        entry for entry in report.entries if entry.reason and entry.kind in (WeightKind.COLUMN, WeightKind.ROW)
+    ]
+    for reason, count in Counter(entry.reason for entry in explained).items():
         findings.warnings.append(f"heads: {count} Linear(s): {reason}")
 
 
@@ -209,8 +213,10 @@ def _examine_shards(model, grid: Grid, findings: Findings) -> int:
         local += own.numel()
         cut = isinstance(parameter, DTensor) and own.numel() < parameter.numel()
         share += parameter.numel() / (grid.x * grid.y * grid.z if cut else 1)
-        if cut and any(its.start >= its.stop for its in local_slices(parameter.shape, parameter.placements, last)):
-            empty.append(name)
+        if cut:
+            slices = local_slices(parameter.shape, parameter.placements, last)
+            if any(part.start >= part.stop for part in slices):
+                empty.append(name)
     if local > UNEVEN * share:
         findings.warnings.append(
             f"the pieces of weights are uneven: rank 0 holds {local:,} parameters, {local / share:.2f} times its even "
@@ -243,20 +249,21 @@ def _examine_memory(
     launch: Launch, options: argparse.Namespace, config: dict, local: int, layout: str, findings: Findings
 ) -> None:
     """Bytes of rank 0, which holds most; against the memory of a device where that is known."""
-    size = WEIGHTS[options.weights]
+    size = DTYPE_BYTES[options.weights]
     states = local * (2 * size + MOMENT_BYTES)
-    total, text = states, f"memory of rank 0: {states / GIB:.2f} GiB parameters, gradients and AdamW's moments"
+    total: float = states
+    text = f"memory of rank 0: {states / GIB:.2f} GiB parameters, gradients and AdamW's moments"
     try:
         shape = shape_of(config)
     except ValueError as problem:
-        findings.facts.append(f"{text}; what a step takes besides is not known: {problem}")
+        findings.facts.append(f"{text}; the rest of a step is not known: {problem}")
     else:
         step = Step(
             rows=options.batch or 1,
             seq=options.seq,
             compute_bytes=2 if launch.settings["mixed_precision"] == "bf16" else size,
             param_bytes=size,
-            reduce_bytes={"float32": 4, "bfloat16": 2, "float64": 8}[launch.config.reduce_dtype],
+            reduce_bytes=DTYPE_BYTES[launch.config.reduce_dtype],
             checkpointing=options.checkpointing,
             kept_layers=_kept_layers(launch.config, shape),
         )
@@ -278,7 +285,7 @@ def _examine_memory(
         findings.facts += [f"note: {note}" for note in shape.notes]
     capacity = options.gpu_memory * GIB if options.gpu_memory else None
     if options.machine:
-        capacity = machines.load(options.machine).memory
+        capacity = load_machine(options.machine).memory
     if capacity is not None and total > (1 - RESERVE) * capacity:
         findings.warnings.append(
             f"about {total / GIB:.2f} GiB do not fit into {capacity / GIB:.0f} GiB with {RESERVE:.0%} left free: take "

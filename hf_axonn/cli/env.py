@@ -31,7 +31,7 @@ SHOWN = re.compile(r"[\w.,:;=+%~^ -]{0,60}")
 PROGRAM_SECONDS = 20
 
 
-def describe() -> Iterator[str]:
+def environment_report() -> Iterator[str]:
     """The report, line by line. No communication; starts nvidia-smi or rocm-smi where there is one."""
     yield f"hf_axonn {__version__}"
     yield f"python {platform.python_version()}, {platform.system()} {platform.release()}, {platform.machine()}"
@@ -62,13 +62,14 @@ def _unmet() -> Iterator[str]:
     except PackageNotFoundError:
         yield "hf_axonn is not installed, but imported from a folder: `accelerate launch --config` does not know it"
         return
-    for its in wanted:
-        if its.marker is None or its.marker.evaluate():
-            found = installed(its.name)
+    for requirement in wanted:
+        if requirement.marker is None or requirement.marker.evaluate():
+            name, specifier = requirement.name, requirement.specifier
+            found = installed(name)
             if not found[:1].isdigit():
-                yield f"NOT MET: {its.name}{its.specifier}: {its.name} {found}"
-            elif not its.specifier.contains(found, prereleases=True):
-                yield f"NOT MET: {its.name}{its.specifier}: there is {found}"
+                yield f"NOT MET: {name}{specifier}: {name} {found}"
+            elif not specifier.contains(found, prereleases=True):
+                yield f"NOT MET: {name}{specifier}: there is {found}"
 
 
 def _hook() -> str:
@@ -94,18 +95,18 @@ def _torch() -> Iterator[str]:
     import torch
     import torch.distributed as dist
 
-    built = {"CUDA": torch.version.cuda, "HIP": torch.version.hip}
-    built = [f"{name} {its}" for name, its in built.items() if its]
+    versions = {"CUDA": torch.version.cuda, "HIP": torch.version.hip}
+    built = [f"{name} {number}" for name, number in versions.items() if number]
     backends = [name for name in ("gloo", "nccl", "mpi", "ucc", "xccl") if _has_backend(dist, name)]
     yield f"torch is built for {' and '.join(built) or 'the CPU'}, {torch.get_num_threads()} threads"
     yield f"torch.distributed backends: {', '.join(backends)}"
     count = torch.cuda.device_count()
     if count and "nccl" in backends:
         yield f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
-    kinds = Counter()
+    kinds: Counter[str] = Counter()
     for index in range(count):
-        its = torch.cuda.get_device_properties(index)
-        kinds[f"{its.name}, {its.total_memory / 2**30:.0f} GiB, capability {its.major}.{its.minor}"] += 1
+        card = torch.cuda.get_device_properties(index)
+        kinds[f"{card.name}, {card.total_memory / 2**30:.0f} GiB, capability {card.major}.{card.minor}"] += 1
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if not count and accelerator is not None:
         kinds[f"{accelerator.type}"] = torch.accelerator.device_count()

@@ -76,8 +76,8 @@ def _verify(options: argparse.Namespace) -> int:
         print(problem)
         return 1
     problems = find_problems(options.checkpoint, manifest)
-    for problem in problems:
-        print(problem)
+    for line in problems:
+        print(line)
     if problems:
         print(f"{options.checkpoint} is damaged: {len(problems)} problem(s). Resume from another checkpoint.")
         return 1
@@ -89,8 +89,8 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _env(_options: argparse.Namespace) -> int:
-    from hf_axonn.cli.env import describe
+    from hf_axonn.cli.env import environment_report
 
-    for line in describe():
+    for line in environment_report():
         print(line)
     return 0

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
-from hf_axonn.planner import machine as machines
-from hf_axonn.planner.jobs import WEIGHTS, make_job, number
-from hf_axonn.planner.model import catalog as models
+from hf_axonn.planner.jobs import PRECISION_BYTES, make_job, number
+from hf_axonn.planner.machine import known_machines
+from hf_axonn.planner.model.catalog import GPTS
 from hf_axonn.planner.predict import Job, Prediction, reorder
 from hf_axonn.planner.search import GridRanking, alternatives, grids, plan, sweep
-from hf_axonn.planner.time.paper import ORDER, rank_grids
+from hf_axonn.planner.time.paper import rank_grids
 from hf_axonn.planner.tracing.read_shape import read_shape
+from hf_axonn.topology.axis_order import ORDER
+from hf_axonn.topology.grid import Grid
 
 
 # Parts of a step in the order in which they are stacked: compute in blues, communication in reds, else grey.
@@ -40,17 +43,18 @@ PARTS = {
 def add_plan(commands) -> None:
     """Register `plan` with the subparsers of main.py."""
     parser = commands.add_parser("plan", help="rank all grids of a number of GPUs by predicted time")
-    parser.add_argument("--model", required=True, help=f"a config.json, its directory, or {', '.join(models.GPTS)}")
-    parser.add_argument("--machine", required=True, help=f"{', '.join(machines.known())}, or a JSON file")
+    dtypes = sorted(PRECISION_BYTES)
+    parser.add_argument("--model", required=True, help=f"a config.json, its directory, or {', '.join(GPTS)}")
+    parser.add_argument("--machine", required=True, help=f"{', '.join(known_machines())}, or a JSON file")
     parser.add_argument("--gpus", type=number, help="number of GPUs")
     batch = parser.add_mutually_exclusive_group(required=True)
-    batch.add_argument("--batch-tokens", type=number, help="tokens of the whole batch, such as 16.8M")
+    batch.add_argument("--batch-tokens", type=number, help="tokens of the full batch, such as 16.8M")
     batch.add_argument("--batch-sequences", type=number, help="or its sequences")
     parser.add_argument("--seq", type=number, required=True, help="tokens of a sequence")
     parser.add_argument("--top", type=int, default=10, help="how many grids to show")
-    parser.add_argument("--weights", choices=sorted(WEIGHTS), default="fp32", help="dtype of weights and gradients")
-    parser.add_argument("--activations", choices=sorted(WEIGHTS), default="bf16", help="dtype of products")
-    parser.add_argument("--reduce-dtype", choices=sorted(WEIGHTS), default="fp32", help="of sums of gradients")
+    parser.add_argument("--weights", choices=dtypes, default="fp32", help="dtype of weights and gradients")
+    parser.add_argument("--activations", choices=dtypes, default="bf16", help="dtype of products")
+    parser.add_argument("--reduce-dtype", choices=dtypes, default="fp32", help="of sums of gradients")
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--schedule", choices=("hf_axonn", "axonn"), default="hf_axonn", help="whose collectives")
     parser.add_argument("--paper", action="store_true", help="rank by the paper's equations alone")
@@ -60,15 +64,12 @@ def add_plan(commands) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def add_bench_links(commands) -> None:
-    """Register `bench-links`."""
-    parser = commands.add_parser("bench-links", help="measure this machine under torchrun and write a machine file")
-    parser.add_argument("--output", required=True, help="the JSON file to write")
-    parser.add_argument("--seconds", type=float, default=60.0, help="most seconds to spend")
-
-
 def run_plan(options: argparse.Namespace) -> int:
-    """`hf-axonn plan`; returns the exit code, 1 where no grid fits."""
+    """`hf-axonn plan`; returns the exit code, 1 where no grid fits.
+
+    Raises:
+        ValueError: an option is wrong or missing.
+    """
     job = _job(options)
     if options.top < 1:
         raise ValueError(f"--top is {options.top}: give a number above 0.")
@@ -78,8 +79,26 @@ def run_plan(options: argparse.Namespace) -> int:
         raise ValueError("--gpus is missing: give the number of GPUs, or --sweep FIRST..LAST.")
     if options.weak:
         raise ValueError("--weak goes with --sweep FIRST..LAST.")
-    if options.paper:
-        return _paper(options, job)
+    return _paper(options, job) if options.paper else _plan(options, job)
+
+
+def _job(options: argparse.Namespace) -> Job:
+    return make_job(
+        options.model,
+        options.machine,
+        options.batch_tokens or options.batch_sequences * options.seq,
+        options.seq,
+        read=read_shape,
+        compute_bytes=PRECISION_BYTES[options.activations],
+        param_bytes=PRECISION_BYTES[options.weights],
+        reduce_bytes=PRECISION_BYTES[options.reduce_dtype],
+        checkpointing=not options.no_checkpointing,
+        schedule=options.schedule,
+    )
+
+
+def _plan(options: argparse.Namespace, job: Job) -> int:
+    """The grids of one number of GPUs."""
     found = plan(job, options.gpus)
     if options.json:
         print(json.dumps(as_json(found, options.top), indent=2))
@@ -90,26 +109,41 @@ def run_plan(options: argparse.Namespace) -> int:
     return 0 if found.ranked else 1
 
 
-def run_bench_links(options: argparse.Namespace) -> int:
-    """`hf-axonn bench-links`; returns the exit code."""
-    from hf_axonn.planner.measure.bench_links import bench_links
+def _sweep(options: argparse.Namespace, job: Job) -> int:
+    """The best grid of each of several numbers of GPUs."""
+    if options.gpus or options.paper:
+        raise ValueError("--sweep stands in place of --gpus, and not with --paper.")
+    plans = sweep(job, _gpu_counts(options.sweep), weak=options.weak)
+    if options.json:
+        print(json.dumps([as_json(found, 1) for found in plans], indent=2))
+    else:
+        print(header(job, options.sweep) + ("; the batch grows with the GPUs" if options.weak else "") + "\n")
+        print("\n".join(sweep_lines(plans)))
+    if options.plot and any(found.ranked for found in plans):
+        plot_sweep(plans, options.plot, weak=options.weak)
+    return 0 if all(found.ranked for found in plans) else 1
 
-    return bench_links(options.output, seconds=options.seconds)
+
+def _gpu_counts(text: str) -> list[int]:
+    """FIRST..LAST as numbers of GPUs, each twice the one before."""
+    first, dots, last = text.partition("..")
+    if not (dots and first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
+        raise ValueError(f"--sweep is {text!r}: write the first and last number of GPUs, 512..32768.")
+    return [int(first) << shift for shift in range(int(last).bit_length()) if int(first) << shift <= int(last)]
 
 
-def _job(options: argparse.Namespace) -> Job:
-    return make_job(
-        options.model,
-        options.machine,
-        options.batch_tokens or options.batch_sequences * options.seq,
-        options.seq,
-        read=read_shape,
-        compute_bytes=WEIGHTS[options.activations],
-        param_bytes=WEIGHTS[options.weights],
-        reduce_bytes=WEIGHTS[options.reduce_dtype],
-        checkpointing=not options.no_checkpointing,
-        schedule=options.schedule,
-    )
+def _paper(options: argparse.Namespace, job: Job) -> int:
+    """The paper's own model: sorted by the communication time of equations (1) to (7)."""
+    legal = [grid for grid in grids(options.gpus) if job.sequences % grid.dp_size == 0]
+    ranked = rank_grids(job.shape, job.machine, legal, job.tokens)[: options.top]
+    if options.json:
+        print(json.dumps([{"grid": grid.as_dict(), "communication_seconds": time} for time, grid in ranked], indent=2))
+        return 0
+    print(header(job, f"{options.gpus:,}") + "\ncommunication by equations (1) to (7), memory not considered\n")
+    print(f"{'':>3} {'data':>5} {'z':>5} {'y':>5} {'x':>5} {'seconds':>9}")
+    for place, (time, grid) in enumerate(ranked, start=1):
+        print(f"{place:>3} {grid.data:>5} {grid.z:>5} {grid.y:>5} {grid.x:>5} {time:>9.3f}")
+    return 0
 
 
 def header(job: Job, gpus: str) -> str:
@@ -131,10 +165,10 @@ def lines(found: GridRanking, top: int) -> list[str]:
         )
         text += [_row(place, entry) for place, entry in enumerate(found.ranked[:top], start=1)]
         text += ["", "x/y, z, data, other: seconds of communication that nothing hides", ""]
-        text += _judgement(found)
+        text += _confidence(found)
     text += _left_out(found)
     if found.ranked:
-        text += ["", "axonn_config:", f"  grid: {_pasted(found.best.grid)}"]
+        text += ["", "axonn_config:", f"  grid: {_inline(found.best.grid)}"]
         if found.best.order != ORDER:
             text.append(f"  order: [{', '.join(found.best.order)}]")
         best = found.best
@@ -156,7 +190,7 @@ def _row(place: int, entry: Prediction) -> str:
     )
 
 
-def _judgement(found: GridRanking) -> list[str]:
+def _confidence(found: GridRanking) -> list[str]:
     """How sure the first place is."""
     text = []
     if len(found.ranked) > 1:
@@ -190,11 +224,43 @@ def _left_out(found: GridRanking) -> list[str]:
     return text if found.ranked else [found.why_none(), *text]
 
 
-def _pasted(grid) -> str:
+def _inline(grid: Grid) -> str:
+    """The grid as a YAML mapping in one line."""
     return "{" + ", ".join(f"{axis}: {size}" for axis, size in grid.as_dict().items()) + "}"
 
 
-def entry_json(entry: Prediction) -> dict:
+def sweep_lines(plans: list[GridRanking]) -> list[str]:
+    """Plans as a table, one line a number of GPUs; efficiency: FLOP/s of a GPU beside those of the first plan."""
+    text = [f"{'GPUs':>7} {'grid':<32} {'step s':>9} {'tokens/s':>13} {'PF':>9} {'TF/GPU':>7} {'efficiency':>10}"]
+    first_flops = next((found.best.flops for found in plans if found.ranked), 1.0)
+    for found in plans:
+        if not found.ranked:
+            text.append(f"{found.gpus:>7} {found.why_none()}")
+            continue
+        best = found.best
+        text.append(
+            f"{found.gpus:>7} {str(best.grid):<32} {best.total:>9.3f} {best.tokens_per_second:>13,.0f} "
+            f"{best.flops * found.gpus / 1e15:>9.1f} {best.flops / 1e12:>7.1f} {best.flops / first_flops:>10.1%}"
+        )
+    return text
+
+
+def as_json(found: GridRanking, top: int) -> dict[str, Any]:
+    """A plan as JSON."""
+    return {
+        "machine": found.job.machine.name,
+        "gpus": found.gpus,
+        "sequences": found.job.sequences,
+        "seq": found.job.seq,
+        "ranked": [entry_json(entry) for entry in found.ranked[:top]],
+        "fit": len(found.ranked),
+        "do_not_fit": len(found.too_big),
+        "impossible": len(found.impossible),
+        "notes": _confidence(found) if found.ranked else [found.why_none()],
+    }
+
+
+def entry_json(entry: Prediction) -> dict[str, Any]:
     """A prediction as JSON: seconds, bytes, FLOP/s."""
     return {
         "grid": entry.grid.as_dict(),
@@ -211,74 +277,6 @@ def entry_json(entry: Prediction) -> dict:
         "memory_bytes": entry.memory.by_kind(),
         "fits": entry.fits,
     }
-
-
-def as_json(found: GridRanking, top: int) -> dict:
-    """A plan as JSON."""
-    return {
-        "machine": found.job.machine.name,
-        "gpus": found.gpus,
-        "sequences": found.job.sequences,
-        "seq": found.job.seq,
-        "ranked": [entry_json(entry) for entry in found.ranked[:top]],
-        "fit": len(found.ranked),
-        "do_not_fit": len(found.too_big),
-        "impossible": len(found.impossible),
-        "notes": _judgement(found) if found.ranked else [found.why_none()],
-    }
-
-
-def _paper(options: argparse.Namespace, job: Job) -> int:
-    """The paper's own model: sorted by the communication time of equations (1) to (7)."""
-    legal = [grid for grid in grids(options.gpus) if job.sequences % grid.dp_size == 0]
-    ranked = rank_grids(job.shape, job.machine, legal, job.tokens)[: options.top]
-    if options.json:
-        print(json.dumps([{"grid": grid.as_dict(), "communication_seconds": time} for time, grid in ranked], indent=2))
-        return 0
-    print(header(job, f"{options.gpus:,}") + "\ncommunication by equations (1) to (7), memory not considered\n")
-    print(f"{'':>3} {'data':>5} {'z':>5} {'y':>5} {'x':>5} {'seconds':>9}")
-    for place, (time, grid) in enumerate(ranked, start=1):
-        print(f"{place:>3} {grid.data:>5} {grid.z:>5} {grid.y:>5} {grid.x:>5} {time:>9.3f}")
-    return 0
-
-
-def _sweep(options: argparse.Namespace, job: Job) -> int:
-    first, dots, last = options.sweep.partition("..")
-    if not (dots and first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
-        raise ValueError(f"--sweep is {options.sweep!r}: write the first and last number of GPUs, 512..32768.")
-    if options.gpus or options.paper:
-        raise ValueError("--sweep stands in place of --gpus, and not with --paper.")
-    counts = [int(first) << shift for shift in range(int(last).bit_length()) if int(first) << shift <= int(last)]
-    plans = sweep(job, counts, weak=options.weak)
-    if options.json:
-        print(json.dumps([as_json(found, 1) for found in plans], indent=2))
-    else:
-        print(header(job, options.sweep) + ("; the batch grows with the GPUs" if options.weak else "") + "\n")
-        print(f"{'GPUs':>7} {'grid':<32} {'step s':>9} {'tokens/s':>13} {'PF':>9} {'TF/GPU':>7} {'efficiency':>10}")
-        base = next((found.best for found in plans if found.ranked), None)
-        for found in plans:
-            if not found.ranked:
-                print(f"{found.gpus:>7} {found.why_none()}")
-                continue
-            best = found.best
-            print(
-                f"{found.gpus:>7} {str(best.grid):<32} {best.total:>9.3f} {best.tokens_per_second:>13,.0f} "
-                f"{best.flops * found.gpus / 1e15:>9.1f} {best.flops / 1e12:>7.1f} {best.flops / base.flops:>10.1%}"
-            )
-    if options.plot and any(found.ranked for found in plans):
-        plot_sweep(plans, options.plot, weak=options.weak)
-    return 0 if all(found.ranked for found in plans) else 1
-
-
-def _pyplot():
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def plot_plan(found: GridRanking, file: str, top: int) -> None:
@@ -307,16 +305,16 @@ def plot_sweep(plans: list[GridRanking], file: str, *, weak: bool) -> None:
     pyplot = _pyplot()
     bests = [found.best for found in plans if found.ranked]
     counts = [best.grid.size for best in bests]
-    figure, (whole, each) = pyplot.subplots(1, 2, figsize=(10, 4))
-    whole.loglog(counts, [best.flops * best.grid.size / 1e15 for best in bests], "o-", color="#1f4e79", label="model")
+    figure, (total, each) = pyplot.subplots(1, 2, figsize=(10, 4))
+    total.loglog(counts, [best.flops * best.grid.size / 1e15 for best in bests], "o-", color="#1f4e79", label="model")
     ideal = [bests[0].flops * size / 1e15 for size in counts]
-    whole.loglog(counts, ideal, "--", color="#a6a6a6", label="linear")
-    whole.set_ylabel("PFLOP/s, recomputation included")
-    whole.legend(frameon=False)
+    total.loglog(counts, ideal, "--", color="#a6a6a6", label="linear")
+    total.set_ylabel("PFLOP/s, recomputation included")
+    total.legend(frameon=False)
     each.semilogx(counts, [best.flops / 1e12 for best in bests], "o-", color="#1f4e79")
     each.set_ylim(bottom=0)
     each.set_ylabel("TFLOP/s of a GPU")
-    for axes in (whole, each):
+    for axes in (total, each):
         axes.set_xlabel("GPUs")
         axes.set_xticks(counts, [f"{size:,}" for size in counts], rotation=45)
         axes.minorticks_off()
@@ -325,8 +323,33 @@ def plot_sweep(plans: list[GridRanking], file: str, *, weak: bool) -> None:
     pyplot.close(figure)
 
 
-def _save(figure, file: str) -> None:
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib.") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, file: str) -> None:
     try:
         figure.savefig(file, bbox_inches="tight", dpi=150)
     except (OSError, ValueError) as error:
         raise ValueError(f"the picture {file} cannot be written: {error}") from None
+
+
+def add_bench_links(commands) -> None:
+    """Register `bench-links`."""
+    parser = commands.add_parser("bench-links", help="measure this machine under torchrun and write a machine file")
+    parser.add_argument("--output", required=True, help="the JSON file to write")
+    parser.add_argument("--seconds", type=float, default=60.0, help="most seconds to spend")
+
+
+def run_bench_links(options: argparse.Namespace) -> int:
+    """`hf-axonn bench-links`; returns the exit code."""
+    from hf_axonn.planner.measure.bench_links import bench_links
+
+    return bench_links(options.output, seconds=options.seconds)

@@ -52,7 +52,7 @@ def after_peft(callback: Callable[[], None]) -> None:
 
 
 def let_load_state_dict_cut() -> None:
-    """Keep PEFT from cutting what it loads by the names of mesh axes; `load_state_dict` cuts it (install.take_shards).
+    """Keep PEFT from sharding what it loads by the names of mesh axes; `load_state_dict` does (dtensors.take_shards).
 
     PEFT does so for Transformers' own tensor parallelism, whose meshes have names; ours have none.
     """
@@ -61,10 +61,10 @@ def let_load_state_dict_cut() -> None:
     original = save_and_load._reshard_dtensor_values_for_load
 
     def reshard(model: nn.Module, state_dict: dict) -> dict:
-        sharded = {name: its for name, its in model.named_parameters() if isinstance(its, DTensor)}
-        named = {name for name, its in sharded.items() if its.device_mesh.mesh_dim_names}
-        cut = original(model, {key: value for key, value in state_dict.items() if key in named})
-        return {key: cut.get(key, value) for key, value in state_dict.items()}
+        sharded = {name: parameter for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
+        named = {name for name, parameter in sharded.items() if parameter.device_mesh.mesh_dim_names}
+        loaded = original(model, {key: value for key, value in state_dict.items() if key in named})
+        return {key: loaded.get(key, value) for key, value in state_dict.items()}
 
     save_and_load._reshard_dtensor_values_for_load = reshard
 

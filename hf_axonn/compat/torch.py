@@ -87,7 +87,7 @@ def world_timeout(device_type: str = "") -> float:
 def groups_with_world_timeout(device_type: str) -> Iterator[None]:
     """Process groups that are made inside get the timeout of the world.
 
-    init_device_mesh cannot be told one and takes torch's default of 10 or 30 minutes. Of gloo, messages between two
+    init_device_mesh takes none and uses torch's default of 10 or 30 minutes. Of gloo, messages between two
     ranks keep the timeout with which their group was made, so that it cannot be mended afterwards.
     """
     from torch.distributed import distributed_c10d

@@ -7,7 +7,7 @@ being the number of ranks of the group. A group of one rank costs nothing.
 Two meanings of "the same on every rank" keep the backward passes right:
 
     partial      each rank's gradient is its own share of a sum still to be taken
-    replicated   each rank's gradient is already the whole, because every rank repeated the same work
+    replicated   each rank's gradient is already the full one, because every rank repeated the same work
 
     function             forward          backward          the gradient of the result is
     all_gather           all-gather       reduce-scatter    partial
@@ -56,7 +56,7 @@ def observe(callback: Callable[[str, int, ProcessGroup], None]) -> Iterator[None
 
     `kind` is all_gather, reduce_scatter, all_to_all, exchange, all_reduce or broadcast, whatever the backend makes of
     it. The payload is in bytes: the block that an all-gather sends or a reduce-scatter leaves on each rank, what an
-    exchange sends to others, the whole tensor of the others. A backward pass may call it on a thread of autograd.
+    exchange sends to others, the full tensor of the others. A backward pass may call it on a thread of autograd.
     """
     _observers.append(callback)
     try:
@@ -78,7 +78,7 @@ def start_all_gather(block: Tensor, group: ProcessGroup) -> Pending:
 
 
 def gather_quietly(block: Tensor, group: ProcessGroup) -> Tensor:
-    """[...] -> [p, ...], for checks, which are no part of a step: observers are not told. One all-gather."""
+    """[...] -> [p, ...], for checks, which are no part of a step: observers do not count it. One all-gather."""
     return _start_all_gather(block, group).wait()
 
 
@@ -289,7 +289,7 @@ def all_to_all(blocks: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
-    """[sum of send, ...] by receiver -> [sum of receive, ...] by sender, unequal pieces. Backward: the other way."""
+    """[sum of send, ...] by receiver -> [sum of receive, ...] by sender, of unequal sizes. Backward: the other way."""
     return rows if group.size() == 1 else _ExchangeRows.apply(rows, send, receive, group)
 
 

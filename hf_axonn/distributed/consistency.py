@@ -1,4 +1,4 @@
-"""What each rank has to say, told to all, so that a failure on one rank is an error on every rank and no one waits.
+"""Facts and failures of each rank, reported to all: a failure on one rank is an error on every rank, and none waits.
 
 `assert_same_on_all_ranks` compares what ranks must have in common before they start: versions, settings, the model,
 the data. The functions that end in _facts, `versions` among them, return such facts by what a message calls them.
@@ -25,7 +25,7 @@ from hf_axonn.distributed.collectives import gather_quietly, start_all_gather
 from hf_axonn.distributed.watchdog.diagnosis import ranks_in_words
 
 
-TOLD = 3  # differences are told one by one
+REPORTED = 3  # differences are reported one by one
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "safetensors")
 # Of TrainingArguments: where a rank runs, and what only concerns its logs and its readers of data.
 OWN_ARGUMENTS = {
@@ -114,23 +114,22 @@ def assert_same_on_all_ranks(facts: Mapping[str, object], device: torch.device |
     number = torch.tensor([digest_number(text)], device=device)
     if len(gather_quietly(number, dist.group.WORLD).unique()) == 1:
         return
-    every = [json.loads(its) for its in gather_texts(text, device)]
-    found = differences(every)
-    more = f"; and {len(found) - TOLD} more" if len(found) > TOLD else ""
-    raise ValueError(f"the ranks were not started alike: {'; '.join(found[:TOLD])}{more}. {remedy}")
+    found = differences(list(map(json.loads, gather_texts(text, device))))
+    more = f"; and {len(found) - REPORTED} more" if len(found) > REPORTED else ""
+    raise ValueError(f"the ranks were not started alike: {'; '.join(found[:REPORTED])}{more}. {remedy}")
 
 
 def differences(facts: Sequence[Mapping[str, str]], ranks: Sequence[int] | None = None) -> list[str]:
     """For each fact that is not the same on all ranks, who has what; `ranks` of the facts: 0, 1 ... if None."""
     ranks = ranks or range(len(facts))
     found = []
-    for name in dict.fromkeys(name for its in facts for name in its):
+    for name in dict.fromkeys(name for each in facts for name in each):
         values: dict[str, list[int]] = {}
-        for rank, its in zip(ranks, facts, strict=True):
-            values.setdefault(its.get(name, "missing"), []).append(rank)
+        for rank, own in zip(ranks, facts, strict=True):
+            values.setdefault(own.get(name, "missing"), []).append(rank)
         if len(values) > 1:
-            told = ", ".join(f"{value} on {ranks_in_words(who)}" for value, who in values.items())
-            found.append(f"{name} is {told}")
+            reported = ", ".join(f"{value} on {ranks_in_words(who)}" for value, who in values.items())
+            found.append(f"{name} is {reported}")
     return found
 
 
@@ -148,7 +147,7 @@ def versions() -> dict[str, str]:
 
 def model_facts(model: nn.Module) -> dict[str, str]:
     """Class, and names, shapes and dtypes of all parameters. Their values are rank 0's anyway."""
-    parameters = [(name, tuple(its.shape), str(its.dtype)) for name, its in model.named_parameters()]
+    parameters = [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in model.named_parameters()]
     digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:12]
     return {"the model": f"{type(model).__name__} with {len(parameters)} parameters ({digest})"}
 
@@ -190,9 +189,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), str(value.dtype), value.flatten().tolist())
     if isinstance(value, dict):
-        return {str(name): _plain(its) for name, its in value.items()}
+        return {str(name): _plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(its) for its in value]
+        return [_plain(item) for item in value]
     if hasattr(value, "tolist") and hasattr(value, "dtype"):  # numpy
         return _plain(value.tolist())
     return value if isinstance(value, (str, int, float, bool, bytes, type(None))) else type(value).__name__

@@ -18,7 +18,7 @@ from hf_axonn.topology.grid import AXES, WEIGHT_AXES, Grid, GridPosition
 class GridMesh(GridPosition):
     """The live process groups of a grid, as seen from this rank.
 
-    Building it is collective over the whole world: every rank must call it, with the same grid. Groups are made once
+    Building it is collective over the world: every rank must call it, with the same grid. Groups are made once
     for each axis and for the two products that the algorithm uses, ("x", "y") and ("data", "z").
 
     Raises:

@@ -9,11 +9,10 @@ The layouts of the residual stream:
 
 The first two are one where y = 1. Both are called sharded.
 
-Tokens are numbered batch-major and cut over x, then y, as ranks are. Features are padded with zeros so that every rank
-holds the same number; zeros meet zero weights, so results stay exact.
+Tokens are numbered batch-major and sharded over x, then y, as ranks are. Features are padded with zeros so that every
+rank holds the same number; zeros meet zero weights, so results stay exact.
 
-Source: the reduce-scatter and all-gather halves of each all-reduce of AxoNN (arXiv 2502.08145); docs/algorithm.md,
-"Through one decoder layer".
+Source: the reduce-scatter and all-gather halves of each all-reduce of AxoNN (arXiv 2502.08145).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from hf_axonn.distributed.collectives import (
     take_replicated,
 )
 from hf_axonn.distributed.mesh import GridMesh
-from hf_axonn.topology.grid import bounds as bounds  # how a dim is cut, for those who import layouts
+from hf_axonn.topology.grid import bounds as bounds  # how a dim is sharded, for those who import layouts
 from hf_axonn.topology.grid import ceil_div
 
 
@@ -73,7 +72,7 @@ class Tokens:
 def take_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
     """[B, S, H], the same on all (x, y) -> this rank's tokens [1, T/(x*y), H], or [1, T/x, H/y] of them.
 
-    Backward: all-gather over (x, y), so the gradient of the full tensor is whole on every rank.
+    Backward: all-gather over (x, y), so every rank has the gradient of the full tensor.
     """
     flat = pad_dim(hidden.reshape(tokens.count, -1), 0, tokens.padded(mesh))
     if tokens.features:
@@ -88,7 +87,7 @@ def take_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
 def gather_tokens(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
     """[1, T/(x*y), H] or [1, T/x, H/y] -> [B, S, H] on all (x, y), which then repeat the same work.
 
-    All-gather over (x, y). Backward: this rank's part of a gradient that is whole on every rank.
+    All-gather over (x, y). Backward: this rank's part of a gradient that every rank has in full.
     """
     blocks = gather_replicated(hidden.squeeze(0), mesh.group("x", "y"))
     if in_features(hidden, tokens, mesh):

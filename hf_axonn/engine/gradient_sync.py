@@ -2,7 +2,7 @@
 
 After a backward pass the gradient of a sharded weight is averaged over z already (matmul3d.py); what is left is the
 average over data. The gradient of a replicated parameter is this rank's share, multiplied so that the *average* over
-the whole world is right (state.py). Both are averages: doing it twice changes nothing.
+the world is right (`replicated_local`). Both are averages: doing it twice changes nothing.
 
     sync_gradients(model)        after backward: everything at once
     with syncing(model): ...     around the last backward of a step: the average over data of a bucket of gradients is
@@ -88,9 +88,10 @@ class _Bucket:
     def launch(self) -> None:
         """Begin the average. One all-reduce over the group, or one for each gradient where copies are dear."""
         flat = [self._flat(parameter) for parameter in self.parameters]
-        pieces = [[each] for each in flat] if all(send_unfused(each, self.group) for each in flat) else [flat]
-        self.sizes = [[each.numel() for each in piece] for piece in pieces]
-        messages = [torch.cat(piece) if len(piece) > 1 else piece[0] for piece in pieces]
+        unfused = all(send_unfused(each, self.group) for each in flat)
+        parts = [[each] for each in flat] if unfused else [flat]
+        self.sizes = [[each.numel() for each in part] for part in parts]
+        messages = [torch.cat(part) if len(part) > 1 else part[0] for part in parts]
         self.pending = together([start_all_reduce(message, self.group, op="mean") for message in messages])
 
     def _flat(self, parameter: nn.Parameter) -> Tensor:
@@ -103,14 +104,14 @@ class _Bucket:
         """Wait for the average, if it was launched, and put it where it belongs."""
         if self.pending is None:
             return
-        whole, self.pending = self.pending.wait(), None
-        means = [mean for message, sizes in zip(whole, self.sizes, strict=True) for mean in message.split(sizes)]
+        averaged, self.pending = self.pending.wait(), None
+        means = [mean for message, sizes in zip(averaged, self.sizes, strict=True) for mean in message.split(sizes)]
         for parameter, mean in zip(self.parameters, means, strict=True):
             if parameter.grad is None:
                 self.unclaimed[id(parameter)] = mean.clone()
                 continue
             grad = local(parameter.grad)
-            if grad.data_ptr() != mean.data_ptr():  # what travelled alone was averaged in place
+            if grad.data_ptr() != mean.data_ptr():  # what was sent unfused was averaged in place
                 grad.copy_(mean.view_as(grad))
 
 

@@ -15,7 +15,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a Linear that can be cut: nn.Linear itself, Conv1D, or a subclass that is known to add
+    """Whether a module is a Linear that can be sharded: nn.Linear itself, Conv1D, or a subclass that is known to add
     nothing. Others may do anything."""
     return type(module) is nn.Linear or is_conv1d(module) or type(module).__name__ in PLAIN_LINEARS
 

@@ -8,12 +8,12 @@
     backward   dI[M_z,K_y]{U_x}  = dO[M_z,N_x] @ W            -> reduced over x by the caller (layouts)
                dW[N_x,K_y]{U_z}  = dO.T @ I                   -> reduce_scatter over z, divided by z
 
-Only the z shard is saved for backward and it is gathered again there, unless told to keep what was gathered
+Only the z shard is saved for backward and it is gathered again there, unless `keep_gathered` says to cache it
 (gather_cache.py). Shards are cast to the compute dtype before the gather, so a bf16 run moves bf16 bytes; gradients
 travel in `reduce_dtype` and end in the dtype of the shard.
 
 The reduction of O over y is a reduce-scatter of features, and the input of a row layer is an all-gather of features.
-So that no block has to be copied for them, features that such a collective cuts are a leading dim here:
+So that no block has to be copied for them, features that such a collective shards are a leading dim here:
 
     input    [P, T, k]       P = y in a row layer, else 1
     weight   [Q, n, P, k]    padded with zeros where sizes do not divide
@@ -45,30 +45,30 @@ if TYPE_CHECKING:
 
 
 def start_gather(
-    weights: list[ShardedWeight], cuts: list[WeightLayout], dtype: torch.dtype, mesh: GridMesh
+    weights: list[ShardedWeight], layouts: list[WeightLayout], dtype: torch.dtype, mesh: GridMesh
 ) -> Pending:
     """Begin to join the z shards of several weights. Result: one [Q, n, P, k] for each.
 
     One all-gather over z, or one for each where they are large and copies are dear (`send_unfused`).
     """
     group = mesh.group("z")
-    shards = [cut.padded(weight.shard.to(dtype)) for weight, cut in zip(weights, cuts, strict=True)]
+    shards = [layout.padded(weight.shard.to(dtype)) for weight, layout in zip(weights, layouts, strict=True)]
     flat = [shard.reshape(-1) for shard in shards]
     if all(send_unfused(shard, group) for shard in flat):
         gathers = [start_all_gather(shard, group) for shard in flat]
-        return together([gather.then(cut.block) for gather, cut in zip(gathers, cuts, strict=True)])
+        return together([gather.then(layout.block) for gather, layout in zip(gathers, layouts, strict=True)])
     pending = start_all_gather(torch.cat(flat) if len(flat) > 1 else flat[0], group)
-    return pending.then(partial(split_gathered, cuts=cuts))
+    return pending.then(partial(split_gathered, layouts=layouts))
 
 
-def split_gathered(gathered: Tensor, cuts: list[WeightLayout]) -> list[Tensor]:
+def split_gathered(gathered: Tensor, layouts: list[WeightLayout]) -> list[Tensor]:
     """[z, elements] -> one [Q, n, P, k] for each weight."""
-    parts = gathered.split([cut.travels for cut in cuts], dim=1)
-    return [cut.block(part.reshape(-1)) for part, cut in zip(parts, cuts, strict=True)]
+    parts = gathered.split([layout.travels for layout in layouts], dim=1)
+    return [layout.block(part.reshape(-1)) for part, layout in zip(parts, layouts, strict=True)]
 
 
 def start_reduction(
-    grads: list[Tensor], cuts: list[WeightLayout], reduce_dtype: torch.dtype, mesh: GridMesh
+    grads: list[Tensor], layouts: list[WeightLayout], reduce_dtype: torch.dtype, mesh: GridMesh
 ) -> Pending:
     """Begin to sum weight gradients [Q, n, P, k] over z. Result: this rank's elements of each, flat.
 
@@ -76,11 +76,11 @@ def start_reduction(
     """
     group = mesh.group("z")
     dtype = torch.promote_types(grads[0].dtype, reduce_dtype)
-    blocks = [cut.unblock(grad).to(dtype) for grad, cut in zip(grads, cuts, strict=True)]
+    blocks = [layout.unblock(grad).to(dtype) for grad, layout in zip(grads, layouts, strict=True)]
     if all(send_unfused(block[0], group) for block in blocks):
         return together([start_reduce_scatter(block, group) for block in blocks])
     pending = start_reduce_scatter(torch.cat(blocks, dim=1) if len(blocks) > 1 else blocks[0], group)
-    return pending.then(lambda flat: flat.split([cut.travels for cut in cuts]))
+    return pending.then(lambda flat: flat.split([layout.travels for layout in layouts]))
 
 
 def multiply(input_: Tensor, weights: list[Tensor], matmul: Matmul = plain) -> list[Tensor]:
@@ -127,10 +127,10 @@ class Product:
     (overlap.py): `begin` creates the weight-gradient node, then the caller enters the block, then `run` multiplies.
     """
 
-    def __init__(self, state: ParallelState, weights: list[ShardedWeight], cuts: list[WeightLayout]) -> None:
+    def __init__(self, state: ParallelState, weights: list[ShardedWeight], layouts: list[WeightLayout]) -> None:
         self.state = state
         self.weights = weights
-        self.cuts = cuts
+        self.layouts = layouts
         self.stashed: tuple[list[Tensor], Tensor] | None = None
 
     def shards(self) -> list[Tensor]:
@@ -171,12 +171,14 @@ class Product:
         """As `gather`, with the version of the weights."""
         mesh, context, version = self.state.mesh, self.state.context, self._version()
         if mesh.size("z") == 1:
-            blocks = [cut.block(weight.shard.to(dtype)) for weight, cut in zip(self.weights, self.cuts, strict=True)]
+            blocks = [
+                layout.block(weight.shard.to(dtype)) for weight, layout in zip(self.weights, self.layouts, strict=True)
+            ]
             return GatheredBlocks(blocks, version)
         key = self._key(dtype)
         found = context.gather_cache.find(key, version)
         if found is None:
-            start = partial(start_gather, self.weights, self.cuts, dtype, mesh)
+            start = partial(start_gather, self.weights, self.layouts, dtype, mesh)
             found = GatheredBlocks(context.gather_ahead.take(key, start, self._version), version)
             if context.gather_cache.everything:
                 context.gather_cache.add(key, found)
@@ -204,30 +206,30 @@ class _WeightGradient(torch.autograd.Function):
         product, state = ctx.product, ctx.product.state
         (grads, input_), product.stashed = product.stashed, None
         chosen = [i for i, needed in enumerate(ctx.needed) if needed]
-        cuts = [product.cuts[i] for i in chosen]
+        layouts = [product.layouts[i] for i in chosen]
         state.context.reductions.make_room()
         with torch.autocast(input_.device.type, enabled=False):
             weight_grads = [weight_gradient(grads[i], input_, state.matmul) for i in chosen]
-        leave_gradients(state, [product.weights[i] for i in chosen], cuts, weight_grads)
+        leave_gradients(state, [product.weights[i] for i in chosen], layouts, weight_grads)
         return None, *[like if needed else None for like, needed in zip(ctx.like, ctx.needed, strict=True)]
 
 
 def leave_gradients(
-    state: ParallelState, weights: list[ShardedWeight], cuts: list[WeightLayout], grads: list[Tensor]
+    state: ParallelState, weights: list[ShardedWeight], layouts: list[WeightLayout], grads: list[Tensor]
 ) -> None:
     """Launch the reduction over z of gradients [Q, n, P, k] and promise each to the slot of its weight (ORS)."""
     state.context.reductions.make_room()
-    pending = state.context.reductions.add(start_reduction(grads, cuts, state.reduce_dtype, state.mesh))
-    for index, (weight, cut) in enumerate(zip(weights, cuts, strict=True)):
-        weight.slot.add(partial(finish_reduction, pending, index, cut, weight.shard.dtype))
+    pending = state.context.reductions.add(start_reduction(grads, layouts, state.reduce_dtype, state.mesh))
+    for index, (weight, layout) in enumerate(zip(weights, layouts, strict=True)):
+        weight.slot.add(partial(finish_reduction, pending, index, layout, weight.shard.dtype))
 
 
-def finish_reduction(pending: Pending, index: int, cut: WeightLayout, dtype: torch.dtype) -> Tensor:
+def finish_reduction(pending: Pending, index: int, layout: WeightLayout, dtype: torch.dtype) -> Tensor:
     """This rank's gradient of one weight: its part of a finished reduction, averaged over z. Waits."""
-    mine = cut.own(pending.wait()[index])
-    if cut.z > 1:
-        mine = mine / cut.z
-    elif cut.pads:
+    mine = layout.own(pending.wait()[index])
+    if layout.z > 1:
+        mine = mine / layout.z
+    elif layout.pads:
         mine = mine.clone()  # or the padding would live as long as the parameter's `.grad`
     return mine.to(dtype)
 
@@ -247,8 +249,8 @@ class _Matmul(torch.autograd.Function):
     def backward(ctx, *grads):
         input_, *shards = ctx.saved_tensors
         needs_input, needs_handle = ctx.needs_input_grad[:2]
-        if len(grads) < len(ctx.product.cuts):  # one merged output; its parts are views
-            grads = grads[0].split([cut.out_size for cut in ctx.product.cuts], dim=2)
+        if len(grads) < len(ctx.product.layouts):  # one merged output; its parts are views
+            grads = grads[0].split([layout.out_size for layout in ctx.product.layouts], dim=2)
         dinput = None
         if needs_input:
             gathered, ctx.gathered = ctx.gathered or ctx.product.gathered(input_.dtype), None
@@ -270,7 +272,7 @@ class _GatheredWeight(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         product = ctx.product
-        leave_gradients(product.state, product.weights, product.cuts, [grad])
+        leave_gradients(product.state, product.weights, product.layouts, [grad])
         return None, ctx.like
 
 

@@ -47,7 +47,7 @@ STEPS = 3  # steps after which new shapes are timed
 SECONDS = 60.0  # after one step; ranks wait meanwhile, and a collective that waits for minutes is taken for dead
 AS_IS = "as is"
 ORDERS = ("NN", "NT", "TN", "TT")
-LAYOUTS = (AS_IS, *ORDERS, *(f"{order} swapped" for order in ORDERS))
+OPERAND_LAYOUTS = (AS_IS, *ORDERS, *(f"{order} swapped" for order in ORDERS))
 MARGIN = 0.95  # a layout wins a round if it takes less than this part of the time of the operands as they lie
 Trials = dict[str, list[float]]  # seconds by layout, AS_IS first; those that cannot win any more have fewer rounds
 
@@ -92,7 +92,7 @@ class Key(NamedTuple):
         """
         return [
             layout
-            for layout in LAYOUTS
+            for layout in OPERAND_LAYOUTS
             if layout != self.orders and not (self.accumulate and layout.endswith("swapped"))
         ]
 
@@ -217,14 +217,14 @@ def _from_entries(entries: Iterable[dict[str, Any]]) -> dict[Key, str]:
     choices = {}
     for entry in entries:
         key, layout = Key(**{name: value for name, value in entry.items() if name != "layout"}), entry["layout"]
-        if layout not in LAYOUTS:
-            raise ValueError(f"{layout!r} is not a layout: {', '.join(LAYOUTS)}")
+        if layout not in OPERAND_LAYOUTS:
+            raise ValueError(f"{layout!r} is not a layout: {', '.join(OPERAND_LAYOUTS)}")
         choices[key] = layout
     return choices
 
 
 def multiply_as(layout: str, out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
-    """out = a @ b or out += a @ b in one of LAYOUTS."""
+    """out = a @ b or out += a @ b in one of OPERAND_LAYOUTS."""
     if layout != AS_IS:
         a, b = _ordered(a, layout[0]), _ordered(b, layout[1])
         if layout.endswith("swapped"):

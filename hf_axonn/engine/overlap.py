@@ -9,8 +9,7 @@
 Autograd runs the newest ready node first. A reduction is split over two nodes: the newer one launches it and returns
 a placeholder, the older one waits and returns the result, and whatever was created between them runs in between.
 
-Source: AxoNN (arXiv 2502.08145), section on overlapping communication; docs/algorithm.md,
-"Communication while computing".
+Source: AxoNN (arXiv 2502.08145), section on overlapping communication.
 """
 
 from __future__ import annotations

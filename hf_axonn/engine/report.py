@@ -15,7 +15,7 @@ class Entry:
     Args:
         name: its name in the model.
         kind: of its weights.
-        parameters: elements of its own parameters, in the whole model.
+        parameters: elements of its own parameters, in the full model.
         reason: why it is not sharded, or how; empty where the kind says it all.
     """
 
@@ -31,7 +31,7 @@ class Report:
 
     Attributes:
         grid: the grid as text.
-        summary: how the model as a whole was cut.
+        summary: how the model was sharded.
         layout: how the residual stream is laid out between blocks, and why.
         entries: one for each module that has parameters of its own.
     """
@@ -51,7 +51,7 @@ class Report:
         ]
 
     def not_sharded(self) -> list[Entry]:
-        """Modules whose parameters every rank holds whole."""
+        """Modules whose parameters every rank holds in full."""
         return [entry for entry in self.entries if entry.kind == WeightKind.REPLICATED]
 
     def __str__(self) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.context import PassContext
+from hf_axonn.engine.gather_cache import GatherCache
 from hf_axonn.engine.linears import is_conv1d
 from hf_axonn.engine.matmul_tuning import Matmul, MatmulTuner, plain
 from hf_axonn.engine.report import Report
@@ -32,7 +33,7 @@ class ParallelState:
     """The layout of one model on the grid.
 
     Attributes:
-        mesh: the process groups; `grid` and `coordinates` are short for its own.
+        mesh: the process groups; `grid` and `coordinates` are short for its own, `gather_cache` for the context's.
         config: the settings that the model was parallelized with.
         reduce_dtype: the dtype in which weight gradients travel.
         overlap_all_reduce: whether the reduction of an input's gradient runs beside the weight gradients (OAR).
@@ -83,6 +84,10 @@ class ParallelState:
     @property
     def coordinates(self) -> dict[str, int]:
         return self.mesh.coordinates
+
+    @property
+    def gather_cache(self) -> GatherCache:
+        return self.context.gather_cache
 
     def __deepcopy__(self, memo: dict):
         raise ValueError(

@@ -18,7 +18,7 @@ class WeightLayout:
     """How one weight [N, K] lies on this rank.
 
     Args:
-        rows, cols: this rank's block of [N, K] before the cut over z; 0 where the dim has run out.
+        rows, cols: this rank's block of [N, K] before it is sharded over z; 0 beyond the end of a dim.
         out_blocks, out_size: Q and n of the product.
         in_blocks, in_size: P and k of the product.
         z, z_index: ranks that divide the rows of the block, and which of them this is.
@@ -122,9 +122,9 @@ def vocabulary_range(size: int, mesh: GridMesh, *, y: int | None = None, x: int 
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """How a weight [E, A, B] lies on this rank, in the way of matmul3d.WeightLayout.
+    """How a weight [E, A, B] lies on this rank, as `WeightLayout` says it of a matrix.
 
-    z cuts B: Transformers' loader joins gate and up along A while it reads, so a cut of A would not be of the whole.
+    z shards B: Transformers' loader joins gate and up along A while it reads, so a shard of A would mix the two.
 
     Args:
         experts: of this rank, e.
@@ -162,9 +162,9 @@ class ExpertLayout:
         if self.z == 1:
             return gathered.view(self.experts, self.rows, self.cols)
         parts = gathered.view(self.z, self.experts, self.rows, self.z_cols).movedim(0, 2)
-        whole = parts.reshape(self.experts, self.rows, self.z * self.z_cols)
+        full = parts.reshape(self.experts, self.rows, self.z * self.z_cols)
         # Without padding between the rows: grouped matmuls want them to begin where they would on one process.
-        return whole[..., : self.cols].contiguous()
+        return full[..., : self.cols].contiguous()
 
     def unblock(self, grad: Tensor) -> Tensor:
         """[e, A, B] -> [z, travels], what each z rank is to receive."""

@@ -165,15 +165,9 @@ def find_document_ids(
         found = found.to(input_ids.device).expand(rows, length)
         starts = found if starts is None else starts | found
 
-    def speaks(tensor: Tensor | None) -> bool:
-        return tensor is not None and tensor.dim() == 2 and tensor.shape[0] in (1, rows) and tensor.shape[1] == length
-
-    if speaks(position_ids):
-        add(_starts(document_ids_from_position_ids(position_ids)))
-    if speaks(seq_idx):
-        add(_starts(seq_idx))
-    if speaks(attention_mask):
-        add(_starts(attention_mask))
+    for tensor in (position_ids, seq_idx, attention_mask):
+        if tensor is not None and tensor.dim() == 2 and tensor.shape[0] in (1, rows) and tensor.shape[1] == length:
+            add(_starts(document_ids_from_position_ids(tensor) if tensor is position_ids else tensor))
     if cu_seq_lens_q is not None and rows == 1:
         flags = torch.zeros(1, length + 1, dtype=torch.bool, device=cu_seq_lens_q.device)
         flags[0, cu_seq_lens_q.long().clamp(0, length)] = True

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from trl import SFTConfig, SFTTrainer
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+from trl.trainer.sft_config import SFTConfig
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
 
 from hf_axonn.goldfish.trainer import SAMPLE_LENGTHS, GoldfishConfig, GoldfishMixin
 from hf_axonn.trainer import trl as compat_trl
@@ -58,6 +58,7 @@ class GoldfishSFTTrainer(GoldfishMixin, SFTTrainer):
             )
         super().__init__(model, args, *others, **options)
         if self.padding_free:
+            assert isinstance(self.data_collator, DataCollatorForLanguageModeling)  # TRL refuses any other
             self.data_collator = _SampleCollator(**_fields(self.data_collator))
 
     def _use_eval_sums(self, sums: dict[str, float]) -> None:

@@ -21,7 +21,7 @@ import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,12 @@ PRIVATE_KEYS = (UNMASKED_LABELS, SAMPLE_LENGTHS)
 DOCUMENT_KEYS = ("position_ids", "seq_idx", "attention_mask", "cu_seq_lens_q")
 HASHES = ("hash-table", "hash")
 EVAL_SUMS = ("nll", "tokens", "entropy", "top1")  # over target tokens; the last two where the trainer knows them
+
+
+if TYPE_CHECKING:
+    _MixedInto = Trainer  # whose methods the mixin calls
+else:
+    _MixedInto = object
 
 
 @dataclass
@@ -75,11 +81,11 @@ class GoldfishConfig(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[no-untyped-call]  # of Transformers
         check_options(strategy=self.goldfish_strategy, k=self.goldfish_k, context_width=self.goldfish_context_width)
 
 
-class GoldfishMixin:
+class GoldfishMixin(_MixedInto):
     """The goldfish loss and the token-weighted evaluation loss for `Trainer` or a subclass, mixed in before it.
 
     Its `args` must be a `GoldfishConfig`. Collectives beyond the stock Trainer's, all over the whole world: one sum at
@@ -89,6 +95,8 @@ class GoldfishMixin:
         ValueError: args of another class, a model without the causal language model's loss, or an option that does
             not go together with the goldfish loss (named in the message).
     """
+
+    args: GoldfishConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -112,8 +120,8 @@ class GoldfishMixin:
         return super().train(*args, **kwargs)
 
     def get_batch_samples(
-        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
-    ) -> tuple[list, Tensor | int | None]:
+        self, epoch_iterator: Iterator[dict[str, Any]], num_batches: int, device: torch.device
+    ) -> tuple[list[dict[str, Any]], Tensor | int | None]:
         """Mask the micro-batches of an optimizer step, then let the Trainer count their kept tokens."""
         return super().get_batch_samples(map(self._mask_batch, itertools.count(), epoch_iterator), num_batches, device)
 
@@ -162,7 +170,7 @@ class GoldfishMixin:
 
     def evaluation_loop(
         self,
-        dataloader: DataLoader,
+        dataloader: DataLoader[Any],
         description: str,
         prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
@@ -186,11 +194,13 @@ class GoldfishMixin:
             sums = dict(zip(EVAL_SUMS, self._eval_totals.tolist(), strict=True))
         finally:
             self._eval_totals = None
+        metrics = output.metrics
+        assert metrics is not None  # the stock loop makes them
         key = f"{metric_key_prefix}_loss"
         if sums["tokens"]:
-            output.metrics[key] = sums["nll"] / sums["tokens"]
+            metrics[key] = sums["nll"] / sums["tokens"]
             self._use_eval_sums(sums)
-        elif key in output.metrics and not self._warned_no_rows:
+        elif key in metrics and not self._warned_no_rows:
             self._warned_no_rows = True
             logger.warning(
                 f"{key} is the stock Trainer's mean over batches, not weighted by tokens: this loss is not computed "
@@ -301,7 +311,8 @@ class GoldfishMixin:
     def _base_model(self) -> nn.Module:
         """The model without DDP, torch.compile or PEFT around it."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        return model.get_base_model() if hasattr(model, "get_base_model") else model
+        base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+        return base
 
     def _token_loss(self) -> CausalLMLoss:
         """The model's loss object, installed if it is not there: `model_init` makes a new model in every `train`."""

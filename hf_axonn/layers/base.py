@@ -1,10 +1,10 @@
-"""How a weight is cut, and the styles that need no neighbours.
+"""What the sharded layers share, and those that need no neighbours.
 
     FullLinear   a Linear on its own: full activations in, full activations out (AxoNN's easy API)
     Replicated   parameters that every rank holds: norms, biases, and what nothing is known about
     Reading      a module whose own code uses the parameters of others (architectures/parameter_reads.py)
 
-The styles of attention and MLP blocks are in block.py, those of embedding and head in vocabulary.py.
+Layers of attention and MLP blocks are in block.py, embedding and head in vocabulary.py.
 """
 
 from __future__ import annotations
@@ -76,13 +76,13 @@ class FullLinear:
         self.linear = linear
         self.weights = [state.weight_of(linear)]
         self.out_features, self.in_features = linear_size(linear)
-        self.cuts = [weight_layout(WeightKind.LINEAR, self.out_features, self.in_features, state.mesh)]
+        self.layouts = [weight_layout(WeightKind.LINEAR, self.out_features, self.in_features, state.mesh)]
         state.sharded_layers[linear] = self
         patch_forward(linear, self._forward)
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor:
         mesh = self.state.mesh
-        product = Product(self.state, self.weights, self.cuts)
+        product = Product(self.state, self.weights, self.layouts)
         handle = product.begin()
         mine = all_reduce_backward(take_features(hidden, mesh, "y"), mesh.group("x"))
         (output,) = product.run(mine.reshape(1, -1, mine.shape[-1]), handle)
@@ -96,7 +96,7 @@ class FullLinear:
         """The weight as its module has it, for code that every rank of (x, y) repeats. All-gathers over z, y and x;
         backward: reduce-scatter over z."""
         mesh = self.state.mesh
-        block = gathered_weight(Product(self.state, self.weights, self.cuts))
+        block = gathered_weight(Product(self.state, self.weights, self.layouts))
         rows = gather_features(block, self.in_features, mesh, "y")
         columns = gather_features(rows.t(), self.out_features, mesh, "x")
         return columns if is_conv1d(self.linear) else columns.t()
@@ -145,7 +145,7 @@ class Replicated:
 class Reading:
     """A method of a module that uses the parameters of modules inside of it: it sees them as plain tensors.
 
-    Collectives: only where it uses a weight that is sharded, which is then gathered whole; `Linear`s that such code
+    Collectives: only where it uses a weight that is sharded, which is then gathered in full; `Linear`s that such code
     calls as usual stay as they are.
     """
 

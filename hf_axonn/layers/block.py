@@ -1,4 +1,4 @@
-"""Attention and MLP, cut as whole blocks.
+"""Attention and MLP, sharded as blocks.
 
     Block    the module at whose input this rank's tokens become [B, S, H/y]: attention, an MLP, or a lone Linear
     Column   q, k, v, or gate, up: the projections that share the block's input, multiplied as one group
@@ -7,8 +7,7 @@
 The heads of an attention block may be divided over ("x", "y"), over ("x",) or not at all, see `Heads`; an MLP's
 intermediate features are always divided over both.
 
-Source: AxoNN (arXiv 2502.08145) for the alternation of column and row (transposed) layers; docs/algorithm.md,
-"Through one decoder layer".
+Source: AxoNN (arXiv 2502.08145) for the alternation of column and row (transposed) layers.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Column:
             for linear, parts in zip(linears, segments, strict=True)
         ]
         self.weights = [state.weight_of(linear) for linear in linears]
-        self.cuts = [weight_layout(WeightKind.COLUMN, *linear_size(linear), state.mesh) for linear in linears]
+        self.layouts = [weight_layout(WeightKind.COLUMN, *linear_size(linear), state.mesh) for linear in linears]
         self._entered: tuple[Tensor, Product, Tensor | None] | None = None
         self._computed: tuple[Tensor, dict[int, Tensor]] | None = None
         for index, linear in enumerate(linears):
@@ -100,7 +99,7 @@ class Column:
         hidden = hidden.to(state.compute_dtype(hidden))
         hidden = hidden.squeeze(0) if tokens.features else tokens_to_features(hidden, state.mesh)
         hidden = wait_gradient(hidden, slot)
-        product = Product(state, self.weights, self.cuts)
+        product = Product(state, self.weights, self.layouts)
         handle = product.begin()
         hidden = gather_with_slot(hidden, state.mesh.group("x"), slot, overlap=state.overlap_all_reduce)
         hidden = hidden.flatten(0, 1)[: tokens.count].view(tokens.batch, tokens.seq, -1)
@@ -126,11 +125,11 @@ class Column:
         if self._entered is not None and self._entered[0] is hidden:
             _, product, handle = self._entered
         else:
-            product = Product(self.state, self.weights, self.cuts)
+            product = Product(self.state, self.weights, self.layouts)
             handle = product.begin()
         mesh = self.state.mesh
         outputs = product.run(hidden.reshape(1, -1, hidden.shape[-1]), handle)
-        sizes = [cut.out_size for cut in self.cuts]
+        sizes = [layout.out_size for layout in self.layouts]
         if "y" in self.axes:
             outputs = [reduce_scatter(output, mesh.group("y")) for output in outputs]
             outputs = outputs if len(outputs) == len(sizes) else list(outputs[0].split(sizes, dim=-1))
@@ -185,7 +184,9 @@ class Row:
         state.sharded_layers[linear] = self
         self.weights = [state.weight_of(linear)]
         self.hidden_size = linear_size(linear)[0]
-        self.cuts = [weight_layout(WeightKind.ROW, *linear_size(linear), state.mesh, whole_input="y" not in self.axes)]
+        self.layouts = [
+            weight_layout(WeightKind.ROW, *linear_size(linear), state.mesh, whole_input="y" not in self.axes)
+        ]
         patch_forward(linear, self._forward)
 
     @property
@@ -203,7 +204,7 @@ class Row:
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor:
         state, mesh, tokens = self.state, self.state.mesh, self.state.context.tokens
-        product = Product(state, self.weights, self.cuts)
+        product = Product(state, self.weights, self.layouts)
         flat = hidden.reshape(tokens.count, -1).to(state.compute_dtype(hidden))
         if tokens.sharded:
             flat = pad_dim(flat, 0, tokens.padded(mesh))
@@ -281,11 +282,11 @@ def install_heads(state: ParallelState, attention: nn.Module, heads: Heads, bloc
     for name, kind in block.attributes.items():
         owner, _, attribute = name.rpartition(".")
         if owner:
-            # The config belongs to the whole model.
+            # The config belongs to the full model.
             setattr(attention, owner, copy.copy(getattr(attention, owner)))
         target = getattr(attention, owner) if owner else attention
-        whole, own = (heads.query, query) if kind == "query" else (heads.kv, kv)
-        setattr(target, attribute, getattr(target, attribute) * own // whole)
+        total, own = (heads.query, query) if kind == "query" else (heads.kv, kv)
+        setattr(target, attribute, getattr(target, attribute) * own // total)
     if block.arguments and heads.axes:
         signature = inspect.signature(attention.forward)
         rows, _ = feature_slice(heads.query, mesh, *heads.axes)

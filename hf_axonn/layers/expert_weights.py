@@ -90,7 +90,7 @@ class _Begin(torch.autograd.Function):
         copied = any(weight.untyped_storage().data_ptr() not in own for weight in gathered)
         kept = all(product.keeps for product in passing.products) or saved_tensors_have_hooks()
         passing.named = copied and any(ctx.needs_input_grad) and not kept
-        return *[its.view_as(its) for its in inputs], inputs[0].new_zeros(()), *gathered
+        return *[tensor.view_as(tensor) for tensor in inputs], inputs[0].new_zeros(()), *gathered
 
     @staticmethod
     def backward(ctx, *grads):
@@ -101,7 +101,7 @@ class _Begin(torch.autograd.Function):
             passing.products, ctx.saved_tensors, grads[count + 1 :], ctx.needs_input_grad[2 + count :], strict=True
         ):
             if needed:
-                leave_gradients(product.state, product.weights, product.cuts, [grad])
+                leave_gradients(product.state, product.weights, product.layouts, [grad])
             like.append(placeholder(shard) if needed else None)
         return None, None, *grads[:count], *like
 

@@ -1,8 +1,8 @@
 """Large parameters that belong to no Linear and no embedding: experts of a kind of their own, kernels of convolutions,
-attention that multiplies by [H, heads, head_dim]. Nothing is known about their use, so they are stored in pieces and
-whole while their module runs.
+attention that multiplies by [H, heads, head_dim]. Nothing is known about their use, so they are stored in shards and
+gathered in full while their module runs.
 
-    stored     [A / (y * x * z), ...]   cut along the first dim, as a vocabulary is
+    stored     [A / (y * x * z), ...]   sharded along the first dim, as a vocabulary is
     in use     [A, ...]                 gathered for each forward pass, kept by autograd for backward
 """
 
@@ -21,13 +21,13 @@ from hf_axonn.layers.vocabulary import in_order
 from hf_axonn.topology.weight_kind import WeightKind
 
 
-# A parameter is stored in pieces if it has at least this part of the elements of the model's largest one: what is
+# A parameter is sharded if it has at least this part of the elements of the model's largest one: what is
 # smaller costs more time to gather than memory to hold.
 SMALLEST_PART = 1 / 64
 
 
 class GatheredParameters(Replicated):
-    """A module some of whose parameters (`names`) are stored in pieces; its code sees plain whole tensors.
+    """A module some of whose parameters (`names`) are sharded; its code sees full plain tensors.
 
     Collectives: for each of them an all-gather over z and one over (x, y); backward: reduce-scatter over z, and over
     (x, y) where ranks do different work with it (`partial_axes`), else none there.
@@ -39,12 +39,12 @@ class GatheredParameters(Replicated):
         self.products: dict[str, Product] = {}
         for name in names:
             first, *others = module._parameters[name].shape
-            cut = weight_layout(WeightKind.GATHERED, first, math.prod(others), state.mesh)
-            self.products[name] = Product(state, [state.weight_of(module, name, flat=True)], [cut])
+            layout = weight_layout(WeightKind.GATHERED, first, math.prod(others), state.mesh)
+            self.products[name] = Product(state, [state.weight_of(module, name, flat=True)], [layout])
         super().__init__(state, module, partial_axes)
 
     def plain(self, name: str) -> Tensor:
-        """The whole of a parameter, in the graph."""
+        """The full parameter, in the graph."""
         if name not in self.products:
             return super().plain(name)
         mesh, shape = self.state.mesh, self.module._parameters[name].shape

@@ -25,15 +25,15 @@ from hf_axonn.topology.heads import (
 
 
 class HeadExchange:
-    """The features of one projection's output [N] that this rank works on. Arguments as heads.pieces."""
+    """The features of one projection's output [N] that this rank works on. Arguments as heads.feature_ranges."""
 
     def __init__(self, size: int, segments: Sequence[str], heads: Heads | None, mesh: GridMesh) -> None:
         self.mesh = mesh
         self.axes = ("x", "y") if heads is None else heads.axes
         self.is_slice = is_own_slice(size, segments, heads, mesh)
         found = feature_ranges(size, segments, heads, mesh)
-        self.padded = [piece.padded for piece in found]
-        self.indices = [self._tensor([feature for its in piece.ranges for feature in its]) for piece in found]
+        self.padded = [part.padded for part in found]
+        self.indices = [self._tensor([feature for run in part.ranges for feature in run]) for part in found]
         if self.is_slice or not self.axes:
             return
         own, _ = feature_slice(size, mesh, *self.axes)
@@ -42,7 +42,8 @@ class HeadExchange:
         self.send_sizes = [len(features) for features in sent]
         self.send = self._tensor([feature - own.start for features in sent for feature in features])
         self.receive_sizes = [len(features) for features in arriving]
-        place_of = {feature: place for place, feature in enumerate(its for features in arriving for its in features)}
+        arrived = [feature for features in arriving for feature in features]
+        place_of = {feature: place for place, feature in enumerate(arrived)}
         self.order = [self._tensor([place_of[int(feature)] for feature in index]) for index in self.indices]
 
     def _tensor(self, numbers: list[int]) -> Tensor:
@@ -53,9 +54,9 @@ class HeadExchange:
         """Features that this rank works on, padding included."""
         return sum(self.padded)
 
-    def take(self, whole: Tensor, dim: int = -1) -> Tensor:
+    def take(self, full: Tensor, dim: int = -1) -> Tensor:
         """This rank's features of a tensor that has all N of them in `dim`, zero-padded in each packed part."""
-        return self._join([whole.index_select(dim, index) for index in self.indices], dim)
+        return self._join([full.index_select(dim, index) for index in self.indices], dim)
 
     def exchange(self, output: Tensor) -> Tensor:
         """[T, N/axes], what a product has left on this rank -> [T, size]. One exchange over the axes, both ways."""

@@ -1,13 +1,13 @@
 """Multi-head latent attention (DeepSeek): keys and values are made of a narrow latent that all heads share.
 
-    entry          this rank's tokens -> whole [B, S, H], the same on all ranks of (x, y)
-    q_a, kv_a      down to the latents: Linears on their own, whole results
-    q_b, kv_b      from the whole latents to the heads of this rank (`LatentColumn`)
+    entry          this rank's tokens -> full [B, S, H], the same on all ranks of (x, y)
+    q_a, kv_a      down to the latents: Linears on their own, full results
+    q_b, kv_b      from the full latents to the heads of this rank (`LatentColumn`)
     o              a row layer as in any attention
 
 The rotary part of kv_a's output is used with every rank's own heads, so its gradient is a sum over them.
 
-Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1; docs/algorithm.md, "Attention heads".
+Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_axonn.layers.block import Column, Row
 
 
 class LatentColumn(Column):
-    """A column layer whose input is whole: [..., K], the same on all ranks of (x, y) -> own heads [..., N/axes].
+    """A column layer whose input is full: [..., K], the same on all ranks of (x, y) -> own heads [..., N/axes].
 
     Collectives: those of Column; backward also an all-reduce over x and an all-gather over y of the input's gradient.
     """
@@ -39,7 +39,7 @@ class LatentColumn(Column):
 def install_latent(
     state: ParallelState, attention: nn.Module, columns: list[LatentColumn], row: Row, shared: nn.Module
 ) -> None:
-    """Let an attention module see whole activations.
+    """Let an attention module see full activations.
 
     Args:
         columns: q_b (or q) and kv_b.
@@ -67,7 +67,7 @@ def install_latent(
 
     patch_forward(attention, forward)
     if row.axes:
-        # A hook: whatever style its forward is given. An adapter of the module adds to its output after that, so the
+        # A hook: whatever is installed on its forward. An adapter of the module adds to its output after that, so the
         # hooks stand on its last part too (adapters/install.py).
         state.install(shared, functools.partial(_hook_once, rotary_is_shared))
 

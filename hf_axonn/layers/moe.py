@@ -1,17 +1,17 @@
 """Mixture of experts: the experts of one layer, each on one position of (y, x).
 
 Transformers keeps the experts of a layer in one module, whose parameters [E, ., .] have a leading dim of experts and
-whose forward takes (hidden states, index of the chosen experts, their weights). E is cut over y, then x; z cuts the
-last dim of what is left, and is gathered for use as everywhere.
+whose forward takes (hidden states, index of the chosen experts, their weights). E is sharded over y, then x; z
+shards the last dim of what is left, which is gathered for use as everywhere.
 
     residual stream sharded      every rank gathers tokens and choices over (x, y), works on what its own experts are
                                  chosen for, and the sums go back to the tokens' owners in a reduce-scatter
-    activations whole            every rank of (x, y) has all tokens: an all-reduce adds up the experts' sums
+    activations full             every rank of (x, y) has all tokens: an all-reduce adds up the experts' sums
 
 The module's own forward does the work, on the (token, choice) pairs of this rank's experts and no others.
 
-Source: expert parallelism, Lepikhin et al. 2020 (arXiv 2006.16668), with the all-gather and reduce-scatter of a
-block (docs/algorithm.md, "Through one decoder layer") in place of its all-to-alls; z as in engine/matmul3d.py.
+Source: expert parallelism, Lepikhin et al. 2020 (arXiv 2006.16668), with an all-gather and a reduce-scatter in
+place of its all-to-alls; z as in engine/matmul3d.py.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _is_called_sorted(module: nn.Module) -> bool:
 
 
 def expert_weights(module: nn.Module) -> list[str]:
-    """Names of the parameters of an experts module that are cut; the biases [E, N] are held whole, they are small."""
+    """Names of the parameters of an experts module that are sharded; the biases [E, N] are small and replicated."""
     own = module._parameters.items()
     return [name for name, parameter in own if parameter is not None and parameter.dim() == 3]
 
@@ -87,9 +87,9 @@ class Experts:
         state.sharded_layers[module] = self
         for name in expert_weights(module):
             _, rows, cols = module._parameters[name].shape
-            cut = ExpertLayout(len(self.range), rows, cols, state.mesh.size("z"), state.mesh.index("z"))
+            layout = ExpertLayout(len(self.range), rows, cols, state.mesh.size("z"), state.mesh.index("z"))
             # One product for each, so that no weight has to be copied out of a gather of several.
-            self.products[name] = Product(state, [state.weight_of(module, name)], [cut])
+            self.products[name] = Product(state, [state.weight_of(module, name)], [layout])
         patch_forward(module, self._forward)
 
     def _forward(self, original: Callable, *args: Tensor, **kwargs: Tensor) -> Tensor:
@@ -128,8 +128,8 @@ class Experts:
         counts = mine.sum(dim=0).tolist()
         total = hidden.new_zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         if len(tokens):
-            its = (tokens, places)
-            output = original(hidden[tokens], (choices[its] - self.range.start)[:, None], weights[its][:, None])
+            chosen = (tokens, places)
+            output = original(hidden[tokens], (choices[chosen] - self.range.start)[:, None], weights[chosen][:, None])
             parts = output.reshape(len(tokens), -1).to(total.dtype).split(counts)
             for part, at in zip(parts, tokens.split(counts), strict=True):
                 total.index_add_(0, at, part)
@@ -142,8 +142,8 @@ class Experts:
         local = dict(zip(self.products, gathered, strict=True))
         for name, parameter in module._parameters.items():
             if parameter is not None and name not in local:
-                whole = replicated_local(parameter, mesh, ("x", "y"))
-                local[name] = whole[self.range.start : self.range.stop] if parameter.dim() > 1 else whole
+                full = replicated_local(parameter, mesh, ("x", "y"))
+                local[name] = full[self.range.start : self.range.stop] if parameter.dim() > 1 else full
         local |= {name: add(local[name]) for name, add in self.added.items()}
         with replaced(module.__dict__, {**local, "num_experts": len(self.range)}):
             yield
@@ -164,14 +164,14 @@ class SortedExperts(Experts):
     def _forward(self, original: Callable, hidden: Tensor) -> Tensor:
         mesh, experts = self.state.mesh, self.module.num_experts
         group, own = mesh.group("x", "y"), slice(self.range.start, self.range.stop)
-        # Ranks of (x, y) are numbered with y innermost, experts are cut over y first.
+        # Ranks of (x, y) are numbered with y innermost, experts are sharded over y first.
         owners = [
             vocabulary_range(experts, mesh, y=y, x=x) for x in range(mesh.size("x")) for y in range(mesh.size("y"))
         ]
         most = max(map(len, owners))
         flat = hidden.view(experts, -1, hidden.shape[-1]).to(self.state.compute_dtype(hidden))
         if self._sharded:
-            blocks = torch.stack([pad_dim(flat[its.start : its.stop], 0, most) for its in owners])
+            blocks = torch.stack([pad_dim(flat[owner.start : owner.stop], 0, most) for owner in owners])
             mine = all_to_all(blocks, group)[:, : len(self.range)].transpose(0, 1)  # [e, p, T, H]
         else:
             mine = all_reduce_backward(flat, group)[own].unsqueeze(1)
@@ -181,7 +181,7 @@ class SortedExperts(Experts):
         else:
             blocks = gather_replicated(pad_dim(mine.squeeze(1), 0, most), group)
         in_order = sorted(zip(owners, blocks, strict=True), key=lambda pair: pair[0].start)
-        return torch.cat([block[: len(its)] for its, block in in_order]).view(hidden.shape).to(hidden.dtype)
+        return torch.cat([block[: len(owner)] for owner, block in in_order]).view(hidden.shape).to(hidden.dtype)
 
     def _all(self, original: Callable, hidden: Tensor) -> Tensor:
         if not hidden.numel():

@@ -1,4 +1,4 @@
-"""Norms in the feature layout: RMSNorm and LayerNorm of tokens whose features are cut over y.
+"""Norms in the feature layout: RMSNorm and LayerNorm of tokens whose features are sharded over y.
 
 Legend: T = tokens of this (data, z) position; H = hidden size; h = H/y, this rank's features.
 
@@ -9,8 +9,7 @@ Legend: T = tokens of this (data, z) position; H = hidden size; h = H/y, this ra
 where n is the normalized input and g the gradient of n. Statistics are float32 or wider, and are all that travels.
 Sums of squares would do for a LayerNorm too, but lose every digit where the mean is large.
 
-Source: docs/algorithm.md, "The feature layout"; Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for
-computing sample variances".
+Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances".
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ class NormKind:
 
 
 @dataclass(frozen=True)
-class FeatureCut:
+class FeatureShards:
     """How the features of a token lie on the ranks that share it.
 
     Args:
@@ -81,32 +80,37 @@ class FeatureCut:
 
 
 def normalize(
-    hidden: Tensor, weight: Tensor | None, bias: Tensor | None, kind: NormKind, cut: FeatureCut, dtype: torch.dtype
+    hidden: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    kind: NormKind,
+    shards: FeatureShards,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Normalize every token. Global [..., H], local [..., h] zero-padded at the end; `weight` and `bias` without pads.
 
     Args:
         dtype: of the result where it is rounded last.
-    Collectives: those at the top of this file, over `cut.group`.
+    Collectives: those at the top of this file, over `shards.group`.
     """
-    count = cut.counts[cut.index]
-    result = _Normalize.apply(hidden[..., :count], weight, bias, kind, cut, dtype)
+    count = shards.counts[shards.index]
+    result = _Normalize.apply(hidden[..., :count], weight, bias, kind, shards, dtype)
     return pad_dim(result, -1, hidden.shape[-1])
 
 
 class _Normalize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, kind, cut, dtype):
+    def forward(ctx, hidden, weight, bias, kind, shards, dtype):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         values, mean = hidden.to(wide), None
         if kind.centered:
-            mean, square = _mean_and_square(values, kind.size, cut)
+            mean, square = _mean_and_square(values, kind.size, shards)
             values = values - mean
         else:
-            square = _sum_over(values.square().sum(dim=-1, keepdim=True), cut) / kind.size
+            square = _sum_over(values.square().sum(dim=-1, keepdim=True), shards) / kind.size
         inverse = torch.rsqrt(square + kind.eps)
         normal = values * inverse
-        ctx.kind, ctx.cut = kind, cut
+        ctx.kind, ctx.shards = kind, shards
         # Not `normal`: the input is half as large in bfloat16, and often saved by others as well.
         ctx.save_for_backward(hidden, weight, bias, mean, inverse)
         if kind.rounding == "normal":
@@ -135,7 +139,7 @@ class _Normalize(torch.autograd.Function):
             sums = [(grad * normal).sum(dim=-1, keepdim=True)]
             if kind.centered:
                 sums.append(grad.sum(dim=-1, keepdim=True))
-            means = _sum_over(torch.stack(sums), ctx.cut) / kind.size
+            means = _sum_over(torch.stack(sums), ctx.shards) / kind.size
             dhidden = grad - normal * means[0]
             dhidden = ((dhidden - means[1] if kind.centered else dhidden) * inverse).to(hidden.dtype)
         return dhidden, dweight, dbias, None, None, None
@@ -149,19 +153,19 @@ def _wide_factor(weight: Tensor, kind: NormKind, wide: torch.dtype) -> Tensor:
     return _factor(weight.to(wide), kind) if kind.rounding == "result" else _factor(weight, kind).to(wide)
 
 
-def _sum_over(value: Tensor, cut: FeatureCut) -> Tensor:
-    return value if cut.group is None else reduce_(value, cut.group)
+def _sum_over(value: Tensor, shards: FeatureShards) -> Tensor:
+    return value if shards.group is None else reduce_(value, shards.group)
 
 
-def _mean_and_square(values: Tensor, size: int, cut: FeatureCut) -> tuple[Tensor, Tensor]:
-    """Mean and mean squared deviation [..., 1] of whole tokens, from the moments of each rank's features."""
+def _mean_and_square(values: Tensor, size: int, shards: FeatureShards) -> tuple[Tensor, Tensor]:
+    """Mean and mean squared deviation [..., 1] of full tokens, from the moments of each rank's features."""
     # A rank may have no features at all where y does not divide H.
     mean = values.sum(dim=-1, keepdim=True) / max(values.shape[-1], 1)
     square = (values - mean).square().sum(dim=-1, keepdim=True)
-    if cut.group is None:
+    if shards.group is None:
         return mean, square / size
-    means, squares = start_all_gather(torch.stack([mean, square]), cut.group).wait().unbind(dim=1)
-    counts = torch.tensor(cut.counts, dtype=values.dtype, device=values.device).view(-1, *[1] * values.dim())
+    means, squares = start_all_gather(torch.stack([mean, square]), shards.group).wait().unbind(dim=1)
+    counts = torch.tensor(shards.counts, dtype=values.dtype, device=values.device).view(-1, *[1] * values.dim())
     mean = (means * counts).sum(dim=0) / size
     return mean, (squares + (means - mean).square() * counts).sum(dim=0) / size
 
@@ -178,8 +182,8 @@ class FeatureNorm:
         self.module = module
         self.kind = kind
         mesh, y = state.mesh, state.mesh.size("y")
-        pieces = [bounds(kind.size, y, index) for index in range(y)]
-        self.cut = FeatureCut(tuple(stop - start for start, stop in pieces), mesh.index("y"), mesh.group("y"))
+        spans = [bounds(kind.size, y, index) for index in range(y)]
+        self.shards = FeatureShards(tuple(stop - start for start, stop in spans), mesh.index("y"), mesh.group("y"))
         self._dtypes: dict[tuple, torch.dtype] = {}
         patch_forward(module, self._forward)
 
@@ -189,12 +193,12 @@ class FeatureNorm:
             return original(*args, **kwargs)
         (hidden,) = (*args, *kwargs.values())
         weight, bias = self._own(self.kind.weight), self._own(self.kind.bias)
-        return normalize(hidden, weight, bias, self.kind, self.cut, self._dtype(original, hidden, weight))
+        return normalize(hidden, weight, bias, self.kind, self.shards, self._dtype(original, hidden, weight))
 
     def _own(self, name: str | None) -> Tensor | None:
         if name is None:
             return None
-        return replicated_local(self.module._parameters[name], self.state.mesh, ("x", "y"))[self.cut.own]
+        return replicated_local(self.module._parameters[name], self.state.mesh, ("x", "y"))[self.shards.own]
 
     def _dtype(self, original: Callable, hidden: Tensor, weight: Tensor | None) -> torch.dtype:
         return result_dtype(original, hidden, weight, self.kind, self._dtypes)
@@ -230,19 +234,19 @@ class HeadNorm:
         self.state, self.module, self.kind, self.exchange = state, module, kind, exchange
         mesh, self.axes = state.mesh, exchange.axes
         ranks = mesh.size(*self.axes)
-        self.cut = FeatureCut((exchange.size,) * ranks, mesh.index(*self.axes), mesh.group(*self.axes))
+        self.shards = FeatureShards((exchange.size,) * ranks, mesh.index(*self.axes), mesh.group(*self.axes))
         self.repeated = replace(kind, size=exchange.size * ranks)
         self._dtypes: dict[tuple, torch.dtype] = {}
         patch_forward(module, self._forward)
 
     def _forward(self, original: Callable, hidden: Tensor) -> Tensor:
         weight, bias = self._own(self.kind.weight), self._own(self.kind.bias)
-        whole = None if self.kind.weight is None else self.module._parameters[self.kind.weight]
-        dtype = result_dtype(original, hidden, whole, self.kind, self._dtypes)
-        return normalize(hidden, weight, bias, self.repeated, self.cut, dtype)
+        full = None if self.kind.weight is None else self.module._parameters[self.kind.weight]
+        dtype = result_dtype(original, hidden, full, self.kind, self._dtypes)
+        return normalize(hidden, weight, bias, self.repeated, self.shards, dtype)
 
     def _own(self, name: str | None) -> Tensor | None:
         if name is None:
             return None
-        whole = replicated_local(self.module._parameters[name], self.state.mesh, self.axes)
-        return self.exchange.take(whole)
+        full = replicated_local(self.module._parameters[name], self.state.mesh, self.axes)
+        return self.exchange.take(full)

@@ -1,12 +1,12 @@
-"""Embedding and head, whose weight [V, H] is cut along the vocabulary: over y, then x, then z.
+"""Embedding and head, whose weight [V, H] is sharded along the vocabulary: over y, then x, then z.
 
 One placement serves both, so tied weights stay tied. The embedding returns the full [B, S, H], because models read
 positions and masks off its shape. The head has two ways:
 
     full logits      [B, S, V] on every rank of (x, y), as from any HF model; callers repeat their work on them
     deferred         in training with labels: the loss takes hidden states and weight from `DeferredLogits` and forms
-                     logits chunk by chunk (losses/vocab_parallel.py), never whole, whether or not the decoder is cut
-                     by blocks
+                     logits chunk by chunk (losses/head_chunks.py), never in full, whether or not the decoder is
+                     sharded by blocks
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def is_vocabulary(embedding: nn.Module) -> bool:
 def _full_weight(layer: Embedding | Head, size: int) -> Tensor:
     """[V, H], for code that every rank of (x, y) repeats. All-gathers over z and (x, y); backward: reduce-scatter
     over z."""
-    block = gathered_weight(Product(layer.state, layer.weights, layer.cuts))
+    block = gathered_weight(Product(layer.state, layer.weights, layer.layouts))
     return in_order(gather_replicated(block, layer.state.mesh.group("x", "y")), size, layer.state.mesh)
 
 
 def in_order(blocks: Tensor, size: int, mesh: GridMesh) -> Tensor:
     """[x*y, V/(x*y), ...] as ranks hold it -> [V, ...]. No communication."""
-    # Ranks of (x, y) are numbered with y innermost, the vocabulary is cut over y first.
+    # Ranks of (x, y) are numbered with y innermost, the vocabulary is sharded over y first.
     parts = [
         blocks[x * mesh.size("y") + y][: len(vocabulary_range(size, mesh, y=y, x=x))]
         for y in range(mesh.size("y"))
@@ -62,7 +62,7 @@ def in_order(blocks: Tensor, size: int, mesh: GridMesh) -> Tensor:
 
 
 class Embedding:
-    """Look-up in a vocabulary that is cut over (y, x, z). Ids [B, S] -> [B, S, H], the same on all ranks of (x, y).
+    """Look-up in a vocabulary sharded over (y, x, z). Ids [B, S] -> [B, S, H], the same on all ranks of (x, y).
 
     Collectives: all-gather over z of the weight, all-reduce over (x, y) of the rows found. Backward: reduce-scatter
     over z of the weight's gradient.
@@ -72,7 +72,7 @@ class Embedding:
         self.state = state
         self.module = module
         self.weights = [state.weight_of(module)]
-        self.cuts = [weight_layout(WeightKind.VOCABULARY, module.num_embeddings, module.embedding_dim, state.mesh)]
+        self.layouts = [weight_layout(WeightKind.VOCABULARY, module.num_embeddings, module.embedding_dim, state.mesh)]
         state.sharded_layers[module] = self
         patch_forward(module, self._forward)
 
@@ -88,7 +88,7 @@ class Embedding:
         padding = module.padding_idx
         rows = F.embedding(
             torch.where(mine, ids - own.start, 0),
-            gathered_weight(Product(self.state, self.weights, self.cuts)),
+            gathered_weight(Product(self.state, self.weights, self.layouts)),
             padding_idx=padding - own.start if padding is not None and padding in own else None,
         )
         output = all_reduce(torch.where(mine.unsqueeze(-1), rows, 0), mesh.group("x", "y"))
@@ -126,7 +126,7 @@ class Head:
         self.state = state
         self.linear = linear
         self.weights = [state.weight_of(linear)]
-        self.cuts = [weight_layout(WeightKind.VOCABULARY, linear.out_features, linear.in_features, state.mesh)]
+        self.layouts = [weight_layout(WeightKind.VOCABULARY, linear.out_features, linear.in_features, state.mesh)]
         state.has_head = True
         state.sharded_layers[linear] = self
         patch_forward(linear, self._forward)
@@ -136,7 +136,7 @@ class Head:
         return DeferredLogits(self, *own_tokens(hidden, state)) if defers(hidden, state) else self.full_logits(hidden)
 
     def product(self) -> Product:
-        return Product(self.state, self.weights, self.cuts)
+        return Product(self.state, self.weights, self.layouts)
 
     def local_bias(self) -> Tensor | None:
         """[V/(x*y)], zero-padded like the local logits."""
@@ -144,7 +144,7 @@ class Head:
             return None
         own = vocabulary_range(self.linear.out_features, self.state.mesh)
         bias = replicated_local(self.linear.bias, self.state.mesh, ("x", "y"))
-        return pad_dim(bias[own.start : own.stop], 0, self.cuts[0].out_size)
+        return pad_dim(bias[own.start : own.stop], 0, self.layouts[0].out_size)
 
     def full_logits(self, hidden: Tensor) -> Tensor:
         """[..., H], the same on all ranks of (x, y) -> [..., V]."""
@@ -208,9 +208,9 @@ class DeferredLogits:
         if self._full is None:
             mesh = self.head.state.mesh
             logits = self.head.full_logits(gather_tokens(self.hidden, self.tokens, mesh))
-            for its in self.beside:
-                low = gather_tokens(its.low, self.tokens, mesh)
-                logits = logits + F.linear(low, replicated_local(its.up, mesh, ())).to(logits.dtype)
+            for adapter in self.beside:
+                low = gather_tokens(adapter.low, self.tokens, mesh)
+                logits = logits + F.linear(low, replicated_local(adapter.up, mesh, ())).to(logits.dtype)
             self._full = self.apply_steps(logits)
         return self._full
 
@@ -220,9 +220,11 @@ class DeferredLogits:
             return None, None
         mesh = self.head.state.mesh
         own = vocabulary_range(self.head.linear.out_features, mesh)
-        low = torch.cat([its.low.squeeze(0).to(dtype) for its in self.beside], dim=-1)
-        ups = [replicated_local(its.up, mesh, ("x", "y"))[own.start : own.stop].to(dtype) for its in self.beside]
-        return low, pad_dim(torch.cat(ups, dim=-1), 0, self.head.cuts[0].out_size)
+        low = torch.cat([adapter.low.squeeze(0).to(dtype) for adapter in self.beside], dim=-1)
+        ups = [
+            replicated_local(adapter.up, mesh, ("x", "y"))[own.start : own.stop].to(dtype) for adapter in self.beside
+        ]
+        return low, pad_dim(torch.cat(ups, dim=-1), 0, self.head.layouts[0].out_size)
 
     def apply_steps(self, logits: Tensor) -> Tensor:
         """What has been done elementwise to the logits so far."""

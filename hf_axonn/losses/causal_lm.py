@@ -192,7 +192,9 @@ class CausalLMLoss:
         if self._captured is None:
             return
         counts = targets.weights.to(nll.device, nll.dtype)
-        columns = torch.stack([nll.detach() * counts, counts, *(its.detach().to(nll) * counts for its in more)], dim=1)
+        columns = torch.stack(
+            [nll.detach() * counts, counts, *(other.detach().to(nll) * counts for other in more)], dim=1
+        )
         if self._sample_lengths is None:
             self._captured.append(columns.view(targets.rows, -1, columns.shape[1]).sum(dim=1))
             return

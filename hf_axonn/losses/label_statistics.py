@@ -1,4 +1,5 @@
-"""Log-probability, entropy and rank of labels from logits that are cut along the vocabulary and never formed whole.
+"""Log-probability, entropy and rank of labels from logits that are sharded along the vocabulary and never
+formed in full.
 
 The head and the statistics go together, chunk by chunk, and only where there is a label. Unlike in vocab_parallel.py
 the gradient of each token is known in backward only, so the logits of a chunk are computed twice:
@@ -15,22 +16,17 @@ trl 1.16 (trainer/utils.py, FusedCausalLMOutput).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_axonn.distributed.collectives import reduce_, start_all_gather, start_reduce_scatter
-from hf_axonn.engine.gather_cache import GatheredBlocks
-from hf_axonn.engine.matmul3d import Product, leave_gradients
+from hf_axonn.distributed.collectives import reduce_
 from hf_axonn.engine.overlap import placeholder
-from hf_axonn.engine.state import ParallelState
-from hf_axonn.engine.weight_layout import vocabulary_range
 from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.losses.causal_lm import IGNORE_INDEX
-from hf_axonn.losses.vocab_parallel import CHUNK_LOGITS, add_product, local_logits
+from hf_axonn.losses.head_chunks import HeadChunks, HeadGradients
 
 
 def label_statistics(logits: Tensor | DeferredLogits, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,26 +40,16 @@ def label_statistics(logits: Tensor | DeferredLogits, targets: Tensor) -> tuple[
     if isinstance(logits, DeferredLogits) and logits.beside:
         logits = logits.full()
     if not isinstance(logits, DeferredLogits):
-        return _whole_statistics(logits.reshape(-1, logits.shape[-1]), targets.to(logits.device))
-    head = logits.head
-    mesh, product = head.state.mesh, head.product()
-    hidden = logits.hidden.squeeze(0)
-    targets = targets.to(hidden.device)
-    missing = logits.tokens.padded(mesh) - len(targets)
-    of = _OfHead(
-        product,
-        vocabulary_range(head.linear.out_features, mesh),
-        # Token t of rank r is token r * T/(x*y) + t of the batch.
-        F.pad(targets, (0, missing), value=IGNORE_INDEX).view(mesh.size("x", "y"), -1),
-        logits.apply_steps if logits.steps else None,
-    )
+        return _full_statistics(logits.reshape(-1, logits.shape[-1]), targets.to(logits.device))
+    head, hidden = logits.head, logits.hidden.squeeze(0)
+    chunks = HeadChunks.of(logits, targets)
     dtype = head.state.compute_dtype(hidden)
-    found = _ShardedStatistics.apply(hidden.to(dtype), product.shards()[0], head.local_bias(), of)
+    found = _ShardedStatistics.apply(hidden.to(dtype), chunks.product.shards()[0], head.local_bias(), chunks)
     log_probs, entropy, is_top1 = (value.flatten()[: len(targets)] for value in found)
     return log_probs, entropy, is_top1
 
 
-def _whole_statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _full_statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """As `label_statistics`, for [T, V]."""
     rows = (targets != IGNORE_INDEX).nonzero().squeeze(-1)
     logits, labels = logits[rows], targets[rows]
@@ -74,45 +60,14 @@ def _whole_statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, 
     return tuple(value.new_zeros(targets.shape).index_put((rows,), value) for value in found)
 
 
-@dataclass(frozen=True)
-class _OfHead:
-    """What the statistics of a sharded head are made of, besides tensors with gradients.
-
-    Args:
-        product: of the head's weight.
-        own: ids of this rank's part of the vocabulary.
-        targets: [x*y, T/(x*y)], IGNORE_INDEX where ignored.
-        steps: what is done elementwise to logits, such as a soft cap.
-    """
-
-    product: Product
-    own: range
-    targets: Tensor
-    steps: Callable[[Tensor], Tensor] | None
-
-    @property
-    def state(self) -> ParallelState:
-        return self.product.state
-
-    @property
-    def group(self):
-        return self.state.mesh.group("x", "y")
-
-    def chunks(self, columns: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Tokens of each rank, which of all ranks' [x*y * chunk] have a label, and the labels; the same on every rank
-        of (x, y). Chunks without labels are left out."""
-        step = max(1, CHUNK_LOGITS // columns // len(self.targets) // (1 if self.steps is None else 3))
-        for begin in range(0, self.targets.shape[1], step):
-            span = slice(begin, begin + step)
-            target = self.targets[:, span].reshape(-1)
-            rows = (target != IGNORE_INDEX).nonzero().squeeze(-1)
-            if len(rows):
-                yield span, rows, target[rows]
-
-    def column(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Which targets are this rank's, and their columns here (0 of others)."""
-        mine = (target >= self.own.start) & (target < self.own.stop)
-        return mine, torch.where(mine, target - self.own.start, 0)
+def _labelled(chunks: HeadChunks, columns: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Tokens of each rank, which of all ranks' [x*y * chunk] have a label, and the labels; the same on every rank of
+    (x, y). Chunks without labels are left out."""
+    for span in chunks.spans(columns):
+        target = chunks.targets[:, span].reshape(-1)
+        rows = (target != IGNORE_INDEX).nonzero().squeeze(-1)
+        if len(rows):
+            yield span, rows, target[rows]
 
 
 class _ShardedStatistics(torch.autograd.Function):
@@ -126,26 +81,26 @@ class _ShardedStatistics(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, shard, bias, of):
+    def forward(ctx, hidden, shard, bias, chunks):
         ctx.set_materialize_grads(False)
-        gathered = of.product.gathered(hidden.dtype)
-        weight = _rows_of(gathered)
+        gathered = chunks.product.gathered(hidden.dtype)
+        weight = chunks.weight_of(gathered)
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        log_probs, entropy, log_total = (hidden.new_zeros(of.targets.shape, dtype=wide) for _ in range(3))
-        is_top1 = torch.zeros_like(of.targets, dtype=torch.bool)
+        log_probs, entropy, log_total = (hidden.new_zeros(chunks.targets.shape, dtype=wide) for _ in range(3))
+        is_top1 = torch.zeros_like(chunks.targets, dtype=torch.bool)
         with torch.autocast(hidden.device.type, enabled=False):
-            for span, rows, target in of.chunks(weight.shape[0]):
-                tokens = start_all_gather(hidden[span], of.group).wait().flatten(0, 1)[rows]
-                logits = local_logits(tokens, weight, bias).to(wide)
-                if of.steps is not None:
-                    logits = of.steps(logits).clone()
-                found = _statistics(logits, target, of)
-                for whole, part in zip((log_probs, entropy, is_top1, log_total), found, strict=True):
-                    chunk = whole[:, span].reshape(-1).index_put((rows,), part)
-                    whole[:, span] = chunk.view(len(whole), -1)
+            for span, rows, target in _labelled(chunks, weight.shape[0]):
+                tokens = chunks.gather(hidden, span)[rows]
+                logits = chunks.logits_of(tokens, weight, bias)
+                if chunks.steps is not None:
+                    logits = chunks.steps(logits).clone()
+                found = _statistics(logits, target, chunks)
+                for full, part in zip((log_probs, entropy, is_top1, log_total), found, strict=True):
+                    chunk = full[:, span].reshape(-1).index_put((rows,), part)
+                    full[:, span] = chunk.view(len(full), -1)
                 del tokens, logits
-        ctx.of, ctx.like = of, placeholder(shard)
-        ctx.gathered = gathered if of.product.keeps and any(ctx.needs_input_grad) else None
+        ctx.chunks, ctx.like = chunks, placeholder(shard)
+        ctx.gathered = gathered if chunks.product.keeps and any(ctx.needs_input_grad) else None
         # The shard, so that a change before backward is noticed.
         ctx.save_for_backward(hidden, shard, bias, entropy, log_total)
         ctx.mark_non_differentiable(is_top1)
@@ -154,74 +109,50 @@ class _ShardedStatistics(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, _):
         hidden, _, bias, entropy, log_total = ctx.saved_tensors
-        of = ctx.of
-        grad_hidden, grad_shard, grad_bias = ctx.needs_input_grad[:3]
-        gathered, ctx.gathered = ctx.gathered or of.product.gathered(hidden.dtype), None
-        weight = _rows_of(gathered)
-        wide = entropy.dtype
-        dhidden = torch.zeros_like(hidden) if grad_hidden else None
-        dweight = torch.zeros_like(weight, dtype=wide) if grad_shard else None
-        dbias = torch.zeros_like(bias, dtype=wide) if grad_bias else None
+        chunks = ctx.chunks
+        gathered, ctx.gathered = ctx.gathered or chunks.product.gathered(hidden.dtype), None
+        weight = chunks.weight_of(gathered)
+        gradients = HeadGradients(chunks, hidden, weight, bias, ctx.needs_input_grad[:3])
         with torch.autocast(hidden.device.type, enabled=False):
-            for span, rows, target in of.chunks(weight.shape[0]):
-                tokens = start_all_gather(hidden[span], of.group).wait().flatten(0, 1)[rows]
-                logits = local_logits(tokens, weight, bias).to(wide)
-                raw = stepped = logits
-                if of.steps is not None:  # soft caps and scales, whose derivative autograd knows
-                    with torch.enable_grad():
-                        raw = logits.requires_grad_()
-                        stepped = of.steps(raw)
-                    logits = stepped.detach().clone()
+            for span, rows, target in _labelled(chunks, weight.shape[0]):
+                tokens = chunks.gather(hidden, span)[rows]
+                logits, graph = chunks.apply_steps(chunks.logits_of(tokens, weight, bias))
 
                 def chosen(value, span=span, rows=rows):
                     return None if value is None else value[:, span].reshape(-1)[rows]
 
                 given = (chosen(value) for value in (grad_log_probs, grad_entropy, entropy, log_total))
-                dlogits = _gradient(logits, target, of, *given)
-                if of.steps is not None:
-                    (dlogits,) = torch.autograd.grad(stepped, raw, dlogits)
-                if dbias is not None:
-                    dbias += dlogits.sum(dim=0)
+                dlogits = chunks.through_steps(graph, _gradient(logits, target, chunks, *given))
+                gradients.add_bias(dlogits)
                 dlogits = dlogits.to(weight.dtype)
-                del logits, raw, stepped  # the next products need the room
-                if dweight is not None:
-                    add_product(dweight, dlogits, tokens)
-                if dhidden is not None:
-                    every = hidden.new_zeros(of.targets[:, span].numel(), hidden.shape[1])
-                    every[rows] = torch.mm(dlogits, weight)
-                    blocks = every.view(len(of.targets), -1, hidden.shape[1])
-                    dhidden[span] = start_reduce_scatter(blocks, of.group).wait()
+                del logits, graph  # the next products need the room
+                gradients.add(span, dlogits, tokens, weight, rows)
                 del dlogits, tokens
-        if dweight is not None:
-            block = dweight.view(1, dweight.shape[0], 1, dweight.shape[1])
-            leave_gradients(of.state, of.product.weights, of.product.cuts, [block])
-        return dhidden, ctx.like if grad_shard else None, dbias if dbias is None else dbias.to(bias.dtype), None
+        if gradients.weight is not None:
+            gradients.leave_weight()
+        dbias = None if gradients.bias is None else gradients.bias.to(bias.dtype)
+        return gradients.hidden, None if gradients.weight is None else ctx.like, dbias, None
 
 
-def _rows_of(gathered: GatheredBlocks) -> Tensor:
-    """[v, H], v being this rank's part of the vocabulary, padded."""
-    return gathered.blocks[0].flatten(2).flatten(0, 1)
-
-
-def _statistics(logits: Tensor, target: Tensor, of: _OfHead) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of [T, v]: log-probability, entropy, whether most likely, and log sum exp of the whole row (overwrites logits).
+def _statistics(logits: Tensor, target: Tensor, chunks: HeadChunks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of [T, v]: log-probability, entropy, whether most likely, and log sum exp of the full row (overwrites logits).
 
     Two all-reduces over (x, y).
     """
-    own = len(of.own)
+    own = len(chunks.own)
     logits[:, own:] = float("-inf")
     first = logits.argmax(dim=-1, keepdim=True)
     best = logits.gather(1, first).squeeze(1)
-    peak = reduce_(best.clone(), of.group, op="max")
+    peak = reduce_(best.clone(), chunks.group, op="max")
     # Where other ranks or columns are as high, the lowest id is the most likely token.
-    earlier = (best == peak) & (first.squeeze(1) + of.own.start < target)
-    mine, column = of.column(target)
+    earlier = (best == peak) & (first.squeeze(1) + chunks.own.start < target)
+    mine, column = chunks.columns_of(target)
     logits.sub_(peak.unsqueeze(1))
     of_target = torch.where(mine, logits.gather(1, column.unsqueeze(1)).squeeze(1), 0)
     exponentials = logits.exp()
     weighted = logits[:, :own].mul_(exponentials[:, :own]).sum(dim=-1)
     total, of_target, weighted, earlier = reduce_(
-        torch.stack([exponentials.sum(dim=-1), of_target, weighted, earlier.to(logits.dtype)]), of.group
+        torch.stack([exponentials.sum(dim=-1), of_target, weighted, earlier.to(logits.dtype)]), chunks.group
     )
     log_total = total.log()
     return of_target - log_total, log_total - weighted / total, (of_target == 0) & (earlier == 0), peak + log_total
@@ -230,14 +161,14 @@ def _statistics(logits: Tensor, target: Tensor, of: _OfHead) -> tuple[Tensor, Te
 def _gradient(
     logits: Tensor,
     target: Tensor,
-    of: _OfHead,
+    chunks: HeadChunks,
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
     entropy: Tensor,
     log_total: Tensor,
 ) -> Tensor:
     """[T, v] the gradient of this rank's logits, which are overwritten. No communication."""
-    mine, column = of.column(target)
+    mine, column = chunks.columns_of(target)
     log_softmax = logits.sub_(log_total.unsqueeze(1))
     factor = log_softmax.new_zeros(len(target), 1) if grad_log_probs is None else -grad_log_probs.unsqueeze(1)
     if grad_entropy is not None:
@@ -246,5 +177,5 @@ def _gradient(
     if grad_log_probs is not None:
         rows = mine.nonzero().squeeze(-1)
         dlogits[rows, column[rows]] += grad_log_probs[rows]
-    dlogits[:, len(of.own) :] = 0
+    dlogits[:, len(chunks.own) :] = 0
     return dlogits

@@ -12,8 +12,7 @@ Which it is a probe decides: the function is called on random logits, with a mas
 z) afterwards, so each rank's own share is multiplied by their number. Without gradients (evaluation) nothing is
 marked: as with every loss there, a rank computes that of its own samples.
 
-Source: Switch Transformers (arXiv 2101.03961), equations 4 to 6; docs/algorithm.md, "Gradients
-that are right on average".
+Source: Switch Transformers (arXiv 2101.03961), equations 4 to 6.
 """
 
 from __future__ import annotations
@@ -46,15 +45,15 @@ class RouterLogits(tuple):
         return self
 
 
-def whole_logits(logits: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
+def full_router_logits(logits: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor:
     """Router logits of this rank's tokens, [T/(x*y), E] or [1, T/(x*y), E] -> [B * S, E] or [B, S, E] on all (x, y).
 
     Those of a router that saw all tokens stay as they are. All-gather over (x, y). Backward: this rank's tokens.
     """
     if logits.numel() == tokens.count * logits.shape[-1]:
         return logits
-    whole = gather_tokens(logits.reshape(1, -1, logits.shape[-1]), tokens, mesh)
-    return whole.flatten(0, 1) if logits.dim() == 2 else whole
+    full = gather_tokens(logits.reshape(1, -1, logits.shape[-1]), tokens, mesh)
+    return full.flatten(0, 1) if logits.dim() == 2 else full
 
 
 def install_router_loss(state: ParallelState, model: nn.Module) -> None:
@@ -158,7 +157,9 @@ def _is_of_switch(function: Callable) -> bool:
     mask = torch.ones(3, 4, dtype=torch.int64, device="cpu")
     mask[1, 2:] = 0
     with torch.no_grad():
-        pairs = [(function(logits, 5, k, its), switch_loss(logits, 5, k, its)) for k in (1, 3) for its in (None, mask)]
+        pairs = [
+            (function(logits, 5, k, some), switch_loss(logits, 5, k, some)) for k in (1, 3) for some in (None, mask)
+        ]
     return all(torch.allclose(theirs, ours, rtol=1e-5) for theirs, ours in pairs)
 
 

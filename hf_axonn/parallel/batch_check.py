@@ -81,12 +81,12 @@ class BatchCheck:
         numbers = torch.tensor([since.shapes, random], device=device)
         own = torch.cat([numbers, since.content.view(1)])
         every = gather_quietly(own, group).tolist()
-        if all(its == every[0] for its in every):
+        if all(numbers == every[0] for numbers in every):
             return
         facts = {name: _in_words(value) for name, value in tensors.items()}
-        if any(its[1] != every[0][1] for its in every):
+        if any(numbers[1] != every[0][1] for numbers in every):
             facts["the random state"] = f"number {random % 10**6} (of seed {torch.initial_seed()})"
-        if any((its[0], its[2]) != (every[0][0], every[0][2]) for its in every):
+        if any((numbers[0], numbers[2]) != (every[0][0], every[0][2]) for numbers in every):
             facts[EARLIER.format(since.batches)] = f"of checksum {(int(since.content) ^ since.shapes) % 10**6}"
         ranks = dist.get_process_group_ranks(group)
         by_rank = dict(zip(ranks, map(json.loads, gather_texts(json.dumps(facts), device, group)), strict=True))
@@ -95,7 +95,7 @@ class BatchCheck:
     def _refuse(self, facts: dict[int, dict[str, str]]) -> None:
         at = self.mesh.coordinates
         found = differences(list(facts.values()), list(facts))
-        found = [its for its in found if not its.startswith(EARLIER[:9])] or found
+        found = [text for text in found if not text.startswith(EARLIER[:9])] or found
         if found == [] or (len(found) == 1 and found[0].startswith("the random state")):
             remedy = (
                 "They would drop different values: give all ranks one seed, transformers.set_seed(N) without "
@@ -113,7 +113,7 @@ class BatchCheck:
         if not self.model.training:
             return False
         if self._drops is None:
-            self._drops = any(probability(its, *dropout_names(its))() for its in self.model.modules())
+            self._drops = any(probability(module, *dropout_names(module))() for module in self.model.modules())
         return self._drops
 
 

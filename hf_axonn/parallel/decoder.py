@@ -1,12 +1,12 @@
-"""The model around its blocks: where the residual stream is divided among the ranks, and where it is whole again.
+"""The model around its blocks: where the residual stream is divided among the ranks, and where it is gathered.
 
     embedding         [B, S, H] on every rank of (x, y)
     first layer       takes this rank's tokens, [1, T/(x*y), H], or [1, T/x, H/y] in the feature layout
     last layer        turns features into tokens, [1, T/(x*y), H]
     last norm         on this rank's tokens
-    decoder's output  whole again, unless the loss will take it as it is (training with labels)
+    decoder's output  gathered, unless the loss will take it as it is (training with labels)
 
-One token at a time without gradients (decoding) the residual stream stays whole: there is nothing to divide.
+One token at a time without gradients (decoding) the residual stream is replicated: there is nothing to divide.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_axonn.distributed.collectives import gather_replicated
 from hf_axonn.engine.activation_layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward, split_hidden_states
-from hf_axonn.losses.router_aux import whole_logits
+from hf_axonn.losses.router_aux import full_router_logits
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 
 
@@ -35,11 +35,12 @@ def install_decoder(state: ParallelState, model: nn.Module, plan: ShardingPlan) 
     where something other than a norm follows."""
     layers = [model.get_submodule(name) for name in plan.layers]
     for layer in layers:
-        end = None if layer is not layers[-1] else "tokens" if plan.final is not None else "whole"
+        end = None if layer is not layers[-1] else "tokens" if plan.final is not None else "full"
         patch_forward(layer, functools.partial(_layer, state, layer, layer is layers[0], end))
     for name in plan.full_sequence:
         state.install(
-            model.get_submodule(name), functools.partial(patch_forward, forward=functools.partial(_whole, state))
+            model.get_submodule(name),
+            functools.partial(patch_forward, forward=functools.partial(_full_sequence, state)),
         )
     decoder = model.get_submodule(plan.decoder)
     patch_forward(decoder, functools.partial(_decoder, state, plan.final is None))
@@ -49,7 +50,7 @@ def install_decoder(state: ParallelState, model: nn.Module, plan: ShardingPlan) 
 def _layer(
     state: ParallelState, layer: nn.Module, first: bool, end: str | None, original: Callable, /, *args, **kwargs
 ):
-    """A decoder layer: the first takes this rank's tokens, the last hands on `tokens` or gathers the `whole`."""
+    """A decoder layer: the first takes this rank's tokens, the last hands on `tokens` or gathers the `full` ones."""
     if first:
         hidden, args, kwargs = split_hidden_states(args, kwargs)
         batch, seq = hidden.shape[:2]
@@ -60,7 +61,7 @@ def _layer(
         args = (hidden, *args)
     output = original(*args, **kwargs)
     tokens, mesh = state.context.tokens, state.mesh
-    if end == "whole" and tokens.sharded:
+    if end == "full" and tokens.sharded:
         return _map_first(output, lambda hidden: gather_tokens(hidden, tokens, mesh))
     if end == "tokens" and tokens.sharded and tokens.features:
         return _map_first(output, lambda hidden: features_to_tokens(hidden, tokens.features, mesh))
@@ -74,21 +75,21 @@ def _map_first(output, function: Callable):
     return type(output)((function(output[0]), *output[1:]))
 
 
-def _whole(state: ParallelState, original: Callable, /, *args, **kwargs):
-    """A module that needs the whole sequence: tokens are gathered over (x, y) for it, every rank does all of its work
+def _full_sequence(state: ParallelState, original: Callable, /, *args, **kwargs):
+    """A module that needs the full sequence: tokens are gathered over (x, y) for it, every rank does all of its work
     (but for its Linears), and takes its own tokens of the first result."""
     tokens, mesh = state.context.tokens, state.mesh
     if tokens is None or not tokens.sharded:
         return original(*args, **kwargs)
     shape = split_hidden_states(args, kwargs)[0].shape
 
-    def whole(value):
+    def full(value):
         if not (isinstance(value, Tensor) and value.shape == shape):
             return value
         return gather_tokens(value.reshape(1, -1, shape[-1]), tokens, mesh)
 
     with state.context.with_tokens(None):
-        output = original(*map(whole, args), **{name: whole(value) for name, value in kwargs.items()})
+        output = original(*map(full, args), **{name: full(value) for name, value in kwargs.items()})
     return _map_first(output, lambda hidden: take_tokens(hidden, tokens, mesh).view(*shape[:-1], -1))
 
 
@@ -151,18 +152,20 @@ def _decoder(state: ParallelState, ended: bool, original: Callable, /, *args, **
         state.context.tokens = None
         return output
 
-    def whole(hidden: Tensor) -> Tensor:
+    def full(hidden: Tensor) -> Tensor:
         return gather_tokens(hidden, tokens, state.mesh)
 
     leave = state.context.defer_head and not ended  # to the loss, which takes this rank's tokens
-    last = (lambda hidden: hidden) if leave or ended else whole
+    last = (lambda hidden: hidden) if leave or ended else full
     if isinstance(output, dict):
         output["last_hidden_state"] = last(output["last_hidden_state"])
         if output.get("hidden_states") is not None:  # the first is what came out of the embedding
             first, *others, final = output["hidden_states"]
-            output["hidden_states"] = (first, *map(whole, others), final if ended else whole(final))
+            output["hidden_states"] = (first, *map(full, others), final if ended else full(final))
         if output.get("router_logits") is not None:
-            output["router_logits"] = tuple(whole_logits(its, tokens, state.mesh) for its in output["router_logits"])
+            output["router_logits"] = tuple(
+                full_router_logits(logits, tokens, state.mesh) for logits in output["router_logits"]
+            )
     elif any(isinstance(value, tuple) for value in output):
         raise ValueError("output_hidden_states and output_attentions of a parallelized model need return_dict=True.")
     else:
@@ -222,7 +225,7 @@ def _base_model(state: ParallelState, original: Callable, /, *args, **kwargs):
 def _generate(state: ParallelState, model: nn.Module, original: Callable, /, *args, **kwargs):
     """Every forward uses weights gathered over z, so with a cache all ranks go on until the longest row is done.
 
-    The weights are gathered once for the whole call. Memory: those of a model on the same grid with z = 1.
+    The weights are gathered once for the call. Memory: those of a model on the same grid with z = 1.
     """
     settings = (kwargs.get("generation_config") or (args[1] if len(args) > 1 else None), model.generation_config)
     choices = (kwargs.get("use_cache"), *(getattr(given, "use_cache", None) for given in settings))

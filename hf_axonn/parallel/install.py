@@ -111,7 +111,9 @@ def _note(state: ParallelState, name: str, module: nn.Module, kind: WeightKind, 
 def _remaining(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, nn.Module]]:
     """Modules with parameters that no step has taken yet."""
     for name, module in model.named_modules():
-        if module not in state.sharded_layers and any(its is not None for its in module._parameters.values()):
+        if module not in state.sharded_layers and any(
+            parameter is not None for parameter in module._parameters.values()
+        ):
             yield name, module
 
 

@@ -41,8 +41,8 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     """Shard a model over a grid, in place.
 
     Every rank must call it with the same model class and grid. The weights of rank 0 are the ones that count, as in
-    DistributedDataParallel: they are broadcast while they are cut. A model on the meta device is only prepared, its
-    weights are for a loader to read. On a grid of one rank the model is left untouched.
+    DistributedDataParallel: they are broadcast before they are sharded. A model on the meta device is only prepared,
+    its weights are for a loader to read. On a grid of one rank the model is left untouched.
 
     Args:
         model: a Transformers model, with or without PEFT adapters, or any nn.Module.
@@ -126,8 +126,8 @@ def auto_parallelize(grid: Grid, *, config: AxonnConfig | None = None) -> Iterat
         with auto_parallelize(grid):
             net = MyModule()
 
-    Every outermost module with parameters is given to `parallelize`: each Linear is cut on its own, takes whole
-    activations and returns whole activations, so the module's code needs no change. After backward call
+    Every outermost module with parameters is given to `parallelize`: each Linear is sharded on its own, takes full
+    activations and returns full activations, so the module's code needs no change. After backward call
     `sync_gradients(net)`. Ranks with the same (data, z) must get the same inputs.
 
     Args:

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from hf_axonn.planner import machine as machines
-from hf_axonn.planner.model import catalog as models
+from hf_axonn.planner.machine import load_machine
+from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.predict import Job
 from hf_axonn.planner.search import plan
@@ -22,7 +22,7 @@ from hf_axonn.topology.axis_order import ORDER, check_order
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
-WEIGHTS = {"fp32": 4, "bf16": 2}
+PRECISION_BYTES = {"fp32": 4, "bf16": 2}
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 NEEDED = ("model", "machine", "batch_tokens", "seq")
 OPTIONAL = ("checkpointing", "weights")
@@ -31,7 +31,7 @@ NEAR = 0.01  # a batch this near to a power of two of sequences is meant to be i
 
 
 def number(text: Any) -> int:
-    """A whole number, or one with the suffix k, M, G or B for 10**3, 10**6 and 10**9: 16.8M.
+    """An integer, or a number with the suffix k, M, G or B for 10**3, 10**6 and 10**9: 16.8M.
 
     Raises:
         ValueError: it is none, or below 1.
@@ -63,7 +63,7 @@ def make_job(
     batch_tokens: int,
     seq: int,
     *,
-    read: Callable[[str], Stack] = models.load,
+    read: Callable[[str], Stack] = load_shape,
     **settings: Any,
 ) -> Job:
     """A job of names and numbers; `settings` are those of `Job`, and `read` gives the shape of a model.
@@ -73,7 +73,7 @@ def make_job(
     """
     return Job(
         shape=read(model),
-        machine=machines.load(machine),
+        machine=load_machine(machine),
         sequences=sequences_of(batch_tokens, seq),
         seq=seq,
         **settings,
@@ -85,7 +85,7 @@ def resolve_auto(
     num_processes: int,
     *,
     mixed_precision: str,
-    read: Callable[[str], Stack] = models.load,
+    read: Callable[[str], Stack] = load_shape,
 ) -> tuple[dict[str, Any], list[str]]:
     """The section `axonn_config` with `grid: auto` replaced by sizes, and what to tell the user.
 
@@ -121,8 +121,8 @@ def resolve_auto(
     checkpointing, weights = given.get("checkpointing", True), given.get("weights", "fp32")
     if not isinstance(checkpointing, bool):
         raise ValueError(f"axonn_config.plan.checkpointing is {checkpointing!r}: write true or false.")
-    if not isinstance(weights, str) or weights not in WEIGHTS:
-        raise ValueError(f"axonn_config.plan.weights is {weights!r}, but it is one of {', '.join(WEIGHTS)}.")
+    if not isinstance(weights, str) or weights not in PRECISION_BYTES:
+        raise ValueError(f"axonn_config.plan.weights is {weights!r}, but it is one of {', '.join(PRECISION_BYTES)}.")
     try:
         job = make_job(
             str(given["model"]),
@@ -130,8 +130,8 @@ def resolve_auto(
             number(given["batch_tokens"]),
             number(given["seq"]),
             read=read,
-            compute_bytes=2 if mixed_precision == "bf16" else WEIGHTS[weights],
-            param_bytes=WEIGHTS[weights],
+            compute_bytes=2 if mixed_precision == "bf16" else PRECISION_BYTES[weights],
+            param_bytes=PRECISION_BYTES[weights],
             reduce_bytes=DTYPE_BYTES.get(str(section.get("reduce_dtype", "float32")), 4),
             checkpointing=checkpointing,
         )
@@ -144,9 +144,9 @@ def resolve_auto(
     resolved["grid"] = best.grid.as_dict()
     if best.order != ORDER:
         resolved["order"] = list(best.order)
-    lie = "" if best.order == ORDER else f" with its axes in the order {', '.join(best.order)}"
+    lying = "" if best.order == ORDER else f" with its axes in the order {', '.join(best.order)}"
     notes = [
-        f"grid: auto is {best.grid}{lie}, {best.total:.3g} s a step predicted, {best.micro_batches} micro-batch(es)."
+        f"grid: auto is {best.grid}{lying}, {best.total:.3g} s a step predicted, {best.micro_batches} micro-batch(es)."
     ]
     if len(found.ranked) > 1:
         second = found.ranked[1]

@@ -1,6 +1,6 @@
 """Machines: what a plan has to know of one, read from JSON with a source for every number.
 
-    load("frontier")      one of the files in machines/, or the path of another, as `hf-axonn bench-links` writes it
+    load_machine("frontier")      a file of machines/, or the path of another, as `hf-axonn bench-links` writes it
 
 Units in the files are those of data sheets (TFLOP/s, GB/s = 10**9 bytes/s, GiB, microseconds); a `Machine` has FLOP/s,
 bytes/s, bytes and seconds. A *node* is where the intra-node links reach. Bandwidths are those of a ring: what one
@@ -95,7 +95,7 @@ class Machine:
 
         (7)  beta = inter / min(gpus_per_node, stride): that many sibling rings leave a node at once.
 
-        A ring inside a node that the table has not gets the lowest of its entries with as many ranks, else of all.
+        A ring inside a node that is not in the table gets the lowest of the entries with as many ranks, else of all.
         """
         if not self.within(stride, ranks):
             return self.inter / min(self.gpus_per_node, stride)
@@ -122,12 +122,12 @@ class Machine:
         )
 
 
-def known() -> list[str]:
+def known_machines() -> list[str]:
     """Names of the machines that come with the package."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
-def load(name: str) -> Machine:
+def load_machine(name: str) -> Machine:
     """The machine of a name, or of a JSON file.
 
     Raises:
@@ -136,13 +136,13 @@ def load(name: str) -> Machine:
     path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
     if not path.is_file():
         raise ValueError(
-            f"there is no machine {name!r}: choose one of {', '.join(known())}, or give a JSON file, which "
+            f"there is no machine {name!r}: choose one of {', '.join(known_machines())}, or give a JSON file, which "
             "`hf-axonn bench-links` writes for the machine it runs on."
         )
-    return read_json(path, "machine file", from_mapping)
+    return read_json(path, "machine file", machine_from_mapping)
 
 
-def from_mapping(text: Any) -> Machine:
+def machine_from_mapping(text: Any) -> Machine:
     """A Machine of the contents of a machine file.
 
     Raises:
@@ -186,7 +186,8 @@ def from_mapping(text: Any) -> Machine:
         memory_fraction=measured["memory_fraction"],
         kernel=measured["kernel_us"] * 1e-6,
         overlap=float(overlap),
-        **{key: _factors(key, text.get(key, {})) for key in FACTORS},
+        relative_cost=_factors("relative_cost", text.get("relative_cost", {})),
+        relative_latency=_factors("relative_latency", text.get("relative_latency", {})),
         gemm_by_size=_by_size(text.get("gemm_by_size", {})),
         memory=text["memory_gib"] * 2**30,
         memory_bandwidth=text["memory_gbs"] * 1e9,

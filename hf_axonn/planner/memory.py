@@ -1,8 +1,8 @@
 """Bytes that one rank holds at the worst moment of a training step, by what they are for (docs/algorithm.md, Memory).
 
-    states        parameters, gradients and AdamW's two moments of the rank's shards, and the small ones whole
+    states        parameters, gradients and AdamW's two moments of the rank's shards, and the small ones in full
     activations   saved for backward: of all layers, or under checkpointing the input of each; weights that are kept
-    gathered      whole blocks of two groups of weights, this one and the next one, and the gradients of two
+    gathered      full blocks of two groups of weights, this one and the next one, and the gradients of two
     layer         what backward makes of a layer besides: under checkpointing all that it saves
     logits        a chunk of the loss, the head's block and its input
     head          gradients of the head, which the loss leaves for backward
@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, LinearShape, Stack, Weight, Whole
+from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, LinearShape, Stack, UnshardedModule, Weight
 from hf_axonn.planner.traffic.shares import heads_repeat, own_elements, own_experts, shard_shape
 from hf_axonn.planner.traffic.volumes import BUCKET_BYTES, CHUNK_LOGITS
 from hf_axonn.topology.grid import Grid, ceil_div
@@ -181,8 +181,8 @@ def _gathered(shape: Stack, grid: Grid, step: Step, gloo: bool) -> int:
             for index, part in enumerate(own):
                 if isinstance(part, Experts):
                     largest = max(weight.rows * weight.cols for weight in part.weights)
-                    whole = sum(weight.rows * weight.cols for weight in part.weights)
-                    held[index] += groups[index] * largest // whole * gradient
+                    total = sum(weight.rows * weight.cols for weight in part.weights)
+                    held[index] += groups[index] * largest // total * gradient
         most = max(most, *(first + second for first, second in zip(held, [*held[1:], held[0]], strict=True)))
     return most
 
@@ -215,7 +215,7 @@ def _saved(shape: Stack, layer: Layer, grid: Grid, step: Step, layout: str) -> f
     for part in layer.parts:
         if isinstance(part, Experts):
             saved += _saved_by_experts(shape, part, grid, step)
-        elif isinstance(part, Whole):
+        elif isinstance(part, UnshardedModule):
             saved += sum(_saved_by_call(call, grid, step) for call in part.calls)
         elif part.down:
             saved += _saved_by_latents(part, grid, step)
@@ -247,7 +247,7 @@ def _saved_by_attention(shape: Stack, block: Block, grid: Grid, step: Step) -> f
 
 
 def _saved_by_latents(block: Block, grid: Grid, step: Step) -> float:
-    """Inputs of all Linears; latents before and after their norms; whole keys, in which every head has the rotary
+    """Inputs of all Linears; latents before and after their norms; full keys, in which every head has the rotary
     part, beside what they were made of; queries, values and what attention makes of them."""
     tokens, parts, compute = step.padded(grid), grid.x * grid.y, step.compute_bytes
     repeat = heads_repeat(block, grid)
@@ -271,17 +271,17 @@ def _saved_by_experts(shape: Stack, experts: Experts, grid: Grid, step: Step) ->
 
 
 def _saved_by_call(call: Call, grid: Grid, step: Step) -> float:
-    """The input of a Linear on its own, and twice its output, whole: as it is, and as its module goes on with it."""
+    """The input of a Linear on its own, and twice its output, in full: as it is, and as its module goes on with it."""
     features = call.linear.cols / grid.y + 2 * call.linear.rows
     return float(call.inputs) * step.tokens * features * step.compute_bytes
 
 
-def _at_work(shape: Stack, part: Block | Experts | Whole, grid: Grid, step: Step) -> float:
+def _at_work(shape: Stack, part: Block | Experts | UnshardedModule, grid: Grid, step: Step) -> float:
     """Bytes of the largest gradient of an input before it is reduced."""
     tokens, compute = step.padded(grid), step.compute_bytes
     if isinstance(part, Experts):
         return tokens * shape.hidden * compute if grid.x * grid.y > 1 else 0.0
-    if isinstance(part, Whole):
+    if isinstance(part, UnshardedModule):
         inner = max((float(call.inputs) * call.linear.cols for call in part.calls), default=0.0)
         return step.tokens * inner / grid.y * compute if grid.x > 1 else 0.0
     inner = 0 if part.query else part.row.cols
@@ -290,7 +290,7 @@ def _at_work(shape: Stack, part: Block | Experts | Whole, grid: Grid, step: Step
 
 
 def _embedding(shape: Stack, grid: Grid, step: Step) -> float:
-    """At the end of backward: the gradient of the embedding's output, whole, twice; and over z that of its weight, and
+    """At the end of backward: the full gradient of the embedding's output, twice; and over z that of its weight, and
     what is made of it for the reduction."""
     tokens, size = step.padded(grid), step.param_bytes
     vocab = ceil_div(ceil_div(shape.vocab, grid.y), grid.x)

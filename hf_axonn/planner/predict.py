@@ -22,9 +22,9 @@ from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.time.compute import Compute
 from hf_axonn.planner.time.exposed import Overlaps, exposed
 from hf_axonn.planner.time.links import Links
-from hf_axonn.planner.time.paper import ORDER
 from hf_axonn.planner.time.schedules import LayerSeconds, Traffic, of_axonn, of_engine
 from hf_axonn.planner.traffic.ledger import Ledger
+from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid, divisors
 
 
@@ -38,7 +38,7 @@ class Job:
 
     Args:
         shape, machine: the model and the machine.
-        sequences, seq: samples of the whole batch, and tokens a sample.
+        sequences, seq: samples of the full batch, and tokens a sample.
         compute_bytes, param_bytes, reduce_bytes: as `Step`; bf16 on fp32 weights by default.
         checkpointing: whether layers run again in backward.
         all_gather, reduce_scatter, all_reduce: the three overlaps.
@@ -71,11 +71,11 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole batch."""
+        """Tokens of the full batch."""
         return self.sequences * self.seq
 
     def model_flops(self) -> float:
-        """FLOP of one step that the model asks for: 6 a weight and token, and whole squares of attention.
+        """FLOP of one step that the model asks for: 6 a weight and token, and full squares of attention.
 
         Source: PaLM (arXiv 2204.02311), appendix B; embedding rows are looked up and not counted.
         """

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from hf_axonn.planner.predict import Job, Prediction, predict, refusal, reorder
-from hf_axonn.planner.time.paper import ORDER
+from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid, divisors
 
 
@@ -91,7 +91,9 @@ def plan(job: Job, gpus: int, *, order: tuple[str, ...] | None = None) -> GridRa
     """
     if gpus < 1:
         raise ValueError(f"gpus is {gpus}, but a job needs at least 1.")
-    ranked, too_big, impossible = [], [], []
+    ranked: list[Prediction] = []
+    too_big: list[Prediction] = []
+    impossible: list[tuple[Grid, str]] = []
     for grid in grids(gpus):
         why = refusal(job, grid)
         if why:

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 
 
 AXES = ("data", "z", "x", "y")
-WEIGHT_AXES = ("y", "x", "z")  # the order in which a weight is cut: rectangles first, then z inside each
+WEIGHT_AXES = ("y", "x", "z")  # the order in which a weight is sharded: rectangles over y and x, then z inside each
 
 
 def ceil_div(size: int, parts: int) -> int:
@@ -42,7 +42,7 @@ class Grid:
     """Sizes of the four axes; their product is the number of ranks.
 
     Args:
-        data: copies of the whole model, each with its own samples.
+        data: copies of the full model, each with its own samples.
         z: ranks among which every weight is divided once more, each with its own samples.
         y: ranks that divide the contraction of a column layer and the output of a row layer.
         x: ranks that divide the output of a column layer and the contraction of a row layer.
@@ -84,7 +84,7 @@ class Grid:
         """Raise unless the grid has exactly `num_processes` ranks.
 
         Raises:
-            ValueError: the product of the sizes is another number; the message names both ways to mend it.
+            ValueError: the product of the sizes is another number; the message names both remedies.
         """
         if self.size != num_processes:
             sizes = " * ".join(self.as_dict())
@@ -133,7 +133,7 @@ class GridPosition:
         self.coordinates = coordinates
 
     def moved(self, axes: tuple[str, ...], index: int) -> GridPosition:
-        """The place whose position along `axes` together is `index`, and that is like this one otherwise."""
+        """The position whose index along `axes` together is `index`; the other coordinates stay."""
         coordinates = dict(self.coordinates)
         for axis in reversed(axes):
             index, coordinates[axis] = divmod(index, getattr(self.grid, axis))

@@ -34,7 +34,7 @@ class Heads:
     """Over which axes the query heads of an attention block are divided, and how its kv heads follow.
 
     Args:
-        query, kv: numbers of heads in the whole model.
+        query, kv: numbers of heads in the full model.
         axes: ("x", "y"), ("x",) or (): the longest whose product divides `query`.
         replicate_kv: kv heads do not divide as the query heads do; every rank gets the one kv head that its query
             heads share, or one for each of its query heads.
@@ -74,7 +74,7 @@ class Heads:
         return len(self.kv_read(place)) if self.replicate_kv else self.kv // place.size(*self.axes)
 
     def why(self, place: GridPosition) -> str:
-        """How the block is cut, where it is not over all of (x, y) without more ado."""
+        """Why the heads are not divided over all of (x, y), or why k and v are gathered; else nothing."""
         sizes = f"x*y = {place.size('x', 'y')}"
         if self.axes == ("x", "y"):
             return (
@@ -157,8 +157,8 @@ def exchanged_features(
 
     def read(of: GridPosition, within: slice) -> int:
         # A set, because a kv head that several query heads of a rank repeat travels once.
-        ranges = {its for piece in feature_ranges(size, segments, heads, of) for its in piece.ranges}
-        return sum(max(0, min(its.stop, within.stop) - max(its.start, within.start)) for its in ranges)
+        ranges = {span for part in feature_ranges(size, segments, heads, of) for span in part.ranges}
+        return sum(max(0, min(span.stop, within.stop) - max(span.start, within.start)) for span in ranges)
 
     here = place.index(*axes)
     others = (place.moved(axes, index) for index in range(place.size(*axes)) if index != here)
@@ -168,7 +168,7 @@ def exchanged_features(
 def _needed(size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> list[int]:
     # A dict, because a kv head that several query heads of a rank repeat travels once.
     found = feature_ranges(size, segments, heads, place)
-    return list(dict.fromkeys(feature for piece in found for its in piece.ranges for feature in its))
+    return list(dict.fromkeys(feature for part in found for span in part.ranges for feature in span))
 
 
 def _within(own: slice, features: list[int]) -> list[int]:

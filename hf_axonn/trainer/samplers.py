@@ -3,7 +3,7 @@
 `group_by_length` shuffles by torch's global generator. Its order is made that of one process, and the same on all
 ranks: their generators part when a script draws from them on some ranks only.
 
-`batch_rebalance` divides samples among ranks by itself; on a grid it is among positions.
+`batch_rebalance` divides samples among ranks by itself; on a grid it is among data-parallel ranks.
 
 Checked with transformers 5.23.0 (trainer_pt_utils.py).
 """
@@ -46,20 +46,20 @@ def for_grid(
     Args:
         sampler: the stock one.
         grid, rank: where this rank is.
-        batch_size: rows of a micro-batch at one position.
+        batch_size: rows of a micro-batch of one data-parallel rank.
         dispatched: whether rank 0 alone reads, for all.
     Raises:
-        ValueError: a sampler that gives each position its own samples is to be read by rank 0 for all.
+        ValueError: a sampler that gives each data-parallel rank its own samples is to be read by rank 0 for all.
     """
     if type(sampler) is LengthGroupedSampler and sampler.generator is None:
-        sampler.batch_size *= grid.dp_size  # by it rows are grouped; one process has those of all positions
+        sampler.batch_size *= grid.dp_size  # by it rows are grouped; one process has those of all of them
         if not dispatched:
             sampler.__class__ = GridLengthGroupedSampler
     if isinstance(sampler, BatchRebalanceSampler):
         if dispatched:
             raise ValueError(
-                "train_sampling_strategy='batch_rebalance' divides samples among positions by itself, so that rank 0 "
-                "cannot read for all: leave dispatch_batches of accelerator_config away."
+                "train_sampling_strategy='batch_rebalance' divides samples among data-parallel ranks by itself, so "
+                "that rank 0 cannot read for all: leave dispatch_batches of accelerator_config away."
             )
         here = grid.coordinates(rank)
         return BatchRebalanceSampler(

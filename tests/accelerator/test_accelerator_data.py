@@ -136,21 +136,21 @@ def dispatches(setting: str, name: str) -> bool:
 def all_operations(grid: Grid | None) -> dict[str, object]:
     """gather, reduce and the like, of values that belong to the samples of this rank."""
     accelerator = new_accelerator(grid)
-    position, positions = position_of(accelerator, grid)
-    own = torch.arange(3.0) + 10 * position
+    dp_rank, dp_size = dp_rank_of(accelerator, grid)
+    own = torch.arange(3.0) + 10 * dp_rank
     results = {
-        "gather": accelerator.gather({"a": (own, own[:1]), "b": [torch.tensor([position])]}),
+        "gather": accelerator.gather({"a": (own, own[:1]), "b": [torch.tensor([dp_rank])]}),
         "gather nothing": accelerator.gather(own[:0]),
         "gather matrices": accelerator.gather(own.expand(2, 3)),
-        "objects": accelerator.gather_for_metrics([f"text {position}"], use_gather_object=True),
-        "texts": accelerator.gather_for_metrics([("text", position)]),
+        "objects": accelerator.gather_for_metrics([f"text {dp_rank}"], use_gather_object=True),
+        "texts": accelerator.gather_for_metrics([("text", dp_rank)]),
         "sum": accelerator.reduce(own),
-        "sum of counts": accelerator.reduce({"rows": torch.tensor(3 + position)}, reduction="sum"),
+        "sum of counts": accelerator.reduce({"rows": torch.tensor(3 + dp_rank)}, reduction="sum"),
         "mean": accelerator.reduce([own], reduction="mean"),
         "largest": accelerator.reduce(own, reduction="max"),
         "none": accelerator.reduce(own, reduction="none"),
         "infinite": accelerator.reduce(torch.tensor([float("inf"), 1.0])),
-        "padded": accelerator.gather(accelerator.pad_across_processes(own[: 1 + position], pad_index=-1)),
+        "padded": accelerator.gather(accelerator.pad_across_processes(own[: 1 + dp_rank], pad_index=-1)),
     }
     for inputs in (list("abcde"), torch.arange(5), {"a": list(range(5)), "b": torch.arange(5)}):
         for padding in (False, True):
@@ -159,10 +159,10 @@ def all_operations(grid: Grid | None) -> dict[str, object]:
             inputs = list("abcde") if isinstance(inputs, list) else inputs
             if isinstance(inputs, dict):
                 break  # accelerate changes it in place
-    return plain(results) | {"positions": positions}
+    return plain(results) | {"dp_size": dp_size}
 
 
-def position_of(accelerator: Accelerator, grid: Grid | None) -> tuple[int, int]:
+def dp_rank_of(accelerator: Accelerator, grid: Grid | None) -> tuple[int, int]:
     """This rank's place among those that have different samples, and their number."""
     if grid is None:
         return accelerator.process_index, accelerator.num_processes

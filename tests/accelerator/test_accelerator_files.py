@@ -162,6 +162,8 @@ def test_a_state_goes_from_any_grid_to_any_other(truth, tmp_path, two):
     run_ranks(_save_and_resume, 4, tmp_path, GRIDS[4], truth)
     saved = json.loads((tmp_path / str(Grid(z=2, x=2)) / MANIFEST).read_text())["files"]
     assert {"accelerator.json", "custom_checkpoint_0.pkl", "scheduler.bin", "random_states_3.pkl"} <= saved.keys()
+    state = json.loads((tmp_path / str(Grid(z=2, x=2)) / "accelerator.json").read_text())
+    assert state.keys() == {"step", "models", "schedulers", "objects", "positions"}  # what 0.1.0 writes and reads
     run_ranks(_resume, 2, tmp_path, two, truth)
     for name in (str(Grid(z=2, x=2)), str(Grid(data=2))):
         assert_equal(resume(Grid(), tmp_path / name), truth, (name, "one process"))
@@ -202,7 +204,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
 
 
 def _schedules(folder: Path, saving: bool, rates: dict[str, list[float]]) -> None:
-    """Schedules of both kinds go on at the pace of the global step, whatever the positions."""
+    """Schedules of both kinds go on at the pace of the global step, whatever data * z."""
     grids = [Grid(x=2), Grid(z=2)] if saving else [Grid(data=2), Grid(y=2)]
     for index, grid in enumerate(grids):
         accelerator = new_accelerator(grid)
@@ -455,7 +457,7 @@ def test_whole_models_are_ordinary_directories(tmp_path):
 
 
 def _stateful(folder: Path) -> None:
-    """A stateful loader goes on where it was, and its place is not taken for one of another number of positions."""
+    """A stateful loader goes on where it was, and its place is not taken for one of another data * z."""
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
 
     def prepared(grid: Grid):

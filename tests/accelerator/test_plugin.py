@@ -140,7 +140,9 @@ def test_the_grid_of_the_launch_file(monkeypatch):
 def test_the_plugin_takes_every_setting_of_a_launch_file():
     """But for the order of the axes, which is of no effect when processes run."""
     names = [setting.name for setting in dataclasses.fields(AxonnConfig) if setting.name != "order"]
-    assert list(inspect.signature(AxonnPlugin).parameters) == names
+    parameters = inspect.signature(AxonnPlugin).parameters
+    assert set(parameters) == set(names) and next(iter(parameters)) == "grid"
+    assert parameters["layout"].kind is inspect.Parameter.KEYWORD_ONLY and parameters["layout"].default == "auto"
     assert AxonnPlugin(grid=Grid(z=2)).config == AxonnConfig(grid=Grid(z=2))
     wanted = dict(reduce_dtype="bfloat16", keep_gathered=3, tune_matmuls=True, layout="token", async_save=True)
     wanted |= dict(overlap=Overlap(all_gather=False), save_failure="continue")
@@ -148,6 +150,8 @@ def test_the_plugin_takes_every_setting_of_a_launch_file():
     assert AxonnPlugin(**{name: getattr(config, name) for name in names}).config == config
     with pytest.raises(ValueError, match="layout is 'tokens', but it is one of auto, token, feature"):
         AxonnPlugin(grid=Grid(y=2), layout="tokens")
+    with pytest.raises(TypeError, match=r"AxonnPlugin.__init__\(\) got an unexpected keyword argument 'order'"):
+        AxonnPlugin(Grid(y=2), order=("y", "x", "z", "data"))
 
 
 def test_a_plugin_survives_pickle_and_copy():

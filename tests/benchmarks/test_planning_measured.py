@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from hf_axonn.planner import machine as machines
+from hf_axonn.planner.machine import FOLDER
 from tests.benchmarks.planner import planning_measured as benchmark
 
 
@@ -25,7 +25,7 @@ def test_two_rounds_agree_as_they_do():
 
 
 def test_a_report_tells_what_holds(tmp_path):
-    (tmp_path / "machine-2.json").write_text((machines.FOLDER / "frontier.json").read_text())
+    (tmp_path / "machine-2.json").write_text((FOLDER / "frontier.json").read_text())
     predicted = {name: its.total for name, its in benchmark.predictions(2, tmp_path, "tiny").items()}
     assert set(predicted) == {"data=2", "z=2", "y=2", "x=2"}
     visits = {name: [[2 * seconds] * 2, [2 * seconds]] for name, seconds in predicted.items()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_axonn import Grid
-from hf_axonn.planner.model.stack import Experts, Whole
+from hf_axonn.planner.model.stack import Experts, UnshardedModule
 from tests.benchmarks.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.benchmarks.traffic import models as traffic_models
 
@@ -53,7 +53,7 @@ def test_a_model_is_as_it_was_after_it_was_looked_at():
         model = traffic_models.AutoModelForCausalLM.from_config(tiny_config("codegen"))
     before, loss = [*model.modules()], model.loss_function
     shape = traffic_models.found_shape(model.eval())
-    assert any(isinstance(part, Whole) for layer, _ in shape.runs for part in layer.parts)
+    assert any(isinstance(part, UnshardedModule) for layer, _ in shape.runs for part in layer.parts)
     assert [*model.modules()] == before and model.loss_function is loss and not model.training
     assert not any(
         module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in before

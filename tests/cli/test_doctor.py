@@ -120,10 +120,10 @@ def test_linear_by_linear_and_types_that_the_formula_does_not_know(tmp_path, cap
     assert main(write(tmp_path, config, grid={"x": 2}, processes=2)) == 1
     printed = capsys.readouterr().out
     assert "sharded one by one, model.layers.0.self_attn.q_proj first" in printed
-    assert "GiB at the worst moment of a step" in printed and "note: it is cut Linear by Linear" in printed
+    assert "GiB at the worst moment of a step" in printed and "note: it is sharded Linear by Linear" in printed
     config = BartConfig(d_model=24, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=8, vocab_size=64)
     assert main(write(tmp_path, config, grid={"x": 2}, processes=2)) in (0, 1)
-    assert "what a step takes besides is not known" in capsys.readouterr().out
+    assert "the rest of a step is not known" in capsys.readouterr().out
 
 
 def real_elements(grid: Grid) -> tuple[list[str], int]:

@@ -35,7 +35,7 @@ SETTINGS = {"NCCL_SOCKET_IFNAME": "hsn0,hsn1", "OMP_NUM_THREADS": "4", "FI_CXI_A
 def report(monkeypatch):
     for name, value in (SECRETS | SETTINGS).items():
         monkeypatch.setenv(name, value)
-    return list(environment.describe())
+    return list(environment.environment_report())
 
 
 def test_versions_devices_and_links(report):
@@ -71,7 +71,7 @@ def test_settings_are_shown_and_nothing_that_is_somebodys_own(report):
 def test_requirements_that_are_not_met_are_named(monkeypatch):
     wanted = ["transformers<5", "nowhere>=2", "numpy>=1", 'peft<0.1; extra == "peft"', 'torch>=2; python_version>"3"']
     monkeypatch.setattr(environment, "requires", lambda _: wanted)
-    found = [line for line in environment.describe() if line.startswith("NOT MET")]
+    found = [line for line in environment.environment_report() if line.startswith("NOT MET")]
     assert found == [
         f"NOT MET: transformers<5: there is {transformers.__version__}",
         "NOT MET: nowhere>=2: nowhere is not installed",
@@ -85,7 +85,7 @@ def test_programs_that_fail_or_hang_do_not_end_the_report(monkeypatch, tmp_path)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(environment, "PROGRAM_SECONDS", 0.5)
-    report = list(environment.describe())
+    report = list(environment.environment_report())
     place = report.index("nvidia-smi --query-gpu=driver_version --format=csv,noheader:")
     assert report[place + 1 : place + 4] == ["    570.1", "nvidia-smi topo -m:", "    gave no answer"]
     assert report[report.index("rocm-smi --showtopotype:") + 1] == "    gave no answer"
@@ -93,4 +93,4 @@ def test_programs_that_fail_or_hang_do_not_end_the_report(monkeypatch, tmp_path)
 
 def test_the_hook_that_is_switched_off_is_named(monkeypatch):
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-    assert "launch hook: switched off by TORCH_DEVICE_BACKEND_AUTOLOAD=0" in environment.describe()
+    assert "launch hook: switched off by TORCH_DEVICE_BACKEND_AUTOLOAD=0" in environment.environment_report()

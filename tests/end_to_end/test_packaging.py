@@ -36,6 +36,7 @@ DISTRIBUTIONS = {
     "tokenizers": "transformers",
     "huggingface_hub": "transformers",
     "grimp": "import-linter",
+    "cosmic_ray": "cosmic-ray",
 }
 
 
@@ -90,7 +91,7 @@ def test_the_source_archive_has_what_a_clone_has(sources):
     wanted = set()
     for name in SOURCES:
         path = ROOT / name
-        wanted |= {its for its in path.rglob("*") if its.is_file()} if path.is_dir() else {path}
+        wanted |= {file for file in path.rglob("*") if file.is_file()} if path.is_dir() else {path}
     wanted = {path.relative_to(ROOT) for path in wanted if "__pycache__" not in path.parts}
     found = {path.relative_to(sources) for path in sources.rglob("*") if path.is_file()}
     assert wanted <= found, sorted(map(str, wanted - found))
@@ -105,8 +106,8 @@ def test_the_wheel_imports(wheel, tmp_path):
         "import hf_axonn, hf_axonn_eval\n"
         "assert [each.__file__.startswith(%r) for each in (hf_axonn, hf_axonn_eval)] == [True, True]\n"
         "assert hf_axonn.Grid(z=2, x=2).size == 4 and hf_axonn_eval.wilson(1, 2).low > 0\n"
-        "from hf_axonn.planner.machine import known\n"
-        "assert 'frontier' in known()"
+        "from hf_axonn.planner.machine import known_machines\n"
+        "assert 'frontier' in known_machines()"
     )
     run("-c", code % str(tmp_path), folder=tmp_path, PYTHONPATH=str(tmp_path))
 

@@ -21,7 +21,7 @@ from hf_axonn import parallelize
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine import matmul3d
 from hf_axonn.engine.gradient_sync import sync_gradients
-from hf_axonn.losses import vocab_parallel as loss_module
+from hf_axonn.losses import head_chunks
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import rows_of
 from tests.helpers.models import tiny_batch, tiny_model
@@ -206,8 +206,8 @@ def count_groups(model, grid):
         gathered.hold(group, [pending._result])
         return pending
 
-    def split_gathered(flat, cuts):
-        blocks = originals["split_gathered"](flat, cuts)
+    def split_gathered(flat, layouts):
+        blocks = originals["split_gathered"](flat, layouts)
         gathered.hold(made[flat.untyped_storage().data_ptr()], blocks)
         return blocks
 
@@ -290,7 +290,7 @@ VOCABULARY, CHUNK = 2048, 2**14
 
 def loss_peak(grid, dtype, *, capped):
     """Bytes that head and loss need at most besides their results, in chunks of float32 logits; and the chunks."""
-    loss_module.CHUNK_LOGITS = CHUNK
+    head_chunks.CHUNK_LOGITS = CHUNK
     model, _ = parallelize(tiny_model("llama", vocab_size=VOCABULARY, dtype=dtype), grid)
     batch = rows_of(tiny_batch(8, 24, vocab=VOCABULARY), grid, dist.get_rank())
     logits = model.train()(**batch).logits

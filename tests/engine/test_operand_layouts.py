@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from hf_axonn.engine import matmul_tuning
-from hf_axonn.engine.matmul_tuning import AS_IS, LAYOUTS, Sample, fastest, gpu_seconds, measure, multiply_as, order_of
+from hf_axonn.engine.matmul_tuning import (
+    AS_IS,
+    OPERAND_LAYOUTS,
+    Sample,
+    fastest,
+    gpu_seconds,
+    measure,
+    multiply_as,
+    order_of,
+)
 
 
 def matrices(order: str, m: int, n: int) -> torch.Tensor:
@@ -19,7 +28,7 @@ def test_every_layout_is_the_same_product(orders, accumulate):
     torch.manual_seed(0)
     a, b = matrices(orders[0], 5, 7), matrices(orders[1], 7, 4)
     first = torch.randn(5, 3, 4, dtype=torch.float64)
-    for layout in LAYOUTS:
+    for layout in OPERAND_LAYOUTS:
         out = first.clone()  # written where it lies, between others
         multiply_as(layout, out[:, 1], a, b, accumulate=accumulate)
         expected = first.clone()

@@ -160,7 +160,7 @@ def test_a_grid_with_tuned_matmuls_equals_one_process(world, grids):
     assert chosen == results[0][2]
     assert {key.which for choices, _ in results[0][1] for key in choices} == {"forward", "dinput", "dweight"}
     if world == 2:
-        assert chosen == set(tuning.LAYOUTS)
+        assert chosen == set(tuning.OPERAND_LAYOUTS)
 
 
 def uneven(grid: Grid):

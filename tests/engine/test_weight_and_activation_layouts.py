@@ -1,6 +1,7 @@
 """How weights and activations are cut: without processes for every grid of up to 8 ranks, then the moves between."""
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -202,3 +203,14 @@ def test_cuts_agree_with_dtensor():
 @pytest.mark.parametrize("world", [4, 6])
 def test_moves_between_layouts(world):
     run_ranks(moves, world)
+
+
+def test_kinds_print_and_serialize_as_plain_words():
+    assert f"{WeightKind.LINEAR} {WeightKind.ROW:>6}" == "linear    row" and str(WeightKind.COLUMN) == "column"
+    assert json.dumps([WeightKind.EXPERTS]) == '["experts"]' and WeightKind("gathered") is WeightKind.GATHERED
+
+
+@pytest.mark.parametrize("kind", [WeightKind.EXPERTS, WeightKind.REPLICATED, WeightKind.ADAPTER])
+def test_a_kind_without_rows_and_columns_has_no_layout(kind):
+    with pytest.raises(ValueError, match=f"a weight of kind {kind.value} has no layout"):
+        weight_layout(kind, 4, 4, fake_mesh(Grid(x=2), 0))

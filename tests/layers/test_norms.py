@@ -17,7 +17,7 @@ from hf_axonn.architectures.norm_probe import norm_kind
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.activation_layouts import bounds, pad_dim
-from hf_axonn.layers.norms import FeatureCut, NormKind, normalize
+from hf_axonn.layers.norms import FeatureShards, NormKind, normalize
 from hf_axonn.topology.grid import Grid
 from tests.helpers.devices import rank_device, seeded
 from tests.helpers.float64 import Float64
@@ -173,7 +173,7 @@ def sample(kind, dtype=torch.float64, *, size=SIZE, mean=0.7, rows=6):
 def cut_of(size, world):
     mesh = grid_mesh(Grid(y=world), rank_device().type)
     pieces = [bounds(size, world, index) for index in range(world)]
-    return FeatureCut(tuple(stop - start for start, stop in pieces), mesh.index("y"), mesh.group("y"))
+    return FeatureShards(tuple(stop - start for start, stop in pieces), mesh.index("y"), mesh.group("y"))
 
 
 def on_ranks(world, kind, leaves, cotangent, dtype):
@@ -285,7 +285,7 @@ def test_float64_is_computed_in_float64():
     kind = norm_kind(module, SIZE)
     with torch.no_grad(), Float64():
         exact = module(leaves[0])
-        ours = normalize(leaves[0], module.weight, None, kind, FeatureCut((SIZE,)), torch.float64)
+        ours = normalize(leaves[0], module.weight, None, kind, FeatureShards((SIZE,)), torch.float64)
     assert float((exact - ours).abs().max()) < 1e-14
     with torch.no_grad():
         assert float((module(leaves[0]) - exact).abs().max()) > 1e-9

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from hf_axonn import AxonnConfig, Grid, parallelize, sync_gradients
-from hf_axonn.losses import label_statistics
+from hf_axonn.losses import head_chunks
 from hf_axonn.trainer.trl import sharded_label_statistics
 from tests.helpers.chats import ExactLogProbs
 from tests.helpers.devices import seeded
@@ -77,7 +77,7 @@ def _equal(name: str, expected: dict, batch: dict) -> None:
     for grid in GRIDS:
         # One token of each rank at a time, a few, all.
         for limit in (1, 600, 2**26) if name == "llama" else (600,):
-            label_statistics.CHUNK_LOGITS = limit
+            head_chunks.CHUNK_LOGITS = limit
             config = AxonnConfig(grid=grid, keep_gathered="all" if name == "tied" else "none")
             model, _ = parallelize(make(name), grid, config=config)
             mine = rows_of(batch, grid, dist.get_rank())

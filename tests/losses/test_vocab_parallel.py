@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import hf_axonn.losses.vocab_parallel
+import hf_axonn.losses.head_chunks
 from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.losses.causal_lm import CausalLMLoss
@@ -45,7 +45,7 @@ def _equal(head_bias: bool) -> None:
     for grid in GRIDS:
         # 1 token of each rank at a time, a few, all: the last chunk is shorter than the others.
         for limit in (1, 600, 2**26):
-            hf_axonn.losses.vocab_parallel.CHUNK_LOGITS = limit
+            hf_axonn.losses.head_chunks.CHUNK_LOGITS = limit
             model = tiny_model("llama").train()
             if head_bias:
                 _add_bias(model)
@@ -117,7 +117,7 @@ def _smoothed() -> None:
     from transformers.trainer_pt_utils import LabelSmoother
 
     batch = tiny_batch(4, 7)
-    hf_axonn.losses.vocab_parallel.CHUNK_LOGITS = 600
+    hf_axonn.losses.head_chunks.CHUNK_LOGITS = 600
     capped = {"final_logit_softcapping": 3.0, "query_pre_attn_scalar": 4, "attention": "eager"}
     for kind, changes in (("smollm2", {}), ("gemma2", capped)):
         truth = tiny_model(kind, **changes).train()

@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_axonn.planner import machine as machines
-from hf_axonn.planner.machine import Machine
+from hf_axonn.planner.machine import FACTORS, FOLDER, Machine, known_machines, load_machine
 from hf_axonn.planner.memory import local_parameters, memory
-from hf_axonn.planner.model import catalog as models
+from hf_axonn.planner.model.catalog import FAMILIES, GPT_VOCAB, GPTS, load_shape
 from hf_axonn.planner.model.shapes import ModelShape, Step
 from hf_axonn.planner.predict import Job, layout_of, predict, refusal, step_of
 from hf_axonn.planner.search import grids
@@ -84,7 +83,7 @@ def test_the_equations_give_the_figures_of_the_authors_script(model, machine, se
 
 
 def test_grids_are_sorted_by_communication_as_the_authors_print_them():
-    shape, perlmutter = models.load("gpt-20b"), machines.load("perlmutter")
+    shape, perlmutter = load_shape("gpt-20b"), load_machine("perlmutter")
     given = [grid for model, _, _, grid, _ in planning.SCRIPT if model == "gpt-20b"]
     ranked = rank_grids(shape, perlmutter, given[::-1], 512 * 2048, counting="script")
     assert [grid for _, grid in ranked] == given
@@ -162,9 +161,9 @@ def test_a_product_that_is_added_reads_the_sum():
 
 def test_flops_of_a_step_are_those_of_the_paper():
     """96 B s L h^2 (1 + s / 6h + V / 16 L h), recomputation included."""
-    shape = models.load("gpt-80b")
+    shape = load_shape("gpt-80b")
     job = Job(shape=shape, machine=TOY, sequences=8192, seq=2048)
-    layers, h, s, v = 42, 12288, 2048, models.GPT_VOCAB
+    layers, h, s, v = 42, 12288, 2048, GPT_VOCAB
     expected = 96 * 8192 * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
     assert job.hardware_flops() == pytest.approx(expected, rel=1e-12)
     assert replace(job, checkpointing=False).hardware_flops() == job.model_flops()
@@ -329,7 +328,7 @@ def test_shards_of_all_ranks_make_the_model(grid):
     assert local * grid.x * grid.y * grid.z == whole
 
 
-@pytest.mark.parametrize("kind", models.FAMILIES)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_a_config_gives_the_parameters_of_the_model(kind, tmp_path):
     sizes = dict(hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6, vocab_size=131)
     sizes |= dict(max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -345,12 +344,12 @@ def test_a_config_gives_the_parameters_of_the_model(kind, tmp_path):
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert models.load(str(tmp_path)).parameters() == sum(parameter.numel() for parameter in model.parameters())
+    assert load_shape(str(tmp_path)).parameters() == sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_models_of_the_paper_have_their_sizes():
-    for name, (layers, hidden, _) in models.GPTS.items():
-        billions = models.load(name).parameters() / 1e9
+    for name, (layers, hidden, _) in GPTS.items():
+        billions = load_shape(name).parameters() / 1e9
         assert billions == pytest.approx(float(name[4:-1]), rel=0.06)
         assert billions > 12 * layers * hidden**2 / 1e9
 
@@ -368,36 +367,36 @@ def test_wrong_configs_are_refused(config, message, tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
-        models.load(str(file))
+        load_shape(str(file))
 
 
 def test_a_missing_model_names_what_there_is():
     with pytest.raises(ValueError, match="there is no model 'gpt-9b': give gpt-5b"):
-        models.load("gpt-9b")
+        load_shape("gpt-9b")
 
 
 def test_an_adapter_is_refused_with_what_to_plan_instead(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds an adapter, which the planner does not reckon: give its base model"):
-        models.load(str(tmp_path))
+    with pytest.raises(ValueError, match="holds an adapter, which the planner does not model: give its base model"):
+        load_shape(str(tmp_path))
 
 
 def test_every_machine_has_a_source_for_every_number():
-    names = machines.known()
+    names = known_machines()
     assert set(names) == {"perlmutter", "frontier", "alps", "dgx-h100", "dgx-h200", "b200-nvl72"}
     for name in names:
-        machine = machines.load(name)
+        machine = load_machine(name)
         assert machine.name == name and machine.peak_flops > machine.gemm_flops > 1e14
         assert machine.bandwidth(1, 2) > machine.bandwidth(machine.gpus_per_node, 2) > 1e9
         assert all(len(source) > 10 for source in machine.sources.values())
 
 
 def test_the_authors_database_is_looked_up_and_never_interpolated():
-    frontier = machines.load("frontier")
+    frontier = load_machine("frontier")
     table = {(1, 2): 129, (1, 4): 52, (1, 8): 135, (2, 2): 50, (2, 4): 72, (4, 2): 36}
     assert {key: frontier.bandwidth(*key) / 1e9 for key in table} == table
     assert [frontier.bandwidth(stride, 16) / 1e9 for stride in (1, 2, 4, 8, 512)] == [40, 20, 10, 5, 5]
-    perlmutter = machines.load("perlmutter")
+    perlmutter = load_machine("perlmutter")
     assert [perlmutter.bandwidth(stride, 16) / 1e9 for stride in (1, 2, 4, 64)] == [80, 40, 20, 20]
 
 
@@ -422,14 +421,14 @@ def test_the_authors_database_is_looked_up_and_never_interpolated():
     ],
 )
 def test_wrong_machine_files_are_refused(change, message, tmp_path):
-    text = json.loads((machines.FOLDER / "frontier.json").read_text())
-    text["sources"] |= dict.fromkeys(("gemm_by_size", "overlap", *machines.FACTORS, "kernel_us"), "here")
+    text = json.loads((FOLDER / "frontier.json").read_text())
+    text["sources"] |= dict.fromkeys(("gemm_by_size", "overlap", *FACTORS, "kernel_us"), "here")
     file = tmp_path / "mine.json"
     file.write_text(json.dumps(text | change))
     with pytest.raises(ValueError, match=message):
-        machines.load(str(file))
+        load_machine(str(file))
     with pytest.raises(ValueError, match="there is no machine 'fronteer'"):
-        machines.load("fronteer")
+        load_machine("fronteer")
 
 
 def test_published_figures_are_predicted():

@@ -13,10 +13,10 @@ import torch
 from hf_axonn.cli.main import main
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.launch_file import resolve
-from hf_axonn.planner import machine as machines
 from hf_axonn.planner.jobs import number, resolve_auto, sequences_of
+from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.measure import bench_links, timings
-from hf_axonn.planner.model import catalog as models
+from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.predict import Job, predict
 from hf_axonn.planner.search import alternatives, divisors, factorizations, grids, other_order, plan, sweep
 from hf_axonn.topology.axis_order import ORDER
@@ -25,7 +25,7 @@ from tests.helpers import ROOT
 from tests.helpers.ranks import run_ranks
 
 
-JOB = Job(shape=models.load("gpt-5b"), machine=machines.load("perlmutter"), sequences=512, seq=2048)
+JOB = Job(shape=load_shape("gpt-5b"), machine=load_machine("perlmutter"), sequences=512, seq=2048)
 COMMAND = "plan --model gpt-5b --machine perlmutter --batch-tokens 1M --seq 2048".split()
 
 
@@ -62,7 +62,7 @@ def test_fewest_micro_batches_that_fit_are_taken():
 
 
 def test_what_fits_nowhere_is_said_with_numbers():
-    found = plan(replace(JOB, shape=models.load("gpt-640b")), 8)
+    found = plan(replace(JOB, shape=load_shape("gpt-640b")), 8)
     assert not found.ranked
     with pytest.raises(ValueError, match="no grid of 8 GPUs fits: the smallest, .* of 40 GiB"):
         _ = found.best
@@ -73,7 +73,7 @@ def test_what_fits_nowhere_is_said_with_numbers():
 
 
 def test_all_grids_of_32768_gpus_are_ranked_in_a_second():
-    job = Job(shape=models.load("gpt-320b"), machine=machines.load("frontier"), sequences=8192, seq=2048)
+    job = Job(shape=load_shape("gpt-320b"), machine=load_machine("frontier"), sequences=8192, seq=2048)
     seconds = []
     for _ in range(2):
         start = time.process_time()
@@ -84,7 +84,7 @@ def test_all_grids_of_32768_gpus_are_ranked_in_a_second():
 
 
 def test_another_order_of_axes_is_never_slower_and_is_found():
-    entry = predict(replace(JOB, machine=machines.load("frontier")), Grid(data=8, z=8))
+    entry = predict(replace(JOB, machine=load_machine("frontier")), Grid(data=8, z=8))
     better = other_order(entry)
     assert better.total <= entry.total and sorted(better.order) == ["data", "x", "y", "z"]
     assert better.total == predict(entry.job, entry.grid, order=better.order).total
@@ -94,7 +94,7 @@ def test_another_order_of_axes_is_never_slower_and_is_found():
 
 
 # Frontier's small rings of neighbours are slower than those of its whole nodes, so that z is better off inside.
-ORDERED = replace(JOB, shape=models.load("gpt-80b"), machine=machines.load("frontier"), sequences=8192)
+ORDERED = replace(JOB, shape=load_shape("gpt-80b"), machine=load_machine("frontier"), sequences=8192)
 
 
 def test_the_first_places_get_the_order_that_is_fastest_for_them(capsys):
@@ -291,7 +291,7 @@ def measured(folder):
 def test_bench_links_writes_a_machine_that_plans(tmp_path, capsys):
     for intra, size in run_ranks(measured, 4, str(tmp_path)):
         assert "not measured for want of time" in intra and size == 2
-    machine = machines.load(str(tmp_path / "this.json"))
+    machine = load_machine(str(tmp_path / "this.json"))
     assert machine.gpus_per_node == 2 and set(machine.intra) == {(1, 2)}
     assert "one ring through 2 nodes" in machine.sources["inter_gbs"]
     assert 0 <= machine.overlap <= 1 == machine.memory_fraction and machine.kernel > 0

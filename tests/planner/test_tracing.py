@@ -9,8 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn.cli.main import main
-from hf_axonn.planner.model import catalog as models
-from hf_axonn.planner.model.stack import Block, Experts, LinearShape, Whole
+from hf_axonn.planner.model.catalog import FAMILIES, shape_from_config
+from hf_axonn.planner.model.stack import Block, Experts, LinearShape, UnshardedModule
 from hf_axonn.planner.tracing.read_shape import built_shape, read_shape
 
 
@@ -22,13 +22,13 @@ KNOWN = ("llama", "qwen2", "qwen3", "gemma2", "starcoder2", "phi3")  # read both
 @pytest.mark.parametrize("kind", KNOWN)
 def test_modules_say_what_the_families_say(kind):
     config = AutoConfig.for_model(kind, **SIZES, head_dim=8).to_dict()
-    built, known = built_shape(config), models.from_config(config)
+    built, known = built_shape(config), shape_from_config(config)
     (layer, count), (same, layers) = built.runs[0], known.runs[0]
     assert (count, layer.parts, layer.norms, layer.ends) == (layers, same.parts, same.norms, same.ends)
     # In the order of the model here, of the blocks there.
     assert sorted(built.weights) == sorted(known.weights) and sorted(built.replicated) == sorted(known.replicated)
     assert (built.tied, built.centered, built.tables) == (known.tied, known.centered, known.tables)
-    assert (built.features, built.ends_whole, built.loose) == (True, known.ends_whole, False)
+    assert (built.features, built.ends_full, built.loose) == (True, known.ends_full, False)
 
 
 UNKNOWN = {"ministral": {"head_dim": 8}, "helium": {"head_dim": 8}, "stablelm": {}, "cohere": {}, "glm": {}}
@@ -37,7 +37,7 @@ UNKNOWN = {"ministral": {"head_dim": 8}, "helium": {"head_dim": 8}, "stablelm": 
 @pytest.mark.parametrize("kind", UNKNOWN)
 def test_a_type_that_is_not_known_by_name_is_built(kind, tmp_path):
     config = AutoConfig.for_model(kind, **SIZES | UNKNOWN[kind])
-    assert kind not in models.FAMILIES
+    assert kind not in FAMILIES
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -82,10 +82,10 @@ def test_what_needs_whole_sequences_is_noted():
         AutoConfig.for_model("codegen", **SIZES | {"num_attention_heads": 4, "rotary_dim": 4}).to_dict()
     )
     (note,) = shape.notes
-    assert note.startswith("modules that need whole sequences (attn) are reckoned as their Linears")
+    assert note.startswith("modules that need full sequences (attn) are estimated by their Linears")
     loose = built_shape(AutoConfig.for_model("bitnet", **SIZES).to_dict())
-    assert loose.loose and len(loose.notes) == 1 and loose.notes[0].startswith("it is cut Linear by Linear")
-    assert {type(part) for layer, _ in loose.runs for part in layer.parts} == {Whole}
+    assert loose.loose and len(loose.notes) == 1 and loose.notes[0].startswith("it is sharded Linear by Linear")
+    assert {type(part) for layer, _ in loose.runs for part in layer.parts} == {UnshardedModule}
 
 
 def test_what_a_shape_cannot_describe_is_refused(tmp_path, capsys):

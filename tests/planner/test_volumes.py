@@ -52,7 +52,7 @@ def test_a_ledger_adds_up_by_phase_kind_and_long_axes():
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("kv_heads", [16, 8])
 def test_a_layer_sends_what_design_says(grid, kv_heads):
-    """In units of T*H/x * (y-1)/y on y: 20 + 4g + 8/y for a 4H MLP; of T*H/y * (x-1)/x on x: 8."""
+    """docs/algorithm.md: in units of T*H/x * (y-1)/y on y: 20 + 4g + 8/y for a 4H MLP; of T*H/y * (x-1)/x on x: 8."""
     shape = ModelShape(layers=1, hidden=96, heads=16, kv_heads=kv_heads, intermediate=384, vocab=9, gated=False)
     share = Fraction(kv_heads, 16)
     unit = Fraction(STEP.tokens * 96 * STEP.compute_bytes)

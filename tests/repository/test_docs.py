@@ -9,6 +9,7 @@ import io
 import re
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +65,7 @@ def blocks(*languages: str) -> list[Block]:
         text = document.read_text(encoding="utf-8")
         for match in FENCE.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
-            body = inspect.cleandoc(match[3])
+            body = textwrap.dedent(match[3]).strip("\n")  # blocks in a list are indented
             found.append(Block(f"{document.relative_to(ROOT)}:{line}", match[2], body))
     return [block for block in found if block.language in languages]
 
@@ -285,3 +286,18 @@ def test_modules_that_a_command_runs_exist():
         )
     assert len(found) > 15
     assert not [name for name in found if importlib.util.find_spec(name) is None]
+
+
+@pytest.mark.parametrize(
+    ("beginning", "file"),
+    [
+        ('"stablelm mllama"', "hf_axonn/architectures/table.py"),
+        ("def floating_point_ops", "hf_axonn/trainer/hooks.py"),
+    ],
+)
+def test_worked_examples_are_those_of_the_code(beginning, file):
+    examples = [block.text for block in blocks("text", "python") if block.text.startswith(beginning)]
+    code = {line.strip() for line in (ROOT / file).read_text(encoding="utf-8").splitlines()}
+    (example,) = examples
+    body = [line.strip() for line in example.splitlines() if not line.startswith("def ")]
+    assert body and not [line for line in body if line not in code]

@@ -31,7 +31,7 @@ def test_every_order_gives_each_process_a_rank_and_each_axis_its_stride(grid):
         ranks = [rank_at(grid, order, place) for place in range(grid.size)]
         assert sorted(ranks) == list(range(grid.size)) and ranks[0] == 0
         place_of = {rank: place for place, rank in enumerate(ranks)}
-        for axis, stride in strides(grid, order).items():  # what the planner reckons with
+        for axis, stride in strides(grid, order).items():  # what the planner counts with
             for rank in range(grid.size):
                 here = grid.coordinates(rank)
                 if here[axis] + 1 < getattr(grid, axis):
@@ -42,8 +42,8 @@ def test_every_order_gives_each_process_a_rank_and_each_axis_its_stride(grid):
 
 def environment(order, rank, **others):
     config = AxonnConfig(grid=Grid(z=4, y=2), order=order)
-    its = {"AXONN_CONFIG": config.to_json(), "RANK": str(rank), "WORLD_SIZE": "8", "MASTER_PORT": "1234"}
-    return its | {"MASTER_ADDR": "here"} | others
+    environ = {"AXONN_CONFIG": config.to_json(), "RANK": str(rank), "WORLD_SIZE": "8", "MASTER_PORT": "1234"}
+    return environ | {"MASTER_ADDR": "here"} | others
 
 
 def test_a_process_takes_its_rank_once():
@@ -59,14 +59,14 @@ def test_a_process_takes_its_rank_once():
 
 
 def test_ranks_stay_where_there_is_nothing_to_order():
-    for its in (
+    for environ in (
         environment(ORDER, 1),
         environment(("z", "y", "x", "data"), 1, WORLD_SIZE="4"),
         {"AXONN_CONFIG": "{}"},
     ):
-        before = dict(its)
-        take_rank(its)
-        assert its == before
+        before = dict(environ)
+        take_rank(environ)
+        assert environ == before
     assert "order" not in json.loads(AxonnConfig(grid=Grid(x=2)).to_json())
 
 
@@ -102,12 +102,12 @@ TRAINING = """
 import json, os, sys
 import torch
 from accelerate import Accelerator
-from float64 import Float64
+from tests.helpers.float64 import Float64
 from tests.helpers.models import tiny_batch, tiny_model
 accelerator = Accelerator()
 model = accelerator.prepare(tiny_model("llama").train())
 mesh = accelerator.axonn_mesh
-rows = {name: its.chunk(mesh.size("data", "z"))[mesh.index("data", "z")] for name, its in tiny_batch(4, 7).items()}
+rows = {name: rows.chunk(mesh.size("data", "z"))[mesh.index("data", "z")] for name, rows in tiny_batch(4, 7).items()}
 with Float64():
     loss = model(**rows).loss
     accelerator.backward(loss)
@@ -140,17 +140,17 @@ def launched(tmp_path, script):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads((tmp_path / str(place)).read_text()) for place in range(4)]
-    for place, its in enumerate(found):
-        assert its["here"] == {"data": 0, "z": place % 2, "x": 0, "y": place // 2}
-        assert its["rank"] == GRID.rank(**its["here"]) == rank_at(GRID, ORDERED, place)
+    for place, process in enumerate(found):
+        assert process["here"] == {"data": 0, "z": place % 2, "x": 0, "y": place // 2}
+        assert process["rank"] == GRID.rank(**process["here"]) == rank_at(GRID, ORDERED, place)
     return found
 
 
 def test_processes_of_a_launch_lie_in_the_order_of_the_file(tmp_path):
     found = launched(tmp_path, RANKS)
-    assert [its["z"] for its in found] == [11, 11, 1100, 1100], "neighbours"
-    assert [its["y"] for its in found] == [101, 1010, 101, 1010]
-    assert [(its["data"], its["x"]) for its in found] == [(10**place, 10**place) for place in range(4)]
+    assert [process["z"] for process in found] == [11, 11, 1100, 1100], "neighbours"
+    assert [process["y"] for process in found] == [101, 1010, 101, 1010]
+    assert [(process["data"], process["x"]) for process in found] == [(10**place, 10**place) for place in range(4)]
 
 
 @pytest.mark.slow

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from hf_axonn.distributed.watchdog.progress import Account
 
 
-TOLD = 8  # ranks are named one by one, more are counted
+REPORTED = 8  # ranks are named one by one, more are counted
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
     """rank 3; ranks 0, 1 and 5; ranks 0, 1 ... and 12 more."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    if len(ranks) > TOLD:
-        return f"ranks {', '.join(map(str, ranks[:TOLD]))} and {len(ranks) - TOLD} more"
+    if len(ranks) > REPORTED:
+        return f"ranks {', '.join(map(str, ranks[:REPORTED]))} and {len(ranks) - REPORTED} more"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
 
 
@@ -36,34 +36,38 @@ def diagnose(
     Returns:
         The message, or None if nobody waits for anybody: then the run only takes long.
     """
-    when = max(accounts, key=lambda its: its.done).when if accounts else "at an unknown step"
-    others = f"{ranks_in_words([its.rank for its in accounts])} waited for it" if accounts else "nobody else answers"
+    when = max(accounts, key=lambda account: account.done).when if accounts else "at an unknown step"
+    others = (
+        f"{ranks_in_words([account.rank for account in accounts])} waited for it"
+        if accounts
+        else "nobody else answers"
+    )
     if silent:
         who = ranks_in_words(sorted(silent))
-        places = "; ".join(silent[rank] for rank in sorted(silent)[:TOLD])
+        places = "; ".join(silent[rank] for rank in sorted(silent)[:REPORTED])
         return (
             f"{who} ({places}) died or froze {when}: no answer (killed, out of memory, or the machine is down); "
             f"{others}."
         )
     if ended:
-        who = "; ".join(f"rank {rank} {at}" for rank, at in sorted(ended.items())[:TOLD])
+        who = "; ".join(f"rank {rank} {at}" for rank, at in sorted(ended.items())[:REPORTED])
         return (
             f"ended before the others, which are {when}: {who}. All ranks must make the same number of steps and "
             "leave a script at the same place."
         )
-    least = min((its.done, its.collectives) for its in accounts)
-    behind = [its for its in accounts if (its.done, its.collectives) == least]
-    if len(behind) == len(accounts) and not any(its.waiting for its in accounts):
+    least = min((account.done, account.collectives) for account in accounts)
+    behind = [account for account in accounts if (account.done, account.collectives) == least]
+    if len(behind) == len(accounts) and not any(account.waiting for account in accounts):
         return None if not broken else f"a connection between ranks broke {when}, and no rank knows why."
-    busy = [its for its in behind if not its.waiting] or behind
+    busy = [account for account in behind if not account.waiting] or behind
     if len(busy) == len(accounts):
         return _disagreement(accounts, when, waited)
     first = busy[0]
     stack = "\n".join(f"    {line}" for line in first.stack)
-    others = [its.rank for its in accounts if its not in busy]
+    others = [account.rank for account in accounts if account not in busy]
     doing = "waits elsewhere than the others" if first.waiting else "goes no further, or does something else"
     return (
-        f"{ranks_in_words([its.rank for its in busy])} ({first.place}) hangs {first.when}: it {doing}, while "
+        f"{ranks_in_words([account.rank for account in busy])} ({first.place}) hangs {first.when}: it {doing}, while "
         f"{ranks_in_words(others)} waited {waited:.0f} s for it.{_batches(accounts)} Where rank {first.rank} is:\n"
         f"{stack}"
     )
@@ -72,17 +76,19 @@ def diagnose(
 def _disagreement(accounts: Sequence[Account], when: str, waited: float) -> str:
     """All wait, each for others: they do not agree on what to do next."""
     places: dict[tuple[str, str], list[int]] = {}
-    for its in accounts:
-        places.setdefault((its.last, its.stack[-1] if its.stack else "?"), []).append(its.rank)
+    for account in accounts:
+        places.setdefault((account.last, account.stack[-1] if account.stack else "?"), []).append(account.rank)
     lines = "\n".join(f"    {ranks_in_words(ranks)}: {last} at {where}" for (last, where), ranks in places.items())
     return f"all ranks have waited {waited:.0f} s for each other {when}.{_batches(accounts)} They wait at\n{lines}"
 
 
 def _batches(accounts: Sequence[Account]) -> str:
     batches: dict[str, list[int]] = {}
-    for its in accounts:
-        batches.setdefault(its.batch, []).append(its.rank)
+    for account in accounts:
+        batches.setdefault(account.batch, []).append(account.rank)
     if len(batches) == 1:
         return ""
-    told = "; ".join(f"{ranks_in_words(ranks)}: {batch or 'none'}" for batch, ranks in list(batches.items())[:TOLD])
-    return f" Their last batches: {told}."
+    reported = "; ".join(
+        f"{ranks_in_words(ranks)}: {batch or 'none'}" for batch, ranks in list(batches.items())[:REPORTED]
+    )
+    return f" Their last batches: {reported}."

@@ -17,7 +17,7 @@ from types import FrameType
 # Files in which a main thread that goes no further is waiting for other ranks.
 WAITING = ("hf_axonn/distributed/collectives.py", "hf_axonn/distributed/gloo.py")
 WAITING += ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
-FRAMES = 12  # of a stack are told, the innermost
+FRAMES = 12  # of a stack are reported, the innermost
 
 
 @dataclass
@@ -117,5 +117,5 @@ def account(rank: int, place: str) -> Account:
         last=PROGRESS.last,
         batch=", ".join(f"{name} {list(shape)}" for name, shape in PROGRESS.batch.items()),
         waiting=waits_for_others(frames),
-        stack=tuple(f"{its.filename}:{its.lineno} in {its.name}: {its.line}" for its in reversed(summary)),
+        stack=tuple(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in reversed(summary)),
     )

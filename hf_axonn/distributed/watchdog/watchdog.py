@@ -42,7 +42,7 @@ from hf_axonn.distributed.watchdog.sigterm import Termination
 INTERVAL = 1.0  # seconds between two looks; longer in worlds of more than 2,000 ranks, which share one store
 PATIENCE = 4.0  # seconds for answers to a roll call
 HASTE = 1.5  # seconds in which who knows the cause may say it, when all have answered
-GRACE = 5.0  # seconds in which a rank that was told to end may end by itself; a fifth if it waits for others
+GRACE = 5.0  # seconds in which a rank that was asked to end may end by itself; a fifth if it waits for others
 SHARE = 0.9  # of the process group's timeout
 SWITCH = "AXONN_WATCH"
 LONGEST_CAUSE = 2000
@@ -54,7 +54,7 @@ SYMPTOMS = re.compile(
     re.IGNORECASE,
 )
 
-_watch: Watch | None = None
+_watch: Watchdog | None = None
 
 
 def watch() -> None:
@@ -68,7 +68,7 @@ def watch() -> None:
         if _watch.world is dist.group.WORLD and _watch.process == os.getpid():
             return
         _watch.stop()
-    _watch = Watch()
+    _watch = Watchdog()
 
 
 @contextlib.contextmanager
@@ -89,7 +89,7 @@ def ended() -> None:
         _watch.at_exit()
 
 
-class Watch:
+class Watchdog:
     """The thread of this rank and what it shares with the others."""
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class Watch:
     def _call_roll(self, *, broken: bool, ending: bool = False) -> dict | None:
         """Ask every rank where it is; the first to ask judges. Returns the result; None if there is none in time.
 
-        `broken`: a connection is; `ending`: all are told to end, so that only who is gone is of interest.
+        `broken`: a connection is; `ending`: all are asked to end, so that only who is gone is of interest.
         """
         number, waited = self.round, time.monotonic() - self._still_since
         judging = self._store.add(f"callers/{number}", 1) == 1

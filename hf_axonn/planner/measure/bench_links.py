@@ -17,17 +17,19 @@ import itertools
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hf_axonn.distributed.collectives import exchange, reduce_, start_all_gather, start_reduce_scatter
-from hf_axonn.planner.machine import from_mapping
-from hf_axonn.planner.measure.timings import UNMEASURED, Line, Timings
-from hf_axonn.planner.search import divisors
+from hf_axonn.planner.machine import machine_from_mapping
+from hf_axonn.planner.measure.timings import UNMEASURED, Line, Timings, world_group
+from hf_axonn.topology.grid import divisors
 
 
 PASSES = 11
@@ -39,6 +41,15 @@ SIZES = {"cuda": (256, 512, 1024, 2048, 4096, 8192), "cpu": (64, 128, 256, 512, 
 BETWEEN = {"cuda": 2048, "cpu": 512}  # size of the product before a collective
 COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes of a tensor that is copied, and of the weights of products: no cache
 TINY = 64  # numbers
+
+
+# By kind of collective, on blocks [ranks, elements of a rank's block] of float32.
+COLLECTIVES: dict[str, Callable[[Tensor, ProcessGroup], Tensor]] = {
+    "all_gather": lambda blocks, group: start_all_gather(blocks[0], group).wait(),
+    "reduce_scatter": lambda blocks, group: start_reduce_scatter(blocks, group).wait(),
+    "all_to_all": exchange,
+    "all_reduce": reduce_,
+}
 
 
 def bench_links(output: str, *, seconds: float = 60.0) -> int:
@@ -66,7 +77,7 @@ def bench_links(output: str, *, seconds: float = 60.0) -> int:
             )
         found = measure(local, torch.device(kind), seconds=seconds)
         if dist.get_rank() == 0:
-            from_mapping(found)  # what cannot be read is not written
+            machine_from_mapping(found)  # what cannot be read is not written
             Path(output).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
             print(f"{output} describes this machine: hf-axonn plan --machine {output}")
     finally:
@@ -87,16 +98,17 @@ def measure(local: int, device: torch.device, *, seconds: float) -> dict[str, An
     payloads = PAYLOADS.get(backend, PAYLOADS["gloo"])
     timings = Timings(device)
     _add_compute(timings, device)
-    whole = "world" if world > local else f"1x{local}"
-    if world > local:
-        _add_collectives(timings, "all_gather", whole, dist.group.WORLD, payloads, device)
+    several_nodes = world > local
+    full = "world" if several_nodes else f"1x{local}"
+    if several_nodes:
+        _add_collectives(timings, "all_gather", full, world_group(), payloads, device)
     rings = [(stride, ranks) for ranks in divisors(local)[1:] for stride in divisors(local // ranks)]
     rings.sort(key=lambda ring: (ring[0] > 1, -ring[1]))  # what latency and relative costs are made of first
     for stride, ranks in rings:
         name, group = f"{stride}x{ranks}", _siblings(stride, ranks)
         _add_collectives(timings, "all_gather", name, group, payloads, device, optional=name != f"1x{local}")
     for kind in ("reduce_scatter", "all_to_all", "all_reduce") if world > 1 else ():
-        _add_collectives(timings, kind, whole, dist.group.WORLD, payloads, device)
+        _add_collectives(timings, kind, full, world_group(), payloads, device)
     timings.run(PASSES, seconds)
 
     skipped = sorted({name.split()[1] for name in timings.missing})
@@ -109,16 +121,16 @@ def measure(local: int, device: torch.device, *, seconds: float) -> dict[str, An
     base, intra_step = _latency({ranks: line.latency for (stride, ranks), line in lines.items() if stride == 1})
     inter, inter_step, how_inter = max(table.values(), default=1.0), intra_step, "not measured, there is one node: "
     how_inter += "the fastest ring in it"
-    if world > local:
-        through, nodes = _line(timings, "all_gather", whole, world, payloads), world // local
+    if several_nodes:
+        through, nodes = _line(timings, "all_gather", full, world, payloads), world // local
         inter = through.bandwidth / 1e9
         inter_step = max(UNMEASURED, (through.latency - base - (world - nodes) * intra_step) / (nodes - 1))
         how_inter = f"measured: one ring through {nodes} nodes"
     sizes = SIZES[device.type]
     products = {size: 6 * size * sizes[-1] ** 2 / timings.seconds(f"product {size}") / 1e12 for size in sizes}
     best = max(products.values())
-    costs, latencies = _relative(timings, whole, payloads)
-    overlap = _overlap(timings, whole, payloads, device, seconds=seconds)
+    costs, latencies = _relative(timings, full, payloads)
+    overlap = _overlap(timings, full, payloads, device, seconds=seconds)
     how = f"measured by hf-axonn bench-links: {backend}, torch {torch.__version__}, {local} processes a node"
     how_intra = how + (f"; not measured for want of time: {', '.join(skipped)}" if skipped else "")
     how_line = f"{how}; what collectives of {payloads[0]} and {payloads[1]} bytes add to a product"
@@ -164,12 +176,13 @@ def measure(local: int, device: torch.device, *, seconds: float) -> dict[str, An
     }
 
 
-def _siblings(stride: int, ranks: int):
+def _siblings(stride: int, ranks: int) -> ProcessGroup:
     """This rank's group of `ranks` ranks, `stride` apart; every rank is in one. Collective over the world."""
-    world, groups = dist.get_world_size(), []
-    for block in range(0, world, stride * ranks):
+    groups = []
+    for block in range(0, dist.get_world_size(), stride * ranks):
         for first in range(block, block + stride):
             groups.append(list(range(first, first + stride * ranks, stride)))
+    group: ProcessGroup
     group, _ = dist.new_subgroups_by_enumeration(groups)
     return group
 
@@ -190,7 +203,7 @@ def _add_compute(timings: Timings, device: torch.device) -> None:
 
     for size in SIZES[device.type]:
         operands = [torch.randn(size, width, device=device).to(dtype) for _ in range(2)]
-        timings.add(f"product {size}", lambda operands=operands: products(*operands))
+        timings.add(f"product {size}", partial(products, *operands))
     timings.add("between", _between(device))
     source: Tensor = torch.zeros(COPIED[device.type] // 4, device=device)
     target = torch.empty_like(source)
@@ -209,23 +222,22 @@ def _add_collectives(
     timings: Timings,
     kind: str,
     name: str,
-    group,
+    group: ProcessGroup,
     payloads: tuple[int, int],
     device: torch.device,
     *,
     optional: bool = False,
 ) -> None:
     """A product and then a collective over `group`, of a short and of a long tensor."""
-    first = _between(device)
+    product = _between(device)
+
+    def product_and(collective: Callable[[Tensor, ProcessGroup], Tensor], blocks: Tensor) -> None:
+        product()
+        collective(blocks, group)
+
     for payload in payloads:
         blocks = torch.zeros(group.size(), _elements(payload, group.size()), device=device)
-        start = {
-            "all_gather": lambda blocks=blocks: start_all_gather(blocks[0], group).wait(),
-            "reduce_scatter": lambda blocks=blocks: start_reduce_scatter(blocks, group).wait(),
-            "all_to_all": lambda blocks=blocks: exchange(blocks, group),
-            "all_reduce": lambda blocks=blocks: reduce_(blocks, group),
-        }[kind]
-        timings.add(f"{kind} {name} {payload}", lambda start=start: (first(), start()), optional=optional)
+        timings.add(f"{kind} {name} {payload}", partial(product_and, COLLECTIVES[kind], blocks), optional=optional)
 
 
 def _elements(payload: int, ranks: int) -> int:
@@ -253,27 +265,25 @@ def _latency(steps: dict[int, float]) -> tuple[float, float]:
     return max(UNMEASURED, steps[few] - (few - 1) * step), step
 
 
-def _relative(timings: Timings, whole: str, payloads: tuple[int, int]) -> tuple[dict[str, float], dict[str, float]]:
+def _relative(timings: Timings, full: str, payloads: tuple[int, int]) -> tuple[dict[str, float], dict[str, float]]:
     """By kind, seconds a byte and latency over all ranks, over those of an all-gather."""
     world = dist.get_world_size()
     if world == 1:
         return {}, {}
-    gather = _line(timings, "all_gather", whole, world, payloads)
+    gather = _line(timings, "all_gather", full, world, payloads)
     kinds = ("reduce_scatter", "all_to_all", "all_reduce")
-    lines = {kind: _line(timings, kind, whole, world, payloads) for kind in kinds}
+    lines = {kind: _line(timings, kind, full, world, payloads) for kind in kinds}
     costs = {kind: gather.bandwidth / line.bandwidth for kind, line in lines.items()}
     return costs, {kind: line.latency / gather.latency for kind, line in lines.items()}
 
 
-def _overlap(
-    timings: Timings, whole: str, payloads: tuple[int, int], device: torch.device, *, seconds: float
-) -> float:
+def _overlap(timings: Timings, full: str, payloads: tuple[int, int], device: torch.device, *, seconds: float) -> float:
     """Share of a gather that goes on beside products of about as many seconds, 0 to 1. Collective over the world."""
     world = dist.get_world_size()
     if world == 1:
         return 1.0
     multiply = _between(device)
-    gather = timings.beyond(f"all_gather {whole} {payloads[1]}", "between")
+    gather = timings.beyond(f"all_gather {full} {payloads[1]}", "between")
     block = torch.zeros(_elements(payloads[1], world), device=device)
     times = max(1, round(gather / timings.seconds("between")))  # the same on all ranks, as the slowest's seconds are
 
@@ -283,10 +293,10 @@ def _overlap(
 
     def apart() -> None:
         products()
-        start_all_gather(block, dist.group.WORLD).wait()
+        start_all_gather(block, world_group()).wait()
 
     def at_once() -> None:
-        pending = start_all_gather(block, dist.group.WORLD)
+        pending = start_all_gather(block, world_group())
         products()
         pending.wait()
 
@@ -302,4 +312,4 @@ def _overlap(
 def _host_memory() -> int:
     import psutil
 
-    return psutil.virtual_memory().total
+    return int(psutil.virtual_memory().total)

@@ -13,21 +13,28 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from hf_axonn.distributed.collectives import barrier, reduce_
 
 
-LONG = (
-    0.1  # seconds that a timing lasts at least, by repeating what is short: processes that share cores take turns of
-)
-# some milliseconds, and what is shorter than a turn would seem to have a core to itself
+# Seconds that a timing lasts at least, by repeating what is short: processes that share cores take turns of some
+# milliseconds, and what is shorter than a turn would seem to have a core to itself.
+LONG = 0.1
 MOST_REPEATS = 10_000
 UNMEASURED = 1e-6  # seconds of what came out below what a clock can tell
 
 
+def world_group() -> ProcessGroup:
+    """The group of all ranks, which exists once torch.distributed is initialized."""
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def slowest(value: float, device: torch.device) -> float:
     """The largest of all ranks' values. One all-reduce over the world."""
-    return float(reduce_(torch.tensor(value, dtype=torch.float64, device=device), dist.group.WORLD, op="max"))
+    return float(reduce_(torch.tensor(value, dtype=torch.float64, device=device), world_group(), op="max"))
 
 
 class Timings:

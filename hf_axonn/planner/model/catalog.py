@@ -52,7 +52,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_bias": True,
         "packed_qkv": True,
         "tied": True,
-        "ends_whole": True,
+        "ends_full": True,
     },
     "starcoder2": {
         "gated": False,
@@ -69,7 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "out_bias": True,
         "mlp_bias": True,
         "tied": True,
-        "ends_whole": True,
+        "ends_full": True,
     },
 }
 DROPOUTS = ("resid_pdrop", "dropout", "hidden_dropout", "residual_dropout")  # after an MLP
@@ -104,7 +104,7 @@ def gpt(name: str) -> ModelShape:
     )
 
 
-def load(model: str) -> ModelShape:
+def load_shape(model: str) -> ModelShape:
     """The shape of a model.
 
     Args:
@@ -119,16 +119,16 @@ def load(model: str) -> ModelShape:
     if not path.is_file():
         if (Path(model) / "adapter_config.json").is_file():
             raise ValueError(
-                f"{model} holds an adapter, which the planner does not reckon: give its base model. The plan says "
+                f"{model} holds an adapter, which the planner does not model: give its base model. The plan says "
                 "what training all of it takes, which is more than an adapter needs."
             )
         raise ValueError(
             f"there is no model {model!r}: give {', '.join(GPTS)}, a config.json, or a directory that has one."
         )
-    return read_json(path, "config", from_config)
+    return read_json(path, "config", shape_from_config)
 
 
-def from_config(config: dict[str, Any]) -> ModelShape:
+def shape_from_config(config: dict[str, Any]) -> ModelShape:
     """The shape of a config.json's contents.
 
     Raises:

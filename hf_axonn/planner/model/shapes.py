@@ -1,8 +1,8 @@
-"""A dense decoder in a few numbers, any other as what was found in it, and a training step."""
+"""A dense decoder in a few numbers, and a training step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from hf_axonn.planner.model.stack import Block, Layer, LinearShape, Stack, Table, Weight
@@ -18,12 +18,11 @@ class ModelShape(Stack):
     """A decoder-only transformer, all layers alike: attention and an MLP.
 
     Args:
-        layers, hidden, heads, intermediate, vocab: sizes of the whole model.
+        layers, hidden, heads, intermediate, vocab: sizes of the full model.
         kv_heads: key and value heads; None: as many as `heads`.
         head_dim: width of a head; None: hidden / heads.
         gated: whether the MLP multiplies two column layers (gate and up), or has one.
-        tied: whether embedding and head share their weight.
-        qkv_bias, out_bias, mlp_bias, head_bias: biases of q, k, v; of o; of both kinds of MLP layers; of the head.
+        qkv_bias, out_bias, mlp_bias: biases of q, k, v; of o; of both kinds of MLP layers.
         packed_qkv, packed_mlp: q, k, v are one Linear; gate and up are one Linear.
         layer_norm: LayerNorm with weight and bias, else RMSNorm with a weight.
         norms_per_layer: norms on the residual stream of one layer.
@@ -31,24 +30,24 @@ class ModelShape(Stack):
         positions: rows of a learned position embedding [positions, hidden]; 0 for none.
         offset_positions: whether the class of the embedding shifts its positions, so that it is not a plain one.
         drops: whether features are dropped after the MLP (their mask is saved, so recomputation goes to the end).
-        ends_whole: as in `Stack`.
+        tied, head_bias, ends_full: as in `Stack`.
     Raises:
         ValueError: a size is below 1, or kv_heads does not divide heads.
     """
 
+    runs: tuple[tuple[Layer, int], ...] = field(init=False, repr=False)
+    centered: bool = field(init=False, repr=False)
+    final: tuple[int, ...] = field(init=False, repr=False)
+    tables: tuple[Table, ...] = field(init=False, repr=False)
     layers: int
-    hidden: int
     heads: int
     intermediate: int
-    vocab: int
     kv_heads: int | None = None
     head_dim: int | None = None
     gated: bool = True
-    tied: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    head_bias: bool = False
     packed_qkv: bool = False
     packed_mlp: bool = False
     layer_norm: bool = False
@@ -57,7 +56,6 @@ class ModelShape(Stack):
     positions: int = 0
     offset_positions: bool = False
     drops: bool = False
-    ends_whole: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "intermediate", "vocab", "kv", "width"):
@@ -65,6 +63,11 @@ class ModelShape(Stack):
                 raise ValueError(f"{name} is {getattr(self, name)}, but a model has at least 1 of it.")
         if self.heads % self.kv:
             raise ValueError(f"{self.kv} kv heads do not divide {self.heads} query heads: use a divisor.")
+        # The fields of Stack that follow from these numbers. The class is frozen, and each needs those before it.
+        object.__setattr__(self, "centered", self.layer_norm)
+        object.__setattr__(self, "final", (self.hidden,) * (2 if self.layer_norm else 1))
+        object.__setattr__(self, "runs", ((self._layer(), self.layers),))
+        object.__setattr__(self, "tables", self._tables())
 
     @property
     def kv(self) -> int:
@@ -76,26 +79,19 @@ class ModelShape(Stack):
         """Features of a head."""
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
-    @property
-    def centered(self) -> bool:
-        """Whether norms take off the mean."""
-        return self.layer_norm
-
-    @property
-    def final(self) -> tuple[int, ...]:
-        """Elements of the parameters of a norm."""
-        return (self.hidden,) * (2 if self.layer_norm else 1)
-
-    @cached_property
-    def tables(self) -> tuple[Table, ...]:
+    def _tables(self) -> tuple[Table, ...]:
         """Positions: like the vocabulary if they are many, in pieces if they are not few (parallel/install.py)."""
         if not self.positions:
             return ()
         largest = max(weight.elements for weight in self.runs[0][0].weights)
-        whole = self.positions * self.hidden < SMALLEST_PART * max(largest, self.vocab * self.hidden)
+        small = self.positions * self.hidden < SMALLEST_PART * max(largest, self.vocab * self.hidden)
         plain = not self.offset_positions and 4 * self.positions >= self.vocab
-        kind = WeightKind.VOCABULARY if plain else WeightKind.REPLICATED if whole else WeightKind.GATHERED
-        return (Table(kind, self.positions),)
+        return (
+            Table(
+                WeightKind.VOCABULARY if plain else WeightKind.REPLICATED if small else WeightKind.GATHERED,
+                self.positions,
+            ),
+        )
 
     @cached_property
     def attention(self) -> Block:
@@ -122,9 +118,8 @@ class ModelShape(Stack):
             row=LinearShape(self.hidden, self.intermediate, self.mlp_bias),
         )
 
-    @cached_property
-    def runs(self) -> tuple[tuple[Layer, int], ...]:
-        """One kind of layer, `layers` times."""
+    def _layer(self) -> Layer:
+        """Any one of the layers."""
         blocks = (self.attention, self.mlp)
         replicated = [linear.rows for block in blocks for linear in block.linears if linear.bias]
         replicated += self.norms_per_layer * list(self.final) + ([self.width] * 2 if self.qk_norm else [])
@@ -132,7 +127,7 @@ class ModelShape(Stack):
         for block in blocks:
             weights += [Weight(WeightKind.COLUMN, linear.rows, linear.cols) for linear in block.columns]
             weights.append(Weight(WeightKind.ROW, block.row.rows, block.row.cols))
-        layer = Layer(
+        return Layer(
             parts=blocks,
             norms=self.norms_per_layer,
             weights=tuple(weights),
@@ -140,29 +135,6 @@ class ModelShape(Stack):
             # Two norms stand before the blocks; where there are more, one comes after the MLP and saves its input.
             ends=None if self.norms_per_layer > 2 or self.drops else 1,
         )
-        return ((layer, self.layers),)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FoundShape(Stack):
-    """A decoder as it was found in a model that was built (planner/tracing/trace.py). Attributes as `Stack`
-    says."""
-
-    runs: tuple[tuple[Layer, int], ...]
-    hidden: int
-    vocab: int
-    tied: bool = False
-    head_bias: bool = False
-    centered: bool = False
-    final: tuple[int, ...]
-    tables: tuple[Table, ...] = ()
-    features: bool = True
-    ends_whole: bool = False
-    ends_narrow: bool = False
-    loose: bool = False
-    outside: Layer | None = None
-    idle: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

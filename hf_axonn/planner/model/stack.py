@@ -1,5 +1,4 @@
-"""A decoder as the engine cuts it (architectures/plan.py), described by plain numbers: layers, and in them blocks and
-experts.
+"""A decoder as the engine shards it (architectures/plan.py), in plain numbers: layers, and in them blocks and experts.
 
 Stack     runs of decoder layers that are alike, and what stands around them
 Layer     the parts of one decoder layer, its norms, and every parameter
@@ -36,7 +35,7 @@ class Block:
         row: the projection that ends it.
         query, kv: numbers of heads; 0 for an MLP.
         head_norms: norms over all features of a projection: which of `columns`, and whether it is a LayerNorm.
-        down: latent attention: the Linears that make latents of whole activations.
+        down: latent attention: the Linears that make latents of full activations.
         rotary: latent attention: features of a latent that go to every head.
     """
 
@@ -95,7 +94,7 @@ class Experts:
     """The experts of one layer (layers/moe.py).
 
     Args:
-        number: E, of the whole model.
+        number: E, of the full model.
         chosen: experts that work on a token.
         weights: [A, B] of each parameter [E, A, B].
         routing: dtype of the weights of the choices: wide (float32) or compute.
@@ -134,12 +133,12 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
-    """A module whose activations are whole, the same on every rank of (x, y).
+class UnshardedModule:
+    """A module whose activations are full: the same on every rank of (x, y).
 
     Args:
         calls: its Linears in the order in which they are called.
-        taken: whole tensors that are made of this rank's tokens for it; 0 where activations are whole anyway.
+        taken: full tensors that are gathered from the ranks' tokens for it; 0 where activations are full anyway.
         narrow: whether its output is in the compute dtype, else in that of parameters.
     """
 
@@ -167,7 +166,7 @@ class Weight(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Of the whole parameter."""
+        """Of the full parameter."""
         return self.experts * self.rows * self.cols
 
 
@@ -180,14 +179,14 @@ class Layer:
         norms: norms on the residual stream.
         weights: every parameter that is cut, in the order of the model.
         replicated: elements of every other parameter, in the order of the model.
-        gathered: (rows, cols, whether ranks do different work with them) of parameters that are whole while their
+        gathered: (rows, cols, whether ranks do different work with them) of parameters that are full while their
             module runs (layers/gathered.py): large routers and kernels.
         routed: features that routers make of a token, all together.
         ends: index of the part after which nothing is saved for backward, so that a recomputation stops at its last
             product; None where there is no such part, as where a norm follows the last one.
     """
 
-    parts: tuple[Block | Experts | Whole, ...]
+    parts: tuple[Block | Experts | UnshardedModule, ...]
     norms: int
     weights: tuple[Weight, ...]
     replicated: tuple[int, ...]
@@ -210,37 +209,37 @@ class Table(NamedTuple):
     shared: bool = True
 
 
+@dataclass(frozen=True, kw_only=True)
 class Stack:
     """A decoder-only model: `runs` of decoder layers that are alike, and what is around them.
 
-    Subclasses have the attributes
-
+    Args:
         runs: (layer, how many) in the order of the model
         hidden, vocab: features of the residual stream, rows of the embedding
         tied, head_bias: whether embedding and head are one weight; whether the head has a bias
         centered, final: whether norms take off the mean (LayerNorm); elements of each parameter of the last one
         tables: other embeddings [rows, hidden]
         features: whether the residual stream takes the feature layout where y > 1
-        ends_whole: whether the last layer hands on whole activations, where the code after it is not known to work
+        ends_full: whether the last layer hands on full activations, where the code after it is not known to work
             token by token (architectures/plan.py); ends_narrow: in the compute dtype then, not that of parameters
-        loose: whether activations are whole everywhere, Linear by Linear
+        loose: whether activations are full everywhere, Linear by Linear
         outside: what runs after the layers, once
         idle: elements of each parameter that is cut and gets no gradient
-        notes: what is not reckoned, for whoever reads a plan
+        notes: what a plan leaves out or only estimates, for its reader
     """
 
     runs: tuple[tuple[Layer, int], ...]
     hidden: int
     vocab: int
-    tied: bool
-    head_bias: bool
-    centered: bool
+    tied: bool = False
+    head_bias: bool = False
+    centered: bool = False
     final: tuple[int, ...]
-    tables: tuple[Table, ...]
-    features = True
-    ends_whole = False
-    ends_narrow = False
-    loose = False
+    tables: tuple[Table, ...] = ()
+    features: bool = True
+    ends_full: bool = False
+    ends_narrow: bool = False
+    loose: bool = False
     outside: Layer | None = None
     idle: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
@@ -267,7 +266,7 @@ class Stack:
 
     @cached_property
     def replicated(self) -> list[int]:
-        """Elements of every parameter that all ranks hold whole, in the order of the model."""
+        """Elements of every parameter that all ranks hold in full, in the order of the model."""
         found = [table.rows * self.hidden for table in self.tables if table.kind == WeightKind.REPLICATED]
         for layer, count in self.everything:
             found += count * layer.replicated
@@ -288,10 +287,11 @@ class Stack:
         return sum(weight.elements for weight in self.weights) + sum(self.replicated) + sum(self.idle)
 
     def flops(self, seq: int) -> int:
-        """Multiplications and additions a token of one forward pass of all decoder layers, attention in whole
+        """Multiplications and additions a token of one forward pass of all decoder layers, attention in full
         squares."""
         total = 0
         for layer, count in self.everything:
-            squares = sum(2 * seq * (its.query_features + its.value_features) for its in layer.blocks if its.query)
+            attention = [block for block in layer.blocks if block.query]
+            squares = sum(2 * seq * (block.query_features + block.value_features) for block in attention)
             total += count * (sum(part.flops() for part in layer.parts) + squares + 2 * layer.routed * self.hidden)
         return total

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from functools import partial
 from typing import NamedTuple
 
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, Stack, Whole
+from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, Stack, UnshardedModule
 from hf_axonn.planner.traffic.shares import heads_repeat
 from hf_axonn.topology.grid import Grid, ceil_div
 from hf_axonn.topology.weight_kind import WeightKind
@@ -99,14 +100,14 @@ class Compute:
             if isinstance(part, Experts):
                 found.append(self.experts(part))
                 continue
-            if isinstance(part, Whole):
+            if isinstance(part, UnshardedModule):
                 found += [self.alone(call) for call in part.calls]
                 continue
             y, x = self.grid.y, self.grid.x
             repeat = (heads_repeat(part, self.grid) if self.ours else y) if part.query else 1
             for kind, linears in part.groups():
                 if kind == WeightKind.ROW:
-                    # A row layer whose input is whole, because heads are not divided over y, has it in one piece.
+                    # A row layer whose input is full, because heads are not divided over y, has it in one piece.
                     parts = y if self.ours and repeat == 1 else 1
                     inner, outer = [ceil_div(ceil_div(part.row.cols, x), parts)] * parts, [ceil_div(part.row.rows, y)]
                     found.append(Group(*self._products(inner, outer), *self.stream(layer.norms / blocks)))
@@ -116,7 +117,7 @@ class Compute:
                 else:
                     outer = [sum(ceil_div(linear.rows, x) for linear in linears)]
                 products = self._products([ceil_div(linears[0].cols, y)], outer)
-                if kind == WeightKind.LINEAR:  # its latent is whole, and so is the norm that follows
+                if kind == WeightKind.LINEAR:  # its latent is full, and so is the input of the norm that follows
                     found.append(Group(*products, *self._norm(linears[0].rows)))
                 elif part.down and linears[0] != part.columns[-1]:
                     found.append(Group(*products, 0.0, 0.0))
@@ -139,19 +140,21 @@ class Compute:
         step, machine = self.step, self.machine
         own = ceil_div(experts.number, self.grid.x * self.grid.y)
         each = step.tokens * (1 if experts.sorted else experts.chosen / experts.number)  # tokens of an expert
-        seconds = [0.0, 0.0, 0.0]
-        for rows, cols, _ in experts.weights:
-            for index, (m, k, n) in enumerate(((each, cols, rows), (each, rows, cols), (rows, each, cols))):
-                # One kernel for all of them.
-                rate = machine.gemm_flops * machine.gemm_fraction * share(machine, m, k, n)
-                moved = step.compute_bytes * (m * k + k * n + m * n)
-                work = max(2 * m * k * n / rate, moved / (machine.memory_fraction * machine.memory_bandwidth))
-                seconds[index] += max(machine.kernel, own * work)
+
+        def seconds(m: float, k: float, n: float) -> float:  # of a product of each expert, in one kernel for all
+            rate = machine.gemm_flops * machine.gemm_fraction * share(machine, m, k, n)
+            moved = step.compute_bytes * (m * k + k * n + m * n)
+            work = max(2 * m * k * n / rate, moved / (machine.memory_fraction * machine.memory_bandwidth))
+            return max(machine.kernel, own * work)
+
+        forward = sum(seconds(each, cols, rows) for rows, cols, _ in experts.weights)
+        input_gradient = sum(seconds(each, rows, cols) for rows, cols, _ in experts.weights)
+        weight_gradient = sum(seconds(rows, each, cols) for rows, cols, _ in experts.weights)
         hidden, inner = self.shape.hidden, sum(rows * cols for rows, cols, _ in experts.weights) / self.shape.hidden
         # Tokens are picked, put in order, weighted and added up; between the products an activation function.
         moved = own * each * (10 * hidden + 2 * inner) * step.compute_bytes
         rest = self.moved(moved, 10)
-        return Group(*seconds, rest, 2 * rest)
+        return Group(forward, input_gradient, weight_gradient, rest, 2 * rest)
 
     def router(self, layer: Layer) -> tuple[float, float]:
         """Routers on this rank's own tokens: forward, backward."""
@@ -164,20 +167,16 @@ class Compute:
 
     def _products(self, inner: list[int], outer: list[int], tokens: float | None = None) -> tuple[float, float, float]:
         """Forward, dI and dW of [T, sum of inner] x [sum of outer, sum of inner], a product for every two pieces."""
-        element = self.step.compute_bytes
+        seconds = partial(product, self.machine, element=self.step.compute_bytes)
         tokens = self.step.tokens if tokens is None else tokens
-        seconds = [0.0, 0.0, 0.0]
+        forward = input_gradient = weight_gradient = 0.0
         for (k, k_times), (n, n_times) in itertools.product(Counter(inner).items(), Counter(outer).items()):
-            times, last = k_times * n_times, {"element": element}
-            more = last | {"accumulate": True}
-            first = product(self.machine, tokens, k, n, **last)
-            again = product(self.machine, tokens, k, n, **more)
-            seconds[0] += n_times * (first + (k_times - 1) * again)
-            first = product(self.machine, tokens, n, k, **last)
-            again = product(self.machine, tokens, n, k, **more)
-            seconds[1] += k_times * (first + (n_times - 1) * again)
-            seconds[2] += times * product(self.machine, n, tokens, k, **last)
-        return seconds[0], seconds[1], seconds[2]
+            first, again = seconds(tokens, k, n), seconds(tokens, k, n, accumulate=True)
+            forward += n_times * (first + (k_times - 1) * again)
+            first, again = seconds(tokens, n, k), seconds(tokens, n, k, accumulate=True)
+            input_gradient += k_times * (first + (n_times - 1) * again)
+            weight_gradient += k_times * n_times * seconds(n, tokens, k)
+        return forward, input_gradient, weight_gradient
 
     def moved(self, bytes_moved: float, kernels: int = 1) -> float:
         """Seconds to read and write so many bytes."""
@@ -212,7 +211,7 @@ class Compute:
         return seconds, 2 * seconds
 
     def _norm(self, features: int) -> tuple[float, float]:
-        """A norm of whole activations, which all ranks repeat."""
+        """A norm of full activations, which all ranks repeat."""
         seconds = self.moved(2 * self.step.tokens * features * self.step.compute_bytes, 2)
         return seconds, 2 * seconds
 

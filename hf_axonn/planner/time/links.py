@@ -4,7 +4,7 @@
                 steps: p - 1 for an all-gather or reduce-scatter, 2 (p - 1) for an all-reduce; those that cross from
                 node to node (one for each node in the ring) take inter_step, the others intra_step
     tree        an all-reduce takes this where it is faster, as in NCCL: base + 2 (intra steps in a node + log2(nodes)
-                inter steps), the whole tensor twice
+                inter steps), the full tensor twice
     exchange    all-to-all: base + steps as a ring; what leaves a node is divided by all of the node's bandwidth
     measured    a kind that the machine's relative_latency has: that factor times base + p - 1 steps, in place of the
                 start-up and steps above
@@ -23,8 +23,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hf_axonn.planner.machine import Machine
-from hf_axonn.planner.time.paper import ORDER, strides
+from hf_axonn.planner.time.paper import strides
 from hf_axonn.planner.traffic.ledger import Key, Volume
+from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import AXES, Grid
 
 
@@ -120,4 +121,4 @@ class Links:
 
     def of(self, key: Key, volume: Volume) -> float:
         """Seconds of an entry of a ledger."""
-        return self.seconds(key.kind, key.axes, volume.payload, volume.calls)
+        return self.seconds(key.kind, key.axes, float(volume.payload), volume.calls)

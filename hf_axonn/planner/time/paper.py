@@ -26,11 +26,11 @@ from typing import NamedTuple
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.model.stack import Stack
+from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid
 
 
 COUNTINGS = ("equations", "script")
-ORDER = ("y", "x", "z", "data")  # from the innermost axis to the outermost
 
 
 class Layer(NamedTuple):
@@ -107,7 +107,7 @@ def network_time(
 
     Args:
         shape, machine, grid: which.
-        batch_tokens: tokens of the whole batch.
+        batch_tokens: tokens of the full batch.
         counting: equations, or script (see the head of this file).
     Raises:
         ValueError: an unknown counting.

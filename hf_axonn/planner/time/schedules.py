@@ -11,6 +11,7 @@ bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from hf_axonn.planner.model.shapes import Step
@@ -51,8 +52,8 @@ class LayerTraffic:
         once: groups that recomputation does not gather once more (experts).
     """
 
-    gathers: list[int]
-    reduces: list[int]
+    gathers: list[float]
+    reduces: list[float]
     gathers_again: bool
     ledger: Ledger
     hidden: list[tuple[str, str, float] | None]
@@ -88,7 +89,7 @@ class Traffic:
     checkpointing: bool
 
     def by_axes(self, links: Links, micro_batches: int) -> dict[str, float]:
-        """Seconds of a whole step by axes, hidden or not."""
+        """Seconds of one step by axes, hidden or not."""
         found: dict[str, float] = {}
 
         def enter(axes: tuple[str, ...], seconds: float) -> None:
@@ -125,7 +126,9 @@ def of_engine(shape: Stack, grid: Grid, step: Step, layout: str) -> Traffic:
 
 def _layer_of_engine(account: Account, layer: Layer) -> LayerTraffic:
     step, grid = account.step, account.grid
-    ledger, elements, once = account.layer(layer), [], []
+    ledger = account.layer(layer)
+    elements: list[int] = []
+    once: list[int] = []
     hidden: list[tuple[str, str, float] | None] = []
 
     def hide(axis: str, payload: int) -> None:
@@ -147,8 +150,8 @@ def _layer_of_engine(account: Account, layer: Layer) -> LayerTraffic:
     for key in [key for key in ledger.entries if key.axes == ("z",)]:
         del ledger.entries[key]
     size = max(step.compute_bytes, step.reduce_bytes)
-    gathers, reduces = [its * step.compute_bytes for its in elements], [its * size for its in elements]
-    return LayerTraffic(gathers, reduces, True, ledger, hidden, tuple(once))
+    gathers: list[float] = [count * step.compute_bytes for count in elements]
+    return LayerTraffic(gathers, [count * size for count in elements], True, ledger, hidden, tuple(once))
 
 
 def of_axonn(shape: Stack, grid: Grid, step: Step) -> Traffic:
@@ -159,27 +162,27 @@ def of_axonn(shape: Stack, grid: Grid, step: Step) -> Traffic:
     gradients travel over data and z as all weights do, their activations are all-reduced once each way.
     """
     ledger, size = Ledger(grid), step.compute_bytes
-    gathers, reduces, hidden = [], [], []
-    weights = 0.0
+    gathers: list[float] = []
+    hidden: list[tuple[str, str, float] | None] = []
+    shards = grid.x * grid.y * grid.z
+    weights = Fraction(0)
     for layer in decoder_layers(shape):
-        block = layer.k * layer.n / (grid.x * grid.y)
-        weights += shape.depth * block / grid.z
-        gathers.append(block / grid.z * size)
-        reduces.append(block / grid.z * size)
+        weights += shape.depth * Fraction(layer.k * layer.n, shards)
+        gathers.append(layer.k * layer.n * size / shards)
         inner, outer = ("x", "y") if layer.transposed else ("y", "x")  # the axes that cut k and n
-        forward = step.tokens * layer.n / getattr(grid, outer) * size
+        forward = Fraction(step.tokens * layer.n * size, getattr(grid, outer))
         ledger.add("forward", "all_reduce", (inner,), forward)
         if step.checkpointing:
             ledger.add("backward", "all_reduce", (inner,), forward)
-        backward = step.tokens * layer.k / getattr(grid, inner) * size
+        backward = step.tokens * layer.k * size / getattr(grid, inner)
         hidden.append(("all_reduce", outer, backward) if getattr(grid, outer) > 1 else None)
     rest, gradients = Ledger(grid), Ledger(grid)
     stream = step.tokens * shape.hidden * size
     for phase in ("forward", "backward"):
         rest.add(phase, "all_reduce", ("x", "y"), stream)
-    vocabulary = shape.vocab * shape.hidden / (grid.x * grid.y * grid.z)
+    vocabulary = Fraction(shape.vocab * shape.hidden, shards)
     rest.add("forward", "all_gather", ("z",), vocabulary * size)
     rest.add("backward", "reduce_scatter", ("z",), vocabulary * size)
     gradients.add("gradients", "all_reduce", ("data",), 4 * (weights + vocabulary), 4 * shape.depth)
-    layer = LayerTraffic(gathers, reduces, False, ledger, hidden)
-    return Traffic(((layer, shape.depth),), rest, gradients, step.checkpointing)
+    traffic = LayerTraffic(gathers, gathers, False, ledger, hidden)
+    return Traffic(((traffic, shape.depth),), rest, gradients, step.checkpointing)

@@ -2,7 +2,7 @@
 
 A checkpointed layer runs again in backward, but only up to the last tensor that backward needs: where the last part
 of a layer is followed by nothing that saves one, the collectives after its last product are not repeated. That is a
-matter of the layer's own code, so it is watched at work, on the meta device. No communication, no memory.
+matter of the layer's own code, so hooks watch it run, on the meta device. No communication, no memory.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
 
 from hf_axonn.architectures.plan import ShardingPlan
 from hf_axonn.compat.transformers import output_embedding
@@ -33,7 +35,7 @@ PRODUCTS = set("linear matmul __matmul__ mm addmm bmm baddbmm einsum conv1d scal
 
 
 @dataclass
-class Order:
+class LayerTrace:
     """What was seen of one layer, or outside of all of them.
 
     Attributes:
@@ -42,7 +44,7 @@ class Order:
         saved: whether anything was saved for backward after the last of them.
         routing: name of experts -> number of choices of a token, and the dtype of their weights.
         calls: name of a Linear on its own -> its inputs for each token of the batch, and whether they were bfloat16.
-        whole: name of a module that gets whole sequences -> how many tensors of tokens it is given, and whether its
+        unsharded: name of a module that gets full sequences -> how many tensors of tokens it is given, and whether its
             output was bfloat16.
     """
 
@@ -50,14 +52,14 @@ class Order:
     saved: bool = False
     routing: dict[str, tuple[int, str]] = field(default_factory=dict)
     calls: dict[str, tuple[Fraction, bool]] = field(default_factory=dict)
-    whole: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    unsharded: dict[str, tuple[int, bool]] = field(default_factory=dict)
 
 
 class _OnMeta(TorchFunctionMode):
     """What the meta device lacks: autocast (inputs of products become bfloat16), and values (every number is
     1, and one element of a tensor is not zero)."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in ANSWERS:
             return ANSWERS[func]
         if func in (torch.nonzero, Tensor.nonzero) or (func is torch.where and len(args) == 1):
@@ -68,12 +70,12 @@ class _OnMeta(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _narrow(value):
+def _narrow(value: Any) -> Any:
     floats = isinstance(value, Tensor) and value.is_floating_point()
     return value.to(torch.bfloat16) if floats else value
 
 
-def orders(model: nn.Module, plan: ShardingPlan, layers: list[str], alone: set[str]) -> Watch:
+def probe_layers(model: PreTrainedModel, plan: ShardingPlan, layers: list[str], alone: set[str]) -> LayerProbe:
     """What each of `layers` does, and what runs outside of them.
 
     Args:
@@ -84,17 +86,18 @@ def orders(model: nn.Module, plan: ShardingPlan, layers: list[str], alone: set[s
     Raises:
         ValueError: the model does not run without values, or runs a block, experts or a Linear more than once.
     """
-    watch = Watch(model, plan, layers, alone)
+    probe = LayerProbe(model, plan, layers, alone)
     ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64, device="meta")
-    training, loss, shared = model.training, model.loss_function, []
+    training, loss = model.training, model.loss_function
+    shared: list[bool] = []
 
-    def stand_in(logits: Tensor, *_, **__) -> Tensor:
+    def stand_in(logits: Tensor, *_: Any, **__: Any) -> Tensor:
         shared.append(True)
         return logits.sum()
 
     try:
         model.loss_function = stand_in
-        with watch.watching(), _OnMeta():
+        with probe.watching(), _OnMeta():
             model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     except ValueError:
         raise
@@ -102,21 +105,21 @@ def orders(model: nn.Module, plan: ShardingPlan, layers: list[str], alone: set[s
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"it does not run on the meta device ({why.splitlines()[0]}).") from None
     finally:
-        watch.trained |= {id(parameter) for parameter in model.parameters() if parameter.grad is not None}
+        probe.trained |= {id(parameter) for parameter in model.parameters() if parameter.grad is not None}
         model.zero_grad()
         model.loss_function = loss
         model.train(training)
     if not shared:
         raise ValueError("it computes its loss by code of its own.")
-    seen = [part for order in (*watch.layers.values(), watch.outside) for part in order.parts]
+    seen = [part for trace in (*probe.layers.values(), probe.outside) for part in trace.parts]
     twice = sorted({part for part in seen if seen.count(part) > 1})
     if twice:
         raise ValueError(f"it runs {twice[0]} more than once.")
-    return watch
+    return probe
 
 
-class Watch:
-    """Hooks on everything that `Order` tells of.
+class LayerProbe:
+    """Hooks on everything that a `LayerTrace` reports.
 
     Attributes:
         layers: what each layer does, by its name.
@@ -127,11 +130,11 @@ class Watch:
         trained: ids of the parameters that got a gradient, or are experts'.
     """
 
-    def __init__(self, model: nn.Module, plan: ShardingPlan, layers: list[str], alone: set[str]) -> None:
+    def __init__(self, model: PreTrainedModel, plan: ShardingPlan, layers: list[str], alone: set[str]) -> None:
         self.model, self.plan, self.alone = model, plan, alone
         self.rows = {block.row for block in plan.blocks}
-        self.layers = {name: Order() for name in layers}
-        self.outside = self.current = Order()
+        self.layers = {name: LayerTrace() for name in layers}
+        self.outside = self.current = LayerTrace()
         self.narrow = False
         self.ran: dict[str, int] = {}
         self.outputs: set[str] = set()
@@ -143,6 +146,7 @@ class Watch:
         """Until the end of the context."""
         handles: list[RemovableHandle] = []
         stubbed: list[nn.Module] = []
+        head = output_embedding(self.model)
         try:
             for name, module in self.model.named_modules():
                 handles.append(module.register_forward_hook(partial(self._ran, name)))
@@ -155,12 +159,12 @@ class Watch:
                     handles.append(module.register_forward_hook(partial(self._called, name)))
                 if name in self.plan.full_sequence:
                     handles.append(module.register_forward_hook(partial(self._passed, name), with_kwargs=True))
-                if module is output_embedding(self.model):
-                    handles.append(module.register_forward_hook(self._head))
                 if is_experts(module):
                     stubbed.append(module)
                     self.trained |= {id(parameter) for parameter in module.parameters()}
                     module.forward = partial(self._stub, name)
+            if head is not None:
+                handles.append(head.register_forward_hook(self._head))
             with torch.autograd.graph.saved_tensors_hooks(self._saved, lambda tensor: tensor):
                 yield
         finally:
@@ -169,29 +173,30 @@ class Watch:
             for module in stubbed:
                 del module.forward
 
-    def _ran(self, name: str, _module: nn.Module, args: tuple, _output) -> None:
+    def _ran(self, name: str, _module: nn.Module, args: tuple[Any, ...], _output: Any) -> None:
         self.ran[name] = args[0].numel() if args and isinstance(args[0], Tensor) else 0
 
-    def _begin(self, name: str, *_) -> None:
-        if self.current is self.outside and self.outside.parts and not any(its.parts for its in self.layers.values()):
+    def _begin(self, name: str, *_: Any) -> None:
+        started = any(trace.parts for trace in self.layers.values())
+        if self.current is self.outside and self.outside.parts and not started:
             raise ValueError(f"it runs {self.outside.parts[0]} before its layers.")
         self.current = self.layers[name]
 
-    def _end(self, *_) -> None:
+    def _end(self, *_: Any) -> None:
         self.current = self.outside
 
-    def _ended(self, name: str, *_) -> None:
+    def _ended(self, name: str, *_: Any) -> None:
         self.current.parts.append(name)
         self.current.saved = False
 
-    def _head(self, _module: nn.Module, args: tuple, _output: Tensor) -> None:
+    def _head(self, _module: nn.Module, args: tuple[Tensor, ...], _output: Tensor) -> None:
         self.narrow = args[0].dtype == torch.bfloat16
 
     def _saved(self, tensor: Tensor) -> Tensor:
         self.current.saved = True
         return tensor
 
-    def _called(self, name: str, linear: nn.Module, args: tuple, output: Tensor) -> None:
+    def _called(self, name: str, linear: nn.Module, args: tuple[Tensor], output: Tensor) -> None:
         (given,) = args
         inputs = Fraction(given.numel() // linear_size(linear)[1], ROWS * TOKENS)
         self.current.calls[name] = (inputs, given.dtype == torch.bfloat16)
@@ -200,11 +205,13 @@ class Watch:
                 tensor.register_hook(partial(_note, reached, name))
         self._ended(name)
 
-    def _passed(self, name: str, _module: nn.Module, args: tuple, kwargs: dict, output) -> None:
+    def _passed(
+        self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         shape = split_hidden_states(args, kwargs)[0].shape
-        given = [its for its in (*args, *kwargs.values()) if isinstance(its, Tensor) and its.shape == shape]
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.shape == shape]
         output = output if isinstance(output, Tensor) else output[0]
-        self.current.whole[name] = (len(given), output.dtype == torch.bfloat16)
+        self.current.unsharded[name] = (len(given), output.dtype == torch.bfloat16)
 
     def _stub(self, name: str, hidden: Tensor, *routing: Tensor, **named: Tensor) -> Tensor:
         """In place of experts, which look at values: hidden states pass, and how they are routed is written down."""
@@ -214,7 +221,7 @@ class Watch:
             dtype = "compute" if weights.dtype == torch.bfloat16 else "wide"
             self.current.routing[name] = (choices.shape[-1], dtype)
         # Backward comes to the router by the sum.
-        output = sum((its.sum() for its in routing if its.is_floating_point()), hidden.clone())
+        output = sum((tensor.sum() for tensor in routing if tensor.is_floating_point()), hidden.clone())
         self._ended(name)
         return output
 

@@ -1,6 +1,6 @@
 """The planner's numbers of a model whose type it does not know by name: read from its modules, built without weights.
 
-    read_shape("DIR")      catalog.load, and for a type that is not in its FAMILIES what is said here
+    read_shape("DIR")      load_shape of catalog.py, and for a type that is not in its FAMILIES what is said here
 
 The model is built on the meta device, which takes no memory, and its shape is found there (trace.py).
 """
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from hf_axonn.planner.model import catalog as models
-from hf_axonn.planner.model.shapes import FoundShape
+from hf_axonn.planner.model.catalog import FAMILIES, load_shape, shape_from_config
 from hf_axonn.planner.model.stack import Stack
 
 
@@ -22,17 +22,17 @@ def read_shape(model: str) -> Stack:
         ValueError: there is no such model, or a shape cannot describe it; the message says why.
     """
     try:
-        return models.load(model)
+        return load_shape(model)
     except ValueError:
         path = Path(model)
         path = path / "config.json" if path.is_dir() else path
         config = _config(path)
-        if config is None or config.get("model_type") in (None, *models.FAMILIES):
+        if config is None or config.get("model_type") in (None, *FAMILIES):
             raise
     return built_shape(config, str(path))
 
 
-def _config(path: Path) -> dict | None:
+def _config(path: Path) -> dict[str, Any] | None:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -40,17 +40,17 @@ def _config(path: Path) -> dict | None:
     return config if isinstance(config, dict) else None
 
 
-def shape_of(config: dict) -> Stack:
+def shape_of(config: dict[str, Any]) -> Stack:
     """The shape of a config's contents, of any type.
 
     Raises:
         ValueError: as `read_shape`.
     """
-    known = config.get("model_type") in models.FAMILIES
-    return models.from_config(config) if known else built_shape(config)
+    known = config.get("model_type") in FAMILIES
+    return shape_from_config(config) if known else built_shape(config)
 
 
-def built_shape(config: dict, name: str = "config") -> FoundShape:
+def built_shape(config: dict[str, Any], name: str = "config") -> Stack:
     """The shape of a config's contents, of a model that Transformers can build.
 
     Raises:
@@ -64,7 +64,7 @@ def built_shape(config: dict, name: str = "config") -> FoundShape:
 
     kind = config["model_type"]
     try:
-        settings = AutoConfig.for_model(kind, **{key: its for key, its in config.items() if key != "model_type"})
+        settings = AutoConfig.for_model(kind, **{key: value for key, value in config.items() if key != "model_type"})
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(settings)
     except (ValueError, KeyError, TypeError, AttributeError, ImportError) as error:
@@ -74,5 +74,5 @@ def built_shape(config: dict, name: str = "config") -> FoundShape:
     except ValueError as error:
         raise ValueError(
             f"the config {name}: model_type is {kind!r}, which the planner cannot describe: {error} For a rough plan "
-            f"take the config of one of {', '.join(models.FAMILIES)} with like sizes."
+            f"take the config of one of {', '.join(FAMILIES)} with like sizes."
         ) from None

@@ -1,6 +1,6 @@
 """The planner's numbers of a model that is there: its plan, its parameters, and what it does when it runs.
 
-    found_shape(model)     the FoundShape (planner/model/shapes.py) of a model on the meta device
+    found_shape(model)     the Stack (planner/model/stack.py) of a model on the meta device
 
 The shape is taken only where it has as many parameters as the model, so that what it cannot express is refused and not
 guessed.
@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_axonn.architectures.feature_layout import choose_layout
@@ -22,13 +24,22 @@ from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.compat.transformers import has_causal_lm_loss, input_embedding, output_embedding, text_config
 from hf_axonn.engine.linears import is_linear, linear_size
 from hf_axonn.layers.moe import expert_weights, is_experts
-from hf_axonn.planner.model.shapes import FoundShape
-from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, LinearShape, Table, Weight, Whole
-from hf_axonn.planner.tracing.layer_probe import TOKENS, Order, Watch, orders
+from hf_axonn.planner.model.stack import (
+    Block,
+    Call,
+    Experts,
+    Layer,
+    LinearShape,
+    Stack,
+    Table,
+    UnshardedModule,
+    Weight,
+)
+from hf_axonn.planner.tracing.layer_probe import TOKENS, LayerProbe, LayerTrace, probe_layers
 from hf_axonn.topology.weight_kind import WeightKind
 
 
-def found_shape(model: nn.Module) -> FoundShape:
+def found_shape(model: PreTrainedModel) -> Stack:
     """The shape of a model on the meta device, which is unchanged.
 
     Raises:
@@ -37,7 +48,9 @@ def found_shape(model: nn.Module) -> FoundShape:
     embedding, head = input_embedding(model), output_embedding(model)
     plan = plan_for(model)
     kinds = weight_kinds(model, plan)
-    if {kinds.get(id(getattr(its, "weight", None))) for its in (embedding, head)} != {WeightKind.VOCABULARY}:
+    table, projection = _weight(embedding), _weight(head)
+    both = {kinds.get(id(table)), kinds.get(id(projection))}
+    if table is None or projection is None or both != {WeightKind.VOCABULARY}:
         raise ValueError("its embedding or its head is not a plain one.")
     if not has_causal_lm_loss(model):
         raise ValueError("its loss is not that of Transformers' causal LMs.")
@@ -46,23 +59,23 @@ def found_shape(model: nn.Module) -> FoundShape:
         raise ValueError("it has no decoder layers.")
     layout = choose_layout(model, plan, y=2, wanted="auto")
     alone = _alone(model, plan, kinds)
-    watch = orders(model, plan, layers, alone)
-    finder = _Finder(model, plan, kinds, set(layout.norms), watch, alone)
-    vocab, hidden = embedding.weight.shape
-    shape = FoundShape(
-        runs=tuple(_runs([finder.layer(name, watch.layers[name]) for name in layers])),
+    probe = probe_layers(model, plan, layers, alone)
+    finder = _Finder(model, plan, kinds, set(layout.norms), probe, alone)
+    vocab, hidden = table.shape
+    shape = Stack(
+        runs=tuple(_runs([finder.layer(name, probe.layers[name]) for name in layers])),
         hidden=hidden,
         vocab=vocab,
-        tied=head.weight is embedding.weight,
-        head_bias=head.bias is not None,
+        tied=projection is table,
+        head_bias=getattr(head, "bias", None) is not None,
         centered=any(kind.centered for kind in layout.norms.values()),
         final=(),
-        tables=tuple(finder.tables()),
+        tables=tuple(finder.tables(hidden)),
         features=bool(layout.features),
-        ends_whole=plan.final is None or bool(plan.reason),
-        ends_narrow=watch.narrow,
+        ends_full=plan.final is None or bool(plan.reason),
+        ends_narrow=probe.narrow,
         loose=bool(plan.reason),
-        outside=finder.outside(watch.outside),
+        outside=finder.outside(probe.outside),
         idle=tuple(finder.idle),
         notes=tuple(_notes(model, plan, alone)),
     )
@@ -70,6 +83,11 @@ def found_shape(model: nn.Module) -> FoundShape:
     if shape.parameters() != count:
         raise ValueError(f"{shape.parameters():,} of its parameters are accounted for, but it has {count:,}.")
     return shape
+
+
+def _weight(module: nn.Module | None) -> Tensor | None:
+    weight = getattr(module, "weight", None)
+    return weight if isinstance(weight, Tensor) else None
 
 
 def _alone(model: nn.Module, plan: ShardingPlan, kinds: dict[int, WeightKind]) -> set[str]:
@@ -83,22 +101,22 @@ def _alone(model: nn.Module, plan: ShardingPlan, kinds: dict[int, WeightKind]) -
 
 
 def _notes(model: nn.Module, plan: ShardingPlan, alone: set[str]) -> Iterator[str]:
-    """What of a model is reckoned roughly."""
+    """What of a model is only estimated, or left out."""
     names = {module: name for name, module in model.named_modules()}
-    read = sorted({names[its].rpartition(".")[2] for reader in find_readers(model)[0] for its in reader.read})
-    read = [name for name in read if any(its.endswith(f".{name}") for its in alone)]
+    read = sorted({names[linear].rpartition(".")[2] for reader in find_readers(model)[0] for linear in reader.read})
+    read = [name for name in read if any(path.endswith(f".{name}") for path in alone)]
     if read:
-        yield f"its code reads the weights of {', '.join(read)}, which are then gathered whole: that is not reckoned"
+        yield f"its code reads the weights of {', '.join(read)}: the plan leaves out that they are gathered for it"
     if plan.reason:
         yield (
-            "it is cut Linear by Linear: activations are whole on every rank of (x, y), as reckoned, but what its "
-            "code does beside its Linears is reckoned as reading and writing their results, and as sending nothing"
+            "it is sharded Linear by Linear, with full activations on every rank of (x, y): the plan counts them, but "
+            "takes the rest of its code to read and write the results of its Linears and to send nothing"
         )
     elif plan.full_sequence:
         kinds = sorted({name.rpartition(".")[2] for name in plan.full_sequence})
         yield (
-            f"modules that need whole sequences ({', '.join(kinds)}) are reckoned as their Linears, and what else "
-            "they do as reading and writing their results, and as sending nothing"
+            f"modules that need full sequences ({', '.join(kinds)}) are estimated by their Linears: the plan takes "
+            "the rest of their code to read and write the results of those and to send nothing"
         )
 
 
@@ -106,7 +124,7 @@ def _checkpointed(model: nn.Module) -> list[str]:
     """Names of the layers that gradient checkpointing runs again, where a plan knows of none."""
     found: list[str] = []
     for name, module in model.named_modules():
-        if isinstance(module, GradientCheckpointingLayer) and not any(name.startswith(f"{its}.") for its in found):
+        if isinstance(module, GradientCheckpointingLayer) and not is_inside(name, found):
             found.append(name)
     return found
 
@@ -132,70 +150,74 @@ class _Finder:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: PreTrainedModel,
         plan: ShardingPlan,
         kinds: dict[int, WeightKind],
         norms: set[nn.Module],
-        watch: Watch,
+        probe: LayerProbe,
         alone: set[str],
     ) -> None:
-        self.model, self.plan, self.kinds, self.norms, self.watch, self.alone = model, plan, kinds, norms, watch, alone
+        self.model, self.plan, self.kinds, self.norms, self.probe, self.alone = model, plan, kinds, norms, probe, alone
         self.modules = dict(model.named_modules())
         self.blocks = {block.row: block for block in plan.blocks}
         self.entries = {block.entry for block in plan.blocks} | set(self.blocks)
-        self.linears = {id(its.weight): linear_size(its) for its in model.modules() if is_linear(its)}
+        self.linears = {id(module.weight): linear_size(module) for module in model.modules() if is_linear(module)}
         self.idle: list[int] = []
-        self.within = {name for name in self.modules if is_inside(name, watch.layers)}
-        outer = (output_embedding(model), model.get_input_embeddings())
-        self.seen = {id(its) for module in outer for its in module.parameters()}
+        self.within = {name for name in self.modules if is_inside(name, probe.layers)}
+        outer = [module for module in (input_embedding(model), output_embedding(model)) if module is not None]
+        self.seen = {id(parameter) for module in outer for parameter in module.parameters()}
 
-    def layer(self, name: str, order: Order) -> Layer:
+    def layer(self, name: str, trace: LayerTrace) -> Layer:
         """One decoder layer."""
-        parts = self._parts(order)
+        parts = self._parts(trace)
         names = [path for path in self.modules if path == name or path.startswith(f"{name}.")]
-        return replace(self._weights(names), parts=tuple(parts), ends=None if order.saved else len(parts) - 1)
+        return replace(self._weights(names), parts=tuple(parts), ends=None if trace.saved else len(parts) - 1)
 
-    def tables(self) -> Iterator[Table]:
-        """Embeddings beside that of tokens."""
-        hidden = self.model.get_input_embeddings().weight.shape[1]
+    def tables(self, hidden: int) -> Iterator[Table]:
+        """Embeddings [rows, hidden] beside that of tokens."""
         for name, module in self.modules.items():
-            weight = getattr(module, "weight", None)
-            if not isinstance(module, nn.Embedding) or not weight.requires_grad or id(weight) in self.seen:
+            if not isinstance(module, nn.Embedding):
+                continue
+            weight = module.weight
+            if not weight.requires_grad or id(weight) in self.seen:
                 continue
             self.seen.add(id(weight))
             kind, (rows, cols) = self.kinds.get(id(weight), WeightKind.REPLICATED), weight.shape
-            if kind != WeightKind.REPLICATED and id(weight) not in self.watch.trained:
+            if kind != WeightKind.REPLICATED and id(weight) not in self.probe.trained:
                 self.idle.append(weight.numel())
             elif cols != hidden:
                 raise ValueError(f"{name} is an embedding of {cols} features.")
             else:
-                yield Table(kind, rows, self.watch.ran.get(name) == TOKENS)
+                yield Table(kind, rows, self.probe.ran.get(name) == TOKENS)
 
-    def outside(self, order: Order) -> Layer | None:
+    def outside(self, trace: LayerTrace) -> Layer | None:
         """What has parameters outside of the layers, but for the vocabulary, the head and the table of positions."""
         names = [
             path
             for path, module in self.modules.items()
             if path not in self.within and not isinstance(module, nn.Embedding)
         ]
-        # The norms there are not counted: the last one works on whole tokens.
-        found = replace(self._weights(names), parts=tuple(self._parts(order)), norms=0)
+        # The norms there are not counted: the last one works on full tokens.
+        found = replace(self._weights(names), parts=tuple(self._parts(trace)), norms=0)
         return found if found.weights or found.replicated or found.parts else None
 
     def _weights(self, names: list[str]) -> Layer:
         """The parameters of modules."""
-        weights, replicated, gathered, norms, routed = [], [], [], 0, 0
+        weights: list[Weight] = []
+        replicated: list[int] = []
+        gathered: list[tuple[int, int, bool]] = []
+        norms = routed = 0
         for path in names:
             module = self.modules[path]
-            own = [its for its in module._parameters.values() if its is not None and its.requires_grad]
-            own = [its for its in own if id(its) not in self.seen]
-            self.seen |= {id(its) for its in own}
+            trained = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
+            own = [parameter for parameter in trained if id(parameter) not in self.seen]
+            self.seen |= {id(parameter) for parameter in own}
             on_stream = not is_inside(path, self.entries) and not is_inside(path, self.plan.full_sequence)
             # Those that may work on features are known; others matter for memory alone.
             norms += module in self.norms if self.norms else on_stream and "Norm" in type(module).__name__
             for parameter in own:
                 kind = self.kinds.get(id(parameter), WeightKind.REPLICATED)
-                if kind != WeightKind.REPLICATED and id(parameter) not in self.watch.trained:
+                if kind != WeightKind.REPLICATED and id(parameter) not in self.probe.trained:
                     self.idle.append(parameter.numel())
                 elif kind == WeightKind.EXPERTS:
                     experts, rows, cols = parameter.shape
@@ -219,34 +241,34 @@ class _Finder:
             routed=routed,
         )
 
-    def _parts(self, order: Order) -> list[Block | Experts | Whole]:
+    def _parts(self, trace: LayerTrace) -> list[Block | Experts | UnshardedModule]:
         """Blocks, experts and groups of Linears on their own, in the order in which they ended."""
-        parts: list[Block | Experts | Whole] = []
-        for around, names in groupby(order.parts, self._around):
+        parts: list[Block | Experts | UnshardedModule] = []
+        for around, names in groupby(trace.parts, self._around):
             if around is None:
-                parts += [self._part(name, order) for name in names]
+                parts += [self._part(name, trace) for name in names]
                 continue
-            calls = tuple(self._call(name, order) for name in names)
-            taken, narrow = order.whole.get(around, (0, True))
-            parts.append(Whole(calls=calls, taken=taken, narrow=narrow))
+            calls = tuple(self._call(name, trace) for name in names)
+            taken, narrow = trace.unsharded.get(around, (0, True))
+            parts.append(UnshardedModule(calls=calls, taken=taken, narrow=narrow))
         return parts
 
     def _around(self, name: str) -> str | None:
-        """The module on whole sequences that a Linear on its own lies in, or nothing for another part."""
+        """The module on full sequences that a Linear on its own lies in, or nothing for another part."""
         if name not in self.alone:
             return None
-        return next((whole for whole in self.plan.full_sequence if name == whole or name.startswith(f"{whole}.")), "")
+        return next((path for path in self.plan.full_sequence if is_inside(name, [path])), "")
 
-    def _call(self, name: str, order: Order) -> Call:
-        backward = (name in self.watch.outputs, name in self.watch.inputs)
-        return Call(LinearShape(*self.linears[id(self.modules[name].weight)]), *order.calls[name], backward)
+    def _call(self, name: str, trace: LayerTrace) -> Call:
+        backward = (name in self.probe.outputs, name in self.probe.inputs)
+        return Call(LinearShape(*self.linears[id(self.modules[name].weight)]), *trace.calls[name], backward)
 
-    def _part(self, name: str, order: Order) -> Block | Experts:
+    def _part(self, name: str, trace: LayerTrace) -> Block | Experts:
         if name in self.blocks:
             return self._block(self.blocks[name])
-        # Llama 4's experts are not told who chose them.
+        # Llama 4's experts do not get the choices.
         chosen = getattr(text_config(self.model), "num_experts_per_tok", 1)
-        return _experts(self.modules[name], order.routing.get(name), chosen)
+        return _experts(self.modules[name], trace.routing.get(name), chosen)
 
     def _block(self, plan: BlockPlan) -> Block:
         def linear(name: str) -> LinearShape:
@@ -262,16 +284,16 @@ class _Finder:
             kv=plan.kv,
             head_norms=tuple((index, kind.centered) for kind, index in plan.head_norms.values()),
             down=tuple(linear(name) for name in down),
-            rotary=self.modules[plan.entry].qk_rope_head_dim if down else 0,
+            rotary=getattr(self.modules[plan.entry], "qk_rope_head_dim") if down else 0,  # noqa: B009
         )
 
 
-def _experts(module: nn.Module, routing: tuple[int, str] | None, unless_told: int) -> Experts:
-    chosen, dtype = routing or (unless_told, "wide")
+def _experts(module: Any, routing: tuple[int, str] | None, configured: int) -> Experts:
+    chosen, dtype = routing or (configured, "wide")
     return Experts(
         number=module.num_experts,
         chosen=chosen,
-        weights=tuple(LinearShape(*module._parameters[name].shape[1:]) for name in expert_weights(module)),
+        weights=tuple(LinearShape(*getattr(module, name).shape[1:]) for name in expert_weights(module)),
         routing=dtype,
         sorted=routing is None,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, LinearShape, Stack, Whole
+from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, LinearShape, Stack, UnshardedModule
 from hf_axonn.planner.traffic.ledger import Key, Ledger
 from hf_axonn.planner.traffic.shares import own_experts, shard_shape
 from hf_axonn.topology.grid import Grid, GridPosition, ceil_div
@@ -16,7 +16,7 @@ from hf_axonn.topology.heads import Heads, exchanged_features, is_own_slice
 from hf_axonn.topology.weight_kind import WeightKind
 
 
-LAYOUTS = ("token", "feature")
+RESIDUAL_LAYOUTS = ("token", "feature")
 INDEX_BYTES = 8  # of the number of an expert
 
 
@@ -24,8 +24,10 @@ class LayerAccount:
     """The sizes that all entries share, and the collectives of a layer. Arguments as `volumes.volumes`."""
 
     def __init__(self, shape: Stack, grid: Grid, step: Step, layout: str, rank: int = 0) -> None:
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout is {layout!r}, but the residual stream is divided by {' or by '.join(LAYOUTS)}.")
+        if layout not in RESIDUAL_LAYOUTS:
+            raise ValueError(
+                f"layout is {layout!r}, but the residual stream is divided by {' or by '.join(RESIDUAL_LAYOUTS)}."
+            )
         self.shape, self.grid, self.step = shape, grid, step
         self.by_features = layout == "feature" and grid.y > 1
         self.here = grid.coordinates(rank)
@@ -47,8 +49,8 @@ class LayerAccount:
             last = first if index == layer.ends else again
             if isinstance(part, Experts):
                 self.experts(again, last, part)
-            elif isinstance(part, Whole):
-                self.whole(again, last, part)
+            elif isinstance(part, UnshardedModule):
+                self.unsharded(again, last, part)
             else:
                 self.block(again, last, part)
         total = Ledger(self.grid)
@@ -120,31 +122,31 @@ class LayerAccount:
             both(last, "all_to_all", "all_to_all", ("y",), stream)
 
     def latents(self, ledger: Ledger, block: Block, axes: tuple[str, ...]) -> None:
-        """Latent attention up to its columns: whole activations, Linears on their own, whole latents
+        """Latent attention up to its columns: full activations, Linears on their own, full latents
         (layers/latent_attention.py)."""
         grid, both = self.grid, self.both
         parts = self.padded // grid.x * self.hidden_y
         parts = parts if self.by_features else self.padded // grid.x // grid.y * self.shape.hidden
         ledger.add("forward", "all_gather", ("x", "y"), parts * self.step.param_bytes)
         for linear in (*block.down, *block.columns):  # take_features, and the sum over x of what comes back
-            self.whole_input(ledger, self.tokens * ceil_div(linear.cols, grid.y) * self.step.param_bytes)
+            self.full_input(ledger, self.tokens * ceil_div(linear.cols, grid.y) * self.step.param_bytes)
             self.weights(ledger, WeightKind.LINEAR if linear in block.down else WeightKind.COLUMN, [linear])
         for linear in block.down:  # FullLinear
-            self.whole_output(ledger, self.tokens * ceil_div(linear.rows, grid.x))
+            self.full_output(ledger, self.tokens * ceil_div(linear.rows, grid.x))
         both(ledger, None, "all_reduce", axes, self.tokens * block.rotary)
 
-    def whole_input(self, ledger: Ledger, payload: int) -> None:
-        """Into a product whose input is whole: its gradient is gathered over y and summed over x."""
+    def full_input(self, ledger: Ledger, payload: int) -> None:
+        """Into a product whose input is full: its gradient is gathered over y and summed over x."""
         ledger.add("backward", "all_gather", ("y",), payload)
         ledger.add("backward", "all_reduce", ("x",), payload)
 
-    def whole_output(self, ledger: Ledger, elements: int) -> None:
+    def full_output(self, ledger: Ledger, elements: int) -> None:
         """Out of a Linear on its own: sums over y, features of all ranks of x."""
         self.both(ledger, "all_reduce", None, ("y",), elements)
         self.both(ledger, "all_gather", None, ("x",), elements)
 
-    def whole(self, ledger: Ledger, last: Ledger, module: Whole) -> None:
-        """Linears on their own, on whole activations. What follows the last one goes to `last`."""
+    def unsharded(self, ledger: Ledger, last: Ledger, module: UnshardedModule) -> None:
+        """Linears on their own, on full activations. What follows the last one goes to `last`."""
         own, step = self.padded // (self.grid.x * self.grid.y) * self.shape.hidden, self.step
         if module.taken:  # gather_tokens before, take_tokens after
             ledger.add("forward", "all_gather", ("x", "y"), module.taken * own * step.param_bytes, module.taken)
@@ -166,8 +168,8 @@ class LayerAccount:
         if output and input_:
             self.gathers(ledger, "backward", elements, 1)
             size = self.step.compute_bytes if call.narrow else self.step.param_bytes
-            self.whole_input(ledger, inputs * ceil_div(linear.cols, self.grid.y) * size)
-        self.whole_output(last, inputs * ceil_div(linear.rows, self.grid.x))
+            self.full_input(ledger, inputs * ceil_div(linear.cols, self.grid.y) * size)
+        self.full_output(last, inputs * ceil_div(linear.rows, self.grid.x))
 
     def experts(self, ledger: Ledger, last: Ledger, experts: Experts) -> None:
         """The experts of a layer. What follows their work goes to `last`."""
@@ -203,7 +205,7 @@ class LayerAccount:
         self.both(last, "reduce_scatter", "all_gather", ("x", "y"), own)
 
     def in_pieces(self, ledger: Ledger, rows: int, cols: int, partial: tuple[str, ...] = ()) -> None:
-        """A parameter that is whole while its module runs, in its own dtype; autograd keeps it. `partial`: the axes
+        """A parameter that is full while its module runs, in its own dtype; autograd keeps it. `partial`: the axes
         whose ranks do different work with it."""
         size, linear = self.step.param_bytes, LinearShape(rows, cols)
         stored = self.travels(WeightKind.GATHERED, [linear])

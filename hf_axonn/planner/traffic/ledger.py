@@ -7,11 +7,12 @@ or a pairwise exchange (all-to-all) of p ranks makes every rank send
     all_gather       the block of one rank                 (p - 1) * n
     reduce_scatter   the block that is left on one rank    (p - 1) * n
     exchange         what this rank sends to others        n
-    all_reduce       the whole tensor                      2 * (p - 1) / p * n
-    all_to_all       the whole tensor                      (p - 1) / p * n
-    broadcast        the whole tensor                      n
+    all_reduce       the full tensor                       2 * (p - 1) / p * n
+    all_to_all       the full tensor                       (p - 1) / p * n
+    broadcast        the full tensor                       n
 
-All are linear in the payload, so payloads are added up as whole numbers and the bytes follow exactly.
+All are linear in the payload, so payloads are added up as integers, or as fractions where a paper's equations divide
+without padding, and the bytes follow exactly.
 
 Source: Thakur, Rabenseifner and Gropp 2005, ring and pairwise algorithms; AxoNN (arXiv 2502.08145), equations 1 to 5.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hf_axonn.topology.grid import AXES, Grid
 
@@ -29,7 +30,7 @@ PHASES = ("forward", "backward", "gradients")
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "exchange", "broadcast")
 
 
-def sent_bytes(kind: str, ranks: int, payload: int) -> Fraction:
+def sent_bytes(kind: str, ranks: int, payload: int | Fraction) -> Fraction:
     """Bytes that each of `ranks` ranks sends for a collective of this kind and payload (see the head of this file)."""
     factor = {
         "all_gather": Fraction(ranks - 1),
@@ -43,7 +44,7 @@ def sent_bytes(kind: str, ranks: int, payload: int) -> Fraction:
 
 
 class Key(NamedTuple):
-    """What is told apart: when (PHASES), which collective (KINDS), and along which axes its ranks differ."""
+    """What an entry is for: when (PHASES), which collective (KINDS), and along which axes its ranks differ."""
 
     phase: str
     kind: str
@@ -54,13 +55,13 @@ class Volume(NamedTuple):
     """How many collectives, and their payloads added up, in bytes."""
 
     calls: int
-    payload: int
+    payload: int | Fraction
 
 
 class Ledger:
     """The collectives of one rank on a grid, added up by `Key`.
 
-    `axes` of a key are those longer than 1, in the order of AXES: a group of the whole world on data=2, x=2 is
+    `axes` of a key are those longer than 1, in the order of AXES: a group of all ranks on data=2, x=2 is
     ("data", "x"), as is any other group of the same ranks. What has one rank costs nothing and is not entered.
     """
 
@@ -68,7 +69,7 @@ class Ledger:
         self.grid = grid
         self.entries: dict[Key, Volume] = {}
 
-    def add(self, phase: str, kind: str, axes: Collection[str], payload: int, calls: int = 1) -> None:
+    def add(self, phase: str, kind: str, axes: Collection[str], payload: int | Fraction, calls: int = 1) -> None:
         """Enter `calls` collectives whose payloads are `payload` bytes in all."""
         axes = tuple([axis for axis in AXES if axis in axes and getattr(self.grid, axis) > 1])
         if axes and calls:
@@ -96,11 +97,11 @@ class Ledger:
             if phase in (None, key.phase) and kind in (None, key.kind) and axes in (None, key.axes):
                 yield key, volume
 
-    def calls(self, **which) -> int:
+    def calls(self, **which: Any) -> int:
         """Number of collectives; arguments as `chosen`."""
         return sum(volume.calls for _, volume in self.chosen(**which))
 
-    def sent(self, **which) -> Fraction:
+    def sent(self, **which: Any) -> Fraction:
         """Bytes that this rank sends; arguments as `chosen`."""
         entries = self.chosen(**which)
         return sum(

@@ -88,14 +88,14 @@ class Account(LayerAccount):
         """Last norm, head and loss: chunk by chunk, gradients formed in the forward pass."""
         shape, grid, step = self.shape, self.grid, self.step
         ledger, size = Ledger(grid), step.compute_bytes
-        if shape.ends_whole:  # the loss then takes its tokens again
+        if shape.ends_full:  # the loss then takes its tokens again
             tokens = self.padded // grid.x // grid.y
             stream = self.padded // grid.x * self.hidden_y if self.by_features else tokens * shape.hidden
             if not shape.loose:
                 ledger.add("forward", "all_gather", ("x", "y"), stream * step.param_bytes)
             taken = step.compute_bytes if shape.ends_narrow else step.param_bytes
             ledger.add("backward", "all_gather", ("x", "y"), tokens * shape.hidden * taken)
-        elif self.by_features:  # back to whole tokens
+        elif self.by_features:  # back to full tokens
             for phase in ("forward", "backward"):
                 ledger.add(phase, "all_to_all", ("y",), self.padded // grid.x * self.hidden_y * step.param_bytes)
         weight = self.travels(WeightKind.VOCABULARY, [LinearShape(shape.vocab, shape.hidden)])

@@ -105,7 +105,7 @@ def prepare(model_type: str) -> Specimen | Row:
         with in_float64():
             loss = model_loss(trained, batch, 1)
             loss.backward()
-        gradients = {name: its.grad for name, its in trained.named_parameters() if its.grad is not None}
+        gradients = {name: weight.grad for name, weight in trained.named_parameters() if weight.grad is not None}
         if not all(bool(grad.isfinite().all()) for grad in gradients.values()):
             raise ArithmeticError("gradients of one process are not finite")
         return Specimen(row, model, batch, loss.detach(), gradients)
@@ -130,7 +130,7 @@ def examine(specimen: Specimen, grid: Grid) -> Finding:
         loss.backward()
     sync_gradients(model)
     # This rank's piece in place of that of one process: what the other ranks hold they compare themselves.
-    ours = {name: its.grad for name, its in model.named_parameters() if its.grad is not None}
+    ours = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
     if ours.keys() != specimen.gradients.keys():
         raise AssertionError(f"gradients of {sorted(ours.keys() ^ specimen.gradients.keys())[:3]} on one side only")
     for name, truth in specimen.gradients.items():

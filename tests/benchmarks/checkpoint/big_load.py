@@ -65,9 +65,9 @@ class Reads:
             return
         nbytes = math.prod(sizes) * itemsize
         run = itemsize
-        for size, whole in zip(reversed(sizes), reversed(shape), strict=True):
+        for size, full in zip(reversed(sizes), reversed(shape), strict=True):
             run *= size
-            if size != whole:
+            if size != full:
                 break
         self.bytes += nbytes
         self.largest, self.run = max(self.largest, nbytes), min(self.run, run)
@@ -118,26 +118,26 @@ def reads_of(tensors: dict[str, torch.Tensor], index: dict[str, str], grid: Grid
 def report(tensors: dict[str, torch.Tensor], index: dict[str, str], grid: Grid, ranks: list[int]) -> str:
     """A table: what the ranks read, and how that compares with the checkpoint."""
     every = [reads_of(tensors, index, grid, rank) for rank in ranks]
-    whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     parts = grid.x * grid.y * grid.z
     lines = [
-        f"checkpoint: {whole:,} bytes in {len(set(index.values())):,} files, {len(tensors):,} tensors",
+        f"checkpoint: {total:,} bytes in {len(set(index.values())):,} files, {len(tensors):,} tensors",
         f"grid {grid}: {grid.size:,} ranks, of which {len(ranks):,} were worked out",
         "",
         "| of a rank | least | most |",
         "|---|--:|--:|",
     ]
     for title, values in {
-        "bytes read": [its.bytes for its in every],
-        "... times x * y * z / checkpoint": [its.bytes * parts / whole for its in every],
-        "bytes of the largest slice": [its.largest for its in every],
-        "bytes of the shortest stretch": [its.run for its in every],
-        "files touched": [len(its.files) for its in every],
+        "bytes read": [read.bytes for read in every],
+        "... times x * y * z / checkpoint": [read.bytes * parts / total for read in every],
+        "bytes of the largest slice": [read.largest for read in every],
+        "bytes of the shortest stretch": [read.run for read in every],
+        "files touched": [len(read.files) for read in every],
     }.items():
         style = ",.3f" if isinstance(values[0], float) else ",d"
         lines.append(f"| {title} | {min(values):{style}} | {max(values):{style}} |")
     if len(ranks) == grid.size:
-        lines += ["", f"read by all ranks together: {sum(its.bytes for its in every):,} bytes"]
+        lines += ["", f"read by all ranks together: {sum(read.bytes for read in every):,} bytes"]
     return "\n".join(lines)
 
 

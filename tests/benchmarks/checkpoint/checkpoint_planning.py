@@ -122,10 +122,10 @@ def main() -> None:
         rank_0, manifest = merge(tensors, grid)
         some = dict(list(tensors.items())[1 : options.dcp_tensors + 1])
         plan, nbytes = theirs(some, grid)
-        whole = len(tensors) / len(some)
+        scale = len(tensors) / len(some)
         cells = [f"{ranks:,}", str(grid), *(f"{seconds:.3f} s" for seconds in (write, same, more)), str(files)]
-        cells += [f"{rank_0:.2f} s", f"{manifest / 2**20:.2f} MiB", f"{plan:.1f} s", f"{plan * whole:.0f} s"]
-        print(f"| {' | '.join([*cells, f'{nbytes * whole / 2**20:,.0f} MiB'])} |", flush=True)
+        cells += [f"{rank_0:.2f} s", f"{manifest / 2**20:.2f} MiB", f"{plan:.1f} s", f"{plan * scale:.0f} s"]
+        print(f"| {' | '.join([*cells, f'{nbytes * scale / 2**20:,.0f} MiB'])} |", flush=True)
 
 
 if __name__ == "__main__":

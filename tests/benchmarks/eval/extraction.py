@@ -203,7 +203,7 @@ def report(seconds: Seconds, profiled: list[str], args: argparse.Namespace) -> s
         # `generate` takes as long whatever the model knows, so its fastest round at any share counts
         return f"{min(min(of[other]) for of in seconds.values()) / min(ours):.2f} ({middle:.2f})"
 
-    def told(some: Sequence[float]) -> str:
+    def least_and_median(some: Sequence[float]) -> str:
         return f"{min(some):.4f} ({statistics.median(some):.4f})"
 
     def row(title: str, value: Callable[[float], str]) -> str:
@@ -240,7 +240,7 @@ def report(seconds: Seconds, profiled: list[str], args: argparse.Namespace) -> s
         "Seconds a sample (fastest round; in brackets the median):",
         "",
         head,
-        *(row(name, lambda share, n=name: told(seconds[str(share)][n])) for name in NAMES),
+        *(row(name, lambda share, n=name: least_and_median(seconds[str(share)][n])) for name in NAMES),
         "",
         "What the processor does in the meantime:",
         "",

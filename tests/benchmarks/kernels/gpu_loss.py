@@ -25,7 +25,7 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ParallelState
-from hf_axonn.losses import vocab_parallel as engine_loss
+from hf_axonn.losses import head_chunks as engine_loss
 from hf_axonn.parallel.install import install_layers, shard_parameters
 
 

@@ -14,8 +14,8 @@ import statistics
 import sys
 from dataclasses import dataclass, replace
 
-from hf_axonn.planner import machine as machines
-from hf_axonn.planner.model import catalog as models
+from hf_axonn.planner.machine import load_machine
+from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.predict import Job
 from hf_axonn.planner.search import GridRanking, plan
 from hf_axonn.planner.time import compute
@@ -68,14 +68,14 @@ SCRIPT = (
 
 def script_seconds(model: str, machine: str, sequences: int, grid: Grid) -> float:
     """What the equations give when counted as the script counts."""
-    return network_time(models.load(model), machines.load(machine), grid, sequences * SEQ, counting="script")
+    return network_time(load_shape(model), load_machine(machine), grid, sequences * SEQ, counting="script")
 
 
 def predicted(point: Point, schedule: str = "axonn", **changes: float) -> GridRanking:
     """All grids of a published run; `changes` scale the machine (`Machine.scaled`)."""
     job = Job(
-        shape=models.load(point.model),
-        machine=machines.load(point.machine).scaled(**changes),
+        shape=load_shape(point.model),
+        machine=load_machine(point.machine).scaled(**changes),
         sequences=SEQUENCES,
         seq=SEQ,
         schedule=schedule,

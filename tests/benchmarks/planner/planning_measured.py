@@ -34,8 +34,8 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from hf_axonn import __version__  # noqa: E402
-from hf_axonn.planner import machine as machines  # noqa: E402
-from hf_axonn.planner.model import catalog as models  # noqa: E402
+from hf_axonn.planner.machine import load_machine  # noqa: E402
+from hf_axonn.planner.model.catalog import shape_from_config  # noqa: E402
 from hf_axonn.planner.predict import Job, Prediction, predict  # noqa: E402
 from hf_axonn.planner.search import grids  # noqa: E402
 from tests.benchmarks.peers.contenders import grid_name  # noqa: E402
@@ -124,8 +124,8 @@ def visit(name: str, ranks: int, folder: Path, batches: torch.Tensor, steps: int
 def predictions(ranks: int, folder: Path, size: str) -> dict[str, Prediction]:
     """What the planner says of each grid, by name."""
     job = Job(
-        shape=models.from_config(model_config(size, sequence=SEQ).to_dict()),
-        machine=machines.load(str(folder / f"machine-{ranks}.json")),
+        shape=shape_from_config(model_config(size, sequence=SEQ).to_dict()),
+        machine=load_machine(str(folder / f"machine-{ranks}.json")),
         sequences=ROWS,
         seq=SEQ,
         compute_bytes=4,

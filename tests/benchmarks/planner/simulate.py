@@ -45,7 +45,7 @@ from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.planner.measure.traffic_counter import count_traffic
 from hf_axonn.planner.memory import memory
-from hf_axonn.planner.model import catalog as models
+from hf_axonn.planner.model.catalog import GPT_POSITIONS, GPT_VOCAB, GPTS
 from hf_axonn.planner.model.shapes import Step
 from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.predict import layout_of
@@ -86,15 +86,15 @@ class Case:
 
 def gpt(name: str) -> PreTrainedConfig:
     """A GPT of AxoNN's paper as Transformers' Starcoder2: its Linears, biases and norms, but rotary positions."""
-    layers, hidden, heads = models.GPTS[name]
+    layers, hidden, heads = GPTS[name]
     return Starcoder2Config(
         hidden_size=hidden,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         intermediate_size=4 * hidden,
-        vocab_size=models.GPT_VOCAB,
-        max_position_embeddings=models.GPT_POSITIONS,
+        vocab_size=GPT_VOCAB,
+        max_position_embeddings=GPT_POSITIONS,
         sliding_window=None,
     )
 
@@ -234,7 +234,7 @@ def train(model: nn.Module, case: Case, ids: Tensor, count: Tensor) -> Outcome:
     for _ in range(2):
         outcome = _step(model, case, ids, count)
         optimizer.step()
-        state = [value for its in optimizer.state.values() for name, value in its.items() if name != "step"]
+        state = [value for moments in optimizer.state.values() for name, value in moments.items() if name != "step"]
         outcome.moments = nbytes(state)
         optimizer.zero_grad()
     return outcome
@@ -251,7 +251,7 @@ def _step(model: nn.Module, case: Case, ids: Tensor, count: Tensor) -> Outcome:
         return Outcome(
             ledger=counter.ledger,
             parameters=nbytes(model.parameters()),
-            gradients=nbytes(its.grad for its in model.parameters() if its.grad is not None),
+            gradients=nbytes(weight.grad for weight in model.parameters() if weight.grad is not None),
             moments=0,
             saved=saved,
             forward=forward,

@@ -77,12 +77,12 @@ def differences(config: transformers.PreTrainedConfig, shape: Stack, grid: Grid)
     lines = []
     for checkpointing in (False, True):
         case, ledger = counted(config, grid, checkpointing=checkpointing)
-        ours, its = ledger.entries, volumes(shape, grid, case.step, layout=layout_of(shape, grid)).entries
+        sent, said = ledger.entries, volumes(shape, grid, case.step, layout=layout_of(shape, grid)).entries
         lines += [
             f"{'checkpointing, ' * checkpointing}{key.phase} {key.kind} over {'+'.join(key.axes)}: "
-            f"counted {ours.get(key)}, said {its.get(key)}"
-            for key in sorted({*ours, *its})
-            if ours.get(key) != its.get(key)
+            f"counted {sent.get(key)}, said {said.get(key)}"
+            for key in sorted({*sent, *said})
+            if sent.get(key) != said.get(key)
         ]
     return lines
 
@@ -111,7 +111,7 @@ def main(arguments: list[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     found = {kind: look(kind, options.grid) for kind in options.kinds}
-    counts = Counter(its.verdict for its in found.values())
+    counts = Counter(answer.verdict for answer in found.values())
     lines = [
         "# Traffic of every model type: said and sent",
         "",
@@ -128,12 +128,12 @@ def main(arguments: list[str] | None = None) -> int:
         "",
         "| type | | |",
         "| --- | --- | --- |",
-        *(f"| {kind} | {its.verdict} | {its.why[:200].replace('|', '/')} |" for kind, its in found.items()),
+        *(f"| {kind} | {answer.verdict} | {answer.why[:200].replace('|', '/')} |" for kind, answer in found.items()),
     ]
     print("\n".join(lines))
     if options.output:
         options.output.write_text("\n".join(lines) + "\n")
-    return int(any(its.verdict == "differs" and "counted" in its.why for its in found.values()))
+    return int(any(answer.verdict == "differs" and "counted" in answer.why for answer in found.values()))
 
 
 if __name__ == "__main__":

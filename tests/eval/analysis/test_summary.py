@@ -130,10 +130,10 @@ def test_membership_is_told_against_bucket_zero():
 
 def test_undecided_samples_bound_the_exact_matches():
     results = [
-        result("a", exact_match=True, undecided=False),
-        result("b", exact_match=True, undecided=True),
-        result("c", undecided=True),
-        result("d", undecided=False),
+        result("a", exact_match=True, near_tie=False),
+        result("b", exact_match=True, near_tie=True),
+        result("c", near_tie=True),
+        result("d", near_tie=False),
         result("e", exact_match=True),
     ]
     undecided = summarize(results)["all"]["undecided"]
@@ -200,7 +200,7 @@ def test_a_summary_reads_an_iterator_once_and_keeps_little_of_it():
                 logprobs=tokens,
                 generated_text=text,
                 near_verbatim=False,
-                undecided=False,
+                near_tie=False,
                 sampled_logprob=-5.0 - place % 7,
                 membership={"loss": float(place)},
                 **{name: 0.5 for name in ("rouge1", "rouge2", "rougeL", "type_token_ratio", "zlib_ratio")},

@@ -7,7 +7,7 @@ from hf_axonn_eval.data.windows import Sampling, Window
 
 def test_offsets_and_lengths_each_with_each():
     sampling = Sampling(prefix_length=(4, 2), suffix_length=3, offset=(0, 5))
-    assert sampling.cuts(99) == [
+    assert sampling.windows(99) == [
         Window("0+4+3", 0, 4, 7),
         Window("0+2+3", 0, 2, 5),
         Window("5+4+3", 5, 9, 12),
@@ -18,12 +18,12 @@ def test_offsets_and_lengths_each_with_each():
 
 def test_one_changed_at_a_time():
     sampling = Sampling(prefix_length=(4, 2, 8), suffix_length=(3, 1), offset=(0, 5), combine="axes")
-    assert [cut.name for cut in sampling.cuts(99)] == ["0+4+3", "5+4+3", "0+2+3", "0+8+3", "0+4+1"]
+    assert [window.name for window in sampling.windows(99)] == ["0+4+3", "5+4+3", "0+2+3", "0+8+3", "0+4+1"]
 
 
 def test_prefixes_that_end_at_the_same_place():
     sampling = Sampling(prefix_length=(2, 6), suffix_length=3, offset=1, shared_suffix=True)
-    assert sampling.cuts(99) == [Window("5+2+3", 5, 7, 10), Window("1+6+3", 1, 7, 10)]
+    assert sampling.windows(99) == [Window("5+2+3", 5, 7, 10), Window("1+6+3", 1, 7, 10)]
 
 
 def test_settings_are_those_that_matter():

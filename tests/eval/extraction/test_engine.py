@@ -48,7 +48,7 @@ def test_every_family_answers_as_generate_does(name):
     for sample, wanted, result in zip(asked, expected, results, strict=True):
         hits = [mine == true for mine, true in zip(wanted, sample.suffix, strict=True)]
         assert result.exact_match == all(hits) and result.divergence_point == metrics.first_miss(hits)
-        assert not result.undecided
+        assert not result.near_tie
     assert len({result.divergence_point for result in results}) > 5 and any(result.exact_match for result in results)
 
 
@@ -58,7 +58,7 @@ def test_dropping_samples_early_changes_no_answer(name):
     asked = parting_samples(model, 16, suffixes=(5, 40))
     whole = extract(model, None, asked, batch_size=8, progress=False)
     decoded = extract(model, None, asked, batch_size=8, stop_early=True, progress=False)
-    fields = ("exact_match", "divergence_point", "undecided", "generated", "edit_distance", "longest_run")
+    fields = ("exact_match", "divergence_point", "near_tie", "generated", "edit_distance", "longest_run")
     for one, other in zip(whole, decoded, strict=True):
         assert [getattr(one, field) for field in fields] == [getattr(other, field) for field in fields]
         assert other.logprob is other.hits is None
@@ -139,7 +139,7 @@ def test_every_grid_answers_as_one_process_does(world):
         if grid == "z2":
             assert results == first[name, "data2", number]
         for result, expected in zip(results, wanted, strict=True):
-            for field in ("sample_id", "exact_match", "divergence_point", "generated", "hits", "undecided"):
+            for field in ("sample_id", "exact_match", "divergence_point", "generated", "hits", "near_tie"):
                 assert getattr(result, field) == getattr(expected, field), (name, grid, field)
             for field in ("margin", "logprobs", "sampled_logprob"):
                 value = getattr(expected, field)
@@ -214,23 +214,23 @@ def test_a_batch_size_is_found():
     assert max(rows for rows, _ in fed) > 4
 
 
-def test_what_rounding_decides_is_called_undecided():
+def test_what_rounding_decides_is_called_a_near_tie():
     model = family("llama")
     asked = parting_samples(model, 16)
     with torch.no_grad():  # two tokens that are always equally likely
         model.lm_head.weight[1::2] = model.lm_head.weight[::2]
     results = extract(model, None, asked, progress=False)
-    assert all(result.undecided and result.margin == 0 for result in results)
-    # bfloat16: what another batch decides otherwise is undecided, and not everything is
+    assert all(result.near_tie and result.margin == 0 for result in results)
+    # bfloat16: what another batch decides otherwise is a near tie, and not everything is
     low = family("qwen3").bfloat16()
     asked = parting_samples(low, 60)
     answers = [extract(low, None, asked, batch_size=size, progress=False, generate=False) for size in (1, 60)]
     differing = [
         (one, other) for one, other in zip(*answers, strict=True) if one.divergence_point != other.divergence_point
     ]
-    assert all(one.undecided or other.undecided for one, other in differing)
+    assert all(one.near_tie or other.near_tie for one, other in differing)
     assert near_tie_below(low) == 0.5
-    assert any(result.exact_match and not result.undecided for result in answers[0])
+    assert any(result.exact_match and not result.near_tie for result in answers[0])
 
 
 @pytest.mark.parametrize(

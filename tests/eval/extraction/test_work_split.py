@@ -17,10 +17,10 @@ from tests.helpers.ranks import run_ranks
 GRIDS = [Grid(), Grid(data=2), Grid(z=3), Grid(x=2, y=2), Grid(data=2, z=2, y=1, x=2), Grid(data=1, z=2, y=3, x=1)]
 
 
-def division_of(grid: Grid, rank: int, monkeypatch) -> WorkSplit:
+def work_split_of(grid: Grid, rank: int, monkeypatch) -> WorkSplit:
     monkeypatch.setattr("hf_axonn_eval.extraction.work_split._world", lambda: (rank, grid.size))
-    position = SimpleNamespace(grid=grid, coordinates=grid.coordinates(rank))
-    monkeypatch.setattr("hf_axonn.parallel_state", lambda model: position)
+    parallel = SimpleNamespace(grid=grid, coordinates=grid.coordinates(rank))
+    monkeypatch.setattr("hf_axonn.parallel_state", lambda model: parallel)
     return WorkSplit.of(object())
 
 
@@ -30,7 +30,7 @@ def test_every_batch_is_reported_once_and_all_ranks_make_the_same_calls(grid, ba
     names = [f"batch {number}" for number in range(batches)]
     reported, calls, by_samples = [], set(), {}
     for rank in range(grid.size):
-        rounds = list(division_of(grid, rank, monkeypatch).rounds(names))
+        rounds = list(work_split_of(grid, rank, monkeypatch).rounds(names))
         calls.add(len(rounds))
         reported += [batch for batch, counts in rounds if counts]
         here = grid.coordinates(rank)
@@ -42,30 +42,30 @@ def test_every_batch_is_reported_once_and_all_ranks_make_the_same_calls(grid, ba
 
 def test_a_plain_model_is_divided_over_the_processes(monkeypatch):
     monkeypatch.setattr("hf_axonn_eval.extraction.work_split._world", lambda: (2, 3))
-    division = WorkSplit.of(object())
-    assert (division.index, division.count, division.reports) == (2, 3, True)
+    work_split = WorkSplit.of(object())
+    assert (work_split.index, work_split.count, work_split.reports) == (2, 3, True)
 
 
 def test_without_processes_nothing_is_communicated():
-    division = WorkSplit()
-    assert division.gather([1, 2]) == [1, 2]
-    assert division.maximum(3) == 3
-    assert division.total([1.5, 2.0]) == [1.5, 2.0]
-    assert division.on_rank_zero(lambda: "value") == "value"
+    work_split = WorkSplit()
+    assert work_split.gather([1, 2]) == [1, 2]
+    assert work_split.maximum(3) == 3
+    assert work_split.total([1.5, 2.0]) == [1.5, 2.0]
+    assert work_split.on_rank_zero(lambda: "value") == "value"
 
 
 def worker(directory: str) -> tuple:
-    rank, division = dist.get_rank(), WorkSplit.of(None)
+    rank, work_split = dist.get_rank(), WorkSplit.of(None)
 
-    assert division.gather([rank, rank]) == ([0, 0, 1, 1] if rank == 0 else [])
-    assert division.maximum(10 * rank) == 10
-    assert division.total([rank + 1.0, 2.0]) == [3.0, 4.0]
+    assert work_split.gather([rank, rank]) == ([0, 0, 1, 1] if rank == 0 else [])
+    assert work_split.maximum(10 * rank) == 10
+    assert work_split.total([rank + 1.0, 2.0]) == [3.0, 4.0]
     with pytest.raises(ValueError, match="told to all"):  # on both ranks: neither waits for the other
 
         def fail():
             raise ValueError("told to all")
 
-        division.on_rank_zero(fail)
+        work_split.on_rank_zero(fail)
 
     # 11 samples in batches of 2 are 6 batches; the second run goes on where a stop left the first
     model = trained_llama()

@@ -95,6 +95,7 @@ def test_results_of_0_1_0_are_read_and_lack_no_metric(tmp_path):
     assert {name: value(old, name) for name in METRICS if name in line} == {
         name: line[name] for name in METRICS if name in line
     }
+    assert old.near_tie is False, "0.1.0 called it undecided"
     assert [value(old, name) for name in ("nll", "probability", "sampled_probability")] == [math.inf, 0, 0]
     assert set(summarize([old])["all"]["metrics"]) == set(METRICS)
 

@@ -75,7 +75,7 @@ def measured(name: str, place: int, *, known: bool):
         sampled_logprob=log(0.5) if known else float("-inf"),
         membership={"loss": -0.1 * place if known else -2.0 - place, "min_k": -1.0},
         margin=0.5,
-        undecided=place == 0,
+        near_tie=place == 0,
     )
 
 

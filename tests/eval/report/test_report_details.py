@@ -5,7 +5,7 @@ from math import log
 import pytest
 
 from hf_axonn_eval import compare
-from hf_axonn_eval.report.tables import all_details, changes, discoverability, membership, shorter, undecided
+from hf_axonn_eval.report.tables import all_details, changes, discoverability, membership, near_ties, shorter
 from tests.helpers.eval_support import result
 
 
@@ -68,8 +68,8 @@ def test_membership():
 
 
 def test_undecided():
-    given = {"undecided": lambda place, known: place in (2, 5), "margin": lambda place, known: 0.0}
-    told = rows(undecided(compare({"base": results(2, **given)}, resamples=100)))
+    given = {"near_tie": lambda place, known: place in (2, 5), "margin": lambda place, known: 0.0}
+    told = rows(near_ties(compare({"base": results(2, **given)}, resamples=100)))
     # d2 comes back and d5 does not, and both could be otherwise
     assert told["3x", "base"] == ["2 of 4", "1 to 3"] and told["0x", "base"] == ["0 of 2", "0 to 0"]
 
