@@ -1,7 +1,8 @@
-"""What all tests share: the device that ranks compute on, and hypothesis without a clock."""
+"""What all tests share: the device that ranks compute on, hypothesis without a clock, a small heap to collect."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import hypothesis
@@ -33,3 +34,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "device" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.on_device)
+
+
+def pytest_collection_finish() -> None:
+    """Whatever has been imported stays: Trainer collects garbage several times a run, and would look at all of it."""
+    gc.collect()
+    gc.freeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -57,7 +58,8 @@ def run(folder: Path, *command: object, timeout: float = 240) -> Ended:
     try:
         while process.poll() is None and time.monotonic() < end:
             family.update((its.pid, its) for its in psutil.Process(process.pid).children(recursive=True))
-            time.sleep(0.1)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # every look reads all of /proc
+                process.wait(0.5)
         left = [its.pid for its in family.values() if its.is_running() and its.status() != psutil.STATUS_ZOMBIE]
     finally:
         for its in family.values():

@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 import pytest
@@ -91,11 +92,10 @@ def run_ranks(function: Callable, world: int, *args, timeout: float = 240) -> li
             process.start()
         end = time.monotonic() + timeout
         try:
-            while any(process.is_alive() for process in ranks):
-                failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
-                if failed or time.monotonic() > end:
+            while running := [process.sentinel for process in ranks if process.is_alive()]:
+                if any(process.exitcode for process in ranks) or time.monotonic() > end:
                     break
-                time.sleep(0.02)
+                wait(running, timeout=1)  # not for longer: a child of a rank that died may keep its sentinel open
         finally:
             late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
             if late:
