@@ -148,7 +148,7 @@ class AxonnConfig(Settings):
 
     def to_json(self) -> str:
         """The section as one line of JSON, which `from_env` reads back."""
-        values = asdict(self)
+        values = {"grid": self.grid.as_dict(), **asdict(self)}  # the grid first
         if self.order == ORDER:  # then there is nothing to do at the start
             del values["order"]
         return json.dumps(values)

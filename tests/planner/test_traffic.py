@@ -15,7 +15,7 @@ from hf_axonn.distributed.collectives import start_all_gather
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
-from hf_axonn.losses import vocab_parallel as loss
+from hf_axonn.losses import head_chunks
 from hf_axonn.planner.measure.traffic_counter import count_traffic
 from hf_axonn.planner.model.shapes import ModelShape, Step
 from hf_axonn.planner.traffic import volumes as arithmetic
@@ -118,7 +118,7 @@ def compare(grids: list[Grid]) -> list[tuple]:
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_a_training_step_issues_what_volumes_says(world, monkeypatch):
     # Small chunks and buckets, so that there are several of each.
-    for module in (loss, arithmetic):
+    for module in (head_chunks, arithmetic):
         monkeypatch.setattr(module, "CHUNK_LOGITS", 1500)
     for module in (gradients, arithmetic):
         monkeypatch.setattr(module, "BUCKET_BYTES", 20_000)
@@ -131,7 +131,7 @@ def test_a_training_step_issues_what_volumes_says(world, monkeypatch):
 
 
 def test_sizes_of_chunks_and_buckets_are_those_of_the_engine():
-    assert (arithmetic.CHUNK_LOGITS, arithmetic.BUCKET_BYTES) == (loss.CHUNK_LOGITS, gradients.BUCKET_BYTES)
+    assert (arithmetic.CHUNK_LOGITS, arithmetic.BUCKET_BYTES) == (head_chunks.CHUNK_LOGITS, gradients.BUCKET_BYTES)
 
 
 def phases_and_axes():

@@ -127,9 +127,9 @@ class Contenders:
 
     def _ours(self, samples: Sequence[Sample], **options) -> tuple[int, float | None]:
         results = extract(self.model, self.tokenizer, samples, batch_size=self.batch_size, progress=False, **options)
-        undecided = sum(result.undecided for result in results)
-        if undecided:
-            print(f"{undecided} samples are undecided", file=sys.stderr)
+        near_ties = sum(result.near_tie for result in results)
+        if near_ties:
+            print(f"{near_ties} samples are near ties", file=sys.stderr)
         # a suffix without words has no ROUGE here, and 0 in rouge-score
         scores = None if "generate" in options else statistics.fmean(result.rougeL or 0.0 for result in results)
         return sum(result.exact_match for result in results), scores
