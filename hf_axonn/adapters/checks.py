@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hf_axonn.architectures.plan import ShardingPlan, is_inside
 from hf_axonn.compat.peft import adapter_layers, variant_names, without_peft, wrapped_modules
+from hf_axonn.engine.dtensors import local
 from hf_axonn.engine.linears import is_linear
 from hf_axonn.engine.state import ParallelState
 
@@ -79,8 +79,8 @@ def _check_sharing(model: nn.Module) -> None:
     owner: dict[int, tuple[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if "lora_" in name and not parameter.is_meta and parameter.numel():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            other, same = owner.setdefault(local.untyped_storage().data_ptr(), (name, parameter))
+            shard = local(parameter)
+            other, same = owner.setdefault(shard.untyped_storage().data_ptr(), (name, parameter))
             if same is not parameter:
                 raise ValueError(
                     f"{other} and {name} share their memory (ensure_weight_tying), which would go apart over a grid: "

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.checkpoint.lazy_tensors import LazyTensor, Region, read, unread
+from hf_axonn.engine.dtensors import local
 
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def fill(model: PreTrainedModel, stored: dict[str, Any], part_of: Callable[[DTen
             return
         info.missing_keys.discard(name)
         with torch.no_grad():
-            (own.to_local() if isinstance(own, DTensor) else own).copy_(part)
+            local(own).copy_(part)
 
     before = getattr(model, "_weight_conversions", None)  # by which the model will be saved
     with ThreadPoolExecutor(READERS) as readers:

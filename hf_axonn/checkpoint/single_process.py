@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from hf_axonn.adapters.files import load_adapters
 from hf_axonn.checkpoint.hf_loader import fill
 from hf_axonn.distributed.mesh import GridMesh
-from hf_axonn.engine.dtensors import local_slices, shard_of
+from hf_axonn.engine.dtensors import local, local_slices, shard_of
 from hf_axonn.engine.state import parallel_state
 
 
@@ -62,9 +62,9 @@ def _fill_by_name(model: nn.Module, stored: dict[str, Any], mesh: GridMesh) -> s
     if not missing:
         for name in tensors.keys() & stored.keys():
             own = tensors[name]
-            local = own.to_local() if isinstance(own, DTensor) else own
+            shard = local(own)
             with torch.no_grad():
-                local.copy_(stored[name][_slices(own, mesh)])
+                shard.copy_(stored[name][_slices(own, mesh)])
     return missing
 
 
@@ -98,9 +98,9 @@ def _like(value: object, parameter: Tensor, mesh: GridMesh) -> object:
     """A moment of the parameter's shape is cut as the parameter is; a step count stays what it is."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape or not isinstance(parameter, DTensor):
         return value
-    local = shard_of(value, parameter.placements, mesh).to(parameter.to_local().device, copy=True)
+    shard = shard_of(value, parameter.placements, mesh).to(parameter.to_local().device, copy=True)
     return DTensor.from_local(
-        local.contiguous(),
+        shard.contiguous(),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,
