@@ -19,7 +19,7 @@ from scipy.stats import binomtest
 
 
 WILSON, HULL, BOOTSTRAP = "wilson", "bootstrap, at least wilson", "bootstrap"
-_NUMBERS_AT_ONCE = 1_000_000  # draws of a bootstrap are made in pieces of about as many numbers
+_NUMBERS_AT_ONCE = 1_000_000  # draws of a bootstrap are made in chunks of about as many numbers
 NONE = "none: a single document"
 
 

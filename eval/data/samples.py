@@ -1,4 +1,4 @@
-"""What is asked of the model: pieces of documents, cut into a prefix that is shown and a suffix that is hoped for.
+"""What is asked of the model: windows of documents, split into a prefix that is shown and a suffix that is hoped for.
 
 Everything is in token ids. sampling.py says where documents are cut, protocols.py which cuts have a name; here is what
 comes out of it, and the files it is kept in:

@@ -93,13 +93,13 @@ def iter_samples(
             continue
         used[bucket] += 1
         if spans is None:
-            pieces = (
+            windows = (
                 (window.name, window.offset, tokens[window.offset : window.end], window.middle - window.offset)
                 for window in sampling.windows(len(tokens))
             )
         else:
-            pieces = _windows_over_characters(document["text"], spans, tokenizer, sampling)
-        for name, offset, ids, prefix in pieces:
+            windows = _windows_over_characters(document["text"], spans, tokenizer, sampling)
+        for name, offset, ids, prefix in windows:
             if sampling.deduplicate:
                 key = hashlib.blake2b(f"{prefix}:{ids}".encode(), digest_size=16).digest()
                 if key in kept:

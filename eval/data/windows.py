@@ -27,7 +27,7 @@ STRIDE_UNITS = ("tokens", "characters")
 
 
 class Window(NamedTuple):
-    """One piece: what its sample is called in the document, where it begins, its suffix begins, and it ends."""
+    """One window: what its sample is called in the document, where it begins, its suffix begins, and it ends."""
 
     name: str
     offset: int
@@ -37,7 +37,7 @@ class Window(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Which pieces of a document become samples; all lengths in tokens.
+    """Which windows of a document become samples; all lengths in tokens.
 
     Args:
         kind: "offsets", "sliding", "first" or "last"; see the picture above.

@@ -131,7 +131,7 @@ def weights_in_place(model) -> Iterator[None]:
     Nothing happens for other models.
     """
     kept = _kept(model)
-    with kept.whole_call() if kept is not None else contextlib.nullcontext():
+    with kept.keep_everything() if kept is not None else contextlib.nullcontext():
         yield
 
 

@@ -56,7 +56,7 @@ def extract(
             with a `fingerprint` of your choice. Needed with `output`, so that a run never goes on with other weights.
         batch_size: samples in one forward pass; "auto" finds one that fits into memory.
         generate: whether to decode, which the edit distance, ROUGE, the longest run and free-running accuracy need.
-        stop_early: check the suffix piece by piece and drop a sample from the pass as soon as it has failed, to be
+        stop_early: check the suffix chunk by chunk and drop a sample from the pass as soon as it has failed, to be
             decoded from there if `generate` says so. There are no probabilities and hits then: exact match,
             divergence point and what comes of decoding are all.
         sampler: a way of drawing; `sampled_logprob` is then the log-probability of the suffix under it.

@@ -68,7 +68,7 @@ def load_model(
         raise ValueError(
             f"no tokenizer at {tokenizer or path}; name its directory with tokenizer=... (--tokenizer). {error}"
         ) from error
-    model = _on_grid(path, grid, options) if grid is not None and grid.size > 1 else _whole(path, options)
+    model = _on_grid(path, grid, options) if grid is not None and grid.size > 1 else _on_one_process(path, options)
     model.eval()
     directory = directory or _hub_directory(path)
     return LoadedModel(
@@ -129,7 +129,7 @@ def _shapes(directory: Path, trust_remote_code: bool) -> dict[str, tuple[tuple[s
     return {name: (tuple(names[id(weight)]), tuple(weight.shape)) for name, weight in model.named_parameters()}
 
 
-def _whole(path: str | os.PathLike, options: dict[str, Any]):
+def _on_one_process(path: str | os.PathLike, options: dict[str, Any]):
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,6 +1,6 @@
 """How far the model's first choices agree with a suffix, without what comes after: a sample that missed is dropped.
 
-The suffix is checked in pieces of growing length. Most samples that fail do so in the first few tokens, so little
+The suffix is checked in chunks of growing length. Most samples that fail do so in the first few tokens, so little
 more than the prefix of them is ever fed.
 """
 
@@ -15,8 +15,8 @@ from hf_axonn_eval.extraction.scoring import device_of, first_choices, last_logi
 from hf_axonn_eval.metrics.text import first_miss
 
 
-FIRST_PIECE = 8
-LONGER = 3  # times the tokens so far are checked after a piece
+FIRST_CHUNK = 8
+LONGER = 3  # times the tokens so far are checked after a chunk
 _FEWEST = 64  # tokens in a pass: fewer take as long
 
 
@@ -37,7 +37,7 @@ Missed = Callable[[int, Match, Row | None], None]
 def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = None) -> list[Match]:
     """How far the model's first choices agree with each suffix.
 
-    One forward pass for each piece of the suffix; on a parallelized model collective over its x, y and z, where ranks
+    One forward pass for each chunk of the suffix; on a parallelized model collective over its x, y and z, where ranks
     of z may need different numbers of them: see `decoding.weights_in_place`.
 
     Args:
@@ -62,16 +62,16 @@ def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = No
     left = list(range(len(batch)))
     longest = max(len(sample.prefix) for sample in batch)
     padding = [longest - len(sample.prefix) for sample in batch]
-    cache, begin, end = empty_cache(), 0, min(FIRST_PIECE, max(len(sample.suffix) for sample in batch))
+    cache, begin, end = empty_cache(), 0, min(FIRST_CHUNK, max(len(sample.suffix) for sample in batch))
     while left:
         # a suffix that is shorter than others of its batch is filled up on the right, where nothing looks back at
         if begin == 0:
-            rows = [[*batch[row].prefix, *_piece(batch[row].suffix, 0, end)[:-1]] for row in left]
+            rows = [[*batch[row].prefix, *_padded_slice(batch[row].suffix, 0, end)[:-1]] for row in left]
             logits = last_logits(model, rows, keep=end, cache=cache)
             if not is_filled(cache, len(batch)):
                 raise ValueError(f"the cache of {type(model).__name__} cannot be cut; leave --stop_early out.")
         else:
-            fed = [_piece(batch[row].suffix, begin - 1, end - 1) for row in left]
+            fed = [_padded_slice(batch[row].suffix, begin - 1, end - 1) for row in left]
             tokens = torch.tensor(fed, device=device_of(model))
             logits = logits_after(model, tokens, [padding[row] for row in left], keep=end - begin, cache=cache)
         chosen, ahead = first_choices(logits)
@@ -110,6 +110,6 @@ def matched(choices: Sequence[int], suffix: Sequence[int], margins: Sequence[flo
     return Match(tokens, min(margins[: min(tokens + 1, len(hits))]), list(choices[: tokens + 1]))
 
 
-def _piece(suffix: Sequence[int], begin: int, end: int) -> list[int]:
-    piece = list(suffix[begin:end])
-    return piece + [0] * (end - begin - len(piece))
+def _padded_slice(suffix: Sequence[int], begin: int, end: int) -> list[int]:
+    tokens = list(suffix[begin:end])
+    return tokens + [0] * (end - begin - len(tokens))

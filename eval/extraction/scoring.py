@@ -121,7 +121,7 @@ def score_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tenso
     """
     wanted = iter(targets.reshape(-1).split(_rows_at_once(logits)))
     parts = []
-    for some in _pieces(logits):
+    for some in _token_chunks(logits):
         logprobs = some.gather(-1, next(wanted)[:, None])[:, 0] - some.logsumexp(-1)
         parts.append((logprobs, *_best(some)))
     logprobs, choices, margins = (torch.cat(column).view(targets.shape) for column in zip(*parts, strict=True))
@@ -130,7 +130,7 @@ def score_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 def first_choices(logits: Tensor) -> tuple[Tensor, Tensor]:
     """What `score_tokens` says without targets: argmax ids [B, T], and how far each is ahead [B, T], in nats."""
-    parts = [_best(some) for some in _pieces(logits)]
+    parts = [_best(some) for some in _token_chunks(logits)]
     choices, margins = (torch.cat(column).view(logits.shape[:-1]) for column in zip(*parts, strict=True))
     return choices, margins
 
@@ -143,7 +143,7 @@ def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
     return choices[:, 0], best[:, 0] - second
 
 
-def _pieces(logits: Tensor) -> Iterator[Tensor]:
+def _token_chunks(logits: Tensor) -> Iterator[Tensor]:
     for some in logits.reshape(-1, logits.shape[-1]).split(_rows_at_once(logits)):
         yield some.to(torch.promote_types(some.dtype, torch.float32))
 
@@ -303,8 +303,8 @@ def _sampled(sampler: Sampler, logits: Tensor, targets: Tensor, batch: Sequence[
 
 def _membership(logits: Tensor, targets: Tensor, batch: Sequence[Sample], tokenizer) -> list[dict[str, float]]:
     rows = max(1, _STATISTICS_AT_ONCE // logits.shape[-1])
-    pieces = zip(logits.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
-    columns = zip(*(membership.token_statistics(*piece) for piece in pieces), strict=True)
+    chunks = zip(logits.flatten(0, 1).split(rows), targets.flatten().split(rows), strict=True)
+    columns = zip(*(membership.token_statistics(*chunk) for chunk in chunks), strict=True)
     statistics = torch.stack([torch.cat(column).view(targets.shape) for column in columns]).tolist()
     given = []
     for place, sample in enumerate(batch):

@@ -14,7 +14,7 @@ from typing import Any
 
 
 SHARD_NAME = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")  # of torch.distributed.checkpoint
-_PIECE = 4096  # bytes read of a tensor's beginning, middle and end
+_SAMPLE_BYTES = 4096  # bytes read of a tensor's beginning, middle and end
 
 
 def is_sharded(directory: Path) -> bool:
@@ -55,10 +55,10 @@ def check_complete(directory: Path, shapes: Mapping[str, tuple[tuple[str, ...], 
 
 
 def fingerprint(directory: Path) -> str:
-    """A hash that tells models apart: of the configuration, and of pieces of every tensor.
+    """A hash that tells models apart: of the configuration, and of samples of every tensor.
 
-    Three pieces of each tensor are read, not full files, so that a model of hundreds of gigabytes takes seconds;
-    training changes every piece. File times do not enter: a copy has the same fingerprint.
+    Three samples of each tensor are read, not full files, so that a model of hundreds of gigabytes takes seconds;
+    training changes every sample. File times do not enter: a copy has the same fingerprint.
 
     Raises:
         ValueError: the directory holds no safetensors files.
@@ -78,9 +78,9 @@ def fingerprint(directory: Path) -> str:
                 if name == "__metadata__":
                     continue
                 begin, end = entry["data_offsets"]
-                for place in (begin, (begin + end) // 2, max(begin, end - _PIECE)):
+                for place in (begin, (begin + end) // 2, max(begin, end - _SAMPLE_BYTES)):
                     handle.seek(start + place)
-                    digest.update(handle.read(min(_PIECE, end - place)))
+                    digest.update(handle.read(min(_SAMPLE_BYTES, end - place)))
     return digest.hexdigest()
 
 

@@ -34,7 +34,7 @@ def token_statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, T
 
     Args:
         logits: [..., V]; float64 stays, everything else is computed in float32. Three tensors of this size are made:
-            pass long ones in pieces.
+            pass long ones in chunks.
         targets: [...] ids.
     Returns:
         logprob, mean, deviation: [...], in nats.

@@ -1,4 +1,4 @@
-"""The part of the HTML report that shows texts: what was shown, what was hoped for, what each model said.
+"""The part of the HTML report that shows texts: what was shown, what was hoped for, what each model generated.
 
 They stand side by side, with what agrees marked. Token ids are what is compared. With a tokenizer every mark begins
 and ends at a token; without one the texts of the results are compared word by word.
@@ -13,11 +13,11 @@ from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
 
 
-START, RUN, OTHER = "start", "run", ""  # kinds of a piece; see Piece
+START, RUN, OTHER = "start", "run", ""  # marks of a span; see Span
 MOST_SHOWN = 200  # tokens of a prefix; sc24 has 1998, and a page with all of them cannot be read
 
 
-class Piece(NamedTuple):
+class Span(NamedTuple):
     """Text, and its mark: START within the unbroken agreement from the first token on, RUN within the longest run
     that occurs in both elsewhere, OTHER if neither.
     """
@@ -27,30 +27,32 @@ class Piece(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """One run's answer: the true suffix and what the model said, in marked pieces; None without generation."""
+    """One run's answer: the true suffix and what the model generated, in marked spans; None without generation."""
 
-    true: list[Piece] | None
-    said: list[Piece] | None
+    true: list[Span] | None
+    generated: list[Span] | None
 
 
 def passage(result: SampleResult, sample: Sample | None = None, tokenizer=None) -> Passage:
     """The two texts of a result, with what agrees marked.
 
     Args:
-        result: of one sample. Without generation nothing was said: `said` is None.
+        result: of one sample. Without generation `generated` is None.
         sample: the question, with the ids of the suffix.
         tokenizer: for the texts of single tokens. Without it, or `sample`, the texts in `result` are compared word by
             word.
     """
     if sample is not None and tokenizer is not None:
         true = (list(sample.suffix), token_texts(sample.suffix, tokenizer))
-        said = None if result.generated is None else (result.generated, token_texts(result.generated, tokenizer))
+        generated = None if result.generated is None else (result.generated, token_texts(result.generated, tokenizer))
     else:
-        true, said = _words(result.suffix_text), _words(result.generated_text)
-    if true is None or said is None:
+        true, generated = _words(result.suffix_text), _words(result.generated_text)
+    if true is None or generated is None:
         return Passage(None if true is None else _join([(text, OTHER) for text in true[1]]), None)
-    marks = _marks(true[0], said[0])
-    return Passage(*(_join(zip(side[1], mark, strict=True)) for side, mark in zip((true, said), marks, strict=True)))
+    marks = _marks(true[0], generated[0])
+    return Passage(
+        *(_join(zip(side[1], mark, strict=True)) for side, mark in zip((true, generated), marks, strict=True))
+    )
 
 
 def token_texts(ids: Sequence[int], tokenizer) -> list[str]:
@@ -102,14 +104,14 @@ def examples(runs: Mapping[str, Sequence[SampleResult]], *, count: int) -> dict[
     return {bucket: list(some.values()) for bucket, some in chosen.items()}
 
 
-def _marks(true: Sequence, said: Sequence) -> tuple[list[str], list[str]]:
+def _marks(true: Sequence, generated: Sequence) -> tuple[list[str], list[str]]:
     start = next(
-        (place for place, (one, other) in enumerate(zip(true, said, strict=False)) if one != other),
-        min(len(true), len(said)),
+        (place for place, (one, other) in enumerate(zip(true, generated, strict=False)) if one != other),
+        min(len(true), len(generated)),
     )
-    run = SequenceMatcher(None, true, said, autojunk=False).find_longest_match()
+    run = SequenceMatcher(None, true, generated, autojunk=False).find_longest_match()
     marks = []
-    for side, begin in ((true, run.a), (said, run.b)):
+    for side, begin in ((true, run.a), (generated, run.b)):
         mark = [OTHER] * len(side)
         if run.size > 1:  # any two texts have a token in common
             mark[begin : begin + run.size] = [RUN] * run.size
@@ -125,14 +127,14 @@ def _words(text: str | None) -> tuple[list[str], list[str]] | None:
     return [word.strip() for word in words], words
 
 
-def _join(pieces) -> list[Piece]:
-    """Neighbours with the same mark become one piece."""
-    joined: list[Piece] = []
-    for text, mark in pieces:
+def _join(spans) -> list[Span]:
+    """Neighbours with the same mark become one span."""
+    joined: list[Span] = []
+    for text, mark in spans:
         if joined and joined[-1].mark == mark:
-            joined[-1] = Piece(joined[-1].text + text, mark)
+            joined[-1] = Span(joined[-1].text + text, mark)
         else:
-            joined.append(Piece(text, mark))
+            joined.append(Span(text, mark))
     return joined
 
 
@@ -168,7 +170,7 @@ def _example(answers: Mapping[str, SampleResult], sample: Sample | None, tokeniz
     one = next(iter(answers.values()))
     label, prefix = f"Prefix, {one.prefix_length} tokens", None
     if sample is not None and tokenizer is not None:
-        prefix = [Piece(tokenizer.decode(list(sample.prefix[-MOST_SHOWN:])), OTHER)]
+        prefix = [Span(tokenizer.decode(list(sample.prefix[-MOST_SHOWN:])), OTHER)]
         if one.prefix_length > MOST_SHOWN:
             label = f"Prefix, the last {MOST_SHOWN} of {one.prefix_length:,} tokens"
     return {

@@ -1,11 +1,11 @@
 """Transformers' Adafactor over a grid: the same numbers from shards of parameters.
 
 Adafactor keeps, of the squared gradients of a matrix [N, K], the means of rows [N] and of columns [K], and scales by
-root mean squares of whole tensors. On shards these are sums that are added up over the ranks that divide a dim:
+root mean squares of full tensors. On shards these are sums that are added up over the ranks that divide a dim:
 
-    row means     summed over K, reduced over the axes that cut K; cut as N is
-    column means  summed over N, reduced over the axes that cut N; cut as K is
-    RMS           reduced over every axis that cuts the tensor
+    row means     summed over K, reduced over the axes that shard K; sharded as N is
+    column means  summed over N, reduced over the axes that shard N; sharded as K is
+    RMS           reduced over every axis that shards the tensor
 
 State has the names that Transformers' own has, as DTensors, so that checkpoints of any grid and of one process fit.
 
@@ -35,7 +35,7 @@ class GridAdafactor(Adafactor):
     @Optimizer.profile_hook_step  # what Optimizer's constructor does for a class that it makes
     @torch.no_grad()
     def step(self, closure=None):
-        """One step. Collectives: up to eight small all-reduces for each parameter that is cut."""
+        """One step. Collectives: up to eight small all-reduces for each parameter that is sharded."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -75,7 +75,7 @@ class GridAdafactor(Adafactor):
         own.copy_(value - update)
 
     def _state_of(self, group: dict, parameter: Tensor, grad: Tensor) -> dict:
-        """The state of a parameter, made if there is none; what one process has saved whole is cut."""
+        """The state of a parameter, made if there is none; what one process has saved is sharded."""
         state = self.state[parameter]
         names = {}
         if not state:
@@ -89,7 +89,7 @@ class GridAdafactor(Adafactor):
         for name, left_out in names.items():
             value = state.get(name)
             if not (isinstance(value, Tensor) and isinstance(value, DTensor) == isinstance(parameter, DTensor)):
-                value = _cut_like(value, parameter, left_out, grad)
+                value = _sharded_like(value, parameter, left_out, grad)
             if local(value).dtype != grad.dtype or local(value).device != grad.device:
                 value = value.to(device=grad.device, dtype=grad.dtype)
             state[name] = value
@@ -98,8 +98,8 @@ class GridAdafactor(Adafactor):
 
 def follow_grid(optimizer: Optimizer) -> None:
     """Let an optimizer whose numbers are not elementwise count over the ranks that divide its parameters."""
-    cut = any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"])
-    if cut and type(optimizer) is Adafactor:
+    sharded = any(isinstance(parameter, DTensor) for group in optimizer.param_groups for parameter in group["params"])
+    if sharded and type(optimizer) is Adafactor:
         optimizer.__class__ = GridAdafactor
         ask_class_for_step(optimizer)
 
@@ -118,17 +118,17 @@ def _added(value: Tensor, parameter: Tensor, *dims: int) -> Tensor:
 
 
 def _mean(value: Tensor, parameter: Tensor, dim: int) -> Tensor:
-    """Over one dim of the whole tensor."""
+    """Over one dim of the global tensor."""
     return _added(value.sum(dim=dim), parameter, parameter.dim() + dim) / parameter.shape[dim]
 
 
 def _rms(value: Tensor, parameter: Tensor) -> Tensor:
-    """Of the whole tensor, 0-d."""
+    """Of the global tensor, 0-d."""
     return (_added((value * value).sum(), parameter, *range(parameter.dim())) / parameter.numel()).sqrt()
 
 
-def _cut_like(value: Tensor | None, parameter: Tensor, left_out: int | None, grad: Tensor) -> Tensor:
-    """A whole tensor, or zeros for None, cut as the parameter is, but for one dim that a mean has left out."""
+def _sharded_like(value: Tensor | None, parameter: Tensor, left_out: int | None, grad: Tensor) -> Tensor:
+    """A full tensor, or zeros for None, sharded as the parameter is, but for one dim that a mean has left out."""
     shape = list(parameter.shape)
     own = list(grad.shape)
     if left_out is not None:

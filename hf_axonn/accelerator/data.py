@@ -172,11 +172,11 @@ def batches_of_dp_ranks(loader: DataLoader) -> list[int]:
     if not isinstance(shard, BatchSamplerShard) or shard.even_batches or shard.drop_last:
         return []
     try:
-        whole = len(shard.batch_sampler)
+        batches = len(shard.batch_sampler)
         if not shard.split_batches:
-            return [len(range(dp_rank, whole, shard.num_processes)) for dp_rank in range(shard.num_processes)]
+            return [len(range(dp_rank, batches, shard.num_processes)) for dp_rank in range(shard.num_processes)]
         left = len(shard.batch_sampler.sampler) % shard.batch_size
     except (TypeError, AttributeError):
         return []
     part = shard.batch_size // shard.num_processes
-    return [whole - (0 < left <= part * dp_rank) for dp_rank in range(shard.num_processes)]
+    return [batches - (0 < left <= part * dp_rank) for dp_rank in range(shard.num_processes)]

@@ -1,4 +1,4 @@
-"""What accelerate writes over a grid: whole models in the ordinary format, and states that any grid resumes from.
+"""What accelerate writes over a grid: full models in the ordinary format, and states that any grid resumes from.
 
     save_model, get_state_dict    gathered to rank 0, as accelerate does under FSDP
     save_state, load_state    a sharded checkpoint (checkpoint/sharded.py), in which these files have their place, too:
@@ -27,7 +27,7 @@ from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME
 from torch import nn
 
 from hf_axonn.accelerator.training import GridScheduler
-from hf_axonn.checkpoint.full_state import is_sharded, whole_state_dict
+from hf_axonn.checkpoint.full_state import full_state_dict, is_sharded
 from hf_axonn.checkpoint.manifest import Manifest, is_sharded_checkpoint
 from hf_axonn.checkpoint.safe_pickle import load_values, save_values
 from hf_axonn.checkpoint.sharded import (
@@ -202,7 +202,7 @@ class FileMethods(LoadMethods):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Whole tensors on the CPU of rank 0, nothing on the others, as under FSDP. Every rank must call it."""
         state_dict = super().get_state_dict(model, unwrap=unwrap)
-        return whole_state_dict(model, state_dict) if is_sharded(state_dict) else state_dict
+        return full_state_dict(model, state_dict) if is_sharded(state_dict) else state_dict
 
     def save_model(self, model: nn.Module, save_directory: str | os.PathLike, *args, **kwargs) -> None:
         """As the stock method, by rank 0. Every rank must call it, and goes on when the files are there."""

@@ -35,7 +35,7 @@ LOW_BIT_LIBRARIES = ("bitsandbytes", "torchao")
 
 
 def refuse_low_bit(optimizer: torch.optim.Optimizer) -> None:
-    """Optimizers that keep their state in 8 or 4 bits quantize blocks of whole parameters.
+    """Optimizers that keep their state in 8 or 4 bits quantize blocks of full parameters.
 
     Raises:
         ValueError: it is one of bitsandbytes or torchao.
@@ -49,10 +49,10 @@ def refuse_low_bit(optimizer: torch.optim.Optimizer) -> None:
 
 
 def point_to_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that was made on whole parameters have the sharded ones; its groups and settings stay.
+    """Let an optimizer that was made on full parameters have the sharded ones; its groups and settings stay.
 
     Raises:
-        ValueError: it has taken steps, so its state is of the whole parameters.
+        ValueError: it has taken steps, so its state is of the full parameters.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(hasattr(parameter, "sharded_as") for parameter in parameters):  # install.distributed

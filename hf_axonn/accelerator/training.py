@@ -81,8 +81,8 @@ class TrainingMethods:
         owned = {id(parameter) for model in models for parameter in model.parameters()}
         for optimizer in args:
             if models and isinstance(optimizer, torch.optim.Optimizer) and world_rank() == 0:
-                its = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                if not any(id(parameter) in owned for parameter in its):
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                if not any(id(parameter) in owned for parameter in parameters):
                     logger.warning(
                         f"{type(optimizer).__name__} has none of the parameters of the models that were prepared: it "
                         "will not train them."
@@ -146,14 +146,14 @@ class TrainingMethods:
         """
         parameters = list(parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        meshes = {its.device_mesh if isinstance(its, DTensor) else None for its in gradients}
+        meshes = {grad.device_mesh if isinstance(grad, DTensor) else None for grad in gradients}
         if len(meshes) != 1 or None in meshes:
             norm = super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
             return norm.full_tensor() if isinstance(norm, DTensor) else norm
         self.unscale_gradients()
         norm = torch.nn.utils.get_total_norm(gradients, norm_type).full_tensor()
         with torch.no_grad():
-            local = [SimpleNamespace(grad=its.to_local()) for its in gradients]
+            local = [SimpleNamespace(grad=grad.to_local()) for grad in gradients]
         torch.nn.utils.clip_grads_with_norm_(local, max_norm, norm)
         return norm
 

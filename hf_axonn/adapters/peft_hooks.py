@@ -11,7 +11,6 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +18,8 @@ from torch import nn
 from hf_axonn.adapters.checks import check_adapters, check_config, saved_modules
 from hf_axonn.adapters.files import full_tensor
 from hf_axonn.adapters.install import install_adapters
-from hf_axonn.compat.peft import after_peft, let_load_state_dict_cut
+from hf_axonn.compat.peft import after_peft, let_load_state_dict_shard
+from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.engine.linears import is_conv1d
 from hf_axonn.engine.state import is_parallelized
@@ -42,7 +42,7 @@ def _install() -> None:
     for owner, wrapper in ((BaseTuner, inject_adapter), (PeftModel, add_adapter), (PeftModel, save_pretrained)):
         original = getattr(owner, wrapper.__name__)
         setattr(owner, wrapper.__name__, _method(wrapper, original))
-    let_load_state_dict_cut()
+    let_load_state_dict_shard()
 
 
 def _method(wrapper: Callable, original: Callable) -> Callable:
@@ -111,18 +111,8 @@ def _unmeasured() -> Iterator[None]:
         self.weight = nn.Parameter(torch.ones(size, dtype=weight.dtype, device=weight.device))
         self.unmeasured = True
 
-    with _replaced(dora.DoraLinearLayer, "update_layer", update_layer):
+    with replaced({(dora.DoraLinearLayer, "update_layer"): update_layer}):
         yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: object, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def add_adapter(self, original: Callable, adapter_name: str, peft_config, *args, **kwargs) -> None:
@@ -144,6 +134,6 @@ def save_pretrained(self, original: Callable, *args, **kwargs) -> None:
         return {name: full_tensor(value) for name, value in select(*inner, **options).items()}
 
     kwargs.setdefault("is_main_process", world_rank() == 0)
-    with _replaced(module, "get_peft_model_state_dict", gathered):
+    with replaced({(module, "get_peft_model_state_dict"): gathered}):
         original(*args, **kwargs)
     barrier()

@@ -19,7 +19,7 @@ from hf_axonn.layers.norms import NormKind
 
 
 # What attention reads when it reshapes by a number of heads of the full model instead of by head_dim.
-WHOLE_NUMBERS = {
+GLOBAL_SIZES = {
     "num_heads",
     "num_attention_heads",
     "num_attn_heads",
@@ -46,7 +46,7 @@ def block_problem(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> str | 
             return f"{name} is a {type(module).__name__}, not an nn.Linear"
     entry = layer.get_submodule(spec.entry)
     if spec.is_attention:
-        read = (_names_read(entry) & WHOLE_NUMBERS) - {name.rpartition(".")[2] for name in spec.attributes}
+        read = (_names_read(entry) & GLOBAL_SIZES) - {name.rpartition(".")[2] for name in spec.attributes}
         if read:
             return f"its attention reads {', '.join(sorted(read))} of the whole model"
         counts = head_counts(model, layer, spec)

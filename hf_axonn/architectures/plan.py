@@ -91,7 +91,7 @@ class ShardingPlan:
         """One line for the report."""
         if self.reason:
             return self.reason
-        text = f"{len(self.layers)} decoder layers cut by {len(self.blocks)} blocks"
+        text = f"{len(self.layers)} decoder layers sharded as {len(self.blocks)} blocks"
         return f"{text}, {len(self.full_sequence)} modules on whole sequences" if self.full_sequence else text
 
 
@@ -124,7 +124,9 @@ def derive(model: nn.Module, model_type: str) -> ShardingPlan:
     for name, layer in zip(plan.layers, layers, strict=True):
         _plan_layer(model, plan, name, layer, specs)
     if not plan.blocks and not _has_experts(model):
-        return ShardingPlan(reason="no attention or MLP of this model can be cut as a block: every Linear on its own")
+        return ShardingPlan(
+            reason="no attention or MLP of this model can be sharded as a block: every Linear on its own"
+        )
     plan.final = _final(model, decoder, list_name, model_type)
     return plan
 
@@ -175,11 +177,11 @@ def _plan_layer(model: nn.Module, plan: ShardingPlan, name: str, layer: nn.Modul
             )
         )
         inside |= {spec.entry, spec.row, *spec.columns}
-    for path in _needs_whole(layer, "", inside):
+    for path in _needs_full_sequence(layer, "", inside):
         plan.full_sequence[f"{name}.{path}"] = problems.get(path, "not known as a block")
 
 
-def _needs_whole(module: nn.Module, prefix: str, planned: set[str]) -> Iterator[str]:
+def _needs_full_sequence(module: nn.Module, prefix: str, planned: set[str]) -> Iterator[str]:
     """Outermost modules that are neither planned nor per token."""
     for child_name, child in module.named_children():
         path = f"{prefix}{child_name}"
@@ -189,7 +191,7 @@ def _needs_whole(module: nn.Module, prefix: str, planned: set[str]) -> Iterator[
             continue
         around = any(other.startswith(f"{path}.") for other in planned)
         if around or _has_experts(child):
-            yield from _needs_whole(child, f"{path}.", planned)
+            yield from _needs_full_sequence(child, f"{path}.", planned)
         else:
             yield path
 

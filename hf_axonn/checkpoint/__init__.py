@@ -1,1 +1,1 @@
-"""Sharded checkpoints: saved whole or not at all, read on any grid, converted to ordinary ones."""
+"""Sharded checkpoints: saved completely or not at all, read on any grid, converted to ordinary ones."""

@@ -6,7 +6,7 @@
 
 A stage without a manifest is what a crash left of a save: it is worth nothing. A stage with a manifest is a complete
 checkpoint that was about to get its place: `recover` finishes that, as often as it takes, because each move can be
-repeated. So at every moment the old checkpoint, or the new one, is whole. One process only.
+repeated. So at every moment the old checkpoint, or the new one, is complete. One process only.
 """
 
 from __future__ import annotations

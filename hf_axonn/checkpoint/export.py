@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hf_axonn.checkpoint.commit import commit, new_stage, recover, sync_directory
 from hf_axonn.checkpoint.manifest import MANIFEST, check_complete
-from hf_axonn.checkpoint.shard_files import PieceReader, byte_sizes, write_safetensors
+from hf_axonn.checkpoint.shard_files import ShardReader, byte_sizes, write_safetensors
 from hf_axonn.checkpoint.sharded import LAYOUTS
 
 
@@ -40,7 +40,7 @@ def export_hf(directory: str | Path, output: str | Path, *, shard_bytes: int = 5
         raise ValueError(f"{output} is not empty: name a directory that is new.")
     tensors = {name: tensor for name, tensor in manifest.model.items() if name not in manifest.tied}
     sizes = byte_sizes(tensors)
-    reader = PieceReader(directory, manifest.model, manifest.grid)
+    reader = ShardReader(directory, manifest.model, manifest.grid)
     if output.exists():
         output.rmdir()
     stage = new_stage(output)

@@ -1,4 +1,4 @@
-"""A sharded model as one: its whole state dict on rank 0, and `save_pretrained`, which writes an ordinary directory.
+"""A sharded model as one: its full state dict on rank 0, and `save_pretrained`, which writes an ordinary directory.
 
 For a model that one machine can hold. Checkpoints (sharded.py) never gather anything.
 """
@@ -15,34 +15,34 @@ from torch.distributed.tensor import DTensor
 from hf_axonn.distributed.collectives import world_rank
 
 
-def whole_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The state dict of a sharded model with whole tensors, on the CPU of rank 0; empty on the other ranks.
+def full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The state dict of a sharded model with full tensors, on the CPU of rank 0; empty on the other ranks.
 
     Every rank must call it. Names that share a tensor share it in the result, too.
 
     Args:
         model: parallelized, or a wrapper of such a model.
-        state_dict: its state dict or a part of it; the whole one if None.
-    Memory: the whole model on the CPU of rank 0, one whole tensor at a time on the others.
+        state_dict: its state dict or a part of it; all of it if None.
+    Memory: the full model on the CPU of rank 0, one full tensor at a time on the others.
     Collectives: one gather of each sharded tensor over (y, x, z).
     """
     state_dict = model.state_dict() if state_dict is None else state_dict
     first = world_rank() == 0
     # By the parameter, and not by memory, which of an empty shard is no mark: all ranks must gather the same.
     owners = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    whole: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     gathered: dict[object, Tensor | None] = {}
     for name, tensor in state_dict.items():
         if not isinstance(tensor, Tensor):
-            whole[name] = tensor
+            result[name] = tensor
             continue
         owner = owners.get(name, name)
         if owner not in gathered:
             full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
             gathered[owner] = full.cpu().contiguous() if first else None
             del full
-        whole[name] = gathered[owner]
-    return whole if first else {}
+        result[name] = gathered[owner]
+    return result if first else {}
 
 
 def is_sharded(state_dict: dict[str, Tensor]) -> bool:
@@ -65,9 +65,9 @@ def _save_pretrained(
     state_dict: dict[str, Tensor] | None = None,
     **kwargs: Any,
 ) -> None:
-    """`PreTrainedModel.save_pretrained`, called by all ranks; rank 0 writes. Collectives: `whole_state_dict`.
+    """`PreTrainedModel.save_pretrained`, called by all ranks; rank 0 writes. Collectives: `full_state_dict`.
 
-    A given state dict is taken as it is on rank 0, if it holds whole tensors.
+    A given state dict is taken as it is on rank 0, if it holds full tensors.
     """
     if kwargs.get("distributed_checkpoint"):
         raise ValueError(
@@ -75,6 +75,6 @@ def _save_pretrained(
             "shards."
         )
     if state_dict is None or is_sharded(state_dict):
-        state_dict = whole_state_dict(model, state_dict)
+        state_dict = full_state_dict(model, state_dict)
     if world_rank() == 0 and is_main_process:
         original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)

@@ -33,7 +33,7 @@ def cache_directory() -> Path:
 def converted(name_or_path: str, gguf_file: str, *, auto_class: Any, dtype: Any, **where: Any) -> Path:
     """The directory of a GGUF model as safetensors, made by the first process that comes; the others wait for it.
 
-    The one that converts holds the whole model in memory for a while. A file that has changed, another dtype or
+    The one that converts holds the full model in memory for a while. A file that has changed, another dtype or
     another release of Transformers is converted anew. No communication: ranks of a node, or of a cluster with a shared
     file system, meet at a lock.
 
@@ -67,7 +67,7 @@ def converted(name_or_path: str, gguf_file: str, *, auto_class: Any, dtype: Any,
 
 
 def _convert(file: Path, directory: Path, auto_class: Any, dtype: Any) -> None:
-    """Write the directory, which is there only when it is whole."""
+    """Write the directory, which is there only when it is complete."""
     from transformers import GgufConfig
 
     made = Path(tempfile.mkdtemp(prefix=f"{directory.name}-", dir=directory.parent))

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.checkpoint.lazy_tensors import LazyTensor, Region, read, unread
+from hf_axonn.compat.replaced import replaced
 from hf_axonn.engine.dtensors import local
 
 
@@ -32,17 +33,17 @@ def distribute_when_built(
     distribute: Callable[[nn.Module], None],
     part_of: Callable[[DTensor], Region],
     device: torch.device,
-    read_pieces: Callable[[nn.Module, str], None],
+    read_shards: Callable[[nn.Module, str], None],
 ) -> Iterator[tuple[dict[str, Any], set[str]]]:
     """Let `from_pretrained` call `distribute(model)` on the model it has just built on the meta device, and then read
     `part_of(parameter)`, and nothing else, of each weight that is a DTensor, to `device`. A directory of files of
-    pieces is left to `read_pieces(model, directory)`: torch.distributed.checkpoint opens all of them on every rank.
+    shards is left to `read_shards(model, directory)`: torch.distributed.checkpoint opens all of them on every rank.
 
     Yields the keyword arguments to pass to `from_pretrained`, and a set that will have the names of what the
     checkpoint lacks (of a directory with adapters its own report has only what the adapters lack). The hook is the one
     that its own `distributed_config` uses (modeling_utils.py, `maybe_distribute_model`); we need no mesh of its own.
-    Its loader cuts tensors before it converts them, which is only right for some conversions (core_model_loading.py),
-    so the two places where it reads a tensor and where it sets a parameter are replaced as well.
+    Transformers' loader shards tensors before it converts them, which is only right for some conversions
+    (core_model_loading.py), so the two places where it reads a tensor and where it sets a parameter are replaced, too.
     """
     from transformers import PreTrainedModel, core_model_loading
     from transformers.distributed import mixin
@@ -66,8 +67,8 @@ def distribute_when_built(
         return info
 
     with ThreadPoolExecutor(READERS) as readers:
-        replaced = {
-            (mixin, "_load_model_checkpoint_distributed"): read_pieces,
+        attributes = {
+            (mixin, "_load_model_checkpoint_distributed"): read_shards,
             (PreTrainedModel, "prepare_distribute_model"): staticmethod(
                 lambda config, device_map=None: (config, device_map, _NoMesh())
             ),
@@ -81,7 +82,7 @@ def distribute_when_built(
                 _set_part, core_model_loading.set_param_for_module, part_of, device, readers
             ),
         }
-        with _replaced(replaced):
+        with replaced(attributes):
             yield {"distributed_config": DistributedConfig()}, missing
 
 
@@ -103,7 +104,7 @@ def fill(model: PreTrainedModel, stored: dict[str, Any], part_of: Callable[[DTen
 
     def copy_part(model: nn.Module, name: str, value: torch.Tensor, info: Any, *_: object) -> None:
         own = _tensor_of(model, name)
-        part = None if own is None else _cut(own, value, part_of, None, readers)
+        part = None if own is None else _rank_part(own, value, part_of, None, readers)
         if own is None or part is None:
             return
         info.missing_keys.discard(name)
@@ -112,34 +113,18 @@ def fill(model: PreTrainedModel, stored: dict[str, Any], part_of: Callable[[DTen
 
     before = getattr(model, "_weight_conversions", None)  # by which the model will be saved
     with ThreadPoolExecutor(READERS) as readers:
-        replaced = {
+        attributes = {
             (core_model_loading, "DtensorShardOperation"): shard_operation,
             (core_model_loading, "spawn_materialize"): _read_or_wait,
             (core_model_loading, "set_param_for_module"): copy_part,
         }
-        with _replaced(replaced):
+        with replaced(attributes):
             mapping: Any = get_model_conversion_mapping(model)  # Transformers annotates the two unequally
             options = LoadStateDictConfig(weight_mapping=mapping)
             info, _ = core_model_loading.convert_and_load_state_dict_in_model(model, stored, options)
     vars(model)["_weight_conversions"] = before
     missing: set[str] = info.missing_keys
     return missing
-
-
-@contextlib.contextmanager
-def _replaced(replaced: dict[tuple[Any, str], Any]) -> Iterator[None]:
-    """While inside, attributes have other values: (owner, name) -> value."""
-    before = {(owner, name): vars(owner).get(name) for owner, name in replaced}
-    try:
-        for (owner, name), value in replaced.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for (owner, name), value in before.items():
-            if value is None:  # inherited before
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
 
 @dataclass(frozen=True)
@@ -163,16 +148,16 @@ def _read_or_wait(
     What a converter collects (it has a `tensor_idx`) stays unread, and so does a tensor that is not of its
     parameter's size, which the loader will report.
     """
-    whole = unread(source, dtype)
-    if tensor_idx is not None or (sharding_op is not None and whole.shape != sharding_op.shape):
-        return whole
-    job = partial(_read_part, whole, sharding_op.region if sharding_op else None, device)
+    lazy = unread(source, dtype)
+    if tensor_idx is not None or (sharding_op is not None and lazy.shape != sharding_op.shape):
+        return lazy
+    job = partial(_read_part, lazy, sharding_op.region if sharding_op else None, device)
     return pool.submit(job) if pool is not None else job
 
 
-def _read_part(whole: LazyTensor, region: Region | None, device: Any) -> torch.Tensor:
-    part = read(whole, region, device=device)
-    part.is_part = True  # type: ignore[attr-defined]  # a mark for `_set_part`: nothing is left to cut
+def _read_part(lazy: LazyTensor, region: Region | None, device: Any) -> torch.Tensor:
+    part = read(lazy, region, device=device)
+    part.is_part = True  # type: ignore[attr-defined]  # a mark for `_set_part`: nothing is left to shard
     return part
 
 
@@ -187,10 +172,10 @@ def _set_part(
     info: Any,
     *rest: Any,
 ) -> None:
-    """In place of `set_param_for_module`: what a converter made is cut here, and read if it is not yet."""
+    """In place of `set_param_for_module`: what a converter made is sharded here, and read if it is not yet."""
     own = _tensor_of(model, name)
     if own is not None:
-        part = _cut(own, value, part_of, device, readers)
+        part = _rank_part(own, value, part_of, device, readers)
         if part is None:
             info.missing_keys.discard(name)
             info.mismatched_keys.add((name, value.shape, own.shape))
@@ -205,7 +190,7 @@ def _tensor_of(model: nn.Module, name: str) -> torch.Tensor | None:
     return own if isinstance(own, torch.Tensor) else None
 
 
-def _cut(
+def _rank_part(
     own: torch.Tensor,
     value: torch.Tensor,
     part_of: Callable[[DTensor], Region],
@@ -217,5 +202,5 @@ def _cut(
         return value
     if value.shape != own.shape:
         return None
-    whole = value if isinstance(value, LazyTensor) else unread(value)
-    return read(whole, part_of(own) if isinstance(own, DTensor) else None, device=device, readers=readers)
+    lazy = value if isinstance(value, LazyTensor) else unread(value)
+    return read(lazy, part_of(own) if isinstance(own, DTensor) else None, device=device, readers=readers)

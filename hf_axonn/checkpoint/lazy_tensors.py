@@ -1,9 +1,9 @@
 """Tensors that are still in a file: one may join, split and transpose them, and then read only a part of the result.
 
-A checkpoint often lays weights out in another way than the model does: each expert apart, query, key and value in one
-tensor, experts transposed. Transformers' converters turn whole tensors into whole tensors. Here they are handed
-tensors that only remember what was done, so that a rank's part is cut after the conversion, where it is defined, and
-yet no rank reads more than that part. An operation that is not known here reads the tensors it needs, whole.
+A checkpoint often lays weights out in another way than the model does: each expert in a tensor, query, key and value
+in one, experts transposed. Transformers' converters turn full tensors into full tensors. Here they get tensors that
+only remember what was done: they are sharded after the conversion, where shards are defined, and yet no rank reads
+more than its shard. An operation that is not known here reads the tensors that it needs in full.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def read(
     Args:
         region: one slice (start, stop) for each dim; None: all.
         device: where the result is to be; None: the CPU.
-        readers: threads that read the pieces if there are several; None: one after the other.
+        readers: threads that read the parts if there are several; None: one after the other.
     """
     region = tuple(slice(0, size) for size in tensor.shape) if region is None else region
     size = [each.stop - each.start for each in region]
@@ -117,49 +117,49 @@ class _Joined(_Origin):
 
 @dataclass(frozen=True)
 class _Part(_Origin):
-    whole: LazyTensor
+    base: LazyTensor
     dim: int
     start: int
 
     def copies(self, region: Region, target: Tensor) -> Iterator[Copy]:
         own = region[self.dim]
         shifted = slice(self.start + own.start, self.start + own.stop)
-        yield from self.whole.origin.copies(_with(region, self.dim, shifted), target)
+        yield from self.base.origin.copies(_with(region, self.dim, shifted), target)
 
 
 @dataclass(frozen=True)
 class _Turned(_Origin):
-    whole: LazyTensor
+    base: LazyTensor
     dims: tuple[int, int]
 
     def copies(self, region: Region, target: Tensor) -> Iterator[Copy]:
         first, second = self.dims
         turned = _with(_with(region, first, region[second]), second, region[first])
-        yield from self.whole.origin.copies(turned, target.transpose(first, second))
+        yield from self.base.origin.copies(turned, target.transpose(first, second))
 
 
 @dataclass(frozen=True)
 class _Widened(_Origin):
     """One dim more, of size 1."""
 
-    whole: LazyTensor
+    base: LazyTensor
     dim: int
 
     def copies(self, region: Region, target: Tensor) -> Iterator[Copy]:
         inside = (*region[: self.dim], *region[self.dim + 1 :])
-        yield from self.whole.origin.copies(inside, target.squeeze(self.dim))
+        yield from self.base.origin.copies(inside, target.squeeze(self.dim))
 
 
 @dataclass(frozen=True)
 class _Narrowed(_Origin):
     """One dim less, which had size 1."""
 
-    whole: LazyTensor
+    base: LazyTensor
     dim: int
 
     def copies(self, region: Region, target: Tensor) -> Iterator[Copy]:
         inside = (*region[: self.dim], slice(0, 1), *region[self.dim :])
-        yield from self.whole.origin.copies(inside, target.unsqueeze(self.dim))
+        yield from self.base.origin.copies(inside, target.unsqueeze(self.dim))
 
 
 def _unread(origin: _Origin, shape: Sequence[int], dtype: torch.dtype) -> LazyTensor:
@@ -234,11 +234,11 @@ def _narrow(tensor: LazyTensor, dim: int, start: int, length: int) -> LazyTensor
 
 def _split(tensor: LazyTensor, split_size_or_sections: int | Sequence[int], dim: int = 0) -> Any:
     dim = dim % tensor.ndim
-    whole = tensor.shape[dim]
+    size = tensor.shape[dim]
     sizes = split_size_or_sections
     if isinstance(sizes, int):
-        sizes = [min(sizes, whole - start) for start in range(0, whole, sizes)]
-    if sum(sizes) != whole:
+        sizes = [min(sizes, size - start) for start in range(0, size, sizes)]
+    if sum(sizes) != size:
         return NotImplemented
     return tuple(_narrow(tensor, dim, sum(sizes[:i]), size) for i, size in enumerate(sizes))
 

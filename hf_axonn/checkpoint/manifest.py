@@ -3,7 +3,7 @@
     version, save       of the format; which save this was, a random id
     grid, tied          on what it was written; names that are second names of a tied tensor
     files               bytes and SHA-256 of every other file of the checkpoint, by its name in the directory
-    model, optimizer    shape, dtype and cuts of every sharded tensor (partition.py)
+    model, optimizer    shape, dtype and sharded dims of every tensor (partition.py)
     checksum            SHA-256 of all of the above
 
 A directory with a manifest that fits its files is a complete checkpoint; anything else is not one.
@@ -89,15 +89,15 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 
 def _tensors_out(tensors: Mapping[str, SavedTensor]) -> dict[str, list[Any]]:
-    return {name: [tensor.dtype, list(tensor.shape), list(tensor.cuts)] for name, tensor in tensors.items()}
+    return {name: [tensor.dtype, list(tensor.shape), list(tensor.sharded_dims)] for name, tensor in tensors.items()}
 
 
 def _tensors_in(section: Mapping[str, Any]) -> dict[str, SavedTensor]:
     tensors = {}
-    for name, (dtype, shape, cuts) in section.items():
+    for name, (dtype, shape, sharded_dims) in section.items():
         if dtype not in DTYPES:
             raise ValueError(f"{name} has the unknown dtype {dtype!r}")
-        tensors[str(name)] = SavedTensor(tuple(shape), dtype, tuple(cuts))
+        tensors[str(name)] = SavedTensor(tuple(shape), dtype, tuple(sharded_dims))
     return tensors
 
 

@@ -1,10 +1,10 @@
-"""Which rank writes which piece of a tensor, and in whose file a piece is found again: arithmetic, no communication.
+"""Which rank writes which shard of a tensor, and in whose file a shard is found again: arithmetic, no communication.
 
-A checkpoint says of each tensor its shape, its dtype and which axes cut which of its dims. From that and the grid
+A checkpoint says of each tensor its shape, its dtype and which axes shard which of its dims. From that and the grid
 every rank derives its own file, and every reader, on whatever grid, the files that hold what it needs. So nothing is
 gathered or planned in common, and the work of a rank does not grow with the number of ranks.
 
-A *box* is one (start, stop) for each dim of the whole tensor.
+A *box* is one (start, stop) for each dim of the global tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_axonn.topology.local_slices import slices_at
 
 Box = tuple[tuple[int, int], ...]
 
-# Of the ranks that hold the same piece, so many take part in writing: each is a file that a reader must open.
+# Of the ranks that hold the same shard, so many take part in writing: each is a file that a reader must open.
 MOST_WRITERS = 16
 # A smaller tensor is written by the first of the ranks that hold it: a reader needs all of them, from few files.
 SMALL_BYTES = 2**20
@@ -27,24 +27,24 @@ SMALL_BYTES = 2**20
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor of a checkpoint as a whole.
+    """A global tensor of a checkpoint.
 
     Attributes:
-        shape: of the whole tensor.
+        shape: of the global tensor.
         dtype: its name in safetensors, such as BF16.
-        cuts: for each axis of WEIGHT_AXES (y, x, z) the dim that it cuts, None where its ranks hold the same.
+        sharded_dims: for each axis of WEIGHT_AXES (y, x, z) the dim that it shards, None where its ranks are replicas.
     """
 
     shape: tuple[int, ...]
     dtype: str
-    cuts: tuple[int | None, ...]
+    sharded_dims: tuple[int | None, ...]
 
     def __post_init__(self) -> None:
         dims = range(len(self.shape))
-        if not all(_is_count(size) for size in self.shape) or len(self.cuts) != len(WEIGHT_AXES):
-            raise ValueError(f"no tensor has the shape {self.shape} and the cuts {self.cuts}")
-        if any(cut is not None and not (_is_count(cut) and cut in dims) for cut in self.cuts):
-            raise ValueError(f"a tensor of shape {self.shape} cannot be cut along the dims {self.cuts}")
+        if not all(_is_count(size) for size in self.shape) or len(self.sharded_dims) != len(WEIGHT_AXES):
+            raise ValueError(f"no tensor has the shape {self.shape} and the sharded dims {self.sharded_dims}")
+        if any(dim is not None and not (_is_count(dim) and dim in dims) for dim in self.sharded_dims):
+            raise ValueError(f"a tensor of shape {self.shape} cannot be sharded along the dims {self.sharded_dims}")
 
     @property
     def numel(self) -> int:
@@ -54,14 +54,14 @@ class SavedTensor:
         return size
 
     @property
-    def whole(self) -> Box:
-        """The box that is all of it."""
+    def full_box(self) -> Box:
+        """The box of all elements."""
         return tuple((0, size) for size in self.shape)
 
     def copy_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks hold the same piece."""
-        cutting = {axis for axis, cut in zip(WEIGHT_AXES, self.cuts, strict=True) if cut is not None}
-        return tuple(axis for axis in AXES if axis not in cutting)
+        """The axes along which ranks hold the same shard."""
+        sharding = {axis for axis, dim in zip(WEIGHT_AXES, self.sharded_dims, strict=True) if dim is not None}
+        return tuple(axis for axis in AXES if axis not in sharding)
 
 
 def _is_count(value: object) -> bool:
@@ -69,12 +69,12 @@ def _is_count(value: object) -> bool:
 
 
 def box_at(tensor: SavedTensor, grid: Grid, coordinates: Mapping[str, int]) -> Box:
-    """The piece that lies at a position of the grid."""
+    """The shard that lies at a position of the grid."""
     sizes, here = [getattr(grid, axis) for axis in WEIGHT_AXES], [coordinates[axis] for axis in WEIGHT_AXES]
-    return tuple((part.start, part.stop) for part in slices_at(tensor.shape, tensor.cuts, sizes, here))
+    return tuple((part.start, part.stop) for part in slices_at(tensor.shape, tensor.sharded_dims, sizes, here))
 
 
-def _cut(span: tuple[int, int], parts: int, index: int) -> tuple[int, int]:
+def _narrow(span: tuple[int, int], parts: int, index: int) -> tuple[int, int]:
     start, stop = bounds(span[1] - span[0], parts, index)
     return span[0] + start, span[0] + stop
 
@@ -86,22 +86,22 @@ def overlap(first: Box, second: Box) -> Box | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def pieces_in(tensor: SavedTensor, grid: Grid, box: Box) -> list[tuple[dict[str, int], Box]]:
-    """The pieces of a saved tensor that share something with `box`: (coordinates on the cutting axes, the piece).
+def shards_in(tensor: SavedTensor, grid: Grid, box: Box) -> list[tuple[dict[str, int], Box]]:
+    """The shards of a saved tensor that overlap `box`: (coordinates on the sharding axes, the box of the shard).
 
     Axis by axis, so that it costs about the sum of the sizes of the axes and not their product.
     """
-    found: list[tuple[dict[str, int], Box]] = [({}, tensor.whole)]
-    for axis, dim in zip(WEIGHT_AXES, tensor.cuts, strict=True):
+    found: list[tuple[dict[str, int], Box]] = [({}, tensor.full_box)]
+    for axis, dim in zip(WEIGHT_AXES, tensor.sharded_dims, strict=True):
         if dim is None:
             continue
         parts = getattr(grid, axis)
         finer = []
-        for place, piece in found:
+        for place, shard in found:
             for index in range(parts):
-                cut = (*piece[:dim], _cut(piece[dim], parts, index), *piece[dim + 1 :])
-                if overlap(cut, box) is not None:
-                    finer.append(({**place, axis: index}, cut))
+                part = (*shard[:dim], _narrow(shard[dim], parts, index), *shard[dim + 1 :])
+                if overlap(part, box) is not None:
+                    finer.append(({**place, axis: index}, part))
         found = finer
     return found
 
@@ -109,12 +109,12 @@ def pieces_in(tensor: SavedTensor, grid: Grid, box: Box) -> list[tuple[dict[str,
 class Writers:
     """Who writes each tensor of a checkpoint: the same answer on every rank, and in every later reader.
 
-    Where several ranks hold the same piece, one of up to MOST_WRITERS of them writes it, chosen so that all of these
+    Where several ranks hold the same shard, one of up to MOST_WRITERS of them writes it, chosen so that all of these
     write about as many bytes.
     """
 
     def __init__(self, tensors: Mapping[str, SavedTensor], grid: Grid, bytes_of: Mapping[str, int]) -> None:
-        """`bytes_of` is the size of each whole tensor."""
+        """`bytes_of` is the size of each global tensor."""
         self.grid = grid
         self._copy_of: dict[str, dict[str, int]] = {}
         loads: dict[tuple[str, ...], list[int]] = {}
@@ -136,11 +136,11 @@ class Writers:
         return position
 
     def rank(self, name: str, place: Mapping[str, int]) -> int:
-        """The rank that writes the piece at a place on the axes that cut the tensor."""
+        """The rank that writes the shard at a place on the axes that shard the tensor."""
         return self.grid.rank(**self._copy_of[name], **place)
 
     def names_of(self, coordinates: Mapping[str, int]) -> Iterator[str]:
-        """The tensors of which the rank at these coordinates writes its piece."""
+        """The tensors of which the rank at these coordinates writes its shard."""
         for name, copy in self._copy_of.items():
             if all(coordinates[axis] == index for axis, index in copy.items()):
                 yield name

@@ -2,7 +2,7 @@
 
     save = Save(directory, grid, device)       all ranks: rank 0 makes the stage
     with save.writing(): ...                   files of this rank, into save.stage; an error is kept for later
-    save.add("", tensors)                      a sharded state: each rank writes its own pieces of it
+    save.add("", tensors)                      a sharded state: each rank writes its own shards of it
     save.close()                               all ranks: everything is on disk and has its place, or nothing has
 
 No rank raises before all have heard of it, so a full disk on one machine is the same error everywhere. Ranks tell rank
@@ -36,8 +36,8 @@ from hf_axonn.checkpoint.shard_files import (
     describe,
     file_name,
     local_of,
-    pieces_to_write,
-    write_pieces,
+    shards_to_write,
+    write_shards,
 )
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
 from hf_axonn.distributed.consistency import first_problem
@@ -79,7 +79,7 @@ class Save:
         self._late_problem = ""  # of rank 0, when all others had done their part
         self.tied: list[str] = []
         self._states: dict[str, dict[str, SavedTensor]] = {}
-        self._pieces: dict[str, dict[str, tuple[Tensor, Box]]] = {}
+        self._shards: dict[str, dict[str, tuple[Tensor, Box]]] = {}
         self._claimed: list[str] = []
         self._thread: threading.Thread | None = None
         self._written, self._cancelled = threading.Event(), threading.Event()
@@ -97,7 +97,7 @@ class Save:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Around what this rank alone writes into the stage, without collectives: an error is told by `close`."""
+        """Around what this rank alone writes into the stage, without collectives: an error is raised by `close`."""
         try:
             yield
         except Exception as problem:
@@ -105,19 +105,19 @@ class Save:
             self.problem = self.problem or _words(problem)
 
     def add(self, folder: str, tensors: Mapping[str, Tensor]) -> None:
-        """Let each rank write its pieces of a state, under `folder` ("" is the checkpoint itself). No communication.
+        """Let each rank write its shards of a state, under `folder` ("" is the checkpoint itself). No communication.
 
         All ranks give the same names. Without `background` the tensors must stay as they are until `close`.
         """
         self._states[folder] = {name: describe(tensor) for name, tensor in tensors.items()}
-        self._pieces[folder] = pieces_to_write(tensors, self.grid, self.rank)
+        self._shards[folder] = shards_to_write(tensors, self.grid, self.rank)
         if self.background:
             with self.writing():
                 copies = {
                     name: (local_of(tensor).to("cpu", copy=True), box)
-                    for name, (tensor, box) in self._pieces[folder].items()
+                    for name, (tensor, box) in self._shards[folder].items()
                 }
-                self._pieces[folder] = copies
+                self._shards[folder] = copies
 
     def claim(self, name: str) -> None:
         """Let this rank, and not rank 0, take the checksum of a file that it has written itself."""
@@ -185,12 +185,12 @@ class Save:
 
     def _write_files(self) -> dict[str, FileRecord]:
         files = {}
-        for folder, pieces in self._pieces.items():
-            if pieces:
+        for folder, shards in self._shards.items():
+            if shards:
                 (self.stage / folder).mkdir(parents=True, exist_ok=True)
                 path = self.stage / folder / file_name(self.rank)
-                files[self._name(path)] = write_pieces(path, pieces)
-        self._pieces.clear()
+                files[self._name(path)] = write_shards(path, shards)
+        self._shards.clear()
         for name in self._claimed:
             files[name] = _settle(self.stage / name)
         return files

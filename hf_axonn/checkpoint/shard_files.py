@@ -1,6 +1,6 @@
-"""Safetensors files of pieces: written tensor by tensor with a checksum, read slice by slice.
+"""Safetensors files of shards: written tensor by tensor with a checksum, read slice by slice.
 
-A file of pieces is what torch.distributed.checkpoint would write (its sharding information stands in the header), so
+Such a file is what torch.distributed.checkpoint would write (its sharding information stands in the header), so
 Transformers and torch read such a directory as well.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from hf_axonn.checkpoint.partition import Box, SavedTensor, Writers, box_at, overlap, pieces_in
+from hf_axonn.checkpoint.partition import Box, SavedTensor, Writers, box_at, overlap, shards_in
 from hf_axonn.engine.dtensors import local, mesh_slices, sharded_dims
 from hf_axonn.topology.grid import WEIGHT_AXES, Grid
 
@@ -45,7 +45,7 @@ CHUNK = 16 * 2**20
 
 
 def file_name(rank: int) -> str:
-    """Of the pieces that a rank writes: the name by which Transformers knows a sharded checkpoint."""
+    """Of the shards that a rank writes: the name by which Transformers knows a sharded checkpoint."""
     return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
 
 
@@ -64,7 +64,7 @@ def describe(tensor: Tensor) -> SavedTensor:
 
 
 def byte_sizes(tensors: Mapping[str, SavedTensor]) -> dict[str, int]:
-    """Bytes of each whole tensor."""
+    """Bytes of each global tensor."""
     return {name: tensor.numel * DTYPES[tensor.dtype].itemsize for name, tensor in tensors.items()}
 
 
@@ -73,7 +73,7 @@ def local_of(tensor: Tensor) -> Tensor:
     return local(tensor).detach()
 
 
-def pieces_to_write(tensors: Mapping[str, Tensor], grid: Grid, rank: int) -> dict[str, tuple[Tensor, Box]]:
+def shards_to_write(tensors: Mapping[str, Tensor], grid: Grid, rank: int) -> dict[str, tuple[Tensor, Box]]:
     """What a rank writes of a state that all ranks hold together: its own parts, and where they lie. No copies."""
     saved = {name: describe(tensor) for name, tensor in tensors.items()}
     here = grid.coordinates(rank)
@@ -86,16 +86,16 @@ def pieces_to_write(tensors: Mapping[str, Tensor], grid: Grid, rank: int) -> dic
     return mine
 
 
-def write_pieces(path: Path, pieces: Mapping[str, tuple[Tensor, Box]]) -> FileRecord:
-    """Write pieces as one file of a sharded checkpoint; returns its bytes and checksum. It is on disk afterwards.
+def write_shards(path: Path, shards: Mapping[str, tuple[Tensor, Box]]) -> FileRecord:
+    """Write shards as one file of a sharded checkpoint; returns its bytes and checksum. It is on disk afterwards.
 
     Raises:
         OSError: the file cannot be written.
     """
-    offsets = {name: {"saved_offsets": [start for start, _ in box]} for name, (_, box) in pieces.items()}
+    offsets = {name: {"saved_offsets": [start for start, _ in box]} for name, (_, box) in shards.items()}
     metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-    shapes = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, (tensor, _) in pieces.items()}
-    return write_safetensors(path, shapes, lambda name: pieces[name][0], metadata)
+    shapes = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, (tensor, _) in shards.items()}
+    return write_safetensors(path, shapes, lambda name: shards[name][0], metadata)
 
 
 def write_safetensors(
@@ -157,14 +157,14 @@ def checksum_of(path: Path) -> FileRecord:
 
 
 def box_of(tensor: Tensor) -> Box:
-    """Where this rank's part of a DTensor lies in the whole; all of it for a plain tensor."""
+    """Where this rank's part of a DTensor lies in the global tensor; all of it for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return tuple((0, size) for size in tensor.shape)
     slices = mesh_slices(tensor.shape, tensor.placements, tensor.device_mesh)
     return tuple((part.start, part.stop) for part in slices)
 
 
-class PieceReader:
+class ShardReader:
     """Reads boxes of the tensors of one sharded checkpoint. No communication.
 
     Args:
@@ -192,11 +192,11 @@ class PieceReader:
                 path = self.directory / file_name(rank)
                 try:
                     with safe_open(path, framework="pt") as file:
-                        for name, piece, box in parts:
-                            common = overlap(piece, box)
-                            assert common is not None  # the plan names only pieces that share something
+                        for name, shard, box in parts:
+                            common = overlap(shard, box)
+                            assert common is not None  # the plan names only shards that overlap
                             local_of(targets[name])[_inside(common, box)].copy_(
-                                file.get_slice(name)[_inside(common, piece)] if common else file.get_tensor(name)
+                                file.get_slice(name)[_inside(common, shard)] if common else file.get_tensor(name)
                             )
                 except (SafetensorError, OSError) as problem:
                     raise ValueError(f"{path} cannot be read: {problem}") from problem
@@ -207,21 +207,21 @@ class PieceReader:
         Args:
             boxes: of each tensor what is wanted.
         Returns:
-            For each such rank (name, the piece in its file, the box that is wanted) of all that it has.
+            For each such rank (name, the box of the shard in its file, the box that is wanted) of all that it has.
         """
         found: dict[int, list[tuple[str, Box, Box]]] = {}
         for name, box in boxes.items():
             if all(start < stop for start, stop in box):
-                for place, piece in pieces_in(self.tensors[name], self.grid, box):
-                    found.setdefault(self._writers.rank(name, place), []).append((name, piece, box))
+                for place, shard in shards_in(self.tensors[name], self.grid, box):
+                    found.setdefault(self._writers.rank(name, place), []).append((name, shard, box))
         return found
 
     def read(self, name: str) -> Tensor:
-        """One whole tensor."""
+        """One global tensor, in full."""
         tensor = self.tensors[name]
-        whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
-        self.fill({name: whole})
-        return whole
+        full = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+        self.fill({name: full})
+        return full
 
     def check(self, targets: Mapping[str, Tensor]) -> None:
         """Raise ValueError unless the checkpoint has each of these tensors, with its shape."""

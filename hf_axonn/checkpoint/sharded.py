@@ -24,7 +24,7 @@ from hf_axonn.adapters.files import load_adapters, save_adapters
 from hf_axonn.checkpoint.commit import OPTIMIZER, recover
 from hf_axonn.checkpoint.manifest import Manifest, find_problems, read_manifest, refuse
 from hf_axonn.checkpoint.save import Save, finish_saves
-from hf_axonn.checkpoint.shard_files import PieceReader
+from hf_axonn.checkpoint.shard_files import ShardReader
 from hf_axonn.checkpoint.state_dicts import (
     flat_optimizer_state,
     fresh_optimizer_state,
@@ -52,7 +52,7 @@ def save_sharded(
     """Write the weights of a parallelized model, and the state of its optimizer, without gathering them anywhere.
 
     Every rank must call it, with the same directory, which all ranks must see. Of a model with PEFT adapters only the
-    adapters are written, in PEFT's own format. A checkpoint that the directory holds stays whole until the new one is.
+    adapters are written, in PEFT's own format. A checkpoint that the directory holds stays until the new one is.
 
     Args:
         model: parallelized, or PEFT's wrapper of such a model.
@@ -188,7 +188,7 @@ def read_weights(model: nn.Module, directory: str | Path, manifest: Manifest | N
     """
     manifest = manifest or read_manifest(directory)
     tensors, _ = model_tensors(model)
-    PieceReader(Path(directory), manifest.model, manifest.grid).fill(tensors)
+    ShardReader(Path(directory), manifest.model, manifest.grid).fill(tensors)
 
 
 def _load_layouts(tuner: MatmulTuner, path: Path, *, same_grid: bool) -> None:
@@ -214,7 +214,7 @@ def load_optimizer(
     skipped = {key for name in without for key in of_parameter[name]}
     with raise_on_all_ranks(_device()):
         values = json.loads((source / VALUES).read_text())
-        reader = PieceReader(source, manifest.optimizer, manifest.grid)
+        reader = ShardReader(source, manifest.optimizer, manifest.grid)
         reader.fill({key: tensor for key, tensor in tensors.items() if key not in skipped})
     set_flat_optimizer_state(model, optimizer, tensors, values, without)
 

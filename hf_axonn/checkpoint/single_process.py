@@ -95,7 +95,7 @@ def load_plain_optimizer(
 
 
 def _like(value: object, parameter: Tensor, mesh: GridMesh) -> object:
-    """A moment of the parameter's shape is cut as the parameter is; a step count stays what it is."""
+    """A moment of the parameter's shape is sharded as the parameter is; a step count stays what it is."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape or not isinstance(parameter, DTensor):
         return value
     shard = shard_of(value, parameter.placements, mesh).to(parameter.to_local().device, copy=True)

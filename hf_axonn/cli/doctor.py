@@ -174,12 +174,12 @@ def _empty_model(config, dtype):
     from transformers import AutoModelForCausalLM
 
     if getattr(config, "quantization_config", None) is not None:
-        raise ValueError("the model is quantized, and quantized weights cannot be cut: save it dequantized.")
+        raise ValueError("the model is quantized, and quantized weights cannot be sharded: save it dequantized.")
     return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _examine_report(report, matrices: set[str], findings: Findings) -> None:
-    """Every reason why something is not cut, or is cut another way than the fast one."""
+    """Every reason why something is not sharded, or is sharded another way than the fast one."""
     unsharded = [entry for entry in report.not_sharded() if entry.name in matrices]
     for reason, count in Counter(entry.reason for entry in unsharded).items():
         size = sum(entry.parameters for entry in unsharded if entry.reason == reason)
@@ -199,7 +199,7 @@ def _examine_report(report, matrices: set[str], findings: Findings) -> None:
 
 
 def _examine_shards(model, grid: Grid, findings: Findings) -> int:
-    """Elements on rank 0, which has the longest pieces; and what the last rank of x, y and z has of each weight."""
+    """Elements on rank 0, which has the longest shards; and what the last rank of x, y and z has of each weight."""
     from torch.distributed.tensor import DTensor
 
     from hf_axonn.engine.dtensors import local_slices
@@ -211,15 +211,15 @@ def _examine_shards(model, grid: Grid, findings: Findings) -> int:
     for name, parameter in model.named_parameters():
         own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         local += own.numel()
-        cut = isinstance(parameter, DTensor) and own.numel() < parameter.numel()
-        share += parameter.numel() / (grid.x * grid.y * grid.z if cut else 1)
-        if cut:
+        sharded = isinstance(parameter, DTensor) and own.numel() < parameter.numel()
+        share += parameter.numel() / (grid.x * grid.y * grid.z if sharded else 1)
+        if sharded:
             slices = local_slices(parameter.shape, parameter.placements, last)
             if any(part.start >= part.stop for part in slices):
                 empty.append(name)
     if local > UNEVEN * share:
         findings.warnings.append(
-            f"the pieces of weights are uneven: rank 0 holds {local:,} parameters, {local / share:.2f} times its even "
+            f"the shards of weights are uneven: rank 0 holds {local:,} parameters, {local / share:.2f} times its even "
             f"share; sizes that x * y * z = {grid.x * grid.y * grid.z} divides are even."
         )
     if empty:

@@ -51,7 +51,7 @@ def after_peft(callback: Callable[[], None]) -> None:
     after_import("peft.peft_model", callback)
 
 
-def let_load_state_dict_cut() -> None:
+def let_load_state_dict_shard() -> None:
     """Keep PEFT from sharding what it loads by the names of mesh axes; `load_state_dict` does (dtensors.take_shards).
 
     PEFT does so for Transformers' own tensor parallelism, whose meshes have names; ours have none.

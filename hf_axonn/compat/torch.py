@@ -14,6 +14,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from hf_axonn.compat.replaced import replaced
+
 
 def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tensor) -> DeviceMesh:
     """A DeviceMesh over process groups that exist, without axis names (`DeviceMesh.from_group` insists on them).
@@ -92,16 +94,10 @@ def groups_with_world_timeout(device_type: str) -> Iterator[None]:
     """
     from torch.distributed import distributed_c10d
 
-    names = ("default_pg_timeout", "default_pg_nccl_timeout")
-    before = {name: getattr(distributed_c10d, name) for name in names}
     timeout = timedelta(seconds=world_timeout(device_type))
-    for name in names:
-        setattr(distributed_c10d, name, timeout)
-    try:
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    with replaced({(distributed_c10d, name): timeout for name in names}):
         yield
-    finally:
-        for name, value in before.items():
-            setattr(distributed_c10d, name, value)
 
 
 def watch_store() -> torch.distributed.Store:

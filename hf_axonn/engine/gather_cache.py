@@ -1,7 +1,7 @@
 """Gathered weights that outlive the multiplication they were gathered for: memory for traffic over z.
 
     training     `keep_gathered` in the settings: kept from forward to backward, instead of gathered again there
-    generate()   kept for the whole call, instead of gathered again for every token
+    generate()   kept until it ends, instead of gathered again for every token
 
 What is kept is what was gathered, so no number changes. Weights that have changed since are never used.
 """
@@ -31,11 +31,11 @@ class GatheredBlocks:
 class GatherCache:
     """What of one model is kept. A graph holds what its own backward pass needs, this finds it and holds the rest.
 
-    The rest: all of it in `whole_call`, and in training what a layer gathers without a graph because it will be run
-    again in backward (reentrant gradient checkpointing), until then.
+    The rest: everything under `keep_everything`; in training what a layer gathers without a graph, until backward runs
+    it again (reentrant gradient checkpointing).
 
     Attributes:
-        everything: whether a `whole_call` is under way.
+        everything: whether a `keep_everything` is under way.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class GatherCache:
             self._held[key] = gathered
 
     def release(self, key: Hashable) -> None:
-        """No longer hold it here, unless for a whole call."""
+        """No longer hold it here, unless everything is kept."""
         if not self.everything:
             self._held.pop(key, None)
 
@@ -68,7 +68,7 @@ class GatherCache:
             self._held.clear()
 
     @contextlib.contextmanager
-    def whole_call(self) -> Iterator[None]:
+    def keep_everything(self) -> Iterator[None]:
         """Keep all that is gathered inside, until the end. Memory: all weights of the model that this rank uses."""
         before, self.everything = self.everything, True
         try:

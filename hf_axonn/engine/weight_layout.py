@@ -75,14 +75,12 @@ class WeightLayout:
         return reduced.view(-1, self.cols)[: self.own_rows] if self.cols else reduced.new_empty(self.own_rows, 0)
 
 
-def weight_layout(
-    kind: WeightKind, rows: int, cols: int, mesh: GridMesh, *, whole_input: bool = False
-) -> WeightLayout:
+def weight_layout(kind: WeightKind, rows: int, cols: int, mesh: GridMesh, *, full_input: bool = False) -> WeightLayout:
     """How a weight [N, K] = [rows, cols] lies on this rank. No communication.
 
     Args:
         kind: any but EXPERTS (see `ExpertLayout`) and those that every rank holds in full.
-        whole_input: the features of a row layer's input are sharded over x alone.
+        full_input: the features of a row layer's input are sharded over x alone.
     Raises:
         ValueError: another kind.
     """
@@ -93,7 +91,7 @@ def weight_layout(
     own_rows, own_cols = slices_at((rows, cols), sharded_dims(PLACEMENTS[kind][:2]), (y, x), here)
     out_blocks = in_blocks = 1
     if kind == WeightKind.ROW:
-        in_blocks = 1 if whole_input else y
+        in_blocks = 1 if full_input else y
         out_size, in_size = ceil_div(rows, y), ceil_div(ceil_div(cols, x), in_blocks)
     elif kind in (WeightKind.COLUMN, WeightKind.LINEAR):
         out_blocks = y if kind == WeightKind.COLUMN else 1

@@ -293,13 +293,13 @@ class GoldfishMixin(_MixedInto):
                 )
 
     def _refuse_what_bypasses_the_loss(self) -> None:
-        cut = getattr(self.accelerator, "parallelism_config", None)
+        parallelism = getattr(self.accelerator, "parallelism_config", None)
         refused = {
             "compute_loss_func": self.compute_loss_func is not None,
             "label_smoothing_factor": self.args.label_smoothing_factor != 0,
             "use_liger_kernel": self.args.use_liger_kernel,
-            "context parallelism": (getattr(cut, "cp_size", None) or 1) > 1,
-            "sequence parallelism": (getattr(cut, "sp_size", None) or 1) > 1,
+            "context parallelism": (getattr(parallelism, "cp_size", None) or 1) > 1,
+            "sequence parallelism": (getattr(parallelism, "sp_size", None) or 1) > 1,
         }
         for name, asked in refused.items():
             if asked:

@@ -117,9 +117,9 @@ def _refuse(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> N
 
 def _processes(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> tuple[int, int]:
     """Processes on all machines together, and machines."""
-    num_processes = _whole_number("num_processes", settings, options, default=None, least=1)
-    num_machines = _whole_number("num_machines", settings, options, default=1, least=1)
-    machine_rank = _whole_number("machine_rank", settings, options, default=0, least=0)
+    num_processes = _integer("num_processes", settings, options, default=None, least=1)
+    num_machines = _integer("num_machines", settings, options, default=1, least=1)
+    machine_rank = _integer("machine_rank", settings, options, default=0, least=0)
     if num_processes is None:
         raise ValueError("num_processes is missing: write the number of processes on all machines together.")
     if num_processes % num_machines:
@@ -141,7 +141,7 @@ def _processes(settings: Mapping[str, Any], options: Mapping[str, str | None]) -
     return num_processes, num_machines
 
 
-def _whole_number(
+def _integer(
     name: str, settings: Mapping[str, Any], options: Mapping[str, str | None], *, default: int | None, least: int
 ) -> int | None:
     value = options[name] if options.get(name) is not None else settings.get(name)

@@ -39,7 +39,7 @@ def compare_or_exit(environ: MutableMapping[str, str]) -> None:
 
 
 def compare(environ: MutableMapping[str, str]) -> None:
-    """In a process that a launcher of several nodes started under AXONN_CONFIG: compare what the nodes are told.
+    """In a process that a launcher of several nodes started under AXONN_CONFIG: compare what their launch files say.
 
     Nothing in the other processes of a node, which its launcher ends with the first one; in processes that such a
     process starts; and where no launcher keeps a store. Of a node that says nothing within PATIENCE the others print
@@ -92,14 +92,14 @@ def _difference(address: str, port: int, nodes: int, says: dict) -> str:
 
 
 def describe(*nodes: dict) -> str:
-    """The message: what two nodes have been told, and what to do."""
-    one, two = sorted(nodes, key=lambda its: its["node"])
-    told = "; ".join(
+    """The message: how the launch files of two nodes differ, and what to do."""
+    one, two = sorted(nodes, key=lambda node: node["node"])
+    differences = "; ".join(
         f"{key} is {one[key]} on node {one['node']}, but {two[key]} on node {two['node']}"
         for key in KEYS
         if one[key] != two[key]
     )
     return (
-        f"the launch files of the nodes differ: {told}. Give every node (--machine_rank) the same file, or at least "
-        "the same axonn_config."
+        f"the launch files of the nodes differ: {differences}. Give every node (--machine_rank) the same file, or at "
+        "least the same axonn_config."
     )

@@ -113,11 +113,11 @@ class _Worker:
     def __call__(self, *args: Any) -> None:
         import torch
 
-        from hf_axonn.distributed.watchdog.watchdog import ended, failures_told
+        from hf_axonn.distributed.watchdog.watchdog import ended, failures_reported
 
         os.environ.update(self.environment)
         _use_grid()
-        with failures_told():
+        with failures_reported():
             value = self.function(*args)
         if os.environ["RANK"] == "0":
             self.result.write_bytes(_pickled(value))

@@ -185,7 +185,7 @@ class Row:
         self.weights = [state.weight_of(linear)]
         self.hidden_size = linear_size(linear)[0]
         self.layouts = [
-            weight_layout(WeightKind.ROW, *linear_size(linear), state.mesh, whole_input="y" not in self.axes)
+            weight_layout(WeightKind.ROW, *linear_size(linear), state.mesh, full_input="y" not in self.axes)
         ]
         patch_forward(linear, self._forward)
 

@@ -233,5 +233,5 @@ def _generate(state: ParallelState, model: nn.Module, original: Callable, /, *ar
         kwargs.setdefault("synced_gpus", True)
     # Without a cache Transformers fails for a rank that is done and goes on: it lengthens the mask, not the tokens.
     # The first forward uses every weight, so none is gathered later and a rank may stop by itself.
-    with state.context.gather_cache.whole_call():
+    with state.context.gather_cache.keep_everything():
         return original(*args, **kwargs)

@@ -108,4 +108,6 @@ def _check_quantization(kwargs: dict[str, Any], grid: Grid) -> None:
             raise ValueError("GGUF weights are trained dequantized: leave quantization_config away.")
         kwargs["quantization_config"] = GgufConfig(dequantize=True)
     elif wanted is not None and grid.size > 1:
-        raise ValueError("quantized weights cannot be cut: leave quantization_config away, or save them dequantized.")
+        raise ValueError(
+            "quantized weights cannot be sharded: leave quantization_config away, or save them dequantized."
+        )

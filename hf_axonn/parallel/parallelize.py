@@ -112,7 +112,7 @@ def _refuse_resize(
     wanted = -(-wanted // (pad_to_multiple_of or 1)) * (pad_to_multiple_of or 1)
     if wanted != size:
         raise ValueError(
-            f"resize_token_embeddings from {size} to {wanted}: the vocabulary of a sharded model is cut already. Load "
+            f"resize_token_embeddings from {size} to {wanted}: the vocabulary of this model is sharded already. Load "
             "the model with AutoModelForCausalLM.from_pretrained, resize it, and then shard it with "
             "hf_axonn.parallelize; or save the resized model once and load that with hf_axonn.from_pretrained."
         )

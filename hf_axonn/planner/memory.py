@@ -31,7 +31,7 @@ from hf_axonn.topology.weight_kind import WeightKind
 
 RESERVE = 0.1  # share of a GPU's memory that a plan leaves free: an assumption
 MOMENT_BYTES = 8  # AdamW's two moments in fp32
-ORIGIN = {"data": 0, "z": 0, "y": 0, "x": 0}  # rank 0 holds the longest pieces
+ORIGIN = {"data": 0, "z": 0, "y": 0, "x": 0}  # rank 0 holds the longest shards
 
 
 class Memory(NamedTuple):
@@ -91,7 +91,9 @@ def local_parameters(shape: Stack, grid: Grid) -> int:
     """Elements of parameters on rank 0."""
     layers = sum(count * _sharded(layer.weights, grid) for layer, count in shape.everything)
     rest = [_vocabulary(shape)] * (1 if shape.tied else 2)
-    rest += [Weight(its.kind, its.rows, shape.hidden) for its in shape.tables if its.kind != WeightKind.REPLICATED]
+    rest += [
+        Weight(table.kind, table.rows, shape.hidden) for table in shape.tables if table.kind != WeightKind.REPLICATED
+    ]
     idle = ceil_div(sum(shape.idle), grid.x * grid.y * grid.z)
     return layers + _sharded(rest, grid) + sum(shape.replicated) + idle
 
@@ -140,7 +142,7 @@ def memory(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", gloo:
 
 def _gathered_block(kind: WeightKind, linears: Iterable[LinearShape], grid: Grid) -> int:
     """Elements of a rank's gathered weights."""
-    if kind == WeightKind.EXPERTS:  # of one of them; z cuts the other dim
+    if kind == WeightKind.EXPERTS:  # of one of them; z shards the other dim
         return sum(linear.rows * ceil_div(linear.cols, grid.z) * grid.z for linear in linears)
     shapes = [shard_shape(kind, linear, grid, ORIGIN) for linear in linears]
     return sum(ceil_div(rows, grid.z) * grid.z * cols for rows, cols in shapes)

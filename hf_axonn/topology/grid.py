@@ -27,12 +27,12 @@ WEIGHT_AXES = ("y", "x", "z")  # the order in which a weight is sharded: rectang
 
 
 def ceil_div(size: int, parts: int) -> int:
-    """Length of the longest of `parts` pieces of `size`."""
+    """Length of the longest of `parts` chunks of `size`."""
     return -(-size // parts)
 
 
 def bounds(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Where piece `index` of `parts` begins and ends, cut as torch.chunk and DTensor do: the longest pieces first."""
+    """Start and stop of chunk `index` of `parts`, as torch.chunk and DTensor shard: the longest chunks first."""
     step = ceil_div(size, parts)
     return min(index * step, size), min((index + 1) * step, size)
 

@@ -19,10 +19,10 @@ from hf_axonn.topology.grid import GridPosition, ceil_div
 
 
 def feature_slice(size: int, place: GridPosition, *axes: str) -> tuple[slice, int]:
-    """The features of `size` that lie on this rank when cut over `axes` in turn, and their number with padding."""
+    """The features of `size` that lie on this rank when sharded over `axes` in turn, and their number with padding."""
     start, stop, padded = 0, size, size
     for axis in axes:
-        # Cut the padded length, as the activations are: then padding is at the end of every piece.
+        # Cut the padded length, as the activations are: then padding is at the end of every shard.
         padded = ceil_div(padded, place.size(axis))
         start = start + place.index(axis) * padded
         stop = min(start + padded, stop)
@@ -94,7 +94,7 @@ class FeatureRange:
 
 
 def feature_ranges(size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> list[FeatureRange]:
-    """The features of a projection's output [N] that the rank at `place` works on, one piece for each packed part.
+    """The features of a projection's output [N] that the rank at `place` works on, one range for each packed part.
 
     Args:
         size: N.
@@ -128,7 +128,7 @@ def is_own_slice(size: int, segments: Sequence[str], heads: Heads | None, place:
 
 def sent_features(size: int, segments: Sequence[str], heads: Heads | None, place: GridPosition) -> list[list[int]]:
     """The features of [N] that the rank at `place` sends to each rank along the axes, itself included, each once; a
-    product leaves piece i of [N], cut over the axes, on rank i."""
+    product leaves shard i of [N], sharded over the axes, on rank i."""
     axes = ("x", "y") if heads is None else heads.axes
     own, _ = feature_slice(size, place, *axes)
     receivers = (place.moved(axes, index) for index in range(place.size(*axes)))

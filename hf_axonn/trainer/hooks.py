@@ -102,7 +102,7 @@ def _prepare_for_training(self, original: Callable, *args, **kwargs):
 def _move_model_to_device(self, original: Callable, model: nn.Module, device: torch.device) -> None:
     """Shards on the CPU stay where they are: Trainer names it cpu:0, for which torch copies all that is on cpu."""
     tensors = itertools.chain(model.parameters(), model.buffers())
-    if parallel_state(model) is None or device.type != "cpu" or any(its.device.type != "cpu" for its in tensors):
+    if parallel_state(model) is None or device.type != "cpu" or any(tensor.device.type != "cpu" for tensor in tensors):
         original(model, device)
 
 
@@ -130,7 +130,7 @@ def _make_ready(self) -> None:
     for name, asked in refused.items():
         if asked:
             raise ValueError(f"{name} is not supported over a grid ({plugin.grid}): leave it away.")
-    # Others keep 8-bit blocks, projections or norms of a whole tensor, which shards do not have.
+    # Others keep 8-bit blocks, projections or norms of a full tensor, which shards do not have.
     optim = getattr(self.args.optim, "value", self.args.optim)
     if optim not in OPTIMIZERS:
         raise ValueError(

@@ -87,7 +87,7 @@ def _push_from_checkpoint(self, original: Callable, checkpoint_folder: str) -> N
 def make_ordinary(directory: Path) -> None:
     """Replace the shards in a directory by ordinary files, and leave everything else. On one process.
 
-    If it is interrupted, either the shards or the ordinary files are whole.
+    If it is interrupted, either the shards or the ordinary files are complete.
 
     Raises:
         OSError, ValueError: it is no complete checkpoint, or cannot be written.

@@ -104,7 +104,7 @@ def _require(checkpoint: str | Path, manifest: Manifest, name: str) -> None:
 def _load_from_checkpoint(
     self, original: Callable, resume_from_checkpoint: str, model: nn.Module | None = None
 ) -> None:
-    """All ranks read a sharded checkpoint, on whatever grid they are now; a plain one is cut while it is read."""
+    """All ranks read a sharded checkpoint, on whatever grid they are now; a plain one is sharded while it is read."""
     model = self.model if model is None else model
     verified, self._axonn_verified = getattr(self, "_axonn_verified", None), None
     if verified is not None and verified[0] == resume_from_checkpoint:

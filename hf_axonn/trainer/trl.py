@@ -1,7 +1,7 @@
 """What TRL's trainers must do otherwise for a parallelized model, or with the goldfish loss, and not else.
 
-SFTTrainer replaces `model.forward` by one that multiplies the whole of `lm_head.weight` itself (`add_fused_lm_head`).
-For a DTensor it takes `full_tensor()`, a weight that is whole on every rank and whose gradient is not summed over z.
+SFTTrainer replaces `model.forward` by one that multiplies the full `lm_head.weight` itself (`add_fused_lm_head`).
+For a DTensor it takes `full_tensor()`, a full weight on every rank and whose gradient is not summed over z.
 Here that function puts our statistics in the place of its own wherever the model's loss is ours, and leaves all others
 as they are. What each label of a batch gets, without logits (TRL's FusedCausalLMOutput):
 
@@ -10,7 +10,7 @@ as they are. What each label of a batch gets, without logits (TRL's FusedCausalL
     is_top1       whether the label is the first of the most likely tokens
 
 A parallelized model runs as it does for its own loss, up to the head; losses/label_statistics.py does the rest,
-without forming or gathering anything whole. A plain model keeps TRL's own head, which is asked here for more labels.
+without forming or gathering a full tensor. A plain model keeps TRL's own head, which is asked here for more labels.
 
 Checked with trl 1.16.0 (trainer/utils.py, trainer/sft_trainer.py).
 """
@@ -63,7 +63,7 @@ def check_trainer(trainer: object, grid: Grid) -> None:
     Raises:
         ValueError: it is not SFTTrainer, or TRL is of another release than this file was checked with.
     """
-    names = [its.__name__ for its in type(trainer).__mro__ if its.__module__.partition(".")[0] == "trl"]
+    names = [base.__name__ for base in type(trainer).__mro__ if base.__module__.partition(".")[0] == "trl"]
     for name in names:
         if name not in TRAINERS:
             raise ValueError(f"{name} of TRL is not supported over a grid ({grid}): of its trainers SFTTrainer is.")
@@ -128,8 +128,8 @@ def _sharded(model: nn.Module, forward: Callable, args: tuple, labels, shift_lab
 
 
 def _plain(loss: CausalLMLoss, fused: Callable, args: tuple, labels, shift_labels, **inputs: Any):
-    def ask(its: dict):
-        return fused(*args, fused_lm_head=True, **its, **inputs)
+    def ask(targets: dict):
+        return fused(*args, fused_lm_head=True, **targets, **inputs)
 
     return plain_label_statistics(loss, ask, labels, shift_labels)
 
@@ -142,21 +142,21 @@ def _output(model: nn.Module, inputs: dict[str, Any], statistics: Callable):
     items = inputs.get("num_items_in_batch")
     config = model.config.get_text_config()
     wants_aux = inputs.get("output_router_logits", getattr(config, "output_router_logits", False))
-    its = statistics(inputs.pop("labels", None), inputs.pop("shift_labels", None), **inputs)
-    loss = -its.log_probs.sum() / (its.mask.sum().clamp(min=1) if items is None else items)
+    found = statistics(inputs.pop("labels", None), inputs.pop("shift_labels", None), **inputs)
+    loss = -found.log_probs.sum() / (found.mask.sum().clamp(min=1) if items is None else items)
     if wants_aux:
-        if its.aux_loss is None:
+        if found.aux_loss is None:
             raise ValueError(
                 f"{type(model).__name__} returns no auxiliary loss of its router: set router_aux_loss_coef=0.0."
             )
-        loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * its.aux_loss
+        loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * found.aux_loss
     return FusedCausalLMOutput(
         loss=loss,
-        log_probs=its.log_probs,
-        entropy=its.entropy,
-        is_top1=its.is_top1,
-        label_mask=its.mask,
-        aux_loss=its.aux_loss if wants_aux else None,
+        log_probs=found.log_probs,
+        entropy=found.entropy,
+        is_top1=found.is_top1,
+        label_mask=found.mask,
+        aux_loss=found.aux_loss if wants_aux else None,
     )
 
 
@@ -244,4 +244,4 @@ def _noted(
     kept = (torch.where(mask, log_probs, 0), torch.where(mask, entropy, 0), is_top1 & mask, mask)
     # Unless labels are shifted already, the last of a row predicts nothing. Contiguous, so that sums round as TRL's.
     end = None if shifted else -1
-    return LabelStatistics(*(its.view(targets.rows, -1)[:, :end].contiguous() for its in kept), aux_loss)
+    return LabelStatistics(*(value.view(targets.rows, -1)[:, :end].contiguous() for value in kept), aux_loss)

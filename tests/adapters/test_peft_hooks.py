@@ -1,4 +1,4 @@
-"""injection.py: PEFT may be imported before or after a model is sharded."""
+"""peft_hooks.py: PEFT may be imported before or after a model is sharded."""
 
 from __future__ import annotations
 

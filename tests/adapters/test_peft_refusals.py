@@ -123,7 +123,7 @@ def _refuse_on_sharded():
         copy.deepcopy(model)
     with pytest.raises(ValueError, match="cannot be copied with copy.deepcopy"):
         copy.deepcopy(model.get_base_model().model.layers[0])
-    with pytest.raises(ValueError, match="from 131 to 140: the vocabulary of a sharded model is cut already"):
+    with pytest.raises(ValueError, match="from 131 to 140: the vocabulary of this model is sharded already"):
         model.resize_token_embeddings(140)
     with pytest.raises(ValueError, match="from 131 to 136"):
         model.resize_token_embeddings(131, pad_to_multiple_of=8)

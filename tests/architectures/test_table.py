@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_axonn.architectures.block_checks import WHOLE_NUMBERS
+from hf_axonn.architectures.block_checks import GLOBAL_SIZES
 from hf_axonn.architectures.plan import plan_for
 from hf_axonn.architectures.table import CHECKED, TABLE
 from tests.benchmarks.architectures import tiny_configs
@@ -64,7 +64,7 @@ def test_code_that_reads_a_number_of_the_whole_model_is_not_trusted(monkeypatch)
     for layer in model.model.layers:
         layer.self_attn.__class__ = Reads
     plan = plan_for(model)
-    assert "num_heads" in WHOLE_NUMBERS
+    assert "num_heads" in GLOBAL_SIZES
     assert set(plan.full_sequence.values()) == {"its attention reads num_heads of the whole model"}
 
 

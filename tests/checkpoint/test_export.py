@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from hf_axonn import Grid, export_hf, parallelize, save_sharded
 from hf_axonn.checkpoint.commit import write_manifest
 from hf_axonn.checkpoint.manifest import Manifest, is_sharded_checkpoint
-from hf_axonn.checkpoint.shard_files import checksum_of, describe, file_name, write_pieces
+from hf_axonn.checkpoint.shard_files import checksum_of, describe, file_name, write_shards
 from tests.helpers.models import tiny_config, tiny_model
 from tests.helpers.ranks import run_ranks
 
@@ -68,7 +68,7 @@ def large(tmp_path_factory) -> Path:
     for rank in range(2):
         half = ((rank * SIDE // 2, (rank + 1) * SIDE // 2), (0, SIDE))
         pieces = {name: (torch.full((SIDE // 2, SIDE), float(place)), half) for place, name in enumerate(names)}
-        files[file_name(rank)] = write_pieces(folder / file_name(rank), pieces)
+        files[file_name(rank)] = write_shards(folder / file_name(rank), pieces)
     for name in names:
         model[name] = type(whole)(whole.shape, whole.dtype, (None, 0, None))
     tiny_config("llama").save_pretrained(folder)

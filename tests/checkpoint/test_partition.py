@@ -12,18 +12,18 @@ import pytest
 import torch
 
 from hf_axonn import Grid
-from hf_axonn.checkpoint.partition import MOST_WRITERS, SMALL_BYTES, SavedTensor, Writers, box_at, overlap, pieces_in
-from hf_axonn.checkpoint.shard_files import PieceReader
+from hf_axonn.checkpoint.partition import MOST_WRITERS, SMALL_BYTES, SavedTensor, Writers, box_at, overlap, shards_in
+from hf_axonn.checkpoint.shard_files import ShardReader
 from tests.helpers import ROOT
 from tests.helpers.ranks import all_grids
 
 
-CUTS = [(1, 0, 0), (0, 1, 0), (0, 0, 0), (0, 0, 2), (None, None, None), (None, 1, None)]
+SHARDED_DIMS = [(1, 0, 0), (0, 1, 0), (0, 0, 0), (0, 0, 2), (None, None, None), (None, 1, None)]
 
 
 def state(shape: tuple[int, ...]) -> dict[str, SavedTensor]:
-    fitting = [cuts for cuts in CUTS if all(cut is None or cut < len(shape) for cut in cuts)]
-    return {f"t{index}": SavedTensor(shape, "F32", cuts) for index, cuts in enumerate(fitting)}
+    fitting = [dims for dims in SHARDED_DIMS if all(dim is None or dim < len(shape) for dim in dims)]
+    return {f"t{index}": SavedTensor(shape, "F32", dims) for index, dims in enumerate(fitting)}
 
 
 @pytest.mark.parametrize("shape", [(21, 8), (5, 3), (1, 1), (8, 6, 5), (7,), ()], ids=str)
@@ -38,7 +38,7 @@ def test_every_element_is_written_once_by_a_rank_that_has_it(shape, small):
             for name in writers.names_of(here):
                 box = box_at(tensors[name], grid, here)
                 count[name][tuple(slice(*span) for span in box)] += 1
-                for place, piece in pieces_in(tensors[name], grid, box):
+                for place, piece in shards_in(tensors[name], grid, box):
                     assert writers.rank(name, place) == rank and piece == box
         assert all((value == 1).all() for value in count.values()), (grid, count)
 
@@ -48,7 +48,7 @@ def test_a_box_is_found_in_the_pieces_that_hold_it():
     for _ in range(300):
         grid = chance.choice(all_grids(12))
         shape = tuple(chance.randint(1, 9) for _ in range(3))
-        tensor = SavedTensor(shape, "F32", chance.choice(CUTS))
+        tensor = SavedTensor(shape, "F32", chance.choice(SHARDED_DIMS))
         starts = [chance.randrange(size) for size in shape]
         wanted = tuple((start, chance.randint(start + 1, size)) for start, size in zip(starts, shape, strict=True))
         expected = set()
@@ -56,7 +56,7 @@ def test_a_box_is_found_in_the_pieces_that_hold_it():
             box = box_at(tensor, grid, grid.coordinates(rank))
             if overlap(box, wanted) is not None:
                 expected.add(box)
-        found = [piece for _, piece in pieces_in(tensor, grid, wanted)]
+        found = [piece for _, piece in shards_in(tensor, grid, wanted)]
         assert sorted(found) == sorted(expected), (grid, tensor, wanted)
 
 
@@ -81,7 +81,7 @@ def layers(count: int) -> dict[str, SavedTensor]:
 
 def plan(grid: Grid, tensors: dict[str, SavedTensor], rank: int) -> int:
     """What a rank works out to save, and to load on the same grid; returns the number of files that it would open."""
-    pieces_in.cache_clear()
+    shards_in.cache_clear()
     writers = Writers(tensors, grid, dict.fromkeys(tensors, 2**30))
     here = grid.coordinates(rank)
     assert list(writers.names_of(here)) or rank
@@ -91,7 +91,7 @@ def plan(grid: Grid, tensors: dict[str, SavedTensor], rank: int) -> int:
 def files_read(saved: Grid, tensors: dict[str, SavedTensor], now: Grid, rank: int) -> int:
     """How many files of a checkpoint from `saved` a rank of `now` opens."""
     here = now.coordinates(rank)
-    reader = PieceReader(Path(), tensors, saved)
+    reader = ShardReader(Path(), tensors, saved)
     return len(reader.plan({name: box_at(tensor, now, here) for name, tensor in tensors.items()}))
 
 
@@ -119,12 +119,12 @@ def test_a_rank_opens_few_of_the_files_of_4096_ranks(now):
 
 
 @pytest.mark.parametrize(
-    ("shape", "cuts"),
+    ("shape", "dims"),
     [((2, 2), (2, None, None)), ((2,), (0, 0)), ((-1,), (0, 0, 0)), ((True,), (0, 0, 0)), ((2,), (True, None, None))],
 )
-def test_impossible_tensors_are_refused(shape, cuts):
+def test_impossible_tensors_are_refused(shape, dims):
     with pytest.raises(ValueError):
-        SavedTensor(shape, "F32", cuts)
+        SavedTensor(shape, "F32", dims)
 
 
 def test_the_benchmark_of_planning_runs():

@@ -255,14 +255,14 @@ def unseen(directory: Path) -> None:
     """Rank 1 writes where rank 0 does not look."""
     model, _ = filled(NEW)
     if world_rank() == 1:
-        write = saving.write_pieces
+        write = saving.write_shards
 
         def elsewhere(path: Path, pieces):
             record = write(path, pieces)
             path.unlink()
             return record
 
-        saving.write_pieces = elsewhere
+        saving.write_shards = elsewhere
     with pytest.raises(SaveError, match="a file system that they share"):
         save_sharded(model, directory)
 

@@ -47,7 +47,7 @@ def test_a_launch_and_a_model_with_nothing_to_mend(tmp_path, capsys):
     assert main([*command, "--batch", "2", "--seq", "64", "--accumulation", "3", "--gpu-memory", "1"]) == 0
     printed = capsys.readouterr().out
     assert "grid data=1,z=2,y=1,x=2: 4 rank(s), 4 on each of 1 machine(s)" in printed
-    assert "2 decoder layers cut by 4 blocks" in printed
+    assert "2 decoder layers sharded as 4 blocks" in printed
     assert "batch: 12 rows and 768 tokens a step" in printed and "64 tokens of one on each rank" in printed
     assert printed.splitlines()[-1] == "doctor: nothing to mend"
     assert not dist.is_initialized()
@@ -84,7 +84,7 @@ def test_files_and_options_that_cannot_be(tmp_path, capsys):
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(command) == 2
-    assert "quantized weights cannot be cut" in capsys.readouterr().err
+    assert "quantized weights cannot be sharded" in capsys.readouterr().err
 
 
 def warnings_of(capsys, command) -> str:
@@ -98,7 +98,7 @@ def test_every_reason_to_look_again(tmp_path, capsys):
     uneven = write(tmp_path, tiny_config("llama", vocab_size=9, intermediate_size=9), grid={"x": 8}, processes=8)
     found = warnings_of(capsys, [*uneven, "--batch", "1", "--seq", "13"])
     assert "13 tokens are not divisible by x * y = 8: 3 pad tokens are added" in found
-    assert "the pieces of weights are uneven" in found
+    assert "the shards of weights are uneven" in found
     assert "some ranks have no part of them" in found and "model.embed_tokens.weight first" in found
     assert "heads: " in found and "12" in found
     few = warnings_of(capsys, [*uneven, "--batch", "1", "--seq", "3"])

@@ -20,7 +20,7 @@ from hf_axonn import Grid
 from hf_axonn.distributed.watchdog.diagnosis import diagnose, ranks_in_words
 from hf_axonn.distributed.watchdog.progress import PROGRESS, Account
 from hf_axonn.distributed.watchdog.sigterm import Termination
-from hf_axonn.distributed.watchdog.watchdog import failures_told, is_symptom
+from hf_axonn.distributed.watchdog.watchdog import failures_reported, is_symptom
 from tests.helpers import ROOT
 from tests.helpers.launching import TORCHRUN, Ended, launch
 from tests.helpers.launching import run as run_script
@@ -265,7 +265,7 @@ def test_what_another_rank_caused_is_told_from_what_went_wrong_here():
 
 
 def test_exceptions_pass_where_nobody_watches():
-    with pytest.raises(ValueError, match="mine"), failures_told():
+    with pytest.raises(ValueError, match="mine"), failures_reported():
         raise ValueError("mine")
 
 

@@ -45,11 +45,11 @@ def test_what_is_held_stays_until_it_is_released_or_a_new_pass_begins():
 
 def test_a_whole_call_keeps_everything_to_its_end():
     kept = GatherCache()
-    with pytest.raises(KeyError), kept.whole_call():
+    with pytest.raises(KeyError), kept.keep_everything():
         kept.add("a", GatheredBlocks([], 0))
         kept.release("a")
         kept.begin_pass()
-        with kept.whole_call():  # one inside of another ends nothing
+        with kept.keep_everything():  # one inside of another ends nothing
             pass
         assert "a" in kept and kept.everything
         raise KeyError

@@ -59,7 +59,7 @@ def axis_slice(size, mesh, axis):
 
 
 def check_product(grid, tokens, k, n, kind):
-    """`column` and `row`: the caller's part, reductions and the cuts they make, is done with plain slices here."""
+    """`column` and `row`: the caller's part, reductions and the shards they make, is done with plain slices here."""
     mesh = grid_mesh(grid, rank_device().type)
     state = ParallelState(mesh, AxonnConfig(grid=grid, reduce_dtype="float64"))
     inputs, weight, grads = dense(tokens, k, n, grid.dp_size)
@@ -143,13 +143,13 @@ def a_group():
     whole = [linear.weight.data.clone() for linear in linears]
     linears[1].weight.requires_grad_(False)
     shard_parameters(linears, {id(linear.weight): WeightKind.COLUMN for linear in linears}, state)
-    cuts = [weight_layout(WeightKind.COLUMN, len(weight), 6, mesh) for weight in whole]
+    layouts = [weight_layout(WeightKind.COLUMN, len(weight), 6, mesh) for weight in whole]
     state.context.begin_forward(state.weights)
-    product = Product(state, [state.weight_of(linear) for linear in linears], cuts)
+    product = Product(state, [state.weight_of(linear) for linear in linears], layouts)
     input_ = torch.randn(1, 5, 3, dtype=torch.float64, requires_grad=True)
     handle = product.begin()
     (merged,) = product.run(input_, handle)
-    assert merged.shape == (2, 5, sum(cut.out_size for cut in cuts))
+    assert merged.shape == (2, 5, sum(layout.out_size for layout in layouts))
     merged.sum().backward()
     cols = axis_slice(6, mesh, "y")
     torch.testing.assert_close(input_.grad[0], sum(weight[:, cols].sum(0) for weight in whole).expand(5, 3))

@@ -74,8 +74,8 @@ def run_to_the_end(function: Callable, world: int, *args, timeout: float = 60) -
 def values_of(directory: Path) -> dict[str, torch.Tensor]:
     """All weights of a checkpoint, whole, after a check of every byte."""
     from hf_axonn.checkpoint.manifest import check_complete
-    from hf_axonn.checkpoint.shard_files import PieceReader
+    from hf_axonn.checkpoint.shard_files import ShardReader
 
     manifest = check_complete(directory)
-    reader = PieceReader(directory, manifest.model, manifest.grid)
+    reader = ShardReader(directory, manifest.model, manifest.grid)
     return {name: reader.read(name) for name in manifest.model}

@@ -124,7 +124,7 @@ def test_a_model_with_another_head():
 def _reports_and_refusals() -> None:
     model, report = parallelize(tiny_model("qwen2"), Grid(y=2, x=2))
     _check_report(model, report)
-    assert "2 decoder layers cut by 4 blocks" in report.summary
+    assert "2 decoder layers sharded as 4 blocks" in report.summary
     assert "not sharded model.norm: " in "\n".join(report.lines())
     assert "6 kv heads are not divisible by x*y = 4" in str(report)
     with pytest.raises(ValueError, match="sharded over the grid data=1,z=1,y=2,x=2 already"):

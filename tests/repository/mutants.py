@@ -16,7 +16,6 @@ import difflib
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -87,12 +86,12 @@ def mutated(module: str, operator: str, occurrence: int) -> str:
 
 
 def draw(package: str, count: int, seed: int) -> list[tuple[str, str, int]]:
-    """A sample of changes that Python can still compile; the same for the same code and seed."""
-    everything = places(package)
-    random.Random(seed).shuffle(everything)
+    """A sample of changes that Python can still compile; an edit of one module leaves the others' sample as it was."""
+    everything = sorted(places(package), key=lambda mutant: hashlib.sha256(f"{seed} {mutant}".encode()).digest())
     found = []
-    while everything and len(found) < count:
-        mutant = everything.pop()
+    for mutant in everything:
+        if len(found) == count:
+            break
         try:
             compile(mutated(*mutant), mutant[0], "exec")
         except SyntaxError:  # such as the / of a signature taken for a division

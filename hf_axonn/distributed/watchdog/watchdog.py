@@ -72,7 +72,7 @@ def watch() -> None:
 
 
 @contextlib.contextmanager
-def failures_told():
+def failures_reported():
     """Tell the other ranks of an exception that leaves the block; one that they have caused becomes their message. For
     programs whose exceptions never reach Python's sys.excepthook: functions that multiprocessing runs, notebooks."""
     try:

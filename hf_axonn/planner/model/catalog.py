@@ -74,7 +74,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 DROPOUTS = ("resid_pdrop", "dropout", "hidden_dropout", "residual_dropout")  # after an MLP
 LEARNED_POSITIONS = {"gpt2": 0, "opt": 2}  # rows beyond max_position_embeddings
-TIED_UNLESS_SAID = ("gemma", "gemma2", "gemma3_text", "gpt2", "starcoder2", "opt")
+TIED_BY_DEFAULT = ("gemma", "gemma2", "gemma3_text", "gpt2", "starcoder2", "opt")
 ALIASES = {
     "layers": ("num_hidden_layers", "n_layer"),
     "hidden": ("hidden_size", "n_embd"),
@@ -173,5 +173,5 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         head_dim=config.get("head_dim"),
         intermediate=size("intermediate", 4 * hidden if not traits.get("gated", True) else None),
         vocab=size("vocab"),
-        **{**traits, "tied": kind in TIED_UNLESS_SAID if tied is None else bool(tied)},
+        **{**traits, "tied": kind in TIED_BY_DEFAULT if tied is None else bool(tied)},
     )

@@ -80,7 +80,7 @@ class ModelShape(Stack):
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
     def _tables(self) -> tuple[Table, ...]:
-        """Positions: like the vocabulary if they are many, in pieces if they are not few (parallel/install.py)."""
+        """Of positions: as the vocabulary if they are many, gathered if they are not few (parallel/install.py)."""
         if not self.positions:
             return ()
         largest = max(weight.elements for weight in self.runs[0][0].weights)

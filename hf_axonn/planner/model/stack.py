@@ -79,7 +79,7 @@ class Block:
         return (*self.down, *self.columns, self.row)
 
     def groups(self) -> list[tuple[WeightKind, tuple[LinearShape, ...]]]:
-        """(how they are cut, Linears) of each product; columns are one, but those of latents are each their own."""
+        """(kind, Linears) of each product: the columns share one, but each of those of latents has its own."""
         columns = [(linear,) for linear in self.columns] if self.down else [self.columns]
         found = [(WeightKind.LINEAR, (linear,)) for linear in self.down]
         return [*found, *((WeightKind.COLUMN, linears) for linears in columns), (WeightKind.ROW, (self.row,))]
@@ -156,8 +156,7 @@ class UnshardedModule:
 
 
 class Weight(NamedTuple):
-    """A parameter that is cut: how (column, row, full, experts, vocabulary, gathered) and its shape; `experts`: the
-    first dim of [E, rows, cols] where it has three."""
+    """A sharded parameter [rows, cols] and its kind; `experts`: the first dim of one that is [experts, rows, cols]."""
 
     kind: WeightKind
     rows: int
@@ -177,7 +176,7 @@ class Layer:
     Args:
         parts: in the order in which they run.
         norms: norms on the residual stream.
-        weights: every parameter that is cut, in the order of the model.
+        weights: every parameter that is sharded, in the order of the model.
         replicated: elements of every other parameter, in the order of the model.
         gathered: (rows, cols, whether ranks do different work with them) of parameters that are full while their
             module runs (layers/gathered.py): large routers and kernels.
@@ -224,7 +223,7 @@ class Stack:
             token by token (architectures/plan.py); ends_narrow: in the compute dtype then, not that of parameters
         loose: whether activations are full everywhere, Linear by Linear
         outside: what runs after the layers, once
-        idle: elements of each parameter that is cut and gets no gradient
+        idle: elements of each parameter that is sharded and gets no gradient
         notes: what a plan leaves out or only estimates, for its reader
     """
 
@@ -274,10 +273,12 @@ class Stack:
 
     @cached_property
     def weights(self) -> list[Weight]:
-        """Every parameter that is cut, in the order of the model."""
+        """Every parameter that is sharded, in the order of the model."""
         vocabulary = Weight(WeightKind.VOCABULARY, self.vocab, self.hidden)
         found = [vocabulary]
-        found += [Weight(its.kind, its.rows, self.hidden) for its in self.tables if its.kind != WeightKind.REPLICATED]
+        found += [
+            Weight(table.kind, table.rows, self.hidden) for table in self.tables if table.kind != WeightKind.REPLICATED
+        ]
         for layer, count in self.everything:
             found += count * layer.weights
         return found if self.tied else [*found, vocabulary]

@@ -1,7 +1,7 @@
 """Seconds that one rank computes: matrix products, attention, everything that only moves memory, the optimizer.
 
     product      2 M K N / (gemm_flops * gemm_fraction * share), not faster than memory delivers its operands; in our
-                 engine each Linear by itself, and where y cuts features one for each of its ranks (engine/matmul3d.py)
+                 engine each Linear by itself, and where y shards features one for each rank of y (engine/matmul3d.py)
                  share: tiles of TILE x TILE on `units` multiprocessors, the last wave is not full; or the machine's
                  own measured table by the smallest dim
     attention    two products of half the square (causal), backward 2.5 times forward, at ATTENTION of gemm_flops
@@ -107,7 +107,7 @@ class Compute:
             repeat = (heads_repeat(part, self.grid) if self.ours else y) if part.query else 1
             for kind, linears in part.groups():
                 if kind == WeightKind.ROW:
-                    # A row layer whose input is full, because heads are not divided over y, has it in one piece.
+                    # A row layer whose input is full, because heads are not divided over y, multiplies it at once.
                     parts = y if self.ours and repeat == 1 else 1
                     inner, outer = [ceil_div(ceil_div(part.row.cols, x), parts)] * parts, [ceil_div(part.row.rows, y)]
                     found.append(Group(*self._products(inner, outer), *self.stream(layer.norms / blocks)))
@@ -166,7 +166,7 @@ class Compute:
         return seconds + rest, 2 * (seconds + rest)
 
     def _products(self, inner: list[int], outer: list[int], tokens: float | None = None) -> tuple[float, float, float]:
-        """Forward, dI and dW of [T, sum of inner] x [sum of outer, sum of inner], a product for every two pieces."""
+        """Forward, dI and dW of [T, sum of inner] x [sum of outer, sum of inner], one for every pair of shards."""
         seconds = partial(product, self.machine, element=self.step.compute_bytes)
         tokens = self.step.tokens if tokens is None else tokens
         forward = input_gradient = weight_gradient = 0.0

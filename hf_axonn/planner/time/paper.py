@@ -1,7 +1,7 @@
 """The communication model of AxoNN, equations (1) to (7), as the paper has them: rings, no latency, nothing hidden.
 
 One layer: O[m, n] = I[m, k] @ W[k, n], m tokens of one data-parallel replica. For a layer that is not transposed
-(a column layer here: y cuts k, x cuts n):
+(a column layer here: y shards k, x shards n):
 
     (1)  all-gather of W over z          (z - 1)       * k n / (x y z) / beta_z
     (2)  reduce-scatter of dW over z     (z - 1) / z   * k n / (x y)   / beta_z
@@ -83,7 +83,7 @@ def layer_times(layer: Layer, tokens: float, grid: Grid, beta: dict[str, float],
 
 
 def decoder_layers(shape: Stack) -> list[Layer]:
-    """A decoder layer as AxoNN cuts it: q, k, v in one; o, transposed; up (and gate); down, transposed.
+    """A decoder layer as AxoNN shards it: q, k, v in one; o, transposed; up (and gate); down, transposed.
 
     Raises:
         ValueError: layers differ, or are not one attention and one MLP.

@@ -1,7 +1,7 @@
 """What travels in a step, group by group, for the engine's schedule and for AxoNN's.
 
     of_engine    the collectives of planner/traffic/volumes.py
-    of_axonn     equations (1) to (5) of the paper, every all-reduce in one piece
+    of_axonn     equations (1) to (5) of the paper, every all-reduce at once
 
 A decoder layer has groups of weights that are gathered and multiplied together: q, k, v; o; up (and gate); down;
 the experts of a mixture are one, and so is each Linear that makes latents. Payloads as in planner/traffic/ledger.py,
@@ -169,7 +169,7 @@ def of_axonn(shape: Stack, grid: Grid, step: Step) -> Traffic:
     for layer in decoder_layers(shape):
         weights += shape.depth * Fraction(layer.k * layer.n, shards)
         gathers.append(layer.k * layer.n * size / shards)
-        inner, outer = ("x", "y") if layer.transposed else ("y", "x")  # the axes that cut k and n
+        inner, outer = ("x", "y") if layer.transposed else ("y", "x")  # the axes that shard k and n
         forward = Fraction(step.tokens * layer.n * size, getattr(grid, outer))
         ledger.add("forward", "all_reduce", (inner,), forward)
         if step.checkpointing:

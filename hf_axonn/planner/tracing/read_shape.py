@@ -54,7 +54,7 @@ def built_shape(config: dict[str, Any], name: str = "config") -> Stack:
     """The shape of a config's contents, of a model that Transformers can build.
 
     Raises:
-        ValueError: Transformers does not know the type, the model is not cut by blocks, or a shape cannot describe
+        ValueError: Transformers does not know the type, the model is not sharded by blocks, or a shape cannot describe
             it.
     """
     import torch

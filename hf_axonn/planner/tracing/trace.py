@@ -143,7 +143,7 @@ class _Finder:
     """What is found of a model's layers.
 
     Attributes:
-        idle: elements of parameters that are cut and get no gradient.
+        idle: elements of parameters that are sharded and get no gradient.
         seen: ids of parameters that have been counted: those of several modules count once, and those of head and
             embedding are the vocabulary's.
     """

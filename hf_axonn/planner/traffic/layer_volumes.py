@@ -44,7 +44,7 @@ class LayerAccount:
         first, again = Ledger(self.grid), Ledger(self.grid)  # what runs once; what checkpointing runs again
         self.norms(again, layer.norms)
         for rows, cols, partial in layer.gathered:
-            self.in_pieces(again, rows, cols, ("y", "x") if partial else ())
+            self.gathered_parameter(again, rows, cols, ("y", "x") if partial else ())
         for index, part in enumerate(layer.parts):
             last = first if index == layer.ends else again
             if isinstance(part, Experts):
@@ -204,7 +204,7 @@ class LayerAccount:
         ledger.add("backward", "reduce_scatter", ("x", "y"), weights)
         self.both(last, "reduce_scatter", "all_gather", ("x", "y"), own)
 
-    def in_pieces(self, ledger: Ledger, rows: int, cols: int, partial: tuple[str, ...] = ()) -> None:
+    def gathered_parameter(self, ledger: Ledger, rows: int, cols: int, partial: tuple[str, ...] = ()) -> None:
         """A parameter that is full while its module runs, in its own dtype; autograd keeps it. `partial`: the axes
         whose ranks do different work with it."""
         size, linear = self.step.param_bytes, LinearShape(rows, cols)

@@ -22,7 +22,7 @@ def shard_shape(kind: WeightKind, linear: LinearShape, grid: Grid, here: dict[st
 
 
 def own_experts(number: int, grid: Grid, here: dict[str, int]) -> int:
-    """Experts of the rank at `here`: cut over y, then x."""
+    """Experts of the rank at `here`: sharded over y, then x."""
     return shard_shape(WeightKind.VOCABULARY, LinearShape(number, 1), grid, here)[0]
 
 

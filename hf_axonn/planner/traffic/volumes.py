@@ -4,7 +4,7 @@
     layer_volumes(shape, grid, step)    -> Ledger of one decoder layer and one micro-batch, forward and backward
 
 Follows the engine line by line; what is computed where stands beside each entry. tests/planner/test_traffic.py counts
-the real collectives and finds the same numbers. For decoders whose layers are cut into blocks and experts
+the real collectives and finds the same numbers. For decoders whose layers are sharded into blocks and experts
 (architectures/plan.py), without adapters and dropout and with every parameter trained.
 
 Legend: T = tokens of a (data, z) position padded to a multiple of x * y; H = hidden; N, K = out and in features.
@@ -71,7 +71,7 @@ class Account(LayerAccount):
         ledger.add("forward", "all_reduce", ("x", "y"), self.tokens * self.shape.hidden * size)
         for table in self.shape.tables:
             if table.kind == WeightKind.GATHERED:
-                self.in_pieces(ledger, table.rows, self.shape.hidden)
+                self.gathered_parameter(ledger, table.rows, self.shape.hidden)
             elif table.kind == WeightKind.VOCABULARY:
                 weight = self.travels(WeightKind.VOCABULARY, [LinearShape(table.rows, self.shape.hidden)])
                 ledger.add("forward", "all_gather", ("z",), weight * size)

@@ -26,9 +26,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_axonn import Grid, parallelize
 from hf_axonn.checkpoint.manifest import Manifest
-from hf_axonn.checkpoint.partition import SavedTensor, box_at, pieces_in
+from hf_axonn.checkpoint.partition import SavedTensor, box_at, shards_in
 from hf_axonn.checkpoint.save import PARTS, Save
-from hf_axonn.checkpoint.shard_files import PieceReader, describe, file_name, pieces_to_write
+from hf_axonn.checkpoint.shard_files import ShardReader, describe, file_name, shards_to_write
 
 
 def timed(function: Callable, *args) -> tuple[float, object]:
@@ -46,16 +46,16 @@ def saved_tensors(grid: Grid, layers: int) -> tuple[dict[str, SavedTensor], floa
         model = AutoModelForCausalLM.from_config(config)
     parallelize(model, grid)
     tensors = dict(model.named_parameters())
-    seconds, _ = timed(pieces_to_write, tensors, grid, 0)
+    seconds, _ = timed(shards_to_write, tensors, grid, 0)
     dist.destroy_process_group()
     return {name: describe(tensor) for name, tensor in tensors.items()}, seconds
 
 
 def read_plan(tensors: dict[str, SavedTensor], saved: Grid, now: Grid, rank: int) -> int:
     """Work out where a rank of `now` finds its part of what was saved on another grid; the number of files."""
-    pieces_in.cache_clear()
+    shards_in.cache_clear()
     here = now.coordinates(rank)
-    reader = PieceReader(Path(), tensors, saved)
+    reader = ShardReader(Path(), tensors, saved)
     return len(reader.plan({name: box_at(tensor, now, here) for name, tensor in tensors.items()}))
 
 

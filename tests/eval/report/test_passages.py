@@ -5,23 +5,23 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from hf_axonn_eval import Sample
-from hf_axonn_eval.report.texts import OTHER, RUN, START, Piece, examples, passage, token_texts
+from hf_axonn_eval.report.texts import OTHER, RUN, START, Span, examples, passage, token_texts
 from tests.helpers.eval_support import result, samples, topics_tokenizer
 
 
 def test_words_are_compared_without_a_tokenizer():
     found = passage(result("a", suffix_text="to be or not to be that is", generated_text="to be is not to be that\n"))
     assert found.true == [
-        Piece("to be", START),
-        Piece(" or", OTHER),
-        Piece(" not to be that", RUN),
-        Piece(" is", OTHER),
+        Span("to be", START),
+        Span(" or", OTHER),
+        Span(" not to be that", RUN),
+        Span(" is", OTHER),
     ]
-    assert found.said == [
-        Piece("to be", START),
-        Piece(" is", OTHER),
-        Piece(" not to be that", RUN),
-        Piece("\n", OTHER),
+    assert found.generated == [
+        Span("to be", START),
+        Span(" is", OTHER),
+        Span(" not to be that", RUN),
+        Span("\n", OTHER),
     ]
 
 
@@ -31,21 +31,21 @@ def test_tokens_are_compared_with_one():
     generated = [*sample.suffix[:3], 5, *sample.suffix[4:]]
     assert generated[3] != sample.suffix[3]
     found = passage(result("a", generated=generated), sample, tokenizer)
-    assert [piece.mark for piece in found.true] == [START, OTHER, RUN] == [piece.mark for piece in found.said]
-    assert found.true[0].text == found.said[0].text == tokenizer.decode(sample.suffix[:3])
-    assert "".join(piece.text for piece in found.said) == tokenizer.decode(generated)
+    assert [span.mark for span in found.true] == [START, OTHER, RUN] == [span.mark for span in found.generated]
+    assert found.true[0].text == found.generated[0].text == tokenizer.decode(sample.suffix[:3])
+    assert "".join(span.text for span in found.generated) == tokenizer.decode(generated)
 
 
 def test_one_token_in_common_is_no_run():
     found = passage(result("a", suffix_text="a b c", generated_text="d c e"))
-    assert {piece.mark for piece in found.true + found.said} == {OTHER}
+    assert {span.mark for span in found.true + found.generated} == {OTHER}
 
 
 def test_without_generation_nothing_was_said():
     assert passage(result("a")) == (None, None)
     sample = samples()[0]
     text = topics_tokenizer().decode(sample.suffix)
-    assert passage(result("a"), sample, topics_tokenizer()) == ([Piece(text, OTHER)], None)
+    assert passage(result("a"), sample, topics_tokenizer()) == ([Span(text, OTHER)], None)
 
 
 @pytest.mark.parametrize("text", ["plain words", "caf\u00e9 \u2603 \U0001f600", "\u00e9\u00e9", "a  b\n\tc"])
@@ -87,4 +87,4 @@ def test_examples_are_spread_from_best_to_least_known():
 def test_a_sample_that_is_known_to_one_run_only():
     sample = Sample(sample_id="x", document_id="x", bucket=0, offset=0, prefix=(5,), suffix=(6, 7))
     found = passage(result("x", generated=[6, 7]), sample, topics_tokenizer())
-    assert [piece.mark for piece in found.said] == [START]
+    assert [span.mark for span in found.generated] == [START]

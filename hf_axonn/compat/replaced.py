@@ -1,0 +1,23 @@
+"""Replace attributes of other libraries for the time of a `with`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+@contextlib.contextmanager
+def replaced(values: Mapping[tuple[Any, str], Any]) -> Iterator[None]:
+    """While inside, attributes have other values: (owner, name) -> value. What was inherited is inherited again."""
+    before = {(owner, name): vars(owner)[name] for owner, name in values if name in vars(owner)}
+    try:
+        for (owner, name), value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name in values:
+            if (owner, name) in before:
+                setattr(owner, name, before[owner, name])
+            else:
+                delattr(owner, name)
