@@ -70,7 +70,7 @@ def _search(model: nn.Module, plan: ShardingPlan) -> tuple[int, str | None, dict
     norms: dict[nn.Module, NormKind] = {}
     if plan.reason or plan.full_sequence or not plan.blocks:
         some = next(iter(plan.full_sequence), None)
-        return 0, plan.reason or (f"{some} needs whole sequences" if some else "it has no blocks"), norms
+        return 0, plan.reason or (f"{some} needs full sequences" if some else "it has no blocks"), norms
     sizes = [linear_size(model.get_submodule(block.row))[0] for block in plan.blocks]
     for block in plan.blocks:
         for name in block.columns:

@@ -92,7 +92,7 @@ class ShardingPlan:
         if self.reason:
             return self.reason
         text = f"{len(self.layers)} decoder layers sharded as {len(self.blocks)} blocks"
-        return f"{text}, {len(self.full_sequence)} modules on whole sequences" if self.full_sequence else text
+        return f"{text}, {len(self.full_sequence)} modules on full sequences" if self.full_sequence else text
 
 
 def is_inside(name: str, others) -> bool:
@@ -107,7 +107,7 @@ def plan_for(model: nn.Module) -> ShardingPlan:
     if model_type not in CHECKED:
         what = f"{model_type} models" if model_type else type(model).__name__
         return ShardingPlan(
-            reason=f"no block plan for {what}: every Linear on its own, activations whole on every (x, y)"
+            reason=f"no block plan for {what}: every Linear on its own, activations full on every (x, y)"
         )
     return derive(model, model_type)
 

@@ -234,8 +234,9 @@ def _examine_batch(grid: Grid, options: argparse.Namespace, findings: Findings) 
     tokens, parts = options.batch * options.seq, grid.x * grid.y
     rows = options.batch * grid.dp_size * options.accumulation
     findings.facts.append(
-        f"batch: {rows:,} rows and {rows * options.seq:,} tokens a step = {options.batch} rows * {grid.dp_size} "
-        f"position(s) * {options.accumulation} micro-batch(es); {tokens // parts:,} tokens of one on each rank"
+        f"batch: {rows:,} rows and {rows * options.seq:,} tokens a step = {options.batch} rows * "
+        f"{grid.dp_size} data-parallel rank(s) * {options.accumulation} micro-batch(es); {tokens // parts:,} tokens "
+        "of one on each rank"
     )
     if tokens < parts:
         findings.warnings.append(f"{tokens} tokens for x * y = {parts} ranks: most of them pad. Take more rows.")

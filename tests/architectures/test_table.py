@@ -46,7 +46,7 @@ def test_a_block_that_does_not_fit_is_left_whole():
         "model.layers.1.mlp": "mlp.up_proj is a Sequential, not an nn.Linear",
     }
     assert [block.entry for block in plan.blocks] == ["model.layers.0.mlp", "model.layers.1.self_attn"]
-    assert "2 modules on whole sequences" in plan.summary()
+    assert "2 modules on full sequences" in plan.summary()
 
 
 def test_code_that_reads_a_number_of_the_whole_model_is_not_trusted(monkeypatch):

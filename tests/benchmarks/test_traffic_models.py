@@ -23,7 +23,7 @@ KINDS = {
     "llama4_text": "experts that get all tokens",
     "deepseek_v3": "latent attention, layers that differ",
     "deepseek_v32": "an index without gradients",
-    "codegen": "attention on whole sequences",
+    "codegen": "attention on full sequences",
     "bitnet": "Linear by Linear",
     "bert": "a head with a Linear of its own",
 }

@@ -83,17 +83,17 @@ process in float64, the loss and every gradient, on the grids {grids}. Wrong
 means an error above {bound:.0e} on any of them. `python -m tests.benchmarks.architectures.survey` repeats it.
 Last run: {minutes:.0f} minutes on {cores} cores; {versions}.
 
-- **planned**: attention and MLP are cut as whole blocks, the residual stream is divided among the ranks.
-- **Linear by Linear**: every Linear, embedding and head is cut on its own, activations are whole on every (x, y).
-- **not possible**: the class does not train on one process as it is; the last column says why.
+- **planned**: attention and MLP are sharded as blocks, the residual stream is sharded too.
+- **Linear by Linear**: every Linear, embedding and head is sharded separately, activations are full on every (x, y).
+- **not possible**: the class does not train on one process as it is; the last column has the reason.
 
-*Sharded* and *replicated* are parameters of the tiny model that are divided among the ranks, and that every rank
-holds. *Error* is the largest relative error of loss and gradients over all grids, measured as numerics.md says.
+*Sharded* and *replicated* count the parameters of the tiny model that the ranks shard and that every rank holds.
+*Error* is the largest relative error of loss and gradients over all grids, measured as in numerics.md.
 """
 
 
 def markdown(rows: list[Row], grids: list[str], bound: float, seconds: float) -> str:
-    """The whole survey as docs/architectures.md."""
+    """The full survey as docs/architectures.md."""
     versions = [f"{name} {version(name)}" for name in ("torch", "transformers")]
     explanation = EXPLANATION.format(
         grids=", ".join(grids),
@@ -110,7 +110,7 @@ def markdown(rows: list[Row], grids: list[str], bound: float, seconds: float) ->
         f"{summary(rows, bound)}.",
         "",
         explanation,
-        "| model type | class | cut | sharded | replicated | error | grid | how, or why not |",
+        "| model type | class | sharding | sharded | replicated | error | grid | how, or why not |",
         "|---|---|---|--:|--:|--:|---|---|",
     ]
     for row in rows:
