@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from dataclasses import replace
 
 import pytest
@@ -22,6 +21,7 @@ from hf_axonn.planner.search import alternatives, divisors, factorizations, grid
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid
 from tests.helpers import ROOT
+from tests.helpers.calls import calls_of
 from tests.helpers.ranks import run_ranks
 
 
@@ -72,15 +72,13 @@ def test_what_fits_nowhere_is_said_with_numbers():
         plan(JOB, 0)
 
 
-def test_all_grids_of_32768_gpus_are_ranked_in_a_second():
+def test_all_grids_of_32768_gpus_are_ranked_with_little_work():
+    """Under a second on one core (docs/planning.md); here counted in calls of Python, which no load changes."""
     job = Job(shape=load_shape("gpt-320b"), machine=load_machine("frontier"), sequences=8192, seq=2048)
-    seconds = []
-    for _ in range(2):
-        start = time.process_time()
-        found = plan(job, 32768)
-        seconds.append(time.process_time() - start)
+    plan(job, 64)  # imports, tables
+    calls, found = calls_of(plan, job, 32768)
     assert len(found.ranked) + len(found.too_big) > 700
-    assert min(seconds) < 1.0
+    assert calls < 3_500_000  # 2.8 million when this was written
 
 
 def test_another_order_of_axes_is_never_slower_and_is_found():

@@ -83,6 +83,9 @@ def failures_reported():
         raise
 
 
+failures_told = failures_reported  # what 0.1.0 called it, in its docs too
+
+
 def ended() -> None:
     """The program of this rank ends here, as its others should. Scripts do not need it: leaving Python says it."""
     if _watch is not None and _watch.process == os.getpid():
