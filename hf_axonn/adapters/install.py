@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TypeGuard
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -23,6 +24,7 @@ from hf_axonn.adapters.lora import HeadLora, install_pair, output_of, pair_of
 from hf_axonn.adapters.merge import Merging, ParameterMerging
 from hf_axonn.adapters.parameter_lora import ParameterLora
 from hf_axonn.compat.peft import MIXED_BATCH, wrapped_modules
+from hf_axonn.distributed.collectives import broadcast_all
 from hf_axonn.engine.dtensors import distributed, shard_placements
 from hf_axonn.engine.report import Entry
 from hf_axonn.engine.state import ParallelState
@@ -55,7 +57,7 @@ def without_wrappers(model: nn.Module) -> Iterator[None]:
 def install_adapters(state: ParallelState, model: nn.Module) -> None:
     """Shard what PEFT has put into a sharded model since this was called last, and install its sharded layers.
 
-    Collectives: one broadcast over the world of each new parameter; the norms of new DoRA layers.
+    Collectives: `broadcast_all` of the new parameters; the norms of new DoRA layers.
     """
     made: dict[int, nn.Parameter] = {}
     names = {module: name for name, module in model.named_modules()}
@@ -164,9 +166,10 @@ def _copies(
     for adapter, copy in wrapper.modules_to_save.items():
         if not _is_new(state, copy):
             continue
+        broadcast_all(filter(_is_plain, copy.parameters()))
         for (path, module), like in zip(copy.named_modules(), original.modules(), strict=True):
             for name, parameter in list(module._parameters.items()):
-                if parameter is not None and not isinstance(parameter, DTensor):
+                if _is_plain(parameter):
                     if id(parameter) not in made:
                         sharded = distributed(parameter, like._parameters[name].placements, state.mesh)
                         made[id(parameter)] = made[id(sharded)] = sharded
@@ -183,15 +186,16 @@ def _copies(
                     reading.also(module, holder, child or adapter)
 
 
+def _is_plain(parameter: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
+    return parameter is not None and not isinstance(parameter, DTensor)
+
+
 def _replicate(state: ParallelState, names: dict, *modules: nn.Module) -> None:
-    """Replicate the parameters of small modules with the values of rank 0. One broadcast each, over the world."""
+    """Replicate the parameters of small modules with the values of rank 0. Collectives: `broadcast_all`."""
     placements = shard_placements(WeightKind.ADAPTER)
+    broadcast_all(parameter for module in modules for parameter in module._parameters.values() if _is_plain(parameter))
     for module in modules:
-        new = {
-            name: parameter
-            for name, parameter in module._parameters.items()
-            if parameter is not None and not isinstance(parameter, DTensor)
-        }
+        new = {name: parameter for name, parameter in module._parameters.items() if _is_plain(parameter)}
         module._parameters.update(
             {name: distributed(parameter, placements, state.mesh) for name, parameter in new.items()}
         )

@@ -100,6 +100,14 @@ def groups_with_world_timeout(device_type: str) -> Iterator[None]:
         yield
 
 
+def broadcast_coalesced(tensors: list[torch.Tensor], buffer_bytes: int) -> None:
+    """Overwrite tensors with those of rank 0 of the world, as DistributedDataParallel does: in fused broadcasts."""
+    from torch._C._distributed_c10d import _broadcast_coalesced
+    from torch.distributed.distributed_c10d import _get_default_group
+
+    _broadcast_coalesced(_get_default_group(), tensors, buffer_bytes, 0)
+
+
 def watch_store() -> torch.distributed.Store:
     """A connection of its own to the store through which the world was set up: a thread may use it at any time."""
     from torch.distributed.distributed_c10d import _get_default_store

@@ -26,7 +26,7 @@ bytes with it).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hf_axonn.compat.torch import broadcast_coalesced
 from hf_axonn.distributed import gloo
 
 
@@ -44,6 +45,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 # A block of so many bytes is worth a message of its own, see `send_unfused`.
 ALONE_BYTES = 2**18
+# Smaller tensors of a broadcast share a message of up to so many bytes.
+FUSED_BYTES = 25 * 2**20
 
 # Called with (kind, payload bytes, group) before each collective; see `observe`.
 _observers: list[Callable[[str, int, ProcessGroup], None]] = []
@@ -68,6 +71,11 @@ def observe(callback: Callable[[str, int, ProcessGroup], None]) -> Iterator[None
 def _report(kind: str, payload: int, group: ProcessGroup) -> None:
     for callback in _observers:
         callback(kind, payload, group)
+
+
+def _world() -> ProcessGroup:
+    assert dist.group.WORLD is not None, "torch.distributed is not initialized"
+    return dist.group.WORLD
 
 
 def start_all_gather(block: Tensor, group: ProcessGroup) -> Pending:
@@ -161,9 +169,27 @@ def reduce_(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> Tensor:
 def broadcast_(value: Tensor) -> Tensor:
     """Overwrite `value` with that of rank 0 of the world and return it. One broadcast over the world."""
     if _observers:
-        _report("broadcast", value.nbytes, dist.group.WORLD)
+        _report("broadcast", value.nbytes, _world())
     dist.broadcast(value, src=0)
     return value
+
+
+def broadcast_all(tensors: Iterable[Tensor]) -> None:
+    """Overwrite each tensor with that of rank 0 of the world; tensors on the meta device are left out.
+
+    Collectives: broadcasts over the world. Small tensors share one, up to FUSED_BYTES: a message for each parameter
+    would make the start of a model with thousands of them wait for as many latencies.
+    """
+    fused = []
+    for tensor in (tensor.detach() for tensor in tensors if not tensor.is_meta):
+        if tensor.nbytes < FUSED_BYTES or not tensor.is_contiguous():
+            fused.append(tensor)
+        else:
+            broadcast_(tensor)
+    if _observers and fused:
+        _report("broadcast", sum(tensor.nbytes for tensor in fused), _world())
+    if fused:
+        broadcast_coalesced(fused, FUSED_BYTES)
 
 
 def broadcast_text(text: str, device: torch.device) -> str:

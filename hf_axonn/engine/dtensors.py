@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from hf_axonn.distributed.collectives import broadcast_
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.topology.grid import WEIGHT_AXES, GridPosition
 from hf_axonn.topology.local_slices import slices_at
@@ -54,13 +53,8 @@ def shard_of(tensor: Tensor, placements: Sequence[Placement], mesh: GridMesh) ->
 
 
 def distributed(parameter: nn.Parameter, placements: Sequence[Placement], mesh: GridMesh) -> nn.Parameter:
-    """A full parameter as a DTensor with the values of rank 0.
-
-    Collectives: one broadcast over the world; none on the meta device.
-    """
-    full = parameter.detach()
-    if not full.is_meta:
-        full = broadcast_(full.contiguous())
+    """A full parameter, the same on all ranks, as a DTensor. No communication."""
+    full = parameter.detach().contiguous()
     shard = shard_of(full, placements, mesh)
     if any(isinstance(placement, Shard) for placement in placements):
         shard = shard.clone(memory_format=torch.contiguous_format)

@@ -1,6 +1,6 @@
 """From a plan to a sharded model: DTensors for parameters, and a sharded layer for every module that has some.
 
-`parallelize` calls `shard_parameters`, then `install_layers`. Only the first communicates (one broadcast a parameter).
+`parallelize` calls `shard_parameters`, then `install_layers`. Only the first communicates (the values of rank 0).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_axonn.architectures.parameter_reads import find_readers
 from hf_axonn.architectures.plan import BlockPlan, ShardingPlan
 from hf_axonn.architectures.weight_kinds import vocabulary_modules
 from hf_axonn.compat.transformers import has_causal_lm_loss
-from hf_axonn.distributed.collectives import broadcast_
+from hf_axonn.distributed.collectives import broadcast_all
 from hf_axonn.engine.dtensors import distributed, shard_placements
 from hf_axonn.engine.linears import is_conv1d, is_linear
 from hf_axonn.engine.report import Entry
@@ -42,15 +42,13 @@ def shard_parameters(model: nn.Module, kinds: dict[int, WeightKind], state: Para
 
     A model of which nothing is sharded keeps its parameters as they are, as under DistributedDataParallel.
 
-    Collectives: one broadcast over the world of each parameter and buffer.
+    Collectives: `broadcast_all` of the parameters and buffers of rank 0.
     """
     mesh = state.mesh
+    broadcast_all([*model.parameters(), *model.buffers()])
     if {kinds.get(id(parameter), WeightKind.REPLICATED) for parameter in model.parameters()} <= {
         WeightKind.REPLICATED
     }:
-        for tensor in (*model.parameters(), *model.buffers()):
-            if not tensor.is_meta:
-                tensor.detach().copy_(broadcast_(tensor.detach().contiguous()))
         return
     made: dict[int, nn.Parameter] = {}
     transposed = {id(module.weight) for module in model.modules() if is_conv1d(module)}
@@ -65,9 +63,6 @@ def shard_parameters(model: nn.Module, kinds: dict[int, WeightKind], state: Para
                 kinds[id(sharded)] = kind
                 made[id(sharded)] = sharded  # the new id must not be taken for an old one's
             module._parameters[name] = made[id(parameter)]
-    for buffer in model.buffers():
-        if not buffer.is_meta:
-            broadcast_(buffer)
 
 
 def install_layers(

@@ -54,8 +54,8 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
         ValueError: the grid is not the size of the world, the model is sharded already, quantized, or has adapters
             that cannot be sharded; ranks have other models, settings or versions.
         RuntimeError: torch.distributed is not initialized.
-    Collectives: those of `assert_same_on_all_ranks`, creation of the process groups and one broadcast of each
-        parameter and buffer, over the world.
+    Collectives: those of `assert_same_on_all_ranks`, creation of the process groups, and `broadcast_all` of
+        parameters and buffers.
     """
     config = config or _launched_config(grid)
     if grid.size == 1:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hf_axonn.distributed import collectives
 from tests.helpers.ranks import run_ranks
@@ -69,6 +70,16 @@ def check_all():
         assert collectives.reduce_(value, group, op=op) is value and value.item() == expected
     value = torch.tensor([float(rank)])
     assert collectives.broadcast_(value) is value and value.item() == 0
+    sizes = {"small": (3,), "turned": (2, 3), "large": (collectives.FUSED_BYTES // 8 + 1,), "none": (0,)}
+    values = [torch.full(size, rank, dtype=torch.float64) for size in sizes.values()]
+    values[1] = values[1].t()
+    values += [torch.tensor(rank), torch.tensor([rank > 0]), nn.Parameter(torch.full((4,), rank).bfloat16())]
+    sent = []
+    with collectives.observe(lambda kind, payload, group: sent.append((kind, payload))):
+        collectives.broadcast_all([*values, torch.empty(2, device="meta")])
+    assert not any(value.any() for value in values)
+    large = values[2].nbytes
+    assert sent == [("broadcast", large), ("broadcast", sum(value.nbytes for value in values) - large)]
 
 
 def check_started():
