@@ -36,6 +36,7 @@ def _peaks():
     return [memory_measured.peak(case) for case in cases()]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_real_ranks_hold_what_the_planner_says():
     # Sizes divide: ranks differ only by how soon a thread of gloo lets go of a buffer.

@@ -127,6 +127,7 @@ def test_impossible_tensors_are_refused(shape, dims):
         SavedTensor(shape, "F32", dims)
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_planning_runs():
     script = "tests.benchmarks.checkpoint.checkpoint_planning"
     command = [sys.executable, "-m", script, "--ranks", "64,128", "--layers", "2", "--dcp-tensors", "4"]

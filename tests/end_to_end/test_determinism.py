@@ -105,5 +105,6 @@ def _loops(folder: str, grids: list[Grid]) -> None:
         assert _loop(place, grid, save_at=4, load=True) == one, (grid, "resumed in the middle of an epoch")
 
 
+@pytest.mark.slow
 def test_a_plain_loop_gives_the_same_bits_twice_and_when_resumed(tmp_path):
     run_ranks(_loops, 4, str(tmp_path), GRIDS)

@@ -211,6 +211,7 @@ def two_machines():
             ip("netns", "del", name)
 
 
+@pytest.mark.slow
 def test_two_machines_with_a_cable_train_as_one_process(cluster, two_machines):
     """The script for any cluster, for real: accelerate, gloo and the weights of a grid across two machines."""
     torch.manual_seed(0)

@@ -280,6 +280,7 @@ def test_switches_and_kept_weights_change_no_bit(grid):
         assert not wrong
 
 
+@pytest.mark.slow
 def test_every_switch_on_its_own_changes_no_bit():
     for wrong in run_ranks(switches_change_no_bit, 4, [Grid(z=2, y=2)], ["plain"], SWITCHES[1:-1]):
         assert not wrong

@@ -338,6 +338,7 @@ def test_what_is_not_served_is_refused(tmp_path):
     run_ranks(_refused, 2, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_chat_script_under_stock_accelerate(tmp_path):
     """The script as a user starts it, on one process and by a launch file: the same numbers."""
     tiny_model("llama", dtype=torch.float32).save_pretrained(tmp_path / "model")
