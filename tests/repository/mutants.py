@@ -3,10 +3,11 @@
     python -m tests.repository.mutants hf_axonn --results runs/mutants-hf_axonn.jsonl
     python -m tests.repository.mutants eval     --results runs/mutants-eval.jsonl --workers 2
 
-cosmic-ray changes one operator, number, comparison or condition at a time. The sample is drawn by a seed from all such
-places of a package. Each change is made in a copy of the repository, where the fast tests of the module run: first the
-test file of its name, then its folder of tests. Results are written one by one, and a run that was stopped goes on
-from there; a change to a file that was edited since is tried again. The exit code is 1 if too few are noticed.
+cosmic-ray changes one operator, number, comparison or condition at a time. The sample is drawn by a seed from all
+such places of a package. Each change is made in a copy of the repository, where the fast tests of the module run:
+first the test file of its name, then its folder of tests, and for what a training step runs the equality with one
+process. Results are written one by one, and a run that was stopped goes on from there. A change is tried again
+when its file was edited since, and one that survived when its tests were. The exit code is 1 if too few are noticed.
 """
 
 from __future__ import annotations
@@ -45,10 +46,16 @@ OTHER_TESTS = {
     "hf_axonn/config.py": ["tests/launch/test_config.py", "tests/launch"],
     "hf_axonn/compat": ["tests/accelerator", "tests/checkpoint", "tests/layers"],
     "eval/__main__.py": ["tests/eval/cli"],
+    "eval/__init__.py": ["tests/repository"],
+    "hf_axonn/__main__.py": ["tests/cli"],
+    "hf_axonn/__init__.py": ["tests/repository"],
 }
+# what a training step runs: its first test is that a grid equals one process
+OF_A_STEP = re.compile("hf_axonn/(parallel|architectures|losses|layers|engine|distributed)/")
+EQUALITY = "tests/end_to_end/test_equivalence.py"
 
 
-def tests_of(module: str) -> list[str]:
+def where_tested(module: str) -> list[str]:
     """Where the tests of a module are, the nearest first."""
     for name, places in OTHER_TESTS.items():
         if module.startswith(name):
@@ -58,7 +65,8 @@ def tests_of(module: str) -> list[str]:
     own = folder / f"test_{path.name}"
     while not (ROOT / folder).is_dir():
         folder = folder.parent
-    return [str(place) for place in (own, folder) if (ROOT / place).exists()]
+    places = [str(place) for place in (own, folder) if (ROOT / place).exists()]
+    return [*places, EQUALITY] if OF_A_STEP.match(module) else places
 
 
 def places(package: str) -> list[tuple[str, str, int]]:
@@ -143,14 +151,18 @@ def attempt(copy: Path, mutant: tuple[str, str, int]) -> dict:
     diff = [line for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line[0] in "+-"]
     (copy / module).write_text(after)
     try:
-        by = noticed(copy, tests_of(module))
+        by = noticed(copy, where_tested(module))
     finally:
         (copy / module).write_text(before)
     return {"module": module, "operator": operator, "occurrence": occurrence, "noticed_by": by, "change": diff}
 
 
-def fingerprint(module: str) -> str:
-    return hashlib.sha256((ROOT / module).read_bytes()).hexdigest()[:16]
+def fingerprint(module: str, *, tests: bool) -> str:
+    """Of a module, and of its tests where they matter: a test that was added may notice what survived before."""
+    files = [ROOT / module]
+    for place in where_tested(module) if tests else ():
+        files += sorted((ROOT / place).rglob("*.py")) if (ROOT / place).is_dir() else [ROOT / place]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -167,7 +179,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.results.exists():
         for line in options.results.read_text().splitlines():
             result = json.loads(line)
-            if (ROOT / result["module"]).exists() and result["fingerprint"] == fingerprint(result["module"]):
+            survived = result["noticed_by"] is None
+            if (ROOT / result["module"]).exists() and result["fingerprint"] == fingerprint(
+                result["module"], tests=survived
+            ):
                 known[result["module"], result["operator"], result["occurrence"]] = result
     left = [mutant for mutant in sample if mutant not in known]
     print(f"a sample of {len(sample)} mutants, {len(left)} still to be tried", flush=True)
@@ -187,7 +202,8 @@ def main(arguments: list[str] | None = None) -> int:
         for mutant, result in zip(left, pool.map(work, left), strict=True):
             known[mutant] = result
             with options.results.open("a") as file:
-                print(json.dumps(result | {"fingerprint": fingerprint(mutant[0])}), file=file)
+                mark = fingerprint(mutant[0], tests=result["noticed_by"] is None)
+                print(json.dumps(result | {"fingerprint": mark}), file=file)
             print("noticed" if result["noticed_by"] else "SURVIVED", result["module"], *result["change"], flush=True)
     survivors = [known[mutant] for mutant in sample if known[mutant]["noticed_by"] is None]
     for result in survivors:
