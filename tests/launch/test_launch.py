@@ -133,7 +133,12 @@ def test_unreadable_launch_files(file):
         prepare(["--config", str(file), "t.py"])
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+DOCUMENTED = ("accelerate launch", "axonn-launch", "python -m hf_axonn.launch")
+
+
+@pytest.mark.parametrize(
+    "launcher", [name if name in DOCUMENTED else pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS]
+)
 def test_every_launcher_starts_the_ranks(launcher, tmp_path):
     option = ["--config_file=axonn.yaml"] if "-m" in launcher else ["--config", "axonn.yaml"]
     autoload = "0" if launcher == "axonn-launch" else "1"
