@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hf_axonn_eval.analysis.estimates import differences, estimates, membership
+from hf_axonn_eval.analysis.estimates import differences, estimates, group, membership
 from hf_axonn_eval.analysis.intervals import bootstrap, share_intervals, wilson, wilson_of_difference
 from hf_axonn_eval.analysis.table import Table
 from tests.helpers.eval_support import result
@@ -75,3 +75,58 @@ def test_a_very_large_attack_is_bootstrapped_with_fewer_draws(monkeypatch):
     assert membership(table, table.buckets == 1, OPTIONS)["loss"]["resamples"] == 250
     assert membership(table, table.buckets == 1, {**OPTIONS, "resamples": 150})["loss"]["resamples"] == 150
     assert membership(table, table.buckets == 5, OPTIONS) == {}
+
+
+def test_an_attack_is_never_bootstrapped_with_fewer_than_200_draws(monkeypatch):
+    table = Table.of([result(str(i), bucket=i % 2, membership={"loss": float(i * i % 7)}) for i in range(10)])
+    found = membership(table, table.buckets == 1, {**OPTIONS, "resamples": 1000})
+    assert found["loss"]["resamples"] == 1000, "few samples: as many as were asked for"
+    monkeypatch.setattr("hf_axonn_eval.analysis.estimates._LARGEST_ATTACK", 10)
+    assert membership(table, table.buckets == 1, {**OPTIONS, "resamples": 1000})["loss"]["resamples"] == 200
+    assert membership(table, table.buckets == 1, {**OPTIONS, "resamples": 199})["loss"]["resamples"] == 199
+
+
+def test_a_sample_without_a_score_is_on_neither_side():
+    table = Table.of(
+        [result(str(i), bucket=i % 2, membership={"loss": float(i)} if i < 6 else {"zlib": 1.0}) for i in range(8)]
+    )
+    found = membership(table, table.buckets == 1, OPTIONS)
+    assert {name: (entry["members"], entry["controls"]) for name, entry in found.items()} == {
+        "loss": (3, 3), "zlib": (1, 1),
+    }  # fmt: skip
+
+
+def test_what_a_group_says_of_its_samples():
+    table = Table.of(
+        [
+            result("a", document_id="d", suffix_length=3, divergence_point=3, exact_match=True, near_tie=True),
+            result("b", document_id="d", suffix_length=3, divergence_point=2, near_tie=False),
+            result("c", suffix_length=2, divergence_point=2, exact_match=True),
+        ]
+    )
+    found = group(table, OPTIONS, lengths=[2, 3, 4], tries=[1])
+    assert (found["samples"], found["documents"]) == (3, 2)
+    assert {at: (entry["count"], entry["n"]) for at, entry in found["exact_match_at"].items()} == {
+        "2": (3, 3), "3": (1, 2),
+    }  # fmt: skip
+    assert found["metrics"]["divergence_point"]["mean"] == pytest.approx(7 / 3)
+    assert found["undecided"] == {"count": 1, "n": 2, "exact_match_at_least": 0, "exact_match_at_most": 1}
+    assert "discoverability" not in found and "degenerate" not in found
+
+
+def test_half_of_the_samples_need_so_many_draws():
+    """Of an even number the upper one of the two in the middle; none suffices where more than half cannot be drawn."""
+    for logprobs, median in (
+        ([0.5, 0.1], 7),
+        ([0.5, 0.1, 0.01], 7),
+        ([0.5, 0.1, 0.01, 0.0], 69),
+        ([0.5, 0.0], None),
+        ([0.5, 0.1, 0.0], 7),
+    ):
+        results = [
+            result(str(place), sampled_logprob=np.log(chance) if chance else -np.inf)
+            for place, chance in enumerate(logprobs)
+        ]
+        found = group(Table.of(results), OPTIONS, lengths=[], tries=[7])["discoverability"]["0.5"]
+        assert found["median_n"] == median
+        assert found["tries"]["7"]["count"] == sum(chance >= 0.1 for chance in logprobs)

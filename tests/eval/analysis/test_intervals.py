@@ -9,6 +9,8 @@ from hf_axonn_eval.analysis.intervals import (
     bootstrap_columns,
     interval_of,
     mcnemar,
+    numbered,
+    resampled_documents,
     sign_test,
     wilson,
 )
@@ -181,3 +183,80 @@ def test_mcnemar_names_wrong_input():
         mcnemar([True, False], [True])
     with pytest.raises(ValueError, match="-1 gained"):
         sign_test(-1, 2)
+
+
+@pytest.mark.parametrize("confidence", [0, 1, -0.5, 1.5])
+def test_a_confidence_lies_between_0_and_1(confidence):
+    for call in (
+        lambda: wilson(1, 2, confidence=confidence),
+        lambda: bootstrap([1.0, 2.0], "ab", confidence=confidence),
+        lambda: bootstrap_columns(np.ones((2, 1)), "ab", confidence=confidence),
+    ):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            call()
+
+
+def test_a_hundred_draws_are_enough_and_2000_the_default():
+    values, documents = [1.0, 5.0, 2.0, 9.0], range(4)
+    assert bootstrap(values, documents, resamples=100) is not None
+    with pytest.raises(ValueError, match="99 resamples"):
+        bootstrap(values, documents, resamples=99)
+    for wrong, message in (((), "0 values"), ((1.0,), "1 values of 2"), ((1.0, 2.0, 3.0), "3 values of 2")):
+        with pytest.raises(ValueError, match=message):
+            bootstrap(wrong, "ab" if wrong else "")
+    values = np.random.default_rng(0).normal(size=50)
+    plain = bootstrap(values, range(50))
+    assert plain == bootstrap(values, range(50), confidence=0.95, resamples=2000, seed=0)
+    assert [plain] == bootstrap_columns(values[:, None], range(50))
+    for other in ({"resamples": 1999}, {"resamples": 2001}, {"seed": 1}, {"confidence": 0.94}):
+        assert bootstrap(values, range(50), **other) != plain
+        assert bootstrap_columns(values[:, None], range(50), **other) != [plain]
+    assert wilson(3, 9) == wilson(3, 9, confidence=0.95)
+
+
+def test_two_documents_have_an_interval_and_one_does_not():
+    low, high = bootstrap([1.0, 3.0], "ab")
+    assert (low, high) == (1, 3)
+    columns = np.array([[1.0, np.nan], [3.0, 2.0], [np.nan, np.nan]])
+    assert bootstrap_columns(columns, "abc") == [(1, 3), None], "the third has nothing, the second column one"
+
+
+@pytest.mark.parametrize(("count", "width", "together"), [(10, None, 10), (10, 50, 2), (50, 10, 2), (101, None, 1)])
+def test_draws_come_in_pieces_that_fit_into_memory(monkeypatch, count, width, together):
+    monkeypatch.setattr("hf_axonn_eval.analysis.intervals._NUMBERS_AT_ONCE", 100)
+    pieces = list(resampled_documents(count, 23, seed=0, width=width))
+    assert [len(piece) for piece in pieces[:-1]] == [together] * (len(pieces) - 1)
+    assert sum(map(len, pieces)) == 23 and 1 <= len(pieces[-1]) <= together
+    assert all((piece.sum(axis=1) == count).all() and piece.shape[1] == count for piece in pieces)
+
+
+def test_documents_are_drawn_evenly():
+    drawn = np.concatenate(list(resampled_documents(4, 4000, seed=1)))
+    # each is drawn once on average, with a variance of 3/4
+    assert drawn.mean(axis=0) == pytest.approx([1] * 4, abs=5 * np.sqrt(0.75 / 4000))
+    assert drawn.var(axis=0) == pytest.approx([0.75] * 4, rel=0.1)
+
+
+def test_documents_are_numbered_as_they_come():
+    index, count = numbered(["b", "a", "b", "c"])
+    assert (index.tolist(), count) == ([0, 1, 0, 2], 3)
+
+
+def test_a_single_change_or_none_says_nothing():
+    assert sign_test(1, 0) == sign_test(0, 1) == sign_test(0, 0) == 1
+    for wrong in ((-1, 0), (0, -1)):
+        with pytest.raises(ValueError, match="not both counts"):
+            sign_test(*wrong)
+    with pytest.raises(ValueError, match="0 and 0 answers"):
+        mcnemar([], [])
+    for after, before, documents in (("x", "xx", "ab"), ("xx", "x", "ab"), ("xx", "xx", "a"), ("xx", "xx", "abc")):
+        with pytest.raises(ValueError, match="as many are needed, one or more"):
+            mcnemar(list(map(bool, after)), list(map(bool, before)), documents)
+
+
+def test_one_trial_is_a_share_and_none_is_not():
+    assert wilson(0, 1).low == 0 and wilson(0, 1).high == pytest.approx(0.7935, abs=5e-5)
+    assert wilson(1, 1).high == 1 and wilson(1, 1).low == pytest.approx(0.2065, abs=5e-5)
+    for wrong in ((0, 0), (2, 1), (0, -1), (-1, 1)):
+        with pytest.raises(ValueError, match="is not a share"):
+            wilson(*wrong)

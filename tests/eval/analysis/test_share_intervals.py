@@ -106,3 +106,50 @@ def test_the_difference_of_paired_shares_covers_the_truth_where_a_bootstrap_does
         covered[1] += ends.low <= truth <= ends.high
     assert covered[0] > 300 * 0.92, "95% but for chance in 300 tries"
     assert covered[1] < covered[0]
+
+
+def test_the_ends_of_a_difference_lie_between_minus_one_and_one():
+    assert wilson_of_difference(0, 0, 5, 0).low == -1 and wilson_of_difference(0, 5, 0, 0).high == 1
+    assert wilson_of_difference(5, 0, 0, 0) == pytest.approx((-(1 - wilson(5, 5).low), 1 - wilson(5, 5).low))
+    for counts in ((0, 1, 0, 0), (0, 0, 1, 0), (1, 1, 1, 1), (0, 3, 1, 0)):
+        low, high = wilson_of_difference(*counts)
+        assert -1 <= low < high <= 1
+    for wrong in ((-1, 1, 1, 1), (1, -1, 1, 1), (1, 1, 1, -1)):
+        with pytest.raises(ValueError, match="not all counts"):
+            wilson_of_difference(*wrong)
+
+
+@pytest.mark.parametrize(
+    ("counts", "phi"),
+    # by hand: 12 * 2 - 4 * 4 = 8 is less than half of 22, so nothing is left; 15 * 3 - 2 * 2 = 41, less 11
+    [((12, 4, 4, 2), 0.0), ((15, 2, 2, 3), 30 / (17 * 5)), ((2, 7, 6, 1), (2 - 42) / (9 * 7 * 8 * 8) ** 0.5)],
+)
+def test_how_two_shares_go_together_makes_their_difference_surer(counts, phi):
+    both, gained, lost, neither = counts
+    trials = sum(counts)
+    after, before = wilson(both + gained, trials), wilson(both + lost, trials)
+    mine, other = (both + gained) / trials - after.low, before.high - (both + lost) / trials
+    below = (gained - lost) / trials - wilson_of_difference(*counts).low
+    assert below**2 == pytest.approx(mine**2 + other**2 - 2 * phi * mine * other)
+
+
+def test_intervals_are_of_95_percent_unless_asked_otherwise():
+    answers, documents = np.array([[1.0], [0.0], [1.0], [1.0]]), list("aabb")
+    yes, was = np.array([True, True, False, True]), np.array([False, True, False, False])
+    for call in (
+        lambda **options: share_intervals(answers, documents, **options)[0].interval,
+        lambda **options: share_intervals(answers, list("abcd"), **options)[0].interval,
+        lambda **options: difference_interval(yes, was, documents, **options).interval,
+        lambda **options: difference_interval(yes, was, list("abcd"), **options).interval,
+        lambda **options: wilson_of_difference(1, 2, 0, 1, **options),
+    ):
+        assert call() == call(confidence=0.95)
+        narrow, plain, wide = call(confidence=0.5), call(), call(confidence=0.99)
+        assert wide.low <= plain.low <= narrow.low < narrow.high <= plain.high <= wide.high and narrow != wide
+
+
+def test_of_columns_that_need_no_draws_none_is_drawn():
+    found = share_intervals(np.zeros((4, 2)), list("aabb"), resamples=1)
+    assert [one.kind for one in found] == ["wilson", "wilson"]
+    with pytest.raises(ValueError, match="1 resamples"):
+        share_intervals(np.array([[1.0], [0.0], [1.0], [1.0]]), list("aabb"), resamples=1)

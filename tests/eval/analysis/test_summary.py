@@ -243,3 +243,35 @@ def test_lengths_and_draws_are_whole_numbers(options, message):
 def test_what_cannot_be_compared_is_named(runs, options, message):
     with pytest.raises(ValueError, match=message):
         compare(runs, **options)
+
+
+def test_what_is_asked_by_default_is_said():
+    results = [result("a"), result("b")]
+    asked = {"confidence": 0.95, "resamples": 2000, "seed": 0}
+    assert summarize(results)["intervals"] == compare({"one": results})["intervals"] == asked
+    assert summarize(results, confidence=0.9, resamples=100, seed=3)["intervals"] == {
+        "confidence": 0.9, "resamples": 100, "seed": 3,
+    }  # fmt: skip
+    sampled = [result("a", sampled_logprob=-1.0)]
+    for found in (summarize(sampled), compare({"one": sampled})["runs"]["one"]):
+        assert list(found["all"]["discoverability"]["0.9"]["tries"]) == [str(10**power) for power in range(7)]
+    for wrong in (0, 1):
+        with pytest.raises(ValueError, match="between 0 and 1"):
+            compare({"one": results}, confidence=wrong)
+
+
+def test_the_run_that_others_are_compared_with():
+    some = [result("a")]
+    assert compare({"one": some, "two": some})["base"] == "one"
+    assert compare({"one": some, "base": some})["base"] == "base"
+    assert compare({"one": some, "base": some}, base="one")["base"] == "one"
+    assert list(compare({"one": some, "base": some}, base="one")["minus_base"]) == ["base"]
+
+
+def test_records_are_put_into_the_summary():
+    record = {"identity": {"samples_sha256": "x"}, "more": 1}
+    found = compare({"one": [result("a")], "two": [result("a")]}, records={"one": record, "two": record})
+    assert found["runs"]["one"]["run"] == record == summarize([result("a")], record=record)["run"]
+    assert compare({"one": [result("a")]})["runs"]["one"]["run"] is None
+    found = summarize([result("a", suffix_length=1)], lengths=[1, 1], tries=[1], resamples=100)
+    assert list(found["all"]["exact_match_at"]) == ["1"]

@@ -1,12 +1,20 @@
 """Canaries: drawn from their space without repetition, and in the training data as often as they say."""
 
 import json
+import random
 from collections import Counter
 
 import pytest
 
 from hf_axonn_eval import insert_canaries, make_canaries
-from hf_axonn_eval.canaries.generate import Canary, Format, interleave, read_canaries, write_canaries
+from hf_axonn_eval.canaries.generate import (
+    Canary,
+    Format,
+    _different,
+    interleave,
+    read_canaries,
+    write_canaries,
+)
 
 
 def test_a_format_numbers_all_its_texts():
@@ -105,3 +113,51 @@ def test_wrong_training_data_is_named(tmp_path):
         insert_canaries(file, file, drawn)
     assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
     assert Canary(canary_id="canary-1", text=drawn.canaries[0].text, insertions=1) == drawn.canaries[0]
+
+
+@pytest.mark.parametrize("space", [2**62 - 1, 2**62, 2**62 + 1, 2**70])
+def test_numbers_of_a_large_space_are_different_and_within_it(space):
+    drawn = _different(random.Random(0), space, 50)
+    assert len(set(drawn)) == len(drawn) == 50 and 0 <= min(drawn) and space // 2 < max(drawn) < space
+    assert drawn == _different(random.Random(0), space, 50)
+
+
+def test_the_least_and_the_most_that_can_be_drawn():
+    drawn = make_canaries("{digits:1}", insertions=(0,), each=9, candidates=1)
+    assert len(drawn.canaries) == 9 and len(drawn.candidates) == 1 and drawn.complete and drawn.space == 10
+    drawn = make_canaries("{digits:1}", insertions=(3,), candidates=8)
+    assert len(drawn.candidates) == 8 and not drawn.complete
+    assert [canary.canary_id for canary in make_canaries("{digits:1}", insertions=(0, 2), each=2).canaries] == [
+        "canary-1", "canary-2", "canary-3", "canary-4",
+    ]  # fmt: skip
+    drawn = make_canaries("{digits:6}", insertions=(1,))
+    assert (len(drawn.canaries), len(drawn.candidates), drawn.seed) == (1, 10_000, 0)
+    with pytest.raises(ValueError, match="only 10 texts like .* too few for 11 canaries"):
+        make_canaries("{digits:1}", insertions=(1,), each=11)
+
+
+def test_texts_of_a_format_are_counted_from_behind():
+    form = Format("{letters:1}{digits:1} {hex:2}")
+    assert [form.candidate(number) for number in (0, 1, 16, 256, 2560)] == [
+        "a0 00",
+        "a0 01",
+        "a0 10",
+        "a1 00",
+        "b0 00",
+    ]
+    assert form.space == 26 * 10 * 256
+
+
+def test_extra_rows_are_all_there_and_the_rows_keep_their_order():
+    for rows, extra in (("", "xyz"), ("abc", ""), ("abcdef", "xyz"), ("a", "x")):
+        mixed = list(interleave(rows, extra, total=len(rows), seed=3))
+        assert [row for row in mixed if row in rows] == list(rows) and sorted(set(mixed) - set(rows)) == list(extra)
+        assert len(mixed) == len(rows) + len(extra)
+
+
+def test_lines_that_are_added_are_numbered_from_one(tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    drawn = make_canaries("{digits:4}", insertions=(2, 0, 1), candidates=5)
+    assert insert_canaries(tmp_path / "train.jsonl", tmp_path / "copy.jsonl", drawn) == 3
+    lines = [json.loads(line) for line in (tmp_path / "copy.jsonl").read_text().splitlines()]
+    assert sorted(line["id"] for line in lines if "id" in line) == ["canary-1#1", "canary-1#2", "canary-3#1"]

@@ -8,7 +8,7 @@ import torch
 
 from hf_axonn_eval import make_canaries, rank_canaries
 from hf_axonn_eval.__main__ import main
-from hf_axonn_eval.canaries.rank import exposure_by_insertions, ranking_record
+from hf_axonn_eval.canaries.rank import CanaryRank, _fitted, _shared, exposure_by_insertions, ranking_record
 from tests.helpers.eval_support import tiny_llama, topics_tokenizer
 from tests.helpers.ranks import run_ranks
 
@@ -123,3 +123,49 @@ def test_the_two_commands(tmp_path, capsys):
     assert "holds no canaries.json" in capsys.readouterr().err
     assert main(["canaries", "make", "--format", "plain", "--output", str(tmp_path / "none")]) == 2
     assert "needs one or more fields" in capsys.readouterr().err and not (tmp_path / "none").exists()
+
+
+def ranked_canary(name: str, insertions: int, place: int, exposure: float) -> CanaryRank:
+    return CanaryRank(canary_id=name, text=name, insertions=insertions, nll=1.0, rank=place, exposure=exposure)
+
+
+def test_exposure_by_insertions_by_hand():
+    ranked = [
+        ranked_canary("a", 9, 1, 4.0), ranked_canary("b", 0, 2, 3.0), ranked_canary("c", 9, 1, 4.0),
+        ranked_canary("d", 9, 4, 2.0),
+    ]  # fmt: skip
+    told = exposure_by_insertions(ranked)
+    assert list(told) == [0, 9]
+    assert told[9] == {
+        "canaries": 3, "first": 2, "mean_exposure": pytest.approx(10 / 3), "least_exposure": 2.0, "most_exposure": 4.0,
+    }  # fmt: skip
+    assert told[0]["first"] == 0 and told[0]["mean_exposure"] == 3.0
+
+
+def test_what_all_texts_begin_with():
+    for tokens, shared in (
+        ([[1, 2, 3], [1, 2, 4]], 2),
+        ([[1, 2], [1, 2, 4]], 1),  # each keeps a token after it
+        ([[1, 2, 3], [1, 2, 3]], 2),
+        ([[1, 2, 3], [2, 2, 3]], 0),
+        ([[1], [1, 2]], 0),
+        ([[], [1, 2]], 0),
+        ([[1, 2, 3, 4], [1, 5, 3, 4], [1, 2, 3, 4]], 1),
+    ):
+        assert _shared(tokens) == shared, tokens
+
+
+def test_where_a_fit_says_something():
+    drawn = make_canaries("{digits:9}", insertions=(1,), candidates=100)
+    spread = [-2.0 - place / 100 for place in range(100)]
+    assert _fitted(-2.5, spread, drawn) == pytest.approx(1, abs=0.05), "half of them are likelier"
+    assert _fitted(-1e-9, [-1000.0 - place for place in range(100)], drawn) == math.log2(10**9), (
+        "no more than there are"
+    )
+    assert _fitted(-2.5, spread[:99], drawn) is None, "too few"
+    assert _fitted(-2.5, [-2.0] * 100, drawn) is None, "all alike"
+    for wrong in (-math.inf, math.nan):
+        assert _fitted(wrong, spread, drawn) is _fitted(-2.5, [*spread, wrong], drawn) is None
+    assert _fitted(-2.5, spread, make_canaries("{digits:2}", insertions=(1,), candidates=100)) is None, (
+        "ranks are exact"
+    )

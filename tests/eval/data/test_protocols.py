@@ -97,3 +97,32 @@ def test_a_protocol_names_its_source_and_is_recorded(name):
 def test_what_cannot_be_changed_is_named(name, settings, message):
     with pytest.raises(ValueError, match=message):
         protocol(name, **settings)
+
+
+def test_the_published_settings():
+    """The numbers of the papers, each once more."""
+    settings = {name: protocol(name).sampling.settings() for name in PROTOCOLS}
+    for name in ("sc24", "goldfish"):
+        assert settings[name]["kind"] == "first" and settings[name]["add_special_tokens"] is True
+        assert (settings[name]["max_tokens"], settings[name]["suffix_length"]) == (2048, [50])
+    assert settings["carlini50"] | {"prefix_length": 0} == {
+        "kind": "offsets", "prefix_length": 0, "suffix_length": [50], "offset": [0], "combine": "product",
+        "shared_suffix": True, "min_document_tokens": 500, "max_document_tokens": None, "max_documents": None,
+        "add_special_tokens": False, "deduplicate": False,
+    }  # fmt: skip
+    assert settings["cooper100"] == {
+        "kind": "sliding", "prefix_length": [50], "suffix_length": [50], "stride": 10, "stride_unit": "characters",
+        "min_document_tokens": None, "max_document_tokens": None, "max_documents": None, "add_special_tokens": True,
+        "deduplicate": True,
+    }  # fmt: skip
+    assert settings["apertus"]["prefix_length"] == [500, 50, 100, 250, 1000, 2000, 3000, 4000, 5000]
+    assert settings["apertus"]["offset"] == [0, 1, 2, 4, 16, 32, 64, 128, 256, 512, 1024, 2048]
+    assert {name: dict(protocol(name).extract) for name in PROTOCOLS} == {
+        "sc24": {"generate": True},
+        "goldfish": {"generate": True},
+        "carlini50": {"generate": False},
+        "cooper100": {"generate": False, "sampler": {"temperature": 1.0, "top_k": 40, "top_p": None}},
+        "apertus": {"generate": True, "sampler": {"temperature": 1.0, "top_k": None, "top_p": 0.9}},
+    }
+    with pytest.raises(AttributeError):
+        protocol("sc24").name = "mine"

@@ -115,3 +115,49 @@ def test_damaged_lines_are_named(tmp_path):
     (tmp_path / "results.jsonl").write_text('{"sample_id": "a"}\n')
     with pytest.raises(ValueError, match="line 1 is damaged"):
         read_results(tmp_path / "results.jsonl")
+
+
+def test_a_line_says_everything_without_blanks(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.begin(RECORD)
+    run.append([result("a", metrics={"mine": -math.inf}, rougeL=0.5)])
+    text = (tmp_path / "results.jsonl").read_text()
+    assert text.startswith('{"sample_id":"a","document_id":"a","bucket":0,') and text.endswith("}\n")
+    assert '"metrics":{"mine":"-inf"}' in text and " " not in text
+    assert run.results()[0].metric("mine") == -math.inf
+    assert (run.results()[0].metric("rougeL"), run.results()[0].metric("rouge1")) == (0.5, None)
+    assert run.results()[0].metric("nothing") is None
+    run.finish({"a": 1})
+    assert (tmp_path / "summary.json").read_text() == '{\n  "a": 1\n}\n'
+
+
+def test_a_file_that_ends_within_its_first_line_holds_nothing(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.begin(RECORD)
+    (tmp_path / "results.jsonl").write_text('{"sample_id"')
+    assert list(run.begin(RECORD)) == [] and (tmp_path / "results.jsonl").read_bytes() == b""
+
+
+def test_results_are_equal_to_lists_of_the_same_and_to_nothing_else(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.begin(RECORD)
+    run.append([result("a"), result("b")])
+    found = run.results()
+    assert found == (result("a"), result("b")) and found == run.results()
+    for other in ([result("a")], [result("a"), result("c")], [], b"ab", None):
+        assert found != other
+    assert repr(found) == f"<2 results in {tmp_path / 'results.jsonl'}>"
+    with pytest.raises(TypeError):
+        hash(found)
+    with pytest.raises(AttributeError):
+        found[0].bucket = 3
+    with pytest.raises(TypeError):
+        type(found[0])("a")
+
+
+def test_more_results_than_were_asked_for_are_no_finished_run(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.begin(RECORD)
+    run.append([result("a"), result("b"), result("c")])
+    with pytest.raises(ValueError, match="3 of 2 samples"):
+        read_run(tmp_path)

@@ -8,6 +8,7 @@ import pytest
 
 from hf_axonn_eval import build_samples
 from hf_axonn_eval.data.samples import (
+    Sample,
     SampleFile,
     about_file,
     read_about,
@@ -123,3 +124,24 @@ def test_what_is_written_beside_the_samples_is_of_these_samples(tmp_path):
         read_about(file)
     write_samples(samples, file)
     assert read_about(file) is None  # the other samples' description went with them
+
+
+def test_the_least_that_a_sample_holds():
+    least = GOOD | {"bucket": 0, "offset": 0, "prefix": [0], "suffix": (0,)}
+    assert (Sample(**least).prefix, Sample(**least).suffix) == ((0,), (0,))
+    for wrong in ({"offset": -1}, {"bucket": True}, {"prefix": [-1]}, {"suffix": "1"}, {"sample_id": ""}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Sample(**{**least, **wrong})
+    with pytest.raises(AttributeError):
+        Sample(**least).bucket = 1
+    with pytest.raises(TypeError):
+        Sample("a@0", "a", 0, 0, (1,), (2,))
+
+
+def test_a_file_is_written_without_blanks(tmp_path):
+    write_samples([Sample(**GOOD)], tmp_path / "samples.jsonl")
+    assert (tmp_path / "samples.jsonl").read_text() == (
+        '{"sample_id":"a@0","document_id":"a","bucket":1,"offset":0,"prefix":[1,2],"suffix":[3]}\n'
+    )
+    write_about(tmp_path / "samples.jsonl", {"sha256": "x"})
+    assert about_file(tmp_path / "samples.jsonl").read_text() == '{\n  "sha256": "x"\n}\n'

@@ -206,3 +206,70 @@ CHARACTERS = Sampling(kind="sliding", stride_unit="characters")
 def test_wrong_input_is_named(documents, options, message):
     with pytest.raises(ValueError, match=message):
         build_samples(documents, **{"prefix_length": 4, "suffix_length": 4, **options})
+
+
+def test_what_is_left_out_is_counted_by_reason():
+    documents = [
+        document("none", length=0), document("short", length=4), document("fits"), document("fits too"),
+        document("long", length=21), document("beyond"),
+    ]  # fmt: skip
+    found, tally = cut(
+        documents, prefix_length=3, suffix_length=2, max_document_tokens=20, max_documents=2, deduplicate=True
+    )
+    assert [name for name, _, _ in found] == ["fits@0"]
+    assert tally.left_out() == {
+        "too_short": 2, "of_these_empty": 1, "beyond_max_documents": 2, "duplicate_samples": 1,
+    }  # fmt: skip
+    assert (tally.documents, tally.samples, tally.not_round_trip) == (6, 1, 0)
+    _, tally = cut(documents, prefix_length=3, suffix_length=2, max_document_tokens=20)
+    assert tally.left_out() == {"too_short": 2, "of_these_empty": 1, "too_long": 1}
+
+
+def test_nothing_is_logged_where_nothing_is_left_out(caplog):
+    with caplog.at_level(logging.WARNING):
+        cut(
+            [document("a", length=5), document("b", start=7, length=5)],
+            prefix_length=3,
+            suffix_length=2,
+            deduplicate=True,
+        )
+    assert caplog.text == ""
+    with caplog.at_level(logging.WARNING):
+        cut(
+            [document("a", length=5), document("b", length=6)], prefix_length=3, suffix_length=2, max_document_tokens=5
+        )
+    assert "0 of 2 documents have fewer than 5 tokens, 1 more than 5; they are left out." in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        cut([document("a"), document("b")], prefix_length=3, suffix_length=2, deduplicate=True)
+    assert "1 samples have the same tokens" in caplog.text and "disjoint" not in caplog.text
+
+
+def test_a_window_over_characters_begins_at_every_so_many_of_them():
+    """A character a token: windows of four from every second character on, as long as four are left."""
+    tokenizer = Tokenizer(models.WordLevel({letter: place for place, letter in enumerate("abcdefgh")}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    sampling = Sampling(kind="sliding", prefix_length=3, suffix_length=1, stride=2, stride_unit="characters")
+    found = list(iter_samples([{"id": "d", "bucket": 0, "text": "abcdefgh"}], sampling=sampling, tokenizer=tokenizer))
+    assert [(one.sample_id, one.offset, one.prefix, one.suffix) for one in found] == [
+        ("d@0c", 0, (0, 1, 2), (3,)), ("d@2c", 2, (2, 3, 4), (5,)), ("d@4c", 4, (4, 5, 6), (7,)),
+    ]  # fmt: skip
+
+
+def test_documents_are_numbered_from_one_in_messages():
+    with pytest.raises(ValueError, match="document 2 has no 'id' and no 'bucket' and no 'text'"):
+        build_samples([document(), {}], prefix_length=3, suffix_length=2)
+
+
+def test_after_what_is_left_out_it_goes_on():
+    """A window that repeats an earlier one, a document that is too short, too long, or one too many."""
+    repeating = {"id": "r", "bucket": 0, "input_ids": [1, 1, 1, 1, 2, 1, 2, 3]}
+    found, tally = cut([repeating], kind="sliding", prefix_length=1, suffix_length=1, stride=1, deduplicate=True)
+    assert [name for name, _, _ in found] == ["r@0", "r@3", "r@4", "r@6"] and tally.duplicates == 3
+    lengths = {"long": 9, "short": 3, "fits": 6, "empty": 0, "longer": 10, "fits too": 5, "many": 6, "other": 6}
+    documents = [document(name, length=length, bucket=int(name == "other")) for name, length in lengths.items()]
+    found, tally = cut(documents, prefix_length=3, suffix_length=2, max_document_tokens=8, max_documents=2)
+    assert [name for name, _, _ in found] == ["fits@0", "fits too@0", "other@0"]
+    assert tally.left_out() == {"too_short": 2, "of_these_empty": 1, "too_long": 2, "beyond_max_documents": 1}
+    assert tally.documents == 8 and dict(tally.buckets) == {0: 2, 1: 1}

@@ -62,3 +62,73 @@ def test_settings_are_those_that_matter():
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(ValueError, match=message):
         Sampling(**settings)
+
+
+def test_what_is_asked_by_default():
+    plain = Sampling()
+    assert plain.windows(64) == [Window("0", 0, 32, 64)] and plain.needed == 64
+    sliding = Sampling(kind="sliding")
+    assert [window.offset for window in sliding.windows(84)] == [0, 10, 20] and sliding.needed == 64
+    assert plain.settings() == {
+        "kind": "offsets", "prefix_length": [32], "suffix_length": [32], "offset": [0], "combine": "product",
+        "shared_suffix": False, "min_document_tokens": None, "max_document_tokens": None, "max_documents": None,
+        "add_special_tokens": False, "deduplicate": False,
+    }  # fmt: skip
+    assert (sliding.settings()["stride"], sliding.settings()["stride_unit"]) == (10, "tokens")
+
+
+@pytest.mark.parametrize(("tokens", "begins"), [(4, [0]), (6, [0]), (7, [0, 3]), (9, [0, 3]), (10, [0, 3, 6])])
+def test_the_last_window_ends_with_the_document_or_before(tokens, begins):
+    sampling = Sampling(kind="sliding", prefix_length=3, suffix_length=1, stride=3)
+    assert [window.offset for window in sampling.windows(tokens)] == begins
+
+
+@pytest.mark.parametrize(("tokens", "middle", "end"), [(3, 1, 3), (5, 3, 5), (6, 4, 6), (7, 4, 6)])
+def test_the_first_and_the_last_tokens_of_a_document(tokens, middle, end):
+    first = Sampling(kind="first", suffix_length=2, max_tokens=6)
+    assert first.windows(tokens) == [Window("0", 0, middle, end)] and first.needed == 3
+    last, begin = Sampling(kind="last", suffix_length=2, max_tokens=6), tokens - end
+    assert last.windows(tokens) == [Window(str(begin), begin, begin + middle, tokens)] and last.needed == 3
+    for kind in ("first", "last"):
+        assert Sampling(kind=kind, suffix_length=2).windows(tokens) == [Window("0", 0, tokens - 2, tokens)]
+
+
+def test_a_window_is_named_by_its_lengths_where_there_are_several():
+    for lengths in ({"prefix_length": (1, 2)}, {"suffix_length": (1, 2)}):
+        names = [window.name for window in Sampling(**{"prefix_length": 1, "suffix_length": 1, **lengths}).windows(9)]
+        assert names[0] == "0+1+1" and len(set(names)) == 2
+    assert [window.name for window in Sampling(offset=(0, 4)).windows(99)] == ["0", "4"]
+
+
+def test_the_bounds_of_settings():
+    Sampling(prefix_length=1, suffix_length=1, offset=0, stride=1, max_documents=1, min_document_tokens=0)
+    assert Sampling(prefix_length=4, suffix_length=4, max_document_tokens=8).needed == 8
+    Sampling(prefix_length=4, suffix_length=4, min_document_tokens=9, max_document_tokens=9)
+    Sampling(kind="first", suffix_length=5, max_tokens=6)
+    Sampling(kind="first", prefix_length=(3, 4), suffix_length=5)  # is not looked at
+    Sampling(kind="offsets", suffix_length=5, max_tokens=5)
+    for wrong, message in (
+        ({"prefix_length": 4, "suffix_length": 4, "max_document_tokens": 7}, "a document needs 8 tokens"),
+        ({"min_document_tokens": 90, "max_document_tokens": 89}, "a document needs 90 tokens"),
+        ({"kind": "last", "suffix_length": 5, "max_tokens": 4}, "leaves no prefix before a suffix of 5"),
+        ({"kind": "sliding", "suffix_length": (3, 4, 5)}, "suffix_length has 3 numbers"),
+        ({"kind": "last", "suffix_length": (3, 4)}, "suffix_length has 2 numbers"),
+        ({"prefix_length": (4, 0, -1)}, "prefix_length is 0"),
+        ({"suffix_length": (4, 4)}, "suffix_length is .*different"),
+        ({"offset": (0, -1)}, "at least 0"),
+        ({"offset": ()}, "one or more different"),
+        ({"max_tokens": 0}, "max_tokens is 0, but it must be a whole number of at least 1"),
+        ({"min_document_tokens": -1}, "of at least 0"),
+        ({"max_document_tokens": 0}, "of at least 1"),
+        ({"shared_suffix": None}, "shared_suffix is None"),
+        ({"add_special_tokens": "yes"}, "add_special_tokens is 'yes'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Sampling(**wrong)
+
+
+def test_settings_are_named_and_stay():
+    with pytest.raises(TypeError):
+        Sampling("first")
+    with pytest.raises(AttributeError):
+        Sampling().kind = "first"

@@ -1,14 +1,26 @@
 """One teacher-forced pass against a loop that asks for one token at a time, and greedy decoding against `generate`."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import GenerationConfig
 
-from hf_axonn_eval import document_nll
+from hf_axonn_eval import Sample, Sampler, document_nll
+from hf_axonn_eval.extraction import scoring
 from hf_axonn_eval.extraction.decoding import continue_greedily
-from hf_axonn_eval.extraction.scoring import evaluating, score_suffixes, score_tokens
+from hf_axonn_eval.extraction.scoring import (
+    check_fits,
+    evaluating,
+    first_choices,
+    may_be_padded,
+    near_tie_below,
+    score_suffixes,
+    score_tokens,
+)
+from hf_axonn_eval.metrics import membership
+from tests.helpers.eval_families import family
 from tests.helpers.eval_support import PREFIX, SUFFIX, samples, tiny_gpt2, tiny_llama, topics_tokenizer, trained_llama
 
 
@@ -140,3 +152,132 @@ def test_evaluating_restores_the_mode():
     with evaluating(model):
         assert not model.training
     assert model.training
+
+
+def test_margins_and_choices_by_hand():
+    logits = torch.tensor([[[1.0, 3.0, 2.5], [4.0, 4.0, 0.0]]])
+    kept = logits.clone()
+    logprobs, choices, margins = score_tokens(logits, torch.tensor([[2, 1]]))
+    assert choices.tolist() == [[1, 0]], "of equal ones the first"
+    assert margins.tolist() == [[0.5, 0.0]]
+    assert logprobs[0, 0].item() == pytest.approx(2.5 - math.log(math.exp(1) + math.exp(3) + math.exp(2.5)))
+    assert logprobs[0, 1].item() == pytest.approx(-math.log(2 + math.exp(-4)))
+    assert [column.tolist() for column in first_choices(logits)] == [[[1, 0]], [[0.5, 0.0]]]
+    assert torch.equal(logits, kept)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_no_more_logits_are_looked_at_together_than_fit(monkeypatch, dtype):
+    logits = torch.randn(3, 7, 10).to(dtype)
+    targets = torch.randint(10, (3, 7))
+    whole, best = score_tokens(logits, targets), scoring._best
+    for most, rows in ((40, [4] * 5 + [1]), (49, [4] * 5 + [1]), (10, [1] * 21), (3, [1] * 21), (10_000, [21])):
+        seen = []
+        with monkeypatch.context() as patch:
+            patch.setattr(scoring, "_LOGITS_AT_ONCE", {"cpu": most})
+            patch.setattr(scoring, "_best", lambda some, seen=seen: seen.append(len(some)) or best(some))
+            parts = score_tokens(logits, targets)
+            assert seen == rows
+            patch.setattr(scoring, "_LOGITS_AT_ONCE", {"elsewhere": 1})
+            patch.setattr(scoring, "_LOGITS_AT_ONCE_ELSEWHERE", most)
+            alone = first_choices(logits)
+            assert seen == rows * 2
+        for one, other in zip(parts, whole, strict=True):
+            assert torch.equal(one, other)
+        assert torch.equal(alone[0], whole[1]) and torch.equal(alone[1], whole[2])
+        assert whole[0].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_statistics_are_made_in_pieces_that_fit(monkeypatch):
+    model, batch, sampler = tiny_llama(), samples()[:5], Sampler(top_k=9)
+    options = {"sampler": sampler, "tokenizer": topics_tokenizer()}
+    whole = score_suffixes(model, batch, **options)
+    vocabulary, seen, places = len(topics_tokenizer()), [], []
+    logprobs, statistics = Sampler.logprobs, membership.token_statistics
+
+    def noted(self, logits, targets):
+        seen.append(tuple(logits.shape))
+        return logprobs(self, logits, targets)
+
+    def noted_too(logits, targets):
+        places.append(len(logits))
+        return statistics(logits, targets)
+
+    monkeypatch.setattr(Sampler, "logprobs", noted)
+    monkeypatch.setattr(membership, "token_statistics", noted_too)
+    scored = len(batch) * (PREFIX + SUFFIX - 1)
+    for most, rows, pieces in (
+        (2 * SUFFIX * vocabulary, [2, 2, 1], 2 * SUFFIX),
+        (1, [1] * 5, 1),
+        (10 * SUFFIX * vocabulary, [5], 10 * SUFFIX),
+    ):
+        monkeypatch.setattr(scoring, "_STATISTICS_AT_ONCE", most)
+        seen.clear(), places.clear()
+        parts = score_suffixes(model, batch, **options)
+        assert seen == [(some, SUFFIX, vocabulary) for some in rows]
+        assert sum(places) == scored and set(places[:-1]) <= {pieces} and places[-1] <= pieces
+        for one, other in zip(parts, whole, strict=True):
+            assert one.sampled_logprob == pytest.approx(other.sampled_logprob)
+            assert one.membership == pytest.approx(other.membership)
+
+
+class Grid:
+    """What `parallel_state` says of a model on a grid."""
+
+    def __init__(self, **sizes):
+        self.grid = SimpleNamespace(**{"data": 1, "z": 1, "y": 1, "x": 1, **sizes})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    [(torch.float64, 1e-10), (torch.float32, 1e-4), (torch.float16, 1 / 16), (torch.bfloat16, 0.5), (torch.int8, 0.5)],
+)
+def test_below_which_margin_a_sample_is_a_near_tie(monkeypatch, dtype, bound):
+    model = SimpleNamespace(parameters=lambda: iter([torch.zeros(1, dtype=dtype)]))
+    for sizes, times in (({}, 1), ({"data": 4, "z": 4}, 1), ({"y": 2}, 2), ({"x": 3}, 2), ({"x": 2, "y": 2}, 2)):
+        monkeypatch.setattr(scoring, "parallel_state", lambda model, sizes=sizes: Grid(**sizes))
+        assert near_tie_below(model) == times * bound
+    monkeypatch.setattr(scoring, "parallel_state", lambda model: None)
+    assert near_tie_below(model) == bound
+
+
+def test_what_fits_to_the_last_token():
+    model = tiny_llama()
+    check_fits(model, longest=64, largest_id=799)
+    with pytest.raises(ValueError, match="65 tokens, but the model's window is 64"):
+        check_fits(model, longest=65, largest_id=799)
+    with pytest.raises(ValueError, match="token id 800"):
+        check_fits(model, longest=64, largest_id=800)
+    unbounded = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=3)))
+    check_fits(unbounded, longest=10**6, largest_id=2)
+
+
+def test_where_rows_may_be_padded():
+    def padded(implementation, dtype):
+        model = tiny_llama().to(dtype)
+        model.config._attn_implementation = implementation
+        return may_be_padded(model)
+
+    assert padded("sdpa", torch.float64) and padded("eager", torch.float32) and padded("sdpa", torch.float32)
+    assert not padded("eager", torch.float64), "the smallest number of float64 is no number in float32"
+    prompted = tiny_llama()
+    prompted.active_peft_config = SimpleNamespace(is_prompt_learning=True)
+    assert not may_be_padded(prompted) and not may_be_padded(family("mamba"))
+
+
+@pytest.mark.parametrize(("documents", "told"), [(1, "1/1"), (3, "1/1"), (7, "3/3")])
+def test_progress_counts_batches_and_is_shown_if_asked(documents, told, capsys):
+    texts = [sample.prefix for sample in samples()[:documents]]
+    loss = document_nll(tiny_llama(), texts, batch_size=3, progress=True)
+    assert told in capsys.readouterr().err and loss.tokens == documents * (PREFIX - 1)
+    assert document_nll(tiny_llama(), texts, batch_size=3) == loss
+    assert capsys.readouterr().err == ""
+
+
+def test_the_shortest_documents_have_one_token_to_foresee():
+    loss = document_nll(tiny_llama(), [[1, 2]])
+    [score] = score_suffixes(
+        tiny_llama(),
+        [Sample(sample_id="a", document_id="a", bucket=0, offset=0, prefix=(1,), suffix=(2,))],
+    )
+    assert loss.tokens == 1 and loss.nll == pytest.approx(-score.logprobs[0], rel=1e-6)

@@ -1,5 +1,6 @@
 """Checkpoints on disk: shards that are missing or cut short, and hashes that tell models apart."""
 
+import json
 import os
 import shutil
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -120,3 +122,92 @@ def test_a_fingerprint_follows_the_weights_and_not_the_files(tmp_path):
 def test_a_directory_without_weights_has_no_fingerprint(tmp_path):
     with pytest.raises(ValueError, match="no .*safetensors files"):
         weights.fingerprint(tmp_path)
+
+
+def shard(directory, number: int, offsets: dict[str, list[int]] | None = None, **tensors):
+    """A shard as torch.distributed.checkpoint writes it; `offsets` says where in the weight its piece begins."""
+    told = {name: {"saved_offsets": begin} for name, begin in (offsets or {}).items()}
+    directory.mkdir(exist_ok=True)
+    save_file(
+        {name: torch.zeros(shape) for name, shape in tensors.items()},
+        directory / f"shard-0000{number}-model-00001-of-00001.safetensors",
+        metadata={"DCP_SHARDING_INFO": json.dumps(told)} if offsets is not None else None,
+    )
+
+
+def test_pieces_make_a_weight_where_they_end_where_it_ends(tmp_path):
+    shapes = {"w": (("w", "tied"), (4, 3)), "b": (("b",), (3,)), "one": (("one",), ())}
+    shard(tmp_path / "a", 1, {"w": [0, 0]}, w=(2, 3), b=(3,))
+    shard(tmp_path / "a", 2, {"w": [2, 0]}, w=(2, 3), one=())
+    weights.check_complete(tmp_path / "a", shapes)
+    shard(tmp_path / "b", 1, None, tied=(4, 3), b=(3,), one=(), more=(9,))
+    weights.check_complete(tmp_path / "b", shapes)
+    for name, pieces, told in (
+        ("half", [({"w": [0, 0]}, {"w": (2, 3)})], "1 shard.* hold 6 of 12 numbers of weight w .4, 3."),
+        ("none", [(None, {"b": (3,)})], "1 shard.* hold nothing of weight w"),
+        ("twice the same half", [({"w": [0, 0]}, {"w": (2, 3)})] * 2, "2 shard.* hold 12 of 12 numbers"),
+        ("too much", [({"w": [0, 0]}, {"w": (4, 3)}), ({"w": [2, 0]}, {"w": (2, 3)})], "hold 18 of 12 numbers"),
+        ("another shape", [(None, {"w": (3, 4)})], "hold 12 of 12 numbers"),
+        ("nothing", [], "0 shard"),
+    ):
+        directory = tmp_path / name
+        directory.mkdir()
+        for number, (offsets, tensors) in enumerate(pieces, start=1):
+            shard(directory, number, offsets, **tensors)
+        with pytest.raises(ValueError, match=told):
+            weights.check_complete(directory, {"w": shapes["w"]})
+    assert weights.is_sharded(tmp_path / "a") and not weights.is_sharded(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "not a safetensors file, or was cut short"),
+        (b"1234567", "not a safetensors file, or was cut short"),
+        (bytes(8), "its header is not JSON"),
+        ((2).to_bytes(8, "little") + b"{", "not a safetensors file, or was cut short"),
+        ((2).to_bytes(8, "little") + b"{}x", "has 11 bytes, but its header speaks of 10"),
+        ((2).to_bytes(8, "little") + b"\xff\xff", "its header is not JSON"),
+    ],
+)
+def test_files_that_are_not_whole_are_named(tmp_path, content, message):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        weights._header(tmp_path / "model.safetensors")
+
+
+def test_the_header_ends_where_the_numbers_begin(tmp_path):
+    (tmp_path / "empty").write_bytes((2).to_bytes(8, "little") + b"{}")
+    assert weights._header(tmp_path / "empty") == ({}, 10)
+    save_file({"a": torch.arange(3, dtype=torch.uint8)}, tmp_path / "one", metadata={"some": "thing"})
+    header, start = weights._header(tmp_path / "one")
+    assert set(header) == {"__metadata__", "a"} and (tmp_path / "one").read_bytes()[start:] == bytes([0, 1, 2])
+
+
+def test_three_samples_of_a_tensor_tell_models_apart(tmp_path):
+    size, page = 20_000, 4096
+    seen = [0, page - 1, size // 2, size // 2 + page - 1, size - page, size - 1]
+    unseen = [page, size // 2 - 1, size // 2 + page, size - page - 1]
+    kept = torch.zeros(size, dtype=torch.uint8)
+    small = torch.zeros(3, dtype=torch.uint8)
+
+    def found(**tensors):
+        save_file({"A": kept, "b": small, **tensors}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        return weights.fingerprint(tmp_path)
+
+    first = found()
+    for place in (*seen, *unseen):
+        changed = kept.clone()
+        changed[place] = 1
+        assert (found(A=changed) == first) == (place in unseen), place
+    for place in range(3):
+        changed = small.clone()
+        changed[place] = 1
+        assert found(b=changed) != first
+    assert found() == first and len(first) == 64
+    for name in ("config.json", "adapter_config.json"):
+        (tmp_path / name).write_text("{}")
+        assert weights.fingerprint(tmp_path) != first
+        (tmp_path / name).unlink()
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    assert weights.fingerprint(tmp_path) != first

@@ -101,3 +101,30 @@ def test_two_processes_measure_what_one_does(tmp_path):
         trained_llama(), [sample.prefix + sample.suffix[: 3 + i % 4] for i, sample in enumerate(some)]
     )
     assert first_loss == second_loss == (pytest.approx(expected.nll, rel=1e-6), expected.tokens)
+
+
+def test_the_share_of_a_rank_by_its_coordinates(monkeypatch):
+    grid = Grid(data=2, z=3, y=1, x=2)
+    found = {}
+    for rank in range(grid.size):
+        split, here = work_split_of(grid, rank, monkeypatch), grid.coordinates(rank)
+        assert (split.count, split.rank, split.world_size) == (6, rank, 12)
+        assert split.reports == (here["x"] == 0)
+        found[here["data"], here["z"]] = split.index
+    assert found == {(0, 0): 0, (0, 1): 1, (0, 2): 2, (1, 0): 3, (1, 1): 4, (1, 2): 5}
+    others = Grid(y=2, x=2)
+    reporting = [work_split_of(others, rank, monkeypatch).reports for rank in range(4)]
+    assert reporting == [True, False, False, False]
+
+
+def test_a_rank_without_a_batch_repeats_the_last_one():
+    batches = ["a", "b", "c"]
+    assert list(WorkSplit(index=0, count=2, world_size=2).rounds(batches)) == [("a", True), ("c", True)]
+    assert list(WorkSplit(index=1, count=2, world_size=2).rounds(batches)) == [("b", True), ("c", False)]
+    assert list(WorkSplit(index=1, count=2, reports=False).rounds(batches)) == [("b", False), ("c", False)]
+    plain = WorkSplit()
+    assert (plain.index, plain.count, plain.reports, plain.rank, plain.world_size) == (0, 1, True, 0, 1)
+    with pytest.raises(AttributeError):
+        plain.rank = 1
+    with pytest.raises(TypeError):
+        WorkSplit(0)

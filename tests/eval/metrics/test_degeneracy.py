@@ -49,3 +49,17 @@ def test_loops_are_degenerate_and_prose_is_not():
         assert not any(judged(topics[name], length) for name in prose), length
     assert is_degenerate(None, None) is None
     assert is_degenerate(0.9, 0.1) and is_degenerate(0.1, None) and not is_degenerate(None, 0.9)
+
+
+def test_a_suffix_at_a_bound_is_not_degenerate():
+    assert is_degenerate(0.40, 0.25) is False
+    assert is_degenerate(0.39, 0.25) is is_degenerate(0.40, 0.24) is is_degenerate(0.39, None) is True
+    assert is_degenerate(None, 0.24) is True and is_degenerate(0.40, None) is is_degenerate(None, 0.25) is False
+
+
+def test_windows_are_of_fifty_tokens():
+    assert type_token_ratio([*range(50), 0]) == 1, "the repeated token is never in a window with the first"
+    assert type_token_ratio([*range(49), 0]) == 49 / 50, "here it is"
+    assert type_token_ratio([7, 7, 8], window=1) == 1
+    with pytest.raises(ValueError, match="3 tokens in windows of 0"):
+        type_token_ratio([7, 7, 8], window=0)

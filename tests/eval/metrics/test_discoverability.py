@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from hf_axonn_eval.metrics.discoverability import Sampler, is_discoverable, n_needed
+from hf_axonn_eval.metrics.discoverability import CHANCES, TRIES, Sampler, is_discoverable, n_needed
 
 
 SAMPLERS = [
@@ -124,3 +124,40 @@ def test_draws_needed_of_the_tiniest_probabilities():
 def test_what_is_no_probability_is_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         is_discoverable(**vars(arguments))
+
+
+def test_the_bounds_of_what_is_a_sampler():
+    Sampler(temperature=1e-9, top_k=1, top_p=1e-9), Sampler(temperature=3, top_p=1)
+    for options in ({"temperature": -1.0}, {"top_k": -1}, {"top_p": -0.1}, {"top_p": True}, {"temperature": "1"}):
+        with pytest.raises(ValueError, match="must be"):
+            Sampler(**options)
+    with pytest.raises(AttributeError):
+        Sampler().temperature = 2.0
+
+
+def test_the_bounds_of_what_is_a_probability():
+    assert n_needed(0.0, 0.5) == n_needed(1e-3, 0.5) == 1, "certain, up to rounding"
+    assert n_needed(math.log(1 - 1e-9), 5e-324) == 1, "never fewer than one"
+    assert n_needed(math.log(0.5), 1e-9) == 1 and n_needed(math.log(0.5), 1 - 2**-20) == 20
+    for wrong in (0.0, 1.0, -0.1, 1.1):
+        with pytest.raises(ValueError, match="above 0 and below 1"):
+            n_needed(-1.0, wrong)
+    with pytest.raises(ValueError, match="at most 0"):
+        n_needed(1.01e-3, 0.5)
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(ValueError, match="whole numbers of at least 1"):
+            is_discoverable(-1.0, wrong, 0.5)
+    assert is_discoverable(0.0, 1, 0.9)
+
+
+def test_ties_at_the_edge_of_top_k_stay_together_and_all_is_kept_where_k_is_all():
+    logits = torch.tensor([0.4, 0.2, 0.2, 0.2], dtype=torch.float64).log()
+    every = [Sampler(top_k=2).logprobs(logits, torch.tensor(token)).exp().item() for token in range(4)]
+    assert every == pytest.approx([0.4, 0.2, 0.2, 0.2]), "three are as large as the second"
+    assert Sampler(top_k=4).logprobs(logits, torch.tensor(3)).exp().item() == pytest.approx(0.2)
+    assert Sampler(top_p=0.39).logprobs(logits, torch.tensor(0)).item() == pytest.approx(0, abs=1e-12)
+
+
+def test_the_numbers_that_summaries_give():
+    assert CHANCES == (0.5, 0.9)
+    assert TRIES == (1, 10, 100, 1000, 10_000, 100_000, 1_000_000)

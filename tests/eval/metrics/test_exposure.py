@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import skewnorm
 
-from hf_axonn_eval.metrics.exposure import approximate_exposure, exposure, rank
+from hf_axonn_eval.metrics.exposure import _skew_normal, approximate_exposure, exposure, rank
 
 
 def test_rank_and_exposure_by_hand():
@@ -60,3 +60,38 @@ def test_the_tail_equals_scipys():
 def test_what_has_no_exposure_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_fit_has_the_moments_of_the_candidates(seed):
+    for values in (
+        np.random.default_rng(seed).normal(-80, 6, 500),
+        skewnorm(3.0 - 3 * seed).rvs(500, random_state=seed),
+    ):
+        location, scale, shape = _skew_normal(values)
+        mean, variance, skew = skewnorm.stats(shape, loc=location, scale=scale, moments="mvs")
+        assert (mean, variance) == pytest.approx((values.mean(), values.var()))
+        assert skew == pytest.approx((((values - values.mean()) / values.std()) ** 3).mean())
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_more_skew_than_the_distribution_can_have_is_cut(sign):
+    values = sign * np.random.default_rng(0).exponential(size=2000) ** 2
+    location, scale, shape = _skew_normal(values)
+    mean, variance, skew = skewnorm.stats(shape, loc=location, scale=scale, moments="mvs")
+    assert (mean, variance, skew) == pytest.approx((values.mean(), values.var(), sign * 0.99))
+
+
+def test_the_least_and_the_most_that_there_can_be():
+    hundred = np.linspace(-3.0, -2.0, 100)
+    assert approximate_exposure(-2.5, hundred) == pytest.approx(1, abs=0.01), "half of them are likelier"
+    assert approximate_exposure(-60.0, hundred) == pytest.approx(0, abs=1e-9)
+    assert rank(-9.0, hundred) == 101 and rank(-2.0, hundred) == 2
+    assert exposure(1, 1) == 0 and exposure(2, 3) == pytest.approx(math.log2(1.5))
+    for wrong in ([-math.inf] + [-2.0] * 99, [math.nan] + [-2.0] * 99):
+        with pytest.raises(ValueError, match="not finite"):
+            approximate_exposure(-1.0, wrong)
+    with pytest.raises(ValueError, match="not finite"):
+        approximate_exposure(-math.inf, hundred)
+    with pytest.raises(ValueError, match="NaN"):
+        rank(-1.0, [-2.0, math.nan])

@@ -89,3 +89,19 @@ def test_edit_distance_equals_the_textbook_recurrence():
 def test_an_empty_suffix_has_no_score(metric):
     with pytest.raises(ValueError, match="without tokens"):
         metric([])
+
+
+def test_short_runs_by_hand():
+    assert metrics.longest_common_run([5], [9, 5]) == metrics.longest_common_run([9, 5], [5]) == 1
+    assert metrics.longest_common_run([], [5]) == metrics.longest_common_run([5], []) == 0
+    assert metrics.longest_common_run([1, 2, 1, 2, 1], [2, 1, 2]) == 3
+    assert metrics.longest_common_run([1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6]) == 6
+
+
+def test_log_probabilities_by_hand():
+    assert metrics.nll(-6.0, 4) == 1.5
+    assert metrics.probability(0.0) == metrics.sampled_probability(0.0) == 1
+    assert metrics.probability(-1.0) == metrics.sampled_probability(-1.0) == pytest.approx(0.36787944)
+    assert metrics.sampled_probability(float("-inf")) == 0
+    with pytest.raises(ValueError, match="without tokens"):
+        metrics.edit_distance([1], [])

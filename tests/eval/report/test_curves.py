@@ -76,3 +76,50 @@ def test_histogram_of_probabilities():
     assert median_probability(results) == "0.001"
     assert median_probability([some("d", 0, logprob=-200.0)]) == "1.4e-87"
     assert median_probability(results[2:3]) == "0" and median_probability([some("e", 0, logprob=None)]) == "-"
+
+
+def test_the_places_of_the_histogram_and_of_the_draws():
+    points = probabilities([some("a", 0, logprob=-1.0)])
+    assert [point.x for point in points] == list(range(-49, 0, 2)), "25 bins of two powers of ten"
+    assert [point.y for point in points] == [0.0] * 24 + [1.0]
+    curve = draws([some("a", 0, sampled_logprob=0.0)], **OPTIONS)[0.5]
+    assert [point.x for point in curve] == [
+        1, 2, 3, 6, 10, 18, 32, 56, 100, 178, 316, 562, 1000, 1778, 3162, 5623, 10_000, 17_783, 31_623, 56_234,
+        100_000, 177_828, 316_228, 562_341, 1_000_000,
+    ]  # fmt: skip
+    assert probabilities([some("a", 0, logprob=None)]) == []
+
+
+@pytest.mark.parametrize(
+    ("logarithm", "place"),
+    [(0.0, 24), (-1.99, 24), (-2.0, 24), (-2.01, 23), (-48.0, 1), (-48.01, 0), (-50.0, 0), (-60.0, 0)],
+)
+def test_a_probability_has_its_bin(logarithm, place):
+    points = probabilities([some("a", 0, logprob=logarithm * log(10))])
+    # a bin begins with its lower bound
+    assert [point.y for point in points].index(1.0) in ({place, place - 1} if logarithm == -2.0 else {place})
+
+
+@pytest.mark.parametrize(
+    ("logarithms", "text"),
+    [
+        ([0.0], "1"),
+        ([log(0.25)], "0.25"),
+        ([log(0.25), log(0.5)], "0.5"),  # of two the larger
+        ([log(0.125), log(0.5), log(0.25)], "0.25"),
+        ([log(2e-4)], "0.0002"),
+        ([log(1.2e-4)], "0.00012"),
+        ([log(9e-5)], "9.0e-5"),
+        ([log(1e-5)], "1.0e-5"),
+        ([float("-inf"), 0.0], "1"),
+        ([float("-inf"), float("-inf"), 0.0], "0"),
+    ],
+)
+def test_the_probability_in_the_middle(logarithms, text):
+    assert median_probability([some(str(place), 0, logprob=one) for place, one in enumerate(logarithms)]) == text
+
+
+def test_a_suffix_of_one_token_survives_or_does_not():
+    points = survival([some("a", 1, length=1), some("b", 0, length=1)], **OPTIONS)
+    assert [(point.x, point.y) for point in points] == [(1, 0.5)]
+    assert (points[0].low, points[0].high) == pytest.approx(wilson(1, 2))

@@ -11,6 +11,10 @@ from urllib.parse import unquote
 import pytest
 
 from hf_axonn_eval import Sample, compare, html_page, write_report
+from hf_axonn_eval.report import html
+from hf_axonn_eval.report.charts import Point
+from hf_axonn_eval.report.html import chosen_maps
+from hf_axonn_eval.report.maps import document_maps
 from tests.helpers.eval_support import result, samples, topics_tokenizer
 
 
@@ -246,3 +250,95 @@ def test_a_browser_shows_it(page, tmp_path, width):
     assert seen["title"].startswith("</dd>") and "owned" in seen["title"] and seen["title"] != "owned"
     assert seen["width"] == width and seen["scroll"] <= width and seen["wide"] == []
     assert seen["loaded"] == 0 and seen["bars"] == 16 and seen["ground"] != "rgba(0, 0, 0, 0)"
+
+
+def windows(count: int, *, run: str = "a"):
+    """Documents of two windows each; of the last ones more comes back."""
+    return [
+        result(
+            f"d{place}@{offset}",
+            document_id=f"d{place}",
+            offset=offset,
+            exact_match=offset < (place if run == "a" else count - place),
+            suffix_length=2 + 3 * (place % 2),
+        )
+        for place in range(count)
+        for offset in (0, 20)
+    ]
+
+
+@pytest.mark.parametrize("count", [1, 29, 30, 31, 40])
+def test_of_many_documents_the_thirty_are_drawn_of_which_most_comes_back(count):
+    found = chosen_maps({"a": windows(count)})["a"]
+    assert len(found) == min(count, 30)
+    shares = [one.share for one in found]
+    assert shares == sorted(shares, reverse=True)
+    left_out = {one.document_id: one.share for one in document_maps(windows(count))}
+    assert all(left_out.pop(one.document_id) <= 1 for one in found)
+    assert max(left_out.values(), default=0) <= shares[-1]
+
+
+def test_the_best_of_any_run_decides():
+    runs = {"a": windows(40), "b": windows(40, run="b")}
+    found = chosen_maps(runs)
+    assert [one.document_id for one in found["a"]] == [one.document_id for one in found["b"]]
+    best = [max(one.share, other.share) for one, other in zip(found["a"], found["b"], strict=True)]
+    assert best == sorted(best, reverse=True) and len(best) == 30
+    assert chosen_maps({}) == chosen_maps({"a": [result("x")]}) == {}
+
+
+def test_lines_are_bootstrapped_with_fewer_draws(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        html.curves, "survival", lambda results, **options: asked.append(options) or [Point(1, 0.5, 0.25, 0.75)]
+    )
+    results = [result("a"), result("b", bucket=2)]
+    for resamples, drawn in ((100, 100), (400, 400), (401, 400), (2000, 400)):
+        html_page(compare({"only": results}, resamples=resamples, confidence=0.9, seed=5), runs={"only": results})
+        assert asked == [{"confidence": 0.9, "resamples": drawn, "seed": 5}] * 2, "once a bucket"
+        asked.clear()
+
+
+def test_prefix_lengths_are_a_chart_where_there_are_several():
+    def drawn(*lengths):
+        results = [result(f"{place}", prefix_length=length) for place, length in enumerate(lengths)]
+        return html._prefix(compare({"only": results}, resamples=100), {"only": results})
+
+    assert len(drawn(3, 5)["charts"]) == 1 and drawn(3, 3)["charts"] == []
+    assert [row[:3] for row in drawn(5, 3, 5)["rows"]] == [["0x", "only", "3"], ["0x", "only", "5"]]
+    assert drawn(3, 5)["rows"][0][3].startswith("0.000 [0.00, 0.")
+    assert html._prefix(compare({"only": [result("a")]}), {}) == {}
+
+
+def test_the_first_bin_of_probabilities_is_told_and_not_drawn():
+    results = [result("a", logprob=float("-inf")), result("b", logprob=-1.0), result("c", logprob=-1.0, bucket=2)]
+    found = html._probability({"only": results})
+    assert found["least"] == "1e-48"
+    assert found["rows"] == [["0x", "only", "0.500", "0.37"], ["2x", "only", "0.000", "0.37"]]
+    for chart, share in zip(found["charts"], ("0.500", "1.000"), strict=True):
+        assert chart.count("<title>only, ") == 24 and f"<title>only, -1: {share}" in chart
+    assert html._probability({"only": [result("a", logprob=None)]}) == {}
+
+
+def test_shares_have_an_axis_up_to_one_and_probabilities_up_to_the_most_there_is():
+    results = [
+        result(
+            f"{place}", prefix_length=place + 1, exact_match=place < 1, divergence_point=2 * (place < 1),
+            near_verbatim=False, rougeL=0.25, sampled_logprob=log(0.1) if place < 1 else -200.0,
+        )
+        for place in range(4)
+    ]  # fmt: skip
+    runs = {"only": results}
+    comparison = compare(runs, resamples=100)
+    drawn = [*html._bucket_charts(comparison), *html._prefix(comparison, runs)["charts"]]
+    drawn += [
+        *html._survival(comparison, runs),
+        *(one for some in html._draws(comparison, runs)["charts"].values() for one in some),
+    ]
+    assert len(drawn) == 4 + 1 + 1 + 2
+    assert all(f">{number}</text>" in chart for chart in drawn[-2:] for number in (1, 10, 1000, "1e6")), "factors"
+    for chart in drawn:  # the number at the height of the top
+        assert 'y="16.0" text-anchor="end">1</text>' in chart
+    [chart] = html._probability(runs)["charts"]
+    assert 'text-anchor="end">0.25</text>' in chart and 'text-anchor="end">1</text>' not in chart
+    assert html._interval(Point(0, 0.5)) == "0.500" and html._interval(Point(0, 0.5, 0.0, 1.0)) == "0.500 [0.00, 1.00]"

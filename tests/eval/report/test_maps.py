@@ -1,12 +1,14 @@
 """Maps of a document that was asked window by window."""
 
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from math import log
 
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from hf_axonn_eval.report.maps import FAINTEST, SHADES, Stretch, document_maps, maps_png, maps_svg
+from hf_axonn_eval.report.maps import FAINTEST, SHADES, DocumentMap, Stretch, document_maps, maps_png, maps_svg
 from tests.helpers.eval_support import result
 
 
@@ -78,3 +80,119 @@ def test_files(tmp_path):
     maps_png(maps, tmp_path / "maps.png")
     image = imread(tmp_path / "maps.png")
     assert image.shape[1] > 1000 and image[..., :3].min() < 0.5
+
+
+@pytest.mark.parametrize(
+    ("logarithm", "shade"),
+    [
+        (0.0, 8), (0.001, 8), (-0.5, 8),  # certain, or more than that by rounding
+         (-1.0, 7), (-1.01, 7), (-4.0, 4), (-4.01, 4), (-3.99, 5), (-7.0, 1), (-7.9, 1), (-8.0, 0),
+        (-50.0, 0), (float("-inf"), 0), (None, 0),
+    ],
+)  # fmt: skip
+def test_eight_shades_for_eight_powers_of_ten(logarithm, shade):
+    logprob = None if logarithm is None else logarithm * log(10)
+    results = [window("d", offset, known=False) for offset in (0, 20)]
+    (drawn,) = document_maps([replace(results[0], logprob=logprob), results[1]])
+    assert drawn.stretches == ((Stretch(5, 10, shade),) if shade else ())
+
+
+def test_a_passage_that_comes_back_is_marked_though_its_probability_is_not_known():
+    results = [replace(window("d", offset, known=offset == 4), logprob=None) for offset in (0, 4)]
+    (drawn,) = document_maps(results)
+    assert drawn.verbatim == ((9, 14),) and drawn.stretches == () and drawn.tokens == 14
+
+
+def a_map(name: str, tokens: int, *, stretches=(), verbatim=()) -> DocumentMap:
+    return DocumentMap(
+        document_id=name, bucket=3, tokens=tokens, windows=9, extracted=4, stretches=stretches, verbatim=verbatim
+    )
+
+
+def drawn_shades(drawn: DocumentMap) -> list[tuple[float, float, float]]:
+    """Where the shades of a strip begin and end, as shares of it, and how dark they are."""
+    drawing = ElementTree.fromstring(maps_svg({"a": [drawn]}))
+    (ground,) = [shape for shape in drawing if shape.get("class") == "ground"]
+    left, width = float(ground.get("x")), float(ground.get("width"))
+    shades = [shape for shape in drawing if shape.get("class") == "shade"]
+    ends = [(float(shape.get("x")), float(shape.get("width"))) for shape in shades]
+    return [
+        ((x - left) / width, (x + wide - left) / width, float(shape.get("fill-opacity")))
+        for (x, wide), shape in zip(ends, shades, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stretch", "begin", "end"),
+    [
+        (480, (1, 2), 1, 2),  # as many tokens as places: each has its own
+        (4800, (10, 11), 1, 2),  # ten tokens a place
+        (4800, (10, 20), 1, 2),
+        (4800, (9, 20), 0, 2),
+        (4800, (10, 21), 1, 3),
+        (4800, (4799, 4800), 479, 480),
+        (9600, (0, 9600), 0, 480),
+    ],
+)
+def test_a_place_of_a_long_document_is_as_dark_as_any_of_its_tokens(tokens, stretch, begin, end):
+    [(first, last, dark)] = drawn_shades(a_map("d", tokens, stretches=(Stretch(*stretch, 6),)))
+    assert (first, last) == (pytest.approx(begin / 480, abs=1e-4), pytest.approx(end / 480, abs=1e-4))
+    assert dark == 0.75
+
+
+def test_of_two_shades_in_one_place_the_darker_one_is_seen():
+    stretches = (Stretch(0, 4, 8), Stretch(4, 12, 2), Stretch(12, 13, 5))
+    assert [dark for *_, dark in drawn_shades(a_map("d", 4800, stretches=stretches))] == [1.0, 0.625]
+    assert len(drawn_shades(a_map("d", 40, stretches=stretches))) == 3, "a short document has room for all"
+
+
+def test_no_document_is_an_empty_picture():
+    assert 'viewBox="0 0 720 1"' in maps_svg({}) and maps_svg({"a": []}).endswith('maps of documents"></svg>')
+
+
+def test_the_picture_shows_what_the_drawing_shows(monkeypatch, tmp_path):
+    kept = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: kept.append((figure, path, options)))
+    one = [
+        a_map("one", 40, stretches=(Stretch(5, 10, 8), Stretch(10, 30, 2)), verbatim=((5, 10), (12, 13))),
+        a_map("two", 50, stretches=(Stretch(0, 1, 4),)),
+    ]
+    other = [a_map("one", 30, verbatim=((7, 9),)), a_map("two", 60)]
+    maps_png({"a run": one, "a name of 17 long": other}, tmp_path / "maps.png")
+    [(figure, path, options)] = kept
+    assert path == tmp_path / "maps.png" and options == {"dpi": 150}
+    assert figure.get_size_inches() == pytest.approx([10, 2 * (2 * 0.28 + 0.55) + 0.3]), "by runs and documents"
+    first, second = figure.axes
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["one (trained on 3x)", "two (trained on 3x)"]
+    assert [axes.get_xlim() for axes in figure.axes] == [(0, 40), (0, 60)], "as long as the longest of the runs"
+    assert [axes.get_ylim() for axes in figure.axes] == [(2, -0.4)] * 2, "the first run is above"
+    assert (first.get_xlabel(), second.get_xlabel()) == ("", "token")
+    assert [text.get_text() for text in first.get_yticklabels()] == ["a run", "a name of 17 lo\u2026"]
+    assert first.get_yticks().tolist() == [0.3, 1.3]
+
+    def bars(axes):
+        """Left, right, top, bottom, darkness and redness of what is drawn."""
+        found = []
+        for collection in axes.collections:
+            red, _, _, alpha = collection.get_facecolor()[0]
+            for outline in collection.get_paths():
+                (left, top), (right, bottom) = outline.vertices.min(axis=0), outline.vertices.max(axis=0)
+                found.append(tuple(round(float(number), 6) for number in (left, right, top, bottom, alpha, red > 0.5)))
+        return found
+
+    assert bars(first) == [
+        (5, 10, 0, 0.6, 1, 0), (10, 30, 0, 0.6, 0.25, 0), (5, 10, -0.2, -0.04, 1, 1), (12, 13, -0.2, -0.04, 1, 1),
+        (7, 9, 0.8, 0.96, 1, 1),
+    ]  # fmt: skip
+    assert bars(second) == [(0, 1, 0, 0.6, 0.5, 0)]
+
+
+def test_a_picture_of_one_run(tmp_path):
+    maps_png({"only": document_maps(book())}, tmp_path / "maps.png")
+    assert imread(tmp_path / "maps.png").shape[:2] == (169, 1500), "150 times 0.28 + 0.55 + 0.3 inches"
+
+
+@pytest.mark.parametrize("draw", [maps_svg, lambda maps: maps_png(maps, "nowhere.png")], ids=["svg", "png"])
+def test_runs_of_other_documents_are_not_drawn_beside_each_other(draw):
+    with pytest.raises(ValueError, match="shorter"):
+        draw({"a": document_maps([*book("one"), *book("two")]), "b": document_maps(book("one"))})

@@ -9,9 +9,12 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from hf_axonn_eval import compare, write_report
+from hf_axonn_eval.report import tables
 from hf_axonn_eval.report.charts import COLOURS
+from hf_axonn_eval.report.html import chosen_maps
+from hf_axonn_eval.report.maps import maps_svg
 from hf_axonn_eval.report.tables import report_columns, rows
-from hf_axonn_eval.report.write import terminal_differences, terminal_table
+from hf_axonn_eval.report.write import markdown, terminal_differences, terminal_table
 from tests.helpers.eval_support import result
 
 
@@ -117,3 +120,63 @@ def test_the_report_says_what_was_measured(tmp_path):
     text = write_report(comparison, tmp_path)["report.md"].read_text()
     for part in ("runs/model", "grid data=1,z=2,y=1,x=2", "abababab", "cdcdcdcd", "torch 2.13.0", "12 samples"):
         assert part in text
+
+
+def test_the_markdown_has_a_line_between_its_parts_and_ends_with_one(comparison):
+    record = {
+        "identity": {"samples": 12, "samples_sha256": "ab", "model_fingerprint": "cd", "dtype": "float32"},
+        "model": {}, "grid": None, "device": {"type": "cpu", "name": None}, "versions": {"torch": "2.13.0"},
+    }  # fmt: skip
+    with_facts = compare({"base": run(0)}, records={"base": record}, lengths=[1])
+    for one in (comparison, with_facts, compare({"base": run(0)})):
+        text = markdown(one)
+        assert text.endswith("\n") and not text.endswith("\n\n") and "\n\n\n" not in text
+        blocks = text.rstrip("\n").split("\n\n")
+        assert blocks[:2] == ["# Extraction", tables.overview(one)] and blocks[3] == tables.caption(one)
+        assert all(len({line.startswith("|") for line in block.splitlines()}) == 1 for block in blocks)
+        for found in tables.all_details(one):
+            at = blocks.index(f"## {found.title}")
+            assert len(blocks[at + 1].splitlines()) == 2 + len(found.rows)
+            assert not found.note or blocks[at + 2] == found.note
+    assert "## Difference" in markdown(comparison) and "## Difference" not in markdown(with_facts)
+    assert "## Runs" not in markdown(comparison)
+    assert markdown(with_facts).endswith(
+        "## Runs\n\n- `base`: model a model in memory; weights cd; dtype float32; samples 12, sha256 ab; grid none; "
+        "device cpu; versions torch 2.13.0.\n"
+    )
+    assert "Difference from `base`, sample by sample" in markdown(comparison)
+    only = markdown(comparison, columns=["rougeL"]).splitlines()
+    assert "| trained on | model | ROUGE-L |" in only and "| --- | --- | --- |" in only
+
+
+def test_a_line_is_drawn_on_the_terminal_after_each_bucket(comparison):
+    table = terminal_table(comparison)
+    assert [row.end_section for row in table.rows] == [False, True] * 3
+    assert [column.justify for column in table.columns[:4]] == ["left", "left", "right", "right"]
+    assert all(column.no_wrap for column in table.columns) and table.columns[0].header == "trained\non"
+    assert [str(cell) for cell in table.columns[0].cells] == ["0x", "0x", "6x", "6x", "all", "all"]
+    assert (table.title, table.caption) == ("Extraction", tables.caption(comparison))
+    differences, tests, *_ = terminal_differences(comparison)
+    assert [row.end_section for row in differences.rows] == [True] * 3
+    assert (differences.title, tests.title) == ("Difference from base", "Verbatim against base: McNemar's test")
+    assert tests.caption.startswith("Samples that are verbatim in the run and not in base")
+    for shown in (
+        terminal_table(comparison, columns=["rougeL"]),
+        terminal_differences(comparison, columns=["rougeL"])[0],
+    ):
+        assert [column.header for column in shown.columns] == ["trained\non", "model", "ROUGE-L"]
+    [cell] = list(terminal_table(compare({"a": run(0)[:1]}), columns=["rougeL"]).columns[2].cells)[:1]
+    assert cell == "0.250", "of a mean the terminal shows no interval"
+
+
+def test_only_what_was_drawn_is_a_file(comparison, tmp_path):
+    names = ["summary.json", "report.md", "report.html", "plot.png"]
+    assert list(write_report(comparison, tmp_path / "a")) == names
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == sorted(names)
+    assert (tmp_path / "a" / "summary.json").read_text() == json.dumps(comparison, indent=2) + "\n"
+    runs = {
+        name: [result(f"{offset}", document_id="d", offset=offset) for offset in (0, 5)] for name in ("base", "other")
+    }
+    paths = write_report(compare(runs), tmp_path / "b", runs=runs)
+    assert list(paths) == [*names, "maps.svg", "maps.png"]
+    assert paths["maps.svg"].read_text(encoding="utf-8") == maps_svg(chosen_maps(runs), alone=True)

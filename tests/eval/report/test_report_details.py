@@ -5,6 +5,7 @@ from math import log
 import pytest
 
 from hf_axonn_eval import compare
+from hf_axonn_eval.report import tables
 from hf_axonn_eval.report.tables import all_details, changes, discoverability, membership, near_ties, shorter
 from tests.helpers.eval_support import result
 
@@ -84,3 +85,61 @@ def test_degenerate(ratio):
     (table,) = all_details(compare({"base": results(2, **given)}, resamples=100))
     assert table.title == "Degenerate suffixes"
     assert {(row[0]): row[2] for row in table.rows}["3x"] == ("4 of 4" if ratio < 0.4 else "0 of 4")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (1.0, "1"), (22.0, "22"), (1234.0, "1,234"), (9_999_999.0, "9,999,999"), (1e7, "1.0e+07"),
+        (2.5e21, "2.5e+21"), (None, "none suffices"), (float("inf"), "none suffices"),
+    ],
+)  # fmt: skip
+def test_numbers_of_draws_are_told_in_full_up_to_ten_million(number, text):
+    assert tables._draws(number) == text
+
+
+@pytest.mark.parametrize(
+    ("entry", "told", "plain"),
+    [
+        (None, "-", "-"),
+        ({"mean": 0.5125, "low": 0.0, "high": 1.0}, "0.512 [0.00, 1.00]", "0.512"),
+        ({"mean": 0.25, "count": 3, "n": 12, "low": 0.09, "high": 0.53}, "3 of 12 [0.09, 0.53]", "3 of 12"),
+        ({"mean": 0.25, "low": None, "high": None}, "0.250", "0.250"),
+    ],
+)
+def test_an_estimate_in_words(entry, told, plain):
+    assert tables.estimate_text(entry) == told and tables.estimate_text(entry, interval=False) == plain
+
+
+def test_what_is_said_beside_the_tables():
+    comparison = compare({"base": results(1), "trained": results(4)}, confidence=0.9, resamples=150, seed=4)
+    assert tables.overview(comparison) == "2 models (base, trained), 6 samples of 6 documents, 2 buckets."
+    assert tables.overview(compare({"a": results(1)}, resamples=100)).startswith("1 model (a), 6 samples")
+    assert "90% intervals" in tables.caption(comparison) and "(150 draws, seed 4)" in tables.caption(comparison)
+    assert (tables.bucket_name("12"), tables.bucket_name("all")) == ("12x", "all")
+    assert (tables.title("rougeL"), tables.title("of another")) == ("ROUGE-L", "of another")
+    assert tables.buckets(comparison) == ["0", "3"]
+    headings, body = tables.difference_rows(comparison)
+    assert [row[:2] for row in body] == [["0x", "trained"], ["3x", "trained"], ["all", "trained"]]
+    cell = body[1][headings.index("verbatim")]
+    assert cell.startswith("+0.750 [+") and cell.endswith("]")
+    _, plain = tables.difference_rows(comparison, intervals=())
+    assert plain[1][headings.index("verbatim")] == "+0.750" and plain[0][headings.index("verbatim")] == "+0.000"
+
+
+def test_the_sampler_is_told_once_or_by_run():
+    def record(sampler, settings=None):
+        return {"identity": {"samples_sha256": "x", "sampler": sampler}, "settings": {"sampler": settings}}
+
+    def told(**records):
+        return tables.samplers(compare({name: results(1) for name in records}, records=records, resamples=100))
+
+    assert told(a=record("top-k 40"), b=record("top-k 40")) == "Sampler: top-k 40."
+    assert told(a=record("top-k 40"), b=record("top-k 5")) == "Samplers: a: top-k 40; b: top-k 5."
+    assert told(a=record("top-k 40"), b=record(None)) == "Sampler: top-k 40."
+    assert told(a=record(None, "top-p 0.9")) == "Sampler: top-p 0.9." and told(a=record(None)) == ""
+
+
+def test_a_score_without_an_interval():
+    assert tables._value({"value": 0.5, "low": None, "high": None}) == "0.500"
+    assert tables._value({"value": 0.5, "low": 0.0, "high": 0.75}) == "0.500 [0.00, 0.75]"

@@ -1,0 +1,137 @@
+"""How far choices agree with a suffix, and how little is fed to find out."""
+
+import functools
+
+import pytest
+import torch
+
+from hf_axonn_eval import Sample
+from hf_axonn_eval.extraction.prefix_matching import Match, match_suffixes, matched
+from hf_axonn_eval.extraction.scoring import score_suffixes
+from tests.helpers.eval_families import family, generated, parting_samples
+
+
+@pytest.mark.parametrize(
+    ("choices", "match"),
+    [
+        ([5, 6, 7], Match(3, 0.1, [5, 6, 7])),
+        ([5, 6, 8], Match(2, 0.1, [5, 6, 8])),
+        ([5, 8, 7], Match(1, 0.2, [5, 8])),  # the smallest margin up to the miss and with it
+        ([8, 6, 7], Match(0, 0.3, [8])),
+    ],
+)
+def test_a_match_by_hand(choices, match):
+    assert matched(choices, [5, 6, 7], [0.3, 0.2, 0.1]) == match
+
+
+def test_margins_of_tokens_after_the_suffix_do_not_count():
+    """A short suffix in a batch of longer ones is filled up, and what the model says there is nobody's."""
+    assert matched([5, 6], [5, 6], [0.3, 0.2, 0.1]) == Match(2, 0.2, [5, 6])
+
+
+PROMPT = tuple(range(3, 12))
+
+
+@functools.cache
+def continuation() -> tuple[int, ...]:
+    """What the Llama says after PROMPT."""
+    return tuple(generated(family("llama"), PROMPT, 40))
+
+
+def known(suffix: int, *, miss: int | None = None) -> Sample:
+    """A sample that the Llama gives back, or misses at one place."""
+    tokens = list(continuation()[:suffix])
+    if miss is not None:
+        tokens[miss] = (tokens[miss] + 1) % 96
+    name = f"{suffix} {miss}"
+    return Sample(sample_id=name, document_id="d", bucket=0, offset=0, prefix=PROMPT, suffix=tuple(tokens))
+
+
+def feeding(model) -> list[tuple[int, int]]:
+    fed, forward = [], model.forward
+
+    @functools.wraps(forward)
+    def noted(input_ids, **options):
+        fed.append(tuple(input_ids.shape))
+        return forward(input_ids=input_ids, **options)
+
+    model.forward = noted
+    return fed
+
+
+@pytest.mark.parametrize(
+    ("count", "suffix", "shapes"),
+    [
+        (1, 5, [(1, 9 + 5 - 1)]),
+        (1, 8, [(1, 9 + 7)]),
+        (1, 9, [(1, 9 + 7), (1, 1)]),
+        (1, 40, [(1, 9 + 7), (1, 32)]),  # alone, up to 64 tokens are one pass
+        (16, 40, [(16, 9 + 7), (16, 16), (16, 16)]),  # else three times as many as so far
+        (3, 40, [(3, 9 + 7), (3, 21), (3, 11)]),  # 64 tokens by three rows
+    ],
+)
+def test_a_suffix_is_checked_in_growing_chunks(count, suffix, shapes):
+    model = family("llama")
+    batch = [known(suffix)] * count
+    fed = feeding(model)
+    assert [match.tokens for match in match_suffixes(model, batch)] == [suffix] * count
+    assert fed == shapes
+
+
+@pytest.mark.parametrize("miss", [0, 6, 7, 8, 9, 23, 24, 39])
+def test_a_sample_that_missed_is_dropped(miss):
+    model = family("llama")
+    batch = [known(40, miss=miss)] + [known(40)] * 15
+    whole = score_suffixes(model, batch)
+    fed, told = feeding(model), []
+    found = match_suffixes(model, batch, missed=lambda place, match, row: told.append((place, match, row)))
+    assert [match.tokens for match in found] == [miss] + [40] * 15
+    assert [rows for rows, _ in fed] == [16, 15 if miss < 8 else 16, 15 if miss < 24 else 16]
+    for match, score in zip(found, whole, strict=True):
+        assert match.margin == pytest.approx(min(score.margins[: match.tokens + 1]), abs=1e-10)
+        assert match.known == score.choices[: match.tokens + 1]
+    if miss == 39:
+        assert told == [], "its continuation is known to the end"
+        return
+    [(place, match, row)] = told
+    assert (place, match) == (0, found[0]) and (row.row, row.start, row.length) == (0, 0, 9 + miss)
+    # what the row holds are the keys of the tokens before the miss
+    with torch.no_grad():
+        tokens = torch.tensor([batch[0].prefix + batch[0].suffix[:miss]])
+        wanted = model(tokens, use_cache=True).past_key_values
+    keys = row.cache.layers[1].keys[row.row, :, row.start : row.start + row.length]
+    torch.testing.assert_close(keys, wanted.layers[1].keys[0])
+
+
+def test_rows_of_different_lengths_begin_after_their_padding():
+    model = family("llama")
+    batch = parting_samples(model, 12)
+    told = {}
+    match_suffixes(model, batch, missed=lambda place, match, row: told.update({place: (match, row)}))
+    longest = max(len(sample.prefix) for sample in batch)
+    assert len(told) > 5
+    for place, (match, row) in told.items():
+        assert row.start == longest - len(batch[place].prefix)
+        assert row.length == len(batch[place].prefix) + match.tokens
+
+
+def test_a_model_without_a_cache_is_scored_and_says_the_same():
+    model = family("mamba")
+    batch = [sample for sample in parting_samples(model, 9, prefixes=(9, 9), suffixes=(6, 6))]
+    told = []
+    found = match_suffixes(model, batch, missed=lambda place, match, row: told.append((place, row)))
+    for sample, match in zip(batch, found, strict=True):
+        tokens = generated(model, sample.prefix, 6)
+        assert match.known == tokens[: match.tokens + 1]
+    unknown = [place for place, match in enumerate(found) if match.tokens < 5]
+    assert told == [(place, None) for place in unknown] and 0 < len(unknown) < 9
+    assert match_suffixes(model, batch) == found
+
+
+def test_nan_is_an_error_and_not_a_miss():
+    model = family("llama")
+    batch = parting_samples(model, 2)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="NaN"):
+        match_suffixes(model, batch)
