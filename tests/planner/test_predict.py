@@ -14,6 +14,7 @@ from hf_axonn.planner.machine import FACTORS, FOLDER, Machine, known_machines, l
 from hf_axonn.planner.memory import local_parameters, memory
 from hf_axonn.planner.model.catalog import FAMILIES, GPT_VOCAB, GPTS, load_shape
 from hf_axonn.planner.model.shapes import ModelShape, Step
+from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.predict import Job, layout_of, predict, refusal, step_of
 from hf_axonn.planner.search import grids
 from hf_axonn.planner.time import compute
@@ -197,6 +198,27 @@ def test_what_travels_is_what_the_engine_sends(grid):
     assert {axes for axes, volume in sent.items() if volume} == {key.axes for key in whole.entries}
     for axes, volume in sent.items():
         assert volume == whole.sent(axes=axes), axes
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("grid", SOME, ids=str)
+def test_seconds_by_axes_are_those_of_the_ledger_of_a_step(grid, checkpointing):
+    step, layout = replace(step_of(JOB, grid, 2), checkpointing=checkpointing), layout_of(LLAMA, grid)
+    links = Links(TOY, grid)
+    expected: dict[str, float] = {}
+    for key, volume in volumes(LLAMA, grid, step, layout=layout).entries.items():
+        name = "+".join(key.axes)
+        expected[name] = expected.get(name, 0.0) + links.of(key, volume)
+    found = of_engine(LLAMA, grid, step, layout).by_axes(links, step.micro_batches)
+    assert step.micro_batches == 2
+    assert found == pytest.approx({axes: seconds for axes, seconds in expected.items() if seconds}, rel=1e-12)
+
+
+def test_parameters_without_a_gradient_are_held_as_well():
+    grid = Grid(z=2, y=2, x=2)
+    stack = Stack(runs=LLAMA.runs, hidden=LLAMA.hidden, vocab=LLAMA.vocab, final=LLAMA.final)
+    assert local_parameters(stack, grid) == local_parameters(LLAMA, grid)
+    assert local_parameters(replace(stack, idle=(1000, 7)), grid) == local_parameters(stack, grid) + 126  # 1007 / 8
 
 
 def test_one_rank_of_x_y_z_sends_no_tensors():
