@@ -210,5 +210,5 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 def _number(number: float) -> str:
     if number and abs(number) >= 10_000:
-        return f"{number:.0e}".replace("e+0", "e").replace("e+", "e")
+        return f"{number:.3g}".replace("e+0", "e").replace("e+", "e")
     return f"{number:g}"

@@ -174,8 +174,9 @@ def _strip(name: str, drawn: DocumentMap, tokens: int, top: float) -> list[str]:
         )
     for start, end in drawn.verbatim:
         width = max((end - start) * scale, 1.0)  # one window of a book is narrower than a pixel, and still counts
+        begin = min(left + start * scale, _WIDTH - width)
         shapes.append(
-            f'<rect class="verbatim" x="{left + start * scale:.2f}" y="{top:.1f}" width="{width:.2f}" '
+            f'<rect class="verbatim" x="{begin:.2f}" y="{top:.1f}" width="{width:.2f}" '
             f'height="{_MARK - 1}"><title>tokens {start} to {end - 1}</title></rect>'
         )
     return shapes

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from hf_axonn.engine.dtensors import local
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -23,9 +24,9 @@ def model_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]
     seen: set[tuple[object, ...]] = set()
     tied = []
     for name, tensor in tensors.items():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        key = (local.untyped_storage().data_ptr(), local.storage_offset(), local.shape)
-        if local.numel() and key in seen:
+        shard = local(tensor)
+        key = (shard.untyped_storage().data_ptr(), shard.storage_offset(), shard.shape)
+        if shard.numel() and key in seen:
             tied.append(name)
         seen.add(key)
     return tensors, tied

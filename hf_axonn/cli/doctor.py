@@ -200,34 +200,32 @@ def _examine_report(report, matrices: set[str], findings: Findings) -> None:
 
 def _examine_shards(model, grid: Grid, findings: Findings) -> int:
     """Elements on rank 0, which has the longest shards; and what the last rank of x, y and z has of each weight."""
-    from torch.distributed.tensor import DTensor
-
-    from hf_axonn.engine.dtensors import local_slices
+    from hf_axonn.engine.dtensors import local, local_slices
     from hf_axonn.topology.grid import GridPosition
 
     last = GridPosition(grid, grid.coordinates(grid.size - 1))
-    local, share = 0, 0.0
+    elements, share = 0, 0.0
     empty: list[str] = []
     for name, parameter in model.named_parameters():
-        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        local += own.numel()
-        sharded = isinstance(parameter, DTensor) and own.numel() < parameter.numel()
+        own = local(parameter).numel()
+        elements += own
+        sharded = own < parameter.numel()
         share += parameter.numel() / (grid.x * grid.y * grid.z if sharded else 1)
         if sharded:
             slices = local_slices(parameter.shape, parameter.placements, last)
             if any(part.start >= part.stop for part in slices):
                 empty.append(name)
-    if local > UNEVEN * share:
+    if elements > UNEVEN * share:
         findings.warnings.append(
-            f"the shards of weights are uneven: rank 0 holds {local:,} parameters, {local / share:.2f} times its even "
-            f"share; sizes that x * y * z = {grid.x * grid.y * grid.z} divides are even."
+            f"the shards of weights are uneven: rank 0 holds {elements:,} parameters, {elements / share:.2f} times "
+            f"its even share; sizes that x * y * z = {grid.x * grid.y * grid.z} divides are even."
         )
     if empty:
         findings.warnings.append(
             f"{len(empty)} weight(s) have fewer rows or columns than ranks, so some ranks have no part of them, "
             f"{empty[0]} first: choose smaller x, y or z."
         )
-    return local
+    return elements
 
 
 def _examine_batch(grid: Grid, options: argparse.Namespace, findings: Findings) -> None:

@@ -16,7 +16,6 @@ Two meanings of "the same on every rank" keep the backward passes right:
     exchange_rows        exchange         exchange          of the rows that this rank got
     all_reduce           all-reduce       identity          replicated
     all_reduce_backward  identity         all-reduce        partial
-    all_reduce_both      all-reduce       all-reduce        partial
     gather_replicated    all-gather       own block         replicated
     take_replicated      own block        all-gather        of this rank's block
 
@@ -327,11 +326,6 @@ def all_reduce(value: Tensor, group: ProcessGroup) -> Tensor:
 def all_reduce_backward(value: Tensor, group: ProcessGroup) -> Tensor:
     """Identity on a value that all ranks hold and use for different work. Backward: all-reduce."""
     return value if group.size() == 1 else _AllReduceBackward.apply(value, group)
-
-
-def all_reduce_both(value: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over the ranks, which go on to different work. Backward: all-reduce."""
-    return all_reduce_backward(all_reduce(value, group), group)
 
 
 def gather_replicated(block: Tensor, group: ProcessGroup) -> Tensor:

@@ -12,20 +12,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.topology.grid import WEIGHT_AXES, GridPosition
 from hf_axonn.topology.local_slices import slices_at
-from hf_axonn.topology.weight_kind import WeightKind
-
-
-# On the axes (y, x, z) of the storage mesh.
-PLACEMENTS: dict[WeightKind, tuple[Placement, Placement, Placement]] = {
-    WeightKind.COLUMN: (Shard(1), Shard(0), Shard(0)),
-    WeightKind.LINEAR: (Shard(1), Shard(0), Shard(0)),
-    WeightKind.ROW: (Shard(0), Shard(1), Shard(0)),
-    WeightKind.VOCABULARY: (Shard(0), Shard(0), Shard(0)),
-    WeightKind.GATHERED: (Shard(0), Shard(0), Shard(0)),
-    WeightKind.EXPERTS: (Shard(0), Shard(0), Shard(2)),
-    WeightKind.REPLICATED: (Replicate(), Replicate(), Replicate()),
-    WeightKind.ADAPTER: (Replicate(), Replicate(), Replicate()),
-}
+from hf_axonn.topology.weight_kind import SHARDED_DIMS, WeightKind
 
 
 def sharded_dims(placements: Sequence[Placement]) -> tuple[int | None, ...]:
@@ -85,8 +72,8 @@ def _strides(full: Tensor) -> tuple[int, ...]:
 
 def shard_placements(kind: WeightKind, *, transposed: bool = False) -> list[Placement]:
     """Placements of a weight on the storage mesh (y, x, z); `transposed` where it is stored as [K, N]."""
-    placements = PLACEMENTS[kind]
-    return [Shard(1 - each.dim) if transposed and isinstance(each, Shard) else each for each in placements]
+    dims = SHARDED_DIMS[kind]
+    return [Replicate() if dim is None else Shard(1 - dim if transposed else dim) for dim in dims]
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import bounds, ceil_div, pad_dim
-from hf_axonn.engine.dtensors import PLACEMENTS, sharded_dims
 from hf_axonn.topology.local_slices import slices_at
-from hf_axonn.topology.weight_kind import WeightKind
+from hf_axonn.topology.weight_kind import SHARDED_DIMS, WeightKind
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def weight_layout(kind: WeightKind, rows: int, cols: int, mesh: GridMesh, *, ful
         raise ValueError(f"a weight of kind {kind} has no layout of rows and columns.")
     y, x, z = (mesh.size(axis) for axis in ("y", "x", "z"))
     here = (mesh.index("y"), mesh.index("x"))
-    own_rows, own_cols = slices_at((rows, cols), sharded_dims(PLACEMENTS[kind][:2]), (y, x), here)
+    own_rows, own_cols = slices_at((rows, cols), SHARDED_DIMS[kind][:2], (y, x), here)
     out_blocks = in_blocks = 1
     if kind == WeightKind.ROW:
         in_blocks = 1 if full_input else y

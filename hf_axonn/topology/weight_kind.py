@@ -30,3 +30,16 @@ class WeightKind(str, Enum):
 
     __str__ = str.__str__
     __format__ = str.__format__  # type: ignore[assignment]  # Enum's own gives the class's name on Python 3.10 and 3.11
+
+
+# The dim that each axis of (y, x, z) shards, the outer axis first; None: its ranks hold the same.
+SHARDED_DIMS: dict[WeightKind, tuple[int | None, int | None, int | None]] = {
+    WeightKind.COLUMN: (1, 0, 0),
+    WeightKind.LINEAR: (1, 0, 0),
+    WeightKind.ROW: (0, 1, 0),
+    WeightKind.VOCABULARY: (0, 0, 0),
+    WeightKind.GATHERED: (0, 0, 0),
+    WeightKind.EXPERTS: (0, 0, 2),
+    WeightKind.REPLICATED: (None, None, None),
+    WeightKind.ADAPTER: (None, None, None),
+}

@@ -23,7 +23,6 @@ def expected_forward(name, inputs, rank):
         "reduce_scatter": lambda: sum(blocks[rank] for blocks in inputs),
         "all_to_all": lambda: torch.stack([inputs[sender][rank] for sender in range(world)]),
         "all_reduce": lambda: sum(inputs),
-        "all_reduce_both": lambda: sum(inputs),
         "all_reduce_backward": lambda: inputs[rank],
         "take_replicated": lambda: inputs[rank][rank],
     }[name]()
@@ -37,14 +36,13 @@ def expected_backward(name, grads, rank):
         "reduce_scatter": lambda: torch.stack(grads),
         "all_to_all": lambda: torch.stack([grads[sender][rank] for sender in range(world)]),
         "all_reduce": lambda: grads[rank],
-        "all_reduce_both": lambda: sum(grads),
         "all_reduce_backward": lambda: sum(grads),
         "take_replicated": lambda: torch.stack(grads),
     }[name]()
 
 
 STACKED = ("reduce_scatter", "all_to_all", "take_replicated")  # their input has a leading dim of ranks
-NAMES = ("all_gather", "gather_replicated", *STACKED, "all_reduce", "all_reduce_both", "all_reduce_backward")
+NAMES = ("all_gather", "gather_replicated", *STACKED, "all_reduce", "all_reduce_backward")
 
 
 def check_all():

@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
+import functools
+from math import prod
+
 from hf_axonn.planner.model.stack import Block, LinearShape, Weight
-from hf_axonn.topology.grid import Grid, bounds
-from hf_axonn.topology.weight_kind import WeightKind
+from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.local_slices import slices_at
+from hf_axonn.topology.weight_kind import SHARDED_DIMS, WeightKind
+
+
+# A search asks for the same shapes again and again.
+@functools.lru_cache(maxsize=65536)
+def _local_shape(
+    kind: WeightKind, shape: tuple[int, ...], sizes: tuple[int, ...], here: tuple[int, ...]
+) -> tuple[int, ...]:
+    dims = SHARDED_DIMS[kind][: len(sizes)]
+    return tuple(part.stop - part.start for part in slices_at(shape, dims, sizes, here))
 
 
 def shard_shape(kind: WeightKind, linear: LinearShape, grid: Grid, here: dict[str, int]) -> tuple[int, int]:
-    """(rows, cols) of a weight on the rank at `here` before the cut over z. Kinds: column, full, row,
-    vocabulary, gathered."""
-
-    def own(size: int, axis: str) -> int:
-        start, stop = bounds(size, getattr(grid, axis), here[axis])
-        return stop - start
-
-    if kind in (WeightKind.VOCABULARY, WeightKind.GATHERED):
-        return own(own(linear.rows, "y"), "x"), linear.cols
-    first, second = ("y", "x") if kind == WeightKind.ROW else ("x", "y")
-    return own(linear.rows, first), own(linear.cols, second)
+    """(rows, cols) of a weight on the rank at `here`, gathered over z."""
+    rows, cols = _local_shape(kind, (linear.rows, linear.cols), (grid.y, grid.x), (here["y"], here["x"]))
+    return rows, cols
 
 
 def own_experts(number: int, grid: Grid, here: dict[str, int]) -> int:
-    """Experts of the rank at `here`: sharded over y, then x."""
-    return shard_shape(WeightKind.VOCABULARY, LinearShape(number, 1), grid, here)[0]
+    """Experts of the rank at `here`."""
+    return _local_shape(WeightKind.EXPERTS, (number,), (grid.y, grid.x), (here["y"], here["x"]))[0]
 
 
 def own_elements(weight: Weight, grid: Grid, here: dict[str, int]) -> int:
-    """Elements of a parameter on the rank at `here`, the cut over z included."""
-
-    def over_z(size: int) -> int:
-        start, stop = bounds(size, grid.z, here["z"])
-        return stop - start
-
-    if weight.kind == WeightKind.EXPERTS:
-        return own_experts(weight.experts, grid, here) * weight.rows * over_z(weight.cols)
-    rows, cols = shard_shape(weight.kind, LinearShape(weight.rows, weight.cols), grid, here)
-    return over_z(rows) * cols
+    """Elements of a parameter on the rank at `here`."""
+    experts = (weight.experts,) if weight.kind == WeightKind.EXPERTS else ()
+    sizes, coordinates = (grid.y, grid.x, grid.z), (here["y"], here["x"], here["z"])
+    return prod(_local_shape(weight.kind, (*experts, weight.rows, weight.cols), sizes, coordinates))
 
 
 def heads_repeat(block: Block, grid: Grid) -> int:

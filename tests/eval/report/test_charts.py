@@ -94,8 +94,8 @@ def test_what_lies_at_the_ends_of_an_axis_has_a_tick_and_what_lies_beyond_has_no
 @pytest.mark.parametrize(
     ("number", "text"),
     [
-        (0, "0"), (0.25, "0.25"), (-3, "-3"), (9999, "9999"), (10_000, "1e4"), (-10_000, "-1e4"), (1e6, "1e6"),
-        (1e12, "1e12"),
+        (0, "0"), (0.25, "0.25"), (-3, "-3"), (9999, "9999"), (10_000, "1e4"), (-10_000, "-1e4"), (12_500, "1.25e4"),
+        (1e6, "1e6"), (1e12, "1e12"),
     ],
 )  # fmt: skip
 def test_numbers_beside_an_axis_are_short(number, text):

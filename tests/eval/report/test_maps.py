@@ -60,14 +60,16 @@ def test_the_strip_is_drawn_to_scale():
     assert "a: 2 of 7 windows word for word, 25.0% of the text" in "".join(ElementTree.tostring(drawing, "unicode"))
 
 
-def test_a_book_is_drawn_coarsely_and_loses_nothing():
-    results = [window("long", 10 * place, known=place == 7000) for place in range(10_000)]
+@pytest.mark.parametrize("known", [7000, 9999])
+def test_a_book_is_drawn_coarsely_and_loses_nothing(known):
+    results = [window("long", 10 * place, known=place == known) for place in range(10_000)]
     maps = document_maps(results)
     drawing = ElementTree.fromstring(maps_svg({"a": maps}))
     kinds = [shape.get("class") for shape in drawing]
     assert kinds.count("verbatim") == 1 and kinds.count("shade") == 1
     (mark,) = [shape for shape in drawing if shape.get("class") == "verbatim"]
     assert float(mark.get("width")) == 1.0, "thinner would not be seen"
+    assert float(mark.get("x")) + 1.0 <= float(drawing.get("viewBox").split()[2]), "it lies on the paper"
 
 
 def test_files(tmp_path):
