@@ -43,6 +43,7 @@ from hf_axonn.distributed.collectives import broadcast_text, world_rank
 
 logger = logging.getLogger(__name__)
 
+VERSION = 1  # of the text
 STEPS = 3  # steps after which new shapes are timed
 SECONDS = 60.0  # after one step; ranks wait meanwhile, and a collective that waits for minutes is taken for dead
 AS_IS = "as is"
@@ -186,7 +187,7 @@ class MatmulTuner:
 
     def to_json(self) -> str:
         """Choices and steps, for a checkpoint."""
-        return json.dumps({"version": 1, "steps": self.steps, "choices": _to_entries(self.choices)}, indent=1)
+        return json.dumps({"version": VERSION, "steps": self.steps, "choices": _to_entries(self.choices)}, indent=1)
 
     def adopt(self, text: str, *, same_grid: bool) -> None:
         """Take up what `to_json` wrote. No communication: every rank reads the same text.
@@ -199,6 +200,8 @@ class MatmulTuner:
         """
         try:
             content = json.loads(text)
+            if content["version"] != VERSION:
+                raise ValueError(f"version {content['version']!r}, but this program reads version {VERSION}")
             steps, choices = int(content["steps"]), _from_entries(content["choices"])
         except (ValueError, TypeError, KeyError, AttributeError) as problem:
             raise ValueError(f"these are not matmul layouts of ours: {problem!r}") from problem

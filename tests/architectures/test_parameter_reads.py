@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 from hf_axonn import Grid, parallelize, sync_gradients
-from hf_axonn.architectures.parameter_reads import find_readers
+from hf_axonn.architectures.parameter_reads import _path, find_readers
 from tests.helpers.float64 import relative_errors
 from tests.helpers.ranks import run_ranks
 
@@ -74,6 +77,21 @@ class Net(nn.Module):
 
 
 GRIDS = [Grid(x=4), Grid(y=4), Grid(y=2, x=2), Grid(z=2, x=2), Grid(z=2, y=2), Grid(data=2, z=2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ("self.a[0].b", ("a", "[]", "b")),
+        ("super().b", ("b",)),
+        ("weights.a", None),
+        ("a.self.b", None),
+        ("other().b", None),
+        ("1 .real", None),
+    ],
+)
+def test_what_begins_at_self_is_a_path(text, path):
+    assert _path(ast.parse(text, mode="eval").body) == path
 
 
 def test_who_reads_what():

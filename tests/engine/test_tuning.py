@@ -59,11 +59,11 @@ def test_where_it_never_pays_nothing_is_looked_up(monkeypatch):
     tuner("forward", out[:0], a[:0], b)  # an empty one is not counted
     assert len(asked) == 1 and sum(tuner.counts.values()) == 1 and len(tuner.time_layouts()) == 1
     done = MatmulTuner()
-    done.adopt(json.dumps({"steps": STEPS, "choices": []}), same_grid=True)
+    done.adopt(json.dumps({"version": 1, "steps": STEPS, "choices": []}), same_grid=True)
     done("forward", out.zero_(), a, b)
     assert len(asked) == 1 and torch.equal(out, a @ b)
     key = of("forward", a, b, accumulate=False)
-    done.adopt(json.dumps({"steps": 0, "choices": [{**key._asdict(), "layout": "TT"}]}), same_grid=False)
+    done.adopt(json.dumps({"version": 1, "steps": 0, "choices": [{**key._asdict(), "layout": "TT"}]}), same_grid=False)
     done("forward", out.zero_(), a, b)
     assert len(asked) == 2 and torch.equal(out, a @ b) and not done.counts
 
@@ -94,11 +94,13 @@ def test_choices_are_written_and_read():
     [
         "",
         "[]",
-        '{"steps": 1}',
-        '{"steps": 1, "choices": 3}',
-        '{"steps": 1, "choices": ["NN"]}',
-        '{"steps": 1, "choices": [{"layout": "XX"}]}',
-        '{"steps": 1, "choices": [{"layout": "NN"}]}',
+        '{"version": 1, "steps": 1}',
+        '{"steps": 1, "choices": []}',
+        '{"version": 2, "steps": 1, "choices": []}',
+        '{"version": 1, "steps": 1, "choices": 3}',
+        '{"version": 1, "steps": 1, "choices": ["NN"]}',
+        '{"version": 1, "steps": 1, "choices": [{"layout": "XX"}]}',
+        '{"version": 1, "steps": 1, "choices": [{"layout": "NN"}]}',
     ],
 )
 def test_a_broken_file_is_refused(text):

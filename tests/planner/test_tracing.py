@@ -105,6 +105,15 @@ def test_what_a_shape_cannot_describe_is_refused(tmp_path, capsys):
         read_shape("gpt-9b")
 
 
+def test_a_block_that_runs_twice_is_refused(monkeypatch):
+    from transformers.models.stablelm.modeling_stablelm import StableLmMLP
+
+    once = StableLmMLP.forward
+    monkeypatch.setattr(StableLmMLP, "forward", lambda self, hidden: once(self, once(self, hidden)))
+    with pytest.raises(ValueError, match="it runs .*mlp.* more than once"):
+        built_shape(AutoConfig.for_model("stablelm", **SIZES).to_dict())
+
+
 def test_a_plan_of_a_mixture(tmp_path, capsys):
     AutoConfig.for_model("mixtral").save_pretrained(tmp_path)
     command = ["plan", "--model", str(tmp_path), "--machine", "alps", "--gpus", "256"]
