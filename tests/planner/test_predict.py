@@ -350,8 +350,19 @@ def test_shards_of_all_ranks_make_the_model(grid):
     assert local * grid.x * grid.y * grid.z == whole
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_a_config_gives_the_parameters_of_the_model(kind, tmp_path):
+CHANGED = [
+    ("starcoder2", {"use_bias": False}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("granite", {"attention_bias": True, "mlp_bias": True}),
+    ("smollm3", {"attention_bias": True, "mlp_bias": True}),
+    ("gemma", {"attention_bias": True}),
+    ("gpt2", {"n_inner": 40}),
+    ("opt", {"tie_word_embeddings": False}),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), [*((kind, {}) for kind in FAMILIES), *CHANGED])
+def test_a_config_gives_the_parameters_of_the_model(kind, changes, tmp_path):
     sizes = dict(hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6, vocab_size=131)
     sizes |= dict(max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     if kind not in ("gpt2", "opt"):
@@ -362,7 +373,7 @@ def test_a_config_gives_the_parameters_of_the_model(kind, tmp_path):
         sizes = dict(n_embd=48, n_layer=3, n_head=6, vocab_size=131, n_positions=64)
     if kind == "opt":
         sizes |= dict(ffn_dim=40, word_embed_proj_dim=48)
-    config = AutoConfig.for_model(kind, **sizes)
+    config = AutoConfig.for_model(kind, **sizes | changes)
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
