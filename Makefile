@@ -39,7 +39,7 @@ install: $(STAMPS)/dev
 # A file is run by one worker (loadfile), because its tests share models, checkpoints and whole launches by fixtures of
 # the module: spread over both workers they would be made twice.
 test: $(STAMPS)/dev
-	$(PYTEST) -m "not slow and not gpu" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(PYTEST) -m "not slow and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-slow: $(STAMPS)/dev
 	$(PYTEST) -m "slow and not gpu" $(ARGS)

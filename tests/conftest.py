@@ -29,8 +29,13 @@ def device() -> Iterator[devices.Devices]:
         yield found
 
 
+# Files of few and long tests. Begun last, the longest would run alone while the other workers have nothing to do.
+LONG = ("tests/end_to_end", "tests/trainer", "tests/launch", "tests/adapters")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`-m on_device`, which `make test-gpu` selects, are the tests that ask for the fixture."""
+    """`-m on_device`, which `make test-gpu` selects, are the tests that ask for the fixture. Long files come first."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
     for item in items:
         if "device" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.on_device)

@@ -94,7 +94,7 @@ def fitting_batch_size(model, work_split: WorkSplit, *, longest: int, kept_logit
         kept_logits: places of a row of which logits are computed.
     """
     device = device_of(model)
-    busy = min(_MOST_ROWS, max(1, _TOKENS.get(device.type, _TOKENS["cpu"]) // longest))
+    busy = min(_MOST_ROWS, _TOKENS.get(device.type, _TOKENS["cpu"]) // longest)
     free, row = (
         _memory_of_gpu(model, longest, kept_logits)
         if device.type == "cuda"
