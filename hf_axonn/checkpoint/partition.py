@@ -13,8 +13,8 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hf_axonn.topology.grid import AXES, WEIGHT_AXES, Grid, bounds
-from hf_axonn.topology.local_slices import slices_at
+from hf_axonn.topology.grid import AXES, WEIGHT_AXES, Grid
+from hf_axonn.topology.local_slices import narrow, slices_at
 
 
 Box = tuple[tuple[int, int], ...]
@@ -74,11 +74,6 @@ def box_at(tensor: SavedTensor, grid: Grid, coordinates: Mapping[str, int]) -> B
     return tuple((part.start, part.stop) for part in slices_at(tensor.shape, tensor.sharded_dims, sizes, here))
 
 
-def _narrow(span: tuple[int, int], parts: int, index: int) -> tuple[int, int]:
-    start, stop = bounds(span[1] - span[0], parts, index)
-    return span[0] + start, span[0] + stop
-
-
 def overlap(first: Box, second: Box) -> Box | None:
     """The box that two boxes share, None if it is empty; of tensors without dims the empty tuple."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
@@ -99,7 +94,7 @@ def shards_in(tensor: SavedTensor, grid: Grid, box: Box) -> list[tuple[dict[str,
         finer = []
         for place, shard in found:
             for index in range(parts):
-                part = (*shard[:dim], _narrow(shard[dim], parts, index), *shard[dim + 1 :])
+                part = (*shard[:dim], narrow(shard[dim], parts, index), *shard[dim + 1 :])
                 if overlap(part, box) is not None:
                     finer.append(({**place, axis: index}, part))
         found = finer

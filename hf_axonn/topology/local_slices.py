@@ -7,6 +7,12 @@ from collections.abc import Sequence
 from hf_axonn.topology.grid import bounds
 
 
+def narrow(span: tuple[int, int], parts: int, index: int) -> tuple[int, int]:
+    """Chunk `index` of `parts` of a span (start, stop)."""
+    start, stop = bounds(span[1] - span[0], parts, index)
+    return span[0] + start, span[0] + stop
+
+
 def slices_at(
     shape: Sequence[int], dims: Sequence[int | None], sizes: Sequence[int], coordinates: Sequence[int]
 ) -> tuple[slice, ...]:
@@ -22,7 +28,5 @@ def slices_at(
     spans = [(0, size) for size in shape]
     for dim, size, index in zip(dims, sizes, coordinates, strict=True):
         if dim is not None:
-            begin, end = spans[dim]
-            start, stop = bounds(end - begin, size, index)
-            spans[dim] = (begin + start, begin + stop)
+            spans[dim] = narrow(spans[dim], size, index)
     return tuple(slice(*span) for span in spans)

@@ -1,7 +1,7 @@
 """What TRL's trainers must do otherwise for a parallelized model, or with the goldfish loss, and not else.
 
 SFTTrainer replaces `model.forward` by one that multiplies the full `lm_head.weight` itself (`add_fused_lm_head`).
-For a DTensor it takes `full_tensor()`, a full weight on every rank and whose gradient is not summed over z.
+For a DTensor it takes `full_tensor()`, a weight that is full on every rank and whose gradient is not summed over z.
 Here that function puts our statistics in the place of its own wherever the model's loss is ours, and leaves all others
 as they are. What each label of a batch gets, without logits (TRL's FusedCausalLMOutput):
 
