@@ -1,5 +1,6 @@
 """Tiny models of several families, and samples with answers that part from the suffix at many places."""
 
+import functools
 import random
 
 import torch
@@ -95,3 +96,16 @@ def parting_samples(model, count: int, *, prefixes=(9, 16), suffixes=(5, 12)) ->
             )
         )
     return made
+
+
+def fed_shapes(model) -> list[tuple[int, int]]:
+    """The shapes of the tokens that the model is fed from now on; the list grows."""
+    fed, forward = [], model.forward
+
+    @functools.wraps(forward)
+    def noted(input_ids, **options):
+        fed.append(tuple(input_ids.shape))
+        return forward(input_ids=input_ids, **options)
+
+    model.forward = noted
+    return fed

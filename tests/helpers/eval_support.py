@@ -16,6 +16,8 @@ from hf_axonn_eval import SampleResult, build_samples
 
 PREFIX, SUFFIX = 12, 12
 LEARNT = 6
+# Charts are written with one decimal: half of a tenth, and the rounding of what a number is compared with.
+TENTH = 0.051
 
 
 @functools.cache

@@ -57,16 +57,16 @@ EQUALITY = "tests/end_to_end/test_equivalence.py"
 
 def where_tested(module: str) -> list[str]:
     """Where the tests of a module are, the nearest first."""
-    for name, places in OTHER_TESTS.items():
+    for name, tests in OTHER_TESTS.items():
         if module.startswith(name):
-            return places
+            return tests
     path = Path(module)
     folder = Path("tests", *(path.parent.parts if path.parts[0] == "eval" else path.parent.parts[1:]))
     own = folder / f"test_{path.name}"
     while not (ROOT / folder).is_dir():
         folder = folder.parent
-    places = [str(place) for place in (own, folder) if (ROOT / place).exists()]
-    return [*places, EQUALITY] if OF_A_STEP.match(module) else places
+    tests = [str(place) for place in (own, folder) if (ROOT / place).exists()]
+    return [*tests, EQUALITY] if OF_A_STEP.match(module) else tests
 
 
 def places(package: str) -> list[tuple[str, str, int]]:

@@ -234,6 +234,7 @@ def test_documents_are_drawn_evenly():
     drawn = np.concatenate(list(resampled_documents(4, 4000, seed=1)))
     # each is drawn once on average, with a variance of 3/4
     assert drawn.mean(axis=0) == pytest.approx([1] * 4, abs=5 * np.sqrt(0.75 / 4000))
+    # the standard error of that variance is 0.75 * sqrt((2 - 1/6) / 4000), 2.1% of it, of which this is 4.7
     assert drawn.var(axis=0) == pytest.approx([0.75] * 4, rel=0.1)
 
 

@@ -107,15 +107,18 @@ def test_the_two_commands(tmp_path, capsys):
     asked = ["--format", FORMAT, "--insertions", "0", "2", "--each", "3", "--candidates", "60", "--seed", "5"]
     files = ["--documents", str(tmp_path / "train.jsonl"), "--output", str(tmp_path / "canaries")]
     assert main(["canaries", "make", *asked, *files]) == 0
-    told = capsys.readouterr().out
-    assert "6 lines added" in told and "6 canaries and 60 candidates, a random sample of the 308915776 texts" in told
+    reported = capsys.readouterr().out
+    assert (
+        "6 lines added" in reported
+        and "6 canaries and 60 candidates, a random sample of the 308915776 texts" in reported
+    )
     lines = (tmp_path / "canaries" / "documents.jsonl").read_text().splitlines()
     assert len(lines) == 9 and sum("canary" in line for line in lines) == 6
     output = tmp_path / "ranks" / "base.json"
     files = ["--canaries", str(tmp_path / "canaries"), "--model", str(tmp_path / "model"), "--output", str(output)]
     assert main(["canaries", "rank", *files]) == 0
-    told = capsys.readouterr().out
-    assert "exposure in bits, at most 5.93" in told and str(output) in told.replace("\n", "")
+    reported = capsys.readouterr().out
+    assert "exposure in bits, at most 5.93" in reported and str(output) in reported.replace("\n", "")
     record = json.loads(output.read_text())
     assert [some["insertions"] for some in record["canaries"]] == [0, 0, 0, 2, 2, 2]
     assert record["model"]["path"] == str(tmp_path / "model")
@@ -134,12 +137,12 @@ def test_exposure_by_insertions_by_hand():
         ranked_canary("a", 9, 1, 4.0), ranked_canary("b", 0, 2, 3.0), ranked_canary("c", 9, 1, 4.0),
         ranked_canary("d", 9, 4, 2.0),
     ]  # fmt: skip
-    told = exposure_by_insertions(ranked)
-    assert list(told) == [0, 9]
-    assert told[9] == {
+    reported = exposure_by_insertions(ranked)
+    assert list(reported) == [0, 9]
+    assert reported[9] == {
         "canaries": 3, "first": 2, "mean_exposure": pytest.approx(10 / 3), "least_exposure": 2.0, "most_exposure": 4.0,
     }  # fmt: skip
-    assert told[0]["first"] == 0 and told[0]["mean_exposure"] == 3.0
+    assert reported[0]["first"] == 0 and reported[0]["mean_exposure"] == 3.0
 
 
 def test_what_all_texts_begin_with():
@@ -157,8 +160,9 @@ def test_what_all_texts_begin_with():
 
 def test_where_a_fit_says_something():
     drawn = make_canaries("{digits:9}", insertions=(1,), candidates=100)
-    spread = [-2.0 - place / 100 for place in range(100)]
-    assert _fitted(-2.5, spread, drawn) == pytest.approx(1, abs=0.05), "half of them are likelier"
+    spread = [-2.005 - place / 100 for place in range(100)]
+    # the skew is zero to rounding, and the shape of the fit is as its cube root
+    assert _fitted(-2.5, spread, drawn) == pytest.approx(1, abs=1e-4), "half of them are likelier"
     assert _fitted(-1e-9, [-1000.0 - place for place in range(100)], drawn) == math.log2(10**9), (
         "no more than there are"
     )

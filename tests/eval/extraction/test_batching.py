@@ -186,7 +186,7 @@ def test_a_model_may_leave_sizes_out(monkeypatch):
 )
 def test_what_a_row_takes_of_a_gpus_memory_is_measured(monkeypatch, peaks, room, row):
     """The GPU is played: 10000 are free, 3000 reserved, of which 1000 are in use."""
-    model, told, fed = tiny_llama(), iter(peaks), []
+    model, reported, fed = tiny_llama(), iter(peaks), []
     forward = model.forward
 
     @functools.wraps(forward)
@@ -198,7 +198,7 @@ def test_what_a_row_takes_of_a_gpus_memory_is_measured(monkeypatch, peaks, room,
     for name, answer in (
         ("reset_peak_memory_stats", lambda device: None),
         ("memory_allocated", lambda device: 1000),
-        ("max_memory_allocated", lambda device: next(told)),
+        ("max_memory_allocated", lambda device: next(reported)),
         ("memory_reserved", lambda device: 3000),
         ("mem_get_info", lambda device: (10_000, 99_999)),
     ):

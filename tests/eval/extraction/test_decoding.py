@@ -49,7 +49,7 @@ class Told(Decoder):
             length = len(PROMPTS[place])
             self.add(place, Row(cache, number, width - length, length), answers()[place][0], want)
 
-    def told(self, *, drain: bool) -> dict[int, list[int]]:
+    def reported(self, *, drain: bool) -> dict[int, list[int]]:
         """What is done, and that it is what the model says."""
         found = dict(self.run(drain=drain))
         for place, tokens in found.items():
@@ -78,7 +78,7 @@ def test_steps_and_copies(monkeypatch, rows, wants, steps, copies):
     decoder, copied, joined = Told(rows=rows), [], decoding.joined
     monkeypatch.setattr(decoding, "joined", lambda some, room: copied.append(len(some)) or joined(some, room))
     decoder.ask(*enumerate(wants))
-    assert decoder.told(drain=True) == dict(enumerate(wants))
+    assert decoder.reported(drain=True) == dict(enumerate(wants))
     assert (decoder.steps, len(copied)) == (steps, copies)
     assert decoder._cache is None and decoder._live == [], "nothing stays in memory"
 
@@ -86,15 +86,17 @@ def test_steps_and_copies(monkeypatch, rows, wants, steps, copies):
 def test_without_draining_only_full_batches_are_decoded():
     decoder = Told(rows=3)
     decoder.ask((0, 2), (1, 5))
-    assert decoder.told(drain=False) == {} and decoder.steps == []
+    assert decoder.reported(drain=False) == {} and decoder.steps == []
     decoder.ask((2, 4))
-    assert decoder.told(drain=False) == {0: 2} and decoder.steps == [3, 3], "two are left, with 3 and 2 tokens to go"
+    assert decoder.reported(drain=False) == {0: 2} and decoder.steps == [3, 3], (
+        "two are left, with 3 and 2 tokens to go"
+    )
     decoder.ask((3, 3))
-    assert decoder.told(drain=False) == {2: 4} and decoder.steps[2:] == [3, 3]
-    assert decoder.told(drain=True) == {1: 5, 3: 3}
-    assert decoder.told(drain=True) == decoder.told(drain=False) == {}
+    assert decoder.reported(drain=False) == {2: 4} and decoder.steps[2:] == [3, 3]
+    assert decoder.reported(drain=True) == {1: 5, 3: 3}
+    assert decoder.reported(drain=True) == decoder.reported(drain=False) == {}
     decoder.ask((8, 11))
-    assert decoder.told(drain=True) == {8: 11}
+    assert decoder.reported(drain=True) == {8: 11}
 
 
 def test_a_row_that_goes_along_when_it_is_done_disturbs_nobody():
@@ -102,7 +104,7 @@ def test_a_row_that_goes_along_when_it_is_done_disturbs_nobody():
     decoder = Told(rows=4)
     decoder.ask((0, 1), (1, 8), (2, 3), (4, 2))
     decoder.ask((5, 7), (7, 9))
-    assert decoder.told(drain=True) == {0: 1, 1: 8, 2: 3, 4: 2, 5: 7, 7: 9}
+    assert decoder.reported(drain=True) == {0: 1, 1: 8, 2: 3, 4: 2, 5: 7, 7: 9}
 
 
 def test_the_generation_config_comes_back_after_an_error():

@@ -16,23 +16,10 @@ from hf_axonn_eval.extraction.scoring import near_tie_below
 from hf_axonn_eval.metrics import membership
 from hf_axonn_eval.metrics import text as metrics
 from hf_axonn_eval.metrics.discoverability import Sampler
-from tests.helpers.eval_families import FAMILIES, family, generated, parting_samples
+from tests.helpers.eval_families import FAMILIES, family, fed_shapes, generated, parting_samples
 from tests.helpers.eval_support import samples, tiny_llama, topics_tokenizer
 from tests.helpers.float64 import Float64
 from tests.helpers.ranks import run_ranks
-
-
-def counting(model) -> list[tuple[int, int]]:
-    """The shapes of the tokens that are fed from now on."""
-    fed, forward = [], model.forward
-
-    @functools.wraps(forward)
-    def counted(input_ids, **options):
-        fed.append(tuple(input_ids.shape))
-        return forward(input_ids=input_ids, **options)
-
-    model.forward = counted
-    return fed
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -62,7 +49,7 @@ def test_dropping_samples_early_changes_no_answer(name):
     for one, other in zip(whole, decoded, strict=True):
         assert [getattr(one, field) for field in fields] == [getattr(other, field) for field in fields]
         assert other.logprob is other.hits is None
-    fed = counting(model)
+    fed = fed_shapes(model)
     early = extract(model, None, asked, batch_size=8, generate=False, stop_early=True, progress=False)
     for one, other in zip(whole, early, strict=True):
         assert (one.exact_match, one.divergence_point) == (other.exact_match, other.divergence_point)
@@ -79,7 +66,7 @@ def test_rows_that_are_filled_up_stay_in_the_window():
     asked = parting_samples(model, 4, prefixes=(40, 40), suffixes=(24, 24))
     short = parting_samples(model, 4, prefixes=(46, 46), suffixes=(18, 18))
     asked += [dataclasses.replace(sample, sample_id=f"short {sample.sample_id}") for sample in short]
-    fed = counting(model)
+    fed = fed_shapes(model)
     results = extract(model, None, asked, batch_size=8, stop_early=True, progress=False)
     assert fed[0][0] == 8
     assert any(result.exact_match for result in results[4:])
@@ -91,7 +78,7 @@ def test_rows_that_are_filled_up_stay_in_the_window():
 def test_the_batch_that_is_decoded_stays_full(early):
     model = family("llama")
     asked = [sample for sample in parting_samples(model, 80, suffixes=(12, 12)) if int(sample.sample_id) % 4]
-    fed = counting(model)
+    fed = fed_shapes(model)
     results = extract(model, None, asked, batch_size=2, stop_early=early, progress=False)
     steps = [rows for rows, tokens in fed if tokens == 1]
     needed = sum(len(result.generated) - result.divergence_point - 1 for result in results)
@@ -165,7 +152,7 @@ def test_the_chance_under_a_sampler_and_membership_come_from_the_same_pass():
     model, sampler = tiny_llama().double(), Sampler(temperature=0.7, top_k=400, top_p=0.9)
     uneven = [*samples()[:4], *(Sample(**{**vars(s), "suffix": s.suffix[:11]}) for s in samples()[4:7])]
     tokenizer = topics_tokenizer()
-    fed = counting(model)
+    fed = fed_shapes(model)
     options = {"sampler": sampler, "membership": True, "generate": False, "progress": False}
     results = extract(model, tokenizer, uneven, batch_size=7, **options)
     assert len(fed) == 1
@@ -208,7 +195,7 @@ def test_a_batch_size_is_found():
     model = family("llama")
     asked = parting_samples(model, 9, prefixes=(9, 9), suffixes=(6, 6))
     expected = extract(model, None, asked, batch_size=9, progress=False)
-    fed = counting(model)
+    fed = fed_shapes(model)
     found = extract(model, None, asked, batch_size="auto", progress=False)
     assert [result.generated for result in found] == [result.generated for result in expected]
     assert max(rows for rows, _ in fed) > 4

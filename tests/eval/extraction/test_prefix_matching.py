@@ -8,7 +8,7 @@ import torch
 from hf_axonn_eval import Sample
 from hf_axonn_eval.extraction.prefix_matching import Match, match_suffixes, matched
 from hf_axonn_eval.extraction.scoring import score_suffixes
-from tests.helpers.eval_families import family, generated, parting_samples
+from tests.helpers.eval_families import family, fed_shapes, generated, parting_samples
 
 
 @pytest.mark.parametrize(
@@ -47,18 +47,6 @@ def known(suffix: int, *, miss: int | None = None) -> Sample:
     return Sample(sample_id=name, document_id="d", bucket=0, offset=0, prefix=PROMPT, suffix=tuple(tokens))
 
 
-def feeding(model) -> list[tuple[int, int]]:
-    fed, forward = [], model.forward
-
-    @functools.wraps(forward)
-    def noted(input_ids, **options):
-        fed.append(tuple(input_ids.shape))
-        return forward(input_ids=input_ids, **options)
-
-    model.forward = noted
-    return fed
-
-
 @pytest.mark.parametrize(
     ("count", "suffix", "shapes"),
     [
@@ -73,7 +61,7 @@ def feeding(model) -> list[tuple[int, int]]:
 def test_a_suffix_is_checked_in_growing_chunks(count, suffix, shapes):
     model = family("llama")
     batch = [known(suffix)] * count
-    fed = feeding(model)
+    fed = fed_shapes(model)
     assert [match.tokens for match in match_suffixes(model, batch)] == [suffix] * count
     assert fed == shapes
 
@@ -83,17 +71,17 @@ def test_a_sample_that_missed_is_dropped(miss):
     model = family("llama")
     batch = [known(40, miss=miss)] + [known(40)] * 15
     whole = score_suffixes(model, batch)
-    fed, told = feeding(model), []
-    found = match_suffixes(model, batch, missed=lambda place, match, row: told.append((place, match, row)))
+    fed, reported = fed_shapes(model), []
+    found = match_suffixes(model, batch, missed=lambda place, match, row: reported.append((place, match, row)))
     assert [match.tokens for match in found] == [miss] + [40] * 15
     assert [rows for rows, _ in fed] == [16, 15 if miss < 8 else 16, 15 if miss < 24 else 16]
     for match, score in zip(found, whole, strict=True):
         assert match.margin == pytest.approx(min(score.margins[: match.tokens + 1]), abs=1e-10)
         assert match.known == score.choices[: match.tokens + 1]
     if miss == 39:
-        assert told == [], "its continuation is known to the end"
+        assert reported == [], "its continuation is known to the end"
         return
-    [(place, match, row)] = told
+    [(place, match, row)] = reported
     assert (place, match) == (0, found[0]) and (row.row, row.start, row.length) == (0, 0, 9 + miss)
     # what the row holds are the keys of the tokens before the miss
     with torch.no_grad():
@@ -106,11 +94,11 @@ def test_a_sample_that_missed_is_dropped(miss):
 def test_rows_of_different_lengths_begin_after_their_padding():
     model = family("llama")
     batch = parting_samples(model, 12)
-    told = {}
-    match_suffixes(model, batch, missed=lambda place, match, row: told.update({place: (match, row)}))
+    reported = {}
+    match_suffixes(model, batch, missed=lambda place, match, row: reported.update({place: (match, row)}))
     longest = max(len(sample.prefix) for sample in batch)
-    assert len(told) > 5
-    for place, (match, row) in told.items():
+    assert len(reported) > 5
+    for place, (match, row) in reported.items():
         assert row.start == longest - len(batch[place].prefix)
         assert row.length == len(batch[place].prefix) + match.tokens
 
@@ -118,13 +106,13 @@ def test_rows_of_different_lengths_begin_after_their_padding():
 def test_a_model_without_a_cache_is_scored_and_says_the_same():
     model = family("mamba")
     batch = [sample for sample in parting_samples(model, 9, prefixes=(9, 9), suffixes=(6, 6))]
-    told = []
-    found = match_suffixes(model, batch, missed=lambda place, match, row: told.append((place, row)))
+    reported = []
+    found = match_suffixes(model, batch, missed=lambda place, match, row: reported.append((place, row)))
     for sample, match in zip(batch, found, strict=True):
         tokens = generated(model, sample.prefix, 6)
         assert match.known == tokens[: match.tokens + 1]
     unknown = [place for place, match in enumerate(found) if match.tokens < 5]
-    assert told == [(place, None) for place in unknown] and 0 < len(unknown) < 9
+    assert reported == [(place, None) for place in unknown] and 0 < len(unknown) < 9
     assert match_suffixes(model, batch) == found
 
 

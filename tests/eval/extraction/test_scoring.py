@@ -265,11 +265,11 @@ def test_where_rows_may_be_padded():
     assert not may_be_padded(prompted) and not may_be_padded(family("mamba"))
 
 
-@pytest.mark.parametrize(("documents", "told"), [(1, "1/1"), (3, "1/1"), (7, "3/3")])
-def test_progress_counts_batches_and_is_shown_if_asked(documents, told, capsys):
+@pytest.mark.parametrize(("documents", "reported"), [(1, "1/1"), (3, "1/1"), (7, "3/3")])
+def test_progress_counts_batches_and_is_shown_if_asked(documents, reported, capsys):
     texts = [sample.prefix for sample in samples()[:documents]]
     loss = document_nll(tiny_llama(), texts, batch_size=3, progress=True)
-    assert told in capsys.readouterr().err and loss.tokens == documents * (PREFIX - 1)
+    assert reported in capsys.readouterr().err and loss.tokens == documents * (PREFIX - 1)
     assert document_nll(tiny_llama(), texts, batch_size=3) == loss
     assert capsys.readouterr().err == ""
 

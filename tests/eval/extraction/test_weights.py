@@ -126,12 +126,12 @@ def test_a_directory_without_weights_has_no_fingerprint(tmp_path):
 
 def shard(directory, number: int, offsets: dict[str, list[int]] | None = None, **tensors):
     """A shard as torch.distributed.checkpoint writes it; `offsets` says where in the weight its piece begins."""
-    told = {name: {"saved_offsets": begin} for name, begin in (offsets or {}).items()}
+    reported = {name: {"saved_offsets": begin} for name, begin in (offsets or {}).items()}
     directory.mkdir(exist_ok=True)
     save_file(
         {name: torch.zeros(shape) for name, shape in tensors.items()},
         directory / f"shard-0000{number}-model-00001-of-00001.safetensors",
-        metadata={"DCP_SHARDING_INFO": json.dumps(told)} if offsets is not None else None,
+        metadata={"DCP_SHARDING_INFO": json.dumps(reported)} if offsets is not None else None,
     )
 
 
@@ -142,7 +142,7 @@ def test_pieces_make_a_weight_where_they_end_where_it_ends(tmp_path):
     weights.check_complete(tmp_path / "a", shapes)
     shard(tmp_path / "b", 1, None, tied=(4, 3), b=(3,), one=(), more=(9,))
     weights.check_complete(tmp_path / "b", shapes)
-    for name, pieces, told in (
+    for name, pieces, reported in (
         ("half", [({"w": [0, 0]}, {"w": (2, 3)})], "1 shard.* hold 6 of 12 numbers of weight w .4, 3."),
         ("none", [(None, {"b": (3,)})], "1 shard.* hold nothing of weight w"),
         ("twice the same half", [({"w": [0, 0]}, {"w": (2, 3)})] * 2, "2 shard.* hold 12 of 12 numbers"),
@@ -154,7 +154,7 @@ def test_pieces_make_a_weight_where_they_end_where_it_ends(tmp_path):
         directory.mkdir()
         for number, (offsets, tensors) in enumerate(pieces, start=1):
             shard(directory, number, offsets, **tensors)
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reported):
             weights.check_complete(directory, {"w": shapes["w"]})
     assert weights.is_sharded(tmp_path / "a") and not weights.is_sharded(tmp_path / "nothing")
 

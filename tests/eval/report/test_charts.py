@@ -18,6 +18,7 @@ from hf_axonn_eval.report.charts import (
     line_chart,
     point_text,
 )
+from tests.helpers.eval_support import TENTH
 
 
 LABELS = {"title": "t", "x_label": "x", "y_label": "y"}
@@ -67,8 +68,7 @@ def test_bars_stand_beside_each_other():
     chart = bar_chart(["0x", "4x"], {"a": [Point(0, 0.25), None], "b": [Point(0, 0.5), Point(0, 1, 0.5, 1)]}, **LABELS)
     bars = shapes(chart, "bar")
     height = HEIGHT - BOTTOM - TOP
-    # a chart is written with one decimal
-    assert [float(bar.get("height")) for bar in bars] == pytest.approx([height / 4, height / 2, height], abs=0.051)
+    assert [float(bar.get("height")) for bar in bars] == pytest.approx([height / 4, height / 2, height], abs=TENTH)
     assert [bar.get("class") for bar in bars] == ["bar s0", "bar s1", "bar s1"]
     ends = [(float(bar.get("x")), float(bar.get("x")) + float(bar.get("width"))) for bar in bars]
     assert all(before[1] <= after[0] for before, after in zip(ends, ends[1:], strict=False))
@@ -124,7 +124,7 @@ def test_the_axis_ends_with_the_largest_number():
 
     floor = HEIGHT - BOTTOM
     assert tops(bar_chart(["0x"], {"a": [Point(0, 0.5)], "b": [Point(0, 2.0)]}, **LABELS)) == [
-        pytest.approx(floor - (floor - TOP) / 4, abs=0.051), TOP,
+        pytest.approx(floor - (floor - TOP) / 4, abs=TENTH), TOP,
     ]  # fmt: skip
     assert tops(bar_chart(["0x"], {"a": [Point(0, 0.5, 0.2, 1.0)]}, **LABELS)) == [(floor + TOP) / 2]
     assert tops(bar_chart(["0x"], {"a": [Point(0, 0.0)]}, **LABELS)) == [floor]
@@ -137,7 +137,7 @@ def test_the_axis_ends_with_the_largest_number():
         ([Point(0, 0.0), Point(1, 0.0)], [floor, floor]),
     ):
         (line,) = shapes(line_chart({"a": points}, **LABELS), "line")
-        assert [float(place.split(",")[1]) for place in line.get("points").split()] == pytest.approx(places, abs=0.051)
+        assert [float(place.split(",")[1]) for place in line.get("points").split()] == pytest.approx(places, abs=TENTH)
 
 
 def test_a_place_alone_is_in_the_middle():
@@ -159,7 +159,7 @@ def test_bars_are_no_wider_than_there_is_room_for(groups, runs, width):
     room = (WIDTH - RIGHT - LEFT) / groups
     of_first = places[:runs]
     middle = (of_first[0] + of_first[-1] + min(0.8 * room / runs, 36)) / 2
-    assert middle == pytest.approx(LEFT + room / 2, abs=0.1), "a group stands in the middle of its room"
+    assert middle == pytest.approx(LEFT + room / 2, abs=TENTH), "a group stands in the middle of its room"
 
 
 def test_without_intervals_the_axis_ends_with_the_largest_number():

@@ -16,6 +16,7 @@ import pytest
 
 from hf_axonn_eval.report.charts import COLOURS, Point, bar_chart, line_chart
 from hf_axonn_eval.report.maps import DocumentMap, Stretch, maps_svg
+from tests.helpers.eval_support import TENTH
 
 
 DRAWINGS = Path(__file__).parent / "drawings"
@@ -204,19 +205,19 @@ def test_names_stand_under_their_bars_and_bars_on_the_axis(name, runs, groups):
     room = (axis[2] - axis[1]) / len(groups)
     for place, (label, group) in enumerate(zip(labels, bars_of, strict=True)):
         middle = axis[1] + room * (place + 0.5)
-        assert (label[1] + label[2]) / 2 == pytest.approx(middle, abs=0.051)
-        assert all(bar[4] == pytest.approx(axis[3], abs=0.11) for bar in group)
+        assert (label[1] + label[2]) / 2 == pytest.approx(middle, abs=TENTH)
+        assert all(bar[4] == pytest.approx(axis[3], abs=2 * TENTH) for bar in group)
         assert middle - room / 2 <= min(bar[1] for bar in group) and max(bar[2] for bar in group) <= middle + room / 2
         assert all(before[2] <= after[1] for before, after in zip(group, group[1:], strict=False))
         if len(group) == runs:  # a bar is two pixels narrower than its place
-            assert sum(bar[1] + bar[2] for bar in group) / (2 * runs) == pytest.approx(middle - 1, abs=0.11)
+            assert sum(bar[1] + bar[2] for bar in group) / (2 * runs) == pytest.approx(middle - 1, abs=2 * TENTH)
 
 
 def test_whiskers_end_where_the_intervals_end():
     """The axis of this chart goes from 0 at 190 to 1 at 12; the ends of the first run are 0 and 0.24, 0.05 and 0.3."""
     ends = [(shape[3], shape[4]) for shape in boxes("bars") if shape[0] == "whisker"]
     wanted = [(0.24, 0.0), (0.3, 0.05), (0.75, 0.25), (1.0, 0.8)]
-    assert ends == [tuple(pytest.approx(190 - 178 * end, abs=0.051) for end in pair) for pair in wanted]
+    assert ends == [tuple(pytest.approx(190 - 178 * end, abs=TENTH) for end in pair) for pair in wanted]
 
 
 if __name__ == "__main__":

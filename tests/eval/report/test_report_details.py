@@ -31,9 +31,9 @@ def rows(tables) -> dict[tuple[str, str], list[str]]:
 
 
 def test_changes():
-    told = rows(changes(compare({"base": results(1), "trained": results(4)}, resamples=100)))
+    reported = rows(changes(compare({"base": results(1), "trained": results(4)}, resamples=100)))
     # b = 3 gained, c = 0 lost: p = 2 / 2^3
-    assert told == {
+    assert reported == {
         ("0x", "trained"): ["0", "0", "0", "0", "0", "1"],
         ("3x", "trained"): ["3", "0", "1", "3", "0", "0.25"],
         ("all", "trained"): ["3", "0", "1", "3", "0", "0.25"],
@@ -42,8 +42,8 @@ def test_changes():
 
 
 def test_shorter():
-    told = rows(shorter(compare({"base": results(1)}, lengths=[1, 2], resamples=100)))
-    assert [cell.split(" [")[0] for cell in told["3x", "base"]] == ["4 of 4", "1 of 4"]
+    reported = rows(shorter(compare({"base": results(1)}, lengths=[1, 2], resamples=100)))
+    assert [cell.split(" [")[0] for cell in reported["3x", "base"]] == ["4 of 4", "1 of 4"]
     assert shorter(compare({"base": results(1)}, resamples=100)) == []
 
 
@@ -63,16 +63,16 @@ def test_membership():
     scores = lambda place, known: {"loss": float(place), "min_k_plus_plus": -float(place)}  # noqa: E731
     (table,) = membership(compare({"base": results(3, membership=scores)}, resamples=100))
     assert table.headings[2:] == ["score", "members, controls", "AUC", "TPR at 0.1% FPR", "TPR at 1.0% FPR"]
-    told = {(row[0], row[2]): row[3:] for row in table.rows}
-    assert told["3x", "loss"][0] == "4, 2" and told["3x", "loss"][1].startswith("1.000")
-    assert told["3x", "Min-K%++"][1].startswith("0.000") and ("0x", "loss") not in told
+    reported = {(row[0], row[2]): row[3:] for row in table.rows}
+    assert reported["3x", "loss"][0] == "4, 2" and reported["3x", "loss"][1].startswith("1.000")
+    assert reported["3x", "Min-K%++"][1].startswith("0.000") and ("0x", "loss") not in reported
 
 
 def test_undecided():
     given = {"near_tie": lambda place, known: place in (2, 5), "margin": lambda place, known: 0.0}
-    told = rows(near_ties(compare({"base": results(2, **given)}, resamples=100)))
+    reported = rows(near_ties(compare({"base": results(2, **given)}, resamples=100)))
     # d2 comes back and d5 does not, and both could be otherwise
-    assert told["3x", "base"] == ["2 of 4", "1 to 3"] and told["0x", "base"] == ["0 of 2", "0 to 0"]
+    assert reported["3x", "base"] == ["2 of 4", "1 to 3"] and reported["0x", "base"] == ["0 of 2", "0 to 0"]
 
 
 def test_a_plain_run_has_no_further_tables():
@@ -99,7 +99,7 @@ def test_numbers_of_draws_are_told_in_full_up_to_ten_million(number, text):
 
 
 @pytest.mark.parametrize(
-    ("entry", "told", "plain"),
+    ("entry", "reported", "plain"),
     [
         (None, "-", "-"),
         ({"mean": 0.5125, "low": 0.0, "high": 1.0}, "0.512 [0.00, 1.00]", "0.512"),
@@ -107,8 +107,8 @@ def test_numbers_of_draws_are_told_in_full_up_to_ten_million(number, text):
         ({"mean": 0.25, "low": None, "high": None}, "0.250", "0.250"),
     ],
 )
-def test_an_estimate_in_words(entry, told, plain):
-    assert tables.estimate_text(entry) == told and tables.estimate_text(entry, interval=False) == plain
+def test_an_estimate_in_words(entry, reported, plain):
+    assert tables.estimate_text(entry) == reported and tables.estimate_text(entry, interval=False) == plain
 
 
 def test_what_is_said_beside_the_tables():
@@ -131,13 +131,13 @@ def test_the_sampler_is_told_once_or_by_run():
     def record(sampler, settings=None):
         return {"identity": {"samples_sha256": "x", "sampler": sampler}, "settings": {"sampler": settings}}
 
-    def told(**records):
+    def reported(**records):
         return tables.samplers(compare({name: results(1) for name in records}, records=records, resamples=100))
 
-    assert told(a=record("top-k 40"), b=record("top-k 40")) == "Sampler: top-k 40."
-    assert told(a=record("top-k 40"), b=record("top-k 5")) == "Samplers: a: top-k 40; b: top-k 5."
-    assert told(a=record("top-k 40"), b=record(None)) == "Sampler: top-k 40."
-    assert told(a=record(None, "top-p 0.9")) == "Sampler: top-p 0.9." and told(a=record(None)) == ""
+    assert reported(a=record("top-k 40"), b=record("top-k 40")) == "Sampler: top-k 40."
+    assert reported(a=record("top-k 40"), b=record("top-k 5")) == "Samplers: a: top-k 40; b: top-k 5."
+    assert reported(a=record("top-k 40"), b=record(None)) == "Sampler: top-k 40."
+    assert reported(a=record(None, "top-p 0.9")) == "Sampler: top-p 0.9." and reported(a=record(None)) == ""
 
 
 def test_a_score_without_an_interval():
