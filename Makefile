@@ -17,6 +17,9 @@ BIN := .venv/bin
 STAMPS := .venv/.stamps
 # One thread for each process: the tests run several ranks on few cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# A file is run by one worker (loadfile), because its tests share models, checkpoints and whole launches by fixtures of
+# the module: spread over both workers they would be made twice.
+SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo install test test-slow test-gpu mutants lint format picture wheel clean
 
@@ -36,13 +39,11 @@ demo: $(STAMPS)/demo
 
 install: $(STAMPS)/dev
 
-# A file is run by one worker (loadfile), because its tests share models, checkpoints and whole launches by fixtures of
-# the module: spread over both workers they would be made twice.
 test: $(STAMPS)/dev
-	$(PYTEST) -m "not slow and not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "not slow and not gpu" $(SIDE_BY_SIDE) $(ARGS)
 
 test-slow: $(STAMPS)/dev
-	$(PYTEST) -m "slow and not gpu" $(ARGS)
+	$(PYTEST) -m "slow and not gpu" $(SIDE_BY_SIDE) $(ARGS)
 
 # In two runs: a process that has used CUDA cannot fork ranks that do. NCCL refuses two ranks on one GPU, so on a
 # single one they talk by gloo; of several GPUs each has one rank, and tests of more ranks are skipped.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 
+import pytest
 import torch
 from torch import nn
 from transformers.optimization import Adafactor
@@ -12,6 +13,7 @@ from transformers.optimization import Adafactor
 from hf_axonn.accelerator.adafactor import GridAdafactor, follow_grid
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.dtensors import distributed, shard_of, shard_placements
+from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import full
 from tests.helpers.ranks import all_grids, run_ranks
 
@@ -78,11 +80,9 @@ def sharded(options: dict, dtype: torch.dtype, grid, *, resume: bool) -> dict[st
     return found | states
 
 
-def differences(truths: dict) -> list[str]:
+def differences(truths: dict, grids: list[Grid]) -> list[str]:
     wrong = []
-    for grid, (name, dtype), resume in itertools.product(all_grids(4), truths, (False, True)):
-        if grid.data > 1:
-            continue
+    for grid, (name, dtype), resume in itertools.product(grids, truths, (False, True)):
         found = sharded(OPTIONS[name], dtype, grid, resume=resume)
         # A rounding to bfloat16 may fall to the other side.
         bound = 1e-12 if dtype == torch.float64 else 2e-2
@@ -93,7 +93,15 @@ def differences(truths: dict) -> list[str]:
     return wrong
 
 
-def test_every_grid_of_four_equals_whole_tensors():
+EVERY_GRID = [grid for grid in all_grids(4) if grid.data == 1]
+
+
+@pytest.mark.parametrize(
+    "grids",
+    [[Grid(y=2, x=2), Grid(z=2, x=2)], pytest.param(EVERY_GRID, marks=pytest.mark.slow)],
+    ids=["two axes", "every grid"],
+)
+def test_a_grid_of_four_equals_whole_tensors(grids):
     truths = {}
     for name, dtype in itertools.product(OPTIONS, (torch.float64, torch.bfloat16)):
         parameters, optimizer = whole(OPTIONS[name], dtype)
@@ -103,7 +111,7 @@ def test_every_grid_of_four_equals_whole_tensors():
             for its, value in optimizer.state[parameter].items()
             if isinstance(value, torch.Tensor)
         }
-    for wrong in run_ranks(differences, 4, truths):
+    for wrong in run_ranks(differences, 4, truths, grids):
         assert not wrong, wrong[:5]
 
 

@@ -149,7 +149,7 @@ def _logits_and_gradients(batch, truths):
                     assert isinstance(output.logits, DeferredLogits) == deferred
                     (output.logits[..., 3].square().sum() if of_own else output.loss).backward()
                 sync_gradients(model)
-                gradients = {name: full(its.grad) for name, its in model.named_parameters() if its.grad is not None}
+                gradients = {name: its.grad for name, its in model.named_parameters() if its.grad is not None}
                 errors = relative_errors(gradients, truth)
                 assert max(errors.values()) < 1e-10, (dropout, grid, of_own, errors)
                 model.zero_grad()
@@ -221,7 +221,7 @@ def _rounding(batches, truths):
         for batch, truth in zip(batches, truths, strict=True):
             model, _ = parallelize(half_model().train(), grid)
             mine = rows_of(batch, grid, model.get_base_model().axonn.mesh.rank)
-            gradients = fit(model, [mine]).gradients
+            gradients = {name: full(its) for name, its in fit(model, [mine]).gradients.items()}
             assert {grad.dtype for grad in gradients.values()} == {torch.float32}
             errors[str(grid)] += squared_distance(gradients, truth)
     return errors

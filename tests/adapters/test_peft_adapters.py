@@ -15,6 +15,7 @@ from hf_axonn.checkpoint.sharded import save_sharded
 from hf_axonn.topology.grid import Grid
 from tests.helpers.adapting import ONE_OF_EACH, adapt, adapted_model, drawing
 from tests.helpers.equality import exact, full
+from tests.helpers.float64 import largest_difference
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
 
@@ -109,7 +110,7 @@ def merge(base, *, safe=False, **options):
     plain = model.merge_and_unload(safe_merge=safe)
     assert not [name for name, _ in plain.named_modules() if "lora" in name]
     found.append(logits(plain))
-    return found, {name: full(its) for name, its in plain.named_parameters()}
+    return found, {name: its.detach() for name, its in plain.named_parameters()}
 
 
 SIZES = {"mixtral": {"num_local_experts": 5}, "gpt2": {"num_key_value_heads": 12}}
@@ -130,7 +131,7 @@ def _merge(truths):
                 equal(mine, its)
             assert parameters.keys() == truths[name][1].keys()
             for key, value in parameters.items():
-                equal(value, truths[name][1][key])
+                assert largest_difference(value, truths[name][1][key]) < 1e-10, (grid, name, key)
 
 
 def test_merging_and_unmerging():

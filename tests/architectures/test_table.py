@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_axonn.architectures.block_checks import GLOBAL_SIZES
+from hf_axonn.architectures.block_checks import GLOBAL_SIZES, head_counts
 from hf_axonn.architectures.plan import plan_for
 from hf_axonn.architectures.table import CHECKED, TABLE
 from tests.benchmarks.architectures import tiny_configs
@@ -34,6 +34,14 @@ def test_every_way_of_dividing_heads(heads, monkeypatch):
     specimens = [prepare(model_type) for model_type in TYPES]
     survey_grid(specimens, "x2y2")
     assert not [its.row.line(BOUND) for its in specimens if its.row.verdict(BOUND) != "planned"]
+
+
+def test_a_block_in_groups_has_as_many_units_as_kv_heads():
+    """Falcon's new architecture packs a kv head with its query heads, here two of them."""
+    sizes = dict(hidden_size=24, num_attention_heads=4, num_kv_heads=2, num_hidden_layers=1, vocab_size=31)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("falcon", new_decoder_architecture=True, **sizes))
+    attention, _ = TABLE["falcon"](model.config)
+    assert head_counts(model, model.transformer.h[0], attention) == (2, 2)
 
 
 def test_a_block_that_does_not_fit_is_left_whole():

@@ -5,6 +5,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.topology.grid import Grid
 from tests.helpers.devices import rank_device
-from tests.helpers.equality import Case, compare, too_large, worst_ratio
+from tests.helpers.equality import Case, compare, local, too_large, worst_ratio
 from tests.helpers.float64 import recompute_in_float64, relative_errors
 from tests.helpers.models import BLOCKWISE, tiny_batch, tiny_model
 from tests.helpers.ranks import all_grids, run_ranks
@@ -247,10 +248,11 @@ def test_rounding_is_as_on_one_process(dtype, narrowest, context):
     case = Case(str(dtype), functools.partial(rounded_model, dtype), context=context)
     alone = errors_of(case.truth(), exact_truth)
     assert 1e-8 < alone["gradients"] < 0.2
-    errors = run_ranks(rounding_errors, 4, case, exact_truth, [Grid(y=2, x=2), Grid(z=2, x=2), Grid(data=2, z=2)])[0]
-    for grid, ours in errors.items():
-        assert ours["gradients"] <= 3 * alone["gradients"], grid
-        assert ours["loss"] <= 3 * alone["loss"] + 2 * torch.finfo(narrowest).eps, grid
+    grids = [Grid(y=2, x=2), Grid(z=2, x=2), Grid(data=2, z=2)]
+    for errors in run_ranks(rounding_errors, 4, case, exact_truth, grids):
+        for grid, ours in errors.items():
+            assert ours["gradients"] <= 3 * alone["gradients"], grid
+            assert ours["loss"] <= 3 * alone["loss"] + 2 * torch.finfo(narrowest).eps, grid
 
 
 def errors_of(outcome, truth):
@@ -262,6 +264,32 @@ def errors_of(outcome, truth):
 
 def rounding_errors(case, truth, grids):
     return {str(grid): errors_of(case.on_grid(grid), truth) for grid in grids}
+
+
+def one_wrong_number(truth):
+    """`compare` where on one rank one number of a gradient or of a loss is not as on one process."""
+    found = []
+    for kind, wrong in itertools.product(("loss", "gradients"), (float("nan"), 0.5)):
+
+        class Wrong(Case):
+            def on_grid(self, grid, kind=kind, wrong=wrong):
+                ours = super().on_grid(grid)
+                if torch.distributed.get_rank() == 1:
+                    tensor = ours.losses[0] if kind == "loss" else ours.gradients["model.layers.1.mlp.up_proj.weight"]
+                    local(tensor).detach().view(-1)[-1] = wrong
+                return ours
+
+        case = Wrong(f"{wrong} in {kind}", functools.partial(tiny_model, "llama"))
+        found.append((f"{case.name} on data=1,z=1,y=2,x=1: {kind}", compare([(case, truth)], [Grid(y=2)])))
+    return found
+
+
+def test_one_wrong_number_on_one_rank_is_not_equal():
+    truth = Case("llama", functools.partial(tiny_model, "llama")).truth()
+    for found in run_ranks(one_wrong_number, 2, truth):
+        for said, table in found:
+            (line,) = too_large(table, 1e-10)
+            assert line.startswith(said)
 
 
 def print_table():

@@ -269,10 +269,8 @@ def test_an_interrupted_run_goes_on(scripts, model_directory, tmp_path, cache):
     assert len(losses[0]) == 3 and losses[0] == pytest.approx(losses[1])
 
 
-PACKED = pytest.param(["--packing"], marks=pytest.mark.slow, id="packed")
-
-
-@pytest.mark.parametrize("options", [PACKED, pytest.param(["--lora_r", "2", "--held_out", "0.25"], id="lora")])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--packing"], ["--lora_r", "2", "--held_out", "0.25"]], ids=["packed", "lora"])
 def test_a_grid_trains_as_one_process(scripts, model_directory, tmp_path, cache, options):
     """The same rows, masks and adapters: the losses of two ranks that share every layer are those of one process."""
     alone, shared = tmp_path / "alone", tmp_path / "shared"

@@ -2,9 +2,6 @@
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,6 +26,7 @@ from hf_axonn.goldfish.mask import goldfish_mask
 from hf_axonn.goldfish.trainer import UNMASKED_LABELS, GoldfishConfig, GoldfishMixin, GoldfishTrainer
 from hf_axonn.losses.causal_lm import CausalLMLoss
 from hf_axonn.topology.grid import Grid
+from tests.helpers.ranks import run_ranks
 
 
 VOCAB = 61
@@ -397,27 +395,10 @@ def run_both(path: Path, processes: int) -> dict[str, list]:
 
 def test_two_processes_equal_one(tmp_path):
     """DDP over gloo. The last evaluation batch is filled up by repeating samples: none of them may count twice."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "ACCELERATE_USE_CPU": "true",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
-    done = subprocess.run(
-        [*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
     expected = run_both(tmp_path / "one", processes=1)
-    for rank in range(2):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
+    for found in run_ranks(run_both, 2, tmp_path / "two", 2):
         assert found.keys() == expected.keys()
         for key, values in expected.items():
             assert torch.allclose(torch.tensor(found[key]).double(), torch.tensor(values).double(), rtol=1e-5), key
         assert found["hash-table eval"] == pytest.approx([full_loss(tiny_model())], rel=1e-6)
         assert found["hash-table documents"]
-
-
-if __name__ == "__main__":
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
-    (folder / f"rank{rank}.json").write_text(json.dumps(run_both(folder / "two", processes=2)))
-    torch.distributed.destroy_process_group()

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from hf_axonn import Grid
-from tests.helpers.equality import full
 from tests.helpers.float64 import Float64
 from tests.helpers.models import tiny_model
 from tests.helpers.training import training_options
@@ -80,7 +79,7 @@ class ExactLogProbs:
 
 
 class FirstGradients(TrainerCallback):
-    """Keeps the whole gradients of the first optimizer step."""
+    """Keeps the gradients of the first optimizer step."""
 
     def __init__(self) -> None:
         self.gradients: dict[str, torch.Tensor] = {}
@@ -88,7 +87,7 @@ class FirstGradients(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         if not self.gradients:
             named = model.named_parameters()
-            self.gradients = {name: full(its.grad) for name, its in named if its.grad is not None}
+            self.gradients = {name: its.grad.clone() for name, its in named if its.grad is not None}
 
 
 def make_sft(output: Path, grid: Grid | None, *, goldfish: bool = True, kind: str = "llama", model=None, **changes):
@@ -129,5 +128,5 @@ def fine_tune(output: Path, grid: Grid | None, *, resume: Path | None = None, ev
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
         if evaluate:
             trainer.evaluate()
-    parameters = {name: full(its) for name, its in trainer.model.named_parameters() if its.requires_grad}
+    parameters = {name: its.detach().clone() for name, its in trainer.model.named_parameters() if its.requires_grad}
     return logged(trainer.state.log_history), watch.gradients, parameters

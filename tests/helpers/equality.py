@@ -21,7 +21,7 @@ from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.topology.grid import Grid
 from tests.helpers.devices import rank_device
-from tests.helpers.float64 import Float64, relative_errors
+from tests.helpers.float64 import Float64, not_nan, relative_errors
 from tests.helpers.models import tiny_batch
 
 
@@ -31,7 +31,10 @@ Loss = Callable[[nn.Module, Batch, int], Tensor]
 
 @dataclass
 class Outcome:
-    """What a run of `fit` left: the loss of each micro-batch, gradients of the first step, norms, final parameters."""
+    """What a run of `fit` left: the loss of each micro-batch, gradients of the first step, norms, final parameters.
+
+    On a grid the gradients and parameters are DTensors; `relative_errors` compares each rank's shards.
+    """
 
     losses: list[Tensor] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -85,7 +88,7 @@ def fit(
         sync_gradients(model)
         if step == 0:
             named = model.named_parameters()
-            outcome.gradients = {name: full(its.grad) for name, its in named if its.grad is not None}
+            outcome.gradients = {name: its.grad.clone() for name, its in named if its.grad is not None}
         if as_trainer:
             outcome.norms.append(full(nn.utils.clip_grad_norm_(trained, max_norm)))
         else:
@@ -96,7 +99,7 @@ def fit(
         optimizer.step()
         optimizer.zero_grad()
         model.zero_grad()
-    outcome.parameters = {name: full(parameter) for name, parameter in model.named_parameters()}
+    outcome.parameters = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     return outcome
 
 
@@ -151,7 +154,7 @@ class Case:
             return self.fit(model, self.batches)
 
     def on_grid(self, grid: Grid) -> Outcome:
-        """The run on a grid, as every rank sees it; losses are averaged over the samples."""
+        """The run on a grid; losses are averaged over the samples, gradients and parameters are this rank's."""
         with torch.device("cpu"):  # where the truth was made
             model = self.make()
         model, _ = parallelize(model.to(rank_device()).train(), grid, config=self.config(grid))
@@ -169,7 +172,7 @@ class Case:
         return fit(model, batches, dp_size=dp_size, **options)
 
     def errors(self, grid: Grid, truth: Outcome) -> dict[str, float]:
-        """The largest relative error of each kind on this grid; gradients and parameters by the name of the worst."""
+        """This rank's largest relative error of each kind; gradients and parameters by the name of the worst."""
         ours = self.on_grid(grid)
         errors = {"loss": worst_ratio(ours.losses, truth.losses), "norm": worst_ratio(ours.norms, truth.norms)}
         for what in ("gradients", "parameters"):
@@ -182,16 +185,20 @@ class Case:
 def worst_ratio(ours: list[Tensor], truth: list[Tensor]) -> float:
     """Largest |difference| / |truth| of two lists of numbers."""
     assert len(ours) == len(truth) > 0
-    return max(float((mine - its).abs() / its.abs()) for mine, its in zip(ours, truth, strict=True))
+    return max(not_nan((mine - its).abs() / its.abs()) for mine, its in zip(ours, truth, strict=True))
 
 
 def compare(cases: list[tuple[Case, Outcome]], grids: list[Grid]) -> dict[tuple[str, str], dict[str, float]]:
-    """Errors of each case on each grid by (case, grid); runs on every rank."""
-    return {(case.name, str(grid)): case.errors(grid, truth) for grid in grids for case, truth in cases}
+    """Errors of each case on each grid by (case, grid), the worst of all ranks; runs on every rank."""
+    mine = {(case.name, str(grid)): case.errors(grid, truth) for grid in grids for case, truth in cases}
+    tables: list = [None] * dist.get_world_size()
+    dist.all_gather_object(tables, mine)
+    of_ranks = {key: zip(*(table[key].items() for table in tables), strict=True) for key in mine}
+    return {key: dict(max(errors, key=lambda error: error[1]) for errors in kinds) for key, kinds in of_ranks.items()}
 
 
 def too_large(table: dict[tuple[str, str], dict[str, float]], bound: float) -> list[str]:
-    """Lines about what is not equal; a number that is not finite is not equal either."""
+    """Lines about what is not equal."""
     return [
         f"{case} on {grid}: {what} {error:.2e}"
         for (case, grid), errors in table.items()

@@ -5,7 +5,10 @@ Both sides of a comparison run under `Float64()`. Nothing here may change what i
 
 from __future__ import annotations
 
+import math
+
 import torch
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 
@@ -52,15 +55,34 @@ def _is_float64(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float64
 
 
+@torch.no_grad()
 def relative_errors(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
-    """|difference| / max(|g|, 1e-3 * |all g| / sqrt(number of parameters)) for each name (docs/numerics.md).
+    """max |difference| / max(max |g|, 1e-3 * |all g| / sqrt(number of parameters)) for each name (docs/numerics.md).
 
     Some gradients are zero by mathematics (a key bias), so each is measured against a floor that all of them set.
+    Of a DTensor each rank compares its own shard, without a collective: every rank has to look at its errors.
     """
     assert ours.keys() == truth.keys(), ours.keys() ^ truth.keys()
     total = torch.sqrt(sum((value.double() ** 2).sum() for value in truth.values()))
     floor = 1e-3 * total / sum(value.numel() for value in truth.values()) ** 0.5
     return {
-        name: float((ours[name] - value).abs().max() / torch.maximum(value.abs().max(), floor))
+        name: largest_difference(ours[name], value) / float(torch.maximum(value.abs().max(), floor))
         for name, value in truth.items()
     }
+
+
+def largest_difference(ours: torch.Tensor, truth: torch.Tensor) -> float:
+    """max |ours - truth|; of a DTensor where this rank has its shard. 0 where that is empty, infinite for NaN."""
+    if isinstance(ours, DTensor):
+        assert ours.shape == truth.shape
+        (chunk,) = ours.__create_chunk_list__()  # as torch's own checkpoints find it
+        for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            truth = truth.narrow(dim, start, size)
+        ours = ours.to_local()
+        assert ours.shape == truth.shape
+    return not_nan((ours - truth).abs().max()) if ours.numel() else 0.0
+
+
+def not_nan(error: torch.Tensor) -> float:
+    """An error; infinite in place of NaN, which `max` would pass over."""
+    return float("inf") if math.isnan(error) else float(error)

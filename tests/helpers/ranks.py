@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hf_axonn.compat.accelerate import forget_state
+from hf_axonn.distributed.consistency import gather_texts
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.topology.grid import Grid
 from tests.helpers import devices
@@ -117,3 +118,12 @@ def run_ranks(function: Callable, world: int, *args, timeout: float = 240) -> li
             with open(f"{folder}/result-{rank}", "rb") as file:
                 results.append(pickle.load(file))
         return results
+
+
+def refused(function, *args, **kwargs) -> str:
+    """The message of a ValueError, which every rank must raise."""
+    with pytest.raises(ValueError) as error:
+        function(*args, **kwargs)
+    messages = gather_texts(str(error.value), "cpu")
+    assert len(set(messages)) == 1, messages
+    return messages[0]

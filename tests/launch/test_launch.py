@@ -1,6 +1,7 @@
 """The command line of a launch, and real launches through stock accelerate."""
 
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -172,19 +173,22 @@ WRONG = {
 
 
 def test_a_wrong_file_ends_the_launch_before_any_process_starts(tmp_path):
-    def run(name):
-        directory = tmp_path / name
-        directory.mkdir()
-        words = [*LAUNCHERS["accelerate launch"], "--config", "axonn.yaml", "script.py"]
-        return start(directory, *words, file=GOOD.replace("grid: {x: 2}", WRONG[name][0]))
+    wrong, message = WRONG["product"]
+    words = [*LAUNCHERS["accelerate launch"], "--config", "axonn.yaml", "script.py"]
+    done, ranks = start(tmp_path, *words, file=GOOD.replace("grid: {x: 2}", wrong))
+    assert done.returncode == 2, done.stderr
+    assert ranks == []
+    assert done.stderr.startswith("hf_axonn: nothing was started. axonn.yaml: axonn_config")
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
 
-    with ThreadPoolExecutor(2) as pool:
-        for name, (done, ranks) in zip(WRONG, pool.map(run, WRONG), strict=True):
-            assert done.returncode == 2, done.stderr
-            assert ranks == []
-            assert done.stderr.startswith("hf_axonn: nothing was started. axonn.yaml: axonn_config")
-            assert WRONG[name][1] in done.stderr
-            assert "Traceback" not in done.stderr
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_in_a_file_is_said(file, name):
+    wrong, message = WRONG[name]
+    file.write_text(GOOD.replace("grid: {x: 2}", wrong))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prepare(["--config", str(file), "script.py"])
 
 
 def test_axonn_launch_refuses_alike(tmp_path):

@@ -14,7 +14,7 @@ from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.losses.causal_lm import CausalLMLoss
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from tests.helpers.devices import seeded
-from tests.helpers.equality import full, mean_over_world, rows_of
+from tests.helpers.equality import mean_over_world, rows_of
 from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
@@ -56,7 +56,7 @@ def _equal(head_bias: bool) -> None:
                 assert isinstance(output.logits, DeferredLogits)
                 (output.loss * grid.dp_size).backward()
             sync_gradients(model)
-            ours = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+            ours = {name: parameter.grad for name, parameter in model.named_parameters()}
             errors = relative_errors(ours, grads)
             assert max(errors.values()) < 1e-10, (grid, limit, max(errors, key=errors.get))
 
@@ -136,7 +136,7 @@ def _smoothed() -> None:
             assert loss.calls == 0 and isinstance(output.logits, DeferredLogits)
             ours = mean_over_world(output.loss.detach() * grid.dp_size)
             torch.testing.assert_close(ours, expected.detach(), rtol=1e-12, atol=0)
-            own = {name: full(its.grad) for name, its in model.named_parameters() if its.grad is not None}
+            own = {name: its.grad for name, its in model.named_parameters() if its.grad is not None}
             true = {name: its.grad for name, its in truth.named_parameters() if its.grad is not None}
             assert max(relative_errors(own, true).values()) < 1e-10, (kind, grid)
             # Of logits that are whole, too.
@@ -184,7 +184,7 @@ def check(batch, truth, **changes):
         output = run_model(model, rows_of(batch, grid, dist.get_rank()))
         sync_gradients(model)
         torch.testing.assert_close(mean_over_world(output.loss), truth[0].loss.detach(), rtol=1e-12, atol=0)
-        ours = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+        ours = {name: parameter.grad for name, parameter in model.named_parameters()}
         errors = relative_errors(ours, truth[1])
         assert max(errors.values()) < 1e-10, errors
 

@@ -1,12 +1,17 @@
-"""In which passes batches are compared; that a difference is found: tests/distributed/test_consistency.py."""
+"""In which passes batches are compared, and what is said where they differ."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from hf_axonn.parallel.batch_check import BatchCheck
+import hf_axonn
+from hf_axonn import Grid
+from hf_axonn.parallel.batch_check import BatchCheck, checksum
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import refused, run_ranks
 
 
 class Mesh:
@@ -54,3 +59,66 @@ def test_where_no_ranks_share_samples_nothing_is_compared():
     check = Noted(1)
     check((torch.tensor([1]),), {})
     assert check.compared == []
+
+
+def _batches() -> dict[str, str]:
+    me = dist.get_rank()
+    model, _ = hf_axonn.parallelize(tiny_model("llama", attention_dropout=0.1), Grid(x=2))
+    found = {}
+
+    def call(**changes):
+        batch = tiny_batch(2, 8) | changes
+        return lambda: model(**batch)
+
+    model.train()
+    torch.manual_seed(5)
+    call()()  # the same: nothing is said
+    found["shape"] = refused(lambda: model(**tiny_batch(2, 8 + me)))
+    found["content"] = refused(lambda: model(**tiny_batch(2, 8, seed=3 + me)))
+    torch.manual_seed(5 + me)
+    found["random"] = refused(call())
+    model.eval()  # drops nothing, so random numbers are not needed
+    call()()
+    found["keys"] = refused(call(**({"position_ids": torch.arange(8)[None]} if me else {})))
+    # After the first four passes one batch that differs is found at the 32nd, once.
+    with torch.no_grad():
+        for _ in range(2):
+            call()()
+        model(**tiny_batch(2, 8, seed=3 + me))
+        for _ in range(27):
+            call()()
+        found["earlier"] = refused(call())
+        for _ in range(32):
+            call()()
+    return found
+
+
+def test_what_is_found_at_the_first_step():
+    found = run_ranks(_batches, 2)[0]
+    assert all("data=0, z=0" in text for text in found.values())
+    assert "input_ids is [2, 8] int64" in found["shape"] and "[2, 9] int64" in found["shape"]
+    assert "input_ids is [2, 8] int64" in found["content"] and "on rank 1" in found["content"]
+    assert "a batch among the last 29 is of checksum " in found["earlier"] and "Feed ranks" in found["earlier"]
+    assert not any("among" in text for name, text in found.items() if name != "earlier")
+    assert "of seed 5) on rank 0" in found["random"] and "set_seed" in found["random"]
+    assert "position_ids is missing on rank 0" in found["keys"]
+
+
+def _different_samples() -> None:
+    """Ranks of data and z have their own samples, of any length, and their own random state."""
+    me = dist.get_rank()
+    model, _ = hf_axonn.parallelize(tiny_model("llama", attention_dropout=0.1), Grid(data=2))
+    torch.manual_seed(me)
+    model.train()
+    model(**tiny_batch(2, 8 + me, seed=me)).loss.backward()
+
+
+def test_ranks_with_samples_of_their_own_are_left_alone():
+    run_ranks(_different_samples, 2)
+
+
+def test_a_checksum_sees_values_and_their_places():
+    one = torch.arange(12).view(3, 4)
+    assert checksum(one) != checksum(one.flip(0)) and checksum(one) != checksum(one.view(3, 4) + 1)
+    assert checksum(one) == checksum(one.clone()) and checksum(one.float()) == 0
+    assert checksum(torch.tensor([True, False])) != checksum(torch.tensor([False, True]))

@@ -55,8 +55,7 @@ def gradients(model, batch: dict, scale: float = 1.0) -> tuple[torch.Tensor, dic
         loss = model(**batch).loss
         (loss * scale).backward()
     sync_gradients(model)
-    values = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return loss.detach(), {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in values.items()}
+    return loss.detach(), {name: its.grad for name, its in model.named_parameters() if its.grad is not None}
 
 
 def _others(kinds: list[str]) -> None:

@@ -67,7 +67,7 @@ def test_importing_the_package_imports_no_library():
     )
 
 
-def test_classes_that_pickles_of_the_first_version_name_are_found():
+def test_what_pickles_and_documents_of_the_first_version_name_is_found():
     """training_args.bin of a checkpoint is such a pickle. In a fresh process, so that nothing is imported yet."""
     named = {
         "hf_axonn.trainer": "GoldfishConfig",
@@ -80,11 +80,9 @@ def test_classes_that_pickles_of_the_first_version_name_are_found():
     pickles = {name: f"c{module}\n{name}\n.".encode() for module, name in named.items()}
     for name, text in pickles.items():
         assert pickle.loads(text) is getattr(hf_axonn, name)
-    run_python(f"import pickle\nfor name, text in {pickles!r}.items(): assert pickle.loads(text).__name__ == name")
-
-
-def test_modules_that_documents_of_the_first_version_name_are_found():
+    # modules that documents of the first version name
     run_python(
+        f"import pickle\nfor name, text in {pickles!r}.items(): assert pickle.loads(text).__name__ == name\n"
         "from hf_axonn.gradients import syncing\n"
         "from hf_axonn.failures import failures_told\n"
         "from hf_axonn.perf.volumes import volumes\n"

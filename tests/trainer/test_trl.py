@@ -121,7 +121,7 @@ def test_two_ranks_equal_one_process(tmp_path, truths):
 def test_four_ranks_equal_one_process(tmp_path, truths):
     packed, padded, adapters = FIRST
     z2x2, z2y2 = Grid(z=2, x=2), Grid(z=2, y=2)
-    pairs = [(z2x2, packed), (z2x2, adapters), (z2y2, padded), (z2y2, adapters)]
+    pairs = [(z2x2, packed), (z2x2, adapters), (z2y2, padded)]
     run_ranks(_equal, 4, tmp_path, pairs, truths)
 
 

@@ -1,0 +1,69 @@
+"""What a rank holds, against sums by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from transformers import AutoConfig
+
+from hf_axonn.planner.memory import local_parameters, memory
+from hf_axonn.planner.model.shapes import ModelShape, Step
+from hf_axonn.planner.tracing.read_shape import built_shape
+from hf_axonn.topology.grid import Grid
+
+
+LLAMA = ModelShape(layers=4, hidden=1024, heads=16, kv_heads=8, intermediate=2816, vocab=32000)
+SOME = [Grid(data=16), Grid(z=16), Grid(x=4, data=4), Grid(y=4, z=4), Grid(data=2, z=2, y=2, x=2), Grid(x=16)]
+
+
+def test_memory_by_hand():
+    """Two layers of hidden 8, 2 heads, MLP 16, vocabulary 10, on z = 2, x = 2: sizes that divide."""
+    shape = ModelShape(layers=2, hidden=8, heads=2, intermediate=16, vocab=12)
+    grid, step = Grid(z=2, x=2), Step(rows=1, seq=4, checkpointing=True)
+    layer = 4 * 8 * 8 + 3 * 8 * 16
+    local = (2 * layer + 2 * 12 * 8) // 4 + 5 * 8
+    assert local_parameters(shape, grid) == local
+    needed = memory(shape, grid, step)
+    assert needed.states == 16 * local
+    # up and gate, and down, of half of the features: 16 * 8 + 8 * 8, in bf16, and gradients in fp32
+    assert needed.gathered == (16 * 8 + 8 * 8) * (2 + 4)
+    # the inputs of two layers in fp32 [4 tokens / 2, 8], and what the last norm keeps, twice that
+    assert needed.activations == (2 + 2) * (4 * 8 // 2) * 4
+    # one layer's own; dI of the first products over x before its reduction: [4, 8] in bf16
+    inside = 2 * (4 * 8 // 2) * 4 * 2 + (2 * 8 + 2 * 8) * 4 // 2 * 2 + 3 * 4 * 16 // 2 * 2
+    inside += (2 * 4 * 8 + 4 * 16 // 2) * 2 + 4 * 4 // 2 * 2 + 4 * 4 * 2 // 2
+    assert needed.layer == inside + 4 * 8 * 2
+    # logits [4, 6] in fp32, their gradient in bf16; the input [2, 8] in fp32 and bf16, and gathered; the head's block
+    assert needed.logits == 4 * 6 * (4 + 2) + 2 * 8 * (4 + 2) + 4 * 8 * 2 + 6 * 8 * 2
+    assert needed.head == 6 * 8 * 4 + 2 * 8 * 2
+    # the gradient of the output [4, 8] twice; [6, 8] for z and once more to travel
+    assert needed.embedding == 2 * 4 * 8 * 4 + 6 * 8 * (4 + 4)
+    rest = needed.gradients - needed.last
+    assert rest == 4 * (local - layer // 4 - 12 * 8 // 4) and needed.buckets == 0
+    moments = (
+        needed.activations + needed.head + max(needed.logits, needed.gathered + needed.layer),
+        rest + needed.gathered + needed.layer,
+        needed.gradients + needed.embedding,
+    )
+    assert needed.total == 12 * local + max(moments)
+    # With a second micro-batch all gradients are there from the beginning.
+    again = memory(shape, grid, replace(step, micro_batches=2))
+    assert again.total == 16 * local + max(moments[0], needed.gathered + needed.layer, needed.embedding)
+
+
+@pytest.mark.parametrize("grid", SOME, ids=str)
+def test_shards_of_all_ranks_make_the_model(grid):
+    whole = LLAMA.parameters() - sum(LLAMA.replicated)
+    local = local_parameters(LLAMA, grid) - sum(LLAMA.replicated)
+    assert local * grid.x * grid.y * grid.z == whole
+
+
+@pytest.mark.parametrize("grid", [Grid(x=2), Grid(z=2, x=2), Grid(y=2), Grid(z=2)], ids=str)
+def test_on_gloo_the_largest_reduction_of_a_mixture_is_there_twice(grid):
+    """That of the gradient of all tokens [rows * seq, hidden] in bf16, which experts give."""
+    sizes = dict(hidden_size=48, intermediate_size=24, num_hidden_layers=2, num_attention_heads=6, vocab_size=131)
+    sizes |= dict(num_key_value_heads=3, num_local_experts=4, max_position_embeddings=64)
+    shape, step = built_shape(AutoConfig.for_model("mixtral", **sizes).to_dict()), Step(rows=3, seq=8)
+    found = [memory(shape, grid, step, gloo=gloo).layer for gloo in (False, True)]
+    assert found[1] - found[0] == (3 * 8 * 48 * 2 if grid.x * grid.y > 1 else 0)
