@@ -18,14 +18,6 @@ from hf_axonn import Grid, parallelize
 from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.plan import plan_for
 from hf_axonn.config import AxonnConfig
-from hf_axonn.engine.activation_layouts import (
-    Tokens,
-    ceil_div,
-    features_to_tokens,
-    gather_tokens,
-    pad_dim,
-    take_tokens,
-)
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.planner.measure.traffic_counter import count_traffic
 from tests.end_to_end.test_equivalence import SITUATIONS, checkpointed
@@ -146,32 +138,6 @@ def test_a_model_without_blocks_cannot_have_it():
     assert choose(model).reason == "" and not choose(model).features
     with pytest.raises(ValueError, match="this model cannot have it: no block plan"):
         choose(model, "feature")
-
-
-def check_moves():
-    for grid in (Grid(y=4), Grid(y=2, x=2)):
-        mesh = parallelize(mistral(), grid)[0].axonn.mesh
-        x, y = mesh.index("x"), mesh.index("y")
-        for batch, seq, size in ((2, 4, 8), (3, 5, 7), (1, 1, 1)):
-            hidden = torch.randn(batch, seq, size, generator=torch.Generator().manual_seed(1)).requires_grad_()
-            tokens = Tokens(batch, seq, sharded=True, features=size)
-            mine = take_tokens(hidden, tokens, mesh)
-            width, share = ceil_div(size, mesh.size("y")), tokens.padded(mesh) // mesh.size("x")
-            whole = pad_dim(pad_dim(hidden.view(-1, size), 0, tokens.padded(mesh)), 1, width * mesh.size("y"))
-            assert torch.equal(mine[0], whole[x * share : (x + 1) * share, y * width : (y + 1) * width])
-            assert torch.equal(gather_tokens(mine, tokens, mesh), hidden)
-            own = features_to_tokens(mine, size, mesh)
-            assert torch.equal(own, take_tokens(hidden, dataclasses.replace(tokens, features=0), mesh))
-            assert torch.equal(gather_tokens(own, tokens, mesh), hidden)  # told by its shape
-            weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(2))
-            for back in (mine, own):
-                (gradient,) = torch.autograd.grad((gather_tokens(back, tokens, mesh) * weights).sum(), hidden,
-                                                  retain_graph=True)  # fmt: skip
-                torch.testing.assert_close(gradient, weights)
-
-
-def test_the_moves_in_and_out():
-    run_ranks(check_moves, 4)
 
 
 def adapted_mistral(**options):

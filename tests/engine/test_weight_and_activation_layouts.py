@@ -1,5 +1,6 @@
 """How weights and activations are cut: without processes for every grid of up to 8 ranks, then the moves between."""
 
+import dataclasses
 import itertools
 import json
 
@@ -170,6 +171,12 @@ def check_moves(grid):
                 assert cut.shape[-1] == ceil_div(hidden_size, mesh.size(axis))
                 assert torch.equal(gather_features(cut, hidden_size, mesh, axis, replicated=replicated), hidden)
         check_gradients(hidden, tokens, mesh)
+        if mesh.size("y") > 1:
+            in_layers = dataclasses.replace(tokens, features=hidden_size)  # as in the feature layout
+            assert torch.equal(take_tokens(hidden, in_layers, mesh), expected.unsqueeze(0))
+            for part in (expected.unsqueeze(0), mine):  # told by its shape
+                assert torch.equal(gather_tokens(part, in_layers, mesh), hidden)
+            check_gradients(hidden, in_layers, mesh)
 
 
 def check_gradients(hidden, tokens, mesh):
@@ -177,8 +184,11 @@ def check_gradients(hidden, tokens, mesh):
     weights = torch.randn(hidden.shape, generator=seeded(9))
     leaf = hidden.clone().requires_grad_()
     mine = take_tokens(leaf, tokens, mesh)
-    (gather_tokens(mine * 2, tokens, mesh) * weights).sum().backward()
-    torch.testing.assert_close(leaf.grad, 2 * weights)
+    for part in (mine, features_to_tokens(mine, hidden.shape[-1], mesh)) if tokens.features else (mine,):
+        (gradient,) = torch.autograd.grad(
+            (gather_tokens(part * 2, tokens, mesh) * weights).sum(), leaf, retain_graph=True
+        )
+        torch.testing.assert_close(gradient, 2 * weights)
     for axis in ("x", "y"):
         leaf = hidden.clone().requires_grad_()
         cut = take_features(leaf, mesh, axis)
