@@ -64,7 +64,8 @@ def test_the_script_that_joins_uneven_inputs_is_refused_at_once(tmp_path):
     ],
     ids=str,
 )
-def test_our_counterpart_passes(tmp_path, grid, parts):
+def test_our_counterpart_passes(tmp_path, grid, parts, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # it imports tests.helpers
     ended = launch(tmp_path, grid, COUNTERPART, *parts)
     assert_quiet(ended)
     assert "ALL IS WELL" in ended.output
