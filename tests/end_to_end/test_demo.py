@@ -376,7 +376,7 @@ def test_the_whole_demo_on_a_tiny_model(demo, tmp_path, monkeypatch, capsys):
     assert list((tmp_path / "out" / "goldfish").glob("shard-*.safetensors"))
     assert (tmp_path / "out" / "plot.png").stat().st_size > 1000
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
-    assert "ordinary said" in page and "Prefix, 32 tokens" in page
+    assert "ordinary generated" in page and "Prefix, 32 tokens" in page
     capsys.readouterr()
     assert run.demo(tmp_path / "out", launch_file) == 1
     assert capsys.readouterr().out.count("there already") == 8
