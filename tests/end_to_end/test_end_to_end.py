@@ -65,8 +65,7 @@ def arguments(folder: Path, output: str, *, rows: int, **options) -> list[str]:
 
 
 def launch(launch_file: Path, command: list[str]) -> list[str]:
-    port = ["--main_process_port", "0"]  # other tests launch, too
-    return [sys.executable, "-m", "accelerate.commands.launch", "--config", str(launch_file), *port, *command]
+    return [sys.executable, "-m", "accelerate.commands.launch", "--config", str(launch_file), *command]
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess:

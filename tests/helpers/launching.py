@@ -30,15 +30,10 @@ class Ended:
 
 
 def launch_file(folder: Path, grid: Grid) -> Path:
-    """What `accelerate config` and the key axonn_config make of a grid, on CPUs.
-
-    Launches that begin at the same moment would all take port 29500 for free; 0 lets each choose its own.
-    """
+    """What `accelerate config` and the key axonn_config make of a grid, on CPUs."""
     path = folder / f"{grid}.yaml"
     settings = dict(compute_environment="LOCAL_MACHINE", distributed_type="MULTI_GPU", num_machines=1, use_cpu=True)
-    settings.update(
-        main_process_port=0, num_processes=grid.size, mixed_precision="no", axonn_config={"grid": grid.as_dict()}
-    )
+    settings.update(num_processes=grid.size, mixed_precision="no", axonn_config={"grid": grid.as_dict()})
     path.write_text(yaml.safe_dump(settings))
     return path
 

@@ -25,7 +25,6 @@ LAUNCHERS = {
 GOOD = """\
 distributed_type: MULTI_CPU
 num_processes: 2
-main_process_port: 0
 mixed_precision: no
 axonn_config:
   grid: {x: 2}

@@ -125,7 +125,7 @@ ORDERED, GRID = ["z", "x", "y", "data"], Grid(z=2, y=2)
 def launched(tmp_path, script):
     """What the processes of a launch in that order have found, by place."""
     settings = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_machines": 1}
-    settings |= {"num_processes": 4, "use_cpu": True, "mixed_precision": "no", "main_process_port": 0}
+    settings |= {"num_processes": 4, "use_cpu": True, "mixed_precision": "no"}
     settings["axonn_config"] = {"grid": GRID.as_dict(), "order": ORDERED}
     (tmp_path / "launch.yaml").write_text(yaml.safe_dump(settings))
     (tmp_path / "script.py").write_text(script)
