@@ -159,12 +159,23 @@ def read_launch_file(path: Path) -> dict:
     """The settings of a launch file.
 
     Raises:
-        ValueError: it cannot be read, or is not YAML with keys.
+        ValueError: it cannot be read, or is not YAML with keys, each of them once.
     """
     import yaml
 
+    class EachKeyOnce(yaml.SafeLoader):
+        """PyYAML takes the last of two values; which one was meant is not known."""
+
+        def construct_mapping(self, node, deep=False):
+            lines: dict[str, int] = {}
+            for name, line in ((str(key.value), key.start_mark.line + 1) for key, _ in node.value):
+                if name in lines:
+                    raise ValueError(f"the key {name!r} has two values, in lines {lines[name]} and {line}.")
+                lines[name] = line
+            return super().construct_mapping(node, deep)
+
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+        settings = yaml.load(path.read_text(encoding="utf-8"), EachKeyOnce)
     except OSError as error:
         raise ValueError(f"the launch file {path} cannot be read: {error.strerror}.") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:

@@ -129,6 +129,10 @@ def test_unreadable_launch_files(file):
     file.write_text("a: [1\n")
     with pytest.raises(ValueError, match="is not YAML"):
         prepare(["--config", str(file), "t.py"])
+    for repeated in ("num_processes: 2\nnum_processes: 4\n", "axonn_config:\n  grid: {x: 2,\n    x: 1}\n"):
+        file.write_text(repeated)
+        with pytest.raises(ValueError, match=r"not YAML: the key '\w+' has two values, in lines (1 and 2|2 and 3)\."):
+            prepare(["--config", str(file), "t.py"])
     file.write_text("")
     with pytest.raises(ValueError, match="holds no settings"):
         prepare(["--config", str(file), "t.py"])
