@@ -64,6 +64,11 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Stop the device where `condition` is False, without making the host wait for it."""
+    torch._assert_async(condition, message)
+
+
 def is_dropout(module: torch.nn.Module) -> bool:
     """Whether it is one of torch's dropouts."""
     return isinstance(module, torch.nn.modules.dropout._DropoutNd)

@@ -74,6 +74,22 @@ def first_problem(problem: str, device: torch.device) -> str:
     return named[0] + more if named else ""
 
 
+def raise_together(problem: str, device: torch.device | str, group: ProcessGroup) -> None:
+    """What one rank of a group has found ends all of them in the same place: none waits for one that has raised.
+
+    Args:
+        problem: what this rank has found; empty if nothing.
+        device: this rank's.
+        group: ranks that all come here.
+    Raises:
+        ValueError: a rank has a problem, with the words of the first.
+    Collectives: an all-gather over the group of one number; where a rank has a problem, `gather_texts`.
+    """
+    if dist.get_backend(group) == "fake" or not gather_quietly(torch.tensor(len(problem), device=device), group).any():
+        return
+    raise ValueError(next(filter(None, gather_texts(problem, device, group))))
+
+
 @contextlib.contextmanager
 def raise_on_all_ranks(device: torch.device | str) -> Iterator[None]:
     """Around what may fail on one rank only: then it fails on all of them, with the words of the first.

@@ -20,7 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_axonn.compat.torch import assert_on_device
 from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward, gather_replicated
+from hf_axonn.distributed.consistency import raise_together
+from hf_axonn.distributed.watchdog.diagnosis import ranks_in_words
 from hf_axonn.engine.activation_layouts import Tokens, gather_tokens, pad_dim, take_tokens
 from hf_axonn.engine.dtensors import replicated_local
 from hf_axonn.engine.linears import linear_size
@@ -41,6 +44,41 @@ def is_vocabulary(embedding: nn.Module) -> bool:
     if not (type(embedding) is nn.Embedding or (isinstance(embedding, nn.Embedding) and scaled)):
         return False
     return embedding.max_norm is None and not embedding.sparse and not embedding.scale_grad_by_freq
+
+
+def check_vocabulary(
+    ids: Tensor, size: int, what: str, mesh: GridMesh, *, training: bool, ignored: int | None = None
+) -> None:
+    """Refuse ids that a vocabulary does not have: to every part of it they would be ids of another part.
+
+    On a GPU the host does not wait for the answer. The device stops, and the next call that does wait raises.
+
+    Args:
+        ids: [...] of this (data, z) position.
+        size: of the vocabulary.
+        what: they are, for the message.
+        training: whether all ranks of data come here, too.
+        ignored: an id that stands for nothing.
+    Raises:
+        ValueError: an id is negative or not below `size`, with ranks, place and value; on all ranks of z, and of data
+            in training with gradients.
+    Collectives: on CPUs `raise_together` over z, or over (data, z).
+    """
+    counted = ids if ignored is None else ids.masked_fill(ids == ignored, 0)
+    if ids.device.type == "cuda":
+        inside = (counted >= 0) & (counted < size)
+        assert_on_device(inside.all(), f"a {what} is outside of the vocabulary of {size}")
+    elif ids.device.type == "cpu":
+        problem = ""
+        lowest, highest = map(int, counted.aminmax()) if ids.numel() else (0, 0)
+        if lowest < 0 or highest >= size:
+            place = ((counted < 0) | (counted >= size)).nonzero()[0].tolist()
+            problem = (
+                f"{ranks_in_words(mesh.grid.ranks_along(('x', 'y'), mesh.rank))} got the {what} "
+                f"{int(ids[tuple(place)])} at {place}, which is outside of the vocabulary of {size}."
+            )
+        together = training and torch.is_grad_enabled()
+        raise_together(problem, ids.device, mesh.group("data", "z") if together else mesh.group("z"))
 
 
 def _full_weight(layer: Embedding | Head, size: int) -> Tensor:
@@ -64,6 +102,8 @@ def in_order(blocks: Tensor, size: int, mesh: GridMesh) -> Tensor:
 class Embedding:
     """Look-up in a vocabulary sharded over (y, x, z). Ids [B, S] -> [B, S, H], the same on all ranks of (x, y).
 
+    Raises:
+        ValueError: see `check_vocabulary`.
     Collectives: all-gather over z of the weight, all-reduce over (x, y) of the rows found. Backward: reduce-scatter
     over z of the weight's gradient.
     """
@@ -78,11 +118,7 @@ class Embedding:
 
     def _forward(self, _original: Callable, ids: Tensor) -> Tensor:
         mesh, module = self.state.mesh, self.module
-        if ids.device.type == "cpu" and ids.numel():  # on a GPU the check would make the host wait
-            lowest, highest = (int(bound) for bound in ids.aminmax())
-            if lowest < 0 or highest >= module.num_embeddings:
-                wrong = lowest if lowest < 0 else highest
-                raise IndexError(f"token id {wrong} is outside of the vocabulary of {module.num_embeddings}.")
+        check_vocabulary(ids, module.num_embeddings, "token id", mesh, training=module.training)
         own = vocabulary_range(module.num_embeddings, mesh)
         mine = (ids >= own.start) & (ids < own.stop)
         padding = module.padding_idx

@@ -22,13 +22,13 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.nn.functional import log_softmax
+from torch.nn.functional import log_softmax, pad
 
 from hf_axonn.distributed.collectives import reduce_, start_reduce_scatter
 from hf_axonn.engine.activation_layouts import pad_dim
 from hf_axonn.engine.overlap import placeholder
 from hf_axonn.engine.state import ParallelState
-from hf_axonn.layers.vocabulary import DeferredLogits
+from hf_axonn.layers.vocabulary import DeferredLogits, check_vocabulary
 from hf_axonn.losses.causal_lm import IGNORE_INDEX, CausalLMLoss, Targets
 from hf_axonn.losses.head_chunks import HeadChunks, HeadGradients
 
@@ -36,14 +36,39 @@ from hf_axonn.losses.head_chunks import HeadChunks, HeadGradients
 class ShardedCausalLMLoss(CausalLMLoss):
     """`model.loss_function` of a parallelized causal LM.
 
-    Every rank of (x, y) gets the same number. Collectives: those of `_ChunkedLoss` over (x, y) and, in training
-    without num_items_in_batch, one all-reduce of a count over (data, z).
+    Every rank of (x, y) gets the same number. Collectives: those of `check_vocabulary` and of `_ChunkedLoss` over
+    (x, y) and, in training without num_items_in_batch, one all-reduce of a count over (data, z).
+
+    Args:
+        state: of the model.
+        vocabulary: the number of logits.
     """
 
-    def __init__(self, state: ParallelState) -> None:
+    def __init__(self, state: ParallelState, vocabulary: int) -> None:
         super().__init__()
         self.state = state
+        self.vocabulary = vocabulary
         self._smoothing = 0.0
+
+    def targets(
+        self,
+        labels: Tensor | None,
+        shift_labels: Tensor | None = None,
+        *,
+        unmasked_labels: Tensor | None = None,
+        ignore_index: int = IGNORE_INDEX,
+    ) -> Targets:
+        """As the base class.
+
+        Raises:
+            ValueError: also for labels that are not in the vocabulary (`check_vocabulary`).
+        """
+        found = super().targets(labels, shift_labels, unmasked_labels=unmasked_labels, ignore_index=ignore_index)
+        tokens = found.tokens.view(found.rows, -1)
+        if shift_labels is None:  # as they stood in the labels, of which nothing predicts the first
+            tokens = pad(tokens[:, :-1], (1, 0), value=IGNORE_INDEX)
+        check_vocabulary(tokens, self.vocabulary, "label", self.state.mesh, training=True, ignored=IGNORE_INDEX)
+        return found
 
     @contextmanager
     def smoothed(self, epsilon: float) -> Iterator[None]:

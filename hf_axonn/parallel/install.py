@@ -15,7 +15,7 @@ from hf_axonn.architectures.feature_layout import LayoutChoice
 from hf_axonn.architectures.parameter_reads import find_readers
 from hf_axonn.architectures.plan import BlockPlan, ShardingPlan
 from hf_axonn.architectures.weight_kinds import vocabulary_modules
-from hf_axonn.compat.transformers import has_causal_lm_loss
+from hf_axonn.compat.transformers import has_causal_lm_loss, output_embedding, text_config
 from hf_axonn.distributed.collectives import broadcast_all
 from hf_axonn.engine.dtensors import distributed, shard_placements
 from hf_axonn.engine.linears import is_conv1d, is_linear
@@ -94,7 +94,8 @@ def install_layers(
     install_batch_check(state, model)
     install_router_loss(state, model)
     if has_causal_lm_loss(model):
-        model.loss_function = ShardedCausalLMLoss(state)
+        vocabulary = getattr(output_embedding(model), "out_features", text_config(model).vocab_size)
+        model.loss_function = ShardedCausalLMLoss(state, vocabulary)
 
 
 def _note(state: ParallelState, name: str, module: nn.Module, kind: WeightKind, reason: str = "") -> None:

@@ -72,7 +72,7 @@ def outside_of_the_vocabulary():
     for ids in ([[1, 131]], [[-1, 2]]):
         try:
             model(input_ids=torch.tensor(ids))
-        except IndexError as error:
+        except ValueError as error:
             assert "outside of the vocabulary of 131" in str(error)
         else:
             raise AssertionError("an id that is no word was looked up")

@@ -17,7 +17,7 @@ from tests.helpers.devices import seeded
 from tests.helpers.equality import mean_over_world, rows_of
 from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import all_grids, run_ranks
 
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -155,14 +155,46 @@ def test_what_a_caller_sees():
     run_ranks(_contract, 4)
 
 
-def test_an_id_outside_of_the_vocabulary_is_named():
-    run_ranks(_outside, 2)
+OUTSIDE = [("labels", 131), ("labels", 10**6), ("labels", -1), ("labels", -5), ("input_ids", 131), ("input_ids", -1)]
 
 
-def _outside() -> None:
-    model, _ = parallelize(tiny_model("llama"), Grid(x=2))
-    with pytest.raises(IndexError, match="131 is outside of the vocabulary of 131"):
-        model(input_ids=torch.tensor([[1, 131]]))
+def _outside(grids) -> None:
+    """In the last row. All ranks, also those of other rows, say the same; -100 among the labels is no id."""
+    for grid in grids:
+        model, _ = parallelize(tiny_model("llama").train(), grid)
+        last = [rank for rank in range(grid.size) if rank >= grid.size - grid.x * grid.y]
+        who = f"rank {last[0]}" if len(last) == 1 else f"ranks {last[0]} and {last[1]}"
+        for name, value in [*OUTSIDE, ("labels", -100)]:
+            batch = {key: tensor.clone() for key, tensor in tiny_batch(4, 7).items()}
+            batch[name][3, 2] = value
+            mine = rows_of(batch, grid, dist.get_rank())
+            if value == -100:
+                assert model(**mine).loss.isfinite()
+                continue
+            what = "label" if name == "labels" else "token id"
+            place = [4 // grid.dp_size - 1, 2]
+            with pytest.raises(ValueError) as error:
+                model(**mine)
+            said = f"{who} got the {what} {value} at {place}, which is outside of the vocabulary of 131."
+            assert str(error.value) == said, (grid, error.value)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ids_and_labels_outside_of_the_vocabulary_are_refused_by_all_ranks(world):
+    grids = {2: all_grids(2), 4: [Grid(z=2, x=2), Grid(z=2, y=2), Grid(data=2, z=2), Grid(data=2, x=2)]}
+    run_ranks(_outside, world, grids[world])
+
+
+def _first_label() -> None:
+    """Nothing predicts it, so nothing reads it."""
+    model, _ = parallelize(tiny_model("llama").train(), Grid(z=2))
+    batch = tiny_batch(4, 7)
+    batch["labels"][:, 0] = 500
+    assert model(**batch).loss.isfinite()
+
+
+def test_the_label_of_the_first_position_is_not_read():
+    run_ranks(_first_label, 2)
 
 
 def run_model(model, batch, **more):
