@@ -57,12 +57,12 @@ def check_vocabulary(
         ids: [...] of this (data, z) position.
         size: of the vocabulary.
         what: they are, for the message.
-        training: whether all ranks of data come here, too.
+        training: whether all ranks of (data, z) come here if gradients are on.
         ignored: an id that stands for nothing.
     Raises:
-        ValueError: an id is negative or not below `size`, with ranks, place and value; on all ranks of z, and of data
-            in training with gradients.
-    Collectives: on CPUs `raise_together` over z, or over (data, z).
+        ValueError: an id is negative or not below `size`, with ranks, place and value; in training with gradients on
+            all ranks, else on those that got it.
+    Collectives: on CPUs, in training with gradients, `raise_together` over (data, z).
     """
     counted = ids if ignored is None else ids.masked_fill(ids == ignored, 0)
     if ids.device.type == "cuda":
@@ -77,8 +77,10 @@ def check_vocabulary(
                 f"{ranks_in_words(mesh.grid.ranks_along(('x', 'y'), mesh.rank))} got the {what} "
                 f"{int(ids[tuple(place)])} at {place}, which is outside of the vocabulary of {size}."
             )
-        together = training and torch.is_grad_enabled()
-        raise_together(problem, ids.device, mesh.group("data", "z") if together else mesh.group("z"))
+        if training and torch.is_grad_enabled():
+            raise_together(problem, ids.device, mesh.group("data", "z"))
+        elif problem:  # ranks that generate do not wait for each other
+            raise ValueError(problem)
 
 
 def _full_weight(layer: Embedding | Head, size: int) -> Tensor:

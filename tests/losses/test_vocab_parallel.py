@@ -185,6 +185,18 @@ def test_ids_and_labels_outside_of_the_vocabulary_are_refused_by_all_ranks(world
     run_ranks(_outside, world, grids[world])
 
 
+def _alone() -> None:
+    """Ranks that generate or evaluate may be done at different times, so nothing is asked of the others."""
+    model, _ = parallelize(tiny_model("llama").eval(), Grid(z=2))
+    if dist.get_rank() == 1:
+        with torch.no_grad(), pytest.raises(ValueError, match=r"rank 1 got the token id 131 at \[0, 1\]"):
+            model(input_ids=torch.tensor([[1, 131]]))
+
+
+def test_outside_of_training_no_other_rank_is_asked():
+    run_ranks(_alone, 2, timeout=60)
+
+
 def _first_label() -> None:
     """Nothing predicts it, so nothing reads it."""
     model, _ = parallelize(tiny_model("llama").train(), Grid(z=2))
