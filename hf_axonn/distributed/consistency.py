@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from hf_axonn import __version__
-from hf_axonn.distributed.collectives import gather_quietly, start_all_gather
+from hf_axonn.distributed.collectives import gather_quietly
 from hf_axonn.distributed.watchdog.diagnosis import ranks_in_words
 
 
@@ -54,12 +54,12 @@ def gather_texts(text: str, device: torch.device | str, group: ProcessGroup | No
         return [text]
     group = group or dist.group.WORLD
     content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.empty(0).byte()
-    lengths = start_all_gather(torch.tensor([len(content)], device=device), group).wait().flatten().tolist()
+    lengths = gather_quietly(torch.tensor([len(content)], device=device), group).flatten().tolist()
     if not any(lengths):
         return [""] * len(lengths)
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(content)] = content.to(device)
-    blocks = start_all_gather(padded, group).wait().cpu()
+    blocks = gather_quietly(padded, group).cpu()
     return [
         block[:length].numpy().tobytes().decode(errors="replace")
         for block, length in zip(blocks, lengths, strict=True)
@@ -83,11 +83,12 @@ def raise_together(problem: str, device: torch.device | str, group: ProcessGroup
         group: ranks that all come here.
     Raises:
         ValueError: a rank has a problem, with the words of the first.
-    Collectives: an all-gather over the group of one number; where a rank has a problem, `gather_texts`.
+    Collectives: `gather_texts`.
     """
-    if dist.get_backend(group) == "fake" or not gather_quietly(torch.tensor(len(problem), device=device), group).any():
+    if dist.get_backend(group) == "fake":
         return
-    raise ValueError(next(filter(None, gather_texts(problem, device, group))))
+    for text in filter(None, gather_texts(problem, device, group)):
+        raise ValueError(text)
 
 
 @contextlib.contextmanager

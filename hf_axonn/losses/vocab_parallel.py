@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,20 +51,13 @@ class ShardedCausalLMLoss(CausalLMLoss):
         self.vocabulary = vocabulary
         self._smoothing = 0.0
 
-    def targets(
-        self,
-        labels: Tensor | None,
-        shift_labels: Tensor | None = None,
-        *,
-        unmasked_labels: Tensor | None = None,
-        ignore_index: int = IGNORE_INDEX,
-    ) -> Targets:
+    def targets(self, labels: Tensor | None, shift_labels: Tensor | None = None, **options: Any) -> Targets:
         """As the base class.
 
         Raises:
             ValueError: also for labels that are not in the vocabulary (`check_vocabulary`).
         """
-        found = super().targets(labels, shift_labels, unmasked_labels=unmasked_labels, ignore_index=ignore_index)
+        found = super().targets(labels, shift_labels, **options)
         tokens = found.tokens.view(found.rows, -1)
         if shift_labels is None:  # as they stood in the labels, of which nothing predicts the first
             tokens = pad(tokens[:, :-1], (1, 0), value=IGNORE_INDEX)

@@ -11,10 +11,7 @@ from hf_axonn.planner.memory import local_parameters, memory
 from hf_axonn.planner.model.shapes import ModelShape, Step
 from hf_axonn.planner.tracing.read_shape import built_shape
 from hf_axonn.topology.grid import Grid
-
-
-LLAMA = ModelShape(layers=4, hidden=1024, heads=16, kv_heads=8, intermediate=2816, vocab=32000)
-SOME = [Grid(data=16), Grid(z=16), Grid(x=4, data=4), Grid(y=4, z=4), Grid(data=2, z=2, y=2, x=2), Grid(x=16)]
+from tests.planner.test_predict import LLAMA, SOME
 
 
 def test_memory_by_hand():

@@ -30,7 +30,7 @@ WRONG = {
     "import hf_axonn_eval.nonsense": 'Cannot find implementation or library stub for module named "hf_axonn_eval.n',
 }
 # What mypy can only know of a class whose base class is of Transformers.
-WRONG_OF_TRAINER = {"import hf_axonn": "", "hf_axonn.GoldfishTrainer.nonsense": 'has no attribute "nonsense"'}
+WRONG_OF_TRAINER = {"hf_axonn.GoldfishTrainer.nonsense": 'has no attribute "nonsense"'}
 # Reading torch and Transformers costs most of a minute. Without them their classes are Any.
 OURS_ONLY = f"""\
 [mypy]
