@@ -6,12 +6,13 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from hf_axonn.compat.replaced import replaced
@@ -44,6 +45,18 @@ def quiet_redistribution() -> None:
         logger.addFilter(lambda record: "While redistributing from" not in record.getMessage())
 
 
+def read_whole_values() -> None:
+    """Let `.item()`, `float()` and `bool()` of a DTensor give its value where ranks hold parts of it, as after
+    `gradient.norm()`: torch gives each rank its own part. Collectives: those of `full_tensor`, over such an axis."""
+    handlers: dict = DTensor._op_dispatcher._custom_op_handlers
+    handlers[torch.ops.aten._local_scalar_dense.default] = _whole_value
+
+
+def _whole_value(_: object, args: tuple[DTensor], kwargs: dict) -> float:
+    with torch.no_grad():
+        return args[0].full_tensor().item()
+
+
 def default_device_type() -> str:
     """The device type on which this process trains: that of accelerate if it has decided, else torch's accelerator."""
     from accelerate import PartialState
@@ -59,9 +72,22 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often the values of a tensor have been changed in place."""
-    return tensor._version
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Called in a backward pass: have a function called when the pass is over, if it gets there."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def version_of(parameter: DTensor) -> int:
+    """How often the values of a DTensor have been changed in place: as a whole, or this rank's shard by itself.
+
+    torch counts a call on the DTensor for the DTensor alone, and one on the shard for the shard alone.
+    """
+    return parameter._version + parameter._local_tensor._version
+
+
+def shard_has_changed(parameter: DTensor) -> None:
+    """Count a change of this rank's shard, for `version_of` and for what autograd has saved of it."""
+    torch.autograd.graph.increment_version(parameter._local_tensor)
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:

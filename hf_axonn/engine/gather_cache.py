@@ -3,7 +3,8 @@
     training     `keep_gathered` in the settings: kept from forward to backward, instead of gathered again there
     generate()   kept until it ends, instead of gathered again for every token
 
-What is kept is what was gathered, so no number changes. Weights that have changed since are never used.
+What is kept is what was gathered, so no number changes. Weights that have changed since are never used: in training
+each pass gathers its own, and a change during one is seen by their version.
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ class GatherCache:
             self._held.pop(key, None)
 
     def begin_pass(self) -> None:
-        """Release what no backward pass has come for."""
+        """Forget what earlier passes gathered: weights change between passes, by `.data` without a trace."""
         if not self.everything:
             self._held.clear()
+            self._alive.clear()
 
     @contextlib.contextmanager
     def keep_everything(self) -> Iterator[None]:

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_axonn.compat.torch import version_of
 from hf_axonn.distributed.collectives import Pending, send_unfused, start_all_gather, start_reduce_scatter, together
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.gather_cache import GatheredBlocks
@@ -155,8 +154,7 @@ class Product:
             context.gather_cache.add(self._key(dtype), gathered, hold=context.wants_gradients and not with_graph)
             if with_graph:
                 context.gather_cache.release(self._key(dtype))
-        shards = [weight.local() for weight in self.weights]
-        return list(_Matmul.apply(input_.to(dtype), handle, self, gathered, *shards))
+        return list(_Matmul.apply(input_.to(dtype), handle, self, gathered))
 
     @property
     def keeps(self) -> bool:
@@ -169,7 +167,7 @@ class Product:
 
     def gathered(self, dtype: torch.dtype) -> GatheredBlocks:
         """As `gather`, with the version of the weights."""
-        mesh, context, version = self.state.mesh, self.state.context, self._version()
+        mesh, context, version = self.state.mesh, self.state.context, self.version
         if mesh.size("z") == 1:
             blocks = [
                 layout.block(weight.shard.to(dtype)) for weight, layout in zip(self.weights, self.layouts, strict=True)
@@ -179,7 +177,7 @@ class Product:
         found = context.gather_cache.find(key, version)
         if found is None:
             start = partial(start_gather, self.weights, self.layouts, dtype, mesh)
-            found = GatheredBlocks(context.gather_ahead.take(key, start, self._version), version)
+            found = GatheredBlocks(context.gather_ahead.take(key, start, lambda: self.version), version)
             if context.gather_cache.everything:
                 context.gather_cache.add(key, found)
         return found
@@ -187,8 +185,24 @@ class Product:
     def _key(self, dtype: torch.dtype) -> tuple:
         return tuple(id(weight) for weight in self.weights), dtype
 
-    def _version(self) -> int:
-        return sum(version_of(weight.shard) for weight in self.weights)
+    @property
+    def version(self) -> int:
+        """Another number whenever one of the weights has changed in place."""
+        return sum(weight.version for weight in self.weights)
+
+    def check_unchanged(self, version: int) -> None:
+        """For backward, which gathers the weights once more.
+
+        Raises:
+            RuntimeError: they are no longer those of the forward pass that had this version.
+        """
+        if self.version == version:
+            return
+        shapes = " and ".join(str(list(weight.parameter.shape)) for weight in self.weights)
+        raise RuntimeError(
+            f"weights of shape {shapes} that backward needs have been modified since the forward pass, by a step "
+            "step or in place: run backward first, or the forward pass again."
+        )
 
 
 class _WeightGradient(torch.autograd.Function):
@@ -238,17 +252,19 @@ class _Matmul(torch.autograd.Function):
     """O = I @ W.T on gathered weights; backward gathers them again for dI and stashes what dW needs."""
 
     @staticmethod
-    def forward(ctx, input_, handle, product, gathered, *shards):
-        ctx.product = product
+    def forward(ctx, input_, handle, product, gathered):
+        ctx.product, ctx.version = product, gathered.version
         ctx.gathered = gathered if product.keeps and ctx.needs_input_grad[0] else None
-        ctx.save_for_backward(input_, *shards)  # the shards, so that a change before backward is noticed
+        ctx.save_for_backward(input_)
         with torch.autocast(input_.device.type, enabled=False):
             return tuple(multiply(input_, gathered.blocks, product.state.matmul))
 
     @staticmethod
     def backward(ctx, *grads):
-        input_, *shards = ctx.saved_tensors
+        (input_,) = ctx.saved_tensors
         needs_input, needs_handle = ctx.needs_input_grad[:2]
+        if needs_input:
+            ctx.product.check_unchanged(ctx.version)
         if len(grads) < len(ctx.product.layouts):  # one merged output; its parts are views
             grads = grads[0].split([layout.out_size for layout in ctx.product.layouts], dim=2)
         dinput = None
@@ -258,7 +274,7 @@ class _Matmul(torch.autograd.Function):
                 dinput = input_gradient(grads, gathered.blocks, ctx.product.state.matmul)
         if needs_handle:
             ctx.product.stashed = (grads, input_)
-        return dinput, (shards[0].new_zeros(()) if needs_handle else None), None, None, *[None for _ in shards]
+        return dinput, (grads[0].new_zeros(()) if needs_handle else None), None, None
 
 
 class _GatheredWeight(torch.autograd.Function):

@@ -1,11 +1,30 @@
-"""One sharded parameter, and the node of its shard in the graph."""
+"""One sharded parameter, and the node of its shard in the graph.
+
+Optimizers change DTensors below the level at which torch counts changes, so each of their steps is counted here. What
+autograd saved of a parameter is then refused after the step, as that of a plain parameter.
+"""
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hf_axonn.compat.torch import shard_has_changed, version_of
 from hf_axonn.engine.overlap import GradientSlot, wait_gradient
+
+
+def _count_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, DTensor) and parameter.grad is not None:
+                shard_has_changed(parameter)
+
+
+register_optimizer_step_post_hook(_count_step)
 
 
 class ShardedWeight:
@@ -37,6 +56,11 @@ class ShardedWeight:
     def shard(self) -> Tensor:
         """This rank's shard [rows / z, cols] as it now is, outside the graph."""
         return self._view(self.parameter.to_local()).detach()
+
+    @property
+    def version(self) -> int:
+        """Another number whenever the values have changed in place."""
+        return version_of(cast(DTensor, self.parameter))
 
     def _view(self, local: Tensor) -> Tensor:
         local = local.t() if self._transposed else local

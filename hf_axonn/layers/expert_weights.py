@@ -38,6 +38,7 @@ class _Pass:
     def __init__(self, products: list[Product], dtype: torch.dtype) -> None:
         self.products = products
         self.dtype = dtype
+        self.versions = [product.version for product in products]
         self.named = False
         self.gathered: list[Tensor] | None = None
 
@@ -84,7 +85,7 @@ class _Begin(torch.autograd.Function):
     def forward(ctx, passing, count, *tensors):
         inputs, shards = tensors[:count], tensors[count:]
         ctx.passing, ctx.count = passing, count
-        ctx.save_for_backward(*shards)  # so that a change before backward is noticed
+        ctx.like = [placeholder(shard) for shard in shards]
         gathered = passing.gather()
         own = {shard.untyped_storage().data_ptr() for shard in shards}
         copied = any(weight.untyped_storage().data_ptr() not in own for weight in gathered)
@@ -96,13 +97,11 @@ class _Begin(torch.autograd.Function):
     def backward(ctx, *grads):
         passing, count = ctx.passing, ctx.count
         passing.gathered = None
-        like = []
-        for product, shard, grad, needed in zip(
-            passing.products, ctx.saved_tensors, grads[count + 1 :], ctx.needs_input_grad[2 + count :], strict=True
-        ):
-            if needed:
+        needed = ctx.needs_input_grad[2 + count :]
+        for product, grad, wanted in zip(passing.products, grads[count + 1 :], needed, strict=True):
+            if wanted:
                 leave_gradients(product.state, product.weights, product.layouts, [grad])
-            like.append(placeholder(shard) if needed else None)
+        like = [like if wanted else None for like, wanted in zip(ctx.like, needed, strict=True)]
         return None, None, *grads[:count], *like
 
 
@@ -116,6 +115,8 @@ class _End(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        for product, version in zip(ctx.passing.products, ctx.passing.versions, strict=True):
+            product.check_unchanged(version)
         if ctx.passing.named:
             ctx.passing.gathered = ctx.passing.gather()
         return None, grad, grad.new_zeros(())

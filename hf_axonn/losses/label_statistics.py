@@ -100,16 +100,17 @@ class _ShardedStatistics(torch.autograd.Function):
                     full[:, span] = chunk.view(len(full), -1)
                 del tokens, logits
         ctx.chunks, ctx.like = chunks, placeholder(shard)
+        ctx.version = gathered.version
         ctx.gathered = gathered if chunks.product.keeps and any(ctx.needs_input_grad) else None
-        # The shard, so that a change before backward is noticed.
-        ctx.save_for_backward(hidden, shard, bias, entropy, log_total)
+        ctx.save_for_backward(hidden, bias, entropy, log_total)
         ctx.mark_non_differentiable(is_top1)
         return log_probs, entropy, is_top1
 
     @staticmethod
     def backward(ctx, grad_log_probs, grad_entropy, _):
-        hidden, _, bias, entropy, log_total = ctx.saved_tensors
+        hidden, bias, entropy, log_total = ctx.saved_tensors
         chunks = ctx.chunks
+        chunks.product.check_unchanged(ctx.version)
         gathered, ctx.gathered = ctx.gathered or chunks.product.gathered(hidden.dtype), None
         weight = chunks.weight_of(gathered)
         gradients = HeadGradients(chunks, hidden, weight, bias, ctx.needs_input_grad[:3])

@@ -14,6 +14,7 @@ from hf_axonn import parallelize
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine import matmul3d
 from hf_axonn.engine.gather_cache import GatherCache, GatheredBlocks
+from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import exact
 from tests.helpers.models import tiny_batch, tiny_model
@@ -117,19 +118,73 @@ def count_in_training():
         assert not len(model.axonn.context.gather_cache._alive) and not model.axonn.context.gather_cache._held
 
 
+class OfShards(torch.optim.Optimizer):
+    """Writes the local tensors, by `.data`, which leaves no trace."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.to_local().data.sub_(parameter.grad.to_local())
+
+
+def local_tensors(model):
+    for parameter in model.parameters():
+        parameter.to_local().mul_(1.5)
+
+
+def whole_parameters(model):
+    for parameter in model.parameters():
+        parameter.mul_(1.5)
+
+
+def loaded(model):
+    model.load_state_dict({name: value * 1.5 for name, value in model.state_dict().items()})
+
+
+def by_data(model):
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+
+
+def step_of(optimizer, **settings):
+    return lambda model: optimizer(model.parameters(), **settings).step()
+
+
+SEEN = [
+    local_tensors,
+    whole_parameters,
+    loaded,
+    step_of(torch.optim.SGD, lr=1),
+    *(step_of(torch.optim.AdamW, lr=0.1, **how) for how in ({}, {"foreach": False}, {"fused": True})),
+    step_of(OfShards),
+]
+
+
 def changed_weights():
-    """Kept weights of a forward pass that came to nothing are not those of the next one."""
-    grid = Grid(z=2)
-    model, _ = parallelize(tiny_model("llama"), grid, config=AxonnConfig(grid=grid, keep_gathered="all"))
-    other, _ = parallelize(tiny_model("llama"), grid)
-    held = model.train()(**tiny_batch(2, 7)).loss
-    for its in (model, other):
-        with torch.no_grad():
-            for parameter in its.parameters():
-                parameter.to_local().mul_(1.5)
-    assert torch.equal(model(**tiny_batch(2, 7)).loss, other.train()(**tiny_batch(2, 7)).loss)
-    with pytest.raises(RuntimeError, match="modified .*inplace"):
-        held.backward()
+    """The next forward pass has the weights as they are; backward through the one before is refused."""
+    for grid in (Grid(z=2), Grid(x=2)):
+        for keep in ("all", "none"):
+            model, _ = parallelize(tiny_model("llama"), grid, config=AxonnConfig(grid=grid, keep_gathered=keep))
+            other, _ = parallelize(tiny_model("llama"), grid)
+            model.train(), other.train()
+            model(**tiny_batch(2, 7)).loss.backward()
+            sync_gradients(model)
+            for change in [*SEEN, by_data]:
+                held = model(**tiny_batch(2, 7)).loss
+                with torch.no_grad():
+                    change(model)
+                other.load_state_dict(model.state_dict())
+                assert torch.equal(model(**tiny_batch(2, 7)).loss, other(**tiny_batch(2, 7)).loss), (
+                    grid,
+                    keep,
+                    change,
+                )
+                if change is not by_data:  # of which autograd knows nothing either
+                    with pytest.raises(RuntimeError, match="modified"):
+                        held.backward()
 
 
 def no_layers():
