@@ -19,11 +19,50 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from hf_axonn.accelerator.dispatching import dispatching_loader
 from hf_axonn.compat.accelerate import is_prepared, prepared_loaders, prepared_models
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, loader_facts
+from hf_axonn.distributed.mesh import GridMesh, grid_mesh
 from hf_axonn.engine.state import parallel_state
 
 
 class DataMethods:
-    """Methods of Accelerator."""
+    """Methods of Accelerator.
+
+    Attributes:
+        counts_processes: whether `num_processes` and `process_index` are those of the stock class: for its own code,
+            and for Trainer, which divides them by the size of a tensor-parallel group itself.
+    """
+
+    counts_processes = False
+
+    @property
+    def axonn_mesh(self) -> GridMesh:
+        """The process groups of the grid."""
+        return grid_mesh(self.axonn_plugin.grid, self.device.type)
+
+    @property
+    def num_processes(self) -> int:
+        """The number of data-parallel ranks: by it scripts multiply batch sizes, schedules and averaged losses."""
+        return PartialState().num_processes if self.counts_processes else self.axonn_mesh.size("data", "z")
+
+    @property
+    def process_index(self) -> int:
+        """Which of the data-parallel ranks this is; ranks that differ only in x or y have the same."""
+        return PartialState().process_index if self.counts_processes else self.axonn_mesh.index("data", "z")
+
+    @property
+    def is_last_process(self) -> bool:
+        """As the stock property: true on one process."""
+        return PartialState().is_last_process
+
+    @contextlib.contextmanager
+    def profile(self, profile_handler=None) -> Iterator:
+        """As the stock method; each process writes a trace of its own."""
+        before = self.counts_processes
+        try:
+            with super().profile(profile_handler) as profiler:
+                yield profiler
+                self.counts_processes = True
+        finally:
+            self.counts_processes = before
 
     def prepare_data_loader(
         self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch=None
@@ -46,9 +85,13 @@ class DataMethods:
             )
         generator = own_generator(data_loader)  # on all ranks: dropout's generator moves alike on all of them
         if not dispatch or self.axonn_mesh.size("x", "y") == 1:
-            prepared = super().prepare_data_loader(
-                data_loader, device_placement=device_placement, slice_fn_for_dispatch=slice_fn_for_dispatch
-            )
+            before, self.counts_processes = self.counts_processes, True
+            try:
+                prepared = super().prepare_data_loader(
+                    data_loader, device_placement=device_placement, slice_fn_for_dispatch=slice_fn_for_dispatch
+                )
+            finally:
+                self.counts_processes = before
             if not dispatch and generator is not None and self.axonn_mesh.size("data", "z") == 1:
                 # Stock accelerate sees one process here, and nothing to synchronize.
                 prepared.synchronized_generator = generator

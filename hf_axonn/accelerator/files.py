@@ -278,7 +278,7 @@ class FileMethods(LoadMethods):
             [],
             prepared_schedulers(self),
             prepared_loaders(self) if save.rank == 0 else [],
-            self.process_index,
+            save.rank,
             self.step,
         )
         save.claim(random_file(save.rank))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -16,7 +17,6 @@ from hf_axonn.accelerator.adafactor import follow_grid
 from hf_axonn.accelerator.prepare import point_to_shards, refuse_low_bit, shard_plain_model
 from hf_axonn.compat.accelerate import is_over, prepared_models, prepared_optimizers, without_autocast
 from hf_axonn.distributed.collectives import world_rank
-from hf_axonn.distributed.mesh import GridMesh, grid_mesh
 from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.engine.state import parallel_state
 
@@ -42,11 +42,6 @@ class GridScheduler(AcceleratedScheduler):
 class TrainingMethods:
     """Methods of Accelerator."""
 
-    @property
-    def axonn_mesh(self) -> GridMesh:
-        """The process groups of the grid."""
-        return grid_mesh(self.axonn_plugin.grid, self.device.type)
-
     def prepare(self, *args, device_placement: list[bool] | None = None):
         """Models first: an optimizer may stand before its model."""
         for model in args:
@@ -61,6 +56,12 @@ class TrainingMethods:
         self._shard(model)
         prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         self.check_even_batches()
+        state = parallel_state(model)
+        if state is not None:
+            state.context.averages_itself = True
+            # Scripts take these from the wrapper that DistributedDataParallel would be.
+            prepared.no_sync = partial(self.no_sync, prepared)
+            prepared.__dict__["module"] = prepared
         return prepared
 
     def _shard(self, model: nn.Module) -> None:
@@ -102,14 +103,18 @@ class TrainingMethods:
         As under DistributedDataParallel, whether they are is decided where the forward pass begins (`no_sync`).
         """
         each = self.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        models = []
-        if self.sync_gradients or each:
-            for model in prepared_models(self):
-                state = parallel_state(model)
-                if state is not None and state.context.averages:
-                    models.append(model)
-        with syncing(*models):
-            super().backward(loss, **kwargs)
+        models = {model: state for model in prepared_models(self) if (state := parallel_state(model)) is not None}
+        averaged = [
+            model for model, state in models.items() if (self.sync_gradients or each) and state.context.averages
+        ]
+        for state in models.values():
+            state.context.averages_itself = False
+        try:
+            with syncing(*averaged):
+                super().backward(loss, **kwargs)
+        finally:
+            for state in models.values():
+                state.context.averages_itself = True
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

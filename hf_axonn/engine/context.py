@@ -27,6 +27,8 @@ class PassContext:
         wants_gradients: whether the last pass began with gradients on.
         no_sync: whether passes that begin now leave their gradients unaveraged (`accelerator.no_sync`).
         averages: whether the gradients of the last pass are to be averaged.
+        averages_itself: whether a backward pass averages them at its end, whoever has called it.
+        will_average: whether the backward pass that is under way will do so.
         defer_head: whether the head leaves its logits to the loss in this pass (training with labels).
         random_seed, random_count: of the `keyed_random` that is open (layers/dropout.py).
         gather_cache: gathered weights that outlive their multiplication.
@@ -41,6 +43,8 @@ class PassContext:
         self.wants_gradients = False
         self.no_sync = False
         self.averages = True
+        self.averages_itself = False
+        self.will_average = False
         self.defer_head = False
         self.random_seed: int | None = None
         self.random_count = 0
@@ -56,6 +60,7 @@ class PassContext:
         self.wants_gradients = torch.is_grad_enabled()
         if self.wants_gradients:
             self.averages = not self.no_sync
+            self.will_average = False  # a backward pass that failed never came to its end
         self.gather_ahead.begin_pass()
         self.gather_cache.begin_pass()
         for weight in weights:

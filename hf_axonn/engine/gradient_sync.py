@@ -10,19 +10,26 @@ the world is right (`replicated_local`). Both are averages: doing it twice chang
 
 Both use the same buckets, so they give the same bits. Buckets depend on nothing but the parameters: a gradient that
 this rank does not have travels as zeros.
+
+A model that Accelerate has prepared does the first by itself at the end of a backward pass without the second, as
+under DistributedDataParallel. Gradients that nobody averaged are refused at a step of an optimizer.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from hf_axonn.compat.torch import at_end_of_backward
 from hf_axonn.distributed.collectives import Pending, send_unfused, start_all_reduce, together
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.dtensors import local
@@ -65,6 +72,60 @@ def syncing(*models: nn.Module) -> Iterator[None]:
     for average in averages:
         average.finish()
     PROGRESS.done += bool(averages)
+
+
+# Models through which a backward pass has gone since their gradients were averaged.
+_unaveraged: weakref.WeakKeyDictionary[ParallelState, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+
+
+def watch_backward(model: nn.Module, state: ParallelState, output: object) -> None:
+    """Note each backward pass through the output of a forward pass, and average at its end where the model does so."""
+    if isinstance(output, Tensor):
+        if output.requires_grad:
+            output.register_hook(partial(_backward_begins, model, state))
+    elif isinstance(output, Mapping):
+        watch_backward(model, state, tuple(output.values()))
+    elif isinstance(output, list | tuple):
+        for value in output:
+            watch_backward(model, state, value)
+
+
+def _backward_begins(model: nn.Module, state: ParallelState, grad: Tensor) -> Tensor | None:
+    _unaveraged[state] = weakref.ref(model)
+    context = state.context
+    if context.averages_itself and context.averages and not context.will_average:
+        context.will_average = True
+        at_end_of_backward(partial(_average_at_end, model, state))
+    # A loss to which a term of the parameters was added is a DTensor.
+    return grad.full_tensor() if isinstance(grad, DTensor) else None
+
+
+def _average_at_end(model: nn.Module, state: ParallelState) -> None:
+    state.context.will_average = False
+    sync_gradients(model)
+
+
+def _refuse_unaveraged(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Before a step of any optimizer. No communication.
+
+    Raises:
+        RuntimeError: it would use gradients of this rank alone, and copies of a parameter would differ from then on.
+    """
+    if not _unaveraged:
+        return
+    given = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    used = {id(parameter) for parameter in given if parameter.grad is not None}
+    for state, reference in _unaveraged.items():
+        model = reference()
+        if model is not None and any(id(parameter) in used for parameter in model.parameters()):
+            raise RuntimeError(
+                f"the gradients of {type(model).__name__} have not been averaged over the grid {state.grid} since the "
+                "last backward pass: take the last one of a step out of no_sync (local SGD is not possible over a "
+                "grid), and without Accelerate call hf_axonn.sync_gradients(model) after it."
+            )
+
+
+register_optimizer_step_pre_hook(_refuse_unaveraged)
 
 
 class _Bucket:
@@ -198,6 +259,7 @@ class _Average:
             while self._in_flight:
                 self._in_flight.popleft().finish()
             self._end_agreement(agreement)
+        _unaveraged.pop(self.state, None)
         if self.state.tuner is not None:
             self.state.tuner.tune(self.state.mesh.device)
 

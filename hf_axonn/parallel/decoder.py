@@ -24,6 +24,7 @@ from hf_axonn.architectures.plan import ShardingPlan
 from hf_axonn.compat.transformers import wrap_checkpointing
 from hf_axonn.distributed.collectives import gather_replicated
 from hf_axonn.engine.activation_layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
+from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward, split_hidden_states
 from hf_axonn.losses.router_aux import full_router_logits
@@ -203,23 +204,28 @@ def install_causal_lm(state: ParallelState, model: nn.Module) -> None:
             and logits_to_keep == 0
         )
         try:
-            return original(*args, **kwargs)
+            output = original(*args, **kwargs)
         finally:
             state.context.end_forward()
+        watch_backward(model, state, output)
+        return output
 
     patch_forward(model, forward)
     base = getattr(model, getattr(model, "base_model_prefix", None) or "", None)
     if isinstance(base, nn.Module) and base is not model:
-        patch_forward(base, functools.partial(_base_model, state))
+        patch_forward(base, functools.partial(_base_model, state, model))
     if state.mesh.size("z") > 1 and hasattr(model, "generate"):
         model.generate = functools.partial(_generate, state, model, model.generate)
 
 
-def _base_model(state: ParallelState, original: Callable, /, *args, **kwargs):
+def _base_model(state: ParallelState, model: nn.Module, original: Callable, /, *args, **kwargs):
     """The model without its head, which may also be called on its own."""
-    if not state.context.in_forward:
-        state.context.begin_forward(state.weights)
-    return original(*args, **kwargs)
+    if state.context.in_forward:
+        return original(*args, **kwargs)
+    state.context.begin_forward(state.weights)
+    output = original(*args, **kwargs)
+    watch_backward(model, state, output)
+    return output
 
 
 def _generate(state: ParallelState, model: nn.Module, original: Callable, /, *args, **kwargs):

@@ -25,7 +25,7 @@ from hf_axonn.architectures.plan import plan_for
 from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.checkpoint.full_state import install_save_pretrained
 from hf_axonn.compat.peft import without_peft
-from hf_axonn.compat.torch import default_device_type, quiet_redistribution
+from hf_axonn.compat.torch import default_device_type, quiet_redistribution, read_whole_values
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, model_facts, versions
 from hf_axonn.distributed.mesh import grid_mesh
@@ -73,6 +73,7 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     assert_same_on_all_ranks(facts, device_type, "Start every rank with the same program and settings.")
     state = ParallelState(grid_mesh(grid, device_type), config)
     quiet_redistribution()
+    read_whole_values()
     with without_wrappers(inner):  # adapters follow what is done to the model that they adapt
         plan = plan_for(inner)
     check_plan(inner, plan)

@@ -137,6 +137,7 @@ def _make_ready(self) -> None:
             f"optim={optim} is not supported over a grid ({plugin.grid}): choose one of {', '.join(OPTIMIZERS)}."
         )
     trl.check_trainer(self, plugin.grid)
+    self.accelerator.counts_processes = True  # it divides by `tp_size`
     if self.model is not None:
         shard_plain_model(self.model, plugin, self.args.device)
 

@@ -164,10 +164,11 @@ def all_operations(grid: Grid | None) -> dict[str, object]:
 
 def dp_rank_of(accelerator: Accelerator, grid: Grid | None) -> tuple[int, int]:
     """This rank's place among those that have different samples, and their number."""
-    if grid is None:
-        return accelerator.process_index, accelerator.num_processes
-    place = grid.coordinates(accelerator.process_index)
-    return place["data"] * grid.z + place["z"], grid.dp_size
+    if grid is not None:
+        place = grid.coordinates(torch.distributed.get_rank())
+        expected = place["data"] * grid.z + place["z"], grid.dp_size
+        assert (accelerator.process_index, accelerator.num_processes) == expected
+    return accelerator.process_index, accelerator.num_processes
 
 
 def observe(grid: Grid | None) -> tuple[dict, dict]:
@@ -265,7 +266,7 @@ def _seeds() -> None:
     for grid in (Grid(x=2), Grid(z=2)):
         for config in ({}, {"dispatch_batches": True}):
             accelerator = new_accelerator(grid, **config)
-            torch.manual_seed(accelerator.process_index)
+            torch.manual_seed(torch.distributed.get_rank())
             batches = BatchSampler(RandomSampler(range(8)), 2, drop_last=False)
             for loader in (
                 DataLoader(list(range(8)), batch_size=2, shuffle=True),
@@ -289,7 +290,7 @@ def _triggers() -> None:
         accelerator = new_accelerator(grid)
         assert not accelerator.check_trigger()
         for rank in range(4):  # also one that shares its samples with a lower rank
-            if accelerator.process_index == rank:
+            if torch.distributed.get_rank() == rank:
                 accelerator.set_trigger()
             assert accelerator.check_trigger()
             assert not accelerator.check_trigger()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
@@ -13,8 +14,10 @@ from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch.utils.data import DataLoader
 
 from hf_axonn import AxonnPlugin, Grid, parallelize
-from tests.helpers.float64 import Float64
-from tests.helpers.models import tiny_model
+from hf_axonn.engine.gradient_sync import sync_gradients
+from tests.helpers.equality import rows_of
+from tests.helpers.float64 import Float64, recompute_in_float64, relative_errors
+from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import collate, token_data
 
@@ -49,7 +52,7 @@ ORDERS = ("together", "optimizer first", "model first", "sharded before", "made 
 def loop(grid: Grid | None, *, order: str = "together", clip: str = "norm", **options) -> dict:
     """What a loop does to a model: losses, norms before clipping, rates, parameters and groups afterwards."""
     accelerator = new_accelerator(grid, gradient_accumulation_plugin=GradientAccumulationPlugin(2, **options))
-    samples = grid.dp_size if grid else 1
+    samples = accelerator.num_processes  # as scripts multiply by it
     model = tiny_model("llama").train()
     optimizer = two_groups(model) if order != "made after" else None
     if order == "sharded before" and grid:
@@ -186,6 +189,121 @@ def test_gradients_are_averaged_when_accelerate_does_it():
     run_ranks(_averages, 4)
 
 
+def bare_loop(grid: Grid | None, mode: str) -> dict[str, torch.Tensor]:
+    """Parameters after four steps of a loop that calls `loss.backward()` itself."""
+    accelerator = new_accelerator(grid)
+    model = tiny_model("llama").train()
+    if mode == "reentrant":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        model.model.layers.apply(recompute_in_float64)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    batch = rows_of(tiny_batch(4, 7), grid or Grid(), rank())
+
+    def loss():
+        if mode == "logits":
+            inner = getattr(model, "module", model)  # as under DistributedDataParallel
+            return inner(input_ids=batch["input_ids"]).logits.square().mean()
+        if mode == "penalty":
+            return model(**batch).loss + 0.1 * sum(parameter.pow(2).sum() for parameter in model.parameters())
+        return model(**batch).loss
+
+    with Float64():
+        for _ in range(4):
+            if mode == "accumulated":
+                with getattr(model, "no_sync", contextlib.nullcontext)():
+                    loss().backward()
+            loss().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+MODES = ("plain", "logits", "accumulated", "reentrant", "penalty")
+
+
+def _bare(truths: dict[str, dict[str, torch.Tensor]]) -> None:
+    for grid in GRIDS[torch.distributed.get_world_size()]:
+        for mode in MODES:
+            worst = max(relative_errors(bare_loop(grid, mode), truths[mode]).values())
+            assert worst < 1e-10, (grid, mode, worst)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_gradients_are_averaged_without_accelerates_backward(ranks):
+    run_ranks(_bare, ranks, {mode: bare_loop(None, mode) for mode in MODES})
+
+
+def read_by_hand(grid: Grid | None) -> list[float]:
+    """Norms and sums as scripts read them for their logs."""
+    accelerator = new_accelerator(grid)
+    model = accelerator.prepare(tiny_model("llama").train())
+    with Float64():
+        accelerator.backward(model(**rows_of(tiny_batch(4, 7), grid or Grid(), rank())).loss)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [
+        *(gradient.norm().item() for gradient in gradients),
+        *(gradient.detach().data.norm(2).item() for gradient in gradients),
+        float(sum(gradient.pow(2).sum() for gradient in gradients)),
+        *(parameter.detach().abs().max().item() for parameter in model.parameters()),
+        *(bool(parameter.detach().sum() > 0) for parameter in model.parameters()),
+    ]
+
+
+def rank() -> int:
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _read(truth: list[float]) -> None:
+    for grid in GRIDS[torch.distributed.get_world_size()]:
+        assert read_by_hand(grid) == pytest.approx(truth, rel=1e-10), grid
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_norms_and_sums_by_hand_are_of_the_whole_tensors(ranks):
+    run_ranks(_read, ranks, read_by_hand(None))
+
+
+def _unaveraged() -> None:
+    """No optimizer steps with the gradients of one rank."""
+    batch = tiny_batch(2, 7)
+    for grid in GRIDS[2]:
+        model, _ = parallelize(tiny_model("llama").train(), grid)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(**batch).loss.backward()
+        with pytest.raises(RuntimeError, match="have not been averaged over the grid"):
+            optimizer.step()
+        sync_gradients(model)
+        optimizer.step()
+        other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+        model(**batch).loss.backward()
+        other.step()  # of something else
+        optimizer.zero_grad()
+        optimizer.step()  # there is nothing to step with
+
+        accelerator = new_accelerator(grid)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        with accelerator.no_sync(model):
+            accelerator.backward(model(**batch).loss)
+        with pytest.raises(RuntimeError, match="take the last one of a step out of no_sync"):
+            optimizer.step()
+        optimizer.zero_grad()
+        # A pass that fails has not averaged, and does not keep the next one from it.
+        hook = model.model.embed_tokens.register_full_backward_hook(fail)
+        with pytest.raises(KeyError):
+            model(**batch).loss.backward()
+        hook.remove()
+        model(**batch).loss.backward()
+        optimizer.step()
+
+
+def fail(*_: object) -> None:
+    raise KeyError
+
+
+def test_a_step_with_gradients_that_were_not_averaged_is_refused():
+    run_ranks(_unaveraged, 2)
+
+
 def _autocast() -> None:
     for grid in GRIDS[4][:2]:
         accelerator = new_accelerator(grid, mixed_precision="bf16")
@@ -256,7 +374,7 @@ def _schedules(caplog) -> None:
     caplog.clear()
     accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0))
     warned = "none of the parameters of the models that were prepared" in caplog.text
-    assert warned is (accelerator.process_index == 0)
+    assert warned is accelerator.is_main_process
 
 
 def test_schedules_and_idle_optimizers(caplog):

@@ -91,7 +91,7 @@ def _gather() -> None:
             loader = accelerator.prepare(DataLoader(dataset, batch_size=2))
             seen = [accelerator.gather_for_metrics(batch) for batch in loader]
             assert sorted(torch.cat(seen).tolist()) == list(range(size))
-        place = grid.coordinates(accelerator.process_index)
+        place = grid.coordinates(torch.distributed.get_rank())
         sample = place["data"] * grid.z + place["z"]
         assert accelerator.gather(torch.tensor([sample, 7])).tolist() == [0, 7, 1, 7]
         assert accelerator.gather(torch.tensor(sample)).tolist() == [0, 1]

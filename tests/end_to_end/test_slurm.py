@@ -171,11 +171,11 @@ for _ in range(3):
     optimizer.step()
     optimizer.zero_grad()
     losses.append(loss.item())
-here = [None] * accelerator.num_processes
+here = [None] * accelerator.state.num_processes
 torch.distributed.all_gather_object(here, socket.if_nameindex()[-1][1])
 if accelerator.is_main_process:
     with open(sys.argv[3], "w") as file:
-        json.dump({"losses": losses, "ranks": accelerator.num_processes, "interfaces": here}, file)
+        json.dump({"losses": losses, "ranks": accelerator.state.num_processes, "interfaces": here}, file)
 accelerator.end_training()
 """
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import accelerate
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.state import GradientState
 from accelerate.utils import DataLoaderConfiguration, broadcast_object_list, gather_object, set_seed
 from torch.utils.data import DataLoader, IterableDataset
@@ -41,8 +41,10 @@ def new_accelerator(**options) -> Accelerator:
 
 def place(accelerator: Accelerator) -> tuple[int, int]:
     """This rank's position among those with samples of their own, and their number."""
-    positions = accelerator.parallelism_config.data_parallel_size
-    return accelerator.process_index * positions // accelerator.num_processes, positions
+    state, positions = PartialState(), accelerator.parallelism_config.data_parallel_size
+    found = state.process_index * positions // state.num_processes, positions
+    assert (accelerator.process_index, accelerator.num_processes) == found
+    return found
 
 
 def check_loaders() -> None:
@@ -72,7 +74,7 @@ def check_loaders() -> None:
                 assert len(counted) == len(set(counted)) == wanted, (options, counted)
                 every = gather_object([own])
                 for rank, its in enumerate(every):
-                    same = rank * positions // accelerator.num_processes == position
+                    same = rank * positions // len(every) == position
                     assert (its == own) == same, (options, rank, its, own)
             if loader.drop_last and not options.get("dispatch_batches"):
                 skipped = [
@@ -85,7 +87,8 @@ def check_operations(folder: Path) -> None:
     """Each position counts once in the accelerator's methods, each process in accelerate's functions."""
     accelerator = new_accelerator()
     position, positions = place(accelerator)
-    ranks = accelerator.num_processes
+    mine, ranks = PartialState().process_index, PartialState().num_processes
+    assert sum(gather_object([accelerator.is_main_process])) == sum(gather_object([accelerator.is_last_process])) == 1
     own = torch.tensor([[position, 7.0]])
     assert accelerator.gather(own)[:, 0].tolist() == list(range(positions))
     assert accelerator.gather_for_metrics([f"at {position}"]) == [f"at {its}" for its in range(positions)]
@@ -97,14 +100,14 @@ def check_operations(folder: Path) -> None:
         assert sorted(set(sum(gather_object([part]), []))) == list(range(5))
         every = gather_object([part])
         assert all((its == part) == (rank * positions // ranks == position) for rank, its in enumerate(every))
-    assert accelerate.utils.gather(torch.tensor([accelerator.process_index])).tolist() == list(range(ranks))
-    assert broadcast_object_list([accelerator.process_index], from_process=ranks - 1) == [ranks - 1]
+    assert accelerate.utils.gather(torch.tensor([mine])).tolist() == list(range(ranks))
+    assert broadcast_object_list([mine], from_process=ranks - 1) == [ranks - 1]
     written = folder / "written"
     with accelerator.main_process_first():
         assert written.exists() != accelerator.is_main_process
         written.touch()
     for rank in range(ranks):
-        if accelerator.process_index == rank:
+        if mine == rank:
             accelerator.set_trigger()
         assert accelerator.check_trigger() and not accelerator.check_trigger()
 
@@ -195,7 +198,7 @@ def check_data_loop() -> None:
     from accelerate.test_utils.scripts import test_distributed_data_loop as script
 
     accelerator = script.create_accelerator()
-    torch.manual_seed(accelerator.process_index)
+    torch.manual_seed(PartialState().process_index)
     script.test_default_ensures_even_batch_sizes()
     script.test_can_disable_even_batches()
     accelerator = script.create_accelerator()

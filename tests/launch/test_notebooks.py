@@ -54,7 +54,7 @@ def what_is_there(folder, word):
     accelerator = Accelerator()
     plugin = accelerator.parallelism_config
     Path(folder, f"rank-{dist.get_rank()}").write_text(word)
-    return str(plugin.grid), plugin.config.layout, accelerator.mixed_precision, accelerator.num_processes
+    return str(plugin.grid), plugin.config.layout, accelerator.mixed_precision, accelerator.state.num_processes
 
 
 def test_a_function_runs_on_every_rank_and_the_grid_is_there(tmp_path):

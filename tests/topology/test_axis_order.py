@@ -113,7 +113,7 @@ with Float64():
     accelerator.backward(loss)
 norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
 total = accelerator.reduce(loss.detach(), "mean")
-found = {"rank": accelerator.process_index, "here": mesh.coordinates, "loss": float(total), "norm": float(norm)}
+found = {"rank": accelerator.state.process_index, "here": mesh.coordinates, "loss": float(total), "norm": float(norm)}
 open(os.path.join(sys.argv[1], os.environ["LOCAL_RANK"]), "w").write(json.dumps(found))
 accelerator.end_training()
 """
