@@ -185,6 +185,7 @@ def changed_weights():
                 if change is not by_data:  # of which autograd knows nothing either
                     with pytest.raises(RuntimeError, match="modified"):
                         held.backward()
+                    sync_gradients(model)  # an optimizer asks for it after every pass
 
 
 def no_layers():
