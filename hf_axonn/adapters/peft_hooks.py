@@ -26,10 +26,14 @@ from hf_axonn.engine.state import is_parallelized
 
 
 def watch_peft() -> None:
-    """Wrap PEFT's methods, once: now if it has been imported, else as soon as it is."""
+    """Wrap PEFT's methods, once, all or none: now if it has been imported, else as soon as it is.
+
+    Raises:
+        AttributeError: this release of PEFT has no such method.
+    """
     if not _watching:
-        _watching.append(True)
         after_peft(_install)
+        _watching.append(True)
 
 
 _watching: list[bool] = []
@@ -39,10 +43,11 @@ def _install() -> None:
     from peft.peft_model import PeftModel  # `peft` itself may be in the middle of its import
     from peft.tuners.tuners_utils import BaseTuner
 
-    for owner, wrapper in ((BaseTuner, inject_adapter), (PeftModel, add_adapter), (PeftModel, save_pretrained)):
-        original = getattr(owner, wrapper.__name__)
-        setattr(owner, wrapper.__name__, _method(wrapper, original))
+    wrappers = ((BaseTuner, inject_adapter), (PeftModel, add_adapter), (PeftModel, save_pretrained))
+    originals = [(owner, wrapper, getattr(owner, wrapper.__name__)) for owner, wrapper in wrappers]
     let_load_state_dict_shard()
+    for owner, wrapper, original in originals:
+        setattr(owner, wrapper.__name__, _method(wrapper, original))
 
 
 def _method(wrapper: Callable, original: Callable) -> Callable:

@@ -52,15 +52,21 @@ _awaited: list[str] = []  # modules that are to be wrapped when they are importe
 
 
 def install(trainer_class: type) -> None:
-    """Wrap the methods of Trainer, once."""
+    """Wrap the methods of Trainer, once; all of them, or none if one is missing.
+
+    Raises:
+        AttributeError: this release of Transformers has no such method.
+    """
     if "axonn_wrapped" in vars(trainer_class):
         return
-    trainer_class.axonn_wrapped = True
-    for wrapper in WRAPPERS:
-        name = wrapper.__name__
-        original = getattr(trainer_class, name)
-        setattr(trainer_class, name, functools.wraps(original)(_bound(wrapper, original)))
+    methods = {wrapper.__name__: getattr(trainer_class, wrapper.__name__) for wrapper in WRAPPERS}
     _install_get_last_checkpoint()
+    for wrapper in WRAPPERS:  # some methods have two, the later one around the earlier
+        original = methods[wrapper.__name__]
+        methods[wrapper.__name__] = functools.wraps(original)(_bound(wrapper, original))
+    for name, method in methods.items():
+        setattr(trainer_class, name, method)
+    trainer_class.axonn_wrapped = True
 
 
 def _install_get_last_checkpoint() -> None:

@@ -1,4 +1,4 @@
-"""peft_hooks.py: PEFT may be imported before or after a model is sharded."""
+"""peft_hooks.py: PEFT may be imported before or after a model is sharded; its methods are wrapped all or none."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import subprocess
 import sys
 
 import pytest
+
+
+def run(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 LATE = """
@@ -19,8 +24,37 @@ for method in (BaseTuner.inject_adapter, peft.PeftModel.add_adapter, peft.PeftMo
     assert method.__code__.co_filename.endswith("peft_hooks.py"), method
 """
 
+UNKNOWN = """
+import peft
+from hf_axonn.adapters.peft_hooks import watch_peft
+from peft.tuners.tuners_utils import BaseTuner
+from peft.utils import save_and_load
+owners = {BaseTuner: "inject_adapter", peft.PeftModel: "add_adapter"}
+owners[save_and_load] = "_reshard_dtensor_values_for_load"
+assert all(map(hasattr, owners, owners.values()))
+stock = [dict(vars(owner)) for owner in owners]
+for owner, name in owners.items():
+    missing = getattr(owner, name)
+    delattr(owner, name)
+    for _ in range(2):
+        try:
+            watch_peft()
+        except AttributeError as problem:
+            assert name in str(problem), problem
+        else:
+            raise SystemExit(f"without {name} nothing was raised")
+    setattr(owner, name, missing)
+    assert [dict(vars(owner)) for owner in owners] == stock, f"without {name} the others are wrapped"
+watch_peft()
+assert peft.PeftModel.save_pretrained.__code__.co_filename.endswith("peft_hooks.py")
+"""
+
 
 def test_peft_may_be_imported_after_a_model_was_sharded():
     pytest.importorskip("peft", reason="adapters need peft, of the extra `peft`")
-    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run(LATE)
+
+
+def test_a_release_without_one_of_the_methods_is_left_as_it_was():
+    pytest.importorskip("peft", reason="adapters need peft, of the extra `peft`")
+    run(UNKNOWN)
