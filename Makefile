@@ -1,6 +1,6 @@
 # Every target makes its own environment in .venv the first time and is quick afterwards.
 #
-#   PYTHON     the interpreter that .venv is made of, 3.10 or newer
+#   PYTHON     the interpreter that .venv is made of, 3.11 or newer
 #   TORCH      the PyTorch requirement; pip prefers a CPU build where one of its indexes has it
 #   PIP_ARGS   more arguments for pip, such as an index that serves CPU (or CUDA, or ROCm) builds
 #   ARGS       more arguments for pytest, as in: make test ARGS="-k goldfish"
@@ -78,8 +78,8 @@ clean:
 
 # python3 -m venv without ensurepip leaves a directory that looks complete, so ask before.
 $(STAMPS)/venv:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "$(PYTHON) is older than Python 3.10, or is not there: install Python 3.10 or newer and say which," \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than Python 3.11, or is not there: install Python 3.11 or newer and say which," \
 		"as in: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || \
 		{ echo "$(PYTHON) cannot make a virtual environment: on Debian or Ubuntu run  apt-get install python3-venv"; \

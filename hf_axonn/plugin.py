@@ -18,6 +18,7 @@ from typing import Any, Concatenate, ParamSpec
 
 from accelerate.parallelism_config import ParallelismConfig
 
+from hf_axonn.compat.versions import check_versions, refusal
 from hf_axonn.config import VARIABLE, AxonnConfig, Settings
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, versions
 from hf_axonn.distributed.mesh import grid_mesh
@@ -57,8 +58,9 @@ class AxonnPlugin(ParallelismConfig):
             AXONN_CONFIG).
         overlap, reduce_dtype, keep_gathered, tune_matmuls, layout, async_save, save_failure: see `config.Settings`.
     Raises:
-        ValueError: no grid is given and none was launched, or there are settings without a grid; later, when the
-            Accelerator is made: the grid is not the number of processes, or fp16, fp8 or torch.compile is asked for.
+        ValueError: no grid is given and none was launched, or there are settings without a grid, or a library has a
+            release that is not proven (`check_versions`); later, when the Accelerator is made: the grid is not the
+            number of processes, or fp16, fp8 or torch.compile is asked for.
     """
 
     @_arguments_of(_Arguments)
@@ -82,6 +84,7 @@ class AxonnPlugin(ParallelismConfig):
             config = AxonnConfig(grid=given.grid, **settings)
         self.config = config
         if config.grid.size > 1:
+            check_versions()
             _install_trainer_hooks()
         super().__init__(
             dp_replicate_size=1,
@@ -147,12 +150,15 @@ def install_default() -> None:
     """Let a bare `Accelerator()` or `Trainer` of this process use the grid of the launch file.
 
     Called in worker processes right after accelerate.parallelism_config has been imported (see launch/autoload.py).
+    Raises nothing, which could end in torch's import: releases that are not proven are refused by the AxonnPlugin that
+    `Accelerator()` makes, and until then nothing of theirs is replaced.
     """
     import accelerate.parallelism_config as module
 
     module.ParallelismConfig = AxonnPlugin
     os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-    _install_trainer_hooks()
+    if not refusal():
+        _install_trainer_hooks()
 
 
 def _install_trainer_hooks() -> None:

@@ -8,6 +8,7 @@ from torch import nn
 
 from hf_axonn.architectures.plan import ShardingPlan, is_inside
 from hf_axonn.compat.peft import adapter_layers, variant_names, without_peft, wrapped_modules
+from hf_axonn.compat.versions import check_versions
 from hf_axonn.engine.dtensors import local
 from hf_axonn.engine.linears import is_linear
 from hf_axonn.engine.state import ParallelState
@@ -27,7 +28,7 @@ def check_adapters(model: nn.Module) -> None:
 
     Raises:
         ValueError: an adapter is not LoRA, rsLoRA or DoRA of a Linear or an embedding, two share their weights, or
-            parameters lie outside of the model itself.
+            parameters lie outside of the model itself; the release of PEFT is not proven.
     """
     inner = without_peft(model)
     own = {id(parameter) for parameter in inner.parameters()}
@@ -37,7 +38,10 @@ def check_adapters(model: nn.Module) -> None:
             f"{outside[0]} lies outside of the model (PEFT's prompt or prefix tuning), which cannot be sharded over a "
             "grid: use LoRA."
         )
-    for name, layer, kind in adapter_layers(inner):
+    layers = list(adapter_layers(inner))
+    if layers:
+        check_versions("peft")
+    for name, layer, kind in layers:
         kind = next((variant for variant in variant_names(layer) if variant not in DORA), kind)
         if kind not in ("lora.Linear", "lora.Embedding", "lora.ParamWrapper"):
             raise ValueError(f"{name}: PEFT's {kind} cannot be sharded over a grid: {WHAT_WORKS}.")
@@ -95,8 +99,9 @@ def check_config(state: ParallelState, model: nn.Module, config) -> None:
         config: PEFT's, of the new adapter.
     Raises:
         ValueError: another method than LoRA, one of its variants but DoRA, a way to fill new adapters that needs full
-            weights, or modules_to_save that consist of several modules.
+            weights, or modules_to_save that consist of several modules; the release of PEFT is not proven.
     """
+    check_versions("peft")
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise ValueError(f"PEFT's {kind} is not supported on a model that is sharded over a grid: {WHAT_WORKS}.")

@@ -15,6 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from hf_axonn.compat.versions import NEEDED, OPTIONAL, bounds, check_versions, outside, requirements
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.command import read_launch_file, write_temporary
 from hf_axonn.launch.launch_file import SECTION, Launch, check_spelling, resolve
@@ -78,12 +79,28 @@ def run_doctor(options: argparse.Namespace) -> int:
         if value is not None and value <= 0:
             raise ValueError(f"--{name.replace('_', '-')} is {value}: give a number above 0.")
     findings = Findings()
+    examine_versions(findings)
     launch = examine_launch(options.config, findings)
     if options.model is not None:
         examine_model(launch, options, findings)
     for line in findings.lines():
         print(line)
     return WARNED if findings.warnings else FINE
+
+
+def examine_versions(findings: Findings) -> None:
+    """Look at the releases of other libraries here, which a launch will look at, too.
+
+    Raises:
+        ValueError: it would refuse one.
+    """
+    check_versions()
+    for item in requirements(*NEEDED, *OPTIONAL):
+        if release := outside(item):
+            findings.warnings.append(
+                f"{item.name} {release} is not proven, {bounds(item)} is: "
+                + ("results may be wrong." if item.name in NEEDED else "a grid refuses what uses it.")
+            )
 
 
 def examine_launch(path: str, findings: Findings) -> Launch:

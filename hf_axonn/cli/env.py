@@ -18,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, requires, ver
 from pathlib import Path
 
 from hf_axonn import __version__
+from hf_axonn.compat.versions import OPTIONAL, SWITCH, bounds, outside
 
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "datasets", "safetensors", "tokenizers", "numpy")
@@ -29,6 +30,7 @@ VARIABLES = re.compile(
 SECRET = re.compile(r"TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH|USER|HOST|ADDR|URL", re.IGNORECASE)
 SHOWN = re.compile(r"[\w.,:;=+%~^ -]{0,60}")
 PROGRAM_SECONDS = 20
+MISSING = "is not installed"
 
 
 def environment_report() -> Iterator[str]:
@@ -38,6 +40,8 @@ def environment_report() -> Iterator[str]:
     for name in PACKAGES:
         yield f"{name} {installed(name)}"
     yield from _unmet()
+    if os.environ.get(SWITCH) == "0":
+        yield f"releases that are not proven are let pass by {SWITCH}=0"
     yield f"launch hook: {_hook()}"
     yield f"processor: {_processor()}"
     yield from _torch()
@@ -50,11 +54,11 @@ def installed(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "is not installed"
+        return MISSING
 
 
 def _unmet() -> Iterator[str]:
-    """Requirements of this package that the environment does not meet."""
+    """Requirements of this package that the environment does not meet; those of peft and trl where they are there."""
     from packaging.requirements import Requirement
 
     try:
@@ -63,13 +67,12 @@ def _unmet() -> Iterator[str]:
         yield "hf_axonn is not installed, but imported from a folder: `accelerate launch --config` does not know it"
         return
     for requirement in wanted:
-        if requirement.marker is None or requirement.marker.evaluate():
-            name, specifier = requirement.name, requirement.specifier
-            found = installed(name)
-            if not found[:1].isdigit():
-                yield f"NOT MET: {name}{specifier}: {name} {found}"
-            elif not specifier.contains(found, prereleases=True):
-                yield f"NOT MET: {name}{specifier}: there is {found}"
+        name, specifier = requirement.name, bounds(requirement)
+        needed = requirement.marker is None or requirement.marker.evaluate()
+        if needed and installed(name) == MISSING:
+            yield f"NOT MET: {name}{specifier}: {name} {MISSING}"
+        elif (needed or name in OPTIONAL) and (found := outside(requirement)):
+            yield f"NOT MET: {name}{specifier}: there is {found}"
 
 
 def _hook() -> str:

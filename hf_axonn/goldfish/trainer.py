@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
+from hf_axonn.compat.versions import check_versions
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.goldfish.mask import check_options, count_unprotected, find_document_ids, goldfish_mask
 from hf_axonn.losses.causal_lm import IGNORE_INDEX, CausalLMLoss, install_causal_lm_loss, mean_losses, widest_float
@@ -92,13 +93,15 @@ class GoldfishMixin(_MixedInto):
     each training log and at the end of training, and in evaluation one gather for every batch.
 
     Raises:
-        ValueError: args of another class, a model without the causal language model's loss, or an option that does
-            not go together with the goldfish loss (named in the message).
+        ValueError: a library has a release that is not proven (`check_versions`), args of another class, a model
+            without the causal language model's loss, or an option that does not go together with the goldfish loss
+            (named in the message).
     """
 
     args: GoldfishConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        check_versions()
         super().__init__(*args, **kwargs)
         if not isinstance(self.args, GoldfishConfig):
             raise ValueError(

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from hf_axonn.compat.versions import bounds, check_versions, requirements
 from hf_axonn.launch.launch_file import SECTION, check_spelling, resolve
 
 
@@ -56,7 +57,8 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     Args:
         arguments: what stands after `accelerate launch`: options, the script, the script's own arguments.
     Raises:
-        ValueError: the launch file is missing, unreadable or wrong; the message says what to write instead.
+        ValueError: the launch file is missing, unreadable or wrong; the message says what to write instead. Or the
+            release of a library is not proven (`check_versions`).
     """
     command = Command.parse(arguments)
     given = command.value(*CONFIG_OPTIONS)
@@ -67,6 +69,7 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     check_spelling(path.name, settings)
     if SECTION not in settings:
         return command.without(*CONFIG_OPTIONS).arguments(f"--config_file={given}") if given else list(arguments)
+    check_versions()
     try:
         launch = resolve(settings, command.values())
     except ValueError as error:
@@ -133,7 +136,8 @@ def accelerate_options() -> dict[str, bool]:
     """
     source = Path(find_spec("accelerate").origin).with_name("commands") / "launch.py"
     if not source.is_file():
-        raise ValueError(f"this release of accelerate has no {source}: install accelerate>=1.15,<1.16.")
+        (proven,) = requirements("accelerate")
+        raise ValueError(f"this release of accelerate has no {source}: install accelerate{bounds(proven)}.")
     options = {}
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "add_argument":

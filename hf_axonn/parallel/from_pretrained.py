@@ -15,6 +15,7 @@ from hf_axonn.checkpoint.hf_loader import distribute_when_built
 from hf_axonn.checkpoint.manifest import is_sharded_checkpoint
 from hf_axonn.checkpoint.sharded import read_weights, verify_together
 from hf_axonn.compat.torch import default_device_type
+from hf_axonn.compat.versions import check_versions
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.consistency import raise_on_all_ranks
 from hf_axonn.distributed.mesh import grid_mesh
@@ -60,6 +61,7 @@ def from_pretrained(
     _check_quantization(kwargs, grid)
     if grid.size == 1:
         return auto_class.from_pretrained(name_or_path, **kwargs)
+    check_versions()
     if kwargs.get("ignore_mismatched_sizes"):
         raise ValueError(
             "ignore_mismatched_sizes: every rank would fill such weights with other numbers; leave it away."

@@ -26,6 +26,7 @@ from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.checkpoint.full_state import install_save_pretrained
 from hf_axonn.compat.peft import without_peft
 from hf_axonn.compat.torch import default_device_type, quiet_redistribution, read_whole_values
+from hf_axonn.compat.versions import check_versions
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, model_facts, versions
 from hf_axonn.distributed.mesh import grid_mesh
@@ -52,7 +53,8 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
         (the model itself, a report of what was sharded and what was not and why).
     Raises:
         ValueError: the grid is not the size of the world, the model is sharded already, quantized, or has adapters
-            that cannot be sharded; ranks have other models, settings or versions.
+            that cannot be sharded; ranks have other models, settings or versions; a library has a release that is not
+            proven (`check_versions`).
         RuntimeError: torch.distributed is not initialized.
     Collectives: those of `assert_same_on_all_ranks`, creation of the process groups, and `broadcast_all` of
         parameters and buffers.
@@ -60,6 +62,7 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     config = config or _launched_config(grid)
     if grid.size == 1:
         return model, Report(str(grid), "one rank, the model is untouched")
+    check_versions()
     inner = without_peft(model)
     if is_parallelized(inner):
         raise ValueError(f"this model is sharded over the grid {inner.axonn.grid} already.")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 
-class WeightKind(str, Enum):
+class WeightKind(StrEnum):
     """How a weight is sharded. Prints and serializes as its plain word.
 
     Attributes:
@@ -27,9 +27,6 @@ class WeightKind(str, Enum):
     GATHERED = "gathered"
     REPLICATED = "replicated"
     ADAPTER = "adapter"
-
-    __str__ = str.__str__
-    __format__ = str.__format__  # type: ignore[assignment]  # Enum's own gives the class's name on Python 3.10 and 3.11
 
 
 # The dim that each axis of (y, x, z) shards, the outer axis first; None: its ranks hold the same.

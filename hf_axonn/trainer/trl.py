@@ -22,13 +22,13 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_axonn.compat.versions import check_versions
 from hf_axonn.engine.state import is_parallelized
 from hf_axonn.losses.causal_lm import CausalLMLoss, Targets
 from hf_axonn.losses.label_statistics import label_statistics
@@ -36,7 +36,6 @@ from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.topology.grid import Grid
 
 
-RELEASE = "1.16"
 MODULE = "trl.trainer.utils"
 SERVED = ("log_probs", "entropy", "is_top1")
 TRAINERS = ("SFTTrainer", "_BaseTrainer")  # of TRL, that train over a grid
@@ -61,17 +60,14 @@ def check_trainer(trainer: object, grid: Grid) -> None:
     """Refuse a trainer of TRL, over a grid, that nobody has compared with one process. Nothing for others.
 
     Raises:
-        ValueError: it is not SFTTrainer, or TRL is of another release than this file was checked with.
+        ValueError: it is not SFTTrainer, or the release of TRL is not proven.
     """
     names = [base.__name__ for base in type(trainer).__mro__ if base.__module__.partition(".")[0] == "trl"]
     for name in names:
         if name not in TRAINERS:
             raise ValueError(f"{name} of TRL is not supported over a grid ({grid}): of its trainers SFTTrainer is.")
-    if names and not version("trl").startswith(RELEASE + "."):
-        raise ValueError(
-            f"trl {version('trl')} is not supported over a grid ({grid}): install trl {RELEASE}, as in "
-            f'pip install "trl=={RELEASE}.*".'
-        )
+    if names:
+        check_versions("trl")
 
 
 def _add_fused_lm_head(

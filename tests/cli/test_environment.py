@@ -9,6 +9,7 @@ import socket
 import sys
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import transformers
@@ -69,12 +70,14 @@ def test_settings_are_shown_and_nothing_that_is_somebodys_own(report):
 
 
 def test_requirements_that_are_not_met_are_named(monkeypatch):
-    wanted = ["transformers<5", "nowhere>=2", "numpy>=1", 'peft<0.1; extra == "peft"', 'torch>=2; python_version>"3"']
+    wanted = ["transformers<5", "nowhere>=2", "numpy>=1", 'torch>=2; python_version>"3"']
+    wanted += ['peft<0.1; extra == "peft"', 'pytest<1; extra == "test"', 'nowhere-else; extra == "test"']
     monkeypatch.setattr(environment, "requires", lambda _: wanted)
     found = [line for line in environment.environment_report() if line.startswith("NOT MET")]
     assert found == [
         f"NOT MET: transformers<5: there is {transformers.__version__}",
         "NOT MET: nowhere>=2: nowhere is not installed",
+        f"NOT MET: peft<0.1: there is {peft.__version__}",
     ]
 
 

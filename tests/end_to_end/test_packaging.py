@@ -183,6 +183,29 @@ def test_dependencies_are_inside_the_declared_ranges():
             assert requirement.specifier.contains(installed, prereleases=True), f"{text}, but {installed} is installed"
 
 
+def test_each_proven_range_stands_in_one_place_and_python_is_what_these_releases_allow(configuration):
+    from packaging.specifiers import SpecifierSet
+
+    from hf_axonn.compat.versions import NEEDED, OPTIONAL, requirements
+
+    makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
+    lowest = configuration["options"]["python_requires"].removeprefix(">=")
+    for name in (*NEEDED, *OPTIONAL):
+        (written,) = re.findall(rf"^    {name}([<>=].*)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+        (read,) = requirements(name)
+        assert read.specifier == SpecifierSet(written), f"{name}: run make install, setup.cfg has changed"
+        assert {part.operator for part in read.specifier} == {">=", "<"}
+        assert SpecifierSet(importlib.metadata.metadata(name)["Requires-Python"] or "").contains(lowest), name
+    (torch,) = requirements("torch")
+    assert torch.specifier.contains(re.search(r"^TORCH \?= torch==(\S+)$", makefile, re.MULTILINE).group(1))
+    pythons = re.findall(r"Python :: (3\.\d+)", configuration["metadata"]["classifiers"])
+    assert pythons[0] == lowest
+    assert f"(3, {lowest.partition('.')[2]})" in makefile and f"Python {lowest} or newer" in makefile
+    assert f'target-version = "py{lowest.replace(".", "")}"' in project and f'python_version = "{lowest}"' in project
+    for document in ("README.md", "CONTRIBUTING.md", "docs/usage.md"):
+        assert f"Python {lowest} or newer" in (ROOT / document).read_text(), document
+
+
 def test_the_makefile_has_every_target_that_help_names():
     text = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", text, re.MULTILINE))

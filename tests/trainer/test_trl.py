@@ -318,8 +318,8 @@ def _refused(folder: Path) -> None:
                 processing_class=chat_tokenizer(),
             )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_axonn.trainer.trl.version", lambda name: "1.17.0")
-        with pytest.raises(ValueError, match="trl 1.17.0 is not supported over a grid .*install trl 1.16"):
+        patch.setattr("trl.__version__", "1.0.0")
+        with pytest.raises(ValueError, match="trl 1.0.0 is installed, proven is "):
             make_sft(folder, grid)
     for options, message in (
         (dict(activation_offloading=True), "activation_offloading is not supported over a grid"),

@@ -1,0 +1,81 @@
+"""The releases of other libraries that this package is proven with: those that its metadata (setup.cfg) requires.
+
+With others a result can be wrong without a word: their methods are replaced, and their private names used. A patch
+release of a proven minor release counts as proven.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from importlib.metadata import PackageNotFoundError, requires, version
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
+
+
+SWITCH = "AXONN_CHECK_VERSIONS"
+NEEDED = ("torch", "transformers", "accelerate")
+OPTIONAL = ("peft", "trl")  # checked where they are used, not because they are installed
+
+
+def check_versions(*libraries: str) -> None:
+    """Refuse releases of libraries (`NEEDED` if none is given) that are not proven. AXONN_CHECK_VERSIONS=0: warn.
+
+    Raises:
+        ValueError: a release is not proven, or this package is not installed, so that nothing is known.
+    """
+    if reason := refusal(*libraries):
+        raise ValueError(reason)
+
+
+def refusal(*libraries: str) -> str:
+    """What `check_versions` says; empty if nothing is refused."""
+    try:
+        found = [item for item in requirements(*(libraries or NEEDED)) if outside(item)]
+    except PackageNotFoundError:
+        reason = (
+            "hf_axonn is imported from a folder and not installed, so the releases that it is proven with are not "
+            'known: run "pip install --no-deps --editable ." there'
+        )
+    else:
+        if not found:
+            return ""
+        wrong = " and ".join(f"{item.name} {outside(item)} is installed, proven is {bounds(item)}" for item in found)
+        proven = " ".join(f'"{item.name}{bounds(item)}"' for item in found)
+        reason = f"{wrong}: losses could be wrong without a word. Run pip install {proven}"
+    if os.environ.get(SWITCH) == "0":
+        warnings.warn(f"{reason}. {SWITCH}=0: going on.", stacklevel=3)
+        return ""
+    return f"{reason}, or set {SWITCH}=0 to go on at your own risk."
+
+
+def requirements(*libraries: str) -> list[Requirement]:
+    """What the metadata of this package requires of these libraries, in extras, too.
+
+    Raises:
+        PackageNotFoundError: it is not installed.
+    """
+    return [item for item in map(Requirement, requires("hf_axonn") or ()) if item.name in libraries]
+
+
+def outside(requirement: Requirement) -> str:
+    """The release of a library that a requirement does not allow; empty if it does, or if there is none.
+
+    It is the one that has been imported, which another on the search path may hide, or else the installed one.
+    """
+    try:
+        found = getattr(sys.modules.get(requirement.name), "__version__", None) or version(requirement.name)
+    except PackageNotFoundError:
+        return ""
+    try:
+        proven = requirement.specifier.contains(Version(str(found)), prereleases=True)
+    except InvalidVersion:
+        proven = False
+    return "" if proven else str(found)
+
+
+def bounds(requirement: Requirement) -> str:
+    """The range of a requirement, the lower bound first."""
+    return ",".join(sorted(map(str, requirement.specifier), reverse=True))
