@@ -16,6 +16,7 @@ import transformers
 
 from hf_axonn import __version__
 from hf_axonn.cli import env as environment
+from hf_axonn.compat.versions import SWITCH
 
 
 SECRETS = {
@@ -79,6 +80,12 @@ def test_requirements_that_are_not_met_are_named(monkeypatch):
         "NOT MET: nowhere>=2: nowhere is not installed",
         f"NOT MET: peft<0.1: there is {peft.__version__}",
     ]
+
+
+def test_the_setting_that_lets_releases_pass_is_named(monkeypatch, report):
+    assert not [line for line in report if SWITCH in line]
+    monkeypatch.setenv(SWITCH, "0")
+    assert f"releases that are not proven are let pass by {SWITCH}=0" in environment.environment_report()
 
 
 def test_programs_that_fail_or_hang_do_not_end_the_report(monkeypatch, tmp_path):
