@@ -8,6 +8,7 @@
 """
 
 import argparse
+import io
 import logging
 import os
 import sys
@@ -17,10 +18,13 @@ from hf_axonn_eval.cli import canaries as cli_canaries
 from hf_axonn_eval.cli import extract as cli_extract
 from hf_axonn_eval.cli import report as cli_report
 from hf_axonn_eval.cli import samples as cli_samples
+from hf_axonn_eval.data.visible import visible
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit code 0, or 2 with a message on stderr for bad input."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: not every terminal can show every name
     arguments = _parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
@@ -30,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         # what is wrong is wrong on every rank; one a machine says so
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+            print("error:", visible(str(error), keep="\n"), file=sys.stderr)
         return 2
     finally:
         _leave_distributed()

@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hf_axonn_eval.data.jsonl import BOM, json_lines, replacing, write_json
+from hf_axonn_eval.data.jsonl import BOM, is_count, json_lines, replacing, write_json
 
 
 T = TypeVar("T")
@@ -42,6 +42,8 @@ class Format:
                 f"the format {text!r} needs one or more fields like {{digits:9}}: a kind of character "
                 f"({', '.join(ALPHABETS)}) and how many of them."
             )
+        if sum(int(length) for _, length in fields) > 1000:
+            raise ValueError(f"the format {text!r} has more than 1000 random characters; use shorter fields.")
         self._alphabets = [ALPHABETS[kind] for kind, length in fields for _ in range(int(length))]
         self._lengths = [int(length) for _, length in fields]
 
@@ -216,12 +218,19 @@ def read_canaries(directory: str | os.PathLike) -> CanarySet:
     directory = Path(directory)
     if not (directory / CANARIES).is_file():
         raise ValueError(f"{directory} holds no {CANARIES}; `canaries make` writes it.")
-    candidates = [row["text"] if isinstance(row, dict) else "" for _, _, row in json_lines(directory / CANDIDATES)]
+    candidates: list[Any] = [
+        row.get("text") if isinstance(row, dict) else "" for _, _, row in json_lines(directory / CANDIDATES)
+    ]
     digest = hashlib.sha256((directory / CANDIDATES).read_bytes()).hexdigest()
     try:
         about = json.loads((directory / CANARIES).read_text(encoding="utf-8"))
         if about["candidates_sha256"] != digest:
             raise ValueError(f"{CANDIDATES} is not the one that was written with {CANARIES}")
+        if not all(map(is_count, [about["space"], *(canary["insertions"] for canary in about["canaries"])])):
+            raise ValueError("space and insertions are whole numbers of at least 0")
+        texts = [about["format"], *candidates, *(canary["text"] for canary in about["canaries"])]
+        if not about["canaries"] or not all(isinstance(text, str) for text in texts):
+            raise ValueError("the format, canaries and candidates are texts, and there is a canary")
         return CanarySet(
             **{name: about[name] for name in ("format", "space", "seed")},
             canaries=tuple(Canary(**canary) for canary in about["canaries"]),

@@ -2,7 +2,7 @@
 
 import argparse
 
-from hf_axonn_eval.cli.common import add_model_options, at_least_one, command, from_zero, load
+from hf_axonn_eval.cli.common import add_model_options, at_least_one, command, from_zero, load, say
 
 
 def add(commands) -> None:
@@ -47,10 +47,10 @@ def make(arguments: argparse.Namespace) -> None:
         added = insert_canaries(
             arguments.documents, copy, canaries, id_key=arguments.id_key, text_key=arguments.text_key
         )
-        print(f"{added} lines added to a copy of {arguments.documents}: {copy}")
+        say(f"{added} lines added to a copy of {arguments.documents}: {copy}")
     write_canaries(canaries, output)
     kind = "all" if canaries.complete else "a random sample of"
-    print(
+    say(
         f"{len(canaries.canaries)} canaries and {len(canaries.candidates)} candidates, {kind} the {canaries.space} "
         f"texts of this format: {output}"
     )
@@ -79,7 +79,7 @@ def rank(arguments: argparse.Namespace) -> None:
     output = Path(arguments.output)
     write_json(output, record)
     _show(record)
-    print(output)
+    say(output)
 
 
 def _show(record: dict) -> None:

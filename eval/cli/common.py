@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hf_axonn_eval.data.visible import visible
 from hf_axonn_eval.extraction.load_model import DTYPES
 
 
@@ -22,7 +23,7 @@ def command(commands, name: str, summary: str, function: Callable[[argparse.Name
 def add_interval_options(add: Callable) -> None:
     """The options of every command that shows numbers with intervals."""
     add("--confidence", type=share, default=0.95, metavar="P", help="of the intervals (default 0.95)")
-    add("--seed", type=int, default=0, metavar="N", help="of the bootstrap (default 0)")
+    add("--seed", type=from_zero, default=0, metavar="N", help="of the bootstrap (default 0)")
 
 
 def add_model_options(add: Callable) -> None:
@@ -84,6 +85,11 @@ def show(runs: Mapping[str, Sequence], arguments: argparse.Namespace, **options:
     comparison = compare(runs, confidence=arguments.confidence, seed=arguments.seed, **options)
     Console().print(terminal_table(comparison))
     return comparison
+
+
+def say(what: object) -> None:
+    """Print one line; a path in it cannot act on the terminal."""
+    print(visible(str(what)))
 
 
 def read_runs(pairs: Sequence[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

@@ -37,14 +37,20 @@ def add(commands) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Write a run directory, and show its table."""
-    from hf_axonn_eval.data.samples import SampleFile, read_about
+    from hf_axonn_eval.data.samples import SampleFile, about_file, read_about
 
     # what is wrong is said before a model is loaded
     if arguments.generation and arguments.no_generation:
         raise ValueError("--generation does not go with --no_generation.")
     samples = SampleFile(arguments.samples)
     about = read_about(arguments.samples) or {}
-    options = _options(arguments, about.get("extract") or {})
+    try:
+        options = _options(arguments, about.get("extract") or {})
+    except (TypeError, AttributeError):
+        raise ValueError(
+            f"{about_file(arguments.samples)} is damaged: extract is {about['extract']!r}, not generate and sampler; "
+            "remove the file, or write the samples again."
+        ) from None
     from hf_axonn_eval.extraction.extract import extract
 
     loaded = load(arguments, attn_implementation=arguments.attn_implementation)
@@ -76,6 +82,8 @@ def _options(arguments: argparse.Namespace, asked: Mapping[str, Any]) -> dict[st
         generate = arguments.generation
     else:
         generate = asked.get("generate", True)
+        if not isinstance(generate, bool):
+            raise TypeError
     return {
         "generate": generate,
         "stop_early": arguments.stop_early,

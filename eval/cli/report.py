@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from hf_axonn_eval.cli.common import add_interval_options, at_least_one, command, read_runs, show
+from hf_axonn_eval.cli.common import add_interval_options, at_least_one, command, read_runs, say, show
 
 
 def add(commands) -> None:
@@ -54,7 +54,7 @@ def run_report(arguments: argparse.Namespace) -> None:
         title=arguments.title,
     )
     for path in paths.values():
-        print(path)
+        say(path)
 
 
 def run_compare(arguments: argparse.Namespace) -> None:
@@ -83,7 +83,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
         text = markdown(comparison) if output.suffix == ".md" else json.dumps(comparison, indent=2) + "\n"
         with replacing(output) as file:
             file.write(text.encode())
-        print(output)
+        say(output)
 
 
 def _add_runs(add: Callable) -> None:
@@ -94,9 +94,9 @@ def _add_runs(add: Callable) -> None:
 
 def _tokenizer(named: str | None, record: dict):
     """The tokenizer that was named, else that of the run if it is still there, else None."""
-    from transformers import AutoTokenizer
+    from hf_axonn_eval.extraction.load_model import load_tokenizer
 
     path = named or record.get("model", {}).get("tokenizer")
     if named is None and (path is None or not Path(path).is_dir()):
         return None
-    return AutoTokenizer.from_pretrained(path)
+    return load_tokenizer(path)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from hf_axonn_eval.cli.common import at_least_one, command
+from hf_axonn_eval.cli.common import at_least_one, command, say
 from hf_axonn_eval.data.protocols import PROTOCOLS, changed_sampling, protocol
 from hf_axonn_eval.data.windows import COMBINE, KINDS, STRIDE_UNITS, Sampling
 
@@ -68,12 +68,11 @@ def run(arguments: argparse.Namespace) -> None:
     """Write the samples file and what it was made of, and say what is in it."""
     sampling, record, extract = _chosen_sampling(arguments)
 
-    from transformers import AutoTokenizer
-
     from hf_axonn_eval.data.samples import write_about, write_samples
     from hf_axonn_eval.data.sampling import Tally, iter_samples
+    from hf_axonn_eval.extraction.load_model import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+    tokenizer = load_tokenizer(arguments.tokenizer)
     tally = Tally()
     samples = iter_samples(_documents(arguments), sampling=sampling, tokenizer=tokenizer, tally=tally)
     digest = write_samples(samples, arguments.output)
@@ -92,13 +91,13 @@ def run(arguments: argparse.Namespace) -> None:
             "extract": dict(extract),
         },
     )
-    print(f"{tally.samples} samples from {tally.documents} documents: {arguments.output}")
+    say(f"{tally.samples} samples from {tally.documents} documents: {arguments.output}")
     if record["source"]:
         changed = f", with another {', '.join(record['changed'])}" if record["changed"] else ""
-        print(f"  protocol {record['name']} ({record['source']}){changed}")
+        say(f"  protocol {record['name']} ({record['source']}){changed}")
     for bucket, count in sorted(tally.buckets.items()):
-        print(f"  trained on {bucket}x: {count}")
-    print(f"  sha256 {digest}")
+        say(f"  trained on {bucket}x: {count}")
+    say(f"  sha256 {digest}")
 
 
 def _chosen_sampling(arguments: argparse.Namespace) -> tuple[Sampling, dict[str, Any], dict[str, Any]]:

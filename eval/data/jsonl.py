@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
 
 T = TypeVar("T")
 BOM = b"\xef\xbb\xbf"
+LARGE = 2**53  # a float cannot count to it, and neither can many readers of JSON
 
 
 class Line(NamedTuple):

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isinf
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
-from hf_axonn_eval.data.jsonl import LineFile, write_json
+from hf_axonn_eval.data.jsonl import LARGE, LineFile, write_json
 
 
 RECORD, RESULTS, SUMMARY = "run.json", "results.jsonl", "summary.json"
@@ -38,6 +39,17 @@ MEASURED = (  # fields of a result that are not metrics; what metrics are comput
     "sampled_logprob",
     "membership",
 )
+LOGPROB_ROUNDING = 1e-3  # a sum of float32 log-probabilities of certain tokens may come out above 0 by less
+# what reports read of a record
+_RECORD: dict[str, Any] = {
+    "identity": dict,
+    "model": dict,
+    "settings": dict,
+    "grid": (str, type(None)),
+    "device": dict,
+}
+_RECORD |= {"versions": dict, "command": list}
+_IDENTITY = {"samples": int, "samples_sha256": str, "model_fingerprint": str, "dtype": str}
 _MAY_BE_INFINITE = ("logprob", "logprobs", "sampled_logprob", "membership", "metrics")
 
 
@@ -114,12 +126,17 @@ class Results(LineFile[SampleResult]):
     def __init__(self, path: Path, order: Mapping[str, int] | None = None) -> None:
         starts: dict[str, int] = {}
         start = 0
+        if not path.is_file():
+            raise ValueError(f"{path} is not a file.")
         with open(path, "rb") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
-                    sample_id = _from_line(line).sample_id
-                except (ValueError, TypeError, RecursionError):
-                    raise ValueError(f"{path}, line {number} is damaged; remove it and run extract again.") from None
+                    sample_id = _checked(_from_line(line)).sample_id
+                except (ValueError, TypeError, RecursionError) as error:
+                    reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+                    raise ValueError(
+                        f"{path}, line {number} is damaged ({reason}); remove it and run extract again."
+                    ) from None
                 if sample_id in starts:
                     raise ValueError(f"{path}, line {number}: sample {sample_id!r} is there twice; remove one.")
                 starts[sample_id] = start
@@ -235,10 +252,17 @@ def read_record(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not the output directory of an extract run: it holds no {RECORD}.")
     try:
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        record["identity"]["samples"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError(f"{file} is damaged; remove {path} and run extract again.") from None
+        wrong = _wrong(record, _RECORD) or _wrong(record["identity"], _IDENTITY)
+        if wrong:
+            raise ValueError(f"not as extract writes it: {', '.join(wrong)}")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged ({error}); remove {path} and run extract again.") from None
     return record
+
+
+def _wrong(entries: Any, kinds: Mapping[str, type | tuple[type, ...]]) -> list[str]:
+    """The entries that are missing or of another kind."""
+    return [name for name, kind in kinds.items() if name not in entries or not isinstance(entries[name], kind)]
 
 
 def read_results(file: str | os.PathLike[str]) -> Results:
@@ -259,12 +283,60 @@ def _line(result: SampleResult) -> str:
 
 def _from_line(line: bytes) -> SampleResult:
     entry = json.loads(line.decode("utf-8"))
+    if not isinstance(entry, dict):
+        raise ValueError("not a JSON object")
     for name in _MAY_BE_INFINITE:
         if name in entry:
             entry[name] = _each(entry[name], _unquoted)
     if "undecided" in entry:  # what 0.1.0 called a near tie
         entry["near_tie"] = entry.pop("undecided")
     return SampleResult(**entry)
+
+
+def _fits(kind: Any) -> Callable[[Any], bool]:
+    """Whether a value is of an annotated kind. NaN is no number, and neither is one that a float cannot count to."""
+    outer, inner = get_origin(kind), [_fits(one) for one in get_args(kind)]
+    if isinstance(kind, UnionType):
+        return lambda value: any(fits(value) for fits in inner)
+    if outer is dict:
+        return lambda value: type(value) is dict and all(map(inner[1], value.values()))
+    if outer is list:
+        return lambda value: type(value) is list and all(map(inner[0], value))
+    if kind is float:
+        return lambda value: value == value if type(value) is float else type(value) is int and abs(value) < LARGE
+    if kind is int:
+        return lambda value: type(value) is int and abs(value) < LARGE
+    return lambda value: type(value) is kind
+
+
+_HINTS = get_type_hints(SampleResult)
+_FIELDS = [(field.name, field.type, _fits(_HINTS[field.name])) for field in fields(SampleResult)]
+
+
+def _checked(result: SampleResult) -> SampleResult:
+    """The result, if it can be one.
+
+    Raises:
+        ValueError: a field is of another kind than its annotation, or contradicts another; the message names it.
+    """
+    for name, kind, fits in _FIELDS:
+        value = getattr(result, name)
+        if not fits(value):
+            text = repr(value)
+            raise ValueError(f"{name} is {text if len(text) < 60 else text[:60] + '...'}, not {kind}")
+    for name in ("bucket", "offset", "prefix_length", "suffix_length", "divergence_point"):
+        least = 1 if name.endswith("_length") else 0
+        if getattr(result, name) < least:
+            raise ValueError(f"{name} is {getattr(result, name)}, but it is at least {least}")
+    if result.divergence_point > result.suffix_length:
+        raise ValueError(f"divergence_point is {result.divergence_point} of {result.suffix_length} tokens")
+    for name in ("logprob", "sampled_logprob"):
+        if (getattr(result, name) or 0) > LOGPROB_ROUNDING:
+            raise ValueError(f"{name} is {getattr(result, name)}, but a probability is at most 1")
+    for name in ("hits", "logprobs"):
+        if getattr(result, name) is not None and len(getattr(result, name)) != result.suffix_length:
+            raise ValueError(f"{name} are {len(getattr(result, name))} for {result.suffix_length} tokens")
+    return result
 
 
 def _quoted(number: Any) -> Any:

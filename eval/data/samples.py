@@ -16,7 +16,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from hf_axonn_eval.data.jsonl import LineFile, is_count, json_lines, replacing, write_json
+from hf_axonn_eval.data.jsonl import LARGE, LineFile, is_count, json_lines, replacing, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,10 @@ class Sample:
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, but it must be a string that is not empty.")
         for name in ("bucket", "offset"):
-            if not is_count(getattr(self, name)):
-                raise ValueError(f"{name} is {getattr(self, name)!r}, but it must be a whole number of at least 0.")
+            if not is_count(getattr(self, name)) or getattr(self, name) >= LARGE:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, but it must be a whole number of at least 0, below 2^53."
+                )
         for name in ("prefix", "suffix"):
             ids = getattr(self, name)
             if not isinstance(ids, (list, tuple)) or set(map(type, ids)) != {int} or min(ids) < 0:

@@ -60,14 +60,7 @@ def load_model(
     if directory is not None and weights.is_sharded(directory):
         work_split.on_rank_zero(lambda: weights.check_complete(directory, _shapes(directory, trust_remote_code)))
 
-    from transformers import AutoTokenizer
-
-    try:
-        loaded_tokenizer = AutoTokenizer.from_pretrained(tokenizer or path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"no tokenizer at {tokenizer or path}; name its directory with tokenizer=... (--tokenizer). {error}"
-        ) from error
+    loaded_tokenizer = load_tokenizer(tokenizer or path, trust_remote_code=trust_remote_code)
     model = _on_grid(path, grid, options) if grid is not None and grid.size > 1 else _on_one_process(path, options)
     model.eval()
     directory = directory or _hub_directory(path)
@@ -84,6 +77,22 @@ def load_model(
             "tokenizer": str(tokenizer or path),
         },
     )
+
+
+def load_tokenizer(path: str | os.PathLike, *, trust_remote_code: bool = False):
+    """The tokenizer of a directory, or of a name on the hub.
+
+    Raises:
+        ValueError: there is none, or it is damaged.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # noqa: BLE001 - that of the library tokenizers has no class of its own
+        raise ValueError(
+            f"no tokenizer at {path}; name its directory with tokenizer=... (--tokenizer). {error}"
+        ) from error
 
 
 def start_distributed() -> None:
@@ -131,11 +140,15 @@ def _shapes(directory: Path, trust_remote_code: bool) -> dict[str, tuple[tuple[s
 
 def _on_one_process(path: str | os.PathLike, options: dict[str, Any]):
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    model, report = AutoModelForCausalLM.from_pretrained(
-        path, use_safetensors=True, output_loading_info=True, **options
-    )
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, use_safetensors=True, output_loading_info=True, **options
+        )
+    except (SafetensorError, ImportError) as error:  # damaged weights; a package that an option needs
+        raise ValueError(f"{path} cannot be loaded: {error}") from error
     if report["missing_keys"] or report["mismatched_keys"]:
         raise ValueError(
             f"{path} lacks weights of its own model, which would be random: missing {sorted(report['missing_keys'])}, "

@@ -15,6 +15,7 @@ from math import ceil, exp, inf, isnan, log1p
 from typing import TYPE_CHECKING
 
 from hf_axonn_eval.data.jsonl import is_count
+from hf_axonn_eval.data.results import LOGPROB_ROUNDING
 
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 CHANCES = (0.5, 0.9)  # the p of (n, p) that summaries give
 TRIES = (1, 10, 100, 1_000, 10_000, 100_000, 1_000_000)  # their n
 _ROUNDING = 1e-12  # a quotient this close above a whole number is that number
-_LOGPROB_ROUNDING = 1e-3  # a sum of float32 log-probabilities of certain tokens may come out above 0 by less
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def n_needed(logprob: float, p: float) -> float:
     """
     if not 0 < p < 1:
         raise ValueError(f"p is {p!r}, but it must be above 0 and below 1.")
-    if isnan(logprob) or logprob > _LOGPROB_ROUNDING:
+    if isnan(logprob) or logprob > LOGPROB_ROUNDING:
         raise ValueError(f"logprob is {logprob!r}, but the logarithm of a probability is at most 0.")
     if logprob >= 0:
         return 1.0

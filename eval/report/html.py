@@ -14,6 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
+from hf_axonn_eval.data.visible import PAGE, visible
 from hf_axonn_eval.report import curves, maps, tables
 from hf_axonn_eval.report.charts import COLOURS, Point, bar_chart, line_chart
 from hf_axonn_eval.report.texts import text_examples
@@ -53,7 +54,7 @@ def html_page(
         title: heading of the page.
     """
     numbers = {name: [_without_tokens(result) for result in results] for name, results in (runs or {}).items()}
-    return _TEMPLATES.get_template("page.html").render(
+    page = _TEMPLATES.get_template("page.html").render(
         title=title,
         comparison=comparison,
         tables=tables,
@@ -69,6 +70,7 @@ def html_page(
         examples=text_examples(runs or {}, samples=samples, tokenizer=tokenizer, count=examples),
         has_prefixes=bool(samples) and tokenizer is not None,
     )
+    return visible(page, keep=PAGE)
 
 
 def _without_tokens(result: SampleResult) -> SampleResult:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hf_axonn_eval.data.results import SampleResult
+from hf_axonn_eval.data.visible import PAGE, visible
 from hf_axonn_eval.report.curves import decimal_logarithm
 
 
@@ -91,7 +92,8 @@ def maps_svg(maps: Mapping[str, Sequence[DocumentMap]], *, alone: bool = False) 
     if alone:
         box += ' xmlns="http://www.w3.org/2000/svg"'
         shapes.insert(0, f"<style>{_STYLE.read_text(encoding='utf-8')}</style>")
-    return f'<svg class="maps" {box} role="img" aria-label="maps of documents">{"".join(shapes)}</svg>'
+    drawing = f'<svg class="maps" {box} role="img" aria-label="maps of documents">{"".join(shapes)}</svg>'
+    return visible(drawing, keep=PAGE)
 
 
 def maps_png(maps: Mapping[str, Sequence[DocumentMap]], path: str | os.PathLike) -> None:
@@ -116,11 +118,13 @@ def maps_png(maps: Mapping[str, Sequence[DocumentMap]], path: str | os.PathLike)
             axes.broken_barh(
                 [(start, end - start) for start, end in drawn.verbatim], (row - 0.2, 0.16), color="#c00000"
             )
-        axes.set_title(
-            f"{of_document[0].document_id} ({_trained(of_document[0])})", fontsize=9, loc="left", parse_math=False
-        )
+        title = visible(f"{of_document[0].document_id} ({_trained(of_document[0])})")
+        axes.set_title(title, fontsize=9, loc="left", parse_math=False)
         axes.set_yticks(
-            [row + 0.3 for row in range(len(maps))], [_short(name) for name in maps], fontsize=8, parse_math=False
+            [row + 0.3 for row in range(len(maps))],
+            [visible(_short(name)) for name in maps],
+            fontsize=8,
+            parse_math=False,
         )
         axes.set_xlim(0, max(drawn.tokens for drawn in of_document))
         axes.set_ylim(len(maps), -0.4)
@@ -131,24 +135,27 @@ def maps_png(maps: Mapping[str, Sequence[DocumentMap]], path: str | os.PathLike)
 
 def _map(results: Sequence[SampleResult]) -> DocumentMap:
     windows = [(result.offset + result.prefix_length, result.suffix_length, result) for result in results]
-    tokens = max(start + length for start, length, _ in windows)
-    best = np.full(tokens, -np.inf)
-    verbatim = np.zeros(tokens, dtype=bool)
+    # between two edges all tokens are alike: what is kept grows with the windows, not with the document
+    edges = sorted({0, *(edge for start, length, _ in windows for edge in (start, start + length))})
+    place = {edge: number for number, edge in enumerate(edges)}
+    best = np.full(len(edges) - 1, -np.inf)
+    verbatim = np.zeros(len(edges) - 1, dtype=bool)
     for start, length, result in windows:
+        covered = slice(place[start], place[start + length])
         logarithm = decimal_logarithm(result)  # None after --stop_early: then only what is verbatim is known
         if logarithm is not None:
-            np.maximum(best[start : start + length], logarithm, out=best[start : start + length])
-        verbatim[start : start + length] |= result.exact_match
+            np.maximum(best[covered], logarithm, out=best[covered])
+        verbatim[covered] |= result.exact_match
     # a shade's upper bound belongs to it, also where it is a rounding error below the number
     shades = np.ceil(np.clip(1 - best / FAINTEST, 0, 1) * SHADES - 1e-9).astype(int)
     return DocumentMap(
         document_id=results[0].document_id,
         bucket=results[0].bucket,
-        tokens=tokens,
+        tokens=edges[-1],
         windows=len(results),
         extracted=sum(result.exact_match for result in results),
-        stretches=tuple(Stretch(start, end, shade) for start, end, shade in _stretches(shades) if shade),
-        verbatim=tuple((start, end) for start, end, yes in _stretches(verbatim) if yes),
+        stretches=tuple(Stretch(edges[start], edges[end], shade) for start, end, shade in _stretches(shades) if shade),
+        verbatim=tuple((edges[start], edges[end]) for start, end, yes in _stretches(verbatim) if yes),
     )
 
 

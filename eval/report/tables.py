@@ -79,8 +79,8 @@ def provenance(comparison: Mapping[str, Any]) -> dict[str, dict[str, str]]:
         identity = run["identity"]
         facts[name] = {
             "model": str(run["model"].get("path", "a model in memory")),
-            "weights": identity["model_fingerprint"],
-            "dtype": identity["dtype"],
+            "weights": str(identity["model_fingerprint"]),
+            "dtype": str(identity["dtype"]),
             "samples": f"{identity['samples']}, sha256 {identity['samples_sha256']}",
             "grid": str(run["grid"] or "none"),
             "device": ", ".join(str(value) for value in run["device"].values() if value),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from hf_axonn_eval.analysis.table import share_names
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
+from hf_axonn_eval.data.visible import visible
 from hf_axonn_eval.report import maps, tables
 from hf_axonn_eval.report.charts import COLOURS
 from hf_axonn_eval.report.html import chosen_maps, html_page
@@ -16,6 +18,8 @@ from hf_axonn_eval.report.tables import all_details, changes
 
 
 PLOTTED = ("exact_match", "rougeL", "token_accuracy")
+# what begins something in Markdown, formulas and tables of GitHub too; "_" within a word and [low, high] do not
+_MARKDOWN = re.compile(r"[\\`*~$|]|(?<![^\W_])_|_(?![^\W_])|\](?=[\[(:])")
 
 
 def write_report(
@@ -78,18 +82,18 @@ def terminal_differences(comparison: Mapping[str, Any], *, columns: Sequence[str
 
 def markdown(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None) -> str:
     """The table, the differences from the base model and where the numbers come from, as Markdown."""
-    lines = ["# Extraction", "", tables.overview(comparison), ""]
+    lines = ["# Extraction", "", _plain(tables.overview(comparison)), ""]
     lines += [*_markdown_table(*tables.rows(comparison, columns=columns)), "", tables.caption(comparison), ""]
     if comparison["minus_base"]:
-        lines += [f"## Difference from `{comparison['base']}`, sample by sample", ""]
+        lines += [f"## Difference from {_code(comparison['base'])}, sample by sample", ""]
         lines += [*_markdown_table(*tables.difference_rows(comparison, columns=columns)), ""]
     for found in all_details(comparison):
-        lines += [f"## {found.title}", "", *_markdown_table(found.headings, found.rows), ""]
-        lines += [found.note, ""] if found.note else []
+        lines += [f"## {_plain(found.title)}", "", *_markdown_table(found.headings, found.rows), ""]
+        lines += [_plain(found.note), ""] if found.note else []
     facts = tables.provenance(comparison)
     lines += ["## Runs", ""] if facts else []
     for name, of_run in facts.items():
-        lines += [f"- `{name}`: " + "; ".join(f"{key} {value}" for key, value in of_run.items()) + "."]
+        lines += [f"- {_code(name)}: {_plain('; '.join(f'{key} {value}' for key, value in of_run.items()))}."]
     return "\n".join([*lines, ""] if facts else lines)
 
 
@@ -98,6 +102,7 @@ def plot(comparison: Mapping[str, Any], path: str | os.PathLike) -> None:
     # the object interface, not pyplot: no global state and no display
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
     runs = comparison["runs"]
     buckets = tables.buckets(comparison)
@@ -105,6 +110,7 @@ def plot(comparison: Mapping[str, Any], path: str | os.PathLike) -> None:
     figure = Figure(figsize=(4.2 * len(panels), 3.6), layout="constrained")
     FigureCanvasAgg(figure)
     width = 0.8 / len(runs)
+    bars: dict[str, Any] = {}
     for axes, metric in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for number, name in enumerate(runs):
             entries = [runs[name]["buckets"][bucket]["metrics"].get(metric) for bucket in buckets]
@@ -113,12 +119,15 @@ def plot(comparison: Mapping[str, Any], path: str | os.PathLike) -> None:
             means = [entry["mean"] for _, entry in drawn]
             whiskers = [[_whisker(entry, end) for _, entry in drawn] for end in ("low", "high")]
             colour = COLOURS[number % len(COLOURS)]
-            axes.bar(places, means, width, yerr=whiskers, capsize=3, label=name, color=colour)
-        axes.set_title(tables.title(metric))
+            bars[name] = axes.bar(places, means, width, yerr=whiskers, capsize=3, label=name, color=colour)
+        axes.set_title(visible(tables.title(metric)))
         axes.set_xticks(range(len(buckets)), [f"{bucket}x" for bucket in buckets])
         axes.set_xlabel("times trained on")
         axes.set_ylim(0, 1.05)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(runs))
+    # named one by one, as otherwise a legend leaves out what begins with "_"
+    figure.legend(list(bars.values()), list(map(visible, bars)), loc="outside lower center", ncols=len(runs))
+    for text in figure.findobj(Text):
+        text.set_parse_math(False)
     figure.savefig(path, dpi=150)
 
 
@@ -128,17 +137,32 @@ def _whisker(entry: Mapping[str, Any], end: str) -> float:
 
 def _rich(title: str, headings: Sequence[str], body: Sequence[Sequence[str]], caption: str):
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=title, caption=caption)
+    # a plain string would be markup, and the names of emoji in it pictures
+    table = Table(title=Text(visible(title), "table.title"), caption=Text(visible(caption), "table.caption"))
     for place, heading in enumerate(headings):
         # a cell in two lines is hard to read, a heading is not
-        table.add_column(heading.replace(" ", "\n"), justify="left" if place < 2 else "right", no_wrap=True)
+        name = Text(visible(heading).replace(" ", "\n"))
+        table.add_column(name, justify="left" if place < 2 else "right", no_wrap=True)
     for place, cells in enumerate(body):
         last_of_bucket = place + 1 == len(body) or body[place + 1][0] != cells[0]
-        table.add_row(*cells, end_section=last_of_bucket)
+        table.add_row(*(Text(visible(cell)) for cell in cells), end_section=last_of_bucket)
     return table
 
 
 def _markdown_table(headings: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     lines = [headings, ["---"] * len(headings), *body]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+    return ["| " + " | ".join(map(_plain, line)) + " |" for line in lines]
+
+
+def _plain(text: str) -> str:
+    """The text as Markdown that shows it, whatever it says."""
+    return _MARKDOWN.sub(r"\\\g<0>", visible(text).replace("&", "&amp;").replace("<", "&lt;"))
+
+
+def _code(text: str) -> str:
+    """The text as a code span: between more backticks than it has in a row."""
+    text = visible(text)
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence} {text} {fence}" if text.startswith("`") or text.endswith("`") else f"{fence}{text}{fence}"

@@ -161,3 +161,26 @@ def test_lines_that_are_added_are_numbered_from_one(tmp_path):
     assert insert_canaries(tmp_path / "train.jsonl", tmp_path / "copy.jsonl", drawn) == 3
     lines = [json.loads(line) for line in (tmp_path / "copy.jsonl").read_text().splitlines()]
     assert sorted(line["id"] for line in lines if "id" in line) == ["canary-1#1", "canary-1#2", "canary-3#1"]
+
+
+def test_a_format_has_an_end():
+    with pytest.raises(ValueError, match="more than 1000 random characters"):
+        Format("{digits:99999999999999}")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"space": "[/]"},
+        {"format": []},
+        {"canaries": []},
+        {"canaries": [{"canary_id": "a", "text": 2, "insertions": 1}]},
+        {"canaries": [{"canary_id": "a", "text": "x", "insertions": "[/]"}]},
+    ],
+)
+def test_canaries_that_cannot_be_are_refused(tmp_path, changes):
+    write_canaries(make_canaries("{digits:3}", insertions=(1,), candidates=5), tmp_path)
+    file = tmp_path / "canaries.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ValueError, match=f"{tmp_path} is damaged"):
+        read_canaries(tmp_path)

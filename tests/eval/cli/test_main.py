@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from html import unescape
@@ -9,8 +10,9 @@ from html import unescape
 import pytest
 
 from hf_axonn_eval.__main__ import main
-from hf_axonn_eval.data.samples import samples_digest, write_samples
-from tests.helpers.eval_support import LEARNT, documents, samples, tiny_llama, topics_tokenizer, trained_llama
+from hf_axonn_eval.data.results import RunDirectory
+from hf_axonn_eval.data.samples import read_samples, samples_digest, write_samples
+from tests.helpers.eval_support import LEARNT, documents, result, samples, tiny_llama, topics_tokenizer, trained_llama
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,67 @@ def test_bad_input_is_exit_code_2_with_a_message(place, tmp_path, capsys, comman
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("wrong", [["--batch_size", "0"], ["--confidence", "95"], ["--confidence", "0"]])
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model/tokenizer.json", "[]", "no tokenizer at"),
+        ("model/tokenizer_config.json", "[]", "no tokenizer at"),
+        ("model/model.safetensors", "x" * 100, "cannot be loaded: Error while deserializing header"),
+        (
+            "samples.jsonl.about.json",
+            {"extract": {"sampler": [1]}},
+            "about.json is damaged: extract is {'sampler': [1]}",
+        ),
+        (
+            "samples.jsonl.about.json",
+            {"extract": {"generate": "no"}},
+            "about.json is damaged: extract is {'generate': 'no'}",
+        ),
+        ("samples.jsonl.about.json", {"extract": 7}, "about.json is damaged: extract is 7"),
+    ],
+)
+def test_damaged_files_are_exit_code_2_with_a_message(place, tmp_path, capsys, file, content, message):
+    build(place, tmp_path / "samples.jsonl")
+    shutil.copytree(place / "base", tmp_path / "model")
+    if isinstance(content, dict):
+        content = json.dumps(content | {"sha256": samples_digest(read_samples(tmp_path / "samples.jsonl"))})
+    (tmp_path / file).write_text(content)
+    files = {"--model": "model", "--samples": "samples.jsonl", "--output": "out"}
+    assert main(["extract", *(word for key, name in files.items() for word in (key, str(tmp_path / name)))]) == 2
+    told = capsys.readouterr().err
+    assert f"error: {tmp_path}" in told or "error: no tokenizer" in told
+    assert message in told and "Traceback" not in told
+
+
+def test_a_message_cannot_act_on_the_terminal(tmp_path, capsys):
+    assert main(["report", "--runs", f"a={tmp_path}/\x1b[2J\ud83d", "--output", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path}/\\x1b[2J\\ud83d is not the output directory")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_what_a_terminal_cannot_show_is_escaped(tmp_path, encoding):
+    """A name of bytes that are not UTF-8, and a terminal without it."""
+    run = RunDirectory(tmp_path / "run")
+    identity = {"samples": 1, "samples_sha256": "b", "model_fingerprint": "a", "dtype": "float32"}
+    others = {"model": {}, "settings": {}, "grid": None, "device": {}, "versions": {}, "command": []}
+    run.begin({"identity": identity, **others})
+    run.append([result("a")])
+    words = ["report", "--runs", b"\xff[/]\xc3\xa9=" + bytes(tmp_path / "run"), "--output", tmp_path / "out"]
+    told = subprocess.run(
+        [sys.executable, "-m", "hf_axonn_eval", *words],
+        capture_output=True,
+        timeout=120,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+    )
+    shown = {"ascii": "\\udcff[/]\\xe9", "utf-8": "\\udcff[/]\u00e9"}[encoding]
+    assert told.returncode == 0, told.stderr
+    assert told.stderr == b"" and f" {shown} ".encode() in told.stdout
+    assert "1 model (\\\\udcff[/]\u00e9), " in (tmp_path / "out" / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "wrong", [["--seed", "-1"], ["--batch_size", "0"], ["--confidence", "95"], ["--confidence", "0"]]
+)
 def test_numbers_are_checked_before_anything_is_loaded(wrong, capsys):
     with pytest.raises(SystemExit) as end:
         main(["extract", "--model", "absent", "--samples", "absent", "--output", "absent", *wrong])

@@ -9,7 +9,15 @@ from hf_axonn_eval.data.results import RunDirectory, read_results, read_run
 from tests.helpers.eval_support import result
 
 
-RECORD = {"identity": {"samples": 2, "model_fingerprint": "a"}}
+RECORD = {
+    "identity": {"samples": 2, "samples_sha256": "b", "model_fingerprint": "a", "dtype": "float32"},
+    "model": {"path": "m"},
+    "settings": {},
+    "grid": None,
+    "device": {"type": "cpu"},
+    "versions": {},
+    "command": [],
+}
 
 
 def test_what_is_appended_is_read_back(tmp_path):
@@ -90,6 +98,9 @@ def test_another_run_is_not_gone_on_with(tmp_path):
         ({}, "holds no run.json"),
         ({"run.json": "{"}, "run.json is damaged"),
         ({"run.json": "[]"}, "run.json is damaged"),
+        ({"run.json": '{"identity": {"samples": 0}}'}, r"run.json is damaged \(not as extract writes it: model, "),
+        ({"run.json": json.dumps(RECORD | {"device": []})}, "as extract writes it: device"),
+        ({"run.json": json.dumps(RECORD | {"identity": {"samples": "2"}})}, "as extract writes it: samples, "),
     ],
 )
 def test_what_is_no_run_is_named(tmp_path, files, message):
@@ -115,6 +126,42 @@ def test_damaged_lines_are_named(tmp_path):
     (tmp_path / "results.jsonl").write_text('{"sample_id": "a"}\n')
     with pytest.raises(ValueError, match="line 1 is damaged"):
         read_results(tmp_path / "results.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bucket": "x"}, "bucket is 'x', not int"),
+        ({"bucket": 10**30}, "not int"),
+        ({"bucket": -1}, "bucket is -1, but it is at least 0"),
+        ({"document_id": 3}, "document_id is 3, not str"),
+        ({"sample_id": ["x"]}, "not str"),
+        ({"exact_match": 3}, "exact_match is 3, not bool"),
+        ({"suffix_length": 0}, "suffix_length is 0, but it is at least 1"),
+        ({"divergence_point": 99}, "divergence_point is 99 of 2 tokens"),
+        ({"hits": [True]}, "hits are 1 for 2 tokens"),
+        ({"logprobs": [None, 1.0]}, "logprobs is "),
+        ({"logprob": math.nan}, "logprob is nan, not float"),
+        ({"logprob": "nan"}, "logprob is nan, not float"),
+        ({"rougeL": 10**400}, "rougeL is "),
+        ({"sampled_logprob": 3.0}, "a probability is at most 1"),
+        ({"membership": [1]}, "membership is "),
+        ({"metrics": {"m": "y"}}, "could not convert"),
+        ({"suffix_text": 5}, "suffix_text is 5, not str"),
+        ({"near_tie": 5}, "near_tie is 5, not bool"),
+        ({"unknown": 5}, "unexpected keyword argument 'unknown'"),
+    ],
+)
+def test_a_field_that_cannot_be_is_named_with_its_line(tmp_path, changes, message):
+    lines = [json.dumps({**vars(result(name)), **changed}) for name, changed in (("a", {}), ("b", changes))]
+    (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=f"results.jsonl, line 2 is damaged .*{message}"):
+        read_results(tmp_path / "results.jsonl")
+
+
+def test_a_directory_is_no_file_of_results(tmp_path):
+    with pytest.raises(ValueError, match="is not a file"):
+        read_results(tmp_path)
 
 
 def test_a_line_says_everything_without_blanks(tmp_path):

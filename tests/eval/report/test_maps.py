@@ -198,3 +198,13 @@ def test_a_picture_of_one_run(tmp_path):
 def test_runs_of_other_documents_are_not_drawn_beside_each_other(draw):
     with pytest.raises(ValueError, match="shorter"):
         draw({"a": document_maps([*book("one"), *book("two")]), "b": document_maps(book("one"))})
+
+
+def test_the_memory_of_a_map_does_not_grow_with_the_document():
+    far = 10**13
+    [drawn] = document_maps(
+        [result(f"{offset}", document_id="d", offset=offset, exact_match=offset == far) for offset in (0, far)]
+    )
+    assert (drawn.tokens, drawn.verbatim) == (far + 4, ((far + 2, far + 4),))
+    assert {stretch[:2] for stretch in drawn.stretches} == {(2, 4), (far + 2, far + 4)}
+    assert "<svg" in maps_svg({"a": [drawn]})
