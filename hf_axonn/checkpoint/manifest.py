@@ -16,9 +16,11 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from hf_axonn.checkpoint.coverage import Coverage
 from hf_axonn.checkpoint.partition import SavedTensor
 from hf_axonn.checkpoint.shard_files import DTYPES, FileRecord, checksum_of
 from hf_axonn.topology.grid import Grid
@@ -154,17 +156,27 @@ def find_problems(
         directory: of the checkpoint.
         manifest: its own.
         share, shares: look at every `shares`-th file only, from number `share` on: ranks divide the work.
-        contents: whether to compare checksums, for which everything is read, or sizes only.
+        contents: whether to compare checksums and the headers of shards, for which everything is read, or names and
+            sizes only.
     """
     directory = Path(directory)
     problems = []
+    coverage = {"": Coverage(manifest.model, manifest.grid), "optimizer/": Coverage(manifest.optimizer, manifest.grid)}
     for name in sorted(manifest.files)[share::shares]:
+        parent, _, file = name.rpartition("/")
         try:
             problem = _problem_of(directory, name, manifest.files[name], contents=contents)
+            state = coverage.get(parent and f"{parent}/")
+            if not problem and contents and state is not None and fnmatch(file, SHARDS):
+                problem = state.problem_of(directory / name)
         except OSError as error:
             problem = f"cannot be read: {error.strerror or error}"
         if problem:
             problems.append(f"{name} {problem}")
+    for prefix, state in coverage.items():
+        files = {name.removeprefix(prefix) for name in manifest.files if name.startswith(prefix)}
+        if missing := state.missing(files, share=share, shares=shares):
+            problems.append(f"{prefix}{missing}, because not every rank saved its part")
     if share == 0:
         known = {PurePosixPath(name) for name in manifest.files}
         for folder in (directory, directory / "optimizer"):

@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from hf_axonn.topology.grid import AXES, WEIGHT_AXES, Grid
+from hf_axonn.topology.grid import AXES, WEIGHT_AXES, Grid, ceil_div
 from hf_axonn.topology.local_slices import narrow, slices_at
 
 
@@ -82,23 +82,33 @@ def overlap(first: Box, second: Box) -> Box | None:
 
 @functools.lru_cache(maxsize=4096)
 def shards_in(tensor: SavedTensor, grid: Grid, box: Box) -> list[tuple[dict[str, int], Box]]:
+    """`find_shards` as a list."""
+    return list(find_shards(tensor, grid, box))
+
+
+def find_shards(tensor: SavedTensor, grid: Grid, box: Box) -> Iterator[tuple[dict[str, int], Box]]:
     """The shards of a saved tensor that overlap `box`: (coordinates on the sharding axes, the box of the shard).
 
-    Axis by axis, so that it costs about the sum of the sizes of the axes and not their product.
+    Only these are looked at, one after the other, however large the axes are.
     """
-    found: list[tuple[dict[str, int], Box]] = [({}, tensor.full_box)]
+    found: Iterator[tuple[dict[str, int], Box]] = iter([({}, tensor.full_box)])
+    if overlap(tensor.full_box, box) is None:
+        return iter(())
     for axis, dim in zip(WEIGHT_AXES, tensor.sharded_dims, strict=True):
-        if dim is None:
-            continue
-        parts = getattr(grid, axis)
-        finer = []
-        for place, shard in found:
-            for index in range(parts):
-                part = (*shard[:dim], narrow(shard[dim], parts, index), *shard[dim + 1 :])
-                if overlap(part, box) is not None:
-                    finer.append(({**place, axis: index}, part))
-        found = finer
+        if dim is not None:
+            found = _cut(found, axis, getattr(grid, axis), dim, box[dim])
     return found
+
+
+def _cut(
+    found: Iterator[tuple[dict[str, int], Box]], axis: str, parts: int, dim: int, wanted: tuple[int, int]
+) -> Iterator[tuple[dict[str, int], Box]]:
+    """The chunks along one dim of shards, as far as they overlap `wanted`."""
+    for place, shard in found:
+        start, stop = shard[dim]
+        step = ceil_div(stop - start, parts)
+        for index in range(max(wanted[0] - start, 0) // step, ceil_div(min(wanted[1], stop) - start, step)):
+            yield {**place, axis: index}, (*shard[:dim], narrow(shard[dim], parts, index), *shard[dim + 1 :])
 
 
 class Writers:

@@ -13,6 +13,7 @@ it is a complete checkpoint as soon as the last rank has written, however long t
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_axonn.checkpoint.commit import commit, new_stage, write_manifest
-from hf_axonn.checkpoint.manifest import MANIFEST, Manifest
+from hf_axonn.checkpoint.manifest import MANIFEST, Manifest, find_problems
 from hf_axonn.checkpoint.partition import Box, SavedTensor
 from hf_axonn.checkpoint.shard_files import (
     FileRecord,
@@ -172,7 +173,7 @@ class Save:
             logger.error(f"{self.directory} was not saved: {self.problem or self._late_problem}")
 
     def _write_own(self) -> None:
-        part: dict[str, object] = {"save": self.save_id}
+        part: dict[str, object] = {"save": self.save_id, "states": self._states_digest()}
         with self.writing():
             if not self.problem:
                 part["files"] = self._write_files()
@@ -195,6 +196,11 @@ class Save:
             files[name] = _settle(self.stage / name)
         return files
 
+    def _states_digest(self) -> str:
+        """Of the names, shapes, dtypes and layouts of what is saved: equal on ranks whose shards fit together."""
+        states = {folder: sorted(tensors.items()) for folder, tensors in self._states.items()}
+        return hashlib.sha256(repr(sorted(states.items())).encode()).hexdigest()
+
     def _name(self, path: Path) -> str:
         return path.relative_to(self.stage).as_posix()
 
@@ -205,13 +211,21 @@ class Save:
         """Rank 0: once all parts are there, the manifest, and the name."""
         try:
             if self._parts_arrived():
-                files = self._files_of_parts()
+                files, others = self._files_of_parts()
                 shutil.rmtree(self.stage / PARTS)
                 for path in sorted(self.stage.rglob("*")):
                     if path.is_file() and self._name(path) not in files:
                         files[self._name(path)] = _settle(path)
                 states = {"model": self._states.get("", {}), "optimizer": self._states.get("optimizer", {})}
-                write_manifest(self.stage, Manifest(self.save_id, self.grid, files, self.tied, **states))
+                manifest = Manifest(self.save_id, self.grid, files, self.tied, **states)
+                if others:
+                    ranks = f"rank {others[0]}" + (f" and {len(others) - 1} more" if len(others) > 1 else "")
+                    found = find_problems(self.stage, manifest) or ["the tensors have other names, shapes or dtypes"]
+                    raise ValueError(
+                        f"{ranks} did not save the same state as rank 0: {found[0]}. Every rank has to save, with the "
+                        "same model and optimizer"
+                    )
+                write_manifest(self.stage, manifest)
                 commit(self.stage, self.directory)
         except Exception as problem:
             self._late_problem = _words(problem)
@@ -232,13 +246,17 @@ class Save:
             pause = min(2 * pause, LONGEST_POLL)
         return True
 
-    def _files_of_parts(self) -> dict[str, FileRecord]:
-        """What all ranks have written, as each of them tells it."""
+    def _files_of_parts(self) -> tuple[dict[str, FileRecord], list[int]]:
+        """What all ranks have written, as each of them tells it, and the ranks that have saved another state."""
         files: dict[str, FileRecord] = {}
+        others = []
+        states = self._states_digest()
         for rank in range(self.grid.size):
             part = json.loads(self._part(rank).read_text())
             if part["save"] != self.save_id or part["problem"]:
                 raise OSError(f"rank {rank}: {part['problem'] or 'its part is of another save'}")
+            if part["states"] != states:
+                others.append(rank)
             for name, record in part["files"].items():
                 found = (self.stage / name).stat().st_size if (self.stage / name).is_file() else None
                 if found != record[0]:
@@ -247,7 +265,7 @@ class Save:
                         "ranks must save to a file system that they share"
                     )
                 files[name] = tuple(record)
-        return files
+        return files, others
 
 
 def _settle(path: Path) -> FileRecord:

@@ -42,6 +42,7 @@ DTYPES = {
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK = 16 * 2**20
+SHARDING = "DCP_SHARDING_INFO"  # in the header: where the shards of a file begin in their tensors
 
 
 def file_name(rank: int) -> str:
@@ -73,17 +74,23 @@ def local_of(tensor: Tensor) -> Tensor:
     return local(tensor).detach()
 
 
+def shards_of(tensors: Mapping[str, SavedTensor], writers: Writers, rank: int) -> dict[str, Box]:
+    """Which shards stand in the file of a rank: the box of each."""
+    here = writers.grid.coordinates(rank)
+    boxes = {name: box_at(tensors[name], writers.grid, here) for name in writers.names_of(here)}
+    # A rank beyond the end of a small tensor has nothing; a tensor without elements is the first rank's.
+    return {
+        name: box
+        for name, box in boxes.items()
+        if all(start < stop for start, stop in box) or (tensors[name].numel == 0 and rank == 0)
+    }
+
+
 def shards_to_write(tensors: Mapping[str, Tensor], grid: Grid, rank: int) -> dict[str, tuple[Tensor, Box]]:
     """What a rank writes of a state that all ranks hold together: its own parts, and where they lie. No copies."""
     saved = {name: describe(tensor) for name, tensor in tensors.items()}
-    here = grid.coordinates(rank)
-    mine = {}
-    for name in Writers(saved, grid, byte_sizes(saved)).names_of(here):
-        box = box_at(saved[name], grid, here)
-        # A rank beyond the end of a small tensor has nothing; a tensor without elements is the first rank's.
-        if all(start < stop for start, stop in box) or (saved[name].numel == 0 and rank == 0):
-            mine[name] = (local_of(tensors[name]), box)
-    return mine
+    boxes = shards_of(saved, Writers(saved, grid, byte_sizes(saved)), rank)
+    return {name: (local_of(tensors[name]), box) for name, box in boxes.items()}
 
 
 def write_shards(path: Path, shards: Mapping[str, tuple[Tensor, Box]]) -> FileRecord:
@@ -93,7 +100,7 @@ def write_shards(path: Path, shards: Mapping[str, tuple[Tensor, Box]]) -> FileRe
         OSError: the file cannot be written.
     """
     offsets = {name: {"saved_offsets": [start for start, _ in box]} for name, (_, box) in shards.items()}
-    metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    metadata = {SHARDING: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
     shapes = {name: (NAMES[tensor.dtype], tuple(tensor.shape)) for name, (tensor, _) in shards.items()}
     return write_safetensors(path, shapes, lambda name: shards[name][0], metadata)
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_axonn import Grid
 from hf_axonn.checkpoint.commit import write_manifest
@@ -19,23 +20,25 @@ from hf_axonn.checkpoint.manifest import (
     read_manifest,
 )
 from hf_axonn.checkpoint.partition import SavedTensor
-from hf_axonn.checkpoint.shard_files import checksum_of
+from hf_axonn.checkpoint.shard_files import checksum_of, write_shards
 from hf_axonn.cli.main import main
 
 
+SIZE = 192  # of the shard
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
-CONTENT = {SHARD: b"0123456789", "config.json": b"{}", "optimizer/values.json": b"[]"}
+CONTENT = {"config.json": b"{}", "optimizer/values.json": b"[]"}
 
 
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
-    """Three files and a manifest that fits them; the format of the shard is not looked at here."""
+    """Three files and a manifest that fits them; test_coverage.py looks into the shards."""
     folder = tmp_path / "checkpoint-3"
     for name, content in CONTENT.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    tensors = {"w": SavedTensor((4, 2), "BF16", (1, 0, None))}
-    files = {name: checksum_of(folder / name) for name in CONTENT}
+    tensors = {"w": SavedTensor((4, 2), "BF16", (1, None, None))}
+    write_shards(folder / SHARD, {"w": (torch.ones(4, 2, dtype=torch.bfloat16), ((0, 4), (0, 2)))})
+    files = {name: checksum_of(folder / name) for name in (SHARD, *CONTENT)}
     write_manifest(folder, Manifest("an id", Grid(x=2), files, ["v"], tensors, {}))
     return folder
 
@@ -43,7 +46,7 @@ def checkpoint(tmp_path) -> Path:
 def test_a_manifest_is_read_as_it_was_written(checkpoint):
     manifest = check_complete(checkpoint)
     assert (manifest.save, manifest.grid, manifest.tied) == ("an id", Grid(x=2), ["v"])
-    assert manifest.model["w"] == SavedTensor((4, 2), "BF16", (1, 0, None)) and manifest.nbytes == 14
+    assert manifest.model["w"] == SavedTensor((4, 2), "BF16", (1, None, None)) and manifest.nbytes == SIZE + 4
     assert manifest == Manifest.from_json(manifest.to_json())
 
 
@@ -51,9 +54,9 @@ def damage(checkpoint: Path, kind: str) -> None:
     shard = checkpoint / SHARD
     outside = checkpoint.parent / "outside"
     if kind == "flipped":
-        shard.write_bytes(b"0123456798")
+        shard.write_bytes(shard.read_bytes()[:-1] + b"1")
     elif kind == "truncated":
-        shard.write_bytes(b"012345678")
+        shard.write_bytes(shard.read_bytes()[:-1])
     elif kind == "missing":
         shard.unlink()
     elif kind == "directory":
@@ -76,7 +79,7 @@ def damage(checkpoint: Path, kind: str) -> None:
 
 DAMAGES = {
     "flipped": f"{SHARD} has other content than was written",
-    "truncated": f"{SHARD} has 9 bytes and not 10",
+    "truncated": f"{SHARD} has {SIZE - 1} bytes and not {SIZE}",
     "missing": f"{SHARD} is missing",
     "directory": f"{SHARD} is not a file",
     "pipe": f"{SHARD} is not a file",
@@ -90,7 +93,7 @@ DAMAGES = {
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_damage_is_named(checkpoint, capsys, kind):
     assert main(["verify", str(checkpoint)]) == 0
-    assert "3 files, 14 bytes, written on data=1,z=1,y=1,x=2" in capsys.readouterr().out
+    assert f"3 files, {SIZE + 4} bytes, written on data=1,z=1,y=1,x=2" in capsys.readouterr().out
     damage(checkpoint, kind)
     with pytest.raises(ValueError, match="is a damaged checkpoint") as refusal:
         check_complete(checkpoint)
@@ -105,7 +108,7 @@ def test_damage_is_named(checkpoint, capsys, kind):
 
 def test_sizes_only_reads_nothing(checkpoint):
     damage(checkpoint, "flipped")
-    assert check_complete(checkpoint, contents=False).nbytes == 14
+    assert check_complete(checkpoint, contents=False).nbytes == SIZE + 4
 
 
 def changed(text: str, kind: str) -> str:

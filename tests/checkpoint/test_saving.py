@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import resource
 import shutil
 import signal
@@ -21,6 +22,7 @@ from hf_axonn.checkpoint import save as saving
 from hf_axonn.checkpoint import shard_files
 from hf_axonn.checkpoint.manifest import MANIFEST, STAGE, check_complete
 from hf_axonn.checkpoint.save import SaveError
+from hf_axonn.checkpoint.sharded import add_model, begin_save
 from hf_axonn.cli.main import main
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.trainer.saving import checkpoints_in, tidy
@@ -270,6 +272,44 @@ def unseen(directory: Path) -> None:
 def test_ranks_that_share_no_disk_are_told(tmp_path):
     run_ranks(unseen, 2, tmp_path / "checkpoint-1")
     assert not list(tmp_path.iterdir())
+
+
+IN_PART = {
+    "nothing": r"shard-00002-model-00001-of-00001.safetensors is missing, which holds lm_head.weight\[",
+    "no optimizer": "optimizer/shard-00002-model-00001-of-00001.safetensors is missing, which holds state.",
+    "another dtype": "shard-00002-model-00001-of-00001.safetensors holds lm_head.weight as BF16 and not as F32",
+}
+
+
+def save_in_part(folder: Path) -> dict[str, str]:
+    """Rank 1 leaves something out, as where a program calls only rank 0; the words of each error."""
+    words = {}
+    model, optimizer = filled(NEW)
+    for kind in IN_PART:
+        if kind == "another dtype" and world_rank() == 1:
+            model.bfloat16()
+        for background in (False, True):
+            save = begin_save(model, folder / kind / "checkpoint-1", async_save=background)
+            if world_rank() == 0 or kind != "nothing":
+                left_out = world_rank() == 1 and kind == "no optimizer"
+                add_model(save, model, optimizer=None if left_out else optimizer)
+            with pytest.raises(SaveError, match="rank 1 did not save the same state as rank 0") as failure:
+                save.close()
+                finish_saves()
+            words[f"{kind} {background}"] = str(failure.value)
+    return words
+
+
+def test_a_rank_that_saves_less_is_an_error_on_all_and_the_old_one_stands(old, tmp_path):
+    for kind in IN_PART:
+        shutil.copytree(old, tmp_path / kind)
+    first, second = run_ranks(save_in_part, 2, tmp_path)
+    assert first == second
+    for case, words in first.items():
+        kind = case.rpartition(" ")[0]
+        assert re.search(IN_PART[kind], words), (case, words)
+        assert "Every rank has to save" in words and "What was saved before stands" in words
+        assert survives(tmp_path / kind, "checkpoint-1") == OLD
 
 
 def save_both_ways(folder: Path) -> None:

@@ -63,14 +63,15 @@ def merge(tensors: dict[str, SavedTensor], grid: Grid) -> tuple[float, int]:
     """What rank 0 does when all have written, without the files themselves: seconds, and bytes of the manifest."""
     with tempfile.TemporaryDirectory() as folder:
         save = Save.__new__(Save)
-        save.stage, save.grid, save.save_id = Path(folder), grid, "id"
+        save.stage, save.grid, save.save_id, save._states = Path(folder), grid, "id", {"": tensors}
+        states = save._states_digest()
         (save.stage / PARTS).mkdir()
         for rank in range(grid.size):
             (save.stage / file_name(rank)).touch()
-            part = {"save": "id", "problem": "", "files": {file_name(rank): (0, "0" * 64)}}
+            part = {"save": "id", "states": states, "problem": "", "files": {file_name(rank): (0, "0" * 64)}}
             save._part(rank).write_text(json.dumps(part))
         begin = time.perf_counter()
-        text = Manifest("id", grid, save._files_of_parts(), [], tensors, {}).to_json()
+        text = Manifest("id", grid, save._files_of_parts()[0], [], tensors, {}).to_json()
         Manifest.from_json(text)
         return time.perf_counter() - begin, len(text)
 
