@@ -2,7 +2,8 @@
 
     NAME does not exist     the files are written in .NAME.axonn-saving beside it, which is renamed to NAME at the end
     NAME exists             they are written in NAME/.axonn-saving; when all of them and their manifest are on disk,
-                            the files of the earlier checkpoint are removed and the new ones moved in
+                            the files of the earlier checkpoint, and other weights that the manifest supersedes, are
+                            removed and the new ones moved in
 
 A stage without a manifest is what a crash left of a save: it is worth nothing. A stage with a manifest is a complete
 checkpoint that was about to get its place: `recover` finishes that, as often as it takes, because each move can be
@@ -70,7 +71,7 @@ def commit(stage: Path, directory: Path) -> None:
         sync_directory(directory.parent)
         return
     new = read_manifest(stage)
-    for name in sorted(_names_of_earlier(directory) - set(new.files)):
+    for name in sorted((_names_of_earlier(directory) | set(new.supersedes)) - set(new.files)):
         _inner(directory, name).unlink(missing_ok=True)
     (directory / MANIFEST).unlink(missing_ok=True)
     sync_directory(directory)

@@ -4,6 +4,7 @@
     grid, tied          on what it was written; names that are second names of a tied tensor
     files               bytes and SHA-256 of every other file of the checkpoint, by its name in the directory
     model, optimizer    shape, dtype and sharded dims of every tensor (partition.py)
+    supersedes          other weights that the directory held and that make place for these; may be absent
     checksum            SHA-256 of all of the above
 
 A directory with a manifest that fits its files is a complete checkpoint; anything else is not one.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -29,6 +31,8 @@ from hf_axonn.topology.grid import Grid
 MANIFEST = "axonn_checkpoint.json"
 SHARDS = "shard-*.safetensors"
 STAGE = ".axonn-saving"  # see save.py
+# The names under which Transformers looks for the weights of a model, or for their index. Adapters have others.
+WEIGHTS = re.compile(r"(model([-.].+)?\.safetensors|pytorch_model([-.].+)?\.bin)(\.index(\..+)?\.json)?")
 VERSION = 2
 
 
@@ -42,6 +46,7 @@ class Manifest:
     tied: list[str] = field(default_factory=list)
     model: Mapping[str, SavedTensor] = field(default_factory=dict)
     optimizer: Mapping[str, SavedTensor] = field(default_factory=dict)
+    supersedes: list[str] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -58,6 +63,7 @@ class Manifest:
             "files": {name: list(self.files[name]) for name in sorted(self.files)},
             "model": _tensors_out(self.model),
             "optimizer": _tensors_out(self.optimizer),
+            **({"supersedes": list(self.supersedes)} if self.supersedes else {}),
         }
         return json.dumps({**body, "checksum": _checksum(body)}, indent=1)
 
@@ -81,6 +87,7 @@ class Manifest:
                 tied=[str(name) for name in body["tied"]],
                 model=_tensors_in(body["model"]),
                 optimizer=_tensors_in(body["optimizer"]),
+                supersedes=[_weights_name(name) for name in body.get("supersedes", [])],
             )
         except (KeyError, TypeError, AttributeError, RecursionError) as problem:
             raise ValueError(f"{type(problem).__name__}: {problem}") from None
@@ -116,6 +123,20 @@ def _safe_name(name: str) -> str:
     if not parts or name.startswith("/") or ".." in parts or "\\" in name or not name.isprintable():
         raise ValueError(f"it names {name!r}, which lies outside of the checkpoint")
     return name
+
+
+def _weights_name(name: str) -> str:
+    """The name of a file of weights in the directory itself, else ValueError: nothing else is removed."""
+    if "/" in _safe_name(name) or not WEIGHTS.fullmatch(name):
+        raise ValueError(f"it supersedes {name!r}, which is no file of weights")
+    return name
+
+
+def other_weights(directory: Path, manifest: Manifest) -> list[str]:
+    """Files of weights beside the shards of a model, which Transformers may read in their place."""
+    if not manifest.model or not directory.is_dir():
+        return []
+    return sorted({path.name for path in directory.iterdir() if WEIGHTS.fullmatch(path.name)} - set(manifest.files))
 
 
 def read_manifest(directory: str | Path) -> Manifest:
@@ -183,6 +204,11 @@ def find_problems(
             for path in sorted(folder.glob(SHARDS)):
                 if PurePosixPath(path.relative_to(directory).as_posix()) not in known:
                     problems.append(f"{path.relative_to(directory)} is of another save: the manifest does not name it")
+        problems += [
+            f"{name} holds other weights, which Transformers may read in place of the shards: remove it, or the "
+            f"shards and {MANIFEST}"
+            for name in other_weights(directory, manifest)
+        ]
     return problems
 
 

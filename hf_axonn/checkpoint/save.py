@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_axonn.checkpoint.commit import commit, new_stage, write_manifest
-from hf_axonn.checkpoint.manifest import MANIFEST, Manifest, find_problems
+from hf_axonn.checkpoint.manifest import MANIFEST, Manifest, find_problems, other_weights
 from hf_axonn.checkpoint.partition import Box, SavedTensor
 from hf_axonn.checkpoint.shard_files import (
     FileRecord,
@@ -216,8 +216,8 @@ class Save:
                 for path in sorted(self.stage.rglob("*")):
                     if path.is_file() and self._name(path) not in files:
                         files[self._name(path)] = _settle(path)
-                states = {"model": self._states.get("", {}), "optimizer": self._states.get("optimizer", {})}
-                manifest = Manifest(self.save_id, self.grid, files, self.tied, **states)
+                model, optimizer = self._states.get("", {}), self._states.get("optimizer", {})
+                manifest = Manifest(self.save_id, self.grid, files, self.tied, model, optimizer)
                 if others:
                     ranks = f"rank {others[0]}" + (f" and {len(others) - 1} more" if len(others) > 1 else "")
                     found = find_problems(self.stage, manifest) or ["the tensors have other names, shapes or dtypes"]
@@ -225,6 +225,7 @@ class Save:
                         f"{ranks} did not save the same state as rank 0: {found[0]}. Every rank has to save, with the "
                         "same model and optimizer"
                     )
+                manifest.supersedes.extend(other_weights(self.directory, manifest))
                 write_manifest(self.stage, manifest)
                 commit(self.stage, self.directory)
         except Exception as problem:

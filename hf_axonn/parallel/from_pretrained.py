@@ -60,6 +60,7 @@ def from_pretrained(
         raise ValueError(f"{', '.join(refused)}: the grid decides where weights lie; leave {refused[0]} away.")
     _check_quantization(kwargs, grid)
     if grid.size == 1:
+        _verify(name_or_path)
         return auto_class.from_pretrained(name_or_path, **kwargs)
     check_versions()
     if kwargs.get("ignore_mismatched_sizes"):
@@ -71,9 +72,7 @@ def from_pretrained(
         del kwargs["quantization_config"]
         where = {key: kwargs.pop(key) for key in WHERE if key in kwargs}
         name_or_path = converted(origin, gguf_file, auto_class=auto_class, dtype=kwargs.get("dtype"), **where)
-    for directory in filter(None, (name_or_path, adapter_base(name_or_path))):
-        if is_sharded_checkpoint(directory):
-            verify_together(directory)
+    _verify(name_or_path)
     device = torch.device(default_device_type())
     if device.type != "cpu":
         kwargs["device_map"] = {"": torch.get_device_module(device).current_device()}
@@ -98,6 +97,13 @@ def from_pretrained(
     if gguf_file:
         model.name_or_path = model.config.name_or_path = str(origin)
     return model
+
+
+def _verify(name_or_path: str) -> None:
+    """Check a sharded checkpoint, and that of the base of adapters. Collectives: those of `verify_together`."""
+    for directory in filter(None, (name_or_path, adapter_base(name_or_path))):
+        if is_sharded_checkpoint(directory):
+            verify_together(directory)
 
 
 def _check_quantization(kwargs: dict[str, Any], grid: Grid) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from hf_axonn import Grid, load_sharded, parallelize, save_sharded, sync_gradients
+from hf_axonn import Grid, from_pretrained, load_sharded, parallelize, save_sharded, sync_gradients
 from hf_axonn.checkpoint.manifest import check_complete
 from hf_axonn.checkpoint.shard_files import file_name
 from tests.helpers.equality import full
@@ -134,6 +134,13 @@ def test_what_is_refused(tmp_path):
         load_sharded(tiny_model("smollm2", hidden_size=72), tmp_path / "without")
     with pytest.raises(ValueError, match="lacks 9 tensors"):
         load_sharded(tiny_model("smollm2", num_hidden_layers=3), tmp_path / "without")
+    (tmp_path / "with" / "model.safetensors").write_bytes(b"1")
+    for load in (
+        lambda: load_sharded(model, tmp_path / "with"),
+        lambda: from_pretrained(tmp_path / "with", grid=Grid()),
+    ):
+        with pytest.raises(ValueError, match="model.safetensors holds other weights"):
+            load()
     run_ranks(refusals, 2, tmp_path)
 
 

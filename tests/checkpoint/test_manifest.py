@@ -10,13 +10,15 @@ import pytest
 import torch
 
 from hf_axonn import Grid
-from hf_axonn.checkpoint.commit import write_manifest
+from hf_axonn.checkpoint.commit import recover, write_manifest
 from hf_axonn.checkpoint.manifest import (
     MANIFEST,
+    STAGE,
     Manifest,
     check_complete,
     find_problems,
     is_sharded_checkpoint,
+    other_weights,
     read_manifest,
 )
 from hf_axonn.checkpoint.partition import SavedTensor
@@ -69,6 +71,10 @@ def damage(checkpoint: Path, kind: str) -> None:
         (checkpoint / "shard-00002-model-00001-of-00001.safetensors").write_bytes(b"1")
     elif kind == "foreign optimizer":
         (checkpoint / "optimizer" / "shard-00009-model-00001-of-00001.safetensors").write_bytes(b"1")
+    elif kind == "other weights":
+        (checkpoint / "model-00001-of-00002.safetensors").write_bytes(b"1")
+    elif kind == "other pickled weights":
+        (checkpoint / "pytorch_model.bin.index.json").write_bytes(b"{}")
     elif kind == "link":
         shard.rename(outside)
         shard.symlink_to(outside)
@@ -85,6 +91,8 @@ DAMAGES = {
     "pipe": f"{SHARD} is not a file",
     "foreign": "shard-00002-model-00001-of-00001.safetensors is of another save",
     "foreign optimizer": "optimizer/shard-00009-model-00001-of-00001.safetensors is of another save",
+    "other weights": "model-00001-of-00002.safetensors holds other weights",
+    "other pickled weights": "pytorch_model.bin.index.json holds other weights",
     "link": f"{SHARD} is reached by a symbolic link",
     "linked folder": "optimizer/values.json is reached by a symbolic link",
 }
@@ -104,6 +112,35 @@ def test_damage_is_named(checkpoint, capsys, kind):
     manifest = read_manifest(checkpoint)
     shares = [find_problems(checkpoint, manifest, share=rank, shares=3) for rank in range(3)]
     assert sorted(len(share) for share in shares) == [0, 0, 1]
+
+
+def test_files_that_are_no_weights_of_the_model_may_lie_beside_it(checkpoint):
+    for name in ("adapter_model.safetensors", "model_1.safetensors", "model.py", "optimizer.bin", "training_args.bin"):
+        (checkpoint / name).write_bytes(b"1")
+    check_complete(checkpoint)
+    # A checkpoint of adapters says nothing of the weights of their base.
+    (checkpoint / "model.safetensors").write_bytes(b"1")
+    assert other_weights(checkpoint, read_manifest(checkpoint)) == ["model.safetensors"]
+    assert other_weights(checkpoint, Manifest("id", Grid(), {})) == []
+
+
+def test_a_commit_removes_the_weights_that_it_supersedes_and_no_other(checkpoint):
+    directory = checkpoint.parent / "plain"
+    directory.mkdir()
+    (directory / "model.safetensors").write_bytes(b"1")
+    (directory / "adapter_model.safetensors").write_bytes(b"1")
+    manifest = read_manifest(checkpoint)
+    manifest.supersedes.extend(other_weights(directory, manifest))
+    write_manifest(checkpoint, manifest)
+    assert read_manifest(checkpoint) == manifest and manifest.supersedes == ["model.safetensors"]
+    checkpoint.rename(directory / STAGE)
+    (directory / "model.fp16.safetensors").write_bytes(b"written since, by somebody else")
+    assert recover(directory)
+    assert not (directory / "model.safetensors").exists() and (directory / "adapter_model.safetensors").exists()
+    with pytest.raises(ValueError, match="model.fp16.safetensors holds other weights"):
+        check_complete(directory)
+    (directory / "model.fp16.safetensors").unlink()
+    check_complete(directory)
 
 
 def test_sizes_only_reads_nothing(checkpoint):
@@ -189,6 +226,9 @@ def test_nonsense_is_refused(tmp_path, capsys, text):
         ("model", {"w": [["F32"], [1], [0, 0, 0]]}),
         ("model", []),
         ("tied", 7),
+        ("supersedes", 7),
+        ("supersedes", ["config.json"]),
+        ("supersedes", ["sub/model.safetensors"]),
     ],
 )
 def test_values_of_another_kind_are_refused(tmp_path, key, value):

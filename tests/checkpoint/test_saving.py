@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import random
@@ -16,11 +17,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hf_axonn import Grid, finish_saves, load_sharded, parallelize, save_sharded
 from hf_axonn.checkpoint import save as saving
 from hf_axonn.checkpoint import shard_files
-from hf_axonn.checkpoint.manifest import MANIFEST, STAGE, check_complete
+from hf_axonn.checkpoint.commit import recover
+from hf_axonn.checkpoint.manifest import MANIFEST, STAGE, check_complete, is_sharded_checkpoint
 from hf_axonn.checkpoint.save import SaveError
 from hf_axonn.checkpoint.sharded import add_model, begin_save
 from hf_axonn.cli.main import main
@@ -143,6 +146,30 @@ def survives(folder: Path, name: str) -> float:
     assert value == NEW or newest.name == "checkpoint-1"
     assert not list(folder.glob(".*")) and not list((folder / name).glob(f"{STAGE}/*axonn_checkpoint.json"))
     return value
+
+
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_over_weights_of_another_kind(tmp_path, every):
+    """A save to a directory with model.safetensors: at any moment one of the two is there, and after it one alone."""
+    plain = tmp_path / "plain"
+    model = copy.deepcopy(MODEL)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(OLD)
+    model.save_pretrained(plain / "checkpoint-1")
+    points = [point for rank, point in kill_points(tmp_path / "count", plain, "checkpoint-1", False) if rank == 0]
+    found = []
+    for point in points[::-every]:
+        directory = tmp_path / str(point) / "checkpoint-1"
+        shutil.copytree(plain, directory.parent)
+        run_to_the_end(save_and_die, 2, directory, False, 0, point, None)
+        recover(directory)
+        sharded = is_sharded_checkpoint(directory)
+        assert sharded != (directory / "model.safetensors").exists(), point
+        weights = values_of(directory) if sharded else load_file(directory / "model.safetensors")
+        found.append({float(value) for tensor in weights.values() for value in tensor.unique()})
+    assert {OLD} in found and {NEW} in found and all(value in ({OLD}, {NEW}) for value in found)
+    check_complete(tmp_path / "count" / "checkpoint-1")
 
 
 def test_killed_at_random_times(old, tmp_path):
