@@ -64,11 +64,15 @@ def save_adapters(model: nn.Module, directory: Path) -> None:
 def load_adapters(model: nn.Module, directory: Path) -> None:
     """Fill PEFT adapters, and modules saved with them, from the files that PEFT itself writes. No communication."""
     from peft import get_peft_model_state_dict
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     for name in model.peft_config:
         source = directory if name == "default" else directory / name
-        weights = load_file(source / "adapter_model.safetensors")
+        try:
+            weights = load_file(source / "adapter_model.safetensors")
+        except SafetensorError as problem:
+            raise ValueError(f"{source / 'adapter_model.safetensors'} cannot be read: {problem}") from None
         own = get_peft_model_state_dict(model, adapter_name=name)
         if own.keys() != weights.keys():
             raise ValueError(

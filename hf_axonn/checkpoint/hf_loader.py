@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+INTEGERS = ("I64", "I32", "I16", "I8", "U64", "U32", "U16", "U8", "BOOL")  # as weights they are quantized, or garbage
 READERS = 4  # threads that copy out of files at the same time; as many as Transformers' loader has
 
 
@@ -148,11 +149,21 @@ def _read_or_wait(
     What a converter collects (it has a `tensor_idx`) stays unread, and so does a tensor that is not of its
     parameter's size, which the loader will report.
     """
+    refuse_integers("a weight", source, dtype)
     lazy = unread(source, dtype)
     if tensor_idx is not None or (sharding_op is not None and lazy.shape != sharding_op.shape):
         return lazy
     job = partial(_read_part, lazy, sharding_op.region if sharding_op else None, device)
     return pool.submit(job) if pool is not None else job
+
+
+def refuse_integers(name: str, source: Any, dtype: torch.dtype | None) -> None:
+    """Raise ValueError if a slice of safetensors holds integers where the model has floating-point numbers."""
+    stored = getattr(source, "get_dtype", str)()
+    if stored in INTEGERS and dtype is not None and dtype.is_floating_point:
+        raise ValueError(
+            f"{name} of shape {source.get_shape()} is stored as {stored}, but the model has it as {dtype}."
+        )
 
 
 def _read_part(lazy: LazyTensor, region: Region | None, device: Any) -> torch.Tensor:

@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
@@ -34,6 +35,7 @@ STAGE = ".axonn-saving"  # see save.py
 # The names under which Transformers looks for the weights of a model, or for their index. Adapters have others.
 WEIGHTS = re.compile(r"(model([-.].+)?\.safetensors|pytorch_model([-.].+)?\.bin)(\.index(\..+)?\.json)?")
 VERSION = 2
+MOST_BYTES = 2**28  # of a manifest: 4,096 ranks need less than 2**20
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,9 @@ def read_manifest(directory: str | Path) -> Manifest:
     try:
         if path.is_symlink():
             raise ValueError("it is a symbolic link; copy the checkpoint with its files")
+        kind, size = path.stat().st_mode, path.stat().st_size
+        if not stat.S_ISREG(kind) or size > MOST_BYTES:  # a pipe or a device may never end
+            raise ValueError(f"it is {'a file of ' + str(size) + ' bytes' if stat.S_ISREG(kind) else 'no file'}")
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
         if (path.parent / STAGE / MANIFEST).is_file():

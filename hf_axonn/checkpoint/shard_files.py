@@ -231,7 +231,7 @@ class ShardReader:
         return full
 
     def check(self, targets: Mapping[str, Tensor]) -> None:
-        """Raise ValueError unless the checkpoint has each of these tensors, with its shape."""
+        """Raise ValueError unless the checkpoint has each of these tensors, with its shape and kind of number."""
         missing = [name for name in targets if name not in self.tensors]
         if missing:
             raise ValueError(f"{self.directory} lacks {len(missing)} tensors, among them {', '.join(missing[:3])}.")
@@ -241,6 +241,9 @@ class ShardReader:
                     f"{self.directory} holds {name} with the shape {self.tensors[name].shape}, and not "
                     f"{tuple(target.shape)}: it is a checkpoint of another model."
                 )
+            dtype = DTYPES[self.tensors[name].dtype]
+            if dtype.is_floating_point != target.dtype.is_floating_point:
+                raise ValueError(f"{self.directory} holds {name} as {dtype}, which cannot be read as {target.dtype}.")
 
 
 def _inside(box: Box, outer: Box) -> tuple[slice, ...]:

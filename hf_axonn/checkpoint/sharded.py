@@ -213,10 +213,25 @@ def load_optimizer(
     without = {name for name, keys in of_parameter.items() if not any(key in manifest.optimizer for key in keys)}
     skipped = {key for name in without for key in of_parameter[name]}
     with raise_on_all_ranks(_device()):
-        values = json.loads((source / VALUES).read_text())
+        values = _read_values(source / VALUES)
         reader = ShardReader(source, manifest.optimizer, manifest.grid)
         reader.fill({key: tensor for key, tensor in tensors.items() if key not in skipped})
-    set_flat_optimizer_state(model, optimizer, tensors, values, without)
+    try:
+        set_flat_optimizer_state(model, optimizer, tensors, values, without)
+    except (KeyError, TypeError, AttributeError) as problem:  # on all ranks alike: of a file that all have read
+        raise ValueError(
+            f"{source / VALUES} is of another optimizer: {type(problem).__name__}: {problem}"
+        ) from problem
+
+
+def _read_values(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as problem:
+        raise ValueError(f"{path} is no JSON: {type(problem).__name__}: {problem}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds no mapping of values.")
+    return values
 
 
 def _trained(model: nn.Module) -> list[str]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.adapters.files import load_adapters
-from hf_axonn.checkpoint.hf_loader import fill
+from hf_axonn.checkpoint.hf_loader import fill, refuse_integers
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import local, local_slices, shard_of
 from hf_axonn.engine.state import parallel_state
@@ -36,13 +36,15 @@ def load_plain_weights(model: nn.Module, directory: str | Path) -> None:
     directory = Path(directory)
     if hasattr(model, "peft_config"):
         return load_adapters(model, directory)
-    from safetensors import safe_open
     from transformers import PreTrainedModel
 
     mesh = _mesh_of(model)
     with contextlib.ExitStack() as stack:
         files = _file_of_each(directory)
-        readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in set(files.values())}
+        readers = {file: stack.enter_context(_opened(file)) for file in sorted(set(files.values()))}
+        for file, reader in readers.items():
+            if absent := sorted({name for name in files if files[name] == file} - set(reader.keys())):
+                raise ValueError(f"{file} lacks {len(absent)} weights that the index names, among them {absent[0]}.")
         stored = {name: readers[file].get_slice(name) for name, file in files.items()}
         if isinstance(model, PreTrainedModel):
             missing = fill(model, stored, lambda parameter: _slices(parameter, mesh))
@@ -62,6 +64,7 @@ def _fill_by_name(model: nn.Module, stored: dict[str, Any], mesh: GridMesh) -> s
     if not missing:
         for name in tensors.keys() & stored.keys():
             own = tensors[name]
+            refuse_integers(name, stored[name], own.dtype)
             shard = local(own)
             with torch.no_grad():
                 shard.copy_(stored[name][_slices(own, mesh)])
@@ -123,13 +126,30 @@ def _slices(tensor: Tensor, mesh: GridMesh) -> tuple[slice, ...]:
 
 def _file_of_each(directory: Path) -> dict[str, Path]:
     """Which safetensors file of an ordinary HF directory holds each tensor."""
-    from safetensors import safe_open
-
-    index = directory / f"{WEIGHTS}.index.json"
-    if index.is_file():
-        names = json.loads(index.read_text())["weight_map"]
-        return {name: directory / Path(file).name for name, file in names.items()}
-    if not (directory / WEIGHTS).is_file():
+    file, index = directory / WEIGHTS, directory / f"{WEIGHTS}.index.json"
+    if file.is_file():  # Transformers, too, reads this one if there are both
+        with _opened(file) as reader:
+            return dict.fromkeys(reader.keys(), file)
+    if not index.is_file():
         raise ValueError(f"{directory} is no checkpoint: it has neither {WEIGHTS} nor shards that a grid wrote.")
-    with safe_open(directory / WEIGHTS, framework="pt") as reader:
-        return dict.fromkeys(reader.keys(), directory / WEIGHTS)
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {name: directory / Path(file).name for name, file in names.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+        raise ValueError(f"{index} is no index of weights: {type(problem).__name__}: {problem}") from None
+
+
+def _opened(file: Path) -> Any:
+    """A safetensors file, as a context.
+
+    Raises:
+        ValueError: it is not there, or not such a file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not file.is_file():  # to open a pipe would wait for ever
+        raise ValueError(f"{file} is no file: the checkpoint is not complete.")
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as problem:
+        raise ValueError(f"{file} cannot be read: {problem}") from None

@@ -11,6 +11,7 @@ from peft import (
 from torch.distributed.tensor import DTensor
 
 from hf_axonn import parallelize
+from hf_axonn.adapters.files import load_adapters
 from hf_axonn.checkpoint.sharded import save_sharded
 from hf_axonn.topology.grid import Grid
 from tests.helpers.adapting import ONE_OF_EACH, adapt, adapted_model, drawing
@@ -197,3 +198,10 @@ def test_files_go_between_a_grid_and_plain_peft(tmp_path):
         for name, truth in truths.items():
             for folder in (f"{name}-{grid}", f"ours-{name}-{grid}"):
                 equal(logits(PeftModel.from_pretrained(tiny_model("llama"), tmp_path / folder)), truth)
+
+
+def test_a_damaged_file_of_adapters_is_named(tmp_path):
+    model = PeftModel(tiny_model("smollm2"), LoraConfig(target_modules=["q_proj"]))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"0123456789")
+    with pytest.raises(ValueError, match="adapter_model.safetensors cannot be read"):
+        load_adapters(model, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid, from_pretrained, load_sharded, parallelize, save_sharded, sync_gradients
+from hf_axonn.checkpoint.commit import write_manifest
 from hf_axonn.checkpoint.manifest import check_complete
-from hf_axonn.checkpoint.shard_files import file_name
+from hf_axonn.checkpoint.shard_files import checksum_of, file_name
 from tests.helpers.equality import full
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
@@ -134,6 +136,15 @@ def test_what_is_refused(tmp_path):
         load_sharded(tiny_model("smollm2", hidden_size=72), tmp_path / "without")
     with pytest.raises(ValueError, match="lacks 9 tensors"):
         load_sharded(tiny_model("smollm2", num_hidden_layers=3), tmp_path / "without")
+    manifest, values = check_complete(tmp_path / "with"), tmp_path / "with" / "optimizer" / "values.json"
+    shutil.copytree(tmp_path / "without", tmp_path / "with", dirs_exist_ok=True)
+    for text in ("[", "[]", "[" * 100_000, "{}", '{"param_groups": 3}'):  # with checksums that fit
+        values.parent.mkdir(exist_ok=True)
+        values.write_text(text)
+        files = {**check_complete(tmp_path / "without").files, "optimizer/values.json": checksum_of(values)}
+        write_manifest(tmp_path / "with", dataclasses.replace(manifest, files=files))
+        with pytest.raises(ValueError, match="values.json (is|holds) no|values.json is of another optimizer"):
+            load_sharded(model, tmp_path / "with", optimizer=torch.optim.AdamW(model.parameters()))
     (tmp_path / "with" / "model.safetensors").write_bytes(b"1")
     for load in (
         lambda: load_sharded(model, tmp_path / "with"),

@@ -15,7 +15,15 @@ from hf_axonn.checkpoint.commit import write_manifest
 from hf_axonn.checkpoint.coverage import Coverage
 from hf_axonn.checkpoint.manifest import MANIFEST, Manifest, check_complete, find_problems, read_manifest
 from hf_axonn.checkpoint.partition import SavedTensor, Writers
-from hf_axonn.checkpoint.shard_files import SHARDING, byte_sizes, checksum_of, file_name, shards_of, write_shards
+from hf_axonn.checkpoint.shard_files import (
+    SHARDING,
+    ShardReader,
+    byte_sizes,
+    checksum_of,
+    file_name,
+    shards_of,
+    write_shards,
+)
 from hf_axonn.cli.main import main
 from tests.helpers.ranks import all_grids
 
@@ -177,6 +185,18 @@ def test_signed_sizes_beyond_all_bounds_take_no_time(checkpoint, tmp_path, tenso
     sign(checkpoint, tensors, grid)
     with pytest.raises(ValueError, match="is a damaged checkpoint"):
         export_hf(checkpoint, tmp_path / "plain")
+
+
+def test_integers_are_not_read_as_weights(tmp_path):
+    """The manifest and the file agree; the model has other numbers."""
+    whole = ((0, 3),)
+    write_shards(tmp_path / FIRST, {"b": (torch.arange(3, dtype=torch.int32), whole)})
+    tensors = {"b": SavedTensor((3,), "I32", (None, None, None))}
+    sign(tmp_path, tensors, Grid())
+    reader = ShardReader(tmp_path, check_complete(tmp_path).model, Grid())
+    assert reader.read("b").tolist() == [0, 1, 2]
+    with pytest.raises(ValueError, match="holds b as torch.int32, which cannot be read as torch.float32"):
+        reader.fill({"b": torch.empty(3)})
 
 
 def test_optimizer_states_are_looked_at_as_well(checkpoint):

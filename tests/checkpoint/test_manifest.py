@@ -198,6 +198,21 @@ def test_a_manifest_that_is_a_link_is_refused(checkpoint):
         check_complete(checkpoint)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["a pipe", "a folder", "without end"])
+def test_a_manifest_that_cannot_be_read_to_its_end_is_refused(checkpoint, capsys, kind):
+    path = checkpoint / MANIFEST
+    if kind == "without end":
+        os.truncate(path, 2**40)  # a hole, which takes no room on the disk
+    else:
+        path.unlink()
+        os.mkfifo(path) if kind == "a pipe" else path.mkdir()
+    with pytest.raises(ValueError, match=f"{MANIFEST} cannot be read: it is"):
+        check_complete(checkpoint)
+    assert main(["verify", str(checkpoint)]) == 1
+    assert f"{MANIFEST} cannot be read: it is" in capsys.readouterr().out
+
+
 NONSENSE = ["", "{", "[]", "{}", "null", "1e999", '{"version": 2}', "[" * 100_000, '{"version": [2]}', "\ud800"]
 
 

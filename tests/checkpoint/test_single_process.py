@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,36 @@ from tests.helpers.ranks import run_ranks
 # Experts that lie apart in a checkpoint, weights that are joined along a dim that is cut, and neither.
 KINDS = ("mixtral", "olmo_hybrid", "llama")
 GRIDS = (Grid(z=2, x=2), Grid(y=2, x=2))
+
+
+INDEX = "model.safetensors.index.json"
+# What lies in a directory: (a function that makes it, the words of the refusal).
+DAMAGES = {
+    "no header": (
+        lambda its: (its / "model.safetensors").write_bytes(b"1234567890"),
+        "model.safetensors cannot be read",
+    ),
+    "nested": (lambda its: (its / INDEX).write_text("[" * 100_000), f"{INDEX} is no index of weights"),
+    "no map": (lambda its: (its / INDEX).write_text("{}"), f"{INDEX} is no index of weights: KeyError"),
+    "a list": (lambda its: (its / INDEX).write_text('{"weight_map": [1]}'), f"{INDEX} is no index of weights"),
+    "no file": (lambda its: _index(its, "a"), "a is no file"),
+    "a pipe": (lambda its: os.mkfifo(its / "a") or _index(its, "a"), "a is no file"),
+    "other names": (
+        lambda its: save_file({"b": torch.ones(2)}, its / "a") or _index(its, "a"),
+        "a lacks 4 weights that the index names, among them 0.bias",
+    ),
+    "integers": (
+        lambda its: save_file(
+            {name: value.detach().view(torch.int32) for name, value in _small().state_dict().items()},
+            its / "model.safetensors",
+        ),
+        "is stored as I32, but the model has it as torch.float32",
+    ),
+}
+
+
+def _index(folder: Path, file: str) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(_small().state_dict(), file)}))
 
 
 def _small() -> nn.Module:
@@ -43,6 +75,13 @@ def _fills(folder: Path) -> list[str]:
         load_plain_weights(parallelize(tiny_model("llama"), GRIDS[0])[0], folder / "without")
     with pytest.raises(ValueError, match="lacks 1 weights of the model, among them 2.bias"):
         load_plain_weights(parallelize(_small(), GRIDS[0])[0], folder / "module without")
+    for kind, (_, words) in DAMAGES.items():
+        with pytest.raises(ValueError, match=words):
+            load_plain_weights(parallelize(_small(), GRIDS[0])[0], folder / kind)
+    with pytest.raises(ValueError, match="a weight of shape .* is stored as I32, but the model has it as torch.float"):
+        load_plain_weights(parallelize(tiny_model("llama"), GRIDS[0])[0], folder / "integers of llama")
+    both, _ = parallelize(_small(), GRIDS[0])
+    load_plain_weights(both, folder / "both")  # as Transformers, which looks for the index second
     with pytest.raises(ValueError, match="is no checkpoint"):
         load_plain_weights(parallelize(_small(), GRIDS[0])[0], folder)
     return wrong
@@ -63,4 +102,12 @@ def test_parameters_are_filled_in_place(tmp_path):
         left_out = "2.bias" if name == "module without" else ""
         kept = {key: its.clone() for key, its in tensors.items() if key != left_out}
         save_file(kept, tmp_path / name / "model.safetensors")
+    for kind, (make, _) in DAMAGES.items():
+        (tmp_path / kind).mkdir()
+        make(tmp_path / kind)
+    integers = {name: its.view(torch.int32).clone() for name, its in tiny_model("llama").float().state_dict().items()}
+    for kind, tensors in {"integers of llama": integers, "both": _small().state_dict()}.items():
+        (tmp_path / kind).mkdir()
+        save_file(tensors, tmp_path / kind / "model.safetensors")
+    (tmp_path / "both" / INDEX).write_text("{}")
     assert run_ranks(_fills, 4, tmp_path) == [[]] * 4
