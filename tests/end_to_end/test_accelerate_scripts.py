@@ -31,6 +31,7 @@ END = {
         pytest.param("test_sync", Grid(data=2), marks=SLOW),
         pytest.param("test_script", Grid(data=2), marks=SLOW),
         pytest.param("external_deps/test_metrics", Grid(data=2), marks=SLOW),
+        pytest.param("external_deps/test_metrics", Grid(x=2), marks=SLOW),
     ],
     ids=str,
 )
