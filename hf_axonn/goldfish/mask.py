@@ -42,6 +42,7 @@ def goldfish_mask(
     strategy: str = "hash-table",
     k: int = 4,
     context_width: int = 13,
+    hash_labels: bool = False,
     seed: int = 0,
     step: int = 0,
     sample_ids: Tensor | None = None,
@@ -54,9 +55,11 @@ def goldfish_mask(
         document_ids: [B, S] integers, a new document starts where the number changes (`find_document_ids`).
             None: each row is one document.
         strategy: one of `STRATEGIES`. "hash-table" equals the reference implementation, bit for bit, where labels
-            are input_ids and a row is one document.
+            are input_ids, or with `hash_labels`, and a row is one document.
         k: one token in k is dropped, at least 2.
         context_width: h, tokens in a hashed window. The first h labels of a document are never dropped by a hash.
+        hash_labels: whether the hashes read the labels in place of input_ids, -1 where they are -100, as in the
+            reference implementation.
         seed: of "random" only, like the next two.
         step: optimizer step, so that each pass over a sample draws anew.
         sample_ids: [B] integers that tell the samples of a step apart. None: the row numbers.
@@ -80,6 +83,8 @@ def goldfish_mask(
         raise ValueError(f"sample_ids have shape {tuple(sample_ids.shape)}: one number a row, [{len(input_ids)}].")
 
     tokens = input_ids.long()
+    if hash_labels and labels is not None:
+        tokens = labels.long().masked_fill(labels == IGNORE_INDEX, -1)
     place = positions_in_document(input_ids, document_ids)
     if strategy == "static":
         mask = (place - 1) % k == 0

@@ -77,6 +77,13 @@ class GoldfishConfig(TrainingArguments):
         default=13,
         metadata={"help": "Tokens a hash looks at. As many labels at the start of a document are never dropped."},
     )
+    goldfish_as_reference: bool = field(
+        default=False,
+        metadata={
+            "help": "Packed rows and prompts as in the authors' code: a row is one document, whatever was packed into "
+            "it, and a hash reads labels, in which prompts are -1."
+        },
+    )
     goldfish_seed: int | None = field(
         default=None, metadata={"help": "Seed of the strategy random. Default: the seed of the run."}
     )
@@ -239,8 +246,9 @@ class GoldfishMixin(_MixedInto):
         unmasked = labels if shifted is None else shifted
         if not self.args.goldfish:
             return {**batch, UNMASKED_LABELS: unmasked}
-        document_ids = find_document_ids(input_ids, **{key: batch.get(key) for key in DOCUMENT_KEYS})
-        args = self.args
+        args, document_ids = self.args, None
+        if not args.goldfish_as_reference:
+            document_ids = find_document_ids(input_ids, **{key: batch.get(key) for key in DOCUMENT_KEYS})
         mask = goldfish_mask(
             input_ids,
             labels,
@@ -248,6 +256,7 @@ class GoldfishMixin(_MixedInto):
             strategy=args.goldfish_strategy,
             k=args.goldfish_k,
             context_width=args.goldfish_context_width,
+            hash_labels=args.goldfish_as_reference,
             seed=args.seed if args.goldfish_seed is None else args.goldfish_seed,
             step=self.state.global_step,
             sample_ids=self._sample_ids(micro_batch, input_ids),

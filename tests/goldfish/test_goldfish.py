@@ -95,6 +95,17 @@ def test_hashes_equal_their_definition(strategy, reference, k, width):
     assert mask[0].tolist() == reference(tokens[0].tolist(), k, width)
 
 
+def test_labels_are_hashed_as_by_the_reference():
+    tokens, labels = long_row(200, seed=1), long_row(200, seed=1)
+    labels[0, 20:90] = labels[0, 150:] = -100
+    mask = goldfish_mask(tokens, labels, hash_labels=True)
+    expected = reference_hash_table([-1 if label == -100 else label for label in labels[0].tolist()], 4, 13)
+    assert mask[0].tolist() == [dropped and label != -100 for dropped, label in zip(expected, labels[0], strict=True)]
+    by_tokens = goldfish_mask(tokens, labels)
+    assert mask[0, 103:].tolist() == by_tokens[0, 103:].tolist()  # no window reaches into the prompt any more
+    assert mask[0, 90:103].tolist() != by_tokens[0, 90:103].tolist()
+
+
 def test_random_equals_its_definition():
     mask = goldfish_mask(
         torch.zeros(3, 40, dtype=torch.long),

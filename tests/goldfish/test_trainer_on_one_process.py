@@ -259,6 +259,20 @@ def test_prompts_and_shift_labels(tmp_path):
     assert sums["all_count"] - sums["kept_count"] == len(dropped)
 
 
+def test_packed_rows_and_prompts_as_the_reference_masks_them(tmp_path):
+    batch = DataCollatorWithFlattening()(samples())
+    batch["labels"][0, 30:50] = -100
+    found = {}
+    for as_reference in (False, True):
+        trainer = trainer_for(
+            config(tmp_path, goldfish_k=2, goldfish_context_width=5, goldfish_as_reference=as_reference)
+        )
+        found[as_reference] = trainer._mask_batch(0, batch)["labels"] != batch["labels"]
+    expected = goldfish_mask(batch["input_ids"], batch["labels"], k=2, context_width=5, hash_labels=True)
+    assert torch.equal(found[True], expected)
+    assert not torch.equal(found[True], found[False])
+
+
 def test_ordinary_loss_with_the_same_logs(tmp_path):
     """goldfish=False: the stock loss, and label smoothing is allowed; then the logs and eval_loss are stock ones."""
     plain = trainer_for(config(tmp_path, goldfish=False, max_steps=1))
