@@ -65,7 +65,18 @@ def _program() -> str:
     for module in LAUNCH_MODULES:
         if first.endswith(os.path.join(*module.split(".")) + ".py"):
             return module
-    return os.path.basename(first)
+    name = os.path.basename(first)
+    return name if name not in (*LAUNCH_COMMANDS, *OWN_LAUNCHERS) or _is_command(first) else ""
+
+
+def _is_command(path: str) -> bool:
+    """Whether a file is what pip writes for a launcher's command, and no script of that name."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(4096)
+    except OSError:
+        return True
+    return b"accelerate.commands" in start or b"hf_axonn.launch" in start
 
 
 def _launch_arguments_start(program: str) -> int | None:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,18 @@ def test_only_accelerate_launch_is_taken_for_a_launcher(monkeypatch, argv, orig_
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(sys, "orig_argv", orig_argv or ["python", *argv])
     assert _autoload._launch_arguments_start(_autoload._program()) == start
+
+
+@pytest.mark.parametrize("name", ["accelerate-launch", "accelerate", "axonn-launch"])
+def test_a_script_of_that_name_is_no_launcher(monkeypatch, tmp_path, name):
+    script = tmp_path / name
+    script.write_text("from accelerate import Accelerator\n")
+    monkeypatch.setattr(sys, "argv", [str(script), "launch", "--config", "a.yaml"])
+    assert _autoload._launch_arguments_start(_autoload._program()) is None
+    assert _autoload._program() not in _autoload.OWN_LAUNCHERS
+    command = Path(sys.executable).with_name(name)
+    monkeypatch.setattr(sys, "argv", [str(command), "launch", "--config", "a.yaml"])
+    assert _autoload._program() == name
 
 
 @pytest.mark.parametrize(
