@@ -37,6 +37,7 @@ DISTRIBUTIONS = {
     "huggingface_hub": "transformers",
     "grimp": "import-linter",
     "cosmic_ray": "cosmic-ray",
+    "markdown_it": "markdown-it-py",
 }
 
 
