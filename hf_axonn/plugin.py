@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Concatenate, ParamSpec
 
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils.dataclasses import DDPCommunicationHookType
 
 from hf_axonn.compat.versions import check_versions, refusal
 from hf_axonn.config import VARIABLE, AxonnConfig, Settings
@@ -60,11 +61,18 @@ class AxonnPlugin(ParallelismConfig):
     Raises:
         ValueError: no grid is given and none was launched, or there are settings without a grid, or a library has a
             release that is not proven (`check_versions`); later, when the Accelerator is made: the grid is not the
-            number of processes, or fp16, fp8 or torch.compile is asked for.
+            number of processes, or fp16, fp8, torch.compile or a communication hook of
+            DistributedDataParallel is asked for.
     """
 
     @_arguments_of(_Arguments)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if stock := [item.name for item in fields(ParallelismConfig) if item.name in kwargs]:
+            raise ValueError(
+                f"ParallelismConfig({stock[0]}=...) and a grid: under a launch file with axonn_config that decides "
+                "what is sharded. Leave the ParallelismConfig out of the script, or axonn_config out of the launch "
+                "file; in code, AxonnPlugin(grid=Grid(...))."
+            )
         given = _Arguments(*args, **kwargs)
         settings = {item.name: getattr(given, item.name) for item in fields(Settings)}
         if given.grid is None:
@@ -143,6 +151,13 @@ class AxonnPlugin(ParallelismConfig):
             )
         if accelerator.state.dynamo_plugin.backend.value.lower() != "no":
             raise ValueError("torch.compile (dynamo_backend) is not supported over a grid: leave it away.")
+        hook = getattr(accelerator.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
+        if hook != DDPCommunicationHookType.NO:
+            raise ValueError(
+                f"DistributedDataParallelKwargs(comm_hook={hook}): over a grid gradients are averaged without "
+                "DistributedDataParallel, and its hooks are not called. Leave comm_hook away; the dtype in which they "
+                "travel is reduce_dtype under axonn_config."
+            )
         bind(accelerator, self)
 
 

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import torch
 from accelerate import PartialState
 from accelerate.utils import recursively_apply
+from torch.distributed.tensor import DTensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from hf_axonn.accelerator.dispatching import dispatching_loader
@@ -164,7 +165,12 @@ class DataMethods:
         return self.axonn_mesh.index("x", "y") != 0
 
     def reduce(self, tensor, reduction: str = "sum", scale: float = 1.0):
-        """As the stock method, each data-parallel rank counted once; a mean is over them."""
+        """As the stock method, each data-parallel rank counted once; a mean is over them.
+
+        Raises:
+            ValueError: a sharded tensor, of which each rank holds another part.
+        """
+        recursively_apply(_refuse_shards, tensor)
         if reduction == "max":
             return super().reduce(tensor, reduction, scale)
         if self._is_copy():
@@ -223,3 +229,12 @@ def batches_of_dp_ranks(loader: DataLoader) -> list[int]:
         return []
     part = shard.batch_size // shard.num_processes
     return [batches - (0 < left <= part * dp_rank) for dp_rank in range(shard.num_processes)]
+
+
+def _refuse_shards(tensor: torch.Tensor) -> None:
+    if isinstance(tensor, DTensor):
+        raise ValueError(
+            f"accelerator.reduce got a tensor of shape {list(tensor.shape)} that is sharded over a grid: each rank "
+            "has another part of it. LocalSGD, which averages parameters so, is not possible over a grid: pass "
+            "enabled=False or leave it away; gradients are averaged by every step."
+        )

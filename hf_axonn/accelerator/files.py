@@ -47,6 +47,7 @@ from hf_axonn.compat.accelerate import (
     registered_objects,
     state_hooks,
 )
+from hf_axonn.compat.torch import refuse_pickle
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.engine.state import parallel_state
 
@@ -203,6 +204,16 @@ class FileMethods(LoadMethods):
         """Whole tensors on the CPU of rank 0, nothing on the others, as under FSDP. Every rank must call it."""
         state_dict = super().get_state_dict(model, unwrap=unwrap)
         return full_state_dict(model, state_dict) if is_sharded(state_dict) else state_dict
+
+    def save(self, obj: Any, f: str | os.PathLike, safe_serialization: bool = False) -> None:
+        """As the stock method.
+
+        Raises:
+            ValueError: the object is a state dict with shards; on every rank that has them.
+        """
+        if isinstance(obj, dict) and is_sharded(obj):
+            refuse_pickle()
+        super().save(obj, f, safe_serialization=safe_serialization)
 
     def save_model(self, model: nn.Module, save_directory: str | os.PathLike, *args, **kwargs) -> None:
         """As the stock method, by rank 0. Every rank must call it, and goes on when the files are there."""

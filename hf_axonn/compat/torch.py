@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import NoReturn
 
 import torch
 from torch.distributed import ProcessGroup
@@ -34,8 +35,19 @@ def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tens
     registry = getattr(mesh, "_pg_registry", None)  # absent before torch 2.13
     if registry is not None:
         registry.update({group.group_name: group for group in groups})
-    mesh.__deepcopy__ = lambda memo: mesh  # a copied parameter lies on the same ranks
+    # A copied parameter lies on the same ranks; a pickled one would be read on others.
+    vars(mesh).update(__deepcopy__=lambda memo: mesh, __reduce_ex__=lambda protocol: refuse_pickle())
     return mesh
+
+
+def refuse_pickle() -> NoReturn:
+    """Raises ValueError: a sharded tensor is to be pickled, or written as it is."""
+    raise ValueError(
+        "a tensor that is sharded over a grid cannot be saved as it is (torch.save, accelerator.save): this rank has "
+        "only its shard. Write the whole model with accelerator.save_model(model, DIR) or model.save_pretrained(DIR), "
+        "get its tensors on rank 0 with accelerator.get_state_dict(model), save model and optimizer with "
+        "accelerator.save_state(DIR); every rank makes these calls."
+    )
 
 
 def quiet_redistribution() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_axonn.adapters.checks import check_adapters, check_plan
 from hf_axonn.adapters.install import install_adapters, without_wrappers
@@ -66,6 +67,11 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     inner = without_peft(model)
     if is_parallelized(inner):
         raise ValueError(f"this model is sharded over the grid {inner.axonn.grid} already.")
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            "the parameters of this model are DTensors already, as of from_pretrained(tp_plan=...), FSDP or a part of "
+            "a model on a grid: load the model without tp_plan, the grid shards it."
+        )
     if _is_quantized(inner):
         raise ValueError("a quantized model cannot be sharded over a grid: load it without quantization_config.")
     check_adapters(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -420,8 +421,15 @@ def _whole_models(folder: Path) -> None:
             }
         else:
             assert state == {}
+        for shards in (model.state_dict(), {"model": model.state_dict(), "step": 3}, model.lm_head.weight):
+            with pytest.raises(ValueError, match="saved as it is .* get its tensors on rank 0 with"):
+                torch.save(shards, io.BytesIO())
+        for safe in (False, True):
+            with pytest.raises(ValueError, match="this rank has only its shard"):
+                accelerator.save(model.state_dict(), place / "shards.bin", safe_serialization=safe)
         accelerator.save_model(model, place / "model", max_shard_size="20KB")
         assert any((place / "model").glob("*.safetensors"))  # every rank goes on when they are there
+        accelerator.save(state, place / "whole.bin")  # of whole tensors
         accelerator.save_model(model, place / "pickled", safe_serialization=False)
         # As scripts of Accelerate's examples end.
         accelerator.unwrap_model(model).save_pretrained(

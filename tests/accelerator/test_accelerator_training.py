@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from torch.utils.data import DataLoader
@@ -286,6 +287,11 @@ def _unaveraged() -> None:
             accelerator.backward(model(**batch).loss)
         with pytest.raises(RuntimeError, match="take the last one of a step out of no_sync"):
             optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises((RuntimeError, ValueError), match="(?i)local ?SGD.* is not possible over a grid"):
+            with LocalSGD(accelerator, model, local_sgd_steps=2):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
         optimizer.zero_grad()
         # A pass that fails has not averaged, and does not keep the next one from it.
         hook = model.model.embed_tokens.register_full_backward_hook(fail)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from torch.utils.data import DataLoader, IterableDataset
 
 from hf_axonn import AxonnPlugin, Grid, from_pretrained
@@ -111,6 +112,10 @@ def _refusals() -> None:
 
     with pytest.raises(ValueError, match="= 4, but 2 process"):
         accelerator(x=4)
+    hook = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)
+    with pytest.raises(ValueError, match=r"comm_hook=bf16.*: over a grid gradients are averaged without"):
+        accelerator(kwargs_handlers=[hook])
+    accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
     with pytest.raises(ValueError, match="dynamo_backend"):
         accelerator(dynamo_backend="eager")
     with pytest.raises(ValueError, match="given to accelerator.prepare"):
@@ -150,6 +155,8 @@ def test_the_plugin_takes_every_setting_of_a_launch_file():
     assert AxonnPlugin(**{name: getattr(config, name) for name in names}).config == config
     with pytest.raises(ValueError, match="layout is 'tokens', but it is one of auto, token, feature"):
         AxonnPlugin(grid=Grid(y=2), layout="tokens")
+    with pytest.raises(ValueError, match=r"ParallelismConfig\(tp_size=...\) and a grid: .* out of the script"):
+        AxonnPlugin(tp_size=2)
     with pytest.raises(TypeError, match=r"AxonnPlugin.__init__\(\) got an unexpected keyword argument 'order'"):
         AxonnPlugin(Grid(y=2), order=("y", "x", "z", "data"))
 

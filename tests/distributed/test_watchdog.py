@@ -62,6 +62,10 @@ def loop(how: str, failing: list[int], step: int) -> None:
         batch = tiny_batch(2, 8, seed=number + 1000 * (me // 2))
         if how == "sample" and me in failing and number == step:
             batch["input_ids"][0, 3] = 131
+        if how == "alone" and number == step:
+            if me in failing:
+                sys.exit(0)
+            model.save_pretrained("nowhere")
         model(**batch).loss.backward()
         hf_axonn.sync_gradients(model)
 
@@ -144,6 +148,12 @@ def message(output: str) -> str:
             marks=pytest.mark.slow,
         ),
         ("leaves", [1], r"ended before the others, which are in step 3: rank 1 .* ended its script, 2 steps done"),
+        (
+            "alone",
+            [1, 2, 3],
+            r"rank 1 .* ended its script, 2 steps done; .* Waiting at .*test_watchdog.py:\d+ "
+            r'`model.save_pretrained\("nowhere"\)`: rank 0. Every rank has to make this call',
+        ),
         pytest.param(
             "ends",
             [1],
@@ -156,7 +166,7 @@ def message(output: str) -> str:
 def test_a_rank_that_fails_in_a_step_is_named_and_all_end(tmp_path, how, failing, said):
     codes, output = run(tmp_path, how, *failing)
     assert re.search(said, message(output)), message(output)
-    expected = {"killed": -signal.SIGKILL, "frozen": None, "leaves": 0, "ends": 0}.get(how, 1)
+    expected = {"killed": -signal.SIGKILL, "frozen": None, "leaves": 0, "ends": 0, "alone": 0}.get(how, 1)
     assert codes == [expected if rank in failing else 1 for rank in range(WORLD)]
     tracebacks = output.count("Traceback (most recent call last)")
     assert tracebacks == (how in ("memory", "nan", "sample")), "of the rank that failed, and no other"
@@ -238,6 +248,10 @@ def test_who_is_to_blame():
     busy = _account(1, waiting=False, stack=("data.py:7 in load: read()",))
     assert "data.py:7 in load" in _judge(_account(0), busy)
     assert _judge(_account(0), silent={1: "host b"}).startswith("rank 1 (host b) died or froze in step 5")
+    saving = _account(0, call="a.py:9 `save()`")
+    assert "waited for it at a.py:9 `save()`" in _judge(saving, silent={1: "host b"})
+    assert "waited 27 s for it at a.py:9 `save()`." in _judge(saving, _account(1, collectives=99))
+    assert "rank 1 left. Waiting at a.py:9 `save()`: rank 0. Every rank" in _judge(saving, ended={1: "left"})
     assert "rank 1 left" in _judge(_account(0), ended={1: "left"})
 
 

@@ -120,6 +120,17 @@ def test_a_model_with_another_head():
     run_ranks(_classifier, 4)
 
 
+def _tensor_parallel(folder) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
+    with pytest.raises(ValueError, match=r"DTensors already, as of from_pretrained\(tp_plan=...\).* without tp_plan"):
+        parallelize(model, Grid(x=2))
+
+
+def test_a_model_that_transformers_has_sharded_is_refused(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    run_ranks(_tensor_parallel, 2, tmp_path)
+
+
 def _reports_and_refusals() -> None:
     model, report = parallelize(tiny_model("qwen2"), Grid(y=2, x=2))
     _check_report(model, report)

@@ -38,7 +38,7 @@ def diagnose(
     """
     when = max(accounts, key=lambda account: account.done).when if accounts else "at an unknown step"
     others = (
-        f"{ranks_in_words([account.rank for account in accounts])} waited for it"
+        f"{ranks_in_words([account.rank for account in accounts])} waited for it{_calls(accounts)}"
         if accounts
         else "nobody else answers"
     )
@@ -52,8 +52,8 @@ def diagnose(
     if ended:
         who = "; ".join(f"rank {rank} {at}" for rank, at in sorted(ended.items())[:REPORTED])
         return (
-            f"ended before the others, which are {when}: {who}. All ranks must make the same number of steps and "
-            "leave a script at the same place."
+            f"ended before the others, which are {when}: {who}. {_lone_call(accounts)}All ranks must make the same "
+            "number of steps and leave a script at the same place."
         )
     least = min((account.done, account.collectives) for account in accounts)
     behind = [account for account in accounts if (account.done, account.collectives) == least]
@@ -64,11 +64,12 @@ def diagnose(
         return _disagreement(accounts, when, waited)
     first = busy[0]
     stack = "\n".join(f"    {line}" for line in first.stack)
-    others = [account.rank for account in accounts if account not in busy]
+    waiting = [account for account in accounts if account not in busy]
     doing = "waits elsewhere than the others" if first.waiting else "goes no further, or does something else"
     return (
         f"{ranks_in_words([account.rank for account in busy])} ({first.place}) hangs {first.when}: it {doing}, while "
-        f"{ranks_in_words(others)} waited {waited:.0f} s for it.{_batches(accounts)} Where rank {first.rank} is:\n"
+        f"{ranks_in_words([account.rank for account in waiting])} waited {waited:.0f} s for it{_calls(waiting)}."
+        f"{_batches(accounts)} Where rank {first.rank} is:\n"
         f"{stack}"
     )
 
@@ -77,9 +78,24 @@ def _disagreement(accounts: Sequence[Account], when: str, waited: float) -> str:
     """All wait, each for others: they do not agree on what to do next."""
     places: dict[tuple[str, str], list[int]] = {}
     for account in accounts:
-        places.setdefault((account.last, account.stack[-1] if account.stack else "?"), []).append(account.rank)
+        where = account.call or (account.stack[-1] if account.stack else "?")
+        places.setdefault((account.last, where), []).append(account.rank)
     lines = "\n".join(f"    {ranks_in_words(ranks)}: {last} at {where}" for (last, where), ranks in places.items())
     return f"all ranks have waited {waited:.0f} s for each other {when}.{_batches(accounts)} They wait at\n{lines}"
+
+
+def _calls(accounts: Sequence[Account]) -> str:
+    """Where the user's program stands on these ranks: " at train.py:7 `save()`"; empty if unknown."""
+    calls = "; ".join(sorted({account.call for account in accounts if account.call})[:REPORTED])
+    return calls and f" at {calls}"
+
+
+def _lone_call(accounts: Sequence[Account]) -> str:
+    """What to do if only some ranks made the call in which they wait for the others."""
+    if not (where := _calls(accounts)):
+        return ""
+    who = ranks_in_words([account.rank for account in accounts])
+    return f"Waiting{where}: {who}. Every rank has to make this call, also where `if is_main_process` keeps it out. "
 
 
 def _batches(accounts: Sequence[Account]) -> str:

@@ -6,17 +6,22 @@ The engine notes its steps and collectives in `PROGRESS`; everything else is loo
 
 from __future__ import annotations
 
+import linecache
 import sys
+import sysconfig
 import threading
 import traceback
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import FrameType
 
 
 # Files in which a main thread that goes no further is waiting for other ranks.
 WAITING = ("hf_axonn/distributed/collectives.py", "hf_axonn/distributed/gloo.py")
 WAITING += ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+# Where files are that the user has not written; others are the program's.
+LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[2]), "<frozen")
 FRAMES = 12  # of a stack are reported, the innermost
 
 
@@ -67,6 +72,7 @@ class Account:
         done, collectives, last, batch: as in Progress; the batch in words.
         waiting: whether its main thread waits for other ranks.
         stack: the innermost frames of its main thread, the innermost last.
+        call: the line of the user's program on which that is, empty if there is none.
     """
 
     rank: int
@@ -78,6 +84,7 @@ class Account:
     batch: str
     waiting: bool
     stack: tuple[str, ...]
+    call: str = ""
 
     def to_dict(self) -> dict:
         """For JSON; `Account(**...)` reads it back."""
@@ -104,9 +111,21 @@ def waits_for_others(frames: list[FrameType]) -> bool:
     return any(PurePath(frame.f_code.co_filename).as_posix().endswith(WAITING) for frame in frames[:FRAMES])
 
 
-def account(rank: int, place: str) -> Account:
-    """This rank's answer."""
+def program_line(frames: Iterable[tuple[FrameType, int]]) -> str:
+    """The line of the user's program in frames with their lines, the innermost first; empty if all are libraries'."""
+    for frame, line in frames:
+        name = frame.f_code.co_filename
+        if not name.startswith(LIBRARIES) and "-packages/" not in name:
+            return f"{name}:{line} `{linecache.getline(name, line).strip()}`"
+    return ""
+
+
+def account(rank: int, place: str, raised: BaseException | None = None) -> Account:
+    """This rank's answer; `raised` is what has ended its program, if that has."""
     frames = main_frames()
+    standing = [(frame, frame.f_lineno) for frame in frames]
+    if raised is not None:
+        standing = list(traceback.walk_tb(raised.__traceback__))[::-1]
     summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames[:FRAMES])
     return Account(
         rank=rank,
@@ -118,4 +137,5 @@ def account(rank: int, place: str) -> Account:
         batch=", ".join(f"{name} {list(shape)}" for name, shape in PROGRESS.batch.items()),
         waiting=waits_for_others(frames),
         stack=tuple(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in reversed(summary)),
+        call=program_line(standing),
     )

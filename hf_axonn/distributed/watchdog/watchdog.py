@@ -107,6 +107,7 @@ class Watchdog:
         self._ending = threading.Event()
         self._lock = threading.Lock()
         self._answered = False
+        self._raised: BaseException | None = None
         self._interval = max(INTERVAL, self.size / 2000)
         self._still_since, self._footprint = time.monotonic(), None
         PROGRESS.begin()
@@ -184,7 +185,7 @@ class Watchdog:
         with self._lock:
             if not self._answered:
                 self._answered = True
-                answer = json.dumps(account(self.rank, self.place).to_dict())
+                answer = json.dumps(account(self.rank, self.place, self._raised).to_dict())
                 self._store.set(f"account/{self.round}/{self.rank}", answer)
 
     def _next_round(self) -> None:
@@ -272,6 +273,7 @@ class Watchdog:
         cause = f"{type(error).__name__}: {error}"
         try:
             if is_symptom(error):
+                self._raised = error
                 result = self.result() or self._call_roll(broken=True)
                 known = bool(result and result["text"])
                 _record(RuntimeError(result["text"]) if known else error)
