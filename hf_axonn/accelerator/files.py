@@ -213,7 +213,7 @@ class FileMethods(LoadMethods):
         """
         if isinstance(obj, dict) and is_sharded(obj):
             refuse_pickle()
-        super().save(obj, f, safe_serialization=safe_serialization)
+        super().save(obj, f, safe_serialization=safe_serialization)  # type: ignore[misc]  # of Accelerator
 
     def save_model(self, model: nn.Module, save_directory: str | os.PathLike, *args, **kwargs) -> None:
         """As the stock method, by rank 0. Every rank must call it, and goes on when the files are there."""

@@ -1,0 +1,133 @@
+"""Scripts of other projects, unmodified, over grids: the numbers that they print, beside those of stock Accelerate.
+
+    OMP_NUM_THREADS=1 python -m tests.end_to_end.other_scripts CHECKOUT [--only NAME ...]
+
+CHECKOUT is a checkout of accelerate's repository; TRL's script is that of the installed package. A grid is compared
+with stock Accelerate on data * z processes: each rank of x and y has the samples of one of them. Models and data are
+those of stand_ins.py. It prints the table of docs/accelerate.md and exits with 1 if a number differs by more
+than 1e-4.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import trl
+
+from hf_axonn import Grid
+from tests.end_to_end.stand_ins import DECODER, make_stand_ins
+from tests.helpers.launching import TORCHRUN, Ended, launch, run
+
+
+GRIDS = [Grid(data=2), Grid(x=2), Grid(z=2), Grid(y=2), Grid(z=2, x=2)]
+TOLERANCE = 1e-4
+NUMBER = re.compile(r"(?<![\w.])[-+]?\d+(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.])")
+# How a run that raised tells why: the watchdog's line, or the last line of a traceback.
+CAUSE = re.compile(r"^(?:hf_axonn: the run ends: .* raised .*?: )?(\w*Error: .+)$", re.MULTILINE)
+SFT = f"--model_name_or_path {DECODER} --dataset_name trl-lib/Capybara --use_cpu --bf16 false --max_length 64 "
+SFT += "--max_steps 4 --logging_steps 1 --eval_strategy steps --eval_steps 2 --save_steps 4 --learning_rate 1e-3 "
+SFT += "--per_device_train_batch_size 4 --report_to none --output_dir sft"
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script with its arguments; `log` is a file with Trainer's log, which prints four digits only."""
+
+    name: str
+    path: Path
+    arguments: str
+    log: str = ""
+
+
+def scripts(checkout: Path) -> list[Script]:
+    """The rows of the table."""
+    accelerate = [
+        ("gradient_accumulation_for_autoregressive_models", "--gradient_accumulation_steps 2"),
+        ("gradient_accumulation", "--gradient_accumulation_steps 2"),
+        ("local_sgd", "--local_sgd_steps 4"),
+    ]
+    features = checkout / "examples" / "by_feature"
+    found = [Script(name, features / f"{name}.py", f"--cpu {arguments}") for name, arguments in accelerate]
+    sft, log = Path(trl.__file__).parent / "scripts" / "sft.py", "sft/checkpoint-4/trainer_state.json"
+    return [*found, Script("TRL sft", sft, SFT, log), Script("TRL sft, LoRA", sft, f"{SFT} --use_peft", log)]
+
+
+def numbers(folder: Path, script: Script, ended: Ended) -> list[float]:
+    """What a run says of its training, without times."""
+    if script.log:
+        rows = json.loads((folder / script.log).read_text())["log_history"]
+        timed = ("runtime", "per_second")
+        return [value for row in rows for key, value in row.items() if not key.endswith(timed)]
+    lines = [line for line in ended.output.splitlines() if re.match("epoch|Average", line)]
+    return [float(number) for line in lines for number in NUMBER.findall(line)]
+
+
+def start(folder: Path, script: Script, grid: Grid | None, processes: int = 1) -> list[float] | str:
+    """The numbers of a script over a grid, or of stock Accelerate on some processes; or why it ended."""
+    (folder / script.log).unlink(missing_ok=True) if script.log else None
+    command = [script.path, *shlex.split(script.arguments)]
+    if grid is not None:
+        ended = launch(folder, grid, *command)
+    else:
+        ended = run(folder, *([*TORCHRUN, "--nproc-per-node", processes] if processes > 1 else []), *command)
+    if ended.code == 0:
+        return numbers(folder, script, ended)
+    causes = CAUSE.findall(ended.output)
+    return causes[0] if causes else f"code {ended.code}: {ended.output[-1000:]}"
+
+
+def compare(found: list[float] | str, stock: list[float] | str) -> tuple[bool, str]:
+    """Whether a run is well, and its cell: the largest difference, relative to the stock number."""
+    if isinstance(found, str):
+        refused = found.startswith(("ValueError: ", "RuntimeError: "))  # whether it is a sentence, its reader sees
+        return refused, found if refused else f"FAILS: {found}"
+    if isinstance(stock, str) or len(found) != len(stock) or not stock:
+        return False, f"FAILS: {len(found)} numbers, stock: {stock if isinstance(stock, str) else len(stock)}"
+    worst = max(abs(a - b) / max(abs(b), 1e-6) for a, b in zip(found, stock, strict=True))
+    return worst <= TOLERANCE, f"{'' if worst <= TOLERANCE else 'FAILS: '}{worst:.0e}" if worst else "equal"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("--only", nargs="*", default=[], help="names of rows")
+    arguments = parser.parse_args()
+    os.environ.update(ACCELERATE_USE_CPU="true", HF_DATASETS_OFFLINE="1", HF_EVALUATE_OFFLINE="1")
+    refusals: list[str] = []
+    well = True
+    print("| script | numbers | " + " | ".join(map(str, GRIDS)) + " |")
+    print("| --- | --: |" + " --- |" * len(GRIDS), flush=True)
+    for script in scripts(arguments.checkout.resolve()):
+        if arguments.only and script.name not in arguments.only:
+            continue
+        cells = []
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place)
+            make_stand_ins(folder)
+            stock = {processes: start(folder, script, None, processes) for processes in (1, 2)}
+            for grid in GRIDS:
+                fine, cell = compare(start(folder, script, grid), stock[grid.dp_size])
+                well &= fine
+                if fine and "Error: " in cell:
+                    if cell not in refusals:
+                        refusals.append(cell)
+                    cell = f"refused ({refusals.index(cell) + 1})"
+                cells.append(cell)
+        size = len(stock[1]) if isinstance(stock[1], list) else f"FAILS: {stock[1]}"
+        print(f"| {script.name} | {size} | " + " | ".join(cells) + " |", flush=True)
+    print()
+    for index, refusal in enumerate(refusals, start=1):
+        print(f"{index}. {refusal}")
+    return 0 if well else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
