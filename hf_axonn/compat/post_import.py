@@ -7,25 +7,44 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 
 
 def after_import(name: str, callback: Callable[[], None]) -> None:
     """Call `callback()` once, right after the module `name` has been imported; at once if it already is.
 
-    An exception of the callback surfaces at that import, and then the next import of the module tries again.
+    An exception of the callback surfaces at that import, and then the next import of the module tries again, unless
+    the import was under way when this was called.
     """
-    if name in sys.modules:
+    finder = _PostImportFinder(name, callback)
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    if spec is not None and getattr(spec, "_initializing", False):
+        spec.__class__ = _Executing
+        vars(spec).setdefault("callbacks", []).append(callback)
+    elif name in sys.modules:
         callback()
-    else:
-        sys.meta_path.insert(0, _PostImportFinder(name, callback))
+    elif finder not in sys.meta_path:
+        sys.meta_path.insert(0, finder)
 
 
+class _Executing(ModuleSpec):
+    """The spec of a module that is being imported. Python tells it when it has been, or has failed."""
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "_initializing":
+            super().__setattr__("__class__", ModuleSpec)
+            for callback in vars(self).pop("callbacks"):
+                after_import(self.name, callback)
+
+
+@dataclass(frozen=True)
 class _PostImportFinder:
     """Finds one module by asking the finders behind it, and wraps its loader."""
 
-    def __init__(self, name: str, callback: Callable[[], None]) -> None:
-        self.name = name
-        self.callback = callback
+    name: str
+    callback: Callable[[], None]
 
     def find_spec(self, fullname, path=None, target=None):
         if fullname != self.name:

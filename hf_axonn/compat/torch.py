@@ -129,17 +129,16 @@ def world_timeout(device_type: str = "") -> float:
 
 
 @contextlib.contextmanager
-def groups_with_world_timeout(device_type: str) -> Iterator[None]:
-    """Process groups that are made inside get the timeout of the world.
+def groups_with_timeout(seconds: float) -> Iterator[None]:
+    """Process groups that are made inside, without a timeout of their own, get this one.
 
     init_device_mesh takes none and uses torch's default of 10 or 30 minutes. Of gloo, messages between two
     ranks keep the timeout with which their group was made, so that it cannot be mended afterwards.
     """
     from torch.distributed import distributed_c10d
 
-    timeout = timedelta(seconds=world_timeout(device_type))
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
-    with replaced({(distributed_c10d, name): timeout for name in names}):
+    with replaced({(distributed_c10d, name): timedelta(seconds=seconds) for name in names}):
         yield
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 
 from torch import nn
+
+from hf_axonn.compat.torch import groups_with_timeout
 
 
 def input_embedding(model: nn.Module) -> nn.Module | None:
@@ -51,6 +54,23 @@ def configured_head_counts(config, attention: nn.Module) -> tuple[int, int]:
 def wrap_checkpointing(layer: nn.Module, wrap: Callable[[Callable], Callable]) -> None:
     """Replace the function with which a layer under gradient checkpointing runs its forward."""
     layer._gradient_checkpointing_func = wrap(layer._gradient_checkpointing_func)
+
+
+def pass_on_ddp_timeout() -> None:
+    """Let `ddp_timeout` of TrainingArguments be the timeout of process groups on CPUs, too. Once."""
+    from transformers import training_args
+
+    devices = vars(training_args.TrainingArguments)["_setup_devices"]  # a cached_property
+    if hasattr(devices.func, "__wrapped__"):
+        return
+    original = devices.func
+
+    @functools.wraps(original)
+    def set_up(arguments):
+        with groups_with_timeout(arguments.ddp_timeout):
+            return original(arguments)
+
+    devices.func = set_up
 
 
 def has_causal_lm_loss(model: nn.Module) -> bool:

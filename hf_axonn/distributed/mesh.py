@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hf_axonn.compat.torch import groups_with_world_timeout, unnamed_mesh
+from hf_axonn.compat.torch import groups_with_timeout, unnamed_mesh, world_timeout
 from hf_axonn.topology.grid import AXES, WEIGHT_AXES, Grid, GridPosition
 
 
@@ -36,7 +36,7 @@ class GridMesh(GridPosition):
         self.rank = dist.get_rank()
         super().__init__(grid, grid.coordinates(self.rank))
         self.device_type = device_type
-        with groups_with_world_timeout(device_type):
+        with groups_with_timeout(world_timeout(device_type)):
             mesh = init_device_mesh(device_type, tuple(getattr(grid, axis) for axis in AXES), mesh_dim_names=AXES)
             self._groups: dict[tuple[str, ...], ProcessGroup] = {(axis,): mesh.get_group(axis) for axis in AXES}
             for axes in (("x", "y"), ("data", "z")):

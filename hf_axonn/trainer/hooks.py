@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from hf_axonn.accelerator.prepare import shard_plain_model
 from hf_axonn.compat.peft import without_peft
+from hf_axonn.compat.post_import import after_import
+from hf_axonn.compat.transformers import pass_on_ddp_timeout
 from hf_axonn.distributed.consistency import argument_facts, assert_same_on_all_ranks
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.state import parallel_state
@@ -30,25 +32,14 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad",
 
 
 def install_when_imported() -> None:
-    """Wrap Trainer now if it has been imported, else as soon as it is.
-
-    A script that begins with `from transformers import Trainer` imports accelerate, and so comes here, while Trainer's
-    own module is half executed. Then nothing is done: every AxonnPlugin comes here again when it is made.
-    """
-    from hf_axonn.compat.post_import import after_import
-
-    module = sys.modules.get("transformers.trainer")
-    if module is None:
-        after_import("transformers.trainer", lambda: install(sys.modules["transformers.trainer"].Trainer))
-    elif hasattr(module, "Trainer"):
-        install(module.Trainer)
-    if not trl.install() and trl.MODULE not in sys.modules and not _awaited:
-        _awaited.append(trl.MODULE)
-        # By then Trainer is there, too.
-        after_import(trl.MODULE, install_when_imported)
+    """Wrap Trainer, its arguments and TRL's head, each as soon as it is imported; what has been is wrapped now."""
+    after_import("transformers.training_args", pass_on_ddp_timeout)
+    after_import("transformers.trainer", _install_trainer)
+    after_import(trl.MODULE, trl.install)
 
 
-_awaited: list[str] = []  # modules that are to be wrapped when they are imported
+def _install_trainer() -> None:
+    install(sys.modules["transformers.trainer"].Trainer)
 
 
 def install(trainer_class: type) -> None:
@@ -98,10 +89,9 @@ def create_accelerator_and_postprocess(self, original: Callable) -> None:
 
 
 def _prepare_for_training(self, original: Callable, *args, **kwargs):
-    """The first Trainer of a process may have been made before this class was wrapped."""
-    _make_ready(self)
+    """TRL divides what it gathers by `_tp_size`; ours are counted once by `gather` already."""
     if _plugin(self) is not None and hasattr(self, "_tp_size"):
-        self._tp_size = 1  # TRL divides what it gathers by it; ours are counted once by `gather` already
+        self._tp_size = 1
     return original(*args, **kwargs)
 
 

@@ -41,19 +41,15 @@ SERVED = ("log_probs", "entropy", "is_top1")
 TRAINERS = ("SFTTrainer", "_BaseTrainer")  # of TRL, that train over a grid
 
 
-def install() -> bool:
-    """Wrap `add_fused_lm_head` in all modules of TRL that have it, once. Returns whether TRL is there."""
-    utils = sys.modules.get(MODULE)
-    original = getattr(utils, "add_fused_lm_head", None)
-    if original is None:  # not imported, or half executed
-        return False
-    if not hasattr(original, "of_trl"):
+def install() -> None:
+    """Wrap `add_fused_lm_head` in all modules of TRL that have it, once. TRL has been imported."""
+    original = getattr(sys.modules[MODULE], "add_fused_lm_head", None)
+    if original is not None and not hasattr(original, "of_trl"):
         wrapped = functools.wraps(original)(functools.partial(_add_fused_lm_head, original))
         wrapped.of_trl = original
         for name, module in list(sys.modules.items()):
             if name.partition(".")[0] == "trl" and vars(module).get("add_fused_lm_head") is original:
                 module.add_fused_lm_head = wrapped
-    return True
 
 
 def check_trainer(trainer: object, grid: Grid) -> None:

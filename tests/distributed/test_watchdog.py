@@ -190,6 +190,7 @@ STOCK_TRAINER = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from hf_axonn.compat.torch import world_timeout
 from tests.helpers.models import tiny_model
 from tests.distributed.test_watchdog import fail
 from tests.helpers.training import collate, token_data
@@ -202,6 +203,7 @@ class Fails(TrainerCallback):
 arguments = TrainingArguments(
     output_dir="out", use_cpu=True, report_to="none", save_strategy="no", max_steps=1000, ddp_timeout=60
 )
+assert world_timeout("cpu") == 60
 data = token_data(64, seed=0)
 Trainer(tiny_model("llama"), arguments, collate, data, callbacks=[Fails()]).train()
 """

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,38 @@ def test_an_error_of_the_callback_surfaces_at_every_import_until_it_succeeds(tar
     assert sys.modules[target].VALUE == 1
 
 
+def test_a_module_that_is_being_imported_calls_when_it_has_been(target, tmp_path, monkeypatch):
+    seen = []
+    of_part = lambda word: lambda: seen.append((word, sys.modules[target].VALUE))  # noqa: E731
+    monkeypatch.setattr(importing, "of_part", of_part, raising=False)
+    part = tmp_path / "fake_target" / "part.py"
+    begin = "from hf_axonn.compat import post_import as importing\n"
+    begin += "".join(f"importing.after_import(__name__, importing.of_part({word!r}))\n" for word in "ab")
+    part.write_text(begin + "1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        __import__(target)
+    assert seen == []
+    part.write_text("VALUE = 'after a failure'\n")
+    os.utime(part, (0, 0))  # another time, or the bytecode of the file before is taken
+    __import__(target)
+    assert sorted(seen) == [("a", "after a failure"), ("b", "after a failure")]
+    del sys.modules[target], seen[:]
+    part.write_text(begin + "VALUE = 'at the end'\n")
+    __import__(target)
+    assert sorted(seen) == [("a", "at the end"), ("b", "at the end")]
+    assert type(sys.modules[target].__spec__) is ModuleSpec
+
+
+def test_what_is_awaited_twice_is_called_once(target):
+    seen = []
+    before = list(sys.meta_path)
+    callback = lambda: seen.append(1)  # noqa: E731
+    importing.after_import(target, callback)
+    importing.after_import(target, callback)
+    __import__(target)
+    assert seen == [1] and sys.meta_path == before
+
+
 def test_two_hooks_on_one_module_both_run(target):
     seen = []
     importing.after_import(target, lambda: seen.append("inner"))
@@ -203,3 +236,16 @@ def test_a_worker_gets_the_plugin_when_accelerate_is_imported():
         """
     assert run_python(code, AXONN_CONFIG='{"grid": {"x": 2}}').stdout.strip() == "[True]"
     assert run_python(code, AXONN_CONFIG="").stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("first", ["Trainer", "TrainingArguments", "AutoModelForCausalLM"])
+def test_a_worker_gets_its_hooks_of_trainer_whatever_it_imports_first(first):
+    """Each of these imports accelerate while another part of Transformers is half imported."""
+    code = f"""
+        from transformers import {first}
+        from transformers import Trainer, TrainingArguments
+        assert "axonn_wrapped" in vars(Trainer)
+        assert hasattr(vars(TrainingArguments)["_setup_devices"].func, "__wrapped__")
+        """
+    ended = run_python(code, AXONN_CONFIG='{"grid": {"x": 2}}')
+    assert ended.returncode == 0, ended.stderr
