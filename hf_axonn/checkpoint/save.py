@@ -188,7 +188,8 @@ class Save:
         files = {}
         for folder, shards in self._shards.items():
             if shards:
-                (self.stage / folder).mkdir(parents=True, exist_ok=True)
+                if folder:  # a stage that has vanished is not made anew: parts of other ranks are gone with it
+                    (self.stage / folder).mkdir(exist_ok=True)
                 path = self.stage / folder / file_name(self.rank)
                 files[self._name(path)] = write_shards(path, shards)
         self._shards.clear()
@@ -239,6 +240,11 @@ class Save:
             awaited = {rank for rank in awaited if not self._part(rank).exists()}
             if self._cancelled.is_set() and awaited:
                 return False
+            if awaited and not self.stage.is_dir():
+                raise FileNotFoundError(
+                    f"{self.stage} has vanished with what ranks wrote into it: keep other programs from it, and two "
+                    "runs from one folder"
+                )
             if end is None and not threading.main_thread().is_alive():
                 end = time.monotonic() + LAST_WAIT
             if awaited and end is not None and time.monotonic() > end:

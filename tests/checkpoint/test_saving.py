@@ -24,7 +24,7 @@ from hf_axonn.checkpoint import save as saving
 from hf_axonn.checkpoint import shard_files
 from hf_axonn.checkpoint.commit import recover
 from hf_axonn.checkpoint.manifest import MANIFEST, STAGE, check_complete, is_sharded_checkpoint
-from hf_axonn.checkpoint.save import SaveError
+from hf_axonn.checkpoint.save import Save, SaveError
 from hf_axonn.checkpoint.sharded import add_model, begin_save
 from hf_axonn.cli.main import main
 from hf_axonn.distributed.collectives import barrier, world_rank
@@ -256,6 +256,56 @@ def test_a_disk_that_is_full_at_the_manifest(old, tmp_path):
     shutil.copytree(old, tmp_path / "run")
     run_ranks(failing_late, 2, tmp_path / "run" / "checkpoint-1")
     assert survives(tmp_path / "run", "checkpoint-1") == OLD
+
+
+def vanishing(directory: Path, background: bool) -> str:
+    """Somebody removes the stage when every rank has written."""
+    model, _ = filled(NEW)
+    if world_rank() == 0:
+        complete = Save._complete
+
+        def bare(save: Save) -> None:
+            parts = [save._part(rank) for rank in range(2)]
+            while not all(part.exists() for part in parts):
+                time.sleep(0.01)
+            shutil.rmtree(save.stage)
+            complete(save)
+
+        Save._complete = bare
+    with pytest.raises(SaveError, match="was not saved: rank 0: FileNotFoundError: .* has vanished") as failure:
+        save_sharded(model, directory, async_save=background)
+        finish_saves()
+    return str(failure.value)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_stage_that_vanishes_is_an_error_on_all_and_the_old_one_stands(old, tmp_path, background):
+    shutil.copytree(old, tmp_path / "run")
+    first, second = run_ranks(vanishing, 2, tmp_path / "run" / "checkpoint-1", background, timeout=90)
+    assert first == second
+    assert survives(tmp_path / "run", "checkpoint-1") == OLD
+
+
+def vanishing_before(directory: Path) -> None:
+    """Somebody removes the stage when rank 1 has written and rank 0 has not."""
+    model, _ = filled(NEW)
+    if world_rank() == 0:
+        write = Save._write_own
+
+        def late(save: Save) -> None:
+            while not save._part(1).exists():
+                time.sleep(0.01)
+            shutil.rmtree(save.stage)
+            write(save)
+
+        Save._write_own = late
+    with pytest.raises(SaveError, match="was not saved: rank 0: .*No such file or directory"):
+        save_sharded(model, directory)
+
+
+def test_a_stage_that_has_vanished_is_not_made_anew(tmp_path):
+    run_ranks(vanishing_before, 2, tmp_path / "checkpoint-1", timeout=90)
+    assert not list(tmp_path.iterdir())
 
 
 def refused(directory: Path) -> str:
