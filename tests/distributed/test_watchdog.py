@@ -36,6 +36,8 @@ def fail(how: str):
     """What a module does in the middle of a forward pass."""
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if how == "orphaned":
+        os.kill(os.getppid(), signal.SIGKILL)
     if how == "frozen":
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "hangs":
@@ -225,6 +227,14 @@ def test_torchrun_ends_the_others_but_not_before_the_message(tmp_path, how):
     """It sends them SIGTERM a tenth of a second after one has died."""
     (tmp_path / "loop.py").write_text(LAUNCHED)
     assert_told(run_script(tmp_path, *TORCHRUN, f"--nproc_per_node={WORLD}", "loop.py", ROOT, how), 2, how)
+
+
+def test_ranks_whose_launcher_is_killed_end(tmp_path):
+    (tmp_path / "loop.py").write_text(LAUNCHED)
+    command = [*TORCHRUN, f"--nproc_per_node={WORLD}", "loop.py", ROOT, "orphaned"]
+    ended = run_script(tmp_path, *command, linger=60)
+    assert ended.code == -signal.SIGKILL and not ended.left, ended.output[-3000:]
+    assert re.search(r"the run ends: the launcher of rank \d .*, process \d+, was killed", ended.output), ended.output
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("nan", marks=pytest.mark.slow)])

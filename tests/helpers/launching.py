@@ -44,8 +44,11 @@ def launch(folder: Path, grid: Grid, *command: object, timeout: float = 240) -> 
     return run(folder, *stock, *command, timeout=timeout)
 
 
-def run(folder: Path, *command: object, timeout: float = 240) -> Ended:
-    """Python with these arguments, in `folder`. What is left of its processes, also after `timeout`, is killed."""
+def run(folder: Path, *command: object, timeout: float = 240, linger: float = 0) -> Ended:
+    """Python with these arguments, in `folder`. What is left of its processes, also after `timeout`, is killed.
+
+    `linger`: seconds that they may take to end after it.
+    """
     log = folder / "log"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     with open(log, "w") as file:
@@ -60,6 +63,7 @@ def run(folder: Path, *command: object, timeout: float = 240) -> Ended:
             family.update((its.pid, its) for its in psutil.Process(process.pid).children(recursive=True))
             with contextlib.suppress(subprocess.TimeoutExpired):  # every look reads all of /proc
                 process.wait(0.5)
+        psutil.wait_procs(family.values(), timeout=linger)
         left = [its.pid for its in family.values() if its.is_running() and its.status() != psutil.STATUS_ZOMBIE]
     finally:
         for its in family.values():

@@ -8,6 +8,7 @@ is written there while all goes well.
     ends early                     where it is, who does not answer is named
     a rank hangs                   a rank whose main thread has not moved for nine tenths of the process group's
                                    timeout calls the roll; who issued the fewest collectives is named, with its stack
+    a launcher is killed           its ranks see that torchrun or accelerate launch is no longer their parent, and end
 
 The timeout is the one of `init_process_group` (accelerate's InitProcessGroupKwargs, Trainer's ddp_timeout): torch's
 own watchdogs come later. Processes are ended by os._exit(1), since nothing else ends a thread that waits in a
@@ -102,6 +103,8 @@ class Watchdog:
         self.limit = SHARE * world_timeout()
         self.place = f"host {socket.gethostname()}, process {os.getpid()}"
         self.round = 0  # of roll calls
+        # Other parents, such as a shell, may go before their children.
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._store, self._store_outlives = watch_store(), store_outlives_ranks()
         self._stopped = threading.Event()
         self._ending = threading.Event()
@@ -143,6 +146,8 @@ class Watchdog:
             terminated = self._termination.wait(self._interval)
             if self._stopped.is_set():
                 return
+            if self._launcher is not None and os.getppid() != self._launcher:
+                self._be_orphaned()
             try:
                 if terminated:
                     self._be_terminated()
@@ -154,7 +159,15 @@ class Watchdog:
             except RuntimeError:  # the store is gone, and with it whoever kept it: the run is over or soon will be
                 if terminated:
                     _leave(128 + signal.SIGTERM)
-                return
+                if self._launcher is None:
+                    return
+
+    def _be_orphaned(self) -> None:
+        """Nobody would end this process any more: what it saved could meet that of the next run in the folder."""
+        self._ending.set()
+        with contextlib.suppress(OSError):  # the launcher may have been the reader
+            _say(f"the launcher of rank {self.rank} ({self.place}), process {self._launcher}, was killed.")
+        _leave(1)
 
     def _be_terminated(self) -> None:
         """Somebody wants this process to end. If a rank has died, say so first."""
