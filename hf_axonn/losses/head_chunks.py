@@ -49,8 +49,17 @@ class HeadChunks:
 
     @classmethod
     def of(cls, logits: DeferredLogits, targets: Tensor) -> HeadChunks:
-        """The head that has left `logits` to be formed, and targets [B * S]. No communication."""
+        """The head that has left `logits` to be formed, and targets [B * S]. No communication.
+
+        Raises:
+            ValueError: not as many targets as tokens.
+        """
         head, mesh = logits.head, logits.head.state.mesh
+        if len(targets) != logits.tokens.count:
+            raise ValueError(
+                f"labels for {len(targets)} tokens, but logits of {list(logits.shape[:2])}, which are "
+                f"{logits.tokens.count}: labels have the shape of input_ids."
+            )
         padding = logits.tokens.padded(mesh) - len(targets)
         # Token t of rank r is token r * T/(x*y) + t of the batch.
         targets = F.pad(targets.to(logits.hidden.device), (0, padding), value=IGNORE_INDEX)

@@ -65,6 +65,7 @@ def relative_errors(ours: dict[str, torch.Tensor], truth: dict[str, torch.Tensor
     assert ours.keys() == truth.keys(), ours.keys() ^ truth.keys()
     total = torch.sqrt(sum((value.double() ** 2).sum() for value in truth.values()))
     floor = 1e-3 * total / sum(value.numel() for value in truth.values()) ** 0.5
+    floor = floor.clamp(min=torch.finfo(floor.dtype).tiny)  # where all are zero
     return {
         name: largest_difference(ours[name], value) / float(torch.maximum(value.abs().max(), floor))
         for name, value in truth.items()

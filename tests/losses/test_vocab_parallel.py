@@ -209,6 +209,18 @@ def test_the_label_of_the_first_position_is_not_read():
     run_ranks(_first_label, 2)
 
 
+def _other_shapes() -> None:
+    for grid in all_grids(2):
+        model, _ = parallelize(tiny_model("llama").train(), grid)
+        for labels in (tiny_batch(4, 6)["labels"], tiny_batch(3, 7)["labels"], tiny_batch(5, 7)["labels"]):
+            with pytest.raises(ValueError, match=rf"labels for {labels.numel()} tokens, but logits of \[4, 7\]"):
+                model(**tiny_batch(4, 7) | {"labels": labels})
+
+
+def test_labels_of_another_shape_are_refused():
+    run_ranks(_other_shapes, 2)
+
+
 def run_model(model, batch, **more):
     with Float64():
         output = model(**batch, **more)
