@@ -85,7 +85,9 @@ class _Begin(torch.autograd.Function):
     def forward(ctx, passing, count, *tensors):
         inputs, shards = tensors[:count], tensors[count:]
         ctx.passing, ctx.count = passing, count
-        ctx.like = [placeholder(shard) for shard in shards]
+        # A checkpointed layer is run again as far as to the last tensor that was saved: on every rank to here, also
+        # where no token came its way.
+        ctx.save_for_backward(*shards)
         gathered = passing.gather()
         own = {shard.untyped_storage().data_ptr() for shard in shards}
         copied = any(weight.untyped_storage().data_ptr() not in own for weight in gathered)
@@ -97,11 +99,13 @@ class _Begin(torch.autograd.Function):
     def backward(ctx, *grads):
         passing, count = ctx.passing, ctx.count
         passing.gathered = None
-        needed = ctx.needs_input_grad[2 + count :]
-        for product, grad, wanted in zip(passing.products, grads[count + 1 :], needed, strict=True):
-            if wanted:
+        like = []
+        for product, shard, grad, needed in zip(
+            passing.products, ctx.saved_tensors, grads[count + 1 :], ctx.needs_input_grad[2 + count :], strict=True
+        ):
+            if needed:
                 leave_gradients(product.state, product.weights, product.layouts, [grad])
-        like = [like if wanted else None for like, wanted in zip(ctx.like, needed, strict=True)]
+            like.append(placeholder(shard) if needed else None)
         return None, None, *grads[:count], *like
 
 
