@@ -191,7 +191,7 @@ def test_gradients_are_averaged_when_accelerate_does_it():
 
 
 def bare_loop(grid: Grid | None, mode: str) -> dict[str, torch.Tensor]:
-    """Parameters after four steps of a loop that calls `loss.backward()` itself."""
+    """Parameters after three steps of a loop that calls `loss.backward()` itself."""
     accelerator = new_accelerator(grid)
     model = tiny_model("llama").train()
     if mode == "reentrant":
@@ -209,7 +209,7 @@ def bare_loop(grid: Grid | None, mode: str) -> dict[str, torch.Tensor]:
         return model(**batch).loss
 
     with Float64():
-        for _ in range(4):
+        for _ in range(3):
             if mode == "accumulated":
                 with getattr(model, "no_sync", contextlib.nullcontext)():
                     loss().backward()
@@ -224,7 +224,7 @@ MODES = ("plain", "logits", "accumulated", "reentrant", "penalty")
 
 def _bare(truths: dict[str, dict[str, torch.Tensor]]) -> None:
     for grid in GRIDS[torch.distributed.get_world_size()]:
-        for mode in MODES:
+        for mode in MODES if grid.y == grid.data == 1 else MODES[:1]:
             worst = max(relative_errors(bare_loop(grid, mode), truths[mode]).values())
             assert worst < 1e-10, (grid, mode, worst)
 

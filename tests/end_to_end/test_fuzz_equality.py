@@ -28,7 +28,8 @@ from tests.helpers.ranks import run_ranks
 
 
 KINDS = ("llama", "gpt2", "mistral", "qwen2", "qwen3", "gemma2", "phi3", "mixtral", "gpt_neox", "opt")
-TWO = [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)]
+QUICK = [Grid(x=2), Grid(z=2)]
+SLOW = [Grid(y=2), Grid(data=2), Grid(z=2, x=2)]
 EXAMPLES = 40
 
 
@@ -227,6 +228,6 @@ def made() -> list[tuple[Example, Outcome | None]]:
     return found
 
 
-@pytest.mark.parametrize("grid", [*TWO, pytest.param(Grid(z=2, x=2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("grid", [*QUICK, *(pytest.param(grid, marks=pytest.mark.slow) for grid in SLOW)], ids=str)
 def test_models_and_batches(made, grid):
     assert not (wrong := disagreements(made, grid)), "\n".join(wrong)

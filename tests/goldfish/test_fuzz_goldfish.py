@@ -52,7 +52,10 @@ def runs(tmp_path_factory) -> list[tuple[dict, list[dict]]]:
 
 @pytest.mark.parametrize(
     "grid",
-    [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2), pytest.param(Grid(z=2, x=2), marks=pytest.mark.slow)],
+    [
+        *(Grid(x=2), Grid(z=2)),
+        *(pytest.param(grid, marks=pytest.mark.slow) for grid in (Grid(y=2), Grid(data=2), Grid(z=2, x=2))),
+    ],
     ids=str,
 )
 def test_goldfish_options(tmp_path, runs, grid):

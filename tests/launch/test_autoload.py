@@ -238,7 +238,13 @@ def test_a_worker_gets_the_plugin_when_accelerate_is_imported():
     assert run_python(code, AXONN_CONFIG="").stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("first", ["Trainer", "TrainingArguments", "AutoModelForCausalLM"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "Trainer",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("TrainingArguments", "AutoModelForCausalLM")),
+    ],
+)
 def test_a_worker_gets_its_hooks_of_trainer_whatever_it_imports_first(first):
     """Each of these imports accelerate while another part of Transformers is half imported."""
     code = f"""
