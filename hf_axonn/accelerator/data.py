@@ -19,6 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from hf_axonn.accelerator.dispatching import dispatching_loader
 from hf_axonn.compat.accelerate import is_prepared, prepared_loaders, prepared_models
+from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, loader_facts
 from hf_axonn.distributed.mesh import GridMesh, grid_mesh
 from hf_axonn.engine.state import parallel_state
@@ -57,13 +58,9 @@ class DataMethods:
     @contextlib.contextmanager
     def profile(self, profile_handler=None) -> Iterator:
         """As the stock method; each process writes a trace of its own."""
-        before = self.counts_processes
-        try:
-            with super().profile(profile_handler) as profiler:
-                yield profiler
-                self.counts_processes = True
-        finally:
-            self.counts_processes = before
+        with contextlib.ExitStack() as at_the_end, super().profile(profile_handler) as profiler:
+            yield profiler
+            at_the_end.enter_context(replaced({(self, "counts_processes"): True}))
 
     def prepare_data_loader(
         self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch=None
@@ -86,13 +83,10 @@ class DataMethods:
             )
         generator = own_generator(data_loader)  # on all ranks: dropout's generator moves alike on all of them
         if not dispatch or self.axonn_mesh.size("x", "y") == 1:
-            before, self.counts_processes = self.counts_processes, True
-            try:
+            with replaced({(self, "counts_processes"): True}):
                 prepared = super().prepare_data_loader(
                     data_loader, device_placement=device_placement, slice_fn_for_dispatch=slice_fn_for_dispatch
                 )
-            finally:
-                self.counts_processes = before
             if not dispatch and generator is not None and self.axonn_mesh.size("data", "z") == 1:
                 # Stock accelerate sees one process here, and nothing to synchronize.
                 prepared.synchronized_generator = generator

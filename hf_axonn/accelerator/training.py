@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from hf_axonn.accelerator.adafactor import follow_grid
 from hf_axonn.accelerator.prepare import point_to_shards, refuse_low_bit, shard_plain_model
 from hf_axonn.compat.accelerate import is_over, prepared_models, prepared_optimizers, without_autocast
+from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.engine.state import parallel_state
@@ -107,14 +108,8 @@ class TrainingMethods:
         averaged = [
             model for model, state in models.items() if (self.sync_gradients or each) and state.context.averages
         ]
-        for state in models.values():
-            state.context.averages_itself = False
-        try:
-            with syncing(*averaged):
-                super().backward(loss, **kwargs)
-        finally:
-            for state in models.values():
-                state.context.averages_itself = True
+        with replaced({(state.context, "averages_itself"): False for state in models.values()}), syncing(*averaged):
+            super().backward(loss, **kwargs)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
@@ -124,11 +119,8 @@ class TrainingMethods:
             with super().no_sync(model):
                 yield
             return
-        before, state.context.no_sync = state.context.no_sync, True
-        try:
+        with replaced({(state.context, "no_sync"): True}):
             yield
-        finally:
-            state.context.no_sync = before
 
     @contextlib.contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
@@ -138,11 +130,8 @@ class TrainingMethods:
             with super().trigger_sync_in_backward(model):
                 yield
             return
-        before, state.context.averages = state.context.averages, True
-        try:
+        with replaced({(state.context, "averages"): True}):
             yield
-        finally:
-            state.context.averages = before
 
     def clip_grad_norm_(self, parameters, max_norm: float, norm_type: float = 2):
         """As the stock method; the norm is a plain tensor, the same on all ranks. Every rank must call it.

@@ -1,4 +1,4 @@
-"""Replace attributes of other libraries for the time of a `with`."""
+"""Replace attributes, as of other libraries, for the time of a `with`."""
 
 from __future__ import annotations
 

@@ -281,7 +281,7 @@ def vanishing(directory: Path, background: bool) -> str:
 @pytest.mark.parametrize("background", [False, True])
 def test_a_stage_that_vanishes_is_an_error_on_all_and_the_old_one_stands(old, tmp_path, background):
     shutil.copytree(old, tmp_path / "run")
-    first, second = run_ranks(vanishing, 2, tmp_path / "run" / "checkpoint-1", background, timeout=90)
+    first, second = run_ranks(vanishing, 2, tmp_path / "run" / "checkpoint-1", background)
     assert first == second
     assert survives(tmp_path / "run", "checkpoint-1") == OLD
 
@@ -304,7 +304,7 @@ def vanishing_before(directory: Path) -> None:
 
 
 def test_a_stage_that_has_vanished_is_not_made_anew(tmp_path):
-    run_ranks(vanishing_before, 2, tmp_path / "checkpoint-1", timeout=90)
+    run_ranks(vanishing_before, 2, tmp_path / "checkpoint-1")
     assert not list(tmp_path.iterdir())
 
 
