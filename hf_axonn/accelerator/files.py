@@ -220,6 +220,10 @@ class FileMethods(LoadMethods):
         super().save_model(model, save_directory, *args, **kwargs)
         barrier()
 
+    def wait_for_everyone(self) -> None:
+        """As the stock method, but without a limit of time: one rank may have worked alone before."""
+        barrier()
+
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs) -> str:
         """As the stock method, sharded: every rank must call it. What was saved before stands until this is complete.
 

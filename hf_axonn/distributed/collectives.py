@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from torch.distributed import ProcessGroup
 
 from hf_axonn.compat.torch import broadcast_coalesced
 from hf_axonn.distributed import gloo
+from hf_axonn.distributed.meeting import meet
 
 
 # torch 2.13 renamed these two; the old names warn there, the new ones are missing before.
@@ -46,6 +48,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 ALONE_BYTES = 2**18
 # Smaller tensors of a broadcast share a message of up to so many bytes.
 FUSED_BYTES = 25 * 2**20
+FOREVER = timedelta(days=1000)
 
 # Called with (kind, payload bytes, group) before each collective; see `observe`.
 _observers: list[Callable[[str, int, ProcessGroup], None]] = []
@@ -201,8 +204,21 @@ def broadcast_text(text: str, device: torch.device) -> str:
 
 
 def barrier() -> None:
-    """Wait for all ranks of the world; nothing on one process."""
-    if dist.is_initialized():
+    """Wait for all ranks of the world; nothing on one process.
+
+    Without a limit of time, other than all collectives: a rank may write or upload before it comes here. One that
+    hangs there is found by the watchdog.
+
+    Collectives: a barrier over the world.
+    """
+    if not dist.is_initialized() or dist.get_backend() == "fake":
+        return
+    if dist.get_backend() == "gloo":
+        options = dist.BarrierOptions()
+        options.timeout = FOREVER
+        _world().barrier(options).wait()
+    else:
+        meet()
         dist.barrier()
 
 

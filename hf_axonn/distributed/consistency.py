@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from hf_axonn import __version__
-from hf_axonn.distributed.collectives import gather_quietly
+from hf_axonn.distributed.collectives import barrier, gather_quietly
 from hf_axonn.distributed.watchdog.diagnosis import ranks_in_words
 
 
@@ -67,7 +67,13 @@ def gather_texts(text: str, device: torch.device | str, group: ProcessGroup | No
 
 
 def first_problem(problem: str, device: torch.device) -> str:
-    """The problem of the lowest rank that has one, with its rank; empty if none has. Collectives: `gather_texts`."""
+    """The problem of the lowest rank that has one, with its rank; empty if none has.
+
+    For all ranks of the world, some of which may have worked long before they came here.
+
+    Collectives: `barrier`, `gather_texts`.
+    """
+    barrier()
     problems = gather_texts(problem, device)
     named = [f"rank {rank}: {text}" if len(problems) > 1 else text for rank, text in enumerate(problems) if text]
     more = f" ({len(named) - 1} more ranks failed)" if len(named) > 1 else ""

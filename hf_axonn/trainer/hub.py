@@ -18,8 +18,10 @@ from pathlib import Path
 
 from hf_axonn.checkpoint.export import INDEX, export_hf
 from hf_axonn.checkpoint.manifest import MANIFEST, SHARDS, is_sharded_checkpoint, read_manifest
-from hf_axonn.distributed.collectives import world_rank
+from hf_axonn.compat.replaced import replaced
+from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.distributed.consistency import first_problem
+from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.state import parallel_state
 
 
@@ -30,11 +32,11 @@ ORDINARY = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 def push_to_hub(self, original: Callable, *args, **kwargs):
     """Upload the output directory, in which the model is saved as ordinary files."""
-    self._axonn_ordinary = True
-    try:
-        return original(*args, **kwargs)
-    finally:
-        self._axonn_ordinary = False
+    with replaced({(self, "_axonn_ordinary"): True, (PROGRESS, "work"): ""}):
+        result = original(*args, **kwargs)
+    if parallel_state(self.model) is not None:
+        barrier()  # rank 0 uploads, as long as that takes
+    return result
 
 
 def save_model(self, original: Callable, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -60,6 +62,8 @@ def save_model(self, original: Callable, output_dir: str | None = None, _interna
     problem = first_problem(problem, self.args.device)
     if problem:
         raise ValueError(problem)
+    if getattr(self, "_axonn_ordinary", False):
+        PROGRESS.work = "uploads to the hub"  # the next that `push_to_hub` does
 
 
 def create_model_card(self, original: Callable, *args, **kwargs) -> None:
@@ -82,6 +86,16 @@ def _push_from_checkpoint(self, original: Callable, checkpoint_folder: str) -> N
             if read_manifest(checkpoint_folder).model:
                 place_exported(Path(checkpoint_folder), Path(self.args.output_dir))
     original(checkpoint_folder)
+    if parallel_state(self.model) is not None:
+        barrier()
+
+
+def _finish_current_push(self, original: Callable) -> None:
+    """As the stock method; at the end of training, where every rank calls it, they wait for rank 0's upload."""
+    with replaced({(PROGRESS, "work"): "uploads to the hub"}):
+        original()
+    if parallel_state(self.model) is not None and not getattr(self, "_axonn_ordinary", False):
+        barrier()
 
 
 def make_ordinary(directory: Path) -> None:
@@ -119,4 +133,4 @@ def remove_ordinary(directory: Path, *, keep: Container[str]) -> None:
             path.unlink()
 
 
-WRAPPERS = (push_to_hub, save_model, create_model_card, _push_from_checkpoint)
+WRAPPERS = (push_to_hub, save_model, create_model_card, _push_from_checkpoint, _finish_current_push)

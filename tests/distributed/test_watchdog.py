@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,9 +18,10 @@ import torch.distributed as dist
 
 import hf_axonn
 from hf_axonn import Grid
-from hf_axonn.distributed.watchdog.diagnosis import diagnose, ranks_in_words
-from hf_axonn.distributed.watchdog.progress import PROGRESS, Account
-from hf_axonn.distributed.watchdog.sigterm import Termination
+from hf_axonn.distributed.collectives import barrier
+from hf_axonn.distributed.watchdog.diagnosis import diagnose, ranks_in_words, who_works
+from hf_axonn.distributed.watchdog.progress import PROGRESS, WAITING, Account, waits_for_others
+from hf_axonn.distributed.watchdog.signals import Termination
 from hf_axonn.distributed.watchdog.watchdog import failures_reported, is_symptom
 from tests.helpers import ROOT
 from tests.helpers.launching import TORCHRUN, Ended, launch
@@ -28,7 +30,8 @@ from tests.helpers.models import tiny_batch, tiny_model
 
 
 WORLD = 4
-TIMEOUTS = {"hangs": 8, "frozen": 8}  # of the process group, in seconds: how long the others wait for such a rank
+# Of the process group, in seconds: how long the others wait for such a rank.
+TIMEOUTS = {"hangs": 8, "frozen": 8, "works": 8}
 LONG = 3600  # where nobody has to wait for the timeout: a run that did so would not end before the limit of `run`
 
 
@@ -36,8 +39,6 @@ def fail(how: str):
     """What a module does in the middle of a forward pass."""
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if how == "orphaned":
-        os.kill(os.getppid(), signal.SIGKILL)
     if how == "frozen":
         os.kill(os.getpid(), signal.SIGSTOP)
     if how == "hangs":
@@ -68,6 +69,12 @@ def loop(how: str, failing: list[int], step: int) -> None:
             if me in failing:
                 sys.exit(0)
             model.save_pretrained("nowhere")
+        if how == "works" and number == step:
+            end = time.monotonic() + 2 * TIMEOUTS["works"]
+            while me in failing and time.monotonic() < end:
+                time.sleep(0.1)
+            barrier()
+            sys.exit(0)
         model(**batch).loss.backward()
         hf_axonn.sync_gradients(model)
 
@@ -223,35 +230,83 @@ def assert_told(ended: Ended, rank: int, how: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", SAID)
-def test_torchrun_ends_the_others_but_not_before_the_message(tmp_path, how):
-    """It sends them SIGTERM a tenth of a second after one has died."""
+def test_torchrun_ends_the_others_in_a_step_but_not_before_the_message(tmp_path, how):
     (tmp_path / "loop.py").write_text(LAUNCHED)
     assert_told(run_script(tmp_path, *TORCHRUN, f"--nproc_per_node={WORLD}", "loop.py", ROOT, how), 2, how)
 
 
+WAITS = """
+import os, signal, sys, threading, time
+import torch
+import torch.distributed as dist
+sys.path.insert(0, sys.argv[1])
+from hf_axonn.compat.torch import watch_store
+from hf_axonn.distributed.watchdog.progress import main_frames
+from hf_axonn.distributed.watchdog.watchdog import watch
+
+def kill():
+    while "recv" not in [frame.f_code.co_name for frame in main_frames()[:1]]:
+        time.sleep(0.1)
+    store.add("waiting", 1)
+    while rank == 0 or store.add("waiting", 0) < 2:
+        time.sleep(0.1)
+    os.kill(os.getppid() if sys.argv[2] == "launcher" else os.getpid(), getattr(signal, sys.argv[3]))
+
+dist.init_process_group("gloo")
+watch()
+store, rank = watch_store(), dist.get_rank()
+threading.Thread(target=kill, daemon=True).start()
+dist.recv(torch.empty(1), src=1 - rank)
+"""
+
+
+def waiting(tmp_path: Path, whom: str, by: str) -> Ended:
+    """Two ranks that wait for each other, when the launcher or one of them gets a signal."""
+    (tmp_path / "waits.py").write_text(WAITS)
+    return run_script(tmp_path, *TORCHRUN, "--nproc_per_node=2", "waits.py", ROOT, whom, by, linger=60)
+
+
+def test_torchrun_ends_the_other_rank_but_not_before_the_message_of_one_that_was_killed(tmp_path):
+    """It sends SIGTERM a tenth of a second after one has died."""
+    ended = waiting(tmp_path, "rank", "SIGKILL")
+    assert ended.code == 1 and not ended.left, ended.output[-3000:]
+    assert re.search("rank 1 .* died or froze before the first step", message(ended.output)), ended.output
+
+
 def test_ranks_whose_launcher_is_killed_end(tmp_path):
-    (tmp_path / "loop.py").write_text(LAUNCHED)
-    command = [*TORCHRUN, f"--nproc_per_node={WORLD}", "loop.py", ROOT, "orphaned"]
-    ended = run_script(tmp_path, *command, linger=60)
+    ended = waiting(tmp_path, "launcher", "SIGKILL")
     assert ended.code == -signal.SIGKILL and not ended.left, ended.output[-3000:]
     assert re.search(r"the run ends: the launcher of rank \d .*, process \d+, was killed", ended.output), ended.output
 
 
-@pytest.mark.parametrize("how", ["killed", pytest.param("nan", marks=pytest.mark.slow)])
+def test_ctrl_c_ends_ranks_that_wait_for_each_other_before_they_are_killed(tmp_path):
+    ended = waiting(tmp_path, "launcher", "SIGINT")
+    assert ended.code == 1 and not ended.left, ended.output[-3000:]
+    assert not re.search("the run ends|SIGKILL|forcefully", ended.output), ended.output
+
+
+@pytest.mark.slow
+def test_a_rank_may_work_for_longer_than_the_timeout_where_others_meet_it(tmp_path):
+    codes, output = run(tmp_path, "works", 0)
+    assert codes == [0] * WORLD and "the run ends" not in output, output
+    assert re.search(r"ranks 1, 2 and 3 waited \d+ s; at work: rank 0 \(.* in loop: time.sleep\(0.1\)", output), output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", SAID)
 def test_accelerate_launch_with_a_stock_trainer_ends_with_the_message(tmp_path, how):
     (tmp_path / "train.py").write_text(STOCK_TRAINER)
     assert_told(launch(tmp_path, Grid(z=2), "train.py", ROOT, how), 1, how)
 
 
 def _account(rank: int, **changes) -> Account:
-    values = dict(
-        place="host a", when="in step 5", done=4, collectives=100, last="all_gather", batch="input_ids [2, 8]"
-    )
+    values = dict(place="host a", when="in step 5", done=4, collectives=100, last="all_gather")
+    values.update(batch="input_ids [2, 8]", patient=False, still=27.0, idle=27.0)
     return Account(**{"rank": rank, **values, "waiting": True, "stack": ("a.py:1 in f: x()",), **changes})
 
 
-def _judge(*accounts: Account, silent=None, ended=None, broken: bool = False) -> str | None:
-    return diagnose(accounts, silent or {}, ended or {}, waited=27.0, broken=broken)
+def _judge(*accounts: Account, silent=None, ended=None, broken: bool = False, blocking: bool = True) -> str | None:
+    return diagnose(accounts, silent or {}, ended or {}, limit=20.0, broken=broken, blocking=blocking)
 
 
 def test_who_is_to_blame():
@@ -269,6 +324,35 @@ def test_who_is_to_blame():
 
 def test_a_run_that_only_takes_long_is_let_go_on():
     assert _judge(*(_account(rank, waiting=False) for rank in range(4))) is None
+    uploads = _account(0, waiting=False, still=27.0, idle=0.0, work="uploads")
+    accounts = [uploads, _account(1, patient=True), _account(2, patient=True)]
+    assert _judge(*accounts) is None
+    assert who_works(accounts) == "ranks 1 and 2 waited 27 s; at work: rank 0 (host a): uploads"
+    assert who_works([_account(0), _account(1)]) == ""
+    for limited in (_judge(uploads, _account(1), _account(2)), _judge(*accounts, broken=True)):
+        assert "rank 0 (host a) hangs in step 5: it works (uploads) for longer than the timeout" in limited
+    assert "goes no further" in _judge(_account(0, waiting=False), *accounts[1:])
+
+
+def test_ranks_that_all_stand_are_told_where_collectives_return_at_once():
+    accounts = [_account(rank, waiting=False) for rank in range(4)]
+    assert "all ranks have waited 27 s for each other" in _judge(*accounts, blocking=False)
+    assert _judge(*accounts[1:], _account(0, waiting=False, still=3.0), blocking=False) is None
+
+
+def test_a_backward_pass_on_another_thread_waits_for_others_too():
+    names: dict = {}
+    exec(compile("def wait(standing, end):\n    standing.set()\n    end.wait()", WAITING[0], "exec"), names)
+    standing, end = threading.Event(), threading.Event()
+    thread = threading.Thread(target=names["wait"], args=(standing, end))
+    assert not waits_for_others()
+    thread.start()
+    standing.wait()
+    try:
+        assert waits_for_others()
+    finally:
+        end.set()
+        thread.join()
 
 
 def test_ranks_that_all_wait_are_told_with_their_batches():
@@ -296,8 +380,6 @@ def test_exceptions_pass_where_nobody_watches():
 
 
 def _terminated(pipe) -> None:
-    import threading
-
     termination = Termination()
     seen = []
     thread = threading.Thread(target=lambda: seen.append(termination.wait(120)))
@@ -310,7 +392,7 @@ def _terminated(pipe) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     thread.join(60)
     termination.close()
-    pipe.send((child.exitcode, unseen, seen, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL))
+    pipe.send((child.exitcode, unseen, seen == [signal.SIGTERM], signal.getsignal(signal.SIGTERM) is signal.SIG_DFL))
 
 
 def test_a_thread_notices_sigterm_and_child_processes_end_by_theirs():
@@ -320,7 +402,7 @@ def test_a_thread_notices_sigterm_and_child_processes_end_by_theirs():
     process.start()
     try:
         assert ours.poll(60)
-        assert ours.recv() == (-signal.SIGTERM, True, [True], True)
+        assert ours.recv() == (-signal.SIGTERM, True, True, True)
     finally:
         process.kill()
         process.join()

@@ -20,7 +20,13 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def diagnose(
-    accounts: Sequence[Account], silent: Mapping[int, str], ended: Mapping[int, str], *, waited: float, broken: bool
+    accounts: Sequence[Account],
+    silent: Mapping[int, str],
+    ended: Mapping[int, str],
+    *,
+    limit: float,
+    broken: bool,
+    blocking: bool = True,
 ) -> str | None:
     """Find who holds the others up.
 
@@ -31,10 +37,13 @@ def diagnose(
         accounts: of the ranks that answered.
         silent: places of ranks that did not answer, by rank.
         ended: when ranks ended their script, by rank; they are not among the silent ones.
-        waited: how long somebody has been waiting, in seconds.
+        limit: a rank that has done nothing for fewer seconds is at work.
         broken: whether a connection broke, or somebody only waited.
+        blocking: whether who waits for a collective stands in it, as on gloo. NCCL's return at once, and the main
+            thread stands wherever it next needs a value.
     Returns:
-        The message, or None if nobody waits for anybody: then the run only takes long.
+        The message, or None if the run only takes long: the others wait without a limit for one that is at work, or
+        nobody waits for anybody.
     """
     when = max(accounts, key=lambda account: account.done).when if accounts else "at an unknown step"
     others = (
@@ -55,23 +64,48 @@ def diagnose(
             f"ended before the others, which are {when}: {who}. {_lone_call(accounts)}All ranks must make the same "
             "number of steps and leave a script at the same place."
         )
+    waited = max(account.still for account in accounts)
     least = min((account.done, account.collectives) for account in accounts)
     behind = [account for account in accounts if (account.done, account.collectives) == least]
     if len(behind) == len(accounts) and not any(account.waiting for account in accounts):
-        return None if not broken else f"a connection between ranks broke {when}, and no rank knows why."
+        if broken:
+            return f"a connection between ranks broke {when}, and no rank knows why."
+        stand = not blocking and all(account.still >= limit for account in accounts)
+        return _disagreement(accounts, when, waited) if stand else None
     busy = [account for account in behind if not account.waiting] or behind
     if len(busy) == len(accounts):
         return _disagreement(accounts, when, waited)
+    waiting = [account for account in accounts if account not in busy]
+    if not broken and all(account.patient for account in waiting) and any(account.idle < limit for account in busy):
+        return None
     first = busy[0]
     stack = "\n".join(f"    {line}" for line in first.stack)
-    waiting = [account for account in accounts if account not in busy]
     doing = "waits elsewhere than the others" if first.waiting else "goes no further, or does something else"
+    if first.idle < limit and not first.waiting:
+        doing = (
+            f"works {f'({first.work}) ' if first.work else ''}for longer than the timeout of the process group allows "
+            "(ddp_timeout, InitProcessGroupKwargs; `accelerator.wait_for_everyone()` waits without a limit)"
+        )
     return (
         f"{ranks_in_words([account.rank for account in busy])} ({first.place}) hangs {first.when}: it {doing}, while "
         f"{ranks_in_words([account.rank for account in waiting])} waited {waited:.0f} s for it{_calls(waiting)}."
         f"{_batches(accounts)} Where rank {first.rank} is:\n"
         f"{stack}"
     )
+
+
+def who_works(accounts: Sequence[Account]) -> str:
+    """For whom ranks wait without a limit, in words; empty if none does."""
+    waiting = [account for account in accounts if account.patient]
+    works = "; ".join(
+        f"rank {account.rank} ({account.place}): {account.work or account.stack[-1]}"
+        for account in accounts
+        if not account.patient
+    )
+    if not waiting or not works:
+        return ""
+    waited = max(account.still for account in waiting)
+    return f"{ranks_in_words([account.rank for account in waiting])} waited {waited:.0f} s; at work: {works}"
 
 
 def _disagreement(accounts: Sequence[Account], when: str, waited: float) -> str:

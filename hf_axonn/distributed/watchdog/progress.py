@@ -10,6 +10,7 @@ import linecache
 import sys
 import sysconfig
 import threading
+import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -17,15 +18,15 @@ from pathlib import Path, PurePath
 from types import FrameType
 
 
-# Files in which a main thread that goes no further is waiting for other ranks.
-WAITING = ("hf_axonn/distributed/collectives.py", "hf_axonn/distributed/gloo.py")
+# Files in which a thread that goes no further is waiting for other ranks.
+WAITING = tuple(f"hf_axonn/distributed/{name}.py" for name in ("collectives", "gloo", "meeting"))
 WAITING += ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 # Where files are that the user has not written; others are the program's.
 LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[2]), "<frozen")
 FRAMES = 12  # of a stack are reported, the innermost
 
 
-@dataclass
+@dataclass(eq=False)
 class Progress:
     """What is noted while training goes on.
 
@@ -35,6 +36,7 @@ class Progress:
         collectives: those that the engine issued; ranks that run the same program issue the same number.
         last: the kind of the last one.
         batch: names and shapes of the last batch.
+        work: what other code does for long in the main thread, which stands meanwhile: an upload, in words.
     """
 
     passes: int = 0
@@ -42,6 +44,7 @@ class Progress:
     collectives: int = 0
     last: str = ""
     batch: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    work: str = ""
 
     def begin(self) -> None:
         """A run begins; an earlier one of this process, or of the one that it was forked from, is over."""
@@ -70,9 +73,13 @@ class Account:
         place: coordinates, host and process, in words.
         when: as `Progress.when`.
         done, collectives, last, batch: as in Progress; the batch in words.
-        waiting: whether its main thread waits for other ranks.
+        waiting: whether it waits for other ranks.
+        patient: whether it waits in `collectives.barrier`, which has no limit of time.
+        still: for how long its main thread has been in the same place, in seconds.
+        idle: for how long its main thread has not used the processor, in seconds; 0 while `work` is under way.
         stack: the innermost frames of its main thread, the innermost last.
         call: the line of the user's program on which that is, empty if there is none.
+        work: as in Progress.
     """
 
     rank: int
@@ -83,8 +90,12 @@ class Account:
     last: str
     batch: str
     waiting: bool
+    patient: bool
+    still: float
+    idle: float
     stack: tuple[str, ...]
     call: str = ""
+    work: str = ""
 
     def to_dict(self) -> dict:
         """For JSON; `Account(**...)` reads it back."""
@@ -93,7 +104,16 @@ class Account:
 
 def main_frames() -> list[FrameType]:
     """The frames of this process' main thread, the innermost first."""
-    frame = sys._current_frames().get(threading.main_thread().ident)  # noqa: SLF001  (documented by Python)
+    return _outwards(sys._current_frames().get(_main_thread()))  # noqa: SLF001  (documented by Python)
+
+
+def _main_thread() -> int:
+    number = threading.main_thread().ident
+    assert number is not None, "a main thread has begun"
+    return number
+
+
+def _outwards(frame: FrameType | None) -> list[FrameType]:
     frames = []
     while frame is not None:
         frames.append(frame)
@@ -102,13 +122,35 @@ def main_frames() -> list[FrameType]:
 
 
 def footprint() -> tuple:
-    """Changes whenever this rank gets on: the collectives issued, and where its main thread stands."""
-    return (PROGRESS.collectives, PROGRESS.done, tuple((id(frame), frame.f_lasti) for frame in main_frames()[:FRAMES]))
+    """Changes whenever this rank gets on: the collectives issued, and where its main thread stands.
+
+    Within a file that waits for others, a meeting looks again and again: that is no movement.
+    """
+    places = tuple((id(frame), not _is_waiting(frame) and frame.f_lasti) for frame in main_frames()[:FRAMES])
+    return (PROGRESS.collectives, PROGRESS.done, places)
 
 
-def waits_for_others(frames: list[FrameType]) -> bool:
-    """Whether the main thread stands inside of a collective, its own Python code or torch's."""
-    return any(PurePath(frame.f_code.co_filename).as_posix().endswith(WAITING) for frame in frames[:FRAMES])
+def used_seconds() -> float:
+    """Processor time of the main thread; where the system does not tell, that of the process."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return time.process_time()
+    return time.clock_gettime(time.pthread_getcpuclockid(_main_thread()))
+
+
+def _is_waiting(frame: FrameType, files: tuple[str, ...] = WAITING) -> bool:
+    return PurePath(frame.f_code.co_filename).as_posix().endswith(files)
+
+
+def waits_for_others() -> bool:
+    """Whether a thread stands inside of a collective, its own Python code or torch's.
+
+    Any thread: autograd runs the backward pass of a GPU on one of its own, for which the main thread waits.
+    """
+    return any(
+        _is_waiting(frame)
+        for innermost in sys._current_frames().values()  # noqa: SLF001
+        for frame in _outwards(innermost)[:FRAMES]
+    )
 
 
 def program_line(frames: Iterable[tuple[FrameType, int]]) -> str:
@@ -120,12 +162,12 @@ def program_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     return ""
 
 
-def account(rank: int, place: str, raised: BaseException | None = None) -> Account:
-    """This rank's answer; `raised` is what has ended its program, if that has."""
+def account(rank: int, place: str, still: float, idle: float, raised: BaseException | None = None) -> Account:
+    """This rank's answer. `still` and `idle` are those of Account; `raised` is what has ended its program, if any."""
     frames = main_frames()
-    standing = [(frame, frame.f_lineno) for frame in frames]
+    lines = [(frame, frame.f_lineno) for frame in frames]
     if raised is not None:
-        standing = list(traceback.walk_tb(raised.__traceback__))[::-1]
+        lines = list(traceback.walk_tb(raised.__traceback__))[::-1]
     summary = traceback.StackSummary.extract((frame, frame.f_lineno) for frame in frames[:FRAMES])
     return Account(
         rank=rank,
@@ -135,7 +177,11 @@ def account(rank: int, place: str, raised: BaseException | None = None) -> Accou
         collectives=PROGRESS.collectives,
         last=PROGRESS.last,
         batch=", ".join(f"{name} {list(shape)}" for name, shape in PROGRESS.batch.items()),
-        waiting=waits_for_others(frames),
+        waiting=waits_for_others(),
+        patient=any(_is_waiting(frame, WAITING[:1]) and frame.f_code.co_name == "barrier" for frame in frames),
+        still=still,
+        idle=0.0 if PROGRESS.work else idle,
         stack=tuple(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in reversed(summary)),
-        call=program_line(standing),
+        call=program_line(lines),
+        work=PROGRESS.work,
     )

@@ -7,13 +7,15 @@ is written there while all goes well.
     a rank dies, or its script     the others' collectives fail or wait: one of them calls the roll, each rank answers
     ends early                     where it is, who does not answer is named
     a rank hangs                   a rank whose main thread has not moved for nine tenths of the process group's
-                                   timeout calls the roll; who issued the fewest collectives is named, with its stack
+                                   timeout calls the roll. Who issued the fewest collectives is named, with its stack,
+                                   unless it is at work and the others wait in a barrier without a limit
+    Ctrl-C                         ends a rank that waits in a collective, too: it does not come to Python there
     a launcher is killed           its ranks see that torchrun or accelerate launch is no longer their parent, and end
 
 The timeout is the one of `init_process_group` (accelerate's InitProcessGroupKwargs, Trainer's ddp_timeout): torch's
 own watchdogs come later. Processes are ended by os._exit(1), since nothing else ends a thread that waits in a
 collective. Started by torchrun or accelerate launch, the message stands in its error report, too. They send SIGTERM to
-the others a tenth of a second after a rank has died: who gets it answers the roll first (sigterm.py), and ends
+the others a tenth of a second after a rank has died: who gets it answers the roll first (signals.py), and ends
 within seconds. AXONN_WATCH=0 leaves all of this away.
 """
 
@@ -35,16 +37,25 @@ import torch.distributed as dist
 
 from hf_axonn.compat.torch import store_outlives_ranks, watch_store, world_timeout
 from hf_axonn.distributed.collectives import observe
-from hf_axonn.distributed.watchdog.diagnosis import diagnose
-from hf_axonn.distributed.watchdog.progress import PROGRESS, Account, account, footprint, main_frames, waits_for_others
-from hf_axonn.distributed.watchdog.sigterm import Termination
+from hf_axonn.distributed.watchdog.diagnosis import diagnose, who_works
+from hf_axonn.distributed.watchdog.progress import (
+    PROGRESS,
+    Account,
+    account,
+    footprint,
+    used_seconds,
+    waits_for_others,
+)
+from hf_axonn.distributed.watchdog.signals import Termination
 
 
 INTERVAL = 1.0  # seconds between two looks; longer in worlds of more than 2,000 ranks, which share one store
 PATIENCE = 4.0  # seconds for answers to a roll call
 HASTE = 1.5  # seconds in which who knows the cause may say it, when all have answered
+LEAVING = 1.5  # seconds after Ctrl-C in which the main thread may leave a collective
 GRACE = 5.0  # seconds in which a rank that was asked to end may end by itself; a fifth if it waits for others
 SHARE = 0.9  # of the process group's timeout
+SILENCE = 0.05  # of that timeout may pass without an answer of a rank that does not let its threads run for a while
 SWITCH = "AXONN_WATCH"
 LONGEST_CAUSE = 2000
 # What a collective raises because of another rank.
@@ -111,8 +122,14 @@ class Watchdog:
         self._lock = threading.Lock()
         self._answered = False
         self._raised: BaseException | None = None
+        self._interrupted: float | None = None  # when Ctrl-C came
         self._interval = max(INTERVAL, self.size / 2000)
         self._still_since, self._footprint = time.monotonic(), None
+        self._idle_since, self._used = time.monotonic(), 0.0
+        # Each looks at itself once in an interval: of two that stop together, one seems to have stood longer.
+        self._standstill = max(self.limit - 3 * self._interval, self.limit / 2)
+        self._asked = time.monotonic()  # when this rank last asked why nobody moves
+        self._blocking = dist.get_backend() == "gloo"
         PROGRESS.begin()
         self._counting = contextlib.ExitStack()
         self._counting.enter_context(observe(PROGRESS.count))
@@ -143,9 +160,15 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
-            terminated = self._termination.wait(self._interval)
+            signal_ = self._termination.wait(self._interval)
             if self._stopped.is_set():
                 return
+            self._look()
+            terminated = signal_ == signal.SIGTERM
+            if signal_ == signal.SIGINT and self._interrupted is None:
+                self._interrupted = time.monotonic()
+            if self._interrupted is not None and waits_for_others() and time.monotonic() - self._interrupted > LEAVING:
+                _leave(128 + signal.SIGINT)
             if self._launcher is not None and os.getppid() != self._launcher:
                 self._be_orphaned()
             try:
@@ -155,7 +178,7 @@ class Watchdog:
                     self._attend()
                 elif self._is_still():
                     self._call_roll(broken=False)
-                    self._still_since = time.monotonic()  # called off: wait as long again
+                    self._asked = time.monotonic()  # called off: wait as long again
             except RuntimeError:  # the store is gone, and with it whoever kept it: the run is over or soon will be
                 if terminated:
                     _leave(128 + signal.SIGTERM)
@@ -176,12 +199,17 @@ class Watchdog:
             _record(RuntimeError(result["text"]))
         _leave(128 + signal.SIGTERM)
 
-    def _is_still(self) -> bool:
-        """Whether the main thread has not moved for so long that somebody should ask why."""
+    def _look(self) -> None:
         now = footprint()
         if now != self._footprint:
             self._footprint, self._still_since = now, time.monotonic()
-        return time.monotonic() - self._still_since > self.limit
+        used = used_seconds()
+        if used != self._used:
+            self._used, self._idle_since = used, time.monotonic()
+
+    def _is_still(self) -> bool:
+        """Whether the main thread has not moved for so long that somebody should ask why."""
+        return time.monotonic() - max(self._still_since, self._asked) > self.limit
 
     def _attend(self) -> None:
         """Somebody raised the alarm: answer if it is a roll call, and end if there is a verdict."""
@@ -198,7 +226,8 @@ class Watchdog:
         with self._lock:
             if not self._answered:
                 self._answered = True
-                answer = json.dumps(account(self.rank, self.place, self._raised).to_dict())
+                still, idle = time.monotonic() - self._still_since, time.monotonic() - self._idle_since
+                answer = json.dumps(account(self.rank, self.place, still, idle, self._raised).to_dict())
                 self._store.set(f"account/{self.round}/{self.rank}", answer)
 
     def _next_round(self) -> None:
@@ -221,11 +250,11 @@ class Watchdog:
 
         `broken`: a connection is; `ending`: all are asked to end, so that only who is gone is of interest.
         """
-        number, waited = self.round, time.monotonic() - self._still_since
+        number = self.round
         judging = self._store.add(f"callers/{number}", 1) == 1
         self._store.set(f"alarm/{number}", "1")
         self._answer()
-        patience = PATIENCE + 2 * self._interval
+        patience = PATIENCE + 2 * self._interval if broken else max(PATIENCE, self.limit / SHARE * SILENCE)
         end = time.monotonic() + (patience if judging else 3 * patience)
         while time.monotonic() < end:
             if (result := self.result()) is not None:  # another rank knew the cause
@@ -241,7 +270,9 @@ class Watchdog:
         if ending and not silent and not ended:
             text = None
         else:
-            text = diagnose(accounts, silent, ended, waited=waited, broken=broken)
+            text = diagnose(accounts, silent, ended, limit=self._standstill, broken=broken, blocking=self._blocking)
+            if text is None and (works := who_works(accounts)):
+                _say(works, "still waiting")
         if self._decide(text or "") and text:
             _say(text)
         result = self.result()
@@ -266,15 +297,15 @@ class Watchdog:
         self._ending.set()
         if result["by"] != self.rank:
             _record(RuntimeError(result["text"]))
-        grace = GRACE / 5 if waits_for_others(main_frames()) else GRACE
-        _leave(128 + signal.SIGTERM if self._termination.wait(grace) else 1)
+        grace = GRACE / 5 if waits_for_others() else GRACE
+        _leave(128 + signal.SIGTERM if self._termination.wait(grace) == signal.SIGTERM else 1)
 
     # The main thread.
 
     def _excepthook(self, kind: type, error: BaseException, where: TracebackType | None) -> None:
         if os.getpid() != self.process or not issubclass(kind, Exception) or self._stopped.is_set():
             self._hook_before(kind, error, where)
-        elif self.failed(error):
+        elif self._interrupted is not None or self.failed(error):  # nobody asks who broke what after Ctrl-C
             self._hook_before(kind, error, where)
 
     def failed(self, error: BaseException) -> bool:
@@ -309,8 +340,8 @@ def is_symptom(error: BaseException) -> bool:
     return isinstance(error, kinds) or (type(error) is RuntimeError and SYMPTOMS.search(str(error)) is not None)
 
 
-def _say(text: str) -> None:
-    print(f"hf_axonn: the run ends: {text}", file=sys.stderr, flush=True)
+def _say(text: str, what: str = "the run ends") -> None:
+    print(f"hf_axonn: {what}: {text}", file=sys.stderr, flush=True)
 
 
 def _leave(code: int) -> None:

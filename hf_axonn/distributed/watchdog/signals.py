@@ -1,4 +1,5 @@
-"""SIGTERM, noticed by a thread while the main thread waits in a collective, where Python's handlers do not run.
+"""SIGTERM and Ctrl-C, noticed by a thread while the main thread waits in a collective, where Python's handlers do not
+run.
 
 The handler that C runs at once writes a byte into a socket (signal.set_wakeup_fd); a thread waits at its other end. A
 program that has a handler or a wakeup socket of its own keeps it, and then nothing is noticed here.
@@ -50,16 +51,19 @@ class Termination:
             signal.set_wakeup_fd(other)
         return True
 
-    def wait(self, seconds: float) -> bool:
-        """Wait so long, or until SIGTERM comes; returns whether it has."""
+    def wait(self, seconds: float) -> int:
+        """Wait so long, or until a signal comes; returns SIGTERM or SIGINT, or 0 if none has come."""
         if self._reader is None:
             time.sleep(seconds)
-            return False
+            return 0
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            if select.select([self._reader], [], [], left)[0] and signal.SIGTERM in self._reader.recv(64):
-                return True
-        return False
+            came = self._reader.recv(64) if select.select([self._reader], [], [], left)[0] else b""
+            if signal.SIGTERM in came:
+                return signal.SIGTERM
+            if signal.SIGINT in came and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                return signal.SIGINT
+        return 0
 
     def close(self) -> None:
         """SIGTERM does again what it did before."""
