@@ -311,8 +311,9 @@ def test_data_and_z_are_processes_of_stock_accelerate(stock):
     run_ranks(_compare, 2, TWO_RANKS, stock)
 
 
-def test_ranks_of_x_and_y_share_what_a_process_gets(stock):
-    run_ranks(_compare, 4, FOUR_RANKS, stock)
+@pytest.mark.parametrize("grid", [FOUR_RANKS[0], pytest.param(FOUR_RANKS[1], marks=pytest.mark.slow)], ids=str)
+def test_ranks_of_x_and_y_share_what_a_process_gets(stock, grid):
+    run_ranks(_compare, 4, [grid], stock)
 
 
 def test_ranks_of_x_alone_are_one_process():

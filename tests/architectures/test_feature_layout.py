@@ -186,8 +186,9 @@ def run(cases, grids, timeout=400):
     return run_ranks(compare, grids[0].size, cases, grids, timeout=timeout)[0]
 
 
-def test_it_equals_one_process_on_four_ranks():
-    assert not too_large(run(CASES, [Grid(y=2, x=2)]), 1e-10)
+@pytest.mark.parametrize("cases", [CASES[::2], pytest.param(CASES[1::2], marks=pytest.mark.slow)], ids=len)
+def test_it_equals_one_process_on_four_ranks(cases):
+    assert not too_large(run(cases, [Grid(y=2, x=2)]), 1e-10)
 
 
 @pytest.mark.slow

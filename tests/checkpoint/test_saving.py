@@ -117,7 +117,7 @@ def kill(folder: Path, old: Path, name: str, background: bool, victim: int, poin
     return survives(folder, name)
 
 
-@pytest.mark.parametrize("each", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("each", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_killed_at_random_points(old, tmp_path, each):
     """Whoever is killed and wherever: the newest complete checkpoint is the old one or the new one, and whole."""
     chance, found = random.Random(7), []

@@ -87,19 +87,21 @@ def one_process(folder) -> list[dict]:
     return history(folder, "one")
 
 
-def test_a_launch_on_four_ranks_logs_what_one_process_logs(folder, one_process):
-    grid = ROOT / "training_scripts" / "grids" / "cpu_4_z2_x2.yaml"
-    done = run(launch(grid, arguments(folder, "four", rows=4)), folder)
-    assert worst_difference(history(folder, "four"), one_process) < TOLERANCE
+@pytest.mark.parametrize(("grid", "rows"), [("cpu_2_x2", 8), pytest.param("cpu_4_z2_x2", 4, marks=pytest.mark.slow)])
+def test_a_launch_logs_what_one_process_logs(folder, one_process, grid, rows):
+    launch_file = ROOT / "training_scripts" / "grids" / f"{grid}.yaml"
+    done = run(launch(launch_file, arguments(folder, grid, rows=rows)), folder)
+    assert worst_difference(history(folder, grid), one_process) < TOLERANCE
     assert done.stderr.count("100%") >= 1, "the progress bar of Trainer is missing"
     # The final model, read by plain Transformers after conversion and straight from its shards.
-    assert hf_axonn_cli(["convert", str(folder / "four"), str(folder / "plain")]) == 0
+    plain_folder = folder / f"{grid}-plain"
+    assert hf_axonn_cli(["convert", str(folder / grid), str(plain_folder)]) == 0
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    sharded = AutoModelForCausalLM.from_pretrained(folder / "four").state_dict()
-    plain = AutoModelForCausalLM.from_pretrained(folder / "plain").state_dict()
+    sharded = AutoModelForCausalLM.from_pretrained(folder / grid).state_dict()
+    plain = AutoModelForCausalLM.from_pretrained(plain_folder).state_dict()
     assert all((plain[name] == value).all() for name, value in sharded.items())
-    assert AutoTokenizer.from_pretrained(folder / "plain").vocab_size == topics_tokenizer().vocab_size
+    assert AutoTokenizer.from_pretrained(plain_folder).vocab_size == topics_tokenizer().vocab_size
 
 
 @pytest.mark.slow

@@ -47,10 +47,11 @@ def test_five_steps_on_every_grid(world):
 
 
 def test_five_steps_on_every_grid_of_four():
-    """One model on each grid, and each model where weights are cut along two axes."""
+    """One model on each grid, and each model on one where weights are cut along two axes."""
     assert not too_large(run([five_steps("llama")], all_grids(4)), 1e-10)
     others = [five_steps(kind) for kind in BLOCKWISE if kind != "llama"]
-    assert not too_large(run(others, [Grid(y=2, x=2), Grid(z=2, x=2)]), 1e-10)
+    assert not too_large(run(others[::2], [Grid(y=2, x=2)]), 1e-10)
+    assert not too_large(run(others[1::2], [Grid(z=2, x=2)]), 1e-10)
 
 
 @pytest.mark.slow

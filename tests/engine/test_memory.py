@@ -235,8 +235,8 @@ def count_groups(model, grid):
     return gathered.most, gradients.most
 
 
-def two_groups():
-    for grid in (Grid(z=2, x=2), Grid(z=2, y=2), Grid(z=4)):
+def two_groups(grids):
+    for grid in grids:
         for reentrant in (None, False, True):
             model, _ = parallelize(tiny_model("llama", num_hidden_layers=4), grid)
             if reentrant is not None:
@@ -244,8 +244,13 @@ def two_groups():
             assert count_groups(model.train(), grid) == (2, 2), (grid, reentrant)
 
 
-def test_two_groups_have_buffers_at_a_time():
-    run_ranks(two_groups, 4)
+@pytest.mark.parametrize(
+    "grids",
+    [[Grid(z=2, x=2)], pytest.param([Grid(z=2, y=2), Grid(z=4)], marks=pytest.mark.slow)],
+    ids=["z and x", "others"],
+)
+def test_two_groups_have_buffers_at_a_time(grids):
+    run_ranks(two_groups, 4, grids)
 
 
 class Peak(TorchDispatchMode):

@@ -274,9 +274,17 @@ def switches_change_no_bit(grids, modes, combinations):
     return wrong
 
 
-@pytest.mark.parametrize("grid", [Grid(z=2, x=2), pytest.param(Grid(data=2, z=2), marks=pytest.mark.slow)], ids=str)
-def test_switches_and_kept_weights_change_no_bit(grid):
-    for wrong in run_ranks(switches_change_no_bit, 4, [grid], list(MODES), SWITCHES[-1:]):
+@pytest.mark.parametrize(
+    ("grid", "modes"),
+    [
+        (Grid(z=2, x=2), ["plain", "recomputed", "LoRA"]),
+        pytest.param(Grid(z=2, x=2), list(MODES), marks=pytest.mark.slow),
+        pytest.param(Grid(data=2, z=2), list(MODES), marks=pytest.mark.slow),
+    ],
+    ids=["some modes", "z and x", "data and z"],
+)
+def test_switches_and_kept_weights_change_no_bit(grid, modes):
+    for wrong in run_ranks(switches_change_no_bit, 4, [grid], modes, SWITCHES[-1:]):
         assert not wrong
 
 

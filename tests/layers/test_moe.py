@@ -88,8 +88,16 @@ def two_steps(kind, **changes):
     return Case(kind, functools.partial(moe, kind, **changes), steps=2)
 
 
-@pytest.mark.parametrize("grids", [pytest.param(TWO, marks=pytest.mark.slow, id="two"), pytest.param(FOUR, id="four")])
-def test_two_steps_cut_by_blocks(monkeypatch, grids):
+@pytest.mark.parametrize("place", [0, 1])
+def test_two_steps_cut_by_blocks(monkeypatch, place):
+    """Each kind on one of the grids."""
+    plan_blocks(monkeypatch, True)
+    assert not errors([two_steps(kind) for kind in list(KINDS)[place::2]], FOUR[place : place + 1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grids", [TWO, FOUR], ids=["two", "four"])
+def test_two_steps_of_every_kind_cut_by_blocks(monkeypatch, grids):
     plan_blocks(monkeypatch, True)
     assert not errors([two_steps(kind) for kind in KINDS], grids)
 

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("device")
 
 
 # Grids, and whether every model runs on them.
-GRIDS = {Grid(y=2, x=2): True, Grid(y=4): True, Grid(z=2, x=2): False, Grid(z=4): False}
-MORE = {Grid(z=2, x=2): True, Grid(z=2, y=2): False, Grid(data=2, x=2): False}
+GRIDS = {Grid(y=2, x=2): True, Grid(z=2, x=2): False}
+MORE = {Grid(y=4): True, Grid(z=2, x=2): True, Grid(z=4): False, Grid(z=2, y=2): False, Grid(data=2, x=2): False}
 NEW = {"max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0}
 # 6 query heads divide by x = 2 and not by x * y = 4; 3 kv heads do not divide by x = 2 either.
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 3}
@@ -102,7 +102,7 @@ def _generate(grids, ways, models):
     return wrong
 
 
-@pytest.mark.parametrize("grids", [GRIDS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["four", "three"])
+@pytest.mark.parametrize("grids", [GRIDS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["two", "five"])
 def test_every_way_and_every_model_as_on_one_process(grids):
     model = llama()
     ways = {way: function(model) for way, function in WAYS.items()}

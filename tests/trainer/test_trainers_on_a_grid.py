@@ -17,8 +17,8 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import make_trainer, numbers, train, worst_difference
 
 
-GRIDS = [Grid(z=2, x=2), Grid(y=2, x=2), Grid(data=2, z=2)]
-MORE = [Grid(data=2, y=2), Grid(x=4)]
+GRIDS = [Grid(z=2, x=2), Grid(data=2, y=2)]
+MORE = [Grid(y=2, x=2), Grid(data=2, z=2), Grid(x=4)]
 # The truth and the grids sum in different orders; six AdamW steps carry 1e-16 to well below this.
 TOLERANCE = 1e-9
 
