@@ -1,7 +1,6 @@
 """The commands `report` and `compare`: put models beside each other."""
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -62,7 +61,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
     from hf_axonn_eval.analysis.summary import compare
-    from hf_axonn_eval.data.jsonl import replacing
+    from hf_axonn_eval.data.jsonl import json_text, replacing
     from hf_axonn_eval.report.write import markdown, terminal_differences
 
     runs, records = read_runs(arguments.runs)
@@ -80,7 +79,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
         Console().print(table)
     if arguments.output is not None:
         output = Path(arguments.output)
-        text = markdown(comparison) if output.suffix == ".md" else json.dumps(comparison, indent=2) + "\n"
+        text = markdown(comparison) if output.suffix == ".md" else json_text(comparison)
         with replacing(output) as file:
             file.write(text.encode())
         say(output)

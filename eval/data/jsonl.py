@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import isinf, isnan
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
 
@@ -117,10 +118,28 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         unfinished.unlink(missing_ok=True)
 
 
+def json_text(content: Any) -> str:
+    """Content as the text of a JSON file, in which infinities are "inf" and "-inf", and what is no number is null."""
+    return json.dumps(_finite(content), indent=2, allow_nan=False) + "\n"
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and isnan(content) else quoted(content)
+
+
+def quoted(number: Any) -> Any:
+    """A number for JSON: the text of an infinite one, and else the number itself."""
+    return str(number) if isinstance(number, float) and isinf(number) else number
+
+
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file, complete or not at all."""
+    """Write a JSON file, complete or not at all; see `json_text`."""
     with replacing(path) as file:
-        file.write((json.dumps(content, indent=2) + "\n").encode())
+        file.write(json_text(content).encode())
 
 
 def is_count(value: object, *, least: int = 0) -> bool:

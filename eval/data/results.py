@@ -11,12 +11,11 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from math import isinf
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from hf_axonn_eval.data.jsonl import LARGE, LineFile, write_json
+from hf_axonn_eval.data.jsonl import LARGE, LineFile, quoted, write_json
 
 
 RECORD, RESULTS, SUMMARY = "run.json", "results.jsonl", "summary.json"
@@ -277,7 +276,7 @@ def read_results(file: str | os.PathLike[str]) -> Results:
 def _line(result: SampleResult) -> str:
     entry = dict(vars(result))
     for name in _MAY_BE_INFINITE:
-        entry[name] = _each(entry[name], _quoted)
+        entry[name] = _each(entry[name], quoted)
     return json.dumps(entry, separators=(",", ":"), allow_nan=False) + "\n"
 
 
@@ -337,10 +336,6 @@ def _checked(result: SampleResult) -> SampleResult:
         if getattr(result, name) is not None and len(getattr(result, name)) != result.suffix_length:
             raise ValueError(f"{name} are {len(getattr(result, name))} for {result.suffix_length} tokens")
     return result
-
-
-def _quoted(number: Any) -> Any:
-    return str(number) if isinstance(number, float) and isinf(number) else number
 
 
 def _unquoted(number: Any) -> Any:

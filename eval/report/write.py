@@ -1,6 +1,5 @@
 """Show a comparison: a table on the terminal, Markdown, JSON, a plot, and one HTML page with everything."""
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_axonn_eval.analysis.table import share_names
+from hf_axonn_eval.data.jsonl import json_text
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.data.visible import visible
@@ -49,7 +49,7 @@ def write_report(
     directory.mkdir(parents=True, exist_ok=True)
     page = html_page(comparison, runs=runs, samples=samples, tokenizer=tokenizer, examples=examples, title=title)
     texts = {
-        "summary.json": json.dumps(comparison, indent=2) + "\n",
+        "summary.json": json_text(comparison),
         "report.md": markdown(comparison),
         "report.html": page,
     }

@@ -1,7 +1,8 @@
 """What accelerate writes over a grid: full models in the ordinary format, and states that any grid resumes from.
 
-    save_model, get_state_dict    gathered to rank 0, as accelerate does under FSDP
-    save_state, load_state    a sharded checkpoint (checkpoint/sharded.py), in which these files have their place, too:
+    save_model                    gathered to rank 0 tensor by tensor, as ordinary files
+    get_state_dict                gathered to rank 0, as accelerate does under FSDP
+    save_state, load_state        a sharded checkpoint (checkpoint/sharded.py), which has these files, too:
 
         accelerator.json              steps taken, numbers of models, schedulers and registered objects
         scheduler.bin, scheduler_1.bin ...       custom_checkpoint_0.pkl ...        random_states_RANK.pkl
@@ -39,6 +40,7 @@ from hf_axonn.checkpoint.sharded import (
     verify_together,
 )
 from hf_axonn.checkpoint.single_process import load_plain_optimizer, load_plain_weights
+from hf_axonn.checkpoint.whole_files import save_whole
 from hf_axonn.compat.accelerate import (
     prepared_loaders,
     prepared_models,
@@ -215,9 +217,25 @@ class FileMethods(LoadMethods):
             refuse_pickle()
         super().save(obj, f, safe_serialization=safe_serialization)  # type: ignore[misc]  # of Accelerator
 
-    def save_model(self, model: nn.Module, save_directory: str | os.PathLike, *args, **kwargs) -> None:
-        """As the stock method, by rank 0. Every rank must call it, and goes on when the files are there."""
-        super().save_model(model, save_directory, *args, **kwargs)
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """As the stock method, by rank 0. Every rank must call it, and goes on when the files are there.
+
+        Of a sharded model one tensor after the other is gathered and written, but for `safe_serialization=False`,
+        which needs the full model on rank 0.
+
+        Raises:
+            SaveError: rank 0 cannot write; on every rank.
+        Collectives: those of `save_whole`, or of `get_state_dict` and a barrier.
+        """
+        if safe_serialization and parallel_state(model) is not None:
+            return save_whole(model, save_directory, max_shard_size)
+        super().save_model(model, save_directory, max_shard_size, safe_serialization)  # type: ignore[misc]
         barrier()
 
     def wait_for_everyone(self) -> None:

@@ -105,6 +105,11 @@ def write_shards(path: Path, shards: Mapping[str, tuple[Tensor, Box]]) -> FileRe
     return write_safetensors(path, shapes, lambda name: shards[name][0], metadata)
 
 
+def order_in_file(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
+    """Names as safetensors orders them: the widest types first, so that every tensor is aligned."""
+    return sorted(shapes, key=lambda name: (-DTYPES[shapes[name][0]].itemsize, name))
+
+
 def write_safetensors(
     path: Path,
     shapes: Mapping[str, tuple[str, tuple[int, ...]]],
@@ -116,15 +121,14 @@ def write_safetensors(
     Args:
         path: of the new file.
         shapes: dtype name and shape of each tensor.
-        make: gives the tensor of a name, on any device, when its turn has come.
+        make: gives the tensor of a name, on any device, when its turn in `order_in_file` has come.
         metadata: of the header.
     Returns:
         Number of bytes, and the SHA-256 of the file as hex.
     Raises:
         OSError: the file cannot be written.
     """
-    # As safetensors itself orders them: the widest types first, so that every tensor is aligned.
-    order = sorted(shapes, key=lambda name: (-DTYPES[shapes[name][0]].itemsize, name))
+    order = order_in_file(shapes)
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name in order:

@@ -5,6 +5,8 @@ Checked with accelerate 1.15.0, torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 
@@ -55,6 +57,15 @@ def without_autocast(model: torch.nn.Module) -> None:
 def is_prepared(candidate: object) -> bool:
     """Whether `prepare` has made this object."""
     return getattr(candidate, "_is_accelerate_prepared", False)
+
+
+def epoch_being_read() -> tuple[int, int] | None:
+    """Which epoch of which prepared data loader is being read; None outside of them."""
+    state = sys.modules.get("accelerate.state")
+    if state is None or not state.GradientState._shared_state:
+        return None
+    loader = state.GradientState().active_dataloader
+    return None if loader is None else (id(loader), getattr(loader, "iteration", 0))
 
 
 def forget_state() -> None:

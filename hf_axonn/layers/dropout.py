@@ -69,11 +69,14 @@ def install_dropout(
 
 
 def dropout_names(module: nn.Module) -> list[str]:
-    """Attributes of a module that hold a dropout probability (which may be set later): p, attention_dropout ..."""
+    """Attributes of a module that hold how much is drawn in training (which may be set later).
+
+    A probability of dropout: p, attention_dropout ...; the noise of routers to experts: jitter_noise ...
+    """
     if is_dropout(module):
         return ["p"]
     values = vars(module).items()
-    return [name for name, value in values if isinstance(value, float) and re.search("dropout|pdrop", name)]
+    return [name for name, value in values if isinstance(value, float) and re.search("dropout|pdrop|jitter", name)]
 
 
 def probability(module: nn.Module, *names: str) -> Callable[[], bool]:

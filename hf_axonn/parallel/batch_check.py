@@ -1,9 +1,9 @@
 """Ranks that share samples must be given the same batch, and stand at the same random number.
 
-Checked at the first passes and at every 32nd after them, training and evaluation each for itself: other batches would
-not always fail, but train on nonsense. Each pass adds its batch to a checksum, which is what is compared, so that a
-single batch that differs is found at the next check. A check waits for the device and for the other ranks; the adding
-does not.
+Checked at the first passes, at every 32nd after them and at the first of each epoch of a prepared data loader,
+training and evaluation each for itself: other batches would not always fail, but train on nonsense. Each pass adds its
+batch to a checksum, which is what is compared, so that a single batch that differs is found at the next check. A check
+waits for the device and for the other ranks; the adding does not.
 
 Shapes of every batch are noted for the account that a rank gives when the run stands still
 (distributed/watchdog/progress.py).
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_axonn.compat.accelerate import epoch_being_read
 from hf_axonn.distributed.collectives import gather_quietly
 from hf_axonn.distributed.consistency import differences, digest_number, gather_texts
 from hf_axonn.distributed.watchdog.progress import PROGRESS
@@ -57,6 +58,7 @@ class BatchCheck:
         self.mesh = state.mesh
         self.model = model
         self._passes = {True: 0, False: 0}
+        self._read: dict[bool, tuple[int, int] | None] = {True: None, False: None}  # see `epoch_being_read`
         self._since = {True: _Sum(), False: _Sum()}  # of the batches since the last check
         self._drops: bool | None = None
 
@@ -71,7 +73,8 @@ class BatchCheck:
         if self.mesh.size("x", "y") == 1:
             return
         self._since[training].add(tensors, self.mesh.device)
-        if number < FIRST_PASSES or number % EVERY == 0:
+        before, self._read[training] = self._read[training], epoch_being_read()
+        if number < FIRST_PASSES or number % EVERY == 0 or self._read[training] not in (before, None):
             since, self._since[training] = self._since[training], _Sum()
             self._compare(tensors, since)
 

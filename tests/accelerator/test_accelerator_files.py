@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, load_checkpoint_in_model, set_seed
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -409,6 +412,23 @@ def test_several_models(tmp_path):
     run_ranks(_several, 2, tmp_path)
 
 
+@contextlib.contextmanager
+def one_full_tensor_at_a_time():
+    """Fails where a full tensor is gathered while an earlier one is alive."""
+    gathered, alive = DTensor.full_tensor, []
+
+    def full_tensor(tensor, **options):
+        assert not [its for its in alive if its() is not None], "an earlier full tensor is still there"
+        full = gathered(tensor, **options)
+        alive.append(weakref.ref(full))
+        return full
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "full_tensor", full_tensor)
+        yield
+    assert alive
+
+
 def _whole_models(folder: Path) -> None:
     for grid, kind in zip(GRIDS[4], ("llama", "gpt2"), strict=True):  # gpt2 has tied weights and Conv1D
         accelerator = new_accelerator(grid)
@@ -427,9 +447,18 @@ def _whole_models(folder: Path) -> None:
         for safe in (False, True):
             with pytest.raises(ValueError, match="this rank has only its shard"):
                 accelerator.save(model.state_dict(), place / "shards.bin", safe_serialization=safe)
-        accelerator.save_model(model, place / "model", max_shard_size="20KB")
+        (place / "model").mkdir(exist_ok=True, parents=True)
+        for older in ("model-00001-of-00099.safetensors", "mine.safetensors"):
+            (place / "model" / older).touch()
+        torch.distributed.barrier()
+        with one_full_tensor_at_a_time():
+            accelerator.save_model(model, place / "model", max_shard_size="20KB")
         assert any((place / "model").glob("*.safetensors"))  # every rank goes on when they are there
         accelerator.save(state, place / "whole.bin")  # of whole tensors
+        (place / "a file").touch()
+        with pytest.raises(SaveError, match="a file was not saved: rank 0: FileExistsError"):
+            accelerator.save_model(model, place / "a file")
+        accelerator.save_model(model, place / "one file")
         accelerator.save_model(model, place / "pickled", safe_serialization=False)
         # As scripts of Accelerate's examples end.
         accelerator.unwrap_model(model).save_pretrained(
@@ -454,7 +483,10 @@ def test_whole_models_are_ordinary_directories(tmp_path):
             loaded = AutoModelForCausalLM.from_pretrained(place / name, dtype=torch.float64)
             assert all(torch.equal(loaded.state_dict()[key], value) for key, value in wanted.items()), (place, name)
         assert len(list((place / "given").glob("*.safetensors"))) > 1
-        for name in ("model", "pickled"):
+        assert (place / "model" / "mine.safetensors").exists()
+        assert not (place / "model" / "model-00001-of-00099.safetensors").exists()
+        assert [path.name for path in (place / "one file").iterdir()] == ["model.safetensors"]
+        for name in ("model", "one file", "pickled"):
             blank = tiny_model(kind)
             with torch.no_grad():
                 for value in blank.parameters():

@@ -1,10 +1,10 @@
 """Scripts of other projects, unmodified, over grids: the numbers that they print, beside those of stock Accelerate.
 
-    OMP_NUM_THREADS=1 python -m tests.end_to_end.other_scripts CHECKOUT [--only NAME ...]
+    OMP_NUM_THREADS=1 python -m tests.end_to_end.other_scripts ACCELERATE PEFT [--only NAME ...]
 
-CHECKOUT is a checkout of accelerate's repository; TRL's script is that of the installed package. A grid is compared
-with stock Accelerate on data * z processes: each rank of x and y has the samples of one of them. Models and data are
-those of stand_ins.py. It prints the table of docs/accelerate.md and exits with 1 if a number differs by more
+ACCELERATE and PEFT are checkouts of their repositories; TRL's script is that of the installed package. A grid is
+compared with stock Accelerate on data * z processes: each rank of x and y has the samples of one of them. Models and
+data are those of stand_ins.py. It prints the table of docs/accelerate.md and exits with 1 if a number differs by more
 than 1e-4.
 """
 
@@ -47,17 +47,28 @@ class Script:
     log: str = ""
 
 
-def scripts(checkout: Path) -> list[Script]:
-    """The rows of the table."""
-    accelerate = [
-        ("gradient_accumulation_for_autoregressive_models", "--gradient_accumulation_steps 2"),
-        ("gradient_accumulation", "--gradient_accumulation_steps 2"),
-        ("local_sgd", "--local_sgd_steps 4"),
-    ]
-    features = checkout / "examples" / "by_feature"
-    found = [Script(name, features / f"{name}.py", f"--cpu {arguments}") for name, arguments in accelerate]
+def scripts(accelerate: Path, peft: Path) -> list[Script]:
+    """The rows of the table: of Accelerate all that need no further package, and no engine but its own."""
+    features = {
+        "gradient_accumulation_for_autoregressive_models": "--gradient_accumulation_steps 2",
+        "gradient_accumulation": "--gradient_accumulation_steps 2",
+        "automatic_gradient_accumulation": "",
+        "checkpointing": "--checkpointing_steps epoch --output_dir states",
+        "cross_validation": "--num_folds 2",
+        "ddp_comm_hook": "",
+        "early_stopping": "",
+        "local_sgd": "--local_sgd_steps 4",
+        "memory": "",
+        "multi_process_metrics": "",
+        "profiler": "--output_trace_dir traces",
+        "tracking": "--with_tracking --project_dir logs",
+    }
+    by_feature = accelerate / "examples" / "by_feature"
+    found = [Script(name, by_feature / f"{name}.py", f"--cpu {arguments}") for name, arguments in features.items()]
     sft, log = Path(trl.__file__).parent / "scripts" / "sft.py", "sft/checkpoint-4/trainer_state.json"
-    return [*found, Script("TRL sft", sft, SFT, log), Script("TRL sft, LoRA", sft, f"{SFT} --use_peft", log)]
+    found += [Script("TRL sft", sft, SFT, log), Script("TRL sft, LoRA", sft, f"{SFT} --use_peft", log)]
+    train, lora = peft / "examples" / "sft" / "train.py", "--use_peft_lora True --lora_dropout 0"
+    return [*found, Script("PEFT sft", train, f"{SFT} {lora}", log)]
 
 
 def numbers(folder: Path, script: Script, ended: Ended) -> list[float]:
@@ -97,7 +108,8 @@ def compare(found: list[float] | str, stock: list[float] | str) -> tuple[bool, s
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path)
+    parser.add_argument("accelerate", type=Path)
+    parser.add_argument("peft", type=Path)
     parser.add_argument("--only", nargs="*", default=[], help="names of rows")
     arguments = parser.parse_args()
     os.environ.update(ACCELERATE_USE_CPU="true", HF_DATASETS_OFFLINE="1", HF_EVALUATE_OFFLINE="1")
@@ -105,7 +117,7 @@ def main() -> int:
     well = True
     print("| script | numbers | " + " | ".join(map(str, GRIDS)) + " |")
     print("| --- | --: |" + " --- |" * len(GRIDS), flush=True)
-    for script in scripts(arguments.checkout.resolve()):
+    for script in scripts(arguments.accelerate.resolve(), arguments.peft.resolve()):
         if arguments.only and script.name not in arguments.only:
             continue
         cells = []

@@ -126,6 +126,38 @@ def _nested() -> None:
             torch.testing.assert_close(plain, recomputed, rtol=1e-5, atol=1e-6)
 
 
+def test_routers_draw_noise_as_their_tokens_are_owned():
+    run_ranks(_jitter, 4)
+
+
+def _jitter() -> None:
+    """Each rank routes tokens of its own, so no two draw alike; a recomputed layer draws what it drew."""
+    options = dict(router_jitter_noise=0.3, experts_implementation="eager", dtype=torch.float32)
+    model, _ = parallelize(tiny_model("mixtral", **options).train(), Grid(y=2, x=2))
+    batch, seen, grads = tiny_batch(2, 8), [], []
+    block = model.model.layers[0].mlp
+    enter = block.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
+    leave = block.gate.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
+    torch.manual_seed(3)
+    model(**batch)
+    enter.remove()
+    leave.remove()
+    noise = seen[1] / seen[0].view(seen[1].shape)
+    assert noise.min() < 0.8 and noise.max() > 1.2
+    draws = gathered(noise)
+    assert not any(torch.allclose(draws[rank], draws[other]) for rank in range(4) for other in range(rank))
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.zero_grad()
+        torch.manual_seed(4)
+        model(**batch).loss.backward()
+        sync_gradients(model)
+        grads.append([its.grad.full_tensor() for its in model.parameters()])
+    for plain, recomputed in zip(*grads, strict=True):
+        torch.testing.assert_close(plain, recomputed, rtol=1e-5, atol=1e-6)
+
+
 def test_evaluation_draws_nothing():
     run_ranks(_evaluation, 2)
 

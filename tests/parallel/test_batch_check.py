@@ -5,10 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import nn
+from torch.utils.data import DataLoader
 
 import hf_axonn
 from hf_axonn import Grid
+from hf_axonn.compat.accelerate import forget_state
 from hf_axonn.parallel.batch_check import BatchCheck, checksum
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import refused, run_ranks
@@ -55,6 +58,19 @@ def test_evaluation_counts_for_itself():
     assert check.compared == [1] * 8
 
 
+def test_the_first_pass_of_each_epoch_compares():
+    forget_state()
+    check = Noted(2)
+    accelerator = Accelerator(cpu=True)
+    loader, other = (accelerator.prepare(DataLoader(torch.arange(10))) for _ in range(2))
+    for each in (loader, loader, other):
+        for batch in each:
+            check((batch,), {})
+    check((batch,), {})  # not read from a loader
+    assert check.compared == [1, 1, 1, 1, 7, 10]  # passes 0 to 3, 10, 20
+    forget_state()
+
+
 def test_where_no_ranks_share_samples_nothing_is_compared():
     check = Noted(1)
     check((torch.tensor([1]),), {})
@@ -77,6 +93,10 @@ def _batches() -> dict[str, str]:
     found["content"] = refused(lambda: model(**tiny_batch(2, 8, seed=3 + me)))
     torch.manual_seed(5 + me)
     found["random"] = refused(call())
+    noisy = tiny_model("mixtral", router_jitter_noise=0.1, experts_implementation="eager")
+    hf_axonn.parallelize(noisy, Grid(x=2))
+    torch.manual_seed(5 + me)
+    found["jitter"] = refused(lambda: noisy.train()(**tiny_batch(2, 8)))
     model.eval()  # drops nothing, so random numbers are not needed
     call()()
     found["keys"] = refused(call(**({"position_ids": torch.arange(8)[None]} if me else {})))
@@ -100,7 +120,8 @@ def test_what_is_found_at_the_first_step():
     assert "input_ids is [2, 8] int64" in found["content"] and "on rank 1" in found["content"]
     assert "a batch among the last 29 is of checksum " in found["earlier"] and "Feed ranks" in found["earlier"]
     assert not any("among" in text for name, text in found.items() if name != "earlier")
-    assert "of seed 5) on rank 0" in found["random"] and "set_seed" in found["random"]
+    for name in ("random", "jitter"):
+        assert "of seed 5) on rank 0" in found[name] and "set_seed" in found[name]
     assert "position_ids is missing on rank 0" in found["keys"]
 
 

@@ -1,8 +1,11 @@
 """Lines of JSON: their numbers and places, files that appear complete or not at all."""
 
+import json
+import math
+
 import pytest
 
-from hf_axonn_eval.data.jsonl import Line, LineFile, decoded, is_count, json_lines, replacing, write_json
+from hf_axonn_eval.data.jsonl import Line, LineFile, decoded, is_count, json_lines, json_text, replacing, write_json
 
 
 def test_lines_have_numbers_and_begin_at_bytes(tmp_path):
@@ -44,6 +47,12 @@ def test_a_file_is_there_when_it_is_complete(tmp_path):
         unfinished.write(b"half")
         raise KeyError
     assert file.read_text().startswith("{") and [path.name for path in file.parent.iterdir()] == ["file.json"]
+
+
+def test_infinities_are_texts_and_what_is_no_number_is_null():
+    content = {"logprob": -math.inf, "of each": [1.5, math.inf, math.nan], "count": 2}
+    found = json.loads(json_text(content), parse_constant=pytest.fail)
+    assert found == {"logprob": "-inf", "of each": [1.5, "inf", None], "count": 2}
 
 
 def test_what_is_a_count():
