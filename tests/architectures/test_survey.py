@@ -54,7 +54,7 @@ def test_the_survey_sees_what_is_wrong_and_goes_on(monkeypatch):
     survey_grid([broken, unequal, late, right], "x2")
     rows = [specimen.row for specimen in (broken, unequal, late, right)]
     assert [row.verdict(BOUND) for row in rows] == ["wrong", "wrong", "wrong", "planned"]
-    assert "IndexError" in broken.row.note(BOUND) and name in unequal.row.note(BOUND)
+    assert "outside of the vocabulary" in broken.row.note(BOUND) and name in unequal.row.note(BOUND)
     assert late.row.note(BOUND) == "x2: hangs"
     assert summary(rows, BOUND) == "4 model types: 3 wrong, 1 planned, 0 Linear by Linear, 0 not possible"
     table = markdown(rows, ["x2"], BOUND, 60)
