@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 from hf_axonn.checkpoint.commit import commit, new_stage, recover, sync_directory
@@ -16,6 +17,7 @@ from hf_axonn.checkpoint.sharded import LAYOUTS
 COPIED = (".json", ".txt", ".model", ".jinja")
 NOT_COPIED = (MANIFEST, LAYOUTS, "trainer_state.json")
 INDEX = "model.safetensors.index.json"
+ORDINARY = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def export_hf(directory: str | Path, output: str | Path, *, shard_bytes: int = 5 * 2**30) -> None:
@@ -51,8 +53,7 @@ def export_hf(directory: str | Path, output: str | Path, *, shard_bytes: int = 5
             write_safetensors(stage / file, shapes, reader.read, {"format": "pt"})
         if len(files) > 1:
             weight_map = {name: file for file, names in files.items() for name in names}
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weight_map.items()))}
-            (stage / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+            write_index(stage, sum(sizes.values()), weight_map)
         for name in manifest.files:
             if "/" not in name and Path(name).suffix in COPIED and name not in NOT_COPIED:
                 shutil.copy2(directory / name, stage / name)
@@ -61,6 +62,19 @@ def export_hf(directory: str | Path, output: str | Path, *, shard_bytes: int = 5
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
+
+
+def write_index(directory: Path, total_size: int, weight_map: Mapping[str, str]) -> None:
+    """Write which file has which tensor, and how many bytes all of them have."""
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def remove_ordinary(directory: Path, *, keep: Container[str]) -> None:
+    """Remove the ordinary files of an earlier model, which would be read instead of what is there now."""
+    for path in directory.iterdir():
+        if path.name not in keep and (path.name == INDEX or ORDINARY.fullmatch(path.name)):
+            path.unlink()
 
 
 def _divide(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:

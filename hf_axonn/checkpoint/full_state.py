@@ -28,8 +28,7 @@ def full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = Non
     """
     state_dict = model.state_dict() if state_dict is None else state_dict
     first = world_rank() == 0
-    # By the parameter, and not by memory, which of an empty shard is no mark: all ranks must gather the same.
-    owners = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    owners = owners_of(model)
     result: dict[str, Any] = {}
     gathered: dict[object, Tensor | None] = {}
     for name, tensor in state_dict.items():
@@ -43,6 +42,14 @@ def full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = Non
             del full
         result[name] = gathered[owner]
     return result if first else {}
+
+
+def owners_of(model: nn.Module) -> dict[str, int]:
+    """A mark of each parameter by each of its names.
+
+    By the parameter, and not by memory, which of an empty shard is no mark: all ranks must gather the same.
+    """
+    return {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def is_sharded(state_dict: dict[str, Tensor]) -> bool:

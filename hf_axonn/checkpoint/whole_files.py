@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
+from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from hf_axonn.adapters.files import full_tensor
+from hf_axonn.checkpoint.export import remove_ordinary, write_index
+from hf_axonn.checkpoint.full_state import owners_of
 from hf_axonn.checkpoint.save import SaveError
 from hf_axonn.checkpoint.shard_files import describe, order_in_file, write_safetensors
 from hf_axonn.distributed.collectives import world_rank
@@ -21,8 +21,6 @@ from hf_axonn.engine.state import parallel_state
 
 
 PATTERN = "model{suffix}.safetensors"
-INDEX = "model.safetensors.index.json"
-OLDER = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 def save_whole(model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str) -> None:
@@ -45,29 +43,27 @@ def save_whole(model: nn.Module, directory: str | os.PathLike[str], max_shard_si
     tensors = _once_each(model)
     outlines = {name: torch.empty(its.shape, dtype=its.dtype, device="meta") for name, its in tensors.items()}
     plan = split_torch_state_dict_into_shards(outlines, filename_pattern=PATTERN, max_shard_size=max_shard_size)
-    writes, problem = world_rank() == 0, ""
-    for file, names in plan.filename_to_tensors.items():
-        shapes = {name: (describe(tensors[name]).dtype, tuple(tensors[name].shape)) for name in names}
-        left = order_in_file(shapes)
+    shapes = {name: (describe(its).dtype, tuple(its.shape)) for name, its in tensors.items()}
+    files = {file: {name: shapes[name] for name in names} for file, names in plan.filename_to_tensors.items()}
+    left = [name for of_file in files.values() for name in order_in_file(of_file)]
 
-        def full(name: str, left: list[str] = left) -> Tensor:
-            left.remove(name)
-            tensor = tensors[name].detach()
-            return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    def full(name: str) -> Tensor:
+        left.remove(name)
+        return full_tensor(tensors[name])
 
-        if writes and not problem:
-            try:
-                os.makedirs(directory, exist_ok=True)
-                write_safetensors(Path(directory, file), shapes, full, {"format": "pt"})
-            except OSError as error:
-                problem = f"{type(error).__name__}: {error}"
-        for name in list(left):  # of other ranks, and of one that can write no more: the gathers need all
-            full(name)
-    if writes and not problem:
+    problem = ""
+    if world_rank() == 0:
         try:
-            _finish(Path(directory), plan)
+            os.makedirs(directory, exist_ok=True)
+            for file, of_file in files.items():
+                write_safetensors(Path(directory, file), of_file, full, {"format": "pt"})
+            remove_ordinary(Path(directory), keep=files)
+            if plan.is_sharded:
+                write_index(Path(directory), plan.metadata["total_size"], plan.tensor_to_filename)
         except OSError as error:
             problem = f"{type(error).__name__}: {error}"
+    for name in list(left):  # of other ranks, and of one that can write no more: the gathers need all
+        full(name)
     problem = first_problem(problem, state.mesh.device)
     if problem:
         raise SaveError(f"{directory} was not saved: {problem}")
@@ -75,20 +71,9 @@ def save_whole(model: nn.Module, directory: str | os.PathLike[str], max_shard_si
 
 def _once_each(model: nn.Module) -> Mapping[str, Tensor]:
     """The tensors of a state dict, each by the first of its names."""
-    # By the parameter, and not by memory, which of an empty shard is no mark.
-    owners = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    owners = owners_of(model)
     found: dict[object, str] = {}
     state = model.state_dict()
     for name in state:
         found.setdefault(owners.get(name, name), name)
     return {name: state[name] for name in found.values()}
-
-
-def _finish(directory: Path, plan: StateDictSplit) -> None:
-    """Remove files of an earlier save, and write the index."""
-    for path in directory.iterdir():
-        if path.name not in plan.filename_to_tensors and (OLDER.fullmatch(path.name) or path.name == INDEX):
-            path.unlink()
-    if plan.is_sharded:
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -13,10 +13,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from pathlib import Path
 
-from hf_axonn.checkpoint.export import INDEX, export_hf
+from hf_axonn.checkpoint.export import export_hf, remove_ordinary
 from hf_axonn.checkpoint.manifest import MANIFEST, SHARDS, is_sharded_checkpoint, read_manifest
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.collectives import barrier, world_rank
@@ -27,15 +27,13 @@ from hf_axonn.engine.state import parallel_state
 
 EXPORTED = "_axonn-hub"  # what begins with _ is never uploaded
 TOTAL = re.compile(r"(total_(?:train|eval)_batch_size: )(\d+)")
-ORDINARY = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def push_to_hub(self, original: Callable, *args, **kwargs):
     """Upload the output directory, in which the model is saved as ordinary files."""
     with replaced({(self, "_axonn_ordinary"): True, (PROGRESS, "work"): ""}):
         result = original(*args, **kwargs)
-    if parallel_state(self.model) is not None:
-        barrier()  # rank 0 uploads, as long as that takes
+    _wait_for_rank_0(self)
     return result
 
 
@@ -86,15 +84,20 @@ def _push_from_checkpoint(self, original: Callable, checkpoint_folder: str) -> N
             if read_manifest(checkpoint_folder).model:
                 place_exported(Path(checkpoint_folder), Path(self.args.output_dir))
     original(checkpoint_folder)
-    if parallel_state(self.model) is not None:
-        barrier()
+    _wait_for_rank_0(self)
 
 
 def _finish_current_push(self, original: Callable) -> None:
     """As the stock method; at the end of training, where every rank calls it, they wait for rank 0's upload."""
     with replaced({(PROGRESS, "work"): "uploads to the hub"}):
         original()
-    if parallel_state(self.model) is not None and not getattr(self, "_axonn_ordinary", False):
+    if not getattr(self, "_axonn_ordinary", False):
+        _wait_for_rank_0(self)
+
+
+def _wait_for_rank_0(trainer) -> None:
+    """Which exports and uploads alone, as long as that takes. Collectives: `barrier`, for a parallelized model."""
+    if parallel_state(trainer.model) is not None:
         barrier()
 
 
@@ -124,13 +127,6 @@ def place_exported(source: Path, directory: Path) -> None:
     for name in new:
         os.replace(stage / name, directory / name)
     stage.rmdir()
-
-
-def remove_ordinary(directory: Path, *, keep: Container[str]) -> None:
-    """Remove the ordinary files of an earlier model, which would be read instead of what is there now."""
-    for path in directory.iterdir():
-        if path.name not in keep and (path.name == INDEX or ORDINARY.fullmatch(path.name)):
-            path.unlink()
 
 
 WRAPPERS = (push_to_hub, save_model, create_model_card, _push_from_checkpoint, _finish_current_push)

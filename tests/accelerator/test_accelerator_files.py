@@ -448,7 +448,7 @@ def _whole_models(folder: Path) -> None:
             with pytest.raises(ValueError, match="this rank has only its shard"):
                 accelerator.save(model.state_dict(), place / "shards.bin", safe_serialization=safe)
         (place / "model").mkdir(exist_ok=True, parents=True)
-        for older in ("model-00001-of-00099.safetensors", "mine.safetensors"):
+        for older in ("model.safetensors", "model-00001-of-00099.safetensors", "mine.safetensors"):
             (place / "model" / older).touch()
         torch.distributed.barrier()
         with one_full_tensor_at_a_time():
@@ -484,7 +484,8 @@ def test_whole_models_are_ordinary_directories(tmp_path):
             assert all(torch.equal(loaded.state_dict()[key], value) for key, value in wanted.items()), (place, name)
         assert len(list((place / "given").glob("*.safetensors"))) > 1
         assert (place / "model" / "mine.safetensors").exists()
-        assert not (place / "model" / "model-00001-of-00099.safetensors").exists()
+        for older in ("model.safetensors", "model-00001-of-00099.safetensors"):  # else read in place of the new
+            assert not (place / "model" / older).exists()
         assert [path.name for path in (place / "one file").iterdir()] == ["model.safetensors"]
         for name in ("model", "one file", "pickled"):
             blank = tiny_model(kind)

@@ -22,6 +22,22 @@ def gathered(value: torch.Tensor) -> list[torch.Tensor]:
     return every
 
 
+def assert_recomputed_alike(model, batch, *, reentrant: bool = False, all_used: bool = True) -> None:
+    """Recomputed layers must draw what they drew: then both ways give the same gradients."""
+    grads = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.zero_grad()
+        torch.manual_seed(4)
+        model(**batch).loss.backward()
+        sync_gradients(model)
+        used = [its.grad for its in model.parameters() if all_used or its.grad is not None]
+        grads.append([gradient.full_tensor() for gradient in used])
+    for plain, recomputed in zip(*grads, strict=True):
+        torch.testing.assert_close(plain, recomputed, rtol=1e-5, atol=1e-6)
+
+
 def test_mix_depends_on_every_value_and_their_order():
     values = {mix(1, 2), mix(2, 1), mix(1, 2, 0), mix(12), mix(1), mix(-1)}
     assert len(values) == 6 and all(0 <= value < 2**63 for value in values)
@@ -84,18 +100,7 @@ def _model() -> None:
         probe.remove()
         copies = gathered(again)
         assert all(torch.equal(copies[0], value) for value in copies) == repeats
-        # Recomputed layers must draw what they drew: then both ways give the same gradients.
-        grads = []
-        for checkpointing in (False, True):
-            if checkpointing:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.zero_grad()
-            torch.manual_seed(4)
-            model(**batch).loss.backward()
-            sync_gradients(model)
-            grads.append([parameter.grad.full_tensor() for parameter in model.parameters()])
-        for plain, recomputed in zip(*grads, strict=True):
-            torch.testing.assert_close(plain, recomputed, rtol=1e-5, atol=1e-6)
+        assert_recomputed_alike(model, batch)
 
 
 def test_recomputed_layers_draw_what_they_drew_inside_of_other_dropouts():
@@ -113,17 +118,7 @@ def _nested() -> None:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
         model, _ = parallelize(model, Grid(x=2))
-        batch, found = tiny_batch(2, 8), []
-        for checkpointing in (False, True):
-            if checkpointing:
-                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-            model.zero_grad()
-            torch.manual_seed(4)
-            model(**batch).loss.backward()
-            sync_gradients(model)
-            found.append([its.grad.full_tensor() for its in model.parameters() if its.grad is not None])
-        for plain, recomputed in zip(*found, strict=True):
-            torch.testing.assert_close(plain, recomputed, rtol=1e-5, atol=1e-6)
+        assert_recomputed_alike(model, tiny_batch(2, 8), reentrant=reentrant, all_used=False)
 
 
 def test_routers_draw_noise_as_their_tokens_are_owned():
@@ -134,7 +129,7 @@ def _jitter() -> None:
     """Each rank routes tokens of its own, so no two draw alike; a recomputed layer draws what it drew."""
     options = dict(router_jitter_noise=0.3, experts_implementation="eager", dtype=torch.float32)
     model, _ = parallelize(tiny_model("mixtral", **options).train(), Grid(y=2, x=2))
-    batch, seen, grads = tiny_batch(2, 8), [], []
+    batch, seen = tiny_batch(2, 8), []
     block = model.model.layers[0].mlp
     enter = block.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
     leave = block.gate.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
@@ -146,16 +141,7 @@ def _jitter() -> None:
     assert noise.min() < 0.8 and noise.max() > 1.2
     draws = gathered(noise)
     assert not any(torch.allclose(draws[rank], draws[other]) for rank in range(4) for other in range(rank))
-    for checkpointing in (False, True):
-        if checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.zero_grad()
-        torch.manual_seed(4)
-        model(**batch).loss.backward()
-        sync_gradients(model)
-        grads.append([its.grad.full_tensor() for its in model.parameters()])
-    for plain, recomputed in zip(*grads, strict=True):
-        torch.testing.assert_close(plain, recomputed, rtol=1e-5, atol=1e-6)
+    assert_recomputed_alike(model, batch)
 
 
 def test_evaluation_draws_nothing():

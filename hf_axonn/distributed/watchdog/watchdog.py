@@ -254,7 +254,9 @@ class Watchdog:
         judging = self._store.add(f"callers/{number}", 1) == 1
         self._store.set(f"alarm/{number}", "1")
         self._answer()
-        patience = PATIENCE + 2 * self._interval if broken else max(PATIENCE, self.limit / SHARE * SILENCE)
+        patience = PATIENCE + 2 * self._interval
+        if not broken:
+            patience = max(patience, self.limit / SHARE * SILENCE)
         end = time.monotonic() + (patience if judging else 3 * patience)
         while time.monotonic() < end:
             if (result := self.result()) is not None:  # another rank knew the cause
