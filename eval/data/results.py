@@ -39,6 +39,7 @@ MEASURED = (  # fields of a result that are not metrics; what metrics are comput
     "membership",
 )
 LOGPROB_ROUNDING = 1e-3  # a sum of float32 log-probabilities of certain tokens may come out above 0 by less
+LONGEST = 2**20  # tokens of a suffix: curves have a column for each
 # what reports read of a record
 _RECORD: dict[str, Any] = {
     "identity": dict,
@@ -327,6 +328,8 @@ def _checked(result: SampleResult) -> SampleResult:
         least = 1 if name.endswith("_length") else 0
         if getattr(result, name) < least:
             raise ValueError(f"{name} is {getattr(result, name)}, but it is at least {least}")
+    if result.suffix_length > LONGEST:
+        raise ValueError(f"suffix_length is {result.suffix_length}, but no sample asks for more than {LONGEST} tokens")
     if result.divergence_point > result.suffix_length:
         raise ValueError(f"divergence_point is {result.divergence_point} of {result.suffix_length} tokens")
     for name in ("logprob", "sampled_logprob"):

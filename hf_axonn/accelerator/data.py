@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from hf_axonn.accelerator.dispatching import dispatching_loader
+from hf_axonn.accelerator.shuffling import SampleOrder
 from hf_axonn.compat.accelerate import is_prepared, prepared_loaders, prepared_models
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, loader_facts
@@ -34,6 +35,7 @@ class DataMethods:
     """
 
     counts_processes = False
+    sample_order: SampleOrder
 
     @property
     def axonn_mesh(self) -> GridMesh:
@@ -81,8 +83,15 @@ class DataMethods:
             assert_same_on_all_ranks(
                 loader_facts(data_loader), self.device, "Give every rank the whole of the same data."
             )
-        generator = own_generator(data_loader)  # on all ranks: dropout's generator moves alike on all of them
+        settings, generator = self.dataloader_config, None
+        own = torch.Generator().manual_seed(torch.initial_seed())
         if not dispatch or self.axonn_mesh.size("x", "y") == 1:
+            sampler = random_sampler(data_loader)
+            stock = not settings.use_seedable_sampler and not settings.use_stateful_dataloader
+            alone = stock and (dispatch or self.axonn_mesh.size("data", "z") == 1)  # accelerate reads as one process
+            own = self.sample_order.shared if alone else own
+            if sampler is not None:
+                generator = self.sample_order.adopt(sampler, as_one_process=alone, resumable=stock)
             with replaced({(self, "counts_processes"): True}):
                 prepared = super().prepare_data_loader(
                     data_loader, device_placement=device_placement, slice_fn_for_dispatch=slice_fn_for_dispatch
@@ -92,7 +101,7 @@ class DataMethods:
                 prepared.synchronized_generator = generator
                 prepared.rng_types = [*(prepared.rng_types or ()), "generator"]
         else:
-            if self.use_stateful_dataloader:
+            if settings.use_stateful_dataloader:
                 raise ValueError(
                     f"use_stateful_dataloader with dispatch_batches is not supported over {self.axonn_plugin.grid}: "
                     "set dispatch_batches=False, every rank then reads its own samples."
@@ -109,7 +118,7 @@ class DataMethods:
         if prepared.base_dataloader.generator is None:
             # What an iteration draws for its workers must not move the generator that dropout uses: a run that is
             # resumed in the middle of an epoch begins one more.
-            prepared.base_dataloader.generator = torch.Generator().manual_seed(torch.initial_seed())
+            prepared.base_dataloader.generator = own
         try:
             self.check_even_batches()
         except ValueError:
@@ -193,16 +202,12 @@ class DataMethods:
             yield own
 
 
-def own_generator(loader: DataLoader) -> torch.Generator | None:
-    """The generator by which a loader shuffles, made if it has none of its own; None if it does not shuffle so."""
+def random_sampler(loader: DataLoader) -> RandomSampler | None:
+    """What a plain loader shuffles by; None if it does not shuffle so."""
     sampler = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(loader.sampler, BatchSampler):
         sampler = loader.sampler.sampler
-    if not isinstance(sampler, RandomSampler):
-        return None
-    if sampler.generator is None:
-        sampler.generator = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_()))
-    return sampler.generator
+    return sampler if isinstance(sampler, RandomSampler) else None
 
 
 def batches_of_dp_ranks(loader: DataLoader) -> list[int]:

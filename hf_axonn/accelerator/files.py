@@ -4,7 +4,7 @@
     get_state_dict                gathered to rank 0, as accelerate does under FSDP
     save_state, load_state        a sharded checkpoint (checkpoint/sharded.py), which has these files, too:
 
-        accelerator.json              steps taken, numbers of models, schedulers and registered objects
+        accelerator.json              steps, numbers of models, schedulers and registered objects, order of samples
         scheduler.bin, scheduler_1.bin ...       custom_checkpoint_0.pkl ...        random_states_RANK.pkl
         sampler.bin, dl_state_dict.bin           where accelerate itself writes them
         model_1-SAVE ...              further models, sharded checkpoints of their own
@@ -14,6 +14,7 @@ Everything that is loaded is compared with its checksum first, and nothing but t
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from accelerate.checkpointing import load_accelerator_state, save_accelerator_st
 from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME
 from torch import nn
 
+from hf_axonn.accelerator.shuffling import SampleOrder
 from hf_axonn.accelerator.training import GridScheduler
 from hf_axonn.checkpoint.full_state import full_state_dict, is_sharded
 from hf_axonn.checkpoint.manifest import Manifest, is_sharded_checkpoint
@@ -62,6 +64,11 @@ STATE = "accelerator.json"
 class LoadMethods:
     """Methods of Accelerator, on a grid of any size."""
 
+    @functools.cached_property
+    def sample_order(self) -> SampleOrder:
+        """How the loaders shuffle; made with the first of them."""
+        return SampleOrder()
+
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **kwargs) -> None:
         """As the stock method, from a state of any grid or of one process. Every rank must call it.
 
@@ -90,6 +97,8 @@ class LoadMethods:
         rank = world_rank() if random_file(world_rank()) in manifest.files else 0
         self._read_rest(directory, rank, load_kwargs)
         self._follow_schedules(state["positions"])
+        if "order" in state:  # not of 0.1.0
+            self.sample_order.resume(state["order"])
         self.step = state["step"]
 
     def _call_load_hooks(self, models: list[nn.Module], directory: Path) -> list[nn.Module]:
@@ -326,6 +335,7 @@ class FileMethods(LoadMethods):
             "schedulers": len(prepared_schedulers(self)),
             "objects": len(objects),
             "positions": save.grid.dp_size,  # the name of 0.1.0
+            "order": self.sample_order.state(),
         }
         (save.stage / STATE).write_text(json.dumps(state, indent=1))
 

@@ -84,6 +84,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def backward_pass() -> int:
+    """A number of the pass of autograd that is under way on this thread; a reentrant checkpoint begins one in one."""
+    return torch._C._current_graph_task_id()
+
+
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Called in a backward pass: have a function called when the pass is over, if it gets there."""
     torch.autograd.Variable._execution_engine.queue_callback(function)

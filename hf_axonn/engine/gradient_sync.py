@@ -18,6 +18,7 @@ under DistributedDataParallel. Gradients that nobody averaged are refused at a s
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hf_axonn.compat.torch import at_end_of_backward
+from hf_axonn.compat.torch import at_end_of_backward, backward_pass
 from hf_axonn.distributed.collectives import Pending, send_unfused, start_all_reduce, together
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.dtensors import local
@@ -176,6 +177,17 @@ class _Bucket:
                 grad.copy_(mean.view_as(grad))
 
 
+def _runs_of_false(flags: list[bool]) -> list[tuple[int, int]]:
+    """Where runs of False begin and end."""
+    runs, start = [], 0
+    for value, group in itertools.groupby(flags):
+        stop = start + len(list(group))
+        if not value:
+            runs.append((start, stop))
+        start = stop
+    return runs
+
+
 class _Average:
     """The averages of one step.
 
@@ -192,6 +204,7 @@ class _Average:
         self._of: dict[int, _Bucket] = {}
         self._stale: set[_Bucket] = set()
         self._launched = 0  # of `over_data`
+        self._passes: set[int] = set()  # of autograd, which brought gradients
         self._in_flight: deque[_Bucket] = deque()
         # Backward comes to the last parameters first. Sorting is stable: the same order on all ranks.
         for parameter in sorted(reversed(self.trained), key=lambda parameter: str(parameter.dtype)):
@@ -233,6 +246,7 @@ class _Average:
                 hook.remove()
 
     def _arrived(self, parameter: nn.Parameter) -> None:
+        self._passes.add(backward_pass())
         bucket = self._of[id(parameter)]
         if id(parameter) not in bucket.awaited:
             if bucket in self.over_data[: self._launched]:
@@ -267,11 +281,23 @@ class _Average:
         """Tell all ranks which gradients exist here, and which buckets have to be averaged again."""
         flags = [parameter.grad is not None for parameter in self.trained]
         flags += [bucket in self._stale for bucket in self.over_data]
-        flags = torch.tensor(flags, dtype=torch.int32, device=self.state.mesh.device)
-        return start_all_reduce(flags, dist.group.WORLD, op="max")
+        # Filled on the device, in runs of equal flags: a list that is copied there makes the host wait.
+        told = torch.ones(len(flags), dtype=torch.int32, device=self.state.mesh.device)
+        for start, stop in _runs_of_false(flags):
+            told[start:stop].zero_()
+        return start_all_reduce(told, dist.group.WORLD, op="max")
 
     def _end_agreement(self, agreement: Pending) -> None:
-        flags = agreement.wait().tolist()
+        """Wait for the answer only where it can change something here.
+
+        A rank that has all gradients has no use for those of others. Of which buckets are averaged again all ranks
+        need the same answer; but a gradient comes twice only if several passes of autograd bring gradients (reentrant
+        checkpoints, several calls of backward), and on all ranks it is the same code that makes them.
+        """
+        agreed = agreement.wait()
+        if len(self._passes) < 2 and all(parameter.grad is not None for parameter in self.trained):
+            return
+        flags = agreed.tolist()
         for parameter, somewhere in zip(self.trained, flags, strict=False):
             if somewhere and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -33,7 +33,8 @@ class HeadExchange:
         self.is_slice = is_own_slice(size, segments, heads, mesh)
         found = feature_ranges(size, segments, heads, mesh)
         self.padded = [part.padded for part in found]
-        self.indices = [self._tensor([feature for run in part.ranges for feature in run]) for part in found]
+        wanted = [[feature for run in part.ranges for feature in run] for part in found]
+        self.indices = [self._tensor(features) for features in wanted]
         if self.is_slice or not self.axes:
             return
         own, _ = feature_slice(size, mesh, *self.axes)
@@ -44,7 +45,7 @@ class HeadExchange:
         self.receive_sizes = [len(features) for features in arriving]
         arrived = [feature for features in arriving for feature in features]
         place_of = {feature: place for place, feature in enumerate(arrived)}
-        self.order = [self._tensor([place_of[int(feature)] for feature in index]) for index in self.indices]
+        self.order = [self._tensor([place_of[feature] for feature in features]) for features in wanted]
 
     def _tensor(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long, device=self.mesh.device)

@@ -15,7 +15,7 @@ Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for co
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,14 @@ class FeatureShards:
     counts: tuple[int, ...]
     index: int = 0
     group: ProcessGroup | None = None
+    _counts: dict[tuple, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def counts_for(self, values: Tensor) -> Tensor:
+        """`counts` [y, 1, ...] to be multiplied with [y, *values.shape]; brought to the device once."""
+        key = values.dtype, values.device
+        if key not in self._counts:
+            self._counts[key] = torch.tensor(self.counts, dtype=values.dtype, device=values.device)
+        return self._counts[key].view(-1, *[1] * values.dim())
 
     @property
     def own(self) -> slice:
@@ -165,7 +173,7 @@ def _mean_and_square(values: Tensor, size: int, shards: FeatureShards) -> tuple[
     if shards.group is None:
         return mean, square / size
     means, squares = start_all_gather(torch.stack([mean, square]), shards.group).wait().unbind(dim=1)
-    counts = torch.tensor(shards.counts, dtype=values.dtype, device=values.device).view(-1, *[1] * values.dim())
+    counts = shards.counts_for(values)
     mean = (means * counts).sum(dim=0) / size
     return mean, (squares + (means - mean).square() * counts).sum(dim=0) / size
 

@@ -230,7 +230,9 @@ class CausalLMLoss:
             kept_count: 0-d, kept tokens of this call.
             num_items_in_batch: kept tokens of the optimizer step, or None.
         """
-        count = kept_count if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        count = kept_count if num_items_in_batch is None else num_items_in_batch
+        if not isinstance(count, Tensor):  # which the device would have to be given
+            return weighted_sum / max(count, 1)
         return weighted_sum / count.to(weighted_sum.device).clamp(min=1)
 
     @contextmanager

@@ -176,7 +176,7 @@ def _gradient(
         factor = factor - (log_softmax + entropy.unsqueeze(1)).mul_(grad_entropy.unsqueeze(1))
     dlogits = log_softmax.exp_().mul_(factor)
     if grad_log_probs is not None:
-        rows = mine.nonzero().squeeze(-1)
-        dlogits[rows, column[rows]] += grad_log_probs[rows]
+        rows = torch.arange(len(column), device=column.device)
+        dlogits[rows, column] += torch.where(mine, grad_log_probs, 0)
     dlogits[:, len(chunks.own) :] = 0
     return dlogits

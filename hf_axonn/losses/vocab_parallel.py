@@ -160,9 +160,10 @@ class _ChunkedLoss(torch.autograd.Function):
                 if not any(ctx.needs_input_grad):
                     del logits, probabilities, found, graph
                     continue
-                # softmax - one-hot, for kept tokens
-                rows = mine.nonzero().squeeze(-1)
-                probabilities[rows, column[rows]] -= 1 - smoothing * size
+                # softmax - one-hot, for kept tokens. Rows of other ranks' targets lose 0: the host would have to wait
+                # to know which they are.
+                rows = torch.arange(len(column), device=column.device)
+                probabilities[rows, column] -= mine.to(wide) * (1 - smoothing * size)
                 if smoothing:
                     probabilities[:, :own] -= smoothing
                 dlogits = chunks.through_steps(graph, probabilities.mul_(kept.to(wide)))

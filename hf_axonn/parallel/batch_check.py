@@ -59,7 +59,7 @@ class BatchCheck:
         self.model = model
         self._passes = {True: 0, False: 0}
         self._read: dict[bool, tuple[int, int] | None] = {True: None, False: None}  # see `epoch_being_read`
-        self._since = {True: _Sum(), False: _Sum()}  # of the batches since the last check
+        self._since = {True: _Sum(self.mesh.device), False: _Sum(self.mesh.device)}  # since the last check
         self._drops: bool | None = None
 
     def __call__(self, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -72,10 +72,10 @@ class BatchCheck:
         self._passes[training] = number + 1
         if self.mesh.size("x", "y") == 1:
             return
-        self._since[training].add(tensors, self.mesh.device)
+        self._since[training].add(tensors)
         before, self._read[training] = self._read[training], epoch_being_read()
         if number < FIRST_PASSES or number % EVERY == 0 or self._read[training] not in (before, None):
-            since, self._since[training] = self._since[training], _Sum()
+            since, self._since[training] = self._since[training], _Sum(self.mesh.device)
             self._compare(tensors, since)
 
     def _compare(self, tensors: dict[str, Tensor], since: _Sum) -> None:
@@ -121,21 +121,21 @@ class BatchCheck:
 
 
 class _Sum:
-    """A checksum of all batches that were added, in their order."""
+    """A checksum of all batches that were added, in their order, on a device."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.batches = 0
         self.shapes = 0
-        self.content = torch.zeros((), dtype=torch.int64)
+        self.content = torch.zeros((), dtype=torch.int64, device=device)
 
-    def add(self, tensors: dict[str, Tensor], device: torch.device) -> None:
+    def add(self, tensors: dict[str, Tensor]) -> None:
         """Add the tensors of a batch. Without waiting for the device."""
         shapes = json.dumps({name: list(value.shape) for name, value in sorted(tensors.items())})
         self.batches += 1
         self.shapes = digest_number(f"{self.shapes} {shapes}")
-        content = self.content.to(device)
+        content = self.content
         for _, value in sorted(tensors.items()):
-            content = content * 31 + checksum(value).to(device)
+            content = content * 31 + checksum(value).to(content.device)
         self.content = content
 
 

@@ -67,6 +67,7 @@ def loaders() -> dict[str, DataLoader]:
         "map": DataLoader(rows, batch_size=2),
         "tuples": DataLoader(TensorDataset(torch.arange(ROWS), torch.arange(ROWS) % 2), batch_size=4),
         "shuffled": DataLoader(rows, batch_size=2, **shuffled),
+        "shuffled by torch's generator": DataLoader(rows, batch_size=2, shuffle=True),
         "drop_last": DataLoader(rows, batch_size=2, drop_last=True),
         "batch_sampler": DataLoader(rows, batch_sampler=sampler),
         "fewer rows than ranks": DataLoader(rows[:1], batch_size=2),

@@ -167,7 +167,7 @@ def test_a_state_goes_from_any_grid_to_any_other(truth, tmp_path, two):
     saved = json.loads((tmp_path / str(Grid(z=2, x=2)) / MANIFEST).read_text())["files"]
     assert {"accelerator.json", "custom_checkpoint_0.pkl", "scheduler.bin", "random_states_3.pkl"} <= saved.keys()
     state = json.loads((tmp_path / str(Grid(z=2, x=2)) / "accelerator.json").read_text())
-    assert state.keys() == {"step", "models", "schedulers", "objects", "positions"}  # what 0.1.0 writes and reads
+    assert state.keys() == {"step", "models", "schedulers", "objects", "positions", "order"}  # 0.1.0 has no order
     run_ranks(_resume, 2, tmp_path, two, truth)
     for name in (str(Grid(z=2, x=2)), str(Grid(data=2))):
         assert_equal(resume(Grid(), tmp_path / name), truth, (name, "one process"))

@@ -67,7 +67,7 @@ def test_trainer_gives_the_same_bits_twice_and_when_resumed(tmp_path, grid):
     run_ranks(_trainer_runs, 4, str(tmp_path), [grid])
 
 
-def _loop(folder: Path, grid: Grid, *, save_at: int | None = None, load: bool = False) -> str:
+def _loop(folder: Path, grid: Grid, *, save_at: tuple[int, int] | None = None, load: bool = False) -> str:
     """A plain Accelerate loop with accumulation; it may save its state in the middle of an epoch, or go on from it."""
     from accelerate import Accelerator
     from accelerate.utils import set_seed
@@ -79,11 +79,12 @@ def _loop(folder: Path, grid: Grid, *, save_at: int | None = None, load: bool = 
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
     loader = DataLoader(token_data(24, seed=0).to_list(), batch_size=2, shuffle=True, collate_fn=collate)
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    evaluation = accelerator.prepare(DataLoader(token_data(8, seed=1).to_list(), batch_size=2, collate_fn=collate))
     if load:
         accelerator.load_state(str(folder))
-    for epoch in range(2):
+    for epoch in range(save_at[0] if load else 0, 3):
         loader.set_epoch(epoch)
-        skipped = save_at if load and epoch == 0 else 0
+        skipped = save_at[1] if load and epoch == save_at[0] else 0
         rows = accelerator.skip_first_batches(loader, skipped) if skipped else loader
         for number, batch in enumerate(rows, start=skipped + 1):
             with accelerator.accumulate(model):
@@ -92,8 +93,11 @@ def _loop(folder: Path, grid: Grid, *, save_at: int | None = None, load: bool = 
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad()
-            if epoch == 0 and number == save_at and not load:
+            if (epoch, number) == save_at and not load:
                 accelerator.save_state(str(folder))
+        for batch in evaluation:
+            with torch.no_grad():
+                model(**batch)
     return local_bits(model, optimizer)
 
 
@@ -101,10 +105,12 @@ def _loops(folder: str, grids: list[Grid]) -> None:
     for grid in grids:
         place = Path(folder, str(grid))
         one = _loop(place, grid)
-        assert _loop(place, grid, save_at=4) == one, (grid, "the same loop twice; saving changes nothing")
-        assert _loop(place, grid, save_at=4, load=True) == one, (grid, "resumed in the middle of an epoch")
+        for save_at in ((0, 4), (1, 2)):
+            assert _loop(place, grid, save_at=save_at) == one, (grid, "the same loop twice; saving changes nothing")
+            again = _loop(place, grid, save_at=save_at, load=True)
+            assert again == one, (grid, save_at, "resumed in the middle of an epoch")
 
 
 @pytest.mark.slow
 def test_a_plain_loop_gives_the_same_bits_twice_and_when_resumed(tmp_path):
-    run_ranks(_loops, 4, str(tmp_path), GRIDS)
+    run_ranks(_loops, 4, str(tmp_path), [*GRIDS, Grid(y=2, x=2)])

@@ -23,6 +23,8 @@ from transformers import (
     core_model_loading,
     modeling_utils,
 )
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Transpose, WeightConverter
 
 from hf_axonn import Grid, from_pretrained, load_sharded, save_sharded
 from hf_axonn.checkpoint import lazy_tensors as unread
@@ -64,6 +66,46 @@ def _equal(folder: Path) -> None:
 
 def test_bit_for_bit_what_plain_loading_gives(folder):
     run_ranks(_equal, 4, folder)
+
+
+def _transposed_experts() -> None:
+    """Let files hold mixtral's experts with their last two dims turned, as those of some model types do."""
+    turns = {"gate_up_proj": Transpose(1, 2, check_dims=True), "down_proj": Transpose(1, 2)}
+    names = {f"mlp.experts.{name}": turn for name, turn in turns.items()}
+    converters = [WeightConverter(name, name, operations=[turn]) for name, turn in names.items()]
+    register_checkpoint_conversion_mapping("mixtral", converters, overwrite=True)
+
+
+def _transposed(folder: Path, target: Path) -> None:
+    _transposed_experts()
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    plain.save_pretrained(target / "stock")  # rank 0 writes
+    dist.barrier()
+    stored = load_file(target / "stock" / "model.safetensors")
+    for grid in (Grid(z=2), Grid(y=2)):
+        model = from_pretrained(folder, grid=grid)
+        model.save_pretrained(target / f"{grid}")
+        save_sharded(model, target / f"sharded-{grid}")
+        dist.barrier()
+        saved = load_file(target / f"{grid}" / "model.safetensors")
+        assert saved.keys() == stored.keys() and all(torch.equal(saved[name], stored[name]) for name in stored)
+        for source in (folder, target / f"sharded-{grid}"):
+            model = from_pretrained(source, grid=Grid(z=2))
+            for name, parameter in plain.named_parameters():
+                assert torch.equal(model.get_parameter(name).full_tensor(), parameter), (grid, source, name)
+
+
+def test_experts_that_a_checkpoint_transposes(tmp_path):
+    """down_proj is square: no shape tells whether it was turned."""
+    model = tiny_model("mixtral", dtype=torch.float32, num_local_experts=4, intermediate_size=48)
+    weights = {
+        name: (value.transpose(1, 2) if "mlp.experts" in name else value).contiguous()
+        for name, value in model.state_dict().items()
+    }
+    (tmp_path / "plain").mkdir()
+    model.config.save_pretrained(tmp_path / "plain")
+    save_file(weights, tmp_path / "plain" / "model.safetensors", metadata={"format": "pt"})
+    run_ranks(_transposed, 2, tmp_path / "plain", tmp_path)
 
 
 def _reads(folder: Path) -> None:

@@ -138,6 +138,7 @@ def test_damaged_lines_are_named(tmp_path):
         ({"sample_id": ["x"]}, "not str"),
         ({"exact_match": 3}, "exact_match is 3, not bool"),
         ({"suffix_length": 0}, "suffix_length is 0, but it is at least 1"),
+        ({"suffix_length": 10**12}, "suffix_length is 1000000000000, but no sample asks for more"),
         ({"divergence_point": 99}, "divergence_point is 99 of 2 tokens"),
         ({"hits": [True]}, "hits are 1 for 2 tokens"),
         ({"logprobs": [None, 1.0]}, "logprobs is "),

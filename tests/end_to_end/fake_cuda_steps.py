@@ -1,0 +1,240 @@
+"""What tests/end_to_end/test_fake_cuda.py runs on fake CUDA tensors: `python -m ... NAME NAME`, a line of JSON each.
+
+A name is a type of model, or `type-situation`, with a situation of SITUATIONS, or `-situation` if that needs no model.
+Models are trained for two steps, of which the first makes what is made once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+from unittest import mock
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_axonn import Grid, parallelize
+from hf_axonn.engine.gradient_sync import syncing
+from hf_axonn.parallel import batch_check
+from tests.helpers.adapting import adapt
+from tests.helpers.fake_cuda import HostReads, fake_gpu, pretend
+from tests.helpers.models import tiny_config
+
+
+GRID = Grid(data=2, z=2, y=2, x=2)
+ROWS, SEQ = 4, 16
+EXPERTS = dict(num_experts=8, num_local_experts=8, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
+LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8)
+SIZES = {
+    "gpt2": dict(n_embd=48, n_head=12, n_layer=2, n_inner=40, n_positions=64),
+    "deepseek_v3": LATENT | dict(n_group=2, topk_group=1, num_key_value_heads=12, first_k_dense_replace=1),
+}
+
+
+def make(kind: str, **changes):
+    known = AutoConfig.for_model(kind)
+    sizes = {name: value for name, value in EXPERTS.items() if hasattr(known, name)} | SIZES.get(kind, {})
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(tiny_config(kind, **sizes | dict(use_cache=False) | changes)).train()
+
+
+def batch() -> dict[str, torch.Tensor]:
+    ids = torch.zeros(ROWS, SEQ, dtype=torch.int64, device="cuda")
+    return dict(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
+
+
+def train(model, reads: HostReads, fault=lambda: None) -> None:
+    """Two steps of a bare loop."""
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad])
+    count = torch.ones((), dtype=torch.int64, device="cuda")
+    for before in ("first ", ""):
+        with reads.phase(f"{before}forward"), torch.autocast("cuda", torch.bfloat16):
+            loss = model(**batch(), num_items_in_batch=count).loss
+            fault()
+        with reads.phase(f"{before}backward"), syncing(model):
+            loss.backward()
+        with reads.phase(f"{before}clip"):
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            assert (norm.full_tensor() if isinstance(norm, DTensor) else norm).is_cuda
+        with reads.phase(f"{before}step"):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def plain(kind: str, reads: HostReads) -> None:
+    train(parallelize(make(kind), GRID)[0], reads)
+
+
+def reentrant(kind: str, reads: HostReads, use_reentrant: bool = True) -> None:
+    model, _ = parallelize(make(kind), GRID)
+    model.gradient_checkpointing_enable(dict(use_reentrant=use_reentrant))
+    train(model, reads)
+
+
+def checkpointed(kind: str, reads: HostReads) -> None:
+    reentrant(kind, reads, use_reentrant=False)
+
+
+def lora(kind: str, reads: HostReads) -> None:
+    model, _ = parallelize(make(kind), GRID)
+    with torch.device("cuda"):
+        model = adapt(model)
+    train(model, reads)
+
+
+def dropout(kind: str, reads: HostReads) -> None:
+    names = [name for name in AutoConfig.for_model(kind).to_dict() if name.endswith(("dropout", "pdrop"))]
+    train(parallelize(make(kind, **dict.fromkeys(names, 0.1)), GRID)[0], reads)
+
+
+def accelerate(kind: str, reads: HostReads) -> None:
+    from accelerate import Accelerator
+
+    from hf_axonn import AxonnPlugin
+
+    accelerator = Accelerator(parallelism_config=AxonnPlugin(grid=GRID), mixed_precision="bf16")
+    model = make(kind)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert accelerator.device.type == "cuda"
+    for before in ("first ", ""):
+        with reads.phase(f"{before}forward"):
+            loss = model(**batch(), num_items_in_batch=ROWS * SEQ).loss
+        with reads.phase(f"{before}backward"):
+            accelerator.backward(loss)
+        with reads.phase(f"{before}clip"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        with reads.phase(f"{before}step"):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def trainer(kind: str, reads: HostReads) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from hf_axonn import AxonnPlugin
+    from tests.helpers.training import collate, token_data
+
+    with tempfile.TemporaryDirectory() as folder:
+        options = dict(output_dir=folder, max_steps=2, report_to="none", save_strategy="no", bf16=True)
+        options |= dict(disable_tqdm=True, per_device_train_batch_size=ROWS, dataloader_pin_memory=False)
+        arguments = TrainingArguments(parallelism_config=AxonnPlugin(grid=GRID), **options)
+        with reads.phase("train"):
+            Trainer(
+                model=make(kind), args=arguments, train_dataset=token_data(64, seed=0), data_collator=collate
+            ).train()
+
+
+def evaluate(kind: str, reads: HostReads) -> None:
+    model = parallelize(make(kind), GRID)[0].eval()
+    for before in ("first ", ""):
+        with reads.phase(f"{before}forward"), torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+            assert model(**batch()).loss.is_cuda
+
+
+def generate(kind: str, reads: HostReads) -> None:
+    model = parallelize(make(kind, use_cache=True), GRID)[0].eval()
+    prompt = batch()
+    del prompt["labels"]
+    reads.yes = False
+    more = mock.patch.object(model, "_has_unfinished_sequences", side_effect=[True] * 3 + [False])
+    with reads.phase("generate"), more, torch.autocast("cuda", torch.bfloat16):
+        written = model.generate(**prompt, do_sample=False, max_new_tokens=3, pad_token_id=0, eos_token_id=None)
+    assert written.shape == (ROWS, SEQ + 3) and written.is_cuda
+
+
+def host_read(kind: str, reads: HostReads) -> None:
+    number = torch.ones((), device="cuda")
+    train(parallelize(make(kind), GRID)[0], reads, number.item)
+
+
+def two_devices(kind: str, reads: HostReads) -> None:
+    on_cpu = torch.ones(3, device="cpu")
+    train(parallelize(make(kind), GRID)[0], reads, lambda: torch.ones(3, device="cuda") + on_cpu)
+
+
+class _ReadInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert threading.current_thread() is not threading.main_thread(), "autograd has a thread for each GPU"
+        return grad * grad.sum().item()
+
+
+def one_of_each(_: str, reads: HostReads) -> None:
+    """Every kind of host read, each in a phase of its own."""
+    value, mask = torch.ones(8, device="cuda"), torch.ones(8, dtype=torch.bool, device="cuda")
+    on_cpu = torch.ones(8)
+    leaf = torch.ones(8, device="cuda", requires_grad=True)
+    loss = _ReadInBackward.apply(leaf).sum()
+    ways = {
+        "item": lambda: value[0].item(),
+        "bool": lambda: bool(mask.any()),
+        "tolist": lambda: value.tolist(),
+        "nonzero": lambda: value.nonzero(),
+        "equal": lambda: torch.equal(value, value),
+        "index of bools": lambda: value[mask],
+        "assignment by bools": lambda: value.__setitem__(mask, value[:4]),
+        "to the host": lambda: value.cpu(),
+        "to the device": lambda: on_cpu.to("cuda"),
+        "list to the device": lambda: torch.tensor([1, 2], device="cuda"),
+        "in backward": loss.backward,
+    }
+    for name, way in ways.items():
+        with reads.phase(name):
+            way()
+
+
+def nothing_read(_: str, reads: HostReads) -> None:
+    value, mask = torch.ones(8, device="cuda"), torch.ones(8, dtype=torch.bool, device="cuda")
+    on_cpu = torch.ones(8)
+    with reads.phase("nothing"):
+        on_cpu.to("cuda", non_blocking=True)
+        value[torch.arange(8, device="cuda")] = torch.where(mask, value, 0)
+        value.masked_fill_(mask, 3.0)
+        value[2:4].zero_()
+        assert on_cpu.sum().item() == 1.0 and torch.ones(3).nonzero() is not None
+
+
+SITUATIONS = dict(
+    reentrant=reentrant,
+    checkpointed=checkpointed,
+    lora=lora,
+    dropout=dropout,
+    accelerate=accelerate,
+    trainer=trainer,
+    evaluate=evaluate,
+    generate=generate,
+    host_read=host_read,
+    one_of_each=one_of_each,
+    nothing_read=nothing_read,
+    two_devices=two_devices,
+)
+
+
+def main(names: list[str]) -> None:
+    pretend()
+    warnings.simplefilter("ignore")
+    batch_check.FIRST_PASSES = 1  # of two steps the second shall be like most
+    for name in names:
+        kind, _, situation = name.partition("-")
+        problem, found = "", {}
+        try:
+            with fake_gpu(GRID) as reads:
+                found = reads.found
+                SITUATIONS.get(situation, plain)(kind, reads)
+        except Exception:
+            problem = traceback.format_exc()
+        lines = {phase: [[number, *key] for key, number in reads.items()] for phase, reads in found.items()}
+        print(json.dumps(dict(name=name, problem=problem, found=lines)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

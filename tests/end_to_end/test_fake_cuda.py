@@ -1,0 +1,119 @@
+"""Training steps as a GPU would see them, without one: nothing mixes devices, and the host does not wait for values.
+
+Everything here runs in processes of tests/end_to_end/fake_cuda_steps.py, one for the quick names and one for the slow
+ones, because importing costs more than a name does. See tests/helpers/fake_cuda.py for what fake CUDA tensors are.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.helpers import fake_cuda
+
+
+STEPS = "tests.end_to_end.fake_cuda_steps"
+QUICK = ["llama", "gpt2-dropout", "mixtral", "llama-reentrant", "llama-checkpointed", "llama-lora"]
+QUICK += ["llama-accelerate", "llama-trainer", "llama-evaluate", "llama-generate"]
+SLOW = ["gpt2", "starcoder2", "gemma2", "olmo2", "phi3", "mamba", "qwen3_moe", "deepseek_v3"]
+SLOW += ["gemma2-reentrant", "mixtral-reentrant", "deepseek_v3-checkpointed", "starcoder2-dropout", "gpt2-lora"]
+SLOW += ["mixtral-accelerate", "gpt2-trainer", "mixtral-evaluate", "qwen3_moe-generate", "mamba-generate"]
+FAULTS = ["llama-host_read", "llama-two_devices", "-one_of_each", "-nothing_read"]
+
+
+def named(names: list[str]) -> list:
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in names]
+
+
+# What the host reads in a step after the first. Lower a number when a read is gone; none may come back.
+EXPERT_LAYERS = {"mixtral": 2, "qwen3_moe": 2, "deepseek_v3": 1}
+OF_EXPERTS = 2  # in each of them: which tokens are its own, and how many
+
+
+def budget(name: str) -> dict[str, int]:
+    """Host reads by phase: none, but for experts and reentrant checkpoints."""
+    kind, _, situation = name.partition("-")
+    forward = OF_EXPERTS * EXPERT_LAYERS.get(kind, 0)
+    if situation == "evaluate":
+        return {"forward": forward}
+    again = forward if situation in ("reentrant", "checkpointed") else 0
+    agreed = situation == "reentrant"  # whether a gradient came twice, on some rank
+    return {"forward": forward, "backward": again + agreed, "clip": 0, "step": 0}
+
+
+@pytest.fixture(scope="module")
+def quick() -> dict[str, dict]:
+    return fake_cuda.run(STEPS, *QUICK, *FAULTS)
+
+
+@pytest.fixture(scope="module")
+def slow() -> dict[str, dict]:
+    return fake_cuda.run(STEPS, *SLOW)
+
+
+@pytest.fixture
+def result(request, name) -> dict:
+    """What the process that ran a name said of it."""
+    return request.getfixturevalue("slow" if name in SLOW else "quick")[name]
+
+
+def by_phase(found: dict[str, list]) -> dict[str, int]:
+    return {phase: sum(number for number, _, _ in reads) for phase, reads in found.items()}
+
+
+@pytest.mark.parametrize("name", named(QUICK + SLOW))
+def test_a_step_runs_on_cuda_tensors(result):
+    """FakeTensor raises where a tensor of the CPU meets one of the GPU, in backward on a thread of autograd."""
+    assert result["problem"] == ""
+
+
+COUNTED = [name for name in QUICK + SLOW if not name.endswith(("trainer", "generate"))]
+
+
+@pytest.mark.parametrize("name", named(COUNTED))
+def test_the_host_reads_no_more_than_it_must(result, name):
+    step = {
+        phase: reads for phase, reads in result["found"].items() if phase != "start" and not phase.startswith("first ")
+    }
+    assert by_phase(step) == budget(name), step
+
+
+def test_a_host_read_is_found(quick):
+    found = quick["llama-host_read"]["found"]
+    assert [line for line in found["forward"] if "fake_cuda_steps.py" in line[2] and "fault()" in line[2]] != []
+    assert by_phase(found)["forward"] == budget("llama")["forward"] + 1
+
+
+def test_each_kind_of_read_is_found_once(quick):
+    assert quick["-one_of_each"]["problem"] == ""
+    found = quick["-one_of_each"]["found"]
+    assert len(found) == 11
+    assert {phase: sum(number for number, _, _ in reads) for phase, reads in found.items()} == dict.fromkeys(found, 1)
+
+
+def test_what_waits_for_nothing_is_no_read(quick):
+    assert quick["-nothing_read"]["problem"] == ""
+    assert by_phase(quick["-nothing_read"]["found"]) == {"nothing": 0}
+
+
+@pytest.mark.parametrize("name", named(["llama", "gpt2-dropout", "phi3"]))
+def test_the_layout_of_heads_is_not_read_back(result):
+    """Where a model is made parallel, numbers go to the device and do not come back one by one."""
+    assert [line for line in result["found"]["start"] if line[1] != "copy to the device"] == []
+
+
+def test_a_tensor_of_the_cpu_is_found(quick):
+    assert "at least two devices, cuda:0 and cpu" in quick["llama-two_devices"]["problem"]
+
+
+def test_without_a_compiler(monkeypatch):
+    """The tests are skipped, but not in .ci/run."""
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv(fake_cuda.NEEDED, raising=False)
+    with pytest.raises(pytest.skip.Exception, match="C\\+\\+ compiler"):
+        fake_cuda.guard()
+    monkeypatch.setenv(fake_cuda.NEEDED, "1")
+    with pytest.raises(pytest.fail.Exception, match="install g\\+\\+"):
+        fake_cuda.guard()

@@ -1,0 +1,403 @@
+"""By the worst order of an asynchronous backend no bit changes, and all ranks issue their collectives in one order.
+
+Whatever is begun ahead is compared with the same run with all overlaps off on plain gloo. What plain gloo hides, and
+this must not, is planted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+
+from hf_axonn import finish_saves, parallelize, save_sharded
+from hf_axonn.compat.replaced import replaced
+from hf_axonn.config import AxonnConfig, Overlap
+from hf_axonn.distributed import collectives
+from hf_axonn.distributed.collectives import Pending, together
+from hf_axonn.engine import gradient_sync, matmul3d
+from hf_axonn.engine.gradient_sync import sync_gradients, syncing
+from hf_axonn.topology.grid import Grid
+from tests.engine.test_gradient_sync import Shared, gradients_of
+from tests.helpers.adversary import Issued, backend, problems_of_order
+from tests.helpers.crashes import values_of
+from tests.helpers.equality import give_gradients, local, rows_of
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
+
+
+NO_OVERLAP = Overlap(all_gather=False, reduce_scatter=False, all_reduce=False)
+MOE = dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=21, initializer_range=0.2)
+
+
+def llama():
+    return tiny_model("llama", dtype=torch.float32)
+
+
+def partly_frozen():
+    model = llama()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1.self_attn" not in name and "layers.0.mlp.up" not in name)
+    return model
+
+
+def adapted():
+    return get_peft_model(llama(), LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False))
+
+
+def recomputed(*, use_reentrant):
+    model = llama()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    return model
+
+
+MODES = {
+    "plain": llama,
+    "frozen weights": partly_frozen,
+    "LoRA": adapted,
+    "MoE": lambda: tiny_model("mixtral", dtype=torch.float32, experts_implementation="eager", **MOE),
+    "tied weights": lambda: tiny_model("smollm2", dtype=torch.float32),
+    "recomputed": functools.partial(recomputed, use_reentrant=False),
+    "recomputed reentrantly": functools.partial(recomputed, use_reentrant=True),
+}
+
+
+def made(mode, grid, *, overlap=True, keep="none"):
+    config = AxonnConfig(grid=grid, overlap=Overlap() if overlap else NO_OVERLAP, keep_gathered=keep)
+    model, _ = parallelize(MODES[mode](), grid, config=config)
+    return model.train()
+
+
+def trained(model, grid, folder=None, *, overlap=True, steps=2, micro_batches=2):
+    """Everything that some clipped AdamW steps leave on this rank, and with a folder, what is written after them.
+
+    Without, clipping and AdamW work on the shards as plain tensors, because DTensor plans each operation for seconds.
+    """
+    parameters = {name: its for name, its in model.named_parameters() if its.requires_grad}
+    updated = {name: its if folder else local(its) for name, its in parameters.items()}
+    optimizer = torch.optim.AdamW(updated.values(), lr=1e-2, weight_decay=0.1)
+    found = {}
+    for step in range(steps):
+        for micro in range(micro_batches):
+            batch = rows_of(tiny_batch(4, 7, seed=10 * step + micro), grid, dist.get_rank())
+            loss = model(**batch).loss
+            found[f"loss {step}.{micro}"] = loss.detach()
+            with syncing(model) if overlap and micro + 1 == micro_batches else contextlib.nullcontext():
+                loss.backward()
+        if not overlap:
+            sync_gradients(model)
+        shards = {name: its.grad.to_local() for name, its in parameters.items()}
+        found |= {f"gradient {step} {name}": shard.clone() for name, shard in shards.items()}
+        gradients = [its.grad for its in parameters.values()] if folder else shards.values()
+        norm = torch.nn.utils.get_total_norm(gradients, foreach=False)
+        found[f"norm {step}"] = norm = norm.full_tensor() if folder else norm
+        for shard in shards.values():
+            shard.mul_((0.5 / norm).clamp(max=1.0))
+        if not folder:
+            give_gradients(parameters.values(), updated.values())
+        optimizer.step()
+        optimizer.zero_grad()
+        model.zero_grad()
+    if folder:
+        save_sharded(model, folder, optimizer=optimizer, async_save=True)
+        prompt = rows_of(tiny_batch(4, 5, seed=7), grid, dist.get_rank())["input_ids"]
+        found["written"] = model.eval().generate(
+            input_ids=prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=3,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        finish_saves()
+        collectives.barrier()
+        adapters = folder / "adapter_model.safetensors"
+        saved = load_file(adapters) if adapters.exists() else values_of(folder)
+        found |= {f"saved {name}": value for name, value in saved.items()}
+    return found | {f"parameter {name}": its.to_local().detach().clone() for name, its in parameters.items()}
+
+
+def differences(truth, ours):
+    assert truth.keys() == ours.keys() and len(truth) > 6
+    assert all(value.isfinite().all() for value in truth.values())
+    return [name for name, value in truth.items() if not torch.equal(value, ours[name])]
+
+
+def by_the_worst_order(cases, folder):
+    """For each (grid, mode, branch, keep, full): what differs on this rank, and what it issued."""
+    found = []
+    for number, (grid, mode, like, keep, full) in enumerate(cases):
+        here = [folder / f"{which} {number}" if full else None for which in ("truth", "ours")]
+        with backend(like):
+            truth = trained(made(mode, grid, overlap=False), grid, here[0], overlap=False)
+        with backend(like, late=True) as late:
+            ours = trained(made(mode, grid, keep=keep), grid, here[1])
+        found.append((differences(truth, ours), late.issued))
+    return found
+
+
+def check(cases, folder, timeout=240):
+    """Run cases on four ranks; returns the kinds of collectives that were issued."""
+    ranks = run_ranks(by_the_worst_order, 4, cases, folder, timeout=timeout)
+    kinds = set()
+    for number, case in enumerate(cases):
+        differing, issued = zip(*(found[number] for found in ranks), strict=True)
+        assert not any(differing), (case, differing)
+        assert not problems_of_order(issued), case
+        kinds |= {each.op for own in issued for each in own}
+    return kinds
+
+
+# Every axis, and both branches; each mode on every grid is slow.
+QUICK = [
+    (Grid(z=2, x=2), "plain", "nccl", "none", True),
+    (Grid(z=2, y=2), "frozen weights", "gloo", "none", False),
+    (Grid(data=2, z=2), "LoRA", "nccl", "none", False),
+    (Grid(data=2, z=2), "plain", "gloo", "all", False),
+    (Grid(y=2, x=2), "MoE", "gloo", "none", False),
+]
+KINDS = {
+    *("all_gather", "reduce_scatter", "all_to_all", "irecv +1", "isend +1", "barrier", "broadcasts"),
+    *("all_reduce avg", "all_reduce max", "all_reduce sum", "functional all_reduce sum", "broadcast from 0"),
+}
+
+
+def test_no_bit_changes_and_all_ranks_issue_one_order(tmp_path):
+    assert check(QUICK, tmp_path) >= KINDS
+
+
+ALL_GRIDS = [
+    *(Grid(z=2, x=2), Grid(y=2, x=2), Grid(z=2, y=2), Grid(data=2, x=2), Grid(data=2, y=2), Grid(data=2, z=2)),
+    *(Grid(x=4), Grid(y=4), Grid(z=4), Grid(data=4)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("like", ["gloo", "nccl"])
+@pytest.mark.parametrize("mode", MODES)
+def test_no_bit_changes_on_any_grid(tmp_path, mode, like):
+    """Both branches together generate and save on each of its grids. What is kept of gathers is the same in both."""
+    grids = ALL_GRIDS if mode in ("plain", "MoE") else ALL_GRIDS[:3]  # the others send no more kinds of messages
+    cases = [(grid, mode, like, "none", number % 2 == (like == "gloo")) for number, grid in enumerate(grids)]
+    if like == "nccl":
+        cases += [(grid, mode, like, keep, False) for grid in grids if grid.z > 1 for keep in ("all", 1)]
+    check(cases, tmp_path, timeout=560)
+
+
+START_REDUCTION, START_GATHER = matmul3d.start_reduction, matmul3d.start_gather
+START_ALL_REDUCE = gradient_sync.start_all_reduce
+
+
+def changed_under_way(late, *args):
+    """Launches the reduction of weight gradients, and changes them then."""
+    pending = START_REDUCTION(*args)
+    if not late:
+        pending.wait()  # gloo has mostly sent by then; here it always has
+    for grad in args[0]:
+        grad.mul_(3)
+    return pending
+
+
+def never_waited_for(late, *args):
+    """The gather of weights, whose result is used at once."""
+    pending = START_GATHER(*args)
+    if not late:
+        pending.wait()
+    return Pending(pending._result, None, pending._finish)
+
+
+def backward_on_rank_1(late, weights, layouts, *args):
+    """Gathers the weights of a group one by one; one rank begins with the last."""
+    order = list(range(len(weights)))
+    begun = {}
+    for i in order[::-1] if dist.get_rank() == 1 else order:
+        begun[i] = START_GATHER([weights[i]], [layouts[i]], *args)
+    return together([begun[i] for i in order]).then(lambda each: [blocks[0] for blocks in each])
+
+
+def with_mistake(name, mistake, lates):
+    """For gloo (late is false) and the worst order: what one step leaves that is not right, and what was issued."""
+    grid, found = Grid(z=2), {}
+    one_step = functools.partial(trained, grid=grid, steps=1, micro_batches=1)
+    with backend("nccl"):
+        truth = one_step(made("plain", grid, overlap=False), overlap=False)
+    for late in lates:
+        with backend("nccl", late=late) as it, replaced({(matmul3d, name): functools.partial(mistake, late)}):
+            ours = one_step(made("plain", grid))
+            wrong = {name: ours[name] for name, value in truth.items() if not torch.equal(value, ours[name])}
+            found[late] = wrong, it.issued
+    return found
+
+
+def test_a_gradient_that_changes_after_its_launch_is_seen():
+    for found in run_ranks(with_mistake, 2, "start_reduction", changed_under_way, (False, True)):
+        assert not found[False][0]  # plain gloo does not see it
+        assert any(name.startswith("gradient") for name in found[True][0])
+
+
+def test_weights_that_are_read_before_they_arrive_are_seen():
+    for found in run_ranks(with_mistake, 2, "start_gather", never_waited_for, (False, True)):
+        assert not found[False][0]
+        assert found[True][0]["loss 0.0"].isnan()
+
+
+def test_another_order_on_one_rank_is_seen():
+    ranks = run_ranks(with_mistake, 2, "start_gather", backward_on_rank_1, (True,))
+    wrong, issued = zip(*(found[True] for found in ranks), strict=True)
+    assert not any(wrong)  # no number tells, as each is waited for in its turn
+    (problem,) = problems_of_order(issued)
+    assert re.search(r"collective \d+ is all_gather of \[\d+\] float32 on rank 0 and all_gather of", problem)
+
+
+def write_to_an_average():
+    def start_all_reduce(value, *args, **options):
+        pending = START_ALL_REDUCE(value, *args, **options)
+        if options["op"] == "mean":
+            value.mul_(2)
+        return pending
+
+    grid = Grid(data=2)
+    with backend("nccl", late=True), replaced({(gradient_sync, "start_all_reduce"): start_all_reduce}):
+        with pytest.raises(AssertionError, match="the output of all_reduce avg .* was written to before"):
+            trained(made("plain", grid), grid)
+
+
+def test_an_output_that_is_written_to_before_it_arrives_is_seen():
+    run_ranks(write_to_an_average, 2)
+
+
+class WithoutFinish(gradient_sync._Average):
+    """Averages that are not waited for before more is added to their gradients."""
+
+    @contextlib.contextmanager
+    def watching(self):
+        hooks = [its.register_post_accumulate_grad_hook(self._arrived) for its in self.trained]
+        yield
+        for hook in hooks:
+            hook.remove()
+
+
+def arrive_in_parts():
+    """Gradients of a layer that is used twice; the average of the first part is under way when the second arrives.
+
+    For each branch whether no bit changes by the worst order, and whether none does where the wait is forgotten.
+    """
+    found = {}
+    value = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    torch.manual_seed(0)
+    model, _ = parallelize(Shared(use_reentrant=True), Grid(data=2))
+    alone = {(gradient_sync, "BUCKET_BYTES"): 1, (collectives, "ALONE_BYTES"): 1}
+    for like in ("nccl", "gloo"):
+        with backend(like), replaced(alone):
+            truth = gradients_of(model, value, ahead=True)
+        for average in (gradient_sync._Average, WithoutFinish):
+            with backend(like, late=True), replaced(alone | {(gradient_sync, "_Average"): average}):
+                ours = gradients_of(model, value, ahead=True)
+            found[like, average] = all(map(torch.equal, truth, ours))
+    return found
+
+
+def test_a_gradient_in_parts_is_averaged_alike():
+    for found in run_ranks(arrive_in_parts, 2):
+        for (like, average), equal in found.items():
+            assert equal == (average is gradient_sync._Average), (like, average)
+
+
+def one_of_each():
+    """For each collective: its output before the wait, and after it when the input was multiplied by 10 in between."""
+    world, rank, functional = dist.group.WORLD, dist.get_rank(), torch.ops._c10d_functional
+    own = torch.tensor([1.0, 2.0]).add(rank).unsqueeze(1)
+    many = own[:1].repeat(1000, 1)
+    found = {}
+
+    def look(name, input_, early, wait):
+        early = early.clone()
+        input_.mul_(10)
+        found[name] = early.flatten().tolist()[-1], wait().flatten().tolist()[-1]
+
+    with backend("nccl", late=True) as it:
+        for name, input_, begin in (
+            ("all_gather", own.clone(), collectives.start_all_gather),
+            ("of integers", own.long(), collectives.start_all_gather),
+            ("reduce_scatter", own.clone(), collectives.start_reduce_scatter),
+        ):
+            pending = begin(input_, world)
+            look(name, input_, pending._result, pending.wait)
+        for name, input_, begin in (
+            ("functional all_gather", own.clone(), functional.all_gather_into_tensor),
+            ("functional reduce_scatter", own.clone(), functional.reduce_scatter_tensor),
+            ("functional all_reduce", own.clone(), functional.all_reduce),
+        ):
+            options = ("sum",) * ("reduce" in name) + (2,) * ("all_reduce" not in name) + (world.group_name,)
+            output = begin(input_, *options)
+            look(name, input_, output, functools.partial(functional.wait_tensor, output))
+        value = own.clone()
+        pending = collectives.start_all_reduce(value, world)
+        found["all_reduce"] = value[1].item(), pending.wait()[1].item()
+        issued = it.issued
+    with backend("gloo", late=True) as it:
+        pending = collectives.start_all_gather(many, world)
+        early = pending._result[1 - rank][-1].item()
+        found["messages"] = early, pending.wait()[1 - rank][-1].item()
+        pending = collectives.start_reduce_scatter(own, world)
+        look("all_to_all", own, pending._result, pending.wait)
+    return found, [str(each) for each in issued + it.issued]
+
+
+def test_every_collective_is_held_until_the_wait():
+    largest = torch.iinfo(torch.int64).max
+    for rank, (found, issued) in enumerate(run_ranks(one_of_each, 2)):
+        early = {name: values[0] for name, values in found.items()}
+        assert early.pop("of integers") == largest and all(map(math.isnan, early.values())), early
+        summed = (30.0, 50.0)[rank]
+        assert {name: values[1] for name, values in found.items()} == {
+            "all_gather": 30.0,
+            "of integers": 30,
+            "reduce_scatter": summed,
+            "functional all_gather": 30.0,
+            "functional reduce_scatter": summed,
+            "functional all_reduce": 50.0,
+            "all_reduce": 5.0,  # in place: what its input becomes is its output's, and an error
+            "messages": 2.0 - rank,
+            "all_to_all": summed,
+        }
+        assert issued == [
+            "all_gather of [2] float32",
+            "all_gather of [2] int64",
+            "reduce_scatter of [2] float32",
+            "functional all_gather of [2, 1] float32",
+            "functional reduce_scatter sum of [2, 1] float32",
+            "functional all_reduce sum of [2, 1] float32",
+            "all_reduce sum of [2, 1] float32",
+            "irecv +1 of [1000, 1] float32",
+            "isend +1 of [1000, 1] float32",
+            "all_to_all of [2, 1] float32",
+        ]
+
+
+def test_orders_that_differ_or_wait_in_a_circle_are_found():
+    first, second = ("first", (0, 1)), ("second", (0, 1))
+    one, two, other = Issued(first, "all_gather", (3,), "float32"), Issued(second, "all_gather", (3,), "float32"), None
+    assert not problems_of_order([[one, two, one], [one, two, one]])
+    assert not problems_of_order([[], []])
+    for field, value in (("op", "barrier"), ("shape", (4,)), ("dtype", "int64")):
+        other = dataclasses.replace(one, **{field: value})
+        (problem,) = problems_of_order([[one, other, two], [other, two, one]])
+        assert f"on group first of the ranks [0, 1], collective 0 is {one} on rank 0 and {other} on rank 1" == problem
+    (problem,) = problems_of_order([[one, two], [one, two, one]])
+    assert "collective 1 is missing on rank 0" in problem
+    (problem,) = problems_of_order([[one], []])
+    assert "missing on rank 1" in problem
+    (problem,) = problems_of_order([[one, two], [two, one]])  # each group has its own order
+    assert "these wait for each other" in problem and "group second of [0, 1]" in problem
+    rings = [(name, ranks) for name, ranks in (("a", (0, 1)), ("b", (1, 2)), ("c", (0, 2)))]
+    a, b, c = (Issued(group, "barrier", (), "None") for group in rings)
+    assert not problems_of_order([[a, c], [a, b], [b, c]])
+    assert problems_of_order([[c, a], [a, b], [b, c]])

@@ -1,0 +1,334 @@
+"""The worst order that an asynchronous backend may choose, on gloo, and the order in which each rank issued what.
+
+A backend may send late: a GPU's collective runs when its stream comes to it. So here nothing is sent before `wait()`,
+inputs are read then, and until then outputs hold what no result is: NaN, of integers the largest. What changes an
+input under way or reads an output too early gives other numbers, in every run. gloo itself hides both: it is mostly
+done before the caller goes on.
+
+    with backend("nccl"):                   the engine's code for NCCL, run by gloo as gloo would
+    with backend("nccl", late=True) as it:  the same by the worst order; `it.issued` is what this rank issued
+    problems_of_order([issued of rank 0, issued of rank 1, ...])
+
+It stands in for what hf_axonn/distributed calls, the only place of collectives, and for the functional collectives of
+torch that DTensor calls (`full_tensor`, a norm over all ranks). What Accelerate gathers by itself goes past it.
+"""
+
+from __future__ import annotations
+
+import functools
+import graphlib
+import itertools
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from hf_axonn.compat.replaced import replaced
+from hf_axonn.distributed import collectives, gloo
+from hf_axonn.engine import gradient_sync
+
+
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.AVG,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+@dataclass(frozen=True, order=True)
+class Issued:
+    """One collective, as a rank issued it. The group is its name, the same on its members, and their ranks."""
+
+    group: tuple[str, tuple[int, ...]]
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.op} of {list(self.shape)} {self.dtype}"
+
+
+def poison(tensor: Tensor) -> None:
+    """Overwrite a tensor with what no result is."""
+    with torch.no_grad():
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+            tensor.fill_(float("nan"))
+        elif tensor.dtype == torch.bool:
+            tensor.logical_not_()
+        else:
+            tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+class Held:
+    """A collective that was issued and that the backend has not begun. `wait()` runs it.
+
+    Args:
+        run: sends, and fills the output.
+        output: what `run` fills; nobody may write to it before.
+        what: for messages.
+    """
+
+    def __init__(self, run: Callable[[], None], output: Tensor, what: str) -> None:
+        self._run: Callable[[], None] | None = run
+        self._output = output
+        self._what = what
+        poison(output)
+        self._version = None if output.is_inference() else output._version
+
+    def wait(self, timeout: object = None) -> bool:
+        if self._run is not None:
+            run, self._run = self._run, None
+            assert self._version is None or self._output._version == self._version, (
+                f"the output of {self._what} was written to before it was waited for"
+            )
+            with torch.no_grad():
+                run()
+        return True
+
+
+class HeldMessage:
+    """A message between two ranks that has not been begun. `start()` begins it."""
+
+    def __init__(self, begin: Callable[[], dist.Work]) -> None:
+        self._begin = begin
+        self._work: dist.Work | None = None
+
+    def start(self) -> None:
+        self._work = self._work or self._begin()
+
+    def wait(self, timeout: object = None) -> bool:
+        self.start()
+        return self._work.wait()
+
+
+class HeldMessages(gloo.Messages):
+    """Messages that are waited for together are begun together: the other ranks wait for theirs before they send."""
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.start()
+        super().wait()
+
+
+class Backend:
+    """The `dist` that hf_axonn/distributed sees, and torch's functional collectives.
+
+    Args:
+        like: whose branch the engine takes, nccl or gloo.
+        late: whether everything waits for `wait()`; otherwise gloo does as it always does.
+
+    Attributes:
+        issued: what this rank issued, in order.
+    """
+
+    def __init__(self, like: str, *, late: bool) -> None:
+        self.like = like
+        self.late = late
+        self.issued: list[Issued] = []
+        self._functional: dict[int, Held] = {}
+
+    def note(self, op: str, group: ProcessGroup | None, shape: Sequence[int], dtype: object) -> None:
+        group = group or dist.group.WORLD
+        who = group.group_name, tuple(dist.get_process_group_ranks(group))
+        self.issued.append(Issued(who, op, tuple(shape), str(dtype).removeprefix("torch.")))
+
+    def _out_of_place(self, op: str, original: Callable) -> Callable:
+        """An `original(output, input, ..., group=, async_op=)`."""
+
+        def issue(output, input_, *sizes, group=None, async_op=False, **options):
+            # Ranks send unequal numbers of rows where they say how many.
+            self.note(op, group, input_.shape[1:] if sizes else input_.shape, input_.dtype)
+            call = functools.partial(original, output, input_, *sizes, group=group, **options)
+            if not (self.late and async_op):
+                return call(async_op=async_op)
+            return Held(call, output, str(self.issued[-1]))
+
+        return issue
+
+    def all_reduce(self, value, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        self.note(f"all_reduce {op}".replace("RedOpType.", "").lower(), group, value.shape, value.dtype)
+        if not (self.late and async_op):
+            return dist.all_reduce(value, op=op, group=group, async_op=async_op)
+        travels = value.detach().clone(memory_format=torch.contiguous_format)
+
+        def run():
+            dist.all_reduce(travels, op=op, group=group)
+            value.detach().copy_(travels)
+
+        return Held(run, value, str(self.issued[-1]))
+
+    def _message(self, op: str, original: Callable, peer: str) -> Callable:
+        """An `original(tensor, group=, peer=)`, noted by how far on in the group the other rank is."""
+
+        def issue(tensor, *, group, **peers):
+            away = (peers[peer] - group.rank()) % group.size()
+            self.note(f"{op} +{away}", group, tensor.shape, tensor.dtype)
+            call = functools.partial(original, tensor, group=group, **peers)
+            if not self.late:
+                return call()
+            if op == "irecv":
+                poison(tensor)
+            return HeldMessage(call)
+
+        return issue
+
+    def broadcast(self, value, src=0, **options):
+        self.note(f"broadcast from {src}", options.get("group"), value.shape, value.dtype)
+        return dist.broadcast(value, src=src, **options)
+
+    def broadcast_coalesced(self, tensors, buffer_bytes):
+        sizes = [tensor.numel() for tensor in tensors]
+        self.note("broadcasts", None, sizes, {tensor.dtype: None for tensor in tensors}.keys())
+        return _broadcast_coalesced(tensors, buffer_bytes)
+
+    def barrier(self, group, *options, **opts):
+        self.note("barrier", group, (), None)
+        return _barrier(group, *options, **opts)
+
+    def _functional_op(self, op: str, group_name: str, input_: Tensor, output: Tensor, call: Callable) -> Tensor:
+        group = _resolve_process_group(group_name)
+        self.note(f"functional {op}", group, input_.shape, input_.dtype)
+
+        def run():
+            call(output, input_.contiguous(), group)
+
+        if self.late and output.numel():
+            self._functional[output.untyped_storage().data_ptr()] = Held(run, output, str(self.issued[-1]))
+        else:
+            run()
+        return output
+
+    def functional_all_reduce(self, value: Tensor, op: str, group_name: str) -> Tensor:
+        def call(output, input_, group):
+            dist.all_reduce(output.copy_(input_), op=REDUCE_OPS[op.lower()], group=group)
+
+        return self._functional_op(f"all_reduce {op}", group_name, value, _new(value, 1), call)
+
+    def functional_all_gather(self, block: Tensor, size: int, group_name: str) -> Tensor:
+        def call(output, input_, group):
+            _all_gather(output, input_, group=group)
+
+        return self._functional_op("all_gather", group_name, block, _new(block, size), call)
+
+    def functional_reduce_scatter(self, blocks: Tensor, op: str, size: int, group_name: str) -> Tensor:
+        def call(output, input_, group):
+            _reduce_scatter(output, input_, op=REDUCE_OPS[op.lower()], group=group)
+
+        return self._functional_op(f"reduce_scatter {op}", group_name, blocks, _new(blocks, 1 / size), call)
+
+    def wait_functional(self, value: Tensor) -> Tensor:
+        held = self._functional.pop(value.untyped_storage().data_ptr(), None)
+        if held is not None:
+            held.wait()
+        return value
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """In the place of what hf_axonn/distributed calls. Sizes from which it takes another way are small here."""
+        stand_in = types.SimpleNamespace(
+            **vars(dist)
+            | {
+                "get_backend": lambda group=None: self.like,
+                "all_reduce": self.all_reduce,
+                "all_to_all_single": self._out_of_place("all_to_all", dist.all_to_all_single),
+                "irecv": self._message("irecv", dist.irecv, "group_src"),
+                "isend": self._message("isend", dist.isend, "group_dst"),
+                "broadcast": self.broadcast,
+            }
+        )
+        values = {
+            (collectives, "dist"): stand_in,
+            (gloo, "dist"): stand_in,
+            (collectives, "_all_gather_single"): self._out_of_place("all_gather", _all_gather),
+            (collectives, "_reduce_scatter_single"): self._out_of_place("reduce_scatter", _reduce_scatter),
+            (collectives, "broadcast_coalesced"): self.broadcast_coalesced,
+            (dist.ProcessGroup, "barrier"): lambda *args, **opts: self.barrier(*args, **opts),
+            (gloo, "LARGE_BYTES"): 3_000,
+            (collectives, "ALONE_BYTES"): 1_500,
+            (gradient_sync, "BUCKET_BYTES"): 20_000,
+        }
+        if self.late:
+            values[gloo, "Messages"] = HeldMessages
+        with torch.library._scoped_library("_c10d_functional", "IMPL") as library, replaced(values):
+            library.impl("all_reduce", self.functional_all_reduce, "CPU")
+            library.impl("all_gather_into_tensor", self.functional_all_gather, "CPU")
+            library.impl("reduce_scatter_tensor", self.functional_reduce_scatter, "CPU")
+            library.impl("wait_tensor", self.wait_functional, "CPU")
+            yield
+
+
+# The functions themselves, before anything stands in for them.
+_all_gather, _reduce_scatter = collectives._all_gather_single, collectives._reduce_scatter_single
+_broadcast_coalesced, _barrier = collectives.broadcast_coalesced, dist.ProcessGroup.barrier
+
+
+def _new(like: Tensor, times: float) -> Tensor:
+    """An output of so many times the rows."""
+    if times == 1:
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
+    return like.new_empty((round(len(like) * times), *like.shape[1:]))
+
+
+@contextmanager
+def backend(like: str, *, late: bool = False) -> Iterator[Backend]:
+    """While inside, this rank's collectives go through a `Backend`. All ranks must come here alike."""
+    found = Backend(like, late=late)
+    with found.installed():
+        yield found
+
+
+def problems_of_order(issued: Sequence[Sequence[Issued]]) -> list[str]:
+    """What is wrong with the order in which ranks issued collectives; nothing where none can hang or mix two up.
+
+    All members of a group must have issued the same ones on it, in one order. Between groups, it must be possible
+    to run them one after the other: two ranks that begin the same two in opposite order may wait for each other.
+
+    Args:
+        issued: of each rank of the world, in order.
+    """
+    problems = []
+    groups: dict[tuple[str, tuple[int, ...]], dict[int, list[Issued]]] = defaultdict(dict)
+    for rank, own in enumerate(issued):
+        for each in own:
+            groups[each.group].setdefault(rank, []).append(each)
+    for (name, members), of_ranks in groups.items():
+        first = of_ranks.get(members[0], [])
+        for rank in members[1:]:
+            pairs = enumerate(itertools.zip_longest(first, of_ranks.get(rank, [])))
+            for number, (its, other) in pairs:
+                if its != other:
+                    problems.append(
+                        f"on group {name} of the ranks {list(members)}, collective {number} is {its or 'missing'} on "
+                        f"rank {members[0]} and {other or 'missing'} on rank {rank}"
+                    )
+                    break
+    return problems or _circles(issued)
+
+
+def _circles(issued: Sequence[Sequence[Issued]]) -> list[str]:
+    before: dict[Any, set] = defaultdict(set)
+    for own in issued:
+        count: dict[Any, int] = defaultdict(int)
+        last = None
+        for each in own:
+            here = each.group, count[each.group]
+            count[each.group] += 1
+            if last is not None:
+                before[here].add(last)
+            last = here
+    try:
+        graphlib.TopologicalSorter(before).prepare()
+    except graphlib.CycleError as error:
+        places = [f"collective {number} on group {name} of {list(ranks)}" for (name, ranks), number in error.args[1]]
+        return [f"these wait for each other: {', '.join(places)}"]
+    return []
