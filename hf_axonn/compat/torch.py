@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import NoReturn
 
@@ -94,6 +94,21 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+def shard_in(tensor: DTensor) -> torch.Tensor:
+    """This rank's part of a DTensor as it is, outside of the graph and without DTensor's dispatch."""
+    return tensor._local_tensor
+
+
+def placement_of(tensor: DTensor) -> object:
+    """For `like_dtensor`: how a DTensor lies on its mesh."""
+    return tensor._spec
+
+
+def like_dtensor(shard: torch.Tensor, placement: object) -> DTensor:
+    """The tensor of which this rank has `shard`, as one lies that has this `placement_of`."""
+    return DTensor(shard, placement, requires_grad=False)
+
+
 def version_of(parameter: DTensor) -> int:
     """How often the values of a DTensor have been changed in place: as a whole, or this rank's shard by itself.
 
@@ -105,6 +120,14 @@ def version_of(parameter: DTensor) -> int:
 def shard_has_changed(parameter: DTensor) -> None:
     """Count a change of this rank's shard, for `version_of` and for what autograd has saved of it."""
     torch.autograd.graph.increment_version(parameter._local_tensor)
+
+
+def reshaped_result(result: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A contiguous tensor that an autograd.Function has made, in the shape in which it returns it.
+
+    Not a view: autograd forbids to change what a Function returns in place if it is one, and models do that.
+    """
+    return torch.ops.aten._unsafe_view.default(result, shape)
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:

@@ -25,7 +25,7 @@ bytes with it).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_axonn.compat.torch import broadcast_coalesced
+from hf_axonn.compat.torch import broadcast_coalesced, reshaped_result
 from hf_axonn.distributed import gloo
 from hf_axonn.distributed.meeting import meet
 
@@ -249,6 +249,20 @@ class _ReduceScatter(torch.autograd.Function):
         return start_all_gather(grad, ctx.group).wait(), None
 
 
+class _ReduceScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows, group, leading):
+        ctx.group, ctx.rows_shape = group, rows.shape
+        size = rows.shape[-1]
+        mine = start_reduce_scatter(rows.reshape(group.size(), -1, size), group).wait()
+        return reshaped_result(mine, (*leading, size))
+
+    @staticmethod
+    def backward(ctx, grad):
+        block = grad.reshape(-1, grad.shape[-1])
+        return start_all_gather(block, ctx.group).wait().view(ctx.rows_shape), None, None
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, blocks, group):
@@ -322,6 +336,13 @@ def all_gather(block: Tensor, group: ProcessGroup) -> Tensor:
 def reduce_scatter(blocks: Tensor, group: ProcessGroup) -> Tensor:
     """[p, ...] -> [...]: the sum of this rank's block. Backward: all-gather."""
     return blocks.squeeze(0) if group.size() == 1 else _ReduceScatter.apply(blocks, group)
+
+
+def reduce_scatter_rows(rows: Tensor, group: ProcessGroup, leading: Sequence[int]) -> Tensor:
+    """[..., n] of T rows -> [*leading, n] of T/p rows: the sum of this rank's. Backward: all-gather."""
+    if group.size() == 1:
+        return rows if rows.shape[:-1] == torch.Size(leading) else rows.reshape(*leading, rows.shape[-1])
+    return _ReduceScatterRows.apply(rows, group, leading)
 
 
 def all_to_all(blocks: Tensor, group: ProcessGroup) -> Tensor:

@@ -42,6 +42,11 @@ def pad_dim(tensor: Tensor, dim: int, size: int) -> Tensor:
     return F.pad(tensor, (0, 0) * (tensor.dim() - 1 - dim) + (0, missing))
 
 
+def first(tensor: Tensor, size: int) -> Tensor:
+    """`tensor` without what lies behind `size` in its last dim; itself if that is nothing."""
+    return tensor if tensor.shape[-1] == size else tensor[..., :size]
+
+
 @dataclass(frozen=True)
 class Tokens:
     """The batch that is passing through the model.
@@ -107,6 +112,8 @@ def in_features(hidden: Tensor, tokens: Tokens, mesh: GridMesh) -> bool:
 def tokens_to_features(hidden: Tensor, mesh: GridMesh) -> Tensor:
     """[1, T/(x*y), H] -> [T/x, H/y]: the first step into a block. All-to-all over y, both ways."""
     y = mesh.size("y")
+    if y == 1:
+        return hidden.squeeze(0)
     features = ceil_div(hidden.shape[-1], y)
     blocks = pad_dim(hidden.squeeze(0), 1, y * features).view(-1, y, features).transpose(0, 1)
     return all_to_all(blocks, mesh.group("y")).flatten(0, 1)
@@ -117,7 +124,7 @@ def features_to_tokens(hidden: Tensor, hidden_size: int, mesh: GridMesh) -> Tens
     y = mesh.size("y")
     blocks = hidden.reshape(y, -1, hidden.shape[-1])
     mine = all_to_all(blocks, mesh.group("y")).transpose(0, 1).flatten(1, 2)
-    return mine[:, :hidden_size].unsqueeze(0)
+    return first(mine, hidden_size).unsqueeze(0)
 
 
 def take_features(hidden: Tensor, mesh: GridMesh, axis: str) -> Tensor:
@@ -137,6 +144,6 @@ def gather_features(hidden: Tensor, size: int, mesh: GridMesh, axis: str, *, rep
     gradients that are each rank's own share.
     """
     if mesh.size(axis) == 1:
-        return hidden[..., :size]
+        return first(hidden, size)
     gather = gather_replicated if replicated else all_gather
-    return gather(hidden, mesh.group(axis)).movedim(0, -2).flatten(-2)[..., :size]
+    return first(gather(hidden, mesh.group(axis)).movedim(0, -2).flatten(-2), size)

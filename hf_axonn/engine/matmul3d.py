@@ -19,22 +19,27 @@ So that no block has to be copied for them, features that such a collective shar
     weight   [Q, n, P, k]    padded with zeros where sizes do not divide
     output   [Q, T, n]       Q = y in a column layer, else 1
 
+A `Product` takes and returns tensors without a leading dim of 1, [..., k] and [..., n], as a Linear does: each view
+that autograd sees costs the host about as much as a small kernel.
+
 Source: AxoNN (arXiv 2502.08145), algorithm for one layer; AxoNN, 2305.13525.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from hf_axonn.compat.torch import reshaped_result
 from hf_axonn.distributed.collectives import Pending, send_unfused, start_all_gather, start_reduce_scatter, together
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.gather_cache import GatheredBlocks
 from hf_axonn.engine.matmul_tuning import Matmul, plain
-from hf_axonn.engine.overlap import placeholder
 from hf_axonn.engine.weight_layout import WeightLayout
 
 
@@ -86,6 +91,11 @@ def multiply(input_: Tensor, weights: list[Tensor], matmul: Matmul = plain) -> l
     """[P, T, k] x [Q, n_i, P, k] -> [Q, T, n_i] for each weight; where Q > 1, one [Q, T, sum of n_i] for all."""
     in_blocks, tokens, _ = input_.shape
     out_blocks = weights[0].shape[0]
+    if in_blocks == out_blocks == 1:  # as below, with as few calls as can be
+        rows, outputs = input_[0], [input_.new_empty(1, tokens, weight.shape[1]) for weight in weights]
+        for output, weight in zip(outputs, weights, strict=True):
+            matmul("forward", output[0], rows, _matrix(weight).t())
+        return outputs
     sizes = [weight.shape[1] for weight in weights]
     if out_blocks > 1:
         merged = input_.new_empty(out_blocks, tokens, sum(sizes))
@@ -101,8 +111,12 @@ def multiply(input_: Tensor, weights: list[Tensor], matmul: Matmul = plain) -> l
 
 def input_gradient(grads: list[Tensor], weights: list[Tensor], matmul: Matmul = plain) -> Tensor:
     """Sum over the weights of [Q, T, n] x [Q, n, P, k] -> [P, T, k]."""
-    _, _, in_blocks, k = weights[0].shape
+    out_blocks, _, in_blocks, k = weights[0].shape
     result = grads[0].new_empty(in_blocks, grads[0].shape[1], k)
+    if in_blocks == out_blocks == 1:
+        for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
+            matmul("dinput", result[0], grad[0], _matrix(weight), accumulate=i > 0)
+        return result
     terms = [(grad[q], weight[q]) for grad, weight in zip(grads, weights, strict=True) for q in range(len(weight))]
     for p in range(in_blocks):
         for i, (grad, weight) in enumerate(terms):
@@ -113,10 +127,18 @@ def input_gradient(grads: list[Tensor], weights: list[Tensor], matmul: Matmul = 
 def weight_gradient(grad: Tensor, input_: Tensor, matmul: Matmul = plain) -> Tensor:
     """[Q, T, n] x [P, T, k] -> [Q, n, P, k]."""
     result = grad.new_empty(grad.shape[0], grad.shape[2], input_.shape[0], input_.shape[2])
+    if grad.shape[0] == input_.shape[0] == 1:
+        matmul("dweight", _matrix(result), grad[0].t(), input_[0])
+        return result
     for q in range(grad.shape[0]):
         for p in range(input_.shape[0]):
             matmul("dweight", result[q, :, p], grad[q].t(), input_[p])
     return result
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    """[1, n, 1, k] -> [n, k]."""
+    return weight.view(weight.shape[1], weight.shape[3])
 
 
 class Product:
@@ -139,13 +161,19 @@ class Product:
 
     def begin(self) -> Tensor | None:
         """The handle to pass to `run`: it ties the weight-gradient node to the matmul. None if nothing is trained."""
-        shards = self.shards()
-        if not (torch.is_grad_enabled() and any(shard.requires_grad for shard in shards)):
+        if not torch.is_grad_enabled():
             return None
-        return _WeightGradient.apply(self, *shards)
+        if self.state.mesh.size("z") == 1:  # nothing is waited for: the gradients go to the parameters themselves
+            leaves: Sequence[Tensor] = [weight.parameter for weight in self.weights]
+        else:
+            leaves = self.shards()
+        return _WeightGradient.apply(self, *leaves) if any(leaf.requires_grad for leaf in leaves) else None
 
     def run(self, input_: Tensor, handle: Tensor | None) -> list[Tensor]:
-        """[P, T, k] -> what `multiply` returns. One all-gather over z; backward as in the head of this file."""
+        """[P, T, k], or [..., k] where P is 1 -> [Q, T, n], or [..., n] where Q is 1, as `multiply` does.
+
+        One all-gather over z; backward as in the head of this file.
+        """
         dtype = self.state.compute_dtype(input_)
         gathered = self.gathered(dtype)
         if self.keeps:
@@ -154,7 +182,25 @@ class Product:
             context.gather_cache.add(self._key(dtype), gathered, hold=context.wants_gradients and not with_graph)
             if with_graph:
                 context.gather_cache.release(self._key(dtype))
-        return list(_Matmul.apply(input_.to(dtype), handle, self, gathered))
+        input_ = input_.to(dtype)
+        if not torch.is_grad_enabled():
+            if self.layouts[0].in_blocks == self.layouts[0].out_blocks == 1 and self.state.matmul is plain:
+                return [F.linear(input_, _matrix(weight)) for weight in gathered.blocks]  # one call, as in decoding
+            return self.multiply(self.blocks_of(input_), gathered.blocks, input_.shape)
+        return list(_Matmul.apply(input_, handle, self, gathered))
+
+    def blocks_of(self, input_: Tensor) -> Tensor:
+        """[P, T, k], or [..., k] where P is 1 -> [P, T, k]."""
+        layout = self.layouts[0]
+        return input_ if layout.in_blocks > 1 else input_.reshape(1, -1, layout.in_size)
+
+    def multiply(self, blocks: Tensor, weights: list[Tensor], shape: torch.Size) -> list[Tensor]:
+        """What `run` returns for an input of this shape, whose `blocks_of` these are. No communication."""
+        outputs = multiply(blocks, weights, self.state.matmul)
+        if self.layouts[0].out_blocks > 1:
+            return outputs
+        leading = shape[1:-1] if self.layouts[0].in_blocks > 1 else shape[:-1]
+        return [reshaped_result(output, (*leading, output.shape[-1])) for output in outputs]
 
     @property
     def keeps(self) -> bool:
@@ -169,9 +215,7 @@ class Product:
         """As `gather`, with the version of the weights."""
         mesh, context, version = self.state.mesh, self.state.context, self.version
         if mesh.size("z") == 1:
-            blocks = [
-                layout.block(weight.shard.to(dtype)) for weight, layout in zip(self.weights, self.layouts, strict=True)
-            ]
+            blocks = [weight.block(layout, dtype) for weight, layout in zip(self.weights, self.layouts, strict=True)]
             return GatheredBlocks(blocks, version)
         key = self._key(dtype)
         found = context.gather_cache.find(key, version)
@@ -188,7 +232,7 @@ class Product:
     @property
     def version(self) -> int:
         """Another number whenever one of the weights has changed in place."""
-        return sum(weight.version for weight in self.weights)
+        return sum([weight.version for weight in self.weights])
 
     def check_unchanged(self, version: int) -> None:
         """For backward, which gathers the weights once more.
@@ -206,41 +250,60 @@ class Product:
 
 
 class _WeightGradient(torch.autograd.Function):
-    """Computes dW of a product and launches its reduction over z; the shards' own nodes wait for it."""
+    """Computes dW of a product and launches its reduction over z; the shards' own nodes wait for it.
+
+    Where z is 1 its inputs are the parameters, and their gradients go there.
+    """
 
     @staticmethod
-    def forward(ctx, product, *shards):
+    def forward(ctx, product, *leaves):
         ctx.product = product
-        ctx.needed = [shard.requires_grad for shard in shards]
-        ctx.like = [placeholder(shard) for shard in shards]
-        return shards[0].new_zeros(())
+        return product.weights[0].shard.new_empty(())  # ties the nodes together; nobody reads it
 
     @staticmethod
     def backward(ctx, _):
         product, state = ctx.product, ctx.product.state
         (grads, input_), product.stashed = product.stashed, None
-        chosen = [i for i, needed in enumerate(ctx.needed) if needed]
-        layouts = [product.layouts[i] for i in chosen]
+        needed = ctx.needs_input_grad[1:]
+        chosen = [i for i, wanted in enumerate(needed) if wanted]
         state.context.reductions.make_room()
-        with torch.autocast(input_.device.type, enabled=False):
-            weight_grads = [weight_gradient(grads[i], input_, state.matmul) for i in chosen]
-        leave_gradients(state, [product.weights[i] for i in chosen], layouts, weight_grads)
-        return None, *[like if needed else None for like, needed in zip(ctx.like, ctx.needed, strict=True)]
+        weight_grads = [weight_gradient(grads[i], input_, state.matmul) for i in chosen]
+        weights, layouts = [product.weights[i] for i in chosen], [product.layouts[i] for i in chosen]
+        found = gradients_of_shards(state, weights, layouts, weight_grads)
+        if state.mesh.size("z") == 1:
+            found = [weight.as_parameter(grad) for weight, grad in zip(weights, found, strict=True)]
+        given = iter(found)
+        return None, *[next(given) if wanted else None for wanted in needed]
 
 
-def leave_gradients(
+def gradients_of_shards(
     state: ParallelState, weights: list[ShardedWeight], layouts: list[WeightLayout], grads: list[Tensor]
-) -> None:
-    """Launch the reduction over z of gradients [Q, n, P, k] and promise each to the slot of its weight (ORS)."""
+) -> list[Tensor]:
+    """Gradients [Q, n, P, k] of this rank's samples -> what a node hands to autograd for the shards.
+
+    Launches the reduction over z, promises each result to the slot of its weight (ORS) and returns placeholders. Where
+    z is 1 there is nothing to wait for.
+    """
+    if state.mesh.size("z") == 1:
+        return [
+            own_gradient(layout, layout.unblock(grad)[0], weight.dtype)
+            for weight, layout, grad in zip(weights, layouts, grads, strict=True)
+        ]
     state.context.reductions.make_room()
     pending = state.context.reductions.add(start_reduction(grads, layouts, state.reduce_dtype, state.mesh))
     for index, (weight, layout) in enumerate(zip(weights, layouts, strict=True)):
-        weight.slot.add(partial(finish_reduction, pending, index, layout, weight.shard.dtype))
+        weight.slot.add(partial(finish_reduction, pending, index, layout, weight.dtype))
+    return [weight.placeholder() for weight in weights]
 
 
 def finish_reduction(pending: Pending, index: int, layout: WeightLayout, dtype: torch.dtype) -> Tensor:
     """This rank's gradient of one weight: its part of a finished reduction, averaged over z. Waits."""
-    mine = layout.own(pending.wait()[index])
+    return own_gradient(layout, pending.wait()[index], dtype)
+
+
+def own_gradient(layout: WeightLayout, flat: Tensor, dtype: torch.dtype) -> Tensor:
+    """This rank's gradient of one weight, averaged over z, out of what its shard received: a sum over z."""
+    mine = layout.own(flat)
     if layout.z > 1:
         mine = mine / layout.z
     elif layout.pads:
@@ -255,26 +318,28 @@ class _Matmul(torch.autograd.Function):
     def forward(ctx, input_, handle, product, gathered):
         ctx.product, ctx.version = product, gathered.version
         ctx.gathered = gathered if product.keeps and ctx.needs_input_grad[0] else None
-        ctx.save_for_backward(input_)
-        with torch.autocast(input_.device.type, enabled=False):
-            return tuple(multiply(input_, gathered.blocks, product.state.matmul))
+        ctx.input_shape, blocks = input_.shape, product.blocks_of(input_)
+        ctx.save_for_backward(blocks)
+        return tuple(product.multiply(blocks, gathered.blocks, input_.shape))
 
     @staticmethod
     def backward(ctx, *grads):
         (input_,) = ctx.saved_tensors
+        layouts = ctx.product.layouts
         needs_input, needs_handle = ctx.needs_input_grad[:2]
         if needs_input:
             ctx.product.check_unchanged(ctx.version)
-        if len(grads) < len(ctx.product.layouts):  # one merged output; its parts are views
-            grads = grads[0].split([layout.out_size for layout in ctx.product.layouts], dim=2)
+        if layouts[0].out_blocks == 1:
+            grads = [grad.reshape(1, -1, grad.shape[-1]) for grad in grads]
+        elif len(grads) < len(layouts):  # one merged output; its parts are views
+            grads = grads[0].split([layout.out_size for layout in layouts], dim=2)
         dinput = None
         if needs_input:
             gathered, ctx.gathered = ctx.gathered or ctx.product.gathered(input_.dtype), None
-            with torch.autocast(input_.device.type, enabled=False):
-                dinput = input_gradient(grads, gathered.blocks, ctx.product.state.matmul)
+            dinput = input_gradient(grads, gathered.blocks, ctx.product.state.matmul).view(ctx.input_shape)
         if needs_handle:
             ctx.product.stashed = (grads, input_)
-        return dinput, (grads[0].new_zeros(()) if needs_handle else None), None, None
+        return dinput, (ctx.product.state.zero(grads[0]) if needs_handle else None), None, None
 
 
 class _GatheredWeight(torch.autograd.Function):
@@ -282,14 +347,13 @@ class _GatheredWeight(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, product, shard):
-        ctx.product, ctx.like = product, placeholder(shard)
+        ctx.product = product
         return product.gather(shard.dtype)[0].flatten(2).flatten(0, 1)
 
     @staticmethod
     def backward(ctx, grad):
         product = ctx.product
-        leave_gradients(product.state, product.weights, product.layouts, [grad])
-        return None, ctx.like
+        return None, *gradients_of_shards(product.state, product.weights, product.layouts, [grad])
 
 
 def gathered_weight(product: Product) -> Tensor:

@@ -227,11 +227,14 @@ def _from_entries(entries: Iterable[dict[str, Any]]) -> dict[Key, str]:
 
 
 def multiply_as(layout: str, out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
-    """out = a @ b or out += a @ b in one of OPERAND_LAYOUTS."""
+    """out = a @ b or out += a @ b in one of OPERAND_LAYOUTS.
+
+    Autocast changes none of these calls, as all of them write to a tensor that is there.
+    """
     if layout != AS_IS:
         a, b = _ordered(a, layout[0]), _ordered(b, layout[1])
         if layout.endswith("swapped"):
-            product = torch.mm(b.t(), a.t()).t()
+            product = torch.mm(b.t(), a.t(), out=out.new_empty(out.shape[::-1])).t()
             out.add_(product) if accumulate else out.copy_(product)
             return
     if accumulate:

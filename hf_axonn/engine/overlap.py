@@ -21,8 +21,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hf_axonn.compat.torch import in_backward
+from hf_axonn.compat.torch import in_backward, reshaped_result
 from hf_axonn.distributed.collectives import Pending, start_all_gather, start_reduce_scatter
+from hf_axonn.engine.activation_layouts import Tokens, pad_dim
 
 
 def placeholder(like: Tensor) -> Tensor:
@@ -181,49 +182,60 @@ class GradientSlot:
         self._parts = []
         return total
 
+    def finished(self, grad: Tensor) -> Tensor:
+        """What was left here in place of `grad`, a placeholder; `grad` itself if nothing was. Waits."""
+        arrived = self.take()
+        return grad if arrived is None else arrived
+
 
 class _WaitGradient(torch.autograd.Function):
-    """Identity; its backward replaces the placeholder by the gradient that the slot has been promised."""
+    """A view; its backward replaces the placeholder by the gradient that the slot has been promised."""
 
     @staticmethod
-    def forward(ctx, value, slot):
-        ctx.slot = slot
-        return value.view_as(value)
+    def forward(ctx, value, slot, shape):
+        ctx.slot, ctx.shape = slot, value.shape
+        return value.reshape(shape)
 
     @staticmethod
     def backward(ctx, grad):
-        arrived = ctx.slot.take()
-        return (grad if arrived is None else arrived), None
+        return ctx.slot.finished(grad).view(ctx.shape), None, None
 
 
-def wait_gradient(value: Tensor, slot: GradientSlot) -> Tensor:
-    """`value` itself; in backward, the gradient that later nodes leave in `slot`. No communication of its own."""
-    return _WaitGradient.apply(value, slot)
+def wait_gradient(value: Tensor, slot: GradientSlot, shape: Sequence[int]) -> Tensor:
+    """`value` in another shape; in backward, the gradient that later nodes leave in `slot`. No communication of its
+    own."""
+    return _WaitGradient.apply(value, slot, shape)
 
 
 class _GatherTokens(torch.autograd.Function):
     """All-gather whose backward only launches the reduce-scatter and leaves it in the slot of an older node."""
 
     @staticmethod
-    def forward(ctx, block, group, slot, overlap):
-        ctx.group, ctx.slot, ctx.overlap = group, slot, overlap
-        return start_all_gather(block, group).wait()
+    def forward(ctx, block, group, slot, overlap, tokens):
+        ctx.group, ctx.slot, ctx.overlap, ctx.block_shape = group, slot, overlap, block.shape
+        gathered = start_all_gather(block, group).wait()
+        if tokens is None:
+            return gathered
+        return reshaped_result(gathered.flatten(0, 1)[: tokens.count], (tokens.batch, tokens.seq, block.shape[-1]))
 
     @staticmethod
     def backward(ctx, grad):
+        blocks, size = (ctx.group.size(), *ctx.block_shape), ctx.block_shape[-1]
+        if grad.shape != blocks:
+            grad = pad_dim(grad.reshape(-1, size), 0, blocks[0] * blocks[1]).view(blocks)
         pending = start_reduce_scatter(grad, ctx.group)
         if not ctx.overlap:
             pending.wait()
         ctx.slot.add(pending.wait)
-        return placeholder(grad[0]), None, None, None
+        return placeholder(grad[0]), None, None, None, None
 
 
-def gather_with_slot(block: Tensor, group, slot: GradientSlot, *, overlap: bool) -> Tensor:
-    """[...] -> [p, ...]. All-gather over `group`.
+def gather_with_slot(
+    block: Tensor, group, slot: GradientSlot, *, overlap: bool, tokens: Tokens | None = None
+) -> Tensor:
+    """[...] -> [p, ...]; with `tokens`, [T/p, h] -> [B, S, h] without padding. All-gather over `group`.
 
     Backward: a reduce-scatter that runs on until the node made by `wait_gradient(..., slot)` needs it, which has to be
     older than the weight-gradient nodes that are to run meanwhile (OAR).
     """
-    if group.size() == 1:
-        return block.unsqueeze(0)
-    return _GatherTokens.apply(block, group, slot, overlap)
+    return _GatherTokens.apply(block, group, slot, overlap, tokens)

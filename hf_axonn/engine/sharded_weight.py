@@ -6,6 +6,7 @@ autograd saved of a parameter is then refused after the step, as that of a plain
 
 from __future__ import annotations
 
+from functools import partial
 from typing import cast
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hf_axonn.compat.torch import shard_has_changed, version_of
-from hf_axonn.engine.overlap import GradientSlot, wait_gradient
+from hf_axonn.compat.torch import like_dtensor, placement_of, shard_has_changed, shard_in, version_of
+from hf_axonn.engine.dtensors import shard_of_parameter
+from hf_axonn.engine.overlap import GradientSlot, placeholder
+from hf_axonn.engine.weight_layout import WeightLayout
 
 
 def _count_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -25,6 +28,17 @@ def _count_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 register_optimizer_step_post_hook(_count_step)
+
+
+def _as_stored(grad: Tensor, shape: torch.Size, transposed: bool) -> Tensor:
+    """[rows / z, cols] -> as the shard is stored."""
+    grad = grad.t() if transposed else grad
+    return grad if grad.shape == shape else grad.view(shape)
+
+
+def _finished(slot: GradientSlot, shape: torch.Size, transposed: bool, grad: Tensor) -> Tensor:
+    """What later nodes have left in the slot in place of `grad`, a placeholder, as the shard is stored."""
+    return _as_stored(slot.finished(grad), shape, transposed)
 
 
 class ShardedWeight:
@@ -46,6 +60,8 @@ class ShardedWeight:
         self._transposed = transposed
         self._flat = flat
         self._current: Tensor | None = None
+        self._view_as_block: tuple[Tensor, WeightLayout, Tensor] | None = None
+        self._placeholder: tuple[Tensor, Tensor] | None = None
         self.slot = GradientSlot()
 
     @property
@@ -55,7 +71,33 @@ class ShardedWeight:
     @property
     def shard(self) -> Tensor:
         """This rank's shard [rows / z, cols] as it now is, outside the graph."""
-        return self._view(self.parameter.to_local()).detach()
+        return self._view(shard_in(cast(DTensor, self.parameter)).detach())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameter.dtype
+
+    def block(self, layout: WeightLayout, dtype: torch.dtype) -> Tensor:
+        """The [Q, n, P, k] of the product where nothing is gathered (z is 1)."""
+        local, seen = shard_in(cast(DTensor, self.parameter)), self._view_as_block
+        if seen is not None and seen[0] is local and seen[1] is layout and local.dtype == dtype:
+            return seen[2]
+        block = layout.block(self.shard.to(dtype))
+        if local.dtype == dtype and layout.divides and local.is_contiguous() and not self._transposed:
+            self._view_as_block = (local, layout, block)  # a view: as the shard changes, so does it
+        return block
+
+    def as_parameter(self, grad: Tensor) -> DTensor:
+        """A gradient [rows / z, cols] of this rank's shard as one of the parameter."""
+        parameter = cast(DTensor, self.parameter)
+        return like_dtensor(_as_stored(grad, shard_in(parameter).shape, self._transposed), placement_of(parameter))
+
+    def placeholder(self) -> Tensor:
+        """A gradient of the shard that holds no memory, see overlap.py."""
+        local = shard_in(cast(DTensor, self.parameter))
+        if self._placeholder is None or self._placeholder[0] is not local:
+            self._placeholder = (local, placeholder(self.shard))
+        return self._placeholder[1]
 
     @property
     def version(self) -> int:
@@ -70,7 +112,9 @@ class ShardedWeight:
         parameter = self.parameter
         if not (torch.is_grad_enabled() and parameter.requires_grad):
             return self.shard
-        return wait_gradient(self._view(parameter.to_local()), self.slot)
+        # Without `self`: what a graph holds must not hold the graph.
+        finish = partial(_finished, self.slot, shard_in(cast(DTensor, parameter)).shape, self._transposed)
+        return shard_of_parameter(parameter, self._view, finish)
 
     def begin_forward(self) -> None:
         """Forget the pass before; what a broken backward pass left behind is dropped."""

@@ -76,6 +76,7 @@ class ParallelState:
         self.work_axes: dict[str, tuple[str, ...]] = {}
         self.full_sequence: set[str] = set()
         self.adapted: WeakSet[nn.Module] = WeakSet()
+        self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     @property
     def grid(self) -> Grid:
@@ -140,6 +141,13 @@ class ParallelState:
             chosen = set(order[-keep:])
         for weight, layer in zip(self.weights, layers, strict=True):
             weight.keep_gathered = layer in chosen
+
+    def zero(self, like: Tensor) -> Tensor:
+        """A zero of the dtype and on the device of `like`, for gradients that nobody reads; always the same tensor."""
+        key = like.dtype, like.device
+        if key not in self._zeros:
+            self._zeros[key] = like.new_zeros(())
+        return self._zeros[key]
 
     @staticmethod
     def compute_dtype(input_: Tensor) -> torch.dtype:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
@@ -32,22 +34,32 @@ class WeightLayout:
     z: int
     z_index: int
 
-    @property
+    @cached_property
     def z_rows(self) -> int:
         """Rows that travel for each z rank; the last ones may be padding."""
         return ceil_div(self.rows, self.z)
 
-    @property
+    @cached_property
     def own_rows(self) -> int:
         start, stop = bounds(self.rows, self.z, self.z_index)
         return stop - start
 
-    @property
+    @cached_property
+    def shape(self) -> tuple[int, int, int, int]:
+        """[Q, n, P, k] of the product."""
+        return self.out_blocks, self.out_size, self.in_blocks, self.in_size
+
+    @cached_property
     def pads(self) -> bool:
         """Whether this rank's block of the product has padding."""
-        return self.rows * self.cols < self.out_blocks * self.out_size * self.in_blocks * self.in_size
+        return self.rows * self.cols < math.prod(self.shape)
 
-    @property
+    @cached_property
+    def divides(self) -> bool:
+        """Whether nothing is padded, neither the block nor what travels: then all that is done here is a view."""
+        return not self.pads and self.rows == self.z * self.z_rows
+
+    @cached_property
     def travels(self) -> int:
         """Elements of one rank's padded shard."""
         return self.z_rows * self.cols
@@ -58,14 +70,18 @@ class WeightLayout:
 
     def block(self, gathered: Tensor) -> Tensor:
         """[z * z_rows * cols] or the shard itself -> the zero-padded [Q, n, P, k] of the product."""
+        if self.divides:
+            return gathered.reshape(self.shape)
         # Not view(-1, cols): a rank whose dim has run out has no columns.
         weight = gathered.reshape(gathered.numel() // self.cols if self.cols else self.rows, self.cols)
         weight = weight[: self.rows]
         weight = pad_dim(pad_dim(weight, 1, self.in_blocks * self.in_size), 0, self.out_blocks * self.out_size)
-        return weight.view(self.out_blocks, self.out_size, self.in_blocks, self.in_size)
+        return weight.view(self.shape)
 
     def unblock(self, grad: Tensor) -> Tensor:
         """[Q, n, P, k] -> [z, z_rows * cols], what each z rank is to receive."""
+        if self.divides:
+            return grad.reshape(self.z, self.travels)
         flat = grad.reshape(self.out_blocks * self.out_size, -1)[: self.rows, : self.cols]
         return pad_dim(flat, 0, self.z * self.z_rows).reshape(self.z, self.travels)
 
@@ -139,6 +155,11 @@ class ExpertLayout:
     def pads(self) -> bool:
         """Whether this rank's block of the product has padding: experts are never padded."""
         return False
+
+    @property
+    def divides(self) -> bool:
+        """Whether all that is done here is a view."""
+        return self.z == 1
 
     @property
     def z_cols(self) -> int:

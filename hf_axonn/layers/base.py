@@ -36,19 +36,22 @@ def patch_forward(module: nn.Module, forward: Callable, *, method: str = "forwar
     setattr(module, method, functools.wraps(original)(functools.partial(forward, original)))
 
 
-@contextlib.contextmanager
-def replaced(entries: MutableMapping[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
+class replaced:  # noqa: N801 (a context manager without a generator, which every norm of every layer would resume)
     """Inside, a dictionary of a module has these entries; afterwards it has what it had, and lacks what it lacked."""
-    before = {name: entries[name] for name in values if name in entries}
-    try:
-        entries.update(values)
-        yield
-    finally:
-        for name in values:
-            if name in before:
-                entries[name] = before[name]
+
+    def __init__(self, entries: MutableMapping[str, Any], values: Mapping[str, Any]) -> None:
+        self._entries, self._values = entries, values
+
+    def __enter__(self) -> None:
+        self._before = {name: self._entries[name] for name in self._values if name in self._entries}
+        self._entries.update(self._values)
+
+    def __exit__(self, *_: object) -> None:
+        for name in self._values:
+            if name in self._before:
+                self._entries[name] = self._before[name]
             else:
-                entries.pop(name, None)
+                self._entries.pop(name, None)
 
 
 def split_hidden_states(args: tuple, kwargs: dict) -> tuple[Tensor, tuple, dict]:
@@ -85,12 +88,12 @@ class FullLinear:
         product = Product(self.state, self.weights, self.layouts)
         handle = product.begin()
         mine = all_reduce_backward(take_features(hidden, mesh, "y"), mesh.group("x"))
-        (output,) = product.run(mine.reshape(1, -1, mine.shape[-1]), handle)
-        output = all_reduce(output.squeeze(0), mesh.group("y"))
+        (output,) = product.run(mine, handle)
+        output = all_reduce(output, mesh.group("y"))
         output = gather_features(output, self.out_features, mesh, "x")
         if self.linear.bias is not None:
             output = output + replicated_local(self.linear.bias, mesh, ()).to(output.dtype)
-        return output.view(*hidden.shape[:-1], -1)
+        return output
 
     def full_weight(self) -> Tensor:
         """The weight as its module has it, for code that every rank of (x, y) repeats. All-gathers over z, y and x;
@@ -129,8 +132,7 @@ class Replicated:
         with self.plain_parameters():
             return original(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def plain_parameters(self) -> Iterator[None]:
+    def plain_parameters(self) -> replaced:
         """Inside, code that reads the parameters from the module finds plain tensors."""
         module, values = self.module, {}
         for name, parameter in module._parameters.items():
@@ -138,8 +140,7 @@ class Replicated:
                 value = self.plain(name)
                 values[name] = self.added[name](value) if name in self.added else value
         # An entry of __dict__ is found before nn.Module looks among its parameters.
-        with replaced(module.__dict__, values):
-            yield
+        return replaced(module.__dict__, values)
 
 
 class Reading:

@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.distributed.collectives import all_reduce, all_reduce_backward, reduce_scatter
+from hf_axonn.distributed.collectives import (
+    all_reduce,
+    all_reduce_backward,
+    reduce_scatter,
+    reduce_scatter_rows,
+)
 from hf_axonn.engine.activation_layouts import (
     ceil_div,
     features_to_tokens,
@@ -94,15 +99,21 @@ class Column:
         state, tokens = self.state, self.state.context.tokens
         if not tokens.sharded:
             return take_features(hidden, state.mesh, "y")
-        slot = GradientSlot()
-        hidden = hidden.reshape(1, -1, hidden.shape[-1])  # some layers hand their MLP flat tokens
-        hidden = hidden.to(state.compute_dtype(hidden))
-        hidden = hidden.squeeze(0) if tokens.features else tokens_to_features(hidden, state.mesh)
-        hidden = wait_gradient(hidden, slot)
+        group, hidden = state.mesh.group("x"), hidden.to(state.compute_dtype(hidden))
+        if state.mesh.size("y") > 1 and not tokens.features:
+            # Some layers hand their MLP flat tokens.
+            hidden = tokens_to_features(hidden.reshape(1, -1, hidden.shape[-1]), state.mesh)
         product = Product(state, self.weights, self.layouts)
-        handle = product.begin()
-        hidden = gather_with_slot(hidden, state.mesh.group("x"), slot, overlap=state.overlap_all_reduce)
-        hidden = hidden.flatten(0, 1)[: tokens.count].view(tokens.batch, tokens.seq, -1)
+        if group.size() == 1:
+            handle = product.begin()
+            if tokens.padded(state.mesh) > tokens.count:
+                hidden = hidden.reshape(-1, hidden.shape[-1])[: tokens.count]
+            hidden = hidden.reshape(tokens.batch, tokens.seq, -1)
+        else:
+            slot = GradientSlot()
+            hidden = wait_gradient(hidden, slot, (-1, hidden.shape[-1]))
+            handle = product.begin()
+            hidden = gather_with_slot(hidden, group, slot, overlap=state.overlap_all_reduce, tokens=tokens)
         self._entered = (hidden, product, handle)
         return hidden
 
@@ -128,9 +139,11 @@ class Column:
             product = Product(self.state, self.weights, self.layouts)
             handle = product.begin()
         mesh = self.state.mesh
-        outputs = product.run(hidden.reshape(1, -1, hidden.shape[-1]), handle)
+        outputs = product.run(hidden, handle)
         sizes = [layout.out_size for layout in self.layouts]
-        if "y" in self.axes:
+        if mesh.size("y") == 1:
+            pass
+        elif "y" in self.axes:
             outputs = [reduce_scatter(output, mesh.group("y")) for output in outputs]
             outputs = outputs if len(outputs) == len(sizes) else list(outputs[0].split(sizes, dim=-1))
         else:
@@ -140,13 +153,11 @@ class Column:
                 output.movedim(0, -2).flatten(-2)[..., : ceil_div(linear_size(linear)[0], mesh.size("x"))]
                 for output, linear in zip(outputs, self.linears, strict=True)
             ]
-        return [
-            self._place(output, linear).view(*hidden.shape[:-1], -1)
-            for output, linear in zip(outputs, self.linears, strict=True)
-        ]
+        outputs = [self._place(output, linear) for output, linear in zip(outputs, self.linears, strict=True)]
+        return [output if output.dim() == hidden.dim() else output.view(*hidden.shape[:-1], -1) for output in outputs]
 
     def _place(self, output: Tensor, linear: nn.Module) -> Tensor:
-        """[T, own features] -> the features that this rank works on."""
+        """[T, own features], or [B, S, own features] -> the features that this rank works on."""
         mesh, size, heads = self.state.mesh, linear_size(linear)[0], self.heads
         exchange = self.exchange_of(linear)
         if linear.bias is not None:
@@ -154,7 +165,7 @@ class Column:
             output = output + take_slice(bias, size, mesh, *self.bias_axes).to(output.dtype)
         if heads is not None and not heads.axes:  # every rank of x goes on with all heads
             return gather_features(output, size, mesh, "x")
-        return output if exchange.is_slice else exchange.exchange(output)
+        return output if exchange.is_slice else exchange.exchange(output.reshape(-1, output.shape[-1]))
 
     def exchange_of(self, linear: nn.Module) -> HeadExchange:
         """The features of a projection that this rank works on (LoRA's B takes these rows)."""
@@ -205,31 +216,31 @@ class Row:
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor:
         state, mesh, tokens = self.state, self.state.mesh, self.state.context.tokens
         product = Product(state, self.weights, self.layouts)
-        flat = hidden.reshape(tokens.count, -1).to(state.compute_dtype(hidden))
-        if tokens.sharded:
-            flat = pad_dim(flat, 0, tokens.padded(mesh))
-        if "y" in self.axes:
+        rows = hidden.to(state.compute_dtype(hidden))
+        if tokens.sharded and tokens.padded(mesh) > tokens.count:
+            rows = pad_dim(rows.reshape(tokens.count, -1), 0, tokens.padded(mesh))
+        if mesh.size("y") > 1 and "y" in self.axes:
             slot = GradientSlot()
-            flat = wait_gradient(flat, slot)
+            rows = wait_gradient(rows, slot, (-1, rows.shape[-1]))
             handle = product.begin()
-            blocks = gather_with_slot(flat, mesh.group("y"), slot, overlap=state.overlap_all_reduce)
+            rows = gather_with_slot(rows, mesh.group("y"), slot, overlap=state.overlap_all_reduce)
         else:
-            flat = take_features(flat, mesh, "x") if not self.axes else flat
+            rows = take_features(rows, mesh, "x") if not self.axes else rows
             handle = product.begin()
-            blocks = all_reduce_backward(flat, mesh.group("y")).unsqueeze(0)
-        (output,) = product.run(blocks, handle)
-        output = output.squeeze(0)
+            rows = all_reduce_backward(rows, mesh.group("y"))
+        (output,) = product.run(rows, handle)
+        in_place = mesh.size("y") == 1 or tokens.features  # where these rows of tokens are this rank's own
         if tokens.sharded:
-            output = reduce_scatter(output.view(mesh.size("x"), -1, output.shape[-1]), mesh.group("x"))
+            output = reduce_scatter_rows(output, mesh.group("x"), self.leading if in_place else (-1,))
         else:
             output = all_reduce(output, mesh.group("x"))
         if self.linear.bias is not None:
             bias = replicated_local(self.linear.bias, mesh, self.bias_axes)
             output = output + take_slice(bias, self.hidden_size, mesh, "y").to(output.dtype)
         if tokens.sharded:
-            output = output if tokens.features else features_to_tokens(output, self.hidden_size, mesh)
-            return output.view(*self.leading, -1)
-        return gather_features(output, self.hidden_size, mesh, "y").view(*self.leading, -1)
+            return output if in_place else features_to_tokens(output, self.hidden_size, mesh).view(*self.leading, -1)
+        output = gather_features(output, self.hidden_size, mesh, "y")
+        return output if output.shape[:-1] == self.leading else output.view(*self.leading, -1)
 
 
 class Block:

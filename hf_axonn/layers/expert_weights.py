@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_axonn.compat.torch import saved_tensors_have_hooks
-from hf_axonn.engine.matmul3d import Product, leave_gradients
-from hf_axonn.engine.overlap import placeholder
+from hf_axonn.engine.matmul3d import Product, gradients_of_shards
 
 
 def call_with_gathered(products: list[Product], work: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
@@ -99,14 +98,13 @@ class _Begin(torch.autograd.Function):
     def backward(ctx, *grads):
         passing, count = ctx.passing, ctx.count
         passing.gathered = None
-        like = []
-        for product, shard, grad, needed in zip(
-            passing.products, ctx.saved_tensors, grads[count + 1 :], ctx.needs_input_grad[2 + count :], strict=True
+        of_shards: list[Tensor | None] = []
+        for product, grad, needed in zip(
+            passing.products, grads[count + 1 :], ctx.needs_input_grad[2 + count :], strict=True
         ):
-            if needed:
-                leave_gradients(product.state, product.weights, product.layouts, [grad])
-            like.append(placeholder(shard) if needed else None)
-        return None, None, *grads[:count], *like
+            of_product = product.weights, product.layouts, [grad]
+            of_shards += gradients_of_shards(product.state, *of_product) if needed else [None]
+        return None, None, *grads[:count], *of_shards
 
 
 class _End(torch.autograd.Function):

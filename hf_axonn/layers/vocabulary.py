@@ -190,11 +190,11 @@ class Head:
         product = self.product()
         handle = product.begin()
         hidden = all_reduce_backward(hidden, mesh.group("x", "y"))
-        (local,) = product.run(hidden.reshape(1, -1, hidden.shape[-1]), handle)
+        (local,) = product.run(hidden, handle)
         bias = self.local_bias()
         if bias is not None:
             local = local + bias.to(local.dtype)
-        blocks = gather_replicated(local.squeeze(0), mesh.group("x", "y"))
+        blocks = gather_replicated(local.reshape(-1, local.shape[-1]), mesh.group("x", "y"))
         return in_order(blocks.transpose(1, 2), size, mesh).t().reshape(*hidden.shape[:-1], size)
 
     def full_weight(self) -> Tensor:

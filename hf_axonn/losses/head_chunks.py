@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from hf_axonn.distributed.collectives import start_all_gather, start_reduce_scatter
 from hf_axonn.engine.gather_cache import GatheredBlocks
-from hf_axonn.engine.matmul3d import Product, leave_gradients
+from hf_axonn.engine.matmul3d import Product, gradients_of_shards
 from hf_axonn.engine.weight_layout import vocabulary_range
 from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.losses.causal_lm import IGNORE_INDEX
@@ -158,11 +158,13 @@ class HeadGradients:
             blocks = dtokens.view(len(targets), -1, dtokens.shape[1])
             self.hidden[span] = start_reduce_scatter(blocks, self._chunks.group).wait()
 
-    def leave_weight(self) -> None:
-        """Launch the reduction over z of the weight's gradient."""
+    def of_shard(self) -> Tensor | None:
+        """What a node hands to autograd for the shard of the weight. Launches the reduction over z."""
+        if self.weight is None:
+            return None
         product = self._chunks.product
         block = self.weight.view(1, len(self.weight), 1, -1)
-        leave_gradients(product.state, product.weights, product.layouts, [block])
+        return gradients_of_shards(product.state, product.weights, product.layouts, [block])[0]
 
 
 def _add_product(dweight: Tensor, dlogits: Tensor, tokens: Tensor) -> None:

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_axonn.distributed.collectives import reduce_
-from hf_axonn.engine.overlap import placeholder
 from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.losses.causal_lm import IGNORE_INDEX
 from hf_axonn.losses.head_chunks import HeadChunks, HeadGradients
@@ -99,8 +98,7 @@ class _ShardedStatistics(torch.autograd.Function):
                     chunk = full[:, span].reshape(-1).index_put((rows,), part)
                     full[:, span] = chunk.view(len(full), -1)
                 del tokens, logits
-        ctx.chunks, ctx.like = chunks, placeholder(shard)
-        ctx.version = gathered.version
+        ctx.chunks, ctx.version = chunks, gathered.version
         ctx.gathered = gathered if chunks.product.keeps and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden, bias, entropy, log_total)
         ctx.mark_non_differentiable(is_top1)
@@ -129,10 +127,8 @@ class _ShardedStatistics(torch.autograd.Function):
                 del logits, graph  # the next products need the room
                 gradients.add(span, dlogits, tokens, weight, rows)
                 del dlogits, tokens
-        if gradients.weight is not None:
-            gradients.leave_weight()
         dbias = None if gradients.bias is None else gradients.bias.to(bias.dtype)
-        return gradients.hidden, None if gradients.weight is None else ctx.like, dbias, None
+        return gradients.hidden, gradients.of_shard(), dbias, None
 
 
 def _statistics(logits: Tensor, target: Tensor, chunks: HeadChunks) -> tuple[Tensor, Tensor, Tensor, Tensor]:

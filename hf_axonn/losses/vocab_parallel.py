@@ -27,7 +27,6 @@ from torch.nn.functional import log_softmax, pad
 
 from hf_axonn.distributed.collectives import reduce_, start_reduce_scatter
 from hf_axonn.engine.activation_layouts import pad_dim
-from hf_axonn.engine.overlap import placeholder
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.vocabulary import DeferredLogits, check_vocabulary
 from hf_axonn.losses.causal_lm import IGNORE_INDEX, CausalLMLoss, Targets
@@ -134,7 +133,6 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, shard, bias, low, up, chunks, weights, count, smoothing, size):
-        ctx.like = placeholder(shard)
         grad_low, grad_up = ctx.needs_input_grad[3:5]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         weight = chunks.weight_of(chunks.product.gathered(hidden.dtype))
@@ -196,11 +194,10 @@ class _ChunkedLoss(torch.autograd.Function):
         (gradients, *adapters), ctx.gradients = ctx.gradients, None
         if gradients.weight is not None:
             gradients.weight *= grad
-            gradients.leave_weight()
         dhidden = gradients.hidden
         return (
             None if dhidden is None else dhidden * grad.to(dhidden.dtype),
-            None if gradients.weight is None else ctx.like,
+            gradients.of_shard(),
             *(None if other is None else other * grad for other in (gradients.bias, *adapters)),
             *(None,) * 5,
         )

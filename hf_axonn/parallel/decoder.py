@@ -55,7 +55,8 @@ def _layer(
     if first:
         hidden, args, kwargs = split_hidden_states(args, kwargs)
         batch, seq = hidden.shape[:2]
-        sharded = torch.is_grad_enabled() or seq > 1
+        # Between one rank there is nothing to divide either.
+        sharded = state.mesh.size("x", "y") > 1 and (torch.is_grad_enabled() or seq > 1)
         state.context.tokens = Tokens(batch, seq, sharded=sharded, features=state.features if sharded else 0)
         if state.context.tokens.sharded:
             hidden = take_tokens(hidden, state.context.tokens, state.mesh)

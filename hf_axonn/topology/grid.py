@@ -19,6 +19,7 @@ y is innermost because it carries about three times the traffic of x and so belo
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import asdict, dataclass
 
 
@@ -131,6 +132,7 @@ class GridPosition:
     def __init__(self, grid: Grid, coordinates: dict[str, int]) -> None:
         self.grid = grid
         self.coordinates = coordinates
+        self._sizes: dict[tuple[str, ...], int] = {}
 
     def moved(self, axes: tuple[str, ...], index: int) -> GridPosition:
         """The position whose index along `axes` together is `index`; the other coordinates stay."""
@@ -141,10 +143,9 @@ class GridPosition:
 
     def size(self, *axes: str) -> int:
         """Number of ranks along `axes` together."""
-        size = 1
-        for axis in axes:
-            size *= getattr(self.grid, axis)
-        return size
+        if axes not in self._sizes:
+            self._sizes[axes] = math.prod(getattr(self.grid, axis) for axis in axes)
+        return self._sizes[axes]
 
     def index(self, *axes: str) -> int:
         """The position along `axes` together, the last one varying fastest."""

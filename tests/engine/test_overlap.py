@@ -182,11 +182,11 @@ def test_a_placeholder_holds_no_memory():
 def test_the_waiting_node_hands_over_what_the_slot_was_promised():
     slot = GradientSlot()
     leaf = torch.zeros(3, requires_grad=True)
-    wait_gradient(leaf, slot).sum().backward()  # nothing was promised: the gradient itself
+    wait_gradient(leaf, slot, (3, 1)).sum().backward()  # nothing was promised: the gradient itself
     assert leaf.grad.tolist() == [1, 1, 1]
     leaf.grad = None
     slot.add(lambda: torch.full((3,), 5.0))
-    wait_gradient(leaf, slot).sum().backward()
+    wait_gradient(leaf, slot, (3, 1)).sum().backward()
     assert leaf.grad.tolist() == [5, 5, 5]
 
 

@@ -6,6 +6,7 @@ race for), have a time limit, and the first failure of any rank is raised in the
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import itertools
 import os
@@ -25,7 +26,7 @@ import torch.multiprocessing as mp
 from hf_axonn.compat.accelerate import forget_state
 from hf_axonn.distributed.consistency import gather_texts
 from hf_axonn.distributed.mesh import GridMesh
-from hf_axonn.topology.grid import Grid
+from hf_axonn.topology.grid import Grid, GridPosition
 from tests.helpers import devices
 
 
@@ -38,12 +39,14 @@ def all_grids(size: int) -> list[Grid]:
 def fake_mesh(grid: Grid, rank: int) -> GridMesh:
     """What `GridMesh` knows without processes: sizes, coordinates and indices, but no groups."""
     mesh = GridMesh.__new__(GridMesh)
-    mesh.grid, mesh.rank, mesh.device_type = grid, rank, "cpu"
-    mesh.coordinates = grid.coordinates(rank)
+    GridPosition.__init__(mesh, grid, grid.coordinates(rank))
+    mesh.rank, mesh.device_type = rank, "cpu"
     return mesh
 
 
 def _run(rank: int, world: int, folder: str, function: Callable, args: tuple) -> None:
+    crashed = open(f"{folder}/crashed-{rank}", "w")  # where a rank that a signal ends says what it was doing
+    faulthandler.enable(crashed)
     torch.set_num_threads(1)
     gc.freeze()  # what the test had made is not collected again by every Trainer of every rank
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
@@ -106,18 +109,25 @@ def run_ranks(function: Callable, world: int, *args, timeout: float = 240) -> li
                 process.join()
         messages = []
         for rank, process in enumerate(ranks):
-            path = f"{folder}/failed-{rank}"
-            if os.path.exists(path):
-                with open(path) as file:
-                    messages.append(f"rank {rank}:\n{file.read()}")
+            if failed := _read(f"{folder}/failed-{rank}"):
+                messages.append(f"rank {rank}:\n{failed}")
             elif process.exitcode != 0:
-                messages.append(f"rank {rank} ended with {process.exitcode}" + (" (stopped)" if rank in late else ""))
+                stopped = " (stopped)" if rank in late else ""
+                crashed = _read(f"{folder}/crashed-{rank}").partition("Extension modules")[0]
+                messages.append(f"rank {rank} ended with {process.exitcode}{stopped}\n{crashed}".rstrip())
         assert not messages, "\n".join(sorted(messages, key=lambda text: "stopped" in text))
         results = []
         for rank in range(world):
             with open(f"{folder}/result-{rank}", "rb") as file:
                 results.append(pickle.load(file))
         return results
+
+
+def _read(path: str) -> str:
+    if not os.path.exists(path):
+        return ""
+    with open(path) as file:
+        return file.read()
 
 
 def refused(function, *args, **kwargs) -> str:
