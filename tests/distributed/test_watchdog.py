@@ -24,7 +24,7 @@ from hf_axonn.distributed.watchdog.progress import PROGRESS, WAITING, Account, w
 from hf_axonn.distributed.watchdog.signals import Termination
 from hf_axonn.distributed.watchdog.watchdog import failures_reported, is_symptom
 from tests.helpers import ROOT
-from tests.helpers.launching import TORCHRUN, Ended, launch
+from tests.helpers.launching import TORCHRUN, Ended, forked, launch
 from tests.helpers.launching import run as run_script
 from tests.helpers.models import tiny_batch, tiny_model
 
@@ -261,9 +261,12 @@ dist.recv(torch.empty(1), src=1 - rank)
 
 
 def waiting(tmp_path: Path, whom: str, by: str) -> Ended:
-    """Two ranks that wait for each other, when the launcher or one of them gets a signal."""
+    """Two ranks that wait for each other, when the launcher or one of them gets a signal.
+
+    torchrun in a fork, which spares its imports; it starts the ranks as ever.
+    """
     (tmp_path / "waits.py").write_text(WAITS)
-    return run_script(tmp_path, *TORCHRUN, "--nproc_per_node=2", "waits.py", ROOT, whom, by, linger=60)
+    return forked(tmp_path, None, *TORCHRUN, "--nproc_per_node=2", "waits.py", ROOT, whom, by, linger=60)
 
 
 def test_torchrun_ends_the_other_rank_but_not_before_the_message_of_one_that_was_killed(tmp_path):

@@ -9,7 +9,7 @@ from accelerate.test_utils import scripts
 
 from hf_axonn import Grid
 from tests.helpers import ROOT
-from tests.helpers.launching import assert_quiet, launch
+from tests.helpers.launching import assert_quiet, forked, launch
 
 
 SCRIPTS = Path(scripts.__file__).parent
@@ -24,19 +24,20 @@ END = {
 
 
 @pytest.mark.parametrize(
-    ("script", "grid"),
+    ("script", "grid", "start"),
     [
-        ("test_ops", Grid(x=2)),
-        pytest.param("test_ops", Grid(data=2), marks=SLOW),
-        pytest.param("test_sync", Grid(data=2), marks=SLOW),
-        pytest.param("test_script", Grid(data=2), marks=SLOW),
-        pytest.param("external_deps/test_metrics", Grid(data=2), marks=SLOW),
-        pytest.param("external_deps/test_metrics", Grid(x=2), marks=SLOW),
+        ("test_ops", Grid(x=2), forked),  # quick launches are in tests/end_to_end/test_end_to_end.py
+        pytest.param("test_ops", Grid(x=2), launch, marks=SLOW),
+        pytest.param("test_ops", Grid(data=2), launch, marks=SLOW),
+        pytest.param("test_sync", Grid(data=2), launch, marks=SLOW),
+        pytest.param("test_script", Grid(data=2), launch, marks=SLOW),
+        pytest.param("external_deps/test_metrics", Grid(data=2), launch, marks=SLOW),
+        pytest.param("external_deps/test_metrics", Grid(x=2), launch, marks=SLOW),
     ],
-    ids=str,
+    ids=lambda its: getattr(its, "__name__", str(its)),
 )
-def test_scripts_of_accelerate_pass(tmp_path, script, grid):
-    ended = launch(tmp_path, grid, SCRIPTS / f"{script}.py")
+def test_scripts_of_accelerate_pass(tmp_path, script, grid, start):
+    ended = start(tmp_path, grid, SCRIPTS / f"{script}.py")
     assert_quiet(ended)
     assert END[script] in ended.output, "it did not come to its last part"
 

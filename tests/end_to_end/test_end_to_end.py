@@ -16,6 +16,7 @@ import yaml
 from hf_axonn.cli.main import main as hf_axonn_cli
 from tests.helpers import ROOT
 from tests.helpers.eval_support import documents, tiny_llama, topics_tokenizer
+from tests.helpers.launching import assert_quiet, forked
 from tests.helpers.training import numbers, worst_difference
 
 
@@ -83,7 +84,8 @@ def history(folder: Path, output: str, checkpoint: int = 6) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def one_process(folder) -> list[dict]:
-    run([sys.executable, *arguments(folder, "one", rows=8)], folder)
+    """Not started anew: what it logs is the truth here, and its start alone is what the launches do more often."""
+    assert_quiet(forked(folder, None, *arguments(folder, "one", rows=8)))
     return history(folder, "one")
 
 
@@ -153,9 +155,10 @@ def test_an_unmodified_script_of_stock_trainer(folder):
     """It imports Trainer before anything of ours, so our wrapping of Trainer comes while that import is under way."""
     (folder / "stock.py").write_text(STOCK)
     command = [str(folder / "stock.py"), str(folder / "model")]
-    one = run([sys.executable, *command, str(folder / "stock-1"), "8"], folder)
+    one = forked(folder, None, *command, folder / "stock-1", 8)
+    assert_quiet(one)
     grid = run(launch(folder / "y2.yaml", [*command, str(folder / "stock-2"), "8"]), folder)
-    assert "whole" in one.stdout and "sharded" in grid.stdout and "whole" not in grid.stdout
+    assert "whole" in one.output and "sharded" in grid.stdout and "whole" not in grid.stdout
     assert worst_difference(history(folder, "stock-2", 4), history(folder, "stock-1", 4)) < TOLERANCE
     assert "hf_axonn.from_pretrained(name, grid=...)" in grid.stderr  # the advice of the warning
     assert (folder / "stock-2" / "checkpoint-4" / "axonn_checkpoint.json").is_file()

@@ -1,4 +1,7 @@
-"""training_scripts/finetune_no_trainer.py as a user starts it: alone, and by `accelerate launch` on a grid."""
+"""training_scripts/finetune_no_trainer.py, alone and on a grid; slow: as a user starts it, by `accelerate launch`.
+
+What is quick starts it in forks of this process. tests/end_to_end/test_end_to_end.py has quick launches of other scripts.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from tensorboardX.proto.event_pb2 import Event
 from hf_axonn import Grid
 from tests.helpers import ROOT
 from tests.helpers.eval_support import documents, tiny_llama, topics_tokenizer
-from tests.helpers.launching import Ended, assert_quiet, launch, run
+from tests.helpers.launching import Ended, assert_quiet, forked, launch
 
 
 SCRIPT = ROOT / "training_scripts" / "finetune_no_trainer.py"
@@ -70,17 +73,26 @@ def one_process(tmp_path_factory) -> tuple[Path, dict, list[str]]:
     """Its folder, what it logged, and what it printed."""
     folder = tmp_path_factory.mktemp("loop")
     inputs(folder)
-    ended = run(folder, *arguments(folder, "one", 8))
+    ended = forked(folder, None, *arguments(folder, "one", 8))
     assert_quiet(ended)
     return folder, logged(folder / "one"), printed(ended)
 
 
-@pytest.mark.parametrize("grid", [Grid(z=2), pytest.param(Grid(data=2, y=2), marks=pytest.mark.slow)], ids=str)
-def test_it_logs_once_what_one_process_logs_and_ends_quietly(one_process, grid):
+@pytest.mark.parametrize(
+    ("grid", "start"),
+    [
+        (Grid(z=2), forked),
+        pytest.param(Grid(z=2), launch, marks=pytest.mark.slow),
+        pytest.param(Grid(data=2, y=2), launch, marks=pytest.mark.slow),
+    ],
+    ids=lambda its: getattr(its, "__name__", str(its)),
+)
+def test_it_logs_once_what_one_process_logs_and_ends_quietly(one_process, grid, start):
     folder, truth, lines = one_process
-    ended = launch(folder, grid, *arguments(folder, f"on-{grid}", 8 // grid.dp_size))
+    output = f"{start.__name__}-on-{grid}"
+    ended = start(folder, grid, *arguments(folder, output, 8 // grid.dp_size))
     assert_quiet(ended)  # it ends its process group by `end_training`
-    found = logged(folder / f"on-{grid}")
+    found = logged(folder / output)
     assert found.keys() == truth.keys() == {"loss", "rate"}
     for name, values in truth.items():
         assert [step for step, _ in found[name]] == [step for step, _ in values] == list(range(1, STEPS + 1))
@@ -88,8 +100,8 @@ def test_it_logs_once_what_one_process_logs_and_ends_quietly(one_process, grid):
         assert max(differences) < TOLERANCE, (name, differences)
     assert truth["loss"][-1][1] < truth["loss"][0][1]
     assert len(printed(ended)) == len(lines) == STEPS, "printed by the main process alone"
-    state = folder / f"on-{grid}" / "checkpoints" / "checkpoint_0" / "axonn_checkpoint.json"
-    assert state.is_file() and (folder / f"on-{grid}" / "model.safetensors").is_file()
+    state = folder / output / "checkpoints" / "checkpoint_0" / "axonn_checkpoint.json"
+    assert state.is_file() and (folder / output / "model.safetensors").is_file()
 
 
 @pytest.mark.slow

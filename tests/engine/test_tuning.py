@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import logging
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -25,8 +23,8 @@ from hf_axonn.engine import matmul_tuning as tuning
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.engine.matmul_tuning import AS_IS, STEPS, Key, MatmulTuner, Sample
 from hf_axonn.topology.grid import Grid
-from tests.helpers import ROOT
 from tests.helpers.equality import Case, compare, full, rows_of, too_large
+from tests.helpers.launching import forked
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
 
@@ -328,11 +326,11 @@ def test_an_export_has_no_layouts(tmp_path):
 def test_the_benchmark_writes_its_table(tmp_path):
     script = "tests.benchmarks.kernels.tuning"
     output = tmp_path / "tuning.md"
-    command = [sys.executable, "-m", script, "--tokens", "8", "--models", "SmolLM2-135M", "--dtypes", "float32"]
-    done = subprocess.run([*command, "--output", str(output)], cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    options = ["--tokens", 8, "--models", "SmolLM2-135M", "--dtypes", "float32", "--output", output]
+    done = forked(tmp_path, None, "-m", script, *options)
+    assert done.code == 0, done.output
     text = output.read_text()
-    assert text in done.stdout
+    assert text in done.output
     rows = [line for line in text.splitlines() if line.startswith("| SmolLM2-135M | float32 |")]
     assert [row.split(" | ")[2:4] for row in rows[:6]] == [
         [grid, which] for grid in ("1, 1", "2, 2") for which in ("forward", "dinput", "dweight")

@@ -1,20 +1,28 @@
-"""Start scripts as a user does, by `accelerate launch --config`, and see what they leave behind."""
+"""Start scripts as a user does, by `accelerate launch --config`, and see what they leave behind.
+
+`forked` is for those of which the start is not what is tested: each fresh process imports libraries for seconds.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import multiprocessing
 import os
 import re
+import runpy
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import yaml
 
-from hf_axonn import Grid
+from hf_axonn import Grid, notebook_launcher
+from hf_axonn.compat.accelerate import forget_state
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
@@ -50,28 +58,101 @@ def run(folder: Path, *command: object, timeout: float = 240, linger: float = 0)
     `linger`: seconds that they may take to end after it.
     """
     log = folder / "log"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
     with open(log, "w") as file:
         process = subprocess.Popen(
-            [sys.executable, *map(str, command)], env=environment, cwd=folder, stdout=file, stderr=subprocess.STDOUT
+            [sys.executable, *map(str, command)],
+            env={**os.environ, **_environment(folder)},
+            cwd=folder,
+            stdout=file,
+            stderr=subprocess.STDOUT,
         )
+
+    def wait(seconds: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+
+    try:
+        left = _left(process.pid, process.poll, wait, timeout, linger)
+    finally:
+        process.kill()
+        process.wait()
+    return Ended(process.returncode, log.read_text(), left)
+
+
+def forked(folder: Path, grid: Grid | None, *command: object, timeout: float = 240, linger: float = 0) -> Ended:
+    """A script or `-m` a module with its arguments, in `folder`, where all that these tests import is imported already.
+
+    In a fork of this process, or with a grid in one for each of its ranks, by our `notebook_launcher`.
+    """
+    log = folder / "log"
+    process = multiprocessing.get_context("fork").Process(
+        target=_fork, args=(folder, log, grid, [str(word) for word in command])
+    )
+    process.start()
+    try:
+        left = _left(process.pid, lambda: process.exitcode, process.join, timeout, linger)
+    finally:
+        process.kill()
+        process.join()
+    return Ended(process.exitcode, log.read_text(), left)
+
+
+def _fork(folder: Path, log: Path, grid: Grid | None, command: list[str]) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    os.chdir(folder)
+    os.environ.update(_environment(folder))
+    module = command[0] == "-m"
+    sys.argv = command[module:]
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+    forget_state()  # a test may have used accelerate in the process that this one is forked from
+    begin = runpy.run_module if module else runpy.run_path
+    if grid is None:
+        begin(sys.argv[0], run_name="__main__")
+    else:
+        notebook_launcher(_begin, (begin, sys.argv[0]), grid=grid, use_cpu=True)
+
+
+def _begin(begin: Callable, what: str) -> None:
+    try:
+        begin(what, run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+
+
+def forget(*packages: str) -> None:
+    """In a fork: these will be imported anew, and nothing of ours waits for an import yet."""
+    for name in [*sys.modules]:
+        if any(f"{name}.".startswith(f"{package}.") for package in packages):
+            del sys.modules[name]
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("hf_axonn")]
+    importlib.invalidate_caches()
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    return {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+
+
+def _left(
+    launcher: int, poll: Callable[[], int | None], wait: Callable[[float], object], timeout: float, linger: float
+) -> list[int]:
+    """Wait for the end of a launcher, and say which processes it has left, which are killed."""
     # torchrun starts each rank in a session of its own, so the family is looked at while it is there.
     family: dict[int, psutil.Process] = {}
     end = time.monotonic() + timeout
     try:
-        while process.poll() is None and time.monotonic() < end:
-            family.update((its.pid, its) for its in psutil.Process(process.pid).children(recursive=True))
-            with contextlib.suppress(subprocess.TimeoutExpired):  # every look reads all of /proc
-                process.wait(0.5)
+        while poll() is None and time.monotonic() < end:
+            family.update((its.pid, its) for its in psutil.Process(launcher).children(recursive=True))
+            wait(0.5)  # every look reads all of /proc
         psutil.wait_procs(family.values(), timeout=linger)
-        left = [its.pid for its in family.values() if its.is_running() and its.status() != psutil.STATUS_ZOMBIE]
+        return [its.pid for its in family.values() if its.is_running() and its.status() != psutil.STATUS_ZOMBIE]
     finally:
         for its in family.values():
             if its.is_running():
                 its.kill()
-        process.kill()
-        process.wait()
-    return Ended(process.returncode, log.read_text(), left)
 
 
 def assert_quiet(ended: Ended) -> None:
