@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 
@@ -17,6 +15,7 @@ from hf_axonn.adapters.checks import check_adapters, check_config
 from hf_axonn.cli.main import main
 from hf_axonn.compat import versions
 from hf_axonn.launch.command import prepare, prepare_or_exit
+from tests.helpers.launching import forked
 from tests.helpers.models import tiny_model
 
 
@@ -133,7 +132,14 @@ def test_a_launch_ends_before_a_process_starts_and_doctor_says_so(unproven, tmp_
 
 
 WORKER = """
+import os
 import torch
+from tests.helpers.launching import forget
+
+forget("accelerate", "hf_axonn", "transformers")
+os.environ["AXONN_CONFIG"] = '{"grid": {"x": 2}}'
+os.environ.pop("AXONN_CHECK_VERSIONS", None)
+torch._import_device_backends()
 import accelerate
 from accelerate import Accelerator
 from transformers import Trainer, TrainingArguments, trainer_utils
@@ -147,7 +153,6 @@ for begin in (Accelerator, Accelerator, lambda: TrainingArguments("unused", use_
     else:
         assert begin is not Accelerator, made
     assert "axonn_wrapped" not in vars(Trainer) and trainer_utils.get_last_checkpoint is stock
-import os
 import warnings
 from hf_axonn import AxonnPlugin
 os.environ["AXONN_CHECK_VERSIONS"] = "0"
@@ -159,7 +164,10 @@ assert "axonn_wrapped" in vars(Trainer) and trainer_utils.get_last_checkpoint is
 
 
 def test_a_worker_is_refused_by_its_accelerator_and_not_by_imports(tmp_path):
-    """As of a release that was made for another Transformers: its metadata says so."""
+    """As of a release that was made for another Transformers: its metadata says so.
+
+    In a fork, with torch imported already, which then calls the hook once more.
+    """
     ours = distribution("hf_axonn")
     folder = tmp_path / "hf_axonn-0.2.0.dist-info"
     folder.mkdir()
@@ -167,10 +175,7 @@ def test_a_worker_is_refused_by_its_accelerator_and_not_by_imports(tmp_path):
         "Metadata-Version: 2.1\nName: hf_axonn\nVersion: 0.2.0\nRequires-Dist: transformers<100,>=99\n"
     )
     folder.joinpath("entry_points.txt").write_text(ours.read_text("entry_points.txt"))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "AXONN_CONFIG": '{"grid": {"x": 2}}'}
-    environment.pop(versions.SWITCH, None)
-    done = subprocess.run(
-        [sys.executable, "-c", WORKER], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180
-    )
-    assert done.returncode == 0, done.stderr
-    assert "its part of `import torch` failed" not in done.stderr
+    (tmp_path / "worker.py").write_text(WORKER)
+    ended = forked(tmp_path, None, "worker.py", timeout=180)
+    assert ended.code == 0, ended.output
+    assert "its part of `import torch` failed" not in ended.output

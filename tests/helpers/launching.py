@@ -80,9 +80,9 @@ def run(folder: Path, *command: object, timeout: float = 240, linger: float = 0)
 
 
 def forked(folder: Path, grid: Grid | None, *command: object, timeout: float = 240, linger: float = 0) -> Ended:
-    """A script or `-m` a module with its arguments, in `folder`, where all that these tests import is imported already.
+    """A script or `-m` a module with its arguments, in `folder`, where what these tests import is imported already.
 
-    In a fork of this process, or with a grid in one for each of its ranks, by our `notebook_launcher`.
+    In a fork of this process; with a grid in one for each of its ranks, by our `notebook_launcher`.
     """
     log = folder / "log"
     process = multiprocessing.get_context("fork").Process(

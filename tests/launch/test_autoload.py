@@ -11,6 +11,7 @@ import pytest
 
 from hf_axonn.compat import post_import as importing
 from hf_axonn.launch import autoload as _autoload
+from tests.helpers.launching import forked
 
 
 def run_python(code, *arguments, **environment):
@@ -78,6 +79,7 @@ def test_our_own_launcher_is_left_alone(monkeypatch, argv, orig_argv):
 
 
 def test_importing_torch_loads_the_hook_and_nothing_heavy():
+    """Nor does a process that is no worker get the plugin when it imports accelerate."""
     result = run_python(
         """
         import sys
@@ -87,7 +89,12 @@ def test_importing_torch_loads_the_hook_and_nothing_heavy():
         assert not loaded & {"transformers", "accelerate", "peft", "datasets", "yaml"}, loaded
         own = {name for name in sys.modules if name.startswith("hf_axonn.")}
         assert own == {"hf_axonn.launch", "hf_axonn.launch.autoload"}, own
-        """
+        import types
+        sys.modules["hf_axonn.plugin"] = plugin = types.ModuleType("hf_axonn.plugin")
+        plugin.install_default = lambda: sys.exit("no worker gets the plugin")
+        import accelerate.parallelism_config
+        """,
+        AXONN_CONFIG="",
     )
     assert result.returncode == 0, result.stderr
 
@@ -222,6 +229,7 @@ def test_other_modules_are_left_to_the_other_finders(target):
 
 
 def test_a_worker_gets_the_plugin_when_accelerate_is_imported():
+    """And no other process: test_importing_torch_loads_the_hook_and_nothing_heavy."""
     code = """
         import sys
         import types
@@ -235,7 +243,6 @@ def test_a_worker_gets_the_plugin_when_accelerate_is_imported():
         print(calls)
         """
     assert run_python(code, AXONN_CONFIG='{"grid": {"x": 2}}').stdout.strip() == "[True]"
-    assert run_python(code, AXONN_CONFIG="").stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(
@@ -245,13 +252,23 @@ def test_a_worker_gets_the_plugin_when_accelerate_is_imported():
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("TrainingArguments", "AutoModelForCausalLM")),
     ],
 )
-def test_a_worker_gets_its_hooks_of_trainer_whatever_it_imports_first(first):
-    """Each of these imports accelerate while another part of Transformers is half imported."""
+def test_a_worker_gets_its_hooks_of_trainer_whatever_it_imports_first(first, tmp_path):
+    """Each of these imports accelerate while another part of Transformers is half imported.
+
+    In a fork, with torch imported already, which then calls the hook once more.
+    """
     code = f"""
+        import os
+        import torch
+        from tests.helpers.launching import forget
+        forget("accelerate", "hf_axonn", "transformers")
+        os.environ["AXONN_CONFIG"] = '{{"grid": {{"x": 2}}}}'
+        torch._import_device_backends()
         from transformers import {first}
         from transformers import Trainer, TrainingArguments
         assert "axonn_wrapped" in vars(Trainer)
         assert hasattr(vars(TrainingArguments)["_setup_devices"].func, "__wrapped__")
         """
-    ended = run_python(code, AXONN_CONFIG='{"grid": {"x": 2}}')
-    assert ended.returncode == 0, ended.stderr
+    (tmp_path / "code.py").write_text(textwrap.dedent(code))
+    ended = forked(tmp_path, None, "code.py")
+    assert ended.code == 0, ended.output

@@ -16,6 +16,7 @@ import pytest
 import hf_axonn
 import hf_axonn_eval
 from tests.helpers import ROOT
+from tests.helpers.launching import forked
 
 
 TRACKED = [
@@ -67,8 +68,8 @@ def test_importing_the_package_imports_no_library():
     )
 
 
-def test_what_pickles_and_documents_of_the_first_version_name_is_found():
-    """training_args.bin of a checkpoint is such a pickle. In a fresh process, so that nothing is imported yet."""
+def test_what_pickles_and_documents_of_the_first_version_name_is_found(tmp_path):
+    """training_args.bin of a checkpoint is such a pickle. In a fork that has nothing of ours imported yet."""
     named = {
         "hf_axonn.trainer": "GoldfishConfig",
         "hf_axonn.trl": "GoldfishSFTConfig",
@@ -80,9 +81,11 @@ def test_what_pickles_and_documents_of_the_first_version_name_is_found():
     pickles = {name: f"c{module}\n{name}\n.".encode() for module, name in named.items()}
     for name, text in pickles.items():
         assert pickle.loads(text) is getattr(hf_axonn, name)
-    # modules that documents of the first version name
-    run_python(
+    code = tmp_path / "code.py"
+    code.write_text(
+        'from tests.helpers.launching import forget\nforget("hf_axonn", "hf_axonn_eval")\n'
         f"import pickle\nfor name, text in {pickles!r}.items(): assert pickle.loads(text).__name__ == name\n"
+        # modules that documents of the first version name
         "from hf_axonn.gradients import syncing\n"
         "from hf_axonn.failures import failures_told\n"
         "from hf_axonn.perf.volumes import volumes\n"
@@ -91,6 +94,8 @@ def test_what_pickles_and_documents_of_the_first_version_name_is_found():
         "from hf_axonn_eval.report import plot, terminal_table\n"
         "assert models.FAMILIES\n"
     )
+    ended = forked(tmp_path, None, code)
+    assert ended.code == 0, ended.output
 
 
 def lint_imports(folder: Path) -> str:
