@@ -226,8 +226,12 @@ MODES = ("plain", "logits", "accumulated", "reentrant", "penalty")
 
 
 def _bare(truths: dict[str, dict[str, torch.Tensor]]) -> None:
-    """Each mode on one grid of two ranks, x or z; on four ranks, which are slow, each on both axes at once."""
-    some = {Grid(x=2): ("plain", "reentrant", "penalty"), Grid(z=2): ("plain", "logits", "accumulated"), Grid(z=2, x=2): MODES}
+    """Each mode on a grid of two ranks, of x or of z; slow, on four ranks, each on both axes at once."""
+    some = {
+        Grid(x=2): ("plain", "reentrant", "penalty"),
+        Grid(z=2): ("plain", "logits", "accumulated"),
+        Grid(z=2, x=2): MODES,
+    }
     for grid in GRIDS[torch.distributed.get_world_size()]:
         for mode in some.get(grid, ("plain",)):
             worst = max(relative_errors(bare_loop(grid, mode), truths[mode]).values())

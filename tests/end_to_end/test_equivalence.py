@@ -47,11 +47,17 @@ def test_five_steps_on_every_grid(world):
 
 
 def test_five_steps_on_every_grid_of_four():
-    """One model on each grid, and each model on one where weights are cut along two axes."""
-    assert not too_large(run([five_steps("llama")], all_grids(4)), 1e-10)
-    others = [five_steps(kind) for kind in BLOCKWISE if kind != "llama"]
-    assert not too_large(run(others[::2], [Grid(y=2, x=2)]), 1e-10)
-    assert not too_large(run(others[1::2], [Grid(z=2, x=2)]), 1e-10)
+    """One model on each grid, and each model on one where weights are cut along two axes; all in one launch."""
+    others = [kind for kind in BLOCKWISE if kind != "llama"]
+    kinds = [(["llama"], all_grids(4)), (others[::2], [Grid(y=2, x=2)]), (others[1::2], [Grid(z=2, x=2)])]
+    some = [([(case, case.truth()) for case in map(five_steps, each)], grids) for each, grids in kinds]
+    table = run_ranks(compare_some, 4, some)[0]
+    assert len(table) == 10 + len(others)
+    assert not too_large(table, 1e-10)
+
+
+def compare_some(some):
+    return {case: errors for cases, grids in some for case, errors in compare(cases, grids).items()}
 
 
 @pytest.mark.slow
