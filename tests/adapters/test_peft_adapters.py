@@ -71,18 +71,32 @@ def use_in_turn(model) -> list[torch.Tensor]:
     return found
 
 
-def _use_in_turn(truth):
-    for grid in TWO_GRIDS:
-        for model in (adapt(sharded("llama", grid)), parallelize(adapted_model("llama"), grid)[0]):
+def put_in_after(grid):
+    return adapt(sharded("llama", grid))
+
+
+def put_in_before(grid):
+    return parallelize(adapted_model("llama"), grid)[0]
+
+
+def _use_in_turn(truth, each):
+    for number, grid in enumerate(TWO_GRIDS):
+        for make in (put_in_after, put_in_before)[number % each :: each]:
+            model = make(grid)
             for ours, its in zip(use_in_turn(model), truth, strict=True):
                 equal(ours, its)
             assert all(isinstance(its, DTensor) for its in model.parameters())
 
 
-def test_several_adapters():
+# With 2, which is quick, every second case on one grid and the others on the other; with 1 all on both.
+EACH = pytest.mark.parametrize("each", [2, pytest.param(1, marks=pytest.mark.slow)])
+
+
+@EACH
+def test_several_adapters(each):
     truth = use_in_turn(adapted_model("llama"))
     assert len({round(float(its.sum()), 9) for its in truth}) == 5  # a new DoRA does what LoRA does
-    run_ranks(_use_in_turn, 4, truth)
+    run_ranks(_use_in_turn, 4, truth, each)
 
 
 # Merging.
@@ -135,7 +149,7 @@ def _merge(truths, each):
                 assert largest_difference(value, truths[name][1][key]) < 1e-10, (grid, name, key)
 
 
-@pytest.mark.parametrize("each", [2, pytest.param(1, marks=pytest.mark.slow)])
+@EACH
 def test_merging_and_unmerging(each):
     truths = {name: merge(small(kind), **options) for name, (kind, options) in MERGED.items()}
     for (before, merged, again, left), _ in truths.values():
@@ -171,9 +185,15 @@ FILES = {
 }
 
 
-def _write_and_read(folder, truths):
-    for grid in TWO_GRIDS:
-        for name, options in FILES.items():
+def _files(each):
+    """The grids, each with the names of FILES that are written on it."""
+    return [(grid, list(FILES)[number % each :: each]) for number, grid in enumerate(TWO_GRIDS)]
+
+
+def _write_and_read(folder, truths, each):
+    for grid, names in _files(each):
+        for name in names:
+            options = FILES[name]
             model = adapt(sharded("llama", grid), **options)
             here = folder / f"{name}-{grid}"
             model.save_pretrained(here)
@@ -188,17 +208,18 @@ def _write_and_read(folder, truths):
             equal(logits(empty), truths[name])
 
 
-def test_files_go_between_a_grid_and_plain_peft(tmp_path):
+@EACH
+def test_files_go_between_a_grid_and_plain_peft(tmp_path, each):
     truths = {}
     for name, options in FILES.items():
         model = adapted_model("llama", **options)
         truths[name] = logits(model)
         model.save_pretrained(tmp_path / name)
-    run_ranks(_write_and_read, 4, tmp_path, truths)
-    for grid in TWO_GRIDS:
-        for name, truth in truths.items():
+    run_ranks(_write_and_read, 4, tmp_path, truths, each)
+    for grid, names in _files(each):
+        for name in names:
             for folder in (f"{name}-{grid}", f"ours-{name}-{grid}"):
-                equal(logits(PeftModel.from_pretrained(tiny_model("llama"), tmp_path / folder)), truth)
+                equal(logits(PeftModel.from_pretrained(tiny_model("llama"), tmp_path / folder)), truths[name])
 
 
 def test_a_damaged_file_of_adapters_is_named(tmp_path):

@@ -26,7 +26,7 @@ END = {
 @pytest.mark.parametrize(
     ("script", "grid", "start"),
     [
-        ("test_ops", Grid(x=2), forked),  # quick launches are in tests/end_to_end/test_end_to_end.py
+        ("test_ops", Grid(x=2), forked),  # a quick launch, of another script, is in test_end_to_end.py
         pytest.param("test_ops", Grid(x=2), launch, marks=SLOW),
         pytest.param("test_ops", Grid(data=2), launch, marks=SLOW),
         pytest.param("test_sync", Grid(data=2), launch, marks=SLOW),

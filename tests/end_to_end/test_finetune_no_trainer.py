@@ -1,6 +1,6 @@
 """training_scripts/finetune_no_trainer.py, alone and on a grid; slow: as a user starts it, by `accelerate launch`.
 
-What is quick starts it in forks of this process. tests/end_to_end/test_end_to_end.py has quick launches of other scripts.
+The quick test starts it in forks of this process. A quick launch, of another script, is in test_end_to_end.py.
 """
 
 from __future__ import annotations

@@ -10,15 +10,18 @@ import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 
 from hf_axonn.config import AxonnConfig
+from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.planner.time.paper import strides
 from hf_axonn.topology.axis_order import ORDER, PLACED, check_order, rank_at, take_rank
 from hf_axonn.topology.grid import AXES, Grid
 from tests.helpers import ROOT
 from tests.helpers.float64 import Float64
 from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
 
 
 ORDERS = list(itertools.permutations(AXES))
@@ -78,25 +81,14 @@ def test_an_order_names_each_axis_once(order):
         AxonnConfig.from_mapping({"grid": {"x": 2}, "order": order})
 
 
-# Each process writes its rank, where it is, and the sum of 10 ** place over the processes on its axes.
+# Each process writes its rank and where it is. More is not imported in it, which takes seconds of each.
 RANKS = """
 import json, os, sys
 import torch
-import torch.distributed as dist
 from hf_axonn.config import AxonnConfig
-from hf_axonn.distributed.mesh import grid_mesh
-from hf_axonn.topology.grid import AXES
-dist.init_process_group("gloo")
-place = os.environ["LOCAL_RANK"]
-mesh = grid_mesh(AxonnConfig.from_env().grid, "cpu")
-found = {"rank": dist.get_rank(), "here": mesh.coordinates}
-for axis in AXES:
-    total = torch.tensor(10 ** int(place))
-    dist.all_reduce(total, group=mesh.group(axis))
-    found[axis] = int(total)
-open(os.path.join(sys.argv[1], place), "w").write(json.dumps(found))
-dist.barrier()
-dist.destroy_process_group()
+rank = int(os.environ["RANK"])
+found = {"rank": rank, "here": AxonnConfig.from_env().grid.coordinates(rank)}
+open(os.path.join(sys.argv[1], os.environ["LOCAL_RANK"]), "w").write(json.dumps(found))
 """
 TRAINING = """
 import json, os, sys
@@ -146,8 +138,23 @@ def launched(tmp_path, script):
     return found
 
 
+def _neighbours(places):
+    """Where this rank is, and the sum of 10 ** place over the ranks on each of its axes, by the groups of the grid."""
+    mesh = grid_mesh(GRID, "cpu")
+    found = {"here": mesh.coordinates}
+    for axis in AXES:
+        total = torch.tensor(10 ** places[dist.get_rank()])
+        dist.all_reduce(total, group=mesh.group(axis))
+        found[axis] = int(total)
+    return found
+
+
 def test_processes_of_a_launch_lie_in_the_order_of_the_file(tmp_path):
-    found = launched(tmp_path, RANKS)
+    """The ranks that they take there, in groups of forks; slow: a training in the groups of the launch itself."""
+    processes = launched(tmp_path, RANKS)
+    ranks = run_ranks(_neighbours, 4, {process["rank"]: place for place, process in enumerate(processes)})
+    found = [ranks[process["rank"]] for process in processes]
+    assert [process["here"] for process in processes] == [process["here"] for process in found]
     assert [process["z"] for process in found] == [11, 11, 1100, 1100], "neighbours"
     assert [process["y"] for process in found] == [101, 1010, 101, 1010]
     assert [(process["data"], process["x"]) for process in found] == [(10**place, 10**place) for place in range(4)]

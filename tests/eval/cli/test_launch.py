@@ -12,7 +12,7 @@ from tests.helpers.eval_support import LEARNT, samples, topics_tokenizer, traine
 from tests.helpers.launching import assert_quiet, forked, launch
 
 
-# The quick one is in forks of this process; tests/end_to_end/test_end_to_end.py has quick launches of other scripts.
+# The quick one is in forks of this process; a quick launch, of a script, is in tests/end_to_end/test_end_to_end.py.
 @pytest.mark.parametrize("start", [forked, pytest.param(launch, marks=pytest.mark.slow)])
 def test_a_launch_on_two_ranks_answers_as_one_process_does(tmp_path, start):
     trained_llama().save_pretrained(tmp_path / "model")
