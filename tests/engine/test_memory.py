@@ -73,7 +73,8 @@ def resident(sizes):
     for grid in all_grids(dist.get_world_size()):
         model, _ = parallelize(tiny_model("llama", **sizes), grid)
         here = grid.coordinates(dist.get_rank())
-        optimizer = torch.optim.AdamW(model.parameters())
+        # fused: one operation for DTensor to plan, on every grid anew
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         model.train()(**rows_of(tiny_batch(4, 7, vocab=120), grid, dist.get_rank())).loss.backward()
         sync_gradients(model)
         optimizer.step()
