@@ -97,6 +97,7 @@ class Column:
         """This rank's tokens -> [B, S, H/y]. All-to-all over y (none in the feature layout), all-gather over x, which
         backward only launches."""
         state, tokens = self.state, self.state.context.tokens
+        assert tokens is not None  # Block has seen to that
         if not tokens.sharded:
             return take_features(hidden, state.mesh, "y")
         group, hidden = state.mesh.group("x"), hidden.to(state.compute_dtype(hidden))
@@ -215,6 +216,7 @@ class Row:
 
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor:
         state, mesh, tokens = self.state, self.state.mesh, self.state.context.tokens
+        assert tokens is not None  # Block has seen to that
         product = Product(state, self.weights, self.layouts)
         rows = hidden.to(state.compute_dtype(hidden))
         if tokens.sharded and tokens.padded(mesh) > tokens.count:
