@@ -145,6 +145,27 @@ def saved_tensors_have_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
+def backend_of(group: ProcessGroup | None = None, device: torch.device | None = None) -> str:
+    """The backend of a group for tensors on a device, as gloo or nccl.
+
+    Args:
+        group: the world if None.
+        device: that on which this process trains if None. A group may have a backend for each kind of device: torch
+            makes it so where `init_process_group` is told nothing, or `cpu:gloo,cuda:nccl`.
+    Raises:
+        ValueError: the group has none for this device.
+    """
+    group, device = group or torch.distributed.group.WORLD, device or torch.device(default_device_type())
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:
+        raise ValueError(
+            f"the process group has no backend for tensors on {device.type}, only "
+            f"{torch.distributed.get_backend_config(group)}: move the model to the device of this rank first, or call "
+            f"torch.distributed.init_process_group with a backend for {device.type}."
+        ) from None
+
+
 def world_timeout(device_type: str = "") -> float:
     """The timeout of collectives over the world, in seconds, as `init_process_group` was given it.
 

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_axonn.compat.torch import broadcast_coalesced, reshaped_result
+from hf_axonn.compat.torch import backend_of, broadcast_coalesced, reshaped_result
 from hf_axonn.distributed import gloo
 from hf_axonn.distributed.meeting import meet
 
@@ -97,7 +97,7 @@ def _start_all_gather(block: Tensor, group: ProcessGroup) -> Pending:
     if size == 1:
         return Pending(block.unsqueeze(0))
     result = block.new_empty((size, *block.shape))
-    if block.nbytes >= gloo.LARGE_BYTES and dist.get_backend(group) == "gloo":
+    if block.nbytes >= gloo.LARGE_BYTES and backend_of(group, block.device) == "gloo":
         return Pending(result, gloo.start_all_gather(block, result, group))
     flat = block.contiguous().view(-1)
     work = _all_gather_single(result.view(-1), flat, group=group, async_op=True)
@@ -114,7 +114,7 @@ def start_reduce_scatter(blocks: Tensor, group: ProcessGroup) -> Pending:
     blocks = blocks.contiguous()
     if _observers:
         _report("reduce_scatter", blocks.nbytes // group.size(), group)
-    if dist.get_backend(group) == "gloo":
+    if backend_of(group, blocks.device) == "gloo":
         received = torch.empty_like(blocks)
         work = dist.all_to_all_single(received, blocks, group=group, async_op=True)
         # The closure keeps `blocks` alive until the send is over.
@@ -129,7 +129,7 @@ def send_unfused(block: Tensor, group: ProcessGroup) -> bool:
 
     On gloo a message costs little, and a copy takes processor time from the matmuls; elsewhere it is the other way.
     """
-    return group.size() == 1 or (block.nbytes >= ALONE_BYTES and dist.get_backend(group) == "gloo")
+    return group.size() == 1 or (block.nbytes >= ALONE_BYTES and backend_of(group, block.device) == "gloo")
 
 
 def exchange(blocks: Tensor, group: ProcessGroup) -> Tensor:
@@ -211,9 +211,9 @@ def barrier() -> None:
 
     Collectives: a barrier over the world.
     """
-    if not dist.is_initialized() or dist.get_backend() == "fake":
+    if not dist.is_initialized() or backend_of() == "fake":
         return
-    if dist.get_backend() == "gloo":
+    if backend_of() == "gloo":
         options = dist.BarrierOptions()
         options.timeout = FOREVER
         _world().barrier(options).wait()

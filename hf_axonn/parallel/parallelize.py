@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -26,7 +27,7 @@ from hf_axonn.architectures.plan import plan_for
 from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.checkpoint.full_state import install_save_pretrained
 from hf_axonn.compat.peft import without_peft
-from hf_axonn.compat.torch import default_device_type, quiet_redistribution, read_whole_values
+from hf_axonn.compat.torch import backend_of, default_device_type, quiet_redistribution, read_whole_values
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, model_facts, versions
@@ -55,7 +56,7 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     Raises:
         ValueError: the grid is not the size of the world, the model is sharded already, quantized, or has adapters
             that cannot be sharded; ranks have other models, settings or versions; a library has a release that is not
-            proven (`check_versions`).
+            proven (`check_versions`); the process group has no backend for the device that the model is on.
         RuntimeError: torch.distributed is not initialized.
     Collectives: those of `assert_same_on_all_ranks`, creation of the process groups, and `broadcast_all` of
         parameters and buffers.
@@ -77,6 +78,8 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     check_adapters(model)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     device_type = default_device_type() if device.type == "meta" else device.type
+    if dist.is_initialized():
+        backend_of(device=torch.device(device_type))  # raises where there is none
     watch()
     facts = {"axonn_config": config.to_json()} | versions() | model_facts(model)
     assert_same_on_all_ranks(facts, device_type, "Start every rank with the same program and settings.")

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from hf_axonn import Grid, parallelize
+from hf_axonn.compat.torch import backend_of
 from hf_axonn.distributed import gloo
-from hf_axonn.distributed.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from hf_axonn.distributed.collectives import barrier, start_all_gather, start_all_reduce, start_reduce_scatter
+from hf_axonn.distributed.mesh import grid_mesh
+from hf_axonn.distributed.watchdog import watchdog
+from hf_axonn.distributed.watchdog.watchdog import watch
+from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
 
 
@@ -38,6 +46,42 @@ def check_a_peer_that_does_not_come():
     with pytest.raises(RuntimeError, match="2000ms"):
         start_all_gather(torch.ones(2**18), group).wait()
     store.set("noticed", "")
+
+
+def begin_again(folder, backend):
+    """Make the process group of two ranks as scripts do."""
+    dist.destroy_process_group()
+    world = dict(init_method=f"file://{folder}/{backend}", rank=int(os.environ["RANK"]), world_size=2)
+    dist.init_process_group(backend, **world)
+
+
+def check_backends(folder, backend):
+    begin_again(folder, backend)
+    mesh = grid_mesh(Grid(x=2), "cpu")
+    assert backend_of() == backend_of(mesh.group("x"), torch.device("cpu")) == "gloo"
+    with mock.patch.object(gloo, "sum_blocks", side_effect=gloo.sum_blocks) as sums:
+        assert start_reduce_scatter(torch.ones(2, 4), mesh.group("x")).wait().tolist() == [2, 2, 2, 2]
+    assert sums.call_count == 1
+    barrier()
+    watch()
+    assert watchdog._watch._blocking
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo,cuda:gloo"])
+def test_a_world_with_a_backend_for_each_device_is_gloo_on_cpus(tmp_path, backend):
+    run_ranks(check_backends, 2, tmp_path, backend)
+
+
+def check_no_backend(folder):
+    begin_again(folder, "cuda:gloo")
+    missing = "no backend for tensors on cpu, only cuda:gloo: move the model to the device"
+    with pytest.raises(ValueError, match=missing):
+        parallelize(tiny_model("llama"), Grid(x=2))
+    begin_again(folder, "gloo")  # the ranks meet once more at their end
+
+
+def test_a_model_on_a_device_without_a_backend_is_refused(tmp_path):
+    run_ranks(check_no_backend, 2, tmp_path)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -238,7 +238,6 @@ class Backend:
         stand_in = types.SimpleNamespace(
             **vars(dist)
             | {
-                "get_backend": lambda group=None: self.like,
                 "all_reduce": self.all_reduce,
                 "all_to_all_single": self._out_of_place("all_to_all", dist.all_to_all_single),
                 "irecv": self._message("irecv", dist.irecv, "group_src"),
@@ -251,6 +250,7 @@ class Backend:
             (gloo, "dist"): stand_in,
             (collectives, "_all_gather_single"): self._out_of_place("all_gather", _all_gather),
             (collectives, "_reduce_scatter_single"): self._out_of_place("reduce_scatter", _reduce_scatter),
+            (collectives, "backend_of"): lambda group=None, device=None: self.like,
             (collectives, "broadcast_coalesced"): self.broadcast_coalesced,
             (dist.ProcessGroup, "barrier"): lambda *args, **opts: self.barrier(*args, **opts),
             (gloo, "LARGE_BYTES"): 3_000,

@@ -35,7 +35,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from hf_axonn.compat.torch import store_outlives_ranks, watch_store, world_timeout
+from hf_axonn.compat.torch import backend_of, store_outlives_ranks, watch_store, world_timeout
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.distributed.watchdog.diagnosis import diagnose, who_works
 from hf_axonn.distributed.watchdog.progress import (
@@ -129,7 +129,7 @@ class Watchdog:
         # Each looks at itself once in an interval: of two that stop together, one seems to have stood longer.
         self._standstill = max(self.limit - 3 * self._interval, self.limit / 2)
         self._asked = time.monotonic()  # when this rank last asked why nobody moves
-        self._blocking = dist.get_backend() == "gloo"
+        self._blocking = backend_of() == "gloo"
         PROGRESS.begin()
         self._counting = contextlib.ExitStack()
         self._counting.enter_context(observe(PROGRESS.count))
