@@ -52,7 +52,8 @@ class Settings:
 
     Args:
         overlap: which collectives run while the device computes.
-        reduce_dtype: the dtype in which gradients are summed, one of REDUCE_DTYPES.
+        reduce_dtype: the dtype in which gradients are summed over z and averaged over data, one of REDUCE_DTYPES; or
+            their own if that is wider.
         keep_gathered: which weights that were gathered over z in forward are kept for backward, instead of gathered
             again: "none", "all", or a number: those of the last so many layers.
         tune_matmuls: whether operand layouts of matmuls are timed on the first steps and the fastest used

@@ -130,10 +130,12 @@ register_optimizer_step_pre_hook(_refuse_unaveraged)
 
 
 class _Bucket:
-    """Gradients that travel as one. The averages go into `.grad`, or into `unclaimed` where there is none."""
+    """Gradients that travel as one, in `dtype` or in their own if that is wider. The averages go into `.grad`, or into
+    `unclaimed` where there is none."""
 
-    def __init__(self, group) -> None:
+    def __init__(self, group, dtype: torch.dtype) -> None:
         self.group = group
+        self.dtype = dtype
         self.parameters: list[nn.Parameter] = []
         self.nbytes = 0
         self.awaited: set[int] = set()  # ids of parameters whose gradients backward has yet to bring
@@ -157,9 +159,9 @@ class _Bucket:
         self.pending = together([start_all_reduce(message, self.group, op="mean") for message in messages])
 
     def _flat(self, parameter: nn.Parameter) -> Tensor:
-        if parameter.grad is None:
-            return torch.zeros_like(local(parameter)).reshape(-1)
-        return local(parameter.grad).reshape(-1)
+        own = local(parameter)
+        grad = torch.zeros_like(own) if parameter.grad is None else local(parameter.grad)
+        return grad.reshape(-1).to(torch.promote_types(own.dtype, self.dtype))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -220,7 +222,7 @@ class _Average:
         size = local(parameter).nbytes
         last = buckets[-1] if buckets else None
         if last is None or last.nbytes + size > BUCKET_BYTES or last.parameters[0].dtype != parameter.dtype:
-            buckets.append(_Bucket(group))
+            buckets.append(_Bucket(group, self.state.reduce_dtype))
         buckets[-1].add(parameter)
         self._of[id(parameter)] = buckets[-1]
 

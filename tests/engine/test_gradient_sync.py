@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from hf_axonn import AxonnPlugin, parallelize
+from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed import collectives
 from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
@@ -213,6 +214,20 @@ def several_models():
     assert all(torch.equal(ours, its) for ours, its in zip(*found, strict=True))
 
 
+def in_reduce_dtype():
+    """One rank's gradients are 256 times those of the others, which a sum in bfloat16 would lose."""
+    grid, right = Grid(data=4), torch.tensor((256 + 3) / 4).bfloat16()
+    for reduce_dtype in ("float32", "bfloat16"):
+        model = tiny_model("llama", dtype=torch.bfloat16)
+        model, _ = parallelize(model, grid, config=AxonnConfig(grid=grid, reduce_dtype=reduce_dtype))
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 256.0 if dist.get_rank() == 0 else 1.0)
+        sync_gradients(model)
+        averages = torch.cat([gradient.flatten() for gradient in local_gradients(model).values()])
+        assert averages.dtype == torch.bfloat16
+        assert (averages == right).all() == (reduce_dtype == "float32"), averages.unique()
+
+
 def left_by_an_exception():
     """Hooks are taken away again."""
     model, _ = parallelize(Shared(use_reentrant=False), Grid(data=4))
@@ -242,7 +257,9 @@ def all_of(functions):
 
 
 def test_on_four_ranks():
-    run_ranks(functools.partial(all_of, [twice_is_once, buckets_change_nothing, unused_parameters]), 4)
+    run_ranks(
+        functools.partial(all_of, [twice_is_once, buckets_change_nothing, unused_parameters, in_reduce_dtype]), 4
+    )
 
 
 def test_averages_that_begin_during_backward():

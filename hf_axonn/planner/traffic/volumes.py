@@ -121,15 +121,16 @@ class Account(LayerAccount):
         """
         ledger, world = Ledger(self.grid), ("data", "z", "x", "y")
         size, replicated, every = self.step.param_bytes, self.shape.replicated, self.shape.weights
+        travels = max(size, self.step.reduce_bytes)  # of `size` bytes when buckets are filled
         # A layer's shapes come again in every layer.
         own = {weight: own_elements(weight, self.grid, self.here) * size for weight in dict.fromkeys(every)}
         sharded = [own[weight] for weight in every]
         over_data = buckets(sharded[::-1])
-        ledger.add("gradients", "all_reduce", ("data",), sum(sharded), over_data)
+        ledger.add("gradients", "all_reduce", ("data",), sum(sharded) // size * travels, over_data)
         flags = len(replicated) + len(sharded) + len(self.shape.idle) + (over_data if self.grid.data > 1 else 0)
         ledger.add("gradients", "all_reduce", world, 4 * flags)
         replicated = [elements * size for elements in replicated[::-1]]
-        ledger.add("gradients", "all_reduce", world, sum(replicated), buckets(replicated))
+        ledger.add("gradients", "all_reduce", world, sum(replicated) // size * travels, buckets(replicated))
         return ledger
 
 
