@@ -20,6 +20,7 @@ VARIABLE = "AXONN_CONFIG"
 REDUCE_DTYPES = ("float32", "bfloat16", "float64")
 LAYOUTS = ("auto", "token", "feature")
 SAVE_FAILURES = ("stop", "continue")
+KEPT = ("none", "recomputed", "all")
 CHOICES = {"reduce_dtype": REDUCE_DTYPES, "layout": LAYOUTS, "save_failure": SAVE_FAILURES}
 GRID_EXAMPLE = "grid: {data: 1, z: 2, y: 1, x: 2}"
 
@@ -55,7 +56,8 @@ class Settings:
         reduce_dtype: the dtype in which gradients are summed over z and averaged over data, one of REDUCE_DTYPES; or
             their own if that is wider.
         keep_gathered: which weights that were gathered over z in forward are kept for backward, instead of gathered
-            again: "none", "all", or a number: those of the last so many layers.
+            again: "none", "recomputed" (of a checkpointed layer, from when it runs again), "all", or a number: those
+            of the last so many layers.
         tune_matmuls: whether operand layouts of matmuls are timed on the first steps and the fastest used
             (engine/matmul_tuning.py).
         layout: of the residual stream between blocks, one of LAYOUTS; auto takes feature wherever it is possible
@@ -78,9 +80,9 @@ class Settings:
         if not isinstance(self.overlap, Overlap):
             raise ValueError(f"overlap is {self.overlap!r}, but it is an Overlap, for instance Overlap().")
         keep = self.keep_gathered
-        if isinstance(keep, bool) or not (keep in ("none", "all") or (isinstance(keep, int) and keep >= 0)):
+        if isinstance(keep, bool) or not (keep in KEPT or (isinstance(keep, int) and keep >= 0)):
             raise ValueError(
-                f"keep_gathered is {keep!r}, but it is none, all, or a number of layers that is not negative."
+                f"keep_gathered is {keep!r}, but it is {', '.join(KEPT)}, or a number of layers that is not negative."
             )
         for name, choices in CHOICES.items():
             value = getattr(self, name)

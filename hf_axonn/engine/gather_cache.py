@@ -1,6 +1,7 @@
 """Gathered weights that outlive the multiplication they were gathered for: memory for traffic over z.
 
-    training     `keep_gathered` in the settings: kept from forward to backward, instead of gathered again there
+    training     `keep_gathered` in the settings: kept from forward to backward, or from when a checkpointed layer runs
+                 again, instead of gathered again there
     generate()   kept until it ends, instead of gathered again for every token
 
 What is kept is what was gathered, so no number changes. Weights that have changed since are never used: in training

@@ -35,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_axonn.compat.torch import reshaped_result
+from hf_axonn.compat.torch import in_backward, reshaped_result
 from hf_axonn.distributed.collectives import Pending, send_unfused, start_all_gather, start_reduce_scatter, together
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.gather_cache import GatheredBlocks
@@ -177,11 +177,13 @@ class Product:
         dtype = self.state.compute_dtype(input_)
         gathered = self.gathered(dtype)
         if self.keeps:
-            context, with_graph = self.state.context, torch.is_grad_enabled()
-            # Without a graph in a pass that wants gradients: a checkpointed layer, which runs again in backward.
-            context.gather_cache.add(self._key(dtype), gathered, hold=context.wants_gradients and not with_graph)
-            if with_graph:
-                context.gather_cache.release(self._key(dtype))
+            cache, key, with_graph = self.state.context.gather_cache, self._key(dtype), torch.is_grad_enabled()
+            # Without a graph in a pass that wants gradients: a checkpointed layer, which runs again in backward. What
+            # it then makes may be another graph than the one that backward goes through.
+            again = self._runs_again
+            cache.add(key, gathered, hold=self.state.context.wants_gradients and (again or not with_graph))
+            if with_graph and not again:
+                cache.release(key)
         input_ = input_.to(dtype)
         if not torch.is_grad_enabled():
             if self.layouts[0].in_blocks == self.layouts[0].out_blocks == 1 and self.state.matmul is plain:
@@ -204,8 +206,20 @@ class Product:
 
     @property
     def keeps(self) -> bool:
-        """Whether the gathered weights are kept from forward to backward."""
-        return self.state.mesh.size("z") > 1 and all(weight.keep_gathered for weight in self.weights)
+        """Whether what is gathered now is kept from forward to backward."""
+        if self.state.mesh.size("z") == 1:
+            return False
+        return self._runs_again or all(weight.keep_gathered for weight in self.weights)
+
+    @property
+    def _runs_again(self) -> bool:
+        """Whether this is a checkpointed layer that runs again, and such layers keep what they gather."""
+        return self.state.keeps_recomputed and in_backward()
+
+    def let_go(self, dtype: torch.dtype) -> None:
+        """Backward has used what a layer that ran again has kept."""
+        if self.state.keeps_recomputed:
+            self.state.context.gather_cache.release(self._key(dtype))
 
     def gather(self, dtype: torch.dtype) -> list[Tensor]:
         """One [Q, n, P, k] for each weight, in `dtype`. One all-gather over z for all of them, if none is kept."""
@@ -337,6 +351,7 @@ class _Matmul(torch.autograd.Function):
         if needs_input:
             gathered, ctx.gathered = ctx.gathered or ctx.product.gathered(input_.dtype), None
             dinput = input_gradient(grads, gathered.blocks, ctx.product.state.matmul).view(ctx.input_shape)
+        ctx.product.let_go(input_.dtype)
         if needs_handle:
             ctx.product.stashed = (grads, input_)
         return dinput, (ctx.product.state.zero(grads[0]) if needs_handle else None), None, None

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.config import AxonnConfig
+from hf_axonn.config import KEPT, AxonnConfig
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.context import PassContext
 from hf_axonn.engine.gather_cache import GatherCache
@@ -36,6 +36,7 @@ class ParallelState:
         mesh: the process groups; `grid` and `coordinates` are short for its own, `gather_cache` for the context's.
         config: the settings that the model was parallelized with.
         reduce_dtype: the dtype in which weight gradients travel.
+        keeps_recomputed: whether a layer that runs again in backward keeps what it gathers then (`keep_gathered`).
         overlap_all_reduce: whether the reduction of an input's gradient runs beside the weight gradients (OAR).
         tuner: chooses operand layouts; None where that is off.
         matmul: computes the products: the tuner, or a plain matmul.
@@ -59,6 +60,7 @@ class ParallelState:
         self.mesh = mesh
         self.config = config
         self.reduce_dtype = getattr(torch, config.reduce_dtype)
+        self.keeps_recomputed = config.keep_gathered == "recomputed"
         self.overlap_all_reduce = config.overlap.all_reduce
         self.tuner = MatmulTuner() if config.tune_matmuls else None
         self.matmul: Matmul = self.tuner or plain
@@ -129,7 +131,7 @@ class ParallelState:
         """
         keep = self.config.keep_gathered
         layers = [_layer_of(names.get(weight.module, "")) for weight in self.weights]
-        if keep in ("all", "none", 0):
+        if keep in (*KEPT, 0):
             chosen = set(layers) if keep == "all" else set()
         else:
             order = [layer for layer in dict.fromkeys(map(_layer_of, names.values())) if layer in layers and layer]

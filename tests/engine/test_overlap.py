@@ -268,7 +268,7 @@ def switches_change_no_bit(grids, modes, combinations):
         for switches in combinations:
             for name in differences(truth, bits(made(mode, grid, switches=switches), grid)):
                 wrong.append(f"{mode} on {grid}, {switches}: {name}")
-        for keep in ("all", 1) if grid.z > 1 else ():
+        for keep in ("all", "recomputed", 1) if grid.z > 1 else ():
             for name in differences(truth, bits(made(mode, grid, keep=keep), grid)):
                 wrong.append(f"{mode} on {grid}, keep_gathered {keep}: {name}")
     return wrong

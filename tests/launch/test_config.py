@@ -90,7 +90,7 @@ def test_a_wrong_variable_is_named(text):
         *(
             (
                 {"grid": GRID, "keep_gathered": wrong},
-                f"keep_gathered is {wrong!r}, but it is none, all, or a number of",
+                f"keep_gathered is {wrong!r}, but it is none, recomputed, all, or a number",
             )
             for wrong in (True, None, -1, 1.5, "some", "2", [])
         ),
