@@ -156,6 +156,7 @@ def backend_of(group: ProcessGroup | None = None, device: torch.device | None = 
         ValueError: the group has none for this device.
     """
     group, device = group or torch.distributed.group.WORLD, device or torch.device(default_device_type())
+    assert group is not None, "torch.distributed is not initialized"
     try:
         return group._get_backend(device).name()
     except RuntimeError:
