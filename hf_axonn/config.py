@@ -58,6 +58,8 @@ class Settings:
         keep_gathered: which weights that were gathered over z in forward are kept for backward, instead of gathered
             again: "none", "recomputed" (of a checkpointed layer, from when it runs again), "all", or a number: those
             of the last so many layers.
+        prefetch: how much is gathered over z ahead of its use: "layer", as much as the largest layer has, or a number
+            of bytes of gathered weights, but at least the next ones.
         tune_matmuls: whether operand layouts of matmuls are timed on the first steps and the fastest used
             (engine/matmul_tuning.py).
         layout: of the residual stream between blocks, one of LAYOUTS; auto takes feature wherever it is possible
@@ -71,6 +73,7 @@ class Settings:
     overlap: Overlap = Overlap()
     reduce_dtype: str = "float32"
     keep_gathered: str | int = "none"
+    prefetch: str | int = "layer"
     tune_matmuls: bool = False
     layout: str = "auto"
     async_save: bool = False
@@ -84,6 +87,9 @@ class Settings:
             raise ValueError(
                 f"keep_gathered is {keep!r}, but it is {', '.join(KEPT)}, or a number of layers that is not negative."
             )
+        ahead = self.prefetch
+        if isinstance(ahead, bool) or not (ahead == "layer" or (isinstance(ahead, int) and ahead > 0)):
+            raise ValueError(f"prefetch is {ahead!r}, but it is layer, or a number of bytes that is positive.")
         for name, choices in CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -121,7 +127,7 @@ class AxonnConfig(Settings):
 
         Args:
             section: keys grid (required; a mapping from axis to size), overlap (a mapping of switches), reduce_dtype,
-                keep_gathered, tune_matmuls, layout, async_save, save_failure, order.
+                keep_gathered, prefetch, tune_matmuls, layout, async_save, save_failure, order.
             num_processes: number of processes on all machines together, which the grid must have; None: not checked.
         Raises:
             ValueError: an unknown key, a value of the wrong kind, or a grid of another size than `num_processes`.

@@ -57,7 +57,8 @@ class AxonnPlugin(ParallelismConfig):
     Args:
         grid: sizes of the axes; None takes the grid and all settings of the launch file (the environment variable
             AXONN_CONFIG).
-        overlap, reduce_dtype, keep_gathered, tune_matmuls, layout, async_save, save_failure: see `config.Settings`.
+        overlap, reduce_dtype, keep_gathered, prefetch, tune_matmuls, layout, async_save, save_failure: see
+            `config.Settings`.
     Raises:
         ValueError: no grid is given and none was launched, or there are settings without a grid, or a library has a
             release that is not proven (`check_versions`); later, when the Accelerator is made: the grid is not the

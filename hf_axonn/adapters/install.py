@@ -70,7 +70,7 @@ def install_adapters(state: ParallelState, model: nn.Module) -> None:
             _parameter_lora(state, names, wrapper)
         else:
             _lora(state, names, name, wrapper, base)
-    state.choose_cached_weights({module: name for name, module in model.named_modules()})
+    state.know_layers({module: name for name, module in model.named_modules()})
 
 
 def _is_new(state: ParallelState, module: nn.Module) -> bool:

@@ -44,6 +44,10 @@ from hf_axonn.distributed.meeting import meet
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+# Of several tensors in one launch: (group, outputs, inputs).
+_all_gathers = ProcessGroup.allgather_into_tensor_coalesced
+_reduce_scatters = ProcessGroup.reduce_scatter_tensor_coalesced
+
 # A block of so many bytes is worth a message of its own, see `send_unfused`.
 ALONE_BYTES = 2**18
 # Smaller tensors of a broadcast share a message of up to so many bytes.
@@ -85,6 +89,46 @@ def start_all_gather(block: Tensor, group: ProcessGroup) -> Pending:
     if group.size() > 1 and _observers:
         _report("all_gather", block.nbytes, group)
     return _start_all_gather(block, group)
+
+
+def start_all_gathers(bundle: Sequence[Sequence[Tensor]], group: ProcessGroup) -> list[Pending]:
+    """Begin several all-gathers, each of one or more flat blocks [n], every one of which becomes [p, n].
+
+    Args:
+        bundle: the blocks of each all-gather, all of one dtype.
+    Returns: for each all-gather, the list of its results.
+    Collectives: one call of the backend over `group` for all; on gloo large blocks travel alone (`send_unfused`).
+    """
+    if group.size() > 1 and _observers:
+        for blocks in bundle:
+            _report("all_gather", sum([block.nbytes for block in blocks]), group)
+    shared = [block for blocks in bundle for block in blocks if not send_unfused(block, group)]
+    results = [block.new_empty(group.size(), len(block)) for block in shared]
+    work = _all_gathers(group, [result.view(-1) for result in results], shared) if shared else None
+    arriving = {id(block): Pending(result, work) for block, result in zip(shared, results, strict=True)}
+    return [
+        together([arriving.get(id(block)) or _start_all_gather(block, group) for block in blocks]) for blocks in bundle
+    ]
+
+
+def start_reduce_scatters(every: Sequence[Tensor], group: ProcessGroup) -> Pending:
+    """Begin a reduce-scatter of several tensors: of each, [p, n], the sum of block i is left, [n], on rank i.
+
+    Returns: the list of the results.
+    Collectives: one call of the backend over `group`; on gloo an all-to-all, of each that is large alone
+    (`send_unfused`), else of all of them joined.
+    """
+    if backend_of(group, every[0].device) != "gloo":
+        if _observers:
+            _report("reduce_scatter", sum([blocks.nbytes for blocks in every]) // group.size(), group)
+        sent = [blocks.reshape(-1) for blocks in every]
+        results = [blocks.new_empty(blocks.shape[1:]) for blocks in every]
+        return Pending(results, _reduce_scatters(group, results, sent), lambda results, _sent=sent: results)
+    if all(send_unfused(blocks[0], group) for blocks in every):
+        return together([start_reduce_scatter(blocks, group) for blocks in every])
+    sizes = [blocks.shape[1] for blocks in every]
+    pending = start_reduce_scatter(torch.cat(every, dim=1) if len(every) > 1 else every[0], group)
+    return pending.then(lambda flat: flat.split(sizes))
 
 
 def gather_quietly(block: Tensor, group: ProcessGroup) -> Tensor:

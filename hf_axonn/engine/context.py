@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
 from hf_axonn.config import AxonnConfig
+from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import Tokens
 from hf_axonn.engine.gather_cache import GatherCache
+from hf_axonn.engine.gathering import start_gathers
 from hf_axonn.engine.overlap import GatherAhead, GradientSchedule, ReductionQueue, in_backward
 from hf_axonn.engine.sharded_weight import ShardedWeight
 
@@ -19,7 +22,7 @@ class PassContext:
 
     Args:
         config: overlap switches.
-        z: size of the z axis; where it is 1 there is nothing to gather ahead and no reduction to hide.
+        mesh: where z is 1 there is nothing to gather ahead and no reduction to hide.
 
     Attributes:
         tokens: the batch that passes through the decoder layers; None outside of them.
@@ -37,7 +40,8 @@ class PassContext:
         reductions: weight-gradient reductions in flight.
     """
 
-    def __init__(self, config: AxonnConfig, z: int) -> None:
+    def __init__(self, config: AxonnConfig, mesh: GridMesh) -> None:
+        z = mesh.size("z")
         self.tokens: Tokens | None = None
         self.in_forward = False
         self.wants_gradients = False
@@ -50,7 +54,9 @@ class PassContext:
         self.random_count = 0
         self.gather_cache = GatherCache()
         ahead = config.overlap.all_gather and z > 1
-        self.gather_ahead = GatherAhead(enabled=ahead, needless=self.gather_cache.__contains__)
+        self.gather_ahead = GatherAhead(
+            partial(start_gathers, mesh=mesh), enabled=ahead, needless=self.gather_cache.__contains__
+        )
         # Two groups behind, as many as `reductions` lets be in flight.
         self.gradient_schedule = GradientSchedule(distance=2 if z > 1 else 0)
         self.reductions = ReductionQueue(enabled=config.overlap.reduce_scatter)

@@ -36,9 +36,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_axonn.compat.torch import in_backward, reshaped_result
-from hf_axonn.distributed.collectives import Pending, send_unfused, start_all_gather, start_reduce_scatter, together
+from hf_axonn.distributed.collectives import Pending, start_reduce_scatters
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.gather_cache import GatheredBlocks
+from hf_axonn.engine.gathering import Gathering
 from hf_axonn.engine.matmul_tuning import Matmul, plain
 from hf_axonn.engine.weight_layout import WeightLayout
 
@@ -48,43 +49,14 @@ if TYPE_CHECKING:
     from hf_axonn.engine.state import ParallelState
 
 
-def start_gather(
-    weights: list[ShardedWeight], layouts: list[WeightLayout], dtype: torch.dtype, mesh: GridMesh
-) -> Pending:
-    """Begin to join the z shards of several weights. Result: one [Q, n, P, k] for each.
-
-    One all-gather over z, or one for each where they are large and copies are dear (`send_unfused`).
-    """
-    group = mesh.group("z")
-    shards = [layout.padded(weight.shard.to(dtype)) for weight, layout in zip(weights, layouts, strict=True)]
-    flat = [shard.reshape(-1) for shard in shards]
-    if all(send_unfused(shard, group) for shard in flat):
-        gathers = [start_all_gather(shard, group) for shard in flat]
-        return together([gather.then(layout.block) for gather, layout in zip(gathers, layouts, strict=True)])
-    pending = start_all_gather(torch.cat(flat) if len(flat) > 1 else flat[0], group)
-    return pending.then(partial(split_gathered, layouts=layouts))
-
-
-def split_gathered(gathered: Tensor, layouts: list[WeightLayout]) -> list[Tensor]:
-    """[z, elements] -> one [Q, n, P, k] for each weight."""
-    parts = gathered.split([layout.travels for layout in layouts], dim=1)
-    return [layout.block(part.reshape(-1)) for part, layout in zip(parts, layouts, strict=True)]
-
-
 def start_reduction(
     grads: list[Tensor], layouts: list[WeightLayout], reduce_dtype: torch.dtype, mesh: GridMesh
 ) -> Pending:
-    """Begin to sum weight gradients [Q, n, P, k] over z. Result: this rank's elements of each, flat.
-
-    One reduce-scatter over z, or one for each where they are large and copies are dear (`send_unfused`).
-    """
-    group = mesh.group("z")
+    """Begin to sum weight gradients [Q, n, P, k] over z. Result: this rank's elements of each, flat. One
+    reduce-scatter over z."""
     dtype = torch.promote_types(grads[0].dtype, reduce_dtype)
     blocks = [layout.unblock(grad).to(dtype) for grad, layout in zip(grads, layouts, strict=True)]
-    if all(send_unfused(block[0], group) for block in blocks):
-        return together([start_reduce_scatter(block, group) for block in blocks])
-    pending = start_reduce_scatter(torch.cat(blocks, dim=1) if len(blocks) > 1 else blocks[0], group)
-    return pending.then(lambda flat: flat.split([layout.travels for layout in layouts]))
+    return start_reduce_scatters(blocks, mesh.group("z"))
 
 
 def multiply(input_: Tensor, weights: list[Tensor], matmul: Matmul = plain) -> list[Tensor]:
@@ -234,8 +206,8 @@ class Product:
         key = self._key(dtype)
         found = context.gather_cache.find(key, version)
         if found is None:
-            start = partial(start_gather, self.weights, self.layouts, dtype, mesh)
-            found = GatheredBlocks(context.gather_ahead.take(key, start, lambda: self.version), version)
+            gathering = Gathering(self.weights, self.layouts, dtype)
+            found = GatheredBlocks(context.gather_ahead.take(key, gathering, version), version)
             if context.gather_cache.everything:
                 context.gather_cache.add(key, found)
         return found

@@ -1,6 +1,6 @@
 """Communication that is under way while the GPU computes: the paper's three overlaps.
 
-    OAG  `GatherAhead`       the gather of the next weights begins while this layer multiplies; the order is what the
+    OAG  `GatherAhead`       the gathers of the next layer begin while this one multiplies; the order is what the
                              previous pass did, so it needs no knowledge of the model
     OAR  `gather_with_slot`  the reduction of dI is launched, the weight gradients are computed, then it is waited for
     ORS  `ReductionQueue`    the reduce-scatter of dW runs on while earlier layers compute; `GradientSchedule` has the
@@ -15,7 +15,7 @@ Source: AxoNN (arXiv 2502.08145), section on overlapping communication.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from hf_axonn.compat.torch import in_backward, reshaped_result
 from hf_axonn.distributed.collectives import Pending, start_all_gather, start_reduce_scatter
 from hf_axonn.engine.activation_layouts import Tokens, pad_dim
+from hf_axonn.engine.gathering import Gathering
 
 
 def placeholder(like: Tensor) -> Tensor:
@@ -31,63 +32,106 @@ def placeholder(like: Tensor) -> Tensor:
     return like.new_zeros(()).expand(like.shape)
 
 
-class GatherAhead:
-    """Starts the gather that the previous pass did next. Forward and backward have an order of their own.
+class _Order:
+    """In which order weights were gathered in the pass before, and how far this one has come."""
 
-    A wrong guess costs one unused gather, never a wrong result. Every rank runs the same modules in the same order, so
-    every rank guesses alike.
+    def __init__(self, learned: Sequence[Hashable] = ()) -> None:
+        self.learned = learned
+        self.seen: list[Hashable] = []
+        self.begun = 0  # of `learned`, so many have been used or begun
+        self.bundle = 0  # where in `learned` the last bundle begins
+
+    def passed(self, key: Hashable) -> bool:
+        """Note that this pass has come to `key`; whether it does as the one before."""
+        self.seen.append(key)
+        here = len(self.seen)
+        self.begun = max(self.begun, here)
+        return here <= len(self.learned) and self.learned[here - 1] == key
+
+
+class GatherAhead:
+    """Starts the gathers that the previous pass did next, in bundles. Forward and backward have an order of their own.
+
+    A bundle begins when the one before begins to be used, so there are buffers for two: the weights in use, and the
+    next ones on their way. A wrong guess costs unused gathers, never a wrong result. Every rank runs the same modules
+    in the same order and knows how large their weights are, so every rank guesses alike.
 
     Args:
+        start: begins several gathers; a launch for all of them.
         enabled: whether anything is begun ahead.
         needless: whether the weights of a key are at hand without a gather.
     """
 
-    def __init__(self, *, enabled: bool, needless: Callable[[object], bool] = lambda key: False) -> None:
+    def __init__(
+        self,
+        start: Callable[[list[Gathering]], list[Pending]],
+        *,
+        enabled: bool,
+        needless: Callable[[Hashable], bool] = lambda key: False,
+    ) -> None:
         self.enabled = enabled
+        self.bundles_of(1, lambda gathering: 1)
+        self._start = start
         self._needless = needless
-        self._learned: dict[bool, list[object]] = {False: [], True: []}
-        self._seen: dict[bool, list[object]] = {False: [], True: []}
-        self._starters: dict[object, tuple[Callable[[], Pending], Callable[[], int]]] = {}
-        self._ahead: dict[object, tuple[Pending, int]] = {}
+        self._orders = {False: _Order(), True: _Order()}
+        self._known: dict[Hashable, Gathering] = {}
+        self._ahead: dict[Hashable, tuple[Pending, int]] = {}
+
+    def bundles_of(self, size: int, measure: Callable[[Gathering], int]) -> None:
+        """Let a bundle end where its gathers, by this measure, add up to `size`. Ranks have to measure alike."""
+        self._size, self._measure = size, measure
 
     def begin_pass(self) -> None:
         """Drop what was started for a pass that is over (its weights may change now), and learn its order."""
         for pending, _ in self._ahead.values():
             pending.wait()
         self._ahead.clear()
-        for phase, seen in self._seen.items():
-            if seen:
-                self._learned[phase], self._seen[phase] = seen, []
+        for phase, order in self._orders.items():
+            self._orders[phase] = _Order(order.seen or order.learned)
 
-    def take(self, key: object, start: Callable[[], Pending], version: Callable[[], int]) -> Any:
+    def take(self, key: Hashable, gathering: Gathering, version: int) -> Any:
         """The gathered weights of `key`; begins those that come next, when these have arrived and been unpacked.
-
-        Then the buffers of at most two groups exist: these weights, and the next ones on their way.
 
         Args:
             key: the same whenever these weights are gathered.
-            start: begins the gather, of the weights as they then are.
-            version: changes when the weights change; what was begun before that is not used.
+            gathering: how they are.
+            version: of the weights as they now are; what was begun before they changed is not used.
         """
         pending, begun_at = self._ahead.pop(key, (None, None))
-        if pending is not None and begun_at != version():
+        if pending is not None and begun_at != version:
             pending.wait()
             pending = None
-        arrived = (pending or start()).wait()
+        if pending is None:
+            (pending,) = self._start([gathering])
+        arrived = pending.wait()
         if self.enabled:
-            self._starters[key] = (start, version)
-            phase = in_backward()
-            seen, learned = self._seen[phase], self._learned[phase]
-            position = len(seen)
-            seen.append(key)
-            if position + 1 < len(learned) and learned[position] == key:
-                self._begin(learned[position + 1])
+            self._known[key] = gathering
+            order = self._orders[in_backward()]
+            if order.passed(key) and len(order.seen) > order.bundle:
+                self._begin(order)
         return arrived
 
-    def _begin(self, key: object) -> None:
-        if key in self._starters and key not in self._ahead and not self._needless(key):
-            start, version = self._starters[key]
-            self._ahead[key] = (start(), version())
+    def _begin(self, order: _Order) -> None:
+        """Begin the next bundle: gathers of one dtype, none twice."""
+        keys: list[Hashable] = []
+        size, end = 0, order.begun
+        while end < len(order.learned) and size < self._size:
+            key = order.learned[end]
+            if key in self._ahead or key in keys:
+                break
+            if not self._needless(key):
+                if keys and self._known[key].dtype != self._known[keys[0]].dtype:
+                    break
+                keys.append(key)
+                size += self._measure(self._known[key])
+            end += 1
+        if end > order.begun:
+            order.bundle, order.begun = order.begun, end
+        if keys:
+            bundle = [self._known[key] for key in keys]
+            versions = [gathering.version for gathering in bundle]
+            for key, pending, version in zip(keys, self._start(bundle), versions, strict=True):
+                self._ahead[key] = pending, version
 
 
 class ReductionQueue:

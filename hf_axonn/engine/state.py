@@ -6,6 +6,7 @@ It hangs on the model as `model.axonn`. Two models in one process share nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 from weakref import WeakSet
@@ -65,7 +66,7 @@ class ParallelState:
         self.tuner = MatmulTuner() if config.tune_matmuls else None
         self.matmul: Matmul = self.tuner or plain
         self.report: Report | None = None
-        self.context = PassContext(config, mesh.size("z"))
+        self.context = PassContext(config, mesh)
         self.weights: list[ShardedWeight] = []
         self._weight_of_parameter: dict[int, ShardedWeight] = {}
         self.sharded_layers: dict[nn.Module, object] = {}
@@ -120,10 +121,11 @@ class ParallelState:
             self.weights.append(self._weight_of_parameter[key])
         return self._weight_of_parameter[key]
 
-    def choose_cached_weights(self, names: dict[nn.Module, str]) -> None:
-        """Mark the weights that `keep_gathered` keeps from forward to backward; `names` are those of all modules.
+    def know_layers(self, names: dict[nn.Module, str]) -> None:
+        """Mark the weights that `keep_gathered` keeps from forward to backward, and say how much is gathered ahead
+        (`prefetch`). `names` are those of all modules.
 
-        A layer is what stands in the outermost module list. Of n layers the last are chosen: backward comes to them
+        A layer is what stands in the outermost module list. Of n layers the last are kept: backward comes to them
         first, so they are kept for the shortest time.
 
         Raises:
@@ -141,8 +143,16 @@ class ParallelState:
                     "are sharded: write all or none."
                 )
             chosen = set(order[-keep:])
+        sizes: Counter[str] = Counter()
         for weight, layer in zip(self.weights, layers, strict=True):
             weight.keep_gathered = layer in chosen
+            if layer:
+                sizes[layer] += weight.parameter.numel()
+        ahead, prefetch = self.context.gather_ahead, self.config.prefetch
+        if isinstance(prefetch, int):
+            ahead.bundles_of(prefetch * self.mesh.size("x", "y"), lambda group: group.elements * group.dtype.itemsize)
+        else:
+            ahead.bundles_of(max(sizes.values(), default=1), lambda group: group.elements)
 
     def zero(self, like: Tensor) -> Tensor:
         """A zero of the dtype and on the device of `like`, for gradients that nobody reads; always the same tensor."""

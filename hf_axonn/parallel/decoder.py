@@ -187,7 +187,7 @@ def _all_heads(state: ParallelState, weights: Tensor) -> Tensor:
 
 def install_causal_lm(state: ParallelState, model: nn.Module) -> None:
     """Mark where a pass of the whole model begins, and decide whether its head is left to the loss."""
-    state.choose_cached_weights({module: name for name, module in model.named_modules()})
+    state.know_layers({module: name for name, module in model.named_modules()})
     signature = inspect.signature(model.forward)
 
     def forward(original: Callable, *args, **kwargs):

@@ -2,7 +2,7 @@
 
     states        parameters, gradients and AdamW's two moments of the rank's shards, and the small ones in full
     activations   saved for backward: of all layers, or under checkpointing the input of each; weights that are kept
-    gathered      full blocks of two groups of weights, this one and the next one, and the gradients of two
+    gathered      full blocks of the weights of two layers, this one and the next one, and the gradients of two groups
     layer         what backward makes of a layer besides: under checkpointing all that it saves
     logits        a chunk of the loss, the head's block and its input
     head          gradients of the head, which the loss leaves for backward
@@ -170,14 +170,15 @@ def _kept(shape: Stack, grid: Grid, step: Step) -> int:
 
 def _gathered(shape: Stack, grid: Grid, step: Step, gloo: bool) -> int:
     gradient = max(step.compute_bytes, step.reduce_bytes)
-    most = 0
+    most = layers = 0
     for layer, _ in shape.kinds:
         groups = _groups(layer, grid)
         if grid.z == 1:
             # Nothing is gathered, but the product uses a copy in the compute dtype, and so does its gradient.
             most = max(most, max(groups) * (step.compute_bytes + gradient))
             continue
-        held = [elements * (step.compute_bytes + gradient) for elements in groups]
+        layers = max(layers, 2 * sum(groups) * step.compute_bytes)
+        held = [elements * gradient for elements in groups]
         if gloo:  # receives the gradient of all experts of one weight while those of the others are there
             own = [part for part in layer.parts for _ in part.groups()]
             for index, part in enumerate(own):
@@ -186,7 +187,7 @@ def _gathered(shape: Stack, grid: Grid, step: Step, gloo: bool) -> int:
                     total = sum(weight.rows * weight.cols for weight in part.weights)
                     held[index] += groups[index] * largest // total * gradient
         most = max(most, *(first + second for first, second in zip(held, [*held[1:], held[0]], strict=True)))
-    return most
+    return layers + most
 
 
 def _activations(shape: Stack, grid: Grid, step: Step, layout: str) -> tuple[float, float, float]:

@@ -22,8 +22,8 @@ from hf_axonn import finish_saves, parallelize, save_sharded
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.distributed import collectives
-from hf_axonn.distributed.collectives import Pending, together
-from hf_axonn.engine import gradient_sync, matmul3d
+from hf_axonn.distributed.collectives import together
+from hf_axonn.engine import gathering, gradient_sync, matmul3d
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
 from hf_axonn.topology.grid import Grid
 from tests.engine.test_gradient_sync import Shared, gradients_of
@@ -191,7 +191,8 @@ def test_no_bit_changes_on_any_grid(tmp_path, mode, like):
     check(cases, tmp_path, timeout=560)
 
 
-START_REDUCTION, START_GATHER = matmul3d.start_reduction, matmul3d.start_gather
+START_REDUCTION, START_GATHERS = matmul3d.start_reduction, gathering.start_all_gathers
+REDUCTION, GATHERS = (matmul3d, "start_reduction"), (gathering, "start_all_gathers")
 START_ALL_REDUCE = gradient_sync.start_all_reduce
 
 
@@ -206,30 +207,35 @@ def changed_under_way(late, *args):
 
 
 def never_waited_for(late, *args):
-    """The gather of weights, whose result is used at once."""
-    pending = START_GATHER(*args)
+    """Gathers of weights, whose results are used at once."""
+    started = START_GATHERS(*args)
     if not late:
-        pending.wait()
-    return Pending(pending._result, None, pending._finish)
+        for pending in started:
+            pending.wait()
+    for pending in started:
+        for each in pending._result:
+            each._work = None
+    return started
 
 
-def backward_on_rank_1(late, weights, layouts, *args):
-    """Gathers the weights of a group one by one; one rank begins with the last."""
-    order = list(range(len(weights)))
+def backward_on_rank_1(late, bundle, group):
+    """Gathers the weights of a bundle one by one; one rank begins with the last."""
+    every = [(i, j) for i, blocks in enumerate(bundle) for j in range(len(blocks))]
     begun = {}
-    for i in order[::-1] if dist.get_rank() == 1 else order:
-        begun[i] = START_GATHER([weights[i]], [layouts[i]], *args)
-    return together([begun[i] for i in order]).then(lambda each: [blocks[0] for blocks in each])
+    for i, j in every[::-1] if dist.get_rank() == 1 else every:
+        (begun[i, j],) = START_GATHERS([[bundle[i][j]]], group)
+    found = [together([begun[i, j] for j in range(len(blocks))]) for i, blocks in enumerate(bundle)]
+    return [pending.then(lambda each: [blocks[0] for blocks in each]) for pending in found]
 
 
-def with_mistake(name, mistake, lates):
+def with_mistake(place, mistake, lates):
     """For gloo (late is false) and the worst order: what one step leaves that is not right, and what was issued."""
     grid, found = Grid(z=2), {}
     one_step = functools.partial(trained, grid=grid, steps=1, micro_batches=1)
     with backend("nccl"):
         truth = one_step(made("plain", grid, overlap=False), overlap=False)
     for late in lates:
-        with backend("nccl", late=late) as it, replaced({(matmul3d, name): functools.partial(mistake, late)}):
+        with backend("nccl", late=late) as it, replaced({place: functools.partial(mistake, late)}):
             ours = one_step(made("plain", grid))
             wrong = {name: ours[name] for name, value in truth.items() if not torch.equal(value, ours[name])}
             found[late] = wrong, it.issued
@@ -237,19 +243,19 @@ def with_mistake(name, mistake, lates):
 
 
 def test_a_gradient_that_changes_after_its_launch_is_seen():
-    for found in run_ranks(with_mistake, 2, "start_reduction", changed_under_way, (False, True)):
+    for found in run_ranks(with_mistake, 2, REDUCTION, changed_under_way, (False, True)):
         assert not found[False][0]  # plain gloo does not see it
         assert any(name.startswith("gradient") for name in found[True][0])
 
 
 def test_weights_that_are_read_before_they_arrive_are_seen():
-    for found in run_ranks(with_mistake, 2, "start_gather", never_waited_for, (False, True)):
+    for found in run_ranks(with_mistake, 2, GATHERS, never_waited_for, (False, True)):
         assert not found[False][0]
         assert found[True][0]["loss 0.0"].isnan()
 
 
 def test_another_order_on_one_rank_is_seen():
-    ranks = run_ranks(with_mistake, 2, "start_gather", backward_on_rank_1, (True,))
+    ranks = run_ranks(with_mistake, 2, GATHERS, backward_on_rank_1, (True,))
     wrong, issued = zip(*(found[True] for found in ranks), strict=True)
     assert not any(wrong)  # no number tells, as each is waited for in its turn
     (problem,) = problems_of_order(issued)
@@ -265,7 +271,7 @@ def write_to_an_average():
 
     grid = Grid(data=2)
     with backend("nccl", late=True), replaced({(gradient_sync, "start_all_reduce"): start_all_reduce}):
-        with pytest.raises(AssertionError, match="the output of all_reduce avg .* was written to before"):
+        with pytest.raises(AssertionError, match="an output of all_reduce avg .* was written to before"):
             trained(made("plain", grid), grid)
 
 
@@ -330,6 +336,12 @@ def one_of_each():
         ):
             pending = begin(input_, world)
             look(name, input_, pending._result, pending.wait)
+        flat = own.flatten().clone()
+        (pending,) = collectives.start_all_gathers([[flat, flat.clone()]], world)
+        look("gathers in one launch", flat, pending._result[0]._result, lambda: pending.wait()[0])
+        both = own.clone()
+        pending = collectives.start_reduce_scatters([both, both.clone()], world)
+        look("reductions in one launch", both, pending._result[0], lambda: pending.wait()[0])
         for name, input_, begin in (
             ("functional all_gather", own.clone(), functional.all_gather_into_tensor),
             ("functional reduce_scatter", own.clone(), functional.reduce_scatter_tensor),
@@ -361,6 +373,8 @@ def test_every_collective_is_held_until_the_wait():
             "all_gather": 30.0,
             "of integers": 30,
             "reduce_scatter": summed,
+            "gathers in one launch": 30.0,
+            "reductions in one launch": summed,
             "functional all_gather": 30.0,
             "functional reduce_scatter": summed,
             "functional all_reduce": 50.0,
@@ -372,6 +386,8 @@ def test_every_collective_is_held_until_the_wait():
             "all_gather of [2] float32",
             "all_gather of [2] int64",
             "reduce_scatter of [2] float32",
+            *["all_gather of [2] float32"] * 2,
+            *["reduce_scatter of [2] float32"] * 2,
             "functional all_gather of [2, 1] float32",
             "functional reduce_scatter sum of [2, 1] float32",
             "functional all_reduce sum of [2, 1] float32",

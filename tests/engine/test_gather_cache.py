@@ -12,7 +12,7 @@ from transformers import GenerationConfig, StoppingCriteria
 
 from hf_axonn import parallelize
 from hf_axonn.config import AxonnConfig
-from hf_axonn.engine import matmul3d
+from hf_axonn.engine import gathering
 from hf_axonn.engine.gather_cache import GatherCache, GatheredBlocks
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.topology.grid import Grid
@@ -60,17 +60,17 @@ def test_a_whole_call_keeps_everything_to_its_end():
 @contextlib.contextmanager
 def counting():
     """How many gathers over z are begun inside."""
-    count, original = [], matmul3d.start_all_gather
+    count, original = [], gathering.start_all_gathers
 
-    def start(*args):
-        count.append(1)
-        return original(*args)
+    def start(bundle, group):
+        count.extend(bundle)
+        return original(bundle, group)
 
-    matmul3d.start_all_gather = start
+    gathering.start_all_gathers = start
     try:
         yield count
     finally:
-        matmul3d.start_all_gather = original
+        gathering.start_all_gathers = original
 
 
 def gathers_of_a_step(model):

@@ -18,8 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_axonn import parallelize
+from hf_axonn.compat.replaced import replaced
 from hf_axonn.config import AxonnConfig
-from hf_axonn.engine import matmul3d
+from hf_axonn.distributed import collectives
+from hf_axonn.engine import gathering, matmul3d
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.losses import head_chunks
 from hf_axonn.topology.grid import Grid
@@ -168,10 +170,11 @@ def test_a_layer_saves_what_the_formula_says():
 class Groups:
     """Which groups of weights have full-sized buffers: what was gathered of them, or their gradients, not yet reduced.
 
-    A group is one call of `start_gather` or of `start_reduction`; it lives as long as one of its storages.
+    A group is what one product gathers or reduces; it lives as long as one of its storages.
     """
 
-    def __init__(self):
+    def __init__(self, expected):
+        self.expected = expected
         self.alive = collections.Counter()
         self.most = 0
 
@@ -179,7 +182,7 @@ class Groups:
         for held in {id(held): held for held in (tensor.untyped_storage() for tensor in tensors)}.values():
             self.alive[group] += 1
             weakref.finalize(held, self.drop, group)
-        self.most = max(self.most, self.settled(2))
+        self.most = max(self.most, self.settled(self.expected))
 
     def settled(self, expected):
         """How many are alive. Gloo's thread lets go of a collective's tensors a moment after it is done."""
@@ -194,26 +197,28 @@ class Groups:
             del self.alive[group]
 
 
-def count_groups(model, grid):
+def count_groups(model, grid, expected):
     """The most groups that have buffers at one time, of gathered weights and of gradients, in a few steps."""
-    gathered, gradients = Groups(), Groups()
-    names = ("start_all_gather", "split_gathered", "weight_gradient", "start_reduce_scatter")
-    originals = {name: getattr(matmul3d, name) for name in names}
+    gathered, gradients = map(Groups, expected)
+    start_gathers, blocks_of = gathering.start_all_gathers, gathering.Gathering.blocks
+    one_gradient, start_reduction = matmul3d.weight_gradient, collectives.start_reduce_scatter
     made = {}
 
-    def start_all_gather(*args):
-        pending = originals["start_all_gather"](*args)
-        made[pending._result.untyped_storage().data_ptr()] = group = object()
-        gathered.hold(group, [pending._result])
-        return pending
+    def start_all_gathers(*args):
+        started = start_gathers(*args)
+        for pending in started:
+            results = [each._result for each in pending._result]
+            made[results[0].untyped_storage().data_ptr()] = group = object()
+            gathered.hold(group, results)
+        return started
 
-    def split_gathered(flat, layouts):
-        blocks = originals["split_gathered"](flat, layouts)
-        gathered.hold(made[flat.untyped_storage().data_ptr()], blocks)
-        return blocks
+    def blocks(self, arrived):
+        found = blocks_of(self, arrived)
+        gathered.hold(made[arrived[0].untyped_storage().data_ptr()], found)
+        return found
 
     def weight_gradient(*args):
-        result = originals["weight_gradient"](*args)
+        result = one_gradient(*args)
         # The weights of one group come one after the other; they end in one reduction.
         made.setdefault("gradients", object())
         gradients.hold(made["gradients"], [result])
@@ -221,28 +226,29 @@ def count_groups(model, grid):
 
     def start_reduce_scatter(blocks, group):
         gradients.hold(made.pop("gradients", object()), [blocks])
-        return originals["start_reduce_scatter"](blocks, group)
+        return start_reduction(blocks, group)
 
-    for name, replacement in locals().copy().items():
-        if name in originals:
-            setattr(matmul3d, name, replacement)
-    try:
+    noting = {
+        (gathering, "start_all_gathers"): start_all_gathers,
+        (gathering.Gathering, "blocks"): blocks,
+        (matmul3d, "weight_gradient"): weight_gradient,
+        (collectives, "start_reduce_scatter"): start_reduce_scatter,
+    }
+    with replaced(noting):
         for seed in range(3):
             model(**rows_of(tiny_batch(4, 7, seed=seed), grid, dist.get_rank())).loss.backward()
-    finally:
-        for name, original in originals.items():
-            setattr(matmul3d, name, original)
     assert not gathered.settled(0) and not gradients.settled(0)
     return gathered.most, gradients.most
 
 
-def two_groups(grids):
+def groups_at_a_time(grids, prefetch, gathered):
     for grid in grids:
         for reentrant in (None, False, True):
-            model, _ = parallelize(tiny_model("llama", num_hidden_layers=4), grid)
+            config = AxonnConfig(grid=grid, prefetch=prefetch)
+            model, _ = parallelize(tiny_model("llama", num_hidden_layers=4), grid, config=config)
             if reentrant is not None:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-            assert count_groups(model.train(), grid) == (2, 2), (grid, reentrant)
+            assert count_groups(model.train(), grid, (gathered, 2)) == (gathered, 2), (grid, reentrant)
 
 
 @pytest.mark.parametrize(
@@ -250,8 +256,10 @@ def two_groups(grids):
     [[Grid(z=2, x=2)], pytest.param([Grid(z=2, y=2), Grid(z=4)], marks=pytest.mark.slow)],
     ids=["z and x", "others"],
 )
-def test_two_groups_have_buffers_at_a_time(grids):
-    run_ranks(two_groups, 4, grids)
+@pytest.mark.parametrize(("prefetch", "gathered"), [(1, 2), ("layer", 8)], ids=["groups", "layers"])
+def test_two_bundles_have_buffers_at_a_time(grids, prefetch, gathered):
+    """Of a layer's four groups; of gradients there are two groups."""
+    run_ranks(groups_at_a_time, 4, grids, prefetch, gathered)
 
 
 class Peak(TorchDispatchMode):

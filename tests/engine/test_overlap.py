@@ -16,8 +16,8 @@ from hf_axonn import parallelize
 from hf_axonn.compat.peft import without_peft
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.distributed import collectives
+from hf_axonn.engine import gathering, matmul3d, overlap
 from hf_axonn.engine import gradient_sync as gradients
-from hf_axonn.engine import matmul3d, overlap
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
 from hf_axonn.engine.overlap import (
     GatherAhead,
@@ -37,70 +37,101 @@ pytestmark = pytest.mark.usefixtures("device")
 
 
 class Weights:
-    """Weights with a value and a version; every gather of one is noted."""
+    """Weights with a value and a version, which is what was gathered; each launch is noted, as the keys it gathers."""
 
-    def __init__(self, *keys):
+    def __init__(self, keys, dtypes=""):
         self.values = dict.fromkeys(keys, 0.0)
-        self.begun = []
+        self.launched = []
+        self.gatherings = {key: Weight(self, key, dtypes[i : i + 1]) for i, key in enumerate(keys)}
 
-    def start(self, key):
-        self.begun.append(key)
-        return collectives.Pending(torch.tensor(self.values[key]))
+    def start(self, gatherings):
+        self.launched.append("".join(gathering.key for gathering in gatherings))
+        return [collectives.Pending(torch.tensor(self.values[gathering.key])) for gathering in gatherings]
 
     def take(self, ahead, key):
-        return ahead.take(key, functools.partial(self.start, key), lambda: int(self.values[key])).item()
+        return ahead.take(key, self.gatherings[key], self.gatherings[key].version).item()
+
+
+class Weight:
+    def __init__(self, weights, key, dtype):
+        self.weights, self.key, self.dtype = weights, key, dtype
+
+    @property
+    def version(self):
+        return int(self.weights.values[self.key])
+
+
+def gathering_ahead(keys, size=1, *, dtypes="", **options):
+    """Gathers of weights that are as large as their letter is far on in the alphabet."""
+    weights = Weights(keys, dtypes)
+    ahead = GatherAhead(weights.start, **{"enabled": True, **options})
+    ahead.bundles_of(size, lambda gathering: ord(gathering.key) - ord("a") + 1)
+    return ahead, weights
 
 
 def a_pass(ahead, weights, keys):
+    """The launches of a pass, by the key at which they happened."""
     ahead.begin_pass()
-    weights.begun.clear()
-    return [weights.take(ahead, key) for key in keys]
+    found = []
+    for key in keys:
+        weights.launched.clear()
+        assert weights.take(ahead, key) == weights.values[key]
+        found.append(" ".join(weights.launched))
+    return found
 
 
 def test_gathers_begin_one_ahead_once_the_order_is_known():
-    ahead, weights = GatherAhead(enabled=True), Weights("a", "b", "c")
-    a_pass(ahead, weights, "abc")
-    assert weights.begun == ["a", "b", "c"]
-    ahead.begin_pass()
-    weights.begun.clear()
-    weights.take(ahead, "a")
-    assert weights.begun == ["a", "b"]
-    weights.take(ahead, "b")
-    assert weights.begun == ["a", "b", "c"]
-    weights.take(ahead, "c")
-    assert weights.begun == ["a", "b", "c"]
+    ahead, weights = gathering_ahead("abc")
+    assert a_pass(ahead, weights, "abc") == ["a", "b", "c"]
+    assert a_pass(ahead, weights, "abc") == a_pass(ahead, weights, "abc") == ["a b", "c", ""]
+
+
+def test_bundles_begin_when_the_one_before_is_used():
+    ahead, weights = gathering_ahead("abcdefghij", size=5)
+    a_pass(ahead, weights, "abcdefghij")
+    assert a_pass(ahead, weights, "abcdefghij") == ["a bc", "de", "", "f", "", "g", "h", "i", "j", ""]
+    ahead, weights = gathering_ahead("abcdef", size=100)
+    a_pass(ahead, weights, "abcdef")
+    assert a_pass(ahead, weights, "abcdef") == ["a bcdef", "", "", "", "", ""]
+
+
+def test_a_bundle_has_one_dtype_no_key_twice_and_nothing_needless():
+    ahead, weights = gathering_ahead("abcd", size=100, dtypes="xxyy")
+    a_pass(ahead, weights, "abcd")
+    assert a_pass(ahead, weights, "abcd") == ["a b", "cd", "", ""]
+    ahead, weights = gathering_ahead("abc", size=100)
+    a_pass(ahead, weights, "abccba")  # a layer that runs again and then backward
+    assert a_pass(ahead, weights, "abccba") == ["a bc", "", "cba", "", "", ""]
+    ahead, weights = gathering_ahead("abcd", size=3, needless="c".__contains__)
+    a_pass(ahead, weights, "abcd")
+    assert a_pass(ahead, weights, "abd") == ["a b", "d", ""]
 
 
 def test_switched_off_nothing_begins_ahead():
-    ahead, weights = GatherAhead(enabled=False), Weights("a", "b")
-    a_pass(ahead, weights, "ab")
-    ahead.begin_pass()
-    weights.begun.clear()
-    weights.take(ahead, "a")
-    assert weights.begun == ["a"]
+    ahead, weights = gathering_ahead("ab", enabled=False)
+    for _ in range(3):
+        assert a_pass(ahead, weights, "ab") == ["a", "b"]
 
 
+@pytest.mark.parametrize("size", [1, 4, 100])
 @pytest.mark.parametrize("second", ["acb", "ca", "aab", "abcabc", "cba", "a"])
-def test_a_wrong_guess_is_harmless(second):
-    ahead, weights = GatherAhead(enabled=True), Weights("a", "b", "c")
+def test_a_wrong_guess_is_harmless(second, size):
+    ahead, weights = gathering_ahead("abc", size)
     a_pass(ahead, weights, "abc")
     for number, order in enumerate((second, "abc", second, second), 1):
         weights.values.update(a=number, b=10.0 + number, c=20.0 + number)
-        assert a_pass(ahead, weights, order) == [weights.values[key] for key in order]
+        a_pass(ahead, weights, order)
 
 
 def test_what_was_begun_before_the_weights_changed_is_not_used():
-    ahead, weights = GatherAhead(enabled=True), Weights("a", "b")
+    ahead, weights = gathering_ahead("ab")
     a_pass(ahead, weights, "ab")
-    a_pass(ahead, weights, "a")  # has begun b
-    assert weights.begun == ["a", "b"]
+    assert a_pass(ahead, weights, "a") == ["a b"]
     weights.values["b"] = 7.0
     assert weights.take(ahead, "b") == 7.0  # without a new pass
-    a_pass(ahead, weights, "a")
-    ahead.begin_pass()
-    weights.begun.clear()
-    weights.take(ahead, "b")
-    assert weights.begun == ["b"]  # dropped by the new pass
+    a_pass(ahead, weights, "ab")
+    assert a_pass(ahead, weights, "a") == ["a b"]
+    assert a_pass(ahead, weights, "b") == ["b"]  # dropped by the new pass
 
 
 class Noted(collectives.Pending):
@@ -309,7 +340,7 @@ class Events:
     """
 
     PLACES = {
-        (matmul3d, "start_gather"): "gather",
+        (gathering, "start_all_gathers"): "gather",
         (matmul3d, "start_reduction"): "scatter",
         (overlap, "start_reduce_scatter"): "input",
         (gradients, "start_all_reduce"): "data",
@@ -327,16 +358,15 @@ class Events:
             event = (kind, self.count[kind])
             self.count[kind] += 1
             self.seen.append(("launch", *event))
-            pending = original(*args, **kwargs)
-            wait = pending.wait
+            begun = original(*args, **kwargs)
+            for pending in begun if isinstance(begun, list) else [begun]:
+                pending.wait = functools.partial(noted, event, pending.wait)
+            return begun
 
-            def noted():
-                if ("wait", *event) not in self.seen:
-                    self.seen.append(("wait", *event))
-                return wait()
-
-            pending.wait = noted
-            return pending
+        def noted(event, wait):
+            if ("wait", *event) not in self.seen:
+                self.seen.append(("wait", *event))
+            return wait()
 
         return start
 

@@ -73,27 +73,31 @@ class Held:
     """A collective that was issued and that the backend has not begun. `wait()` runs it.
 
     Args:
-        run: sends, and fills the output.
-        output: what `run` fills; nobody may write to it before.
+        run: sends, and fills the outputs.
+        outputs: what `run` fills; nobody may write to them before.
         what: for messages.
     """
 
-    def __init__(self, run: Callable[[], None], output: Tensor, what: str) -> None:
+    def __init__(self, run: Callable[[], None], outputs: Sequence[Tensor], what: str) -> None:
         self._run: Callable[[], None] | None = run
-        self._output = output
+        self._outputs = outputs
         self._what = what
-        poison(output)
-        self._version = None if output.is_inference() else output._version
+        for output in outputs:
+            poison(output)
+        self._versions = self._count()
 
     def wait(self, timeout: object = None) -> bool:
         if self._run is not None:
             run, self._run = self._run, None
-            assert self._version is None or self._output._version == self._version, (
-                f"the output of {self._what} was written to before it was waited for"
+            assert self._versions == self._count(), (
+                f"an output of {self._what} was written to before it was waited for"
             )
             with torch.no_grad():
                 run()
         return True
+
+    def _count(self) -> list[int]:
+        return [0 if output.is_inference() else output._version for output in self._outputs]
 
 
 class HeldMessage:
@@ -151,7 +155,19 @@ class Backend:
             call = functools.partial(original, output, input_, *sizes, group=group, **options)
             if not (self.late and async_op):
                 return call(async_op=async_op)
-            return Held(call, output, str(self.issued[-1]))
+            return Held(call, [output], str(self.issued[-1]))
+
+        return issue
+
+    def _in_one_launch(self, op: str, original: Callable) -> Callable:
+        """An `original(group, outputs, inputs)`, which returns while it is under way."""
+
+        def issue(group, outputs, inputs):
+            for input_ in inputs:
+                self.note(op, group, input_.shape, input_.dtype)
+            if not self.late:
+                return original(group, outputs, inputs)
+            return Held(lambda: original(group, outputs, inputs).wait(), outputs, str(self.issued[-1]))
 
         return issue
 
@@ -165,7 +181,7 @@ class Backend:
             dist.all_reduce(travels, op=op, group=group)
             value.detach().copy_(travels)
 
-        return Held(run, value, str(self.issued[-1]))
+        return Held(run, [value], str(self.issued[-1]))
 
     def _message(self, op: str, original: Callable, peer: str) -> Callable:
         """An `original(tensor, group=, peer=)`, noted by how far on in the group the other rank is."""
@@ -203,7 +219,7 @@ class Backend:
             call(output, input_.contiguous(), group)
 
         if self.late and output.numel():
-            self._functional[output.untyped_storage().data_ptr()] = Held(run, output, str(self.issued[-1]))
+            self._functional[output.untyped_storage().data_ptr()] = Held(run, [output], str(self.issued[-1]))
         else:
             run()
         return output
@@ -250,6 +266,8 @@ class Backend:
             (gloo, "dist"): stand_in,
             (collectives, "_all_gather_single"): self._out_of_place("all_gather", _all_gather),
             (collectives, "_reduce_scatter_single"): self._out_of_place("reduce_scatter", _reduce_scatter),
+            (collectives, "_all_gathers"): self._in_one_launch("all_gather", _all_gathers),
+            (collectives, "_reduce_scatters"): self._in_one_launch("reduce_scatter", _reduce_scatters),
             (collectives, "backend_of"): lambda group=None, device=None: self.like,
             (collectives, "broadcast_coalesced"): self.broadcast_coalesced,
             (dist.ProcessGroup, "barrier"): lambda *args, **opts: self.barrier(*args, **opts),
@@ -269,6 +287,7 @@ class Backend:
 
 # The functions themselves, before anything stands in for them.
 _all_gather, _reduce_scatter = collectives._all_gather_single, collectives._reduce_scatter_single
+_all_gathers, _reduce_scatters = collectives._all_gathers, collectives._reduce_scatters
 _broadcast_coalesced, _barrier = collectives.broadcast_coalesced, dist.ProcessGroup.barrier
 
 

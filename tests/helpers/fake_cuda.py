@@ -33,6 +33,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -122,6 +123,8 @@ def pretend() -> None:
     for module in (norm_probe, feature_layout):
         module.isolated = _really_isolated
     torch.nn.Module.to = _to
+    for op in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"):  # torch knows the others
+        ALSO_FAKE.impl(op, lambda *_: FakeWork().boxed(), "Meta")
     # Who asks whether two tensors share their memory is told, though there is none.
     torch.UntypedStorage.data_ptr = lambda storage: storage._cdata
     FakeTensor.data_ptr = lambda tensor: (tensor.untyped_storage()._cdata << 40) + tensor.storage_offset()
@@ -163,6 +166,9 @@ def fake_gpu(grid: Grid, rank: int = 0) -> Iterator[HostReads]:
     finally:
         dist.destroy_process_group()
         forget_state()
+
+
+ALSO_FAKE = torch.library.Library("c10d", "IMPL")
 
 
 ANSWERED = [
