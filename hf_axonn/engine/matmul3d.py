@@ -34,13 +34,16 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hf_axonn.compat.torch import in_backward, reshaped_result
 from hf_axonn.distributed.collectives import Pending, start_reduce_scatters
 from hf_axonn.distributed.mesh import GridMesh
+from hf_axonn.engine.activation_layouts import Tokens
 from hf_axonn.engine.gather_cache import GatheredBlocks
 from hf_axonn.engine.gathering import Gathering
 from hf_axonn.engine.matmul_tuning import Matmul, plain
+from hf_axonn.engine.overlap import GatheredInput
 from hf_axonn.engine.weight_layout import WeightLayout
 
 
@@ -114,39 +117,30 @@ def _matrix(weight: Tensor) -> Tensor:
 
 
 class Product:
-    """One multiplication by the weights of a group, from the moment its gradients have a place in the graph.
-
-    `begin` and `run` are apart because the nodes have to be created in the order wait, weight gradient, enter, matmul
-    (overlap.py): `begin` creates the weight-gradient node, then the caller enters the block, then `run` multiplies.
-    """
+    """Multiplication by the weights of a group, which share one gather over z and one reduction."""
 
     def __init__(self, state: ParallelState, weights: list[ShardedWeight], layouts: list[WeightLayout]) -> None:
         self.state = state
         self.weights = weights
         self.layouts = layouts
-        self.stashed: tuple[list[Tensor], Tensor] | None = None
 
     def shards(self) -> list[Tensor]:
         """This rank's shard of each weight, in the graph; marks that the pass has come to them."""
         self.state.context.enter(self.weights)
         return [weight.local() for weight in self.weights]
 
-    def begin(self) -> Tensor | None:
-        """The handle to pass to `run`: it ties the weight-gradient node to the matmul. None if nothing is trained."""
-        if not torch.is_grad_enabled():
-            return None
-        if self.state.mesh.size("z") == 1:  # nothing is waited for: the gradients go to the parameters themselves
-            leaves: Sequence[Tensor] = [weight.parameter for weight in self.weights]
-        else:
-            leaves = self.shards()
-        return _WeightGradient.apply(self, *leaves) if any(leaf.requires_grad for leaf in leaves) else None
-
-    def run(self, input_: Tensor, handle: Tensor | None) -> list[Tensor]:
+    def run(self, input_: Tensor, *, over: ProcessGroup | None = None, tokens: Tokens | None = None) -> list[Tensor]:
         """[P, T, k], or [..., k] where P is 1 -> [Q, T, n], or [..., n] where Q is 1, as `multiply` does.
 
-        One all-gather over z; backward as in the head of this file.
+        Args:
+            over: the input is this rank's block [..., k] of T / p tokens, or of P = p, to be gathered over this group.
+            tokens: those that are gathered; then the input [B, S, k] comes first in the result.
+        Collectives: all-gather over z; all-gather of the input. Backward as in the head of this file: the reduction of
+        the input's gradient over the group runs while the weight gradients are computed (OAR).
         """
         dtype = self.state.compute_dtype(input_)
+        input_ = input_.to(dtype)
+        entry = None if over is None else GatheredInput(input_, over, tokens, overlap=self.state.overlap_all_reduce)
         gathered = self.gathered(dtype)
         if self.keeps:
             cache, key, with_graph = self.state.context.gather_cache, self._key(dtype), torch.is_grad_enabled()
@@ -156,12 +150,22 @@ class Product:
             cache.add(key, gathered, hold=self.state.context.wants_gradients and (again or not with_graph))
             if with_graph and not again:
                 cache.release(key)
-        input_ = input_.to(dtype)
-        if not torch.is_grad_enabled():
-            if self.layouts[0].in_blocks == self.layouts[0].out_blocks == 1 and self.state.matmul is plain:
-                return [F.linear(input_, _matrix(weight)) for weight in gathered.blocks]  # one call, as in decoding
-            return self.multiply(self.blocks_of(input_), gathered.blocks, input_.shape)
-        return list(_Matmul.apply(input_, handle, self, gathered))
+        if torch.is_grad_enabled():
+            return list(_Multiply.apply(input_, self, gathered, entry, *self._leaves()))
+        full = input_ if entry is None else entry.wait()
+        if self.layouts[0].in_blocks == self.layouts[0].out_blocks == 1 and self.state.matmul is plain:
+            outputs = [F.linear(full, _matrix(weight)) for weight in gathered.blocks]  # one call, as in decoding
+        else:
+            outputs = self.multiply(self.blocks_of(full), gathered.blocks, full.shape)
+        return outputs if tokens is None else [full, *outputs]
+
+    def _leaves(self) -> Sequence[Tensor]:
+        """Where gradients of the weights go: without z to the parameters themselves; none if nothing is trained."""
+        if self.state.mesh.size("z") > 1:
+            leaves = self.shards()
+        else:
+            leaves = [weight.parameter for weight in self.weights]
+        return leaves if any([leaf.requires_grad for leaf in leaves]) else ()
 
     def blocks_of(self, input_: Tensor) -> Tensor:
         """[P, T, k], or [..., k] where P is 1 -> [P, T, k]."""
@@ -235,33 +239,6 @@ class Product:
         )
 
 
-class _WeightGradient(torch.autograd.Function):
-    """Computes dW of a product and launches its reduction over z; the shards' own nodes wait for it.
-
-    Where z is 1 its inputs are the parameters, and their gradients go there.
-    """
-
-    @staticmethod
-    def forward(ctx, product, *leaves):
-        ctx.product = product
-        return product.weights[0].shard.new_empty(())  # ties the nodes together; nobody reads it
-
-    @staticmethod
-    def backward(ctx, _):
-        product, state = ctx.product, ctx.product.state
-        (grads, input_), product.stashed = product.stashed, None
-        needed = ctx.needs_input_grad[1:]
-        chosen = [i for i, wanted in enumerate(needed) if wanted]
-        state.context.reductions.make_room()
-        weight_grads = [weight_gradient(grads[i], input_, state.matmul) for i in chosen]
-        weights, layouts = [product.weights[i] for i in chosen], [product.layouts[i] for i in chosen]
-        found = gradients_of_shards(state, weights, layouts, weight_grads)
-        if state.mesh.size("z") == 1:
-            found = [weight.as_parameter(grad) for weight, grad in zip(weights, found, strict=True)]
-        given = iter(found)
-        return None, *[next(given) if wanted else None for wanted in needed]
-
-
 def gradients_of_shards(
     state: ParallelState, weights: list[ShardedWeight], layouts: list[WeightLayout], grads: list[Tensor]
 ) -> list[Tensor]:
@@ -297,36 +274,77 @@ def own_gradient(layout: WeightLayout, flat: Tensor, dtype: torch.dtype) -> Tens
     return mine.to(dtype)
 
 
-class _Matmul(torch.autograd.Function):
-    """O = I @ W.T on gathered weights; backward gathers them again for dI and stashes what dW needs."""
+class _Multiply(torch.autograd.Function):
+    """O = I @ W.T on gathered weights.
+
+    Backward gathers them again for dI, launches its reduction where forward has gathered I, computes dW meanwhile, and
+    launches the reduction of that over z, for which the nodes of the shards wait.
+    """
 
     @staticmethod
-    def forward(ctx, input_, handle, product, gathered):
-        ctx.product, ctx.version = product, gathered.version
+    def forward(ctx, input_, product, gathered, entry, *leaves):
+        ctx.set_materialize_grads(False)
+        ctx.product, ctx.version, ctx.entry, ctx.input_shape = product, gathered.version, entry, input_.shape
         ctx.gathered = gathered if product.keeps and ctx.needs_input_grad[0] else None
-        ctx.input_shape, blocks = input_.shape, product.blocks_of(input_)
+        full = input_ if entry is None else entry.wait()
+        blocks = product.blocks_of(full)
         ctx.save_for_backward(blocks)
-        return tuple(product.multiply(blocks, gathered.blocks, input_.shape))
+        outputs = product.multiply(blocks, gathered.blocks, full.shape)
+        ctx.output_shapes = [output.shape for output in outputs]
+        return tuple(outputs) if entry is None or entry.tokens is None else (full, *outputs)
 
     @staticmethod
     def backward(ctx, *grads):
         (input_,) = ctx.saved_tensors
-        layouts = ctx.product.layouts
-        needs_input, needs_handle = ctx.needs_input_grad[:2]
-        if needs_input:
-            ctx.product.check_unchanged(ctx.version)
-        if layouts[0].out_blocks == 1:
-            grads = [grad.reshape(1, -1, grad.shape[-1]) for grad in grads]
-        elif len(grads) < len(layouts):  # one merged output; its parts are views
-            grads = grads[0].split([layout.out_size for layout in layouts], dim=2)
-        dinput = None
-        if needs_input:
-            gathered, ctx.gathered = ctx.gathered or ctx.product.gathered(input_.dtype), None
-            dinput = input_gradient(grads, gathered.blocks, ctx.product.state.matmul).view(ctx.input_shape)
-        ctx.product.let_go(input_.dtype)
-        if needs_handle:
-            ctx.product.stashed = (grads, input_)
-        return dinput, (ctx.product.state.zero(grads[0]) if needs_handle else None), None, None
+        product, entry, needs_input = ctx.product, ctx.entry, ctx.needs_input_grad[0]
+        dinput = pending = None
+        if entry is not None and entry.tokens is not None:
+            dinput, *grads = grads  # of what else uses the input
+        chosen = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
+        if all(grad is None for grad in grads):
+            chosen = []
+        else:
+            grads = _by_weight(grads, ctx.output_shapes, product.layouts, input_)
+            if needs_input:
+                product.check_unchanged(ctx.version)
+                gathered, ctx.gathered = ctx.gathered or product.gathered(input_.dtype), None
+                other, dinput = dinput, input_gradient(grads, gathered.blocks, product.state.matmul)
+                if other is not None:
+                    dinput += other.reshape(dinput.shape)
+        product.let_go(input_.dtype)
+        if needs_input and entry is not None:
+            pending = entry.start_reduction(dinput)
+        of_leaves: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
+        if chosen:
+            for i, grad in zip(chosen, _weight_gradients(product, chosen, grads, input_), strict=True):
+                of_leaves[i] = grad
+        if pending is not None:
+            dinput = pending.wait()
+        return dinput.view(ctx.input_shape) if needs_input else None, None, None, None, *of_leaves
+
+
+def _by_weight(
+    grads: Sequence[Tensor | None], shapes: list[torch.Size], layouts: list[WeightLayout], like: Tensor
+) -> list[Tensor]:
+    """The gradients of a product's outputs -> one [Q, T, n] for each weight, of zeros where there is none."""
+    every = [like.new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, shapes, strict=True)]
+    if layouts[0].out_blocks == 1:
+        return [grad.reshape(1, -1, grad.shape[-1]) for grad in every]
+    if len(every) < len(layouts):  # one merged output; its parts are views
+        return list(every[0].split([layout.out_size for layout in layouts], dim=2))
+    return every
+
+
+def _weight_gradients(product: Product, chosen: list[int], grads: list[Tensor], input_: Tensor) -> list[Tensor]:
+    """dW of these weights of a product, as its node hands them on. Begins a reduce-scatter over z."""
+    state = product.state
+    state.context.reductions.make_room()
+    weights, layouts = [product.weights[i] for i in chosen], [product.layouts[i] for i in chosen]
+    every = [weight_gradient(grads[i], input_, state.matmul) for i in chosen]
+    found = gradients_of_shards(state, weights, layouts, every)
+    if state.mesh.size("z") > 1:
+        return found
+    return [weight.as_parameter(grad) for weight, grad in zip(weights, found, strict=True)]
 
 
 class _GatheredWeight(torch.autograd.Function):

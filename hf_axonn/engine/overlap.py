@@ -2,12 +2,12 @@
 
     OAG  `GatherAhead`       the gathers of the next layer begin while this one multiplies; the order is what the
                              previous pass did, so it needs no knowledge of the model
-    OAR  `gather_with_slot`  the reduction of dI is launched, the weight gradients are computed, then it is waited for
+    OAR  `GatheredInput`     the reduction of dI is launched, the weight gradients are computed, then it is waited for
     ORS  `ReductionQueue`    the reduce-scatter of dW runs on while earlier layers compute; `GradientSchedule` has the
                              finished gradient handed over soon after, so that its average over data can begin
 
-Autograd runs the newest ready node first. A reduction is split over two nodes: the newer one launches it and returns
-a placeholder, the older one waits and returns the result, and whatever was created between them runs in between.
+Autograd runs the newest ready node first. The reduction of dW is split over two nodes: the newer one launches it and
+returns a placeholder, the older one waits and returns the result, and what was created between them runs in between.
 
 Source: AxoNN (arXiv 2502.08145), section on overlapping communication.
 """
@@ -18,8 +18,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from hf_axonn.compat.torch import in_backward, reshaped_result
 from hf_axonn.distributed.collectives import Pending, start_all_gather, start_reduce_scatter
@@ -232,54 +232,40 @@ class GradientSlot:
         return grad if arrived is None else arrived
 
 
-class _WaitGradient(torch.autograd.Function):
-    """A view; its backward replaces the placeholder by the gradient that the slot has been promised."""
+class GatheredInput:
+    """The input of a product on its way to this rank, and its gradient on its way back (OAR).
 
-    @staticmethod
-    def forward(ctx, value, slot, shape):
-        ctx.slot, ctx.shape = slot, value.shape
-        return value.reshape(shape)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return ctx.slot.finished(grad).view(ctx.shape), None, None
-
-
-def wait_gradient(value: Tensor, slot: GradientSlot, shape: Sequence[int]) -> Tensor:
-    """`value` in another shape; in backward, the gradient that later nodes leave in `slot`. No communication of its
-    own."""
-    return _WaitGradient.apply(value, slot, shape)
-
-
-class _GatherTokens(torch.autograd.Function):
-    """All-gather whose backward only launches the reduce-scatter and leaves it in the slot of an older node."""
-
-    @staticmethod
-    def forward(ctx, block, group, slot, overlap, tokens):
-        ctx.group, ctx.slot, ctx.overlap, ctx.block_shape = group, slot, overlap, block.shape
-        gathered = start_all_gather(block, group).wait()
-        if tokens is None:
-            return gathered
-        return reshaped_result(gathered.flatten(0, 1)[: tokens.count], (tokens.batch, tokens.seq, block.shape[-1]))
-
-    @staticmethod
-    def backward(ctx, grad):
-        blocks, size = (ctx.group.size(), *ctx.block_shape), ctx.block_shape[-1]
-        if grad.shape != blocks:
-            grad = pad_dim(grad.reshape(-1, size), 0, blocks[0] * blocks[1]).view(blocks)
-        pending = start_reduce_scatter(grad, ctx.group)
-        if not ctx.overlap:
-            pending.wait()
-        ctx.slot.add(pending.wait)
-        return placeholder(grad[0]), None, None, None, None
-
-
-def gather_with_slot(
-    block: Tensor, group, slot: GradientSlot, *, overlap: bool, tokens: Tokens | None = None
-) -> Tensor:
-    """[...] -> [p, ...]; with `tokens`, [T/p, h] -> [B, S, h] without padding. All-gather over `group`.
-
-    Backward: a reduce-scatter that runs on until the node made by `wait_gradient(..., slot)` needs it, which has to be
-    older than the weight-gradient nodes that are to run meanwhile (OAR).
+    Args:
+        block: [..., h] of this rank, T / p tokens.
+        group: over which it is gathered. One all-gather.
+        tokens: how those that are gathered make a batch; None: the blocks stay apart.
+        overlap: whether the reduction of the gradient runs on until it is waited for.
     """
-    return _GatherTokens.apply(block, group, slot, overlap, tokens)
+
+    def __init__(self, block: Tensor, group: ProcessGroup, tokens: Tokens | None, *, overlap: bool) -> None:
+        self.tokens = tokens
+        self._group = group
+        self._overlap = overlap
+        rows = block.detach().reshape(-1, block.shape[-1])
+        self._blocks = (group.size(), *rows.shape)
+        self._pending: Pending | None = start_all_gather(rows, group)
+
+    def wait(self) -> Tensor:
+        """[p, T / p, h]; with tokens [B, S, h] without padding. Once only: it is not kept here."""
+        assert self._pending is not None
+        gathered, self._pending = self._pending.wait(), None
+        if self.tokens is None:
+            return gathered
+        shape = self.tokens.batch, self.tokens.seq, self._blocks[-1]
+        return reshaped_result(gathered.flatten(0, 1)[: self.tokens.count], shape)
+
+    def start_reduction(self, grad: Tensor) -> Pending:
+        """Begin to sum a gradient of what `wait` returned; result: of this rank's block [T / p, h]. One
+        reduce-scatter."""
+        ranks, rows, size = self._blocks
+        if self.tokens is not None:
+            grad = pad_dim(grad.reshape(-1, size), 0, ranks * rows)
+        pending = start_reduce_scatter(grad.view(self._blocks), self._group)
+        if not self._overlap:
+            pending.wait()
+        return pending

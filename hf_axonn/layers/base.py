@@ -86,9 +86,7 @@ class FullLinear:
     def _forward(self, _original: Callable, hidden: Tensor) -> Tensor:
         mesh = self.state.mesh
         product = Product(self.state, self.weights, self.layouts)
-        handle = product.begin()
-        mine = all_reduce_backward(take_features(hidden, mesh, "y"), mesh.group("x"))
-        (output,) = product.run(mine, handle)
+        (output,) = product.run(all_reduce_backward(take_features(hidden, mesh, "y"), mesh.group("x")))
         output = all_reduce(output, mesh.group("y"))
         output = gather_features(output, self.out_features, mesh, "x")
         if self.linear.bias is not None:

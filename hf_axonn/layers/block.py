@@ -38,7 +38,6 @@ from hf_axonn.engine.activation_layouts import (
 from hf_axonn.engine.dtensors import replicated_local
 from hf_axonn.engine.linears import linear_size
 from hf_axonn.engine.matmul3d import Product
-from hf_axonn.engine.overlap import GradientSlot, gather_with_slot, wait_gradient
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.engine.weight_layout import weight_layout
 from hf_axonn.layers.base import patch_forward, take_slice
@@ -82,7 +81,7 @@ class Column:
         ]
         self.weights = [state.weight_of(linear) for linear in linears]
         self.layouts = [weight_layout(WeightKind.COLUMN, *linear_size(linear), state.mesh) for linear in linears]
-        self._entered: tuple[Tensor, Product, Tensor | None] | None = None
+        self._entered: tuple[Tensor, list[Tensor]] | None = None
         self._computed: tuple[Tensor, dict[int, Tensor]] | None = None
         for index, linear in enumerate(linears):
             state.sharded_layers[linear] = self
@@ -104,18 +103,13 @@ class Column:
         if state.mesh.size("y") > 1 and not tokens.features:
             # Some layers hand their MLP flat tokens.
             hidden = tokens_to_features(hidden.reshape(1, -1, hidden.shape[-1]), state.mesh)
-        product = Product(state, self.weights, self.layouts)
         if group.size() == 1:
-            handle = product.begin()
             if tokens.padded(state.mesh) > tokens.count:
                 hidden = hidden.reshape(-1, hidden.shape[-1])[: tokens.count]
-            hidden = hidden.reshape(tokens.batch, tokens.seq, -1)
-        else:
-            slot = GradientSlot()
-            hidden = wait_gradient(hidden, slot, (-1, hidden.shape[-1]))
-            handle = product.begin()
-            hidden = gather_with_slot(hidden, group, slot, overlap=state.overlap_all_reduce, tokens=tokens)
-        self._entered = (hidden, product, handle)
+            return hidden.reshape(tokens.batch, tokens.seq, -1)
+        # The products are made here, where the input is gathered: so backward reduces its gradient beside theirs.
+        hidden, *outputs = Product(state, self.weights, self.layouts).run(hidden, over=group, tokens=tokens)
+        self._entered = (hidden, outputs)
         return hidden
 
     def leave(self) -> None:
@@ -135,12 +129,10 @@ class Column:
 
     def _compute(self, hidden: Tensor) -> list[Tensor]:
         if self._entered is not None and self._entered[0] is hidden:
-            _, product, handle = self._entered
+            outputs = self._entered[1]
         else:
-            product = Product(self.state, self.weights, self.layouts)
-            handle = product.begin()
+            outputs = Product(self.state, self.weights, self.layouts).run(hidden)
         mesh = self.state.mesh
-        outputs = product.run(hidden, handle)
         sizes = [layout.out_size for layout in self.layouts]
         if mesh.size("y") == 1:
             pass
@@ -222,15 +214,10 @@ class Row:
         if tokens.sharded and tokens.padded(mesh) > tokens.count:
             rows = pad_dim(rows.reshape(tokens.count, -1), 0, tokens.padded(mesh))
         if mesh.size("y") > 1 and "y" in self.axes:
-            slot = GradientSlot()
-            rows = wait_gradient(rows, slot, (-1, rows.shape[-1]))
-            handle = product.begin()
-            rows = gather_with_slot(rows, mesh.group("y"), slot, overlap=state.overlap_all_reduce)
+            (output,) = product.run(rows, over=mesh.group("y"))
         else:
             rows = take_features(rows, mesh, "x") if not self.axes else rows
-            handle = product.begin()
-            rows = all_reduce_backward(rows, mesh.group("y"))
-        (output,) = product.run(rows, handle)
+            (output,) = product.run(all_reduce_backward(rows, mesh.group("y")))
         in_place = mesh.size("y") == 1 or tokens.features  # where these rows of tokens are this rank's own
         if tokens.sharded:
             output = reduce_scatter_rows(output, mesh.group("x"), self.leading if in_place else (-1,))

@@ -187,10 +187,7 @@ class Head:
     def full_logits(self, hidden: Tensor) -> Tensor:
         """[..., H], the same on all ranks of (x, y) -> [..., V]."""
         mesh, size = self.state.mesh, self.linear.out_features
-        product = self.product()
-        handle = product.begin()
-        hidden = all_reduce_backward(hidden, mesh.group("x", "y"))
-        (local,) = product.run(hidden, handle)
+        (local,) = self.product().run(all_reduce_backward(hidden, mesh.group("x", "y")))
         bias = self.local_bias()
         if bias is not None:
             local = local + bias.to(local.dtype)

@@ -74,8 +74,7 @@ def check_product(grid, tokens, k, n, kind):
     cols, rows = axis_slice(k, mesh, in_axis), axis_slice(n, mesh, out_axis)
     mine = pad_dim(inputs[sample][:, cols], 1, cut.in_blocks * cut.in_size)
     blocks = mine.view(tokens, cut.in_blocks, cut.in_size).transpose(0, 1).clone().requires_grad_()
-    handle = product.begin()
-    (output,) = product.run(blocks, handle)
+    (output,) = product.run(blocks)
     assert output.dim() == (2 if cut.in_blocks > cut.out_blocks == 1 else 3)
     output = output.view(cut.out_blocks, tokens, cut.out_size)
     # output: a partial sum over in_axis of the features on out_axis, blocked and padded
@@ -149,8 +148,7 @@ def a_group():
     state.context.begin_forward(state.weights)
     product = Product(state, [state.weight_of(linear) for linear in linears], layouts)
     input_ = torch.randn(1, 5, 3, dtype=torch.float64, requires_grad=True)
-    handle = product.begin()
-    (merged,) = product.run(input_, handle)
+    (merged,) = product.run(input_)
     assert merged.shape == (2, 5, sum(layout.out_size for layout in layouts))
     merged.sum().backward()
     cols = axis_slice(6, mesh, "y")
@@ -158,7 +156,7 @@ def a_group():
     assert linears[1].weight.grad is None
     assert linears[0].weight.grad is not None and linears[2].weight.grad is not None
     with torch.no_grad():
-        assert product.begin() is None
+        assert not product.run(input_)[0].requires_grad
 
 
 def test_several_weights_are_multiplied_as_one_group():
@@ -176,11 +174,10 @@ def gradients_of_bfloat16():
         shard_parameters(linear, {id(linear.weight): WeightKind.COLUMN}, state)
         state.context.begin_forward(state.weights)
         product = Product(state, [state.weight_of(linear)], [weight_layout(WeightKind.COLUMN, 4, 1, mesh)])
-        handle = product.begin()
         # one large and three small terms, whose sum bfloat16 rounds to the large one
         scale = 4.0 if mesh.rank == 0 else 2**-7 * 1.0
         input_ = torch.full((1, 1, 1), scale, dtype=torch.bfloat16)
-        (output,) = product.run(input_, handle)
+        (output,) = product.run(input_)
         assert output.dtype == torch.bfloat16
         output.sum().backward()
         gradient = linear.weight.grad.to_local()

@@ -201,7 +201,8 @@ def count_groups(model, grid, expected):
     """The most groups that have buffers at one time, of gathered weights and of gradients, in a few steps."""
     gathered, gradients = map(Groups, expected)
     start_gathers, blocks_of = gathering.start_all_gathers, gathering.Gathering.blocks
-    one_gradient, start_reduction = matmul3d.weight_gradient, collectives.start_reduce_scatter
+    one_gradient, start_reductions = matmul3d.weight_gradient, matmul3d.start_reduce_scatters
+    start_reduction = collectives.start_reduce_scatter
     made = {}
 
     def start_all_gathers(*args):
@@ -224,14 +225,23 @@ def count_groups(model, grid, expected):
         gradients.hold(made["gradients"], [result])
         return result
 
+    def start_reduce_scatters(*args):
+        made["reduced"] = made.pop("gradients", object())
+        try:
+            return start_reductions(*args)
+        finally:
+            del made["reduced"]
+
     def start_reduce_scatter(blocks, group):
-        gradients.hold(made.pop("gradients", object()), [blocks])
+        if "reduced" in made:  # else of activations
+            gradients.hold(made["reduced"], [blocks])
         return start_reduction(blocks, group)
 
     noting = {
         (gathering, "start_all_gathers"): start_all_gathers,
         (gathering.Gathering, "blocks"): blocks,
         (matmul3d, "weight_gradient"): weight_gradient,
+        (matmul3d, "start_reduce_scatters"): start_reduce_scatters,
         (collectives, "start_reduce_scatter"): start_reduce_scatter,
     }
     with replaced(noting):

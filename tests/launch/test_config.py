@@ -20,6 +20,8 @@ def test_a_full_section_and_its_defaults():
     assert AxonnConfig.from_mapping({"grid": {"x": 3}}) == AxonnConfig(grid=Grid(x=3))
     for keep in ("none", "all", 0, 12):
         assert AxonnConfig.from_mapping({"grid": GRID, "keep_gathered": keep}).keep_gathered == keep
+    for ahead in ("layer", 1, 2**28):
+        assert AxonnConfig.from_mapping({"grid": GRID, "prefetch": ahead}).prefetch == ahead
 
 
 def test_json_in_the_environment_reads_back_as_the_same():
@@ -28,6 +30,7 @@ def test_json_in_the_environment_reads_back_as_the_same():
         overlap=Overlap(all_reduce=False),
         reduce_dtype="float64",
         keep_gathered=3,
+        prefetch=2**28,
         async_save=True,
         save_failure="continue",
         order=("x", "y", "z", "data"),
@@ -93,6 +96,10 @@ def test_a_wrong_variable_is_named(text):
                 f"keep_gathered is {wrong!r}, but it is none, recomputed, all, or a number",
             )
             for wrong in (True, None, -1, 1.5, "some", "2", [])
+        ),
+        *(
+            ({"grid": GRID, "prefetch": wrong}, f"prefetch is {wrong!r}, but it is layer, or a number of bytes that is")
+            for wrong in (True, None, 0, -1, 1.5, "two", [])
         ),
         ({"grid": GRID, "async_save": 1}, "async_save is 1, but it is a switch: write true or false."),
         ({"grid": GRID, "save_failure": "retry"}, "save_failure is 'retry', but it is one of stop, continue."),
