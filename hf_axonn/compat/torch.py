@@ -178,11 +178,38 @@ def world_timeout(device_type: str = "") -> float:
     return timeout.total_seconds()
 
 
+def make_group(ranks: Sequence[int], label: str, *, seconds: float) -> ProcessGroup:
+    """A process group of some ranks, this one among them, made by its members alone.
+
+    `dist.new_group` lets every rank name every group of the world: of 16,384 ranks each would name ten thousand.
+    Every rank of the world must come here in the same order, each with its own group of a partition of the world.
+
+    Only members know the group, so torch would name it by how many groups a rank has, which may differ where a script
+    has made some of its own; and, if the world was given a device, split its communicator by a hash of the ranks,
+    which two groups may share. Here the least rank tells groups of one label apart; earlier ones of that label are as
+    many on every rank.
+
+    Args:
+        ranks: ascending; seconds: the timeout of its collectives.
+    Collectives: those by which a backend connects the members. A split of the world's communicator if that is bound to
+        a device.
+    """
+    from torch.distributed import distributed_c10d
+
+    before = sum(name.startswith(f"{label}:") for name in distributed_c10d._world.pg_names.values())
+    name = f"{label}:{before}:{ranks[0]}"
+    names = {"_process_group_name": lambda *_, **__: name, "_process_group_color": lambda *_: ranks[0] + 1}
+    with replaced({(distributed_c10d, each): function for each, function in names.items()}):
+        return torch.distributed.new_group(
+            list(ranks), timeout=timedelta(seconds=seconds), use_local_synchronization=True, group_desc=label
+        )
+
+
 @contextlib.contextmanager
 def groups_with_timeout(seconds: float) -> Iterator[None]:
     """Process groups that are made inside, without a timeout of their own, get this one.
 
-    init_device_mesh takes none and uses torch's default of 10 or 30 minutes. Of gloo, messages between two
+    Some makers of groups take none and use torch's default of 10 or 30 minutes. Of gloo, messages between two
     ranks keep the timeout with which their group was made, so that it cannot be mended afterwards.
     """
     from torch.distributed import distributed_c10d

@@ -9,17 +9,21 @@ from functools import cached_property
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from hf_axonn.compat.torch import groups_with_timeout, unnamed_mesh, world_timeout
+from hf_axonn.compat.torch import make_group, unnamed_mesh, world_timeout
 from hf_axonn.topology.grid import AXES, WEIGHT_AXES, Grid, GridPosition
+
+
+GROUPS = (*((axis,) for axis in AXES), ("x", "y"), ("data", "z"))  # in the order in which all ranks make them
 
 
 class GridMesh(GridPosition):
     """The live process groups of a grid, as seen from this rank.
 
     Building it is collective over the world: every rank must call it, with the same grid. Groups are made once
-    for each axis and for the two products that the algorithm uses, ("x", "y") and ("data", "z").
+    for each axis and for the two products that the algorithm uses, ("x", "y") and ("data", "z"). A rank makes its own
+    groups and does not name those of others, so that the cost does not grow with the world.
 
     Raises:
         ValueError: the grid is not the size of the world.
@@ -36,19 +40,18 @@ class GridMesh(GridPosition):
         self.rank = dist.get_rank()
         super().__init__(grid, grid.coordinates(self.rank))
         self.device_type = device_type
-        with groups_with_timeout(world_timeout(device_type)):
-            mesh = init_device_mesh(device_type, tuple(getattr(grid, axis) for axis in AXES), mesh_dim_names=AXES)
-            self._groups: dict[tuple[str, ...], ProcessGroup] = {(axis,): mesh.get_group(axis) for axis in AXES}
-            for axes in (("x", "y"), ("data", "z")):
-                self._groups[axes] = self._product_group(axes)
+        self._seconds = world_timeout(device_type)
+        self._groups: dict[tuple[str, ...], ProcessGroup] = {}
+        for axes in GROUPS:
+            self._groups[axes] = self._group_along(axes)
 
-    def _product_group(self, axes: tuple[str, ...]) -> ProcessGroup:
-        long_axes = tuple(axis for axis in axes if getattr(self.grid, axis) > 1)
-        if len(long_axes) < 2:  # then one of the axes' own groups has these very ranks
-            return self._groups[(long_axes or axes)[:1]]
-        first = (rank for rank in range(self.grid.size) if not any(self.grid.coordinates(rank)[axis] for axis in axes))
-        group, _ = dist.new_subgroups_by_enumeration([self.grid.ranks_along(axes, rank) for rank in first])
-        return group
+    def _group_along(self, axes: tuple[str, ...]) -> ProcessGroup:
+        ranks, world = self.grid.ranks_along(axes, self.rank), dist.group.WORLD
+        assert world is not None, "torch.distributed is not initialized"
+        for group in (world, *self._groups.values()):
+            if dist.get_process_group_ranks(group) == ranks:
+                return group
+        return make_group(ranks, f"axonn_{'_'.join(axes)}", seconds=self._seconds)
 
     def group(self, *axes: str) -> ProcessGroup:
         """The group of ranks that differ from this one only along `axes`; their group ranks ascend by coordinate."""
