@@ -10,7 +10,8 @@
 
 Only the z shard is saved for backward and it is gathered again there, unless `keep_gathered` says to cache it
 (gather_cache.py). Shards are cast to the compute dtype before the gather, so a bf16 run moves bf16 bytes; gradients
-travel in `reduce_dtype` and end in the dtype of the shard.
+travel in `reduce_dtype` and end in the dtype of the shard. On CUDA 16-bit factors give float32 gradients at once, if
+they travel or end in a wider dtype; elsewhere the product rounds them to 16 bits before they are added up.
 
 The reduction of O over y is a reduce-scatter of features, and the input of a row layer is an all-gather of features.
 So that no block has to be copied for them, features that such a collective shards are a leading dim here:
@@ -99,9 +100,9 @@ def input_gradient(grads: list[Tensor], weights: list[Tensor], matmul: Matmul = 
     return result
 
 
-def weight_gradient(grad: Tensor, input_: Tensor, matmul: Matmul = plain) -> Tensor:
-    """[Q, T, n] x [P, T, k] -> [Q, n, P, k]."""
-    result = grad.new_empty(grad.shape[0], grad.shape[2], input_.shape[0], input_.shape[2])
+def weight_gradient(grad: Tensor, input_: Tensor, matmul: Matmul = plain, dtype: torch.dtype | None = None) -> Tensor:
+    """[Q, T, n] x [P, T, k] -> [Q, n, P, k], in `dtype` (`ParallelState.product_dtype`), or in that of `grad`."""
+    result = grad.new_empty(grad.shape[0], grad.shape[2], input_.shape[0], input_.shape[2], dtype=dtype)
     if grad.shape[0] == input_.shape[0] == 1:
         matmul("dweight", _matrix(result), grad[0].t(), input_[0])
         return result
@@ -239,6 +240,12 @@ class Product:
         )
 
 
+def gradient_dtype(state: ParallelState, weight: ShardedWeight, factors: torch.dtype) -> torch.dtype:
+    """The dtype in which a product writes the gradient of a weight, which then travels over z or is there."""
+    over_z = state.mesh.size("z") > 1
+    return state.product_dtype(factors, torch.promote_types(factors, state.reduce_dtype) if over_z else weight.dtype)
+
+
 def gradients_of_shards(
     state: ParallelState, weights: list[ShardedWeight], layouts: list[WeightLayout], grads: list[Tensor]
 ) -> list[Tensor]:
@@ -340,7 +347,10 @@ def _weight_gradients(product: Product, chosen: list[int], grads: list[Tensor], 
     state = product.state
     state.context.reductions.make_room()
     weights, layouts = [product.weights[i] for i in chosen], [product.layouts[i] for i in chosen]
-    every = [weight_gradient(grads[i], input_, state.matmul) for i in chosen]
+    every = [
+        weight_gradient(grads[i], input_, state.matmul, gradient_dtype(state, weight, input_.dtype))
+        for i, weight in zip(chosen, weights, strict=True)
+    ]
     found = gradients_of_shards(state, weights, layouts, every)
     if state.mesh.size("z") > 1:
         return found

@@ -54,7 +54,10 @@ Trials = dict[str, list[float]]  # seconds by layout, AS_IS first; those that ca
 
 
 class Matmul(Protocol):
-    """out = a @ b, or out += a @ b, for a [M, K], b [K, N] and out [M, N]. `which`: forward, dinput or dweight."""
+    """out = a @ b, or out += a @ b, for a [M, K], b [K, N] and out [M, N]. `which`: forward, dinput or dweight.
+
+    All of one dtype; out = a @ b on CUDA also in float32 of 16-bit factors.
+    """
 
     def __call__(self, which: str, out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None: ...
 
@@ -65,7 +68,8 @@ def plain(which: str, out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = F
 
 
 class Key(NamedTuple):
-    """What a choice is made for. `m`, `n`, `k` with the number of tokens rounded up to a power of two."""
+    """What a choice is made for. `m`, `n`, `k` with the number of tokens rounded up to a power of two; `dtype` is that
+    of the operands, and where the result has another, as `bfloat16 to float32`."""
 
     which: str
     m: int
@@ -77,14 +81,15 @@ class Key(NamedTuple):
     accumulate: bool
 
     @classmethod
-    def of(cls, which: str, a: Tensor, b: Tensor, *, accumulate: bool) -> Key:
+    def of(cls, which: str, out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool) -> Key:
         """The key of a product [M, K] @ [K, N]; tokens are M, in dW they are K."""
         (m, k), n = a.shape, b.shape[1]
         if which == "dweight":
             k = _power_of_two(k)
         else:
             m = _power_of_two(m)
-        return cls(which, m, n, k, order_of(a) + order_of(b), str(a.dtype)[6:], a.device.type, accumulate)
+        dtype = " to ".join(dict.fromkeys(str(each.dtype)[6:] for each in (a, out)))
+        return cls(which, m, n, k, order_of(a) + order_of(b), dtype, a.device.type, accumulate)
 
     def layouts(self) -> list[str]:
         """What to time, as it is first.
@@ -121,7 +126,7 @@ class MatmulTuner:
     def __call__(self, which: str, out: Tensor, a: Tensor, b: Tensor, *, accumulate: bool = False) -> None:
         layout = AS_IS
         if out.numel() and a.numel() and (self._faster or self.steps < STEPS):  # else it never pays, not even to look
-            key = Key.of(which, a, b, accumulate=accumulate)
+            key = Key.of(which, out, a, b, accumulate=accumulate)
             layout = self._faster.get(key, AS_IS)
             if self.steps < STEPS:
                 self.counts[key] += 1
@@ -234,13 +239,22 @@ def multiply_as(layout: str, out: Tensor, a: Tensor, b: Tensor, *, accumulate: b
     if layout != AS_IS:
         a, b = _ordered(a, layout[0]), _ordered(b, layout[1])
         if layout.endswith("swapped"):
-            product = torch.mm(b.t(), a.t(), out=out.new_empty(out.shape[::-1])).t()
-            out.add_(product) if accumulate else out.copy_(product)
+            product = out.new_empty(out.shape[::-1])
+            _write_product(product, b.t(), a.t())
+            out.add_(product.t()) if accumulate else out.copy_(product.t())
             return
     if accumulate:
         out.addmm_(a, b)
     else:
+        _write_product(out, a, b)
+
+
+def _write_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a @ b, on CUDA also in float32 of 16-bit factors."""
+    if out.dtype == a.dtype:
         torch.mm(a, b, out=out)
+    else:
+        torch.mm(a, b, out.dtype, out=out)
 
 
 def order_of(matrix: Tensor) -> str:
@@ -260,23 +274,26 @@ class Sample:
 
     sizes: tuple[torch.Size, ...]
     strides: tuple[tuple[int, ...], ...]
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]
     device: torch.device
 
     @classmethod
     def of(cls, out: Tensor, a: Tensor, b: Tensor) -> Sample:
         tensors = (out, a, b)
         return cls(
-            tuple(each.shape for each in tensors), tuple(each.stride() for each in tensors), out.dtype, out.device
+            tuple(each.shape for each in tensors),
+            tuple(each.stride() for each in tensors),
+            tuple(each.dtype for each in tensors),
+            out.device,
         )
 
     def make(self) -> list[Tensor]:
         """out, a, b of random numbers, not from the generator that training uses."""
         generator = torch.Generator(self.device).manual_seed(0)
         made = []
-        for size, stride in zip(self.sizes, self.strides, strict=True):
+        for size, stride, dtype in zip(self.sizes, self.strides, self.dtypes, strict=True):
             length = 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
-            flat = torch.randn(length, generator=generator, device=self.device, dtype=self.dtype)
+            flat = torch.randn(length, generator=generator, device=self.device, dtype=dtype)
             made.append(flat.as_strided(size, stride))
         return made
 

@@ -37,6 +37,7 @@ class ParallelState:
         mesh: the process groups; `grid` and `coordinates` are short for its own, `gather_cache` for the context's.
         config: the settings that the model was parallelized with.
         reduce_dtype: the dtype in which weight gradients travel.
+        widens: whether products of 16-bit matrices can be written in float32, as on CUDA (`product_dtype`).
         keeps_recomputed: whether a layer that runs again in backward keeps what it gathers then (`keep_gathered`).
         overlap_all_reduce: whether the reduction of an input's gradient runs beside the weight gradients (OAR).
         tuner: chooses operand layouts; None where that is off.
@@ -61,6 +62,7 @@ class ParallelState:
         self.mesh = mesh
         self.config = config
         self.reduce_dtype = getattr(torch, config.reduce_dtype)
+        self.widens = mesh.device_type == "cuda"  # the only one of which torch.mm takes out_dtype
         self.keeps_recomputed = config.keep_gathered == "recomputed"
         self.overlap_all_reduce = config.overlap.all_reduce
         self.tuner = MatmulTuner() if config.tune_matmuls else None
@@ -168,6 +170,13 @@ class ParallelState:
         if torch.is_autocast_enabled(device_type):
             return torch.get_autocast_dtype(device_type)
         return input_.dtype
+
+    def product_dtype(self, factors: torch.dtype, wanted: torch.dtype) -> torch.dtype:
+        """The dtype in which a product is written whose result goes on as `wanted`.
+
+        That of its factors, which rounds to 16 bits; on CUDA float32 where the result is to be wider than 16 bits.
+        """
+        return torch.float32 if self.widens and factors.itemsize == 2 < wanted.itemsize else factors
 
 
 def _layer_of(name: str) -> str:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from hf_axonn.distributed.collectives import start_all_gather, start_reduce_scatter
 from hf_axonn.engine.gather_cache import GatheredBlocks
 from hf_axonn.engine.matmul3d import Product, gradients_of_shards
+from hf_axonn.engine.matmul_tuning import plain
 from hf_axonn.engine.weight_layout import vocabulary_range
 from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.losses.causal_lm import IGNORE_INDEX
@@ -149,7 +150,8 @@ class HeadGradients:
         Collectives: a reduce-scatter over (x, y), where the input needs a gradient.
         """
         if self.weight is not None:
-            _add_product(self.weight, dlogits, tokens)
+            state = self._chunks.product.state
+            _add_product(self.weight, dlogits, tokens, state.product_dtype(dlogits.dtype, self.weight.dtype))
         if self.hidden is not None:
             dtokens = torch.mm(dlogits, weight)
             targets = self._chunks.targets[:, span]
@@ -167,11 +169,16 @@ class HeadGradients:
         return gradients_of_shards(product.state, product.weights, product.layouts, [block])[0]
 
 
-def _add_product(dweight: Tensor, dlogits: Tensor, tokens: Tensor) -> None:
-    """dweight[v, H] += dlogits[T, v].T @ tokens[T, H]; what it needs besides is no larger than `dlogits`."""
+def _add_product(dweight: Tensor, dlogits: Tensor, tokens: Tensor, dtype: torch.dtype) -> None:
+    """dweight[v, H] += dlogits[T, v].T @ tokens[T, H], which is written in `dtype` (`ParallelState.product_dtype`).
+
+    What it needs besides is no larger than `dlogits`.
+    """
     if dweight.dtype == dlogits.dtype:
         dweight.addmm_(dlogits.t(), tokens)
         return
-    rows = max(1, dlogits.numel() // tokens.shape[1])
+    rows = max(1, dlogits.nbytes // (tokens.shape[1] * dtype.itemsize))
     for part, own in zip(dweight.split(rows), dlogits.split(rows, dim=1), strict=True):
-        part += torch.mm(own.t(), tokens)
+        product = part.new_empty(part.shape, dtype=dtype)
+        plain("dweight", product, own.t(), tokens)
+        part += product

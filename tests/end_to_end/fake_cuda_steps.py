@@ -24,6 +24,7 @@ from hf_axonn.parallel import batch_check
 from tests.helpers.adapting import adapt
 from tests.helpers.fake_cuda import HostReads, fake_gpu, pretend
 from tests.helpers.models import tiny_config
+from tests.helpers.operators import Operators
 
 
 GRID = Grid(data=2, z=2, y=2, x=2)
@@ -68,6 +69,23 @@ def train(model, reads: HostReads, fault=lambda: None) -> None:
 
 def plain(kind: str, reads: HostReads) -> None:
     train(parallelize(make(kind), GRID)[0], reads)
+
+
+def products(kind: str, reads: HostReads) -> None:
+    """Gradients of weights are written in float32, all of them, and no gradient is made wider after its product."""
+    model, _ = parallelize(make(kind), GRID)
+    with torch.autocast("cuda", torch.bfloat16), Operators() as forward:
+        loss = model(**batch()).loss
+    head = forward.results_of("mm.dtype_out")
+    assert head and sum(len(part) for part in head) == model.axonn.sharded_layers[model.lm_head].layouts[0].out_size
+    with Operators() as backward:
+        loss.backward()
+    made = head + backward.results_of("mm.dtype_out")
+    assert {each.dtype for each in made} == {torch.float32} and made[0].is_cuda
+    # GRID: y is 2, so each product of a column or row layer is two.
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    assert len(backward.results_of("mm.dtype_out")) == 2 * (len(linears) - 1)
+    assert {each.dtype for each in backward.results_of("mm.out")} == {torch.bfloat16}
 
 
 def reentrant(kind: str, reads: HostReads, use_reentrant: bool = True) -> None:
@@ -204,6 +222,7 @@ def nothing_read(_: str, reads: HostReads) -> None:
 
 
 SITUATIONS = dict(
+    products=products,
     reentrant=reentrant,
     checkpointed=checkpointed,
     lora=lora,

@@ -27,6 +27,7 @@ SLOW += [
 ]
 SLOW += ["mixtral-accelerate", "gpt2-trainer", "mixtral-evaluate", "qwen3_moe-generate", "mamba-generate"]
 FAULTS = ["llama-host_read", "llama-two_devices", "-one_of_each", "-nothing_read"]
+ALSO = ["llama-products"]
 
 
 def named(names: list[str]) -> list:
@@ -51,7 +52,7 @@ def budget(name: str) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def quick() -> dict[str, dict]:
-    return fake_cuda.run(STEPS, *QUICK, *FAULTS)
+    return fake_cuda.run(STEPS, *QUICK, *FAULTS, *ALSO)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,10 @@ def test_what_waits_for_nothing_is_no_read(quick):
 def test_the_layout_of_heads_is_not_read_back(result):
     """Where a model is made parallel, numbers go to the device and do not come back one by one."""
     assert [line for line in result["found"]["start"] if line[1] != "copy to the device"] == []
+
+
+def test_gradients_of_weights_are_written_in_float32(quick):
+    assert quick["llama-products"]["problem"] == ""
 
 
 def test_a_tensor_of_the_cpu_is_found(quick):

@@ -14,6 +14,7 @@ from hf_axonn.parallel.install import shard_parameters
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.weight_kind import WeightKind
 from tests.helpers.devices import rank_device, seeded
+from tests.helpers.operators import Operators, widen_on_cpu
 from tests.helpers.ranks import all_grids, run_ranks
 
 
@@ -189,3 +190,57 @@ def gradients_of_bfloat16():
 
 def test_gradients_are_summed_in_reduce_dtype():
     run_ranks(gradients_of_bfloat16, 4)
+
+
+def weight_gradients(widens, reduce_dtype, inputs, weight, grads):
+    """Largest error of a bfloat16 product's weight gradient, and how many products were written in float32, by grid.
+
+    The truth is one product over the samples of all ranks in float64, of the same bfloat16 numbers.
+    """
+    if widens:
+        widen_on_cpu()
+    found = {}
+    for grid in (Grid(z=2), Grid(y=2), Grid(x=2)):
+        mesh = grid_mesh(grid, "cpu")
+        state = ParallelState(mesh, AxonnConfig(grid=grid, reduce_dtype=reduce_dtype))
+        assert not state.widens
+        state.widens = widens
+        linear = nn.Linear(weight.shape[1], len(weight), bias=False)
+        linear.weight.data = weight.float().clone()
+        shard_parameters(linear, {id(linear.weight): WeightKind.COLUMN}, state)
+        state.context.begin_forward(state.weights)
+        layout = weight_layout(WeightKind.COLUMN, *weight.shape, mesh)
+        product = Product(state, [state.weight_of(linear)], [layout])
+        input_, grad = inputs[mesh.index("z")], grads[mesh.index("z")]
+        handle = product.begin()
+        (output,) = product.run(input_[:, axis_slice(weight.shape[1], mesh, "y")][None], handle)
+        own = grad[:, axis_slice(len(weight), mesh, "x")].unflatten(1, (layout.out_blocks, -1))
+        with Operators() as called:
+            output.backward(own.transpose(0, 1).reshape(output.shape))
+        shard = linear.weight.grad
+        assert shard.dtype == torch.float32
+        samples = range(grid.z)
+        truth = sum(grads[i].double().t() @ inputs[i].double() for i in samples)
+        error = (shard.full_tensor().double() * grid.z - truth).abs().max() / truth.abs().max()
+        found[str(grid)] = error.item(), called.names.count("mm.dtype_out")
+    return found
+
+
+@pytest.mark.parametrize("reduce_dtype", ["float32", "bfloat16"])
+def test_the_error_of_gradients_that_are_reduced(reduce_dtype):
+    """Once rounded to bfloat16 as on one process, or not at all where the product is written in float32."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, grads = (torch.randn(2, 30, size, generator=generator).bfloat16() for size in (6, 8))
+    weight = torch.randn(8, 6, generator=generator).bfloat16()
+    given = (reduce_dtype, inputs, weight, grads)
+    (narrow, _), (wide, _) = (run_ranks(weight_gradients, 2, widens, *given) for widens in (False, True))
+    eps = torch.finfo(torch.bfloat16).eps
+    blocks = {str(Grid(z=2)): 1, str(Grid(y=2)): 2, str(Grid(x=2)): 1}
+    for grid, products in blocks.items():
+        error, widened = narrow[grid]
+        assert eps / 100 < error < eps and widened == 0
+        error, widened = wide[grid]
+        if reduce_dtype == "bfloat16" and grid == str(Grid(z=2)):  # what travels in bfloat16 is made in it
+            assert wide[grid] == narrow[grid]
+        else:
+            assert error < 1e-6 and widened == products

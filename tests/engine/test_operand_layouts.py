@@ -14,6 +14,7 @@ from hf_axonn.engine.matmul_tuning import (
     multiply_as,
     order_of,
 )
+from tests.helpers.operators import Operators
 
 
 def matrices(order: str, m: int, n: int) -> torch.Tensor:
@@ -34,6 +35,20 @@ def test_every_layout_is_the_same_product(orders, accumulate):
         expected = first.clone()
         expected[:, 1] = a @ b + (first[:, 1] if accumulate else 0)
         torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("layout", OPERAND_LAYOUTS)
+def test_only_products_of_two_dtypes_are_another_operator(layout):
+    """CUDA has it; of the CPU's tensors `meta` ones say as well which operator is called."""
+    a, b = (
+        torch.empty(5, 7, dtype=torch.bfloat16, device="meta"),
+        torch.empty(7, 4, dtype=torch.bfloat16, device="meta"),
+    )
+    for dtype, operator in ((torch.bfloat16, "mm.out"), (torch.float32, "mm.dtype_out")):
+        out = torch.empty(5, 4, dtype=dtype, device="meta")
+        with Operators() as called:
+            multiply_as(layout, out, a, b)
+        assert [name for name in called.names if name.startswith("mm")] == [operator]
 
 
 def test_a_copy_is_made_only_of_an_operand_in_the_other_order(monkeypatch):

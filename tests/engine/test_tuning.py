@@ -31,7 +31,7 @@ from tests.helpers.ranks import run_ranks
 
 def test_tokens_count_as_equal_up_to_a_power_of_two():
     def key(which, m, k, n, **changes):
-        return Key.of(which, torch.empty(m, k), torch.empty(k, n), accumulate=False, **changes)
+        return Key.of(which, torch.empty(m, n), torch.empty(m, k), torch.empty(k, n), accumulate=False, **changes)
 
     assert key("forward", 65, 10, 12) == key("forward", 128, 10, 12) == Key(
         "forward", 128, 12, 10, "NN", "float32", "cpu", False
@@ -39,6 +39,13 @@ def test_tokens_count_as_equal_up_to_a_power_of_two():
     assert key("forward", 64, 10, 12).m == 64 and key("forward", 1, 10, 12).m == 1
     assert key("dweight", 10, 65, 12) == key("dweight", 10, 100, 12) != key("dinput", 10, 65, 12)
     assert key("dweight", 10, 65, 12)[1:4] == (10, 12, 128)
+
+
+def test_a_product_that_is_written_in_float32_is_another():
+    out, a, b = torch.empty(2, 4), torch.empty(2, 3).bfloat16(), torch.empty(3, 4).bfloat16()
+    names = [Key.of("dweight", each, a, b, accumulate=False).dtype for each in (out.bfloat16(), out)]
+    assert names == ["bfloat16", "bfloat16 to float32"]
+    assert [each.dtype for each in Sample.of(out, a, b).make()] == [torch.float32, torch.bfloat16, torch.bfloat16]
 
 
 def test_what_is_timed():
@@ -60,7 +67,7 @@ def test_where_it_never_pays_nothing_is_looked_up(monkeypatch):
     done.adopt(json.dumps({"version": 1, "steps": STEPS, "choices": []}), same_grid=True)
     done("forward", out.zero_(), a, b)
     assert len(asked) == 1 and torch.equal(out, a @ b)
-    key = of("forward", a, b, accumulate=False)
+    key = of("forward", out, a, b, accumulate=False)
     done.adopt(json.dumps({"version": 1, "steps": 0, "choices": [{**key._asdict(), "layout": "TT"}]}), same_grid=False)
     done("forward", out.zero_(), a, b)
     assert len(asked) == 2 and torch.equal(out, a @ b) and not done.counts

@@ -98,7 +98,7 @@ def test_a_wrong_variable_is_named(text):
             for wrong in (True, None, -1, 1.5, "some", "2", [])
         ),
         *(
-            ({"grid": GRID, "prefetch": wrong}, f"prefetch is {wrong!r}, but it is layer, or a number of bytes that is")
+            ({"grid": GRID, "prefetch": wrong}, f"prefetch is {wrong!r}, but it is layer, or a number")
             for wrong in (True, None, 0, -1, 1.5, "two", [])
         ),
         ({"grid": GRID, "async_save": 1}, "async_save is 1, but it is a switch: write true or false."),

@@ -12,11 +12,13 @@ import hf_axonn.losses.head_chunks
 from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.layers.vocabulary import DeferredLogits
 from hf_axonn.losses.causal_lm import CausalLMLoss
+from hf_axonn.losses.head_chunks import _add_product
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from tests.helpers.devices import seeded
 from tests.helpers.equality import mean_over_world, rows_of
 from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.operators import Operators, widen_on_cpu
 from tests.helpers.ranks import all_grids, run_ranks
 
 
@@ -344,3 +346,27 @@ def test_evaluation_loss():
     with torch.no_grad(), Float64():
         expected = tiny_model("llama")(**batch).loss
     run_ranks(evaluated, 4, batch, expected)
+
+
+def _head_gradient_errors():
+    """Of dW += dlogits.T @ tokens over three chunks, in bfloat16: written as its factors are, and in float32."""
+    widen_on_cpu()
+    generator = seeded(0)
+    chunks = [[torch.randn(20, size, generator=generator).bfloat16() for size in (12, 6)] for _ in range(3)]
+    truth = sum(dlogits.double().t() @ tokens.double() for dlogits, tokens in chunks)
+    errors = []
+    for dtype in (torch.bfloat16, torch.float32):
+        dweight = torch.zeros(12, 6)
+        with Operators() as called:
+            for dlogits, tokens in chunks:
+                _add_product(dweight, dlogits, tokens, dtype)
+        errors.append(((dweight.double() - truth).abs().max() / truth.abs().max()).item())
+        made = called.results_of("new_empty.default")
+        assert max(each.nbytes for each in made) <= chunks[0][0].nbytes and {each.dtype for each in made} == {dtype}
+    return errors
+
+
+def test_the_gradient_of_a_head_is_rounded_no_more_than_its_products():
+    ((narrow, wide),) = run_ranks(_head_gradient_errors, 1)
+    eps = torch.finfo(torch.bfloat16).eps
+    assert wide < 1e-6 and eps / 100 < narrow < eps
