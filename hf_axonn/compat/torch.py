@@ -178,7 +178,20 @@ def world_timeout(device_type: str = "") -> float:
     return timeout.total_seconds()
 
 
-def make_group(ranks: Sequence[int], label: str, *, seconds: float) -> ProcessGroup:
+def high_priority(seconds: float) -> object:
+    """Options of a group of NCCL (only builds with CUDA have them) whose kernels start before those that compute.
+
+    A product of matrices fills a GPU; without priority a collective that is launched beside it waits for its end.
+
+    Args:
+        seconds: the timeout of its collectives.
+    """
+    options = torch.distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timedelta(seconds=seconds)
+    return options
+
+
+def make_group(ranks: Sequence[int], label: str, *, seconds: float, options: object = None) -> ProcessGroup:
     """A process group of some ranks, this one among them, made by its members alone.
 
     `dist.new_group` lets every rank name every group of the world: of 16,384 ranks each would name ten thousand.
@@ -190,7 +203,7 @@ def make_group(ranks: Sequence[int], label: str, *, seconds: float) -> ProcessGr
     many on every rank.
 
     Args:
-        ranks: ascending; seconds: the timeout of its collectives.
+        ranks: ascending; seconds: the timeout of its collectives; options: of the backend, for this group alone.
     Collectives: those by which a backend connects the members. A split of the world's communicator if that is bound to
         a device.
     """
@@ -201,7 +214,11 @@ def make_group(ranks: Sequence[int], label: str, *, seconds: float) -> ProcessGr
     names = {"_process_group_name": lambda *_, **__: name, "_process_group_color": lambda *_: ranks[0] + 1}
     with replaced({(distributed_c10d, each): function for each, function in names.items()}):
         return torch.distributed.new_group(
-            list(ranks), timeout=timedelta(seconds=seconds), use_local_synchronization=True, group_desc=label
+            list(ranks),
+            timeout=timedelta(seconds=seconds),
+            pg_options=options,
+            use_local_synchronization=True,
+            group_desc=label,
         )
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_axonn.compat.torch import make_group, unnamed_mesh, world_timeout
+from hf_axonn.compat.torch import backend_of, high_priority, make_group, unnamed_mesh, world_timeout
 from hf_axonn.topology.grid import AXES, WEIGHT_AXES, Grid, GridPosition
 
 
@@ -24,6 +24,13 @@ class GridMesh(GridPosition):
     Building it is collective over the world: every rank must call it, with the same grid. Groups are made once
     for each axis and for the two products that the algorithm uses, ("x", "y") and ("data", "z"). A rank makes its own
     groups and does not name those of others, so that the cost does not grow with the world.
+
+    NCCL runs the collectives of a communicator one after the other: the gather of the next weights would wait for the
+    reduction of gradients. So there are two communicators over z there, and streams of high priority for all. On gloo,
+    whose collectives of a group run beside each other, a second one would only cost threads and sockets.
+
+    Attributes:
+        reductions: the group over z that sums weight gradients; those gathered over z travel in `group("z")`.
 
     Raises:
         ValueError: the grid is not the size of the world.
@@ -40,18 +47,23 @@ class GridMesh(GridPosition):
         self.rank = dist.get_rank()
         super().__init__(grid, grid.coordinates(self.rank))
         self.device_type = device_type
-        self._seconds = world_timeout(device_type)
+        self._nccl = backend_of(device=torch.device(device_type)) == "nccl"
         self._groups: dict[tuple[str, ...], ProcessGroup] = {}
         for axes in GROUPS:
-            self._groups[axes] = self._group_along(axes)
+            self._groups[axes] = self._shared(axes) or self._made(axes)
+        self.reductions = self._made(("z",), "_reductions") if self._nccl and grid.z > 1 else self._groups[("z",)]
 
-    def _group_along(self, axes: tuple[str, ...]) -> ProcessGroup:
+    def _shared(self, axes: tuple[str, ...]) -> ProcessGroup | None:
+        """A group that is there already and has the ranks along `axes`; NCCL's world has no priority."""
         ranks, world = self.grid.ranks_along(axes, self.rank), dist.group.WORLD
-        assert world is not None, "torch.distributed is not initialized"
-        for group in (world, *self._groups.values()):
-            if dist.get_process_group_ranks(group) == ranks:
-                return group
-        return make_group(ranks, f"axonn_{'_'.join(axes)}", seconds=self._seconds)
+        there = (*self._groups.values(), *((world,) if world is not None and not self._nccl else ()))
+        return next((group for group in there if dist.get_process_group_ranks(group) == ranks), None)
+
+    def _made(self, axes: tuple[str, ...], suffix: str = "") -> ProcessGroup:
+        seconds = world_timeout(self.device_type)
+        options = high_priority(seconds) if self._nccl else None
+        ranks = self.grid.ranks_along(axes, self.rank)
+        return make_group(ranks, f"axonn_{'_'.join(axes)}{suffix}", seconds=seconds, options=options)
 
     def group(self, *axes: str) -> ProcessGroup:
         """The group of ranks that differ from this one only along `axes`; their group ranks ascend by coordinate."""

@@ -60,7 +60,7 @@ def start_reduction(
     reduce-scatter over z."""
     dtype = torch.promote_types(grads[0].dtype, reduce_dtype)
     blocks = [layout.unblock(grad).to(dtype) for grad, layout in zip(grads, layouts, strict=True)]
-    return start_reduce_scatters(blocks, mesh.group("z"))
+    return start_reduce_scatters(blocks, mesh.reductions)
 
 
 def multiply(input_: Tensor, weights: list[Tensor], matmul: Matmul = plain) -> list[Tensor]:

@@ -173,6 +173,31 @@ def test_no_bit_changes_and_all_ranks_issue_one_order(tmp_path):
     assert check(QUICK, tmp_path) >= KINDS
 
 
+def a_step(grid):
+    """For each branch what two steps issue, in order."""
+    found = {}
+    for like in ("nccl", "gloo"):
+        with backend(like, late=True) as late:
+            trained(made("plain", grid), grid, steps=2, micro_batches=1)
+        found[like] = late.issued
+    return found
+
+
+def test_on_nccl_gradients_do_not_wait_behind_weights():
+    ranks = run_ranks(a_step, 2, Grid(z=2))
+    issued, turns = [found["nccl"] for found in ranks], ["reduce_scatter", "all_gather", "reduce_scatter"]
+    assert not problems_of_order(issued)
+    for own in issued:
+        over_z = [its for its in own if its.group[0].startswith("axonn_z")]  # the world's compares batches
+        groups = {op: {its.group[0].partition(":")[0] for its in over_z if its.op == op} for op in turns[:2]}
+        assert groups == {"all_gather": {"axonn_z"}, "reduce_scatter": {"axonn_z_reductions"}}
+        # Both are under way at once: the gather of what comes next is launched between two reductions.
+        order = [its.op for its in over_z]
+        assert any(order[at : at + 3] == turns for at in range(len(order)))
+    for own in (found["gloo"] for found in ranks):  # where the world's group does both
+        assert not any(its.group[0].startswith("axonn_z") for its in own)
+
+
 ALL_GRIDS = [
     *(Grid(z=2, x=2), Grid(y=2, x=2), Grid(z=2, y=2), Grid(data=2, x=2), Grid(data=2, y=2), Grid(data=2, z=2)),
     *(Grid(x=4), Grid(y=4), Grid(z=4), Grid(data=4)),

@@ -32,7 +32,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from hf_axonn.compat.replaced import replaced
-from hf_axonn.distributed import collectives, gloo
+from hf_axonn.distributed import collectives, gloo, mesh
 from hf_axonn.engine import gradient_sync
 
 
@@ -277,6 +277,9 @@ class Backend:
         }
         if self.late:
             values[gloo, "Messages"] = HeldMessages
+        if self.like == "nccl":  # then gradients have a group over z of their own
+            values |= {(mesh, "backend_of"): lambda device: "nccl", (mesh, "high_priority"): lambda seconds: None}
+            values[mesh, "_meshes"] = _nccl_meshes
         with torch.library._scoped_library("_c10d_functional", "IMPL") as library, replaced(values):
             library.impl("all_reduce", self.functional_all_reduce, "CPU")
             library.impl("all_gather_into_tensor", self.functional_all_gather, "CPU")
@@ -289,6 +292,10 @@ class Backend:
 _all_gather, _reduce_scatter = collectives._all_gather_single, collectives._reduce_scatter_single
 _all_gathers, _reduce_scatters = collectives._all_gathers, collectives._reduce_scatters
 _broadcast_coalesced, _barrier = collectives.broadcast_coalesced, dist.ProcessGroup.barrier
+
+
+# Process groups of grids, as NCCL has them.
+_nccl_meshes: dict = {}
 
 
 def _new(like: Tensor, times: float) -> Tensor:

@@ -1,0 +1,97 @@
+"""Which process groups a grid makes on NCCL: without one, so that a name, ranks and options of each are looked at."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from hf_axonn.compat.torch import fake_world, high_priority
+from hf_axonn.distributed import mesh
+from hf_axonn.topology.grid import Grid
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """A world of NCCL, as far as GridMesh asks; what `make_group` was given."""
+    asked, make_group = [], mesh.make_group
+
+    def making(ranks, label, *, seconds, options):
+        asked.append((label, ranks, options))
+        return make_group(ranks, label, seconds=seconds)
+
+    monkeypatch.setattr(mesh, "backend_of", lambda device: "nccl")
+    monkeypatch.setattr(mesh, "high_priority", lambda seconds: ("high priority", seconds))
+    monkeypatch.setattr(mesh, "make_group", making)
+    return asked
+
+
+def test_on_nccl_weights_and_gradients_have_communicators_of_their_own(nccl):
+    with fake_world(8):
+        made = mesh.GridMesh(Grid(data=2, z=2, x=2), "cuda")
+        assert made.reductions is not made.group("z")
+        assert dist.get_process_group_ranks(made.reductions) == dist.get_process_group_ranks(made.group("z"))
+        assert made.storage_mesh.get_group(2) is made.group("z")
+        assert made.group("x", "y") is made.group("x")
+    assert [(label, ranks) for label, ranks, _ in nccl] == [
+        ("axonn_data", [0, 4]),
+        ("axonn_z", [0, 2]),
+        ("axonn_x", [0, 1]),
+        ("axonn_y", [0]),
+        ("axonn_data_z", [0, 2, 4, 6]),
+        ("axonn_z_reductions", [0, 2]),
+    ]
+    assert all(options == ("high priority", 1800) for *_, options in nccl)
+
+
+def test_on_nccl_an_axis_of_all_ranks_has_priority_too(nccl):
+    """The world's own group has none."""
+    with fake_world(4):
+        made = mesh.GridMesh(Grid(z=4), "cuda")
+        assert dist.group.WORLD not in (made.group("z"), made.reductions)
+    assert [label for label, *_ in nccl] == ["axonn_data", "axonn_z", "axonn_z_reductions"]
+
+
+def test_elsewhere_one_group_does_both():
+    with fake_world(4):
+        made = mesh.GridMesh(Grid(z=4), "cpu")
+        assert made.reductions is made.group("z") is dist.group.WORLD
+        made = mesh.GridMesh(Grid(x=4), "cuda")
+        assert made.reductions is made.group("z") and made.reductions.size() == 1
+
+
+def test_without_z_nothing_is_doubled(nccl):
+    with fake_world(4):
+        made = mesh.GridMesh(Grid(y=2, x=2), "cuda")
+        assert made.reductions is made.group("z")
+
+
+def test_options_say_priority_and_timeout(monkeypatch):
+    options = SimpleNamespace(is_high_priority_stream=False)
+
+    def make(is_high_priority_stream):
+        options.is_high_priority_stream = is_high_priority_stream
+        return options
+
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=make), raising=False)
+    assert high_priority(7.0) is options
+    assert options.is_high_priority_stream and options._timeout == timedelta(seconds=7)
+
+
+def test_groups_of_a_label_are_split_by_their_least_rank(monkeypatch):
+    """In a world that has a device torch splits its communicator by numbers of groups, which no two may share."""
+    found, helper = [], dist.distributed_c10d._new_process_group_helper
+
+    def making(size, rank, ranks, backend, store, name, *args, **kwargs):
+        found.append((name, dist.distributed_c10d._process_group_color(ranks)))
+        return helper(size, rank, ranks, backend, store, name, *args, **kwargs)
+
+    with fake_world(8):
+        monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", making)
+        for _ in range(2):
+            mesh.GridMesh(Grid(z=2, y=2, x=2), "cpu")
+    first = [("axonn_data:0:0", 1), ("axonn_z:0:0", 1), ("axonn_x:0:0", 1), ("axonn_y:0:0", 1), ("axonn_x_y:0:0", 1)]
+    assert found == [*first, *((name.replace(":0:", ":1:"), color) for name, color in first)]
+    assert dist.distributed_c10d._process_group_color([3, 4]) != 4, "torch's own is back"
