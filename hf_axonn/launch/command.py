@@ -51,8 +51,9 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     """Turn the arguments of a launch into arguments of stock `accelerate launch`.
 
     Where the launch file has an `axonn_config`, sets AXONN_CONFIG (and, on CPUs, ACCELERATE_USE_CPU and
-    OMP_NUM_THREADS) in os.environ, which accelerate copies to the processes, and writes a temporary launch file that
-    is deleted when this process ends. Without one, only `--config` is respelled `--config_file`.
+    OMP_NUM_THREADS, on GPUs those of gpu_settings.py) in os.environ, which accelerate copies to the processes, and
+    writes a temporary launch file that is deleted when this process ends. Without one, only `--config` is respelled
+    `--config_file`.
 
     Args:
         arguments: what stands after `accelerate launch`: options, the script, the script's own arguments.

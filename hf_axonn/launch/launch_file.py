@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from hf_axonn.config import VARIABLE, AxonnConfig
+from hf_axonn.launch.gpu_settings import gpu_settings, has_nvidia
 from hf_axonn.planner.jobs import resolve_auto
 from hf_axonn.planner.tracing.read_shape import read_shape
 
@@ -89,6 +90,10 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
         kind = "MULTI_GPU" if kind == "MULTI_CPU" else kind
         if not os.environ.get("OMP_NUM_THREADS") and "num_cpu_threads_per_process" not in options:
             environment["OMP_NUM_THREADS"] = str(max(1, _cores() // (num_processes // num_machines)))
+    elif kind == "MULTI_GPU" and config.grid.size > 1 and has_nvidia():
+        chosen, told = gpu_settings(config.grid, os.environ)
+        environment |= chosen
+        notes += told
     kept["use_cpu"], kept["distributed_type"] = use_cpu, kind
     return Launch(config=config, settings=kept, environment=environment, notes=tuple(notes))
 

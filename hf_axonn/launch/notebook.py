@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_axonn.config import VARIABLE, AxonnConfig
+from hf_axonn.launch.gpu_settings import gpu_settings, has_nvidia
 from hf_axonn.topology.grid import Grid
 
 
@@ -77,6 +78,11 @@ def notebook_launcher(
     with tempfile.TemporaryDirectory(prefix="axonn-") as folder:
         result = Path(folder) / "result"
         environment = {VARIABLE: config.to_json(), "ACCELERATE_MIXED_PRECISION": mixed_precision}
+        if not use_cpu and has_nvidia():
+            chosen, notes = gpu_settings(config.grid, os.environ)
+            environment |= chosen
+            for note in notes:
+                print(f"hf_axonn: {note}", file=sys.stderr)
         worker = _Worker(function, environment, result)
         sys.stdout.flush()
         if use_cpu:

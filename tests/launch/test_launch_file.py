@@ -12,14 +12,16 @@ from tests.helpers import ROOT
 
 
 SCRIPTS = ROOT / "training_scripts"
+BOTH = {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
     """A machine with eight GPUs and eight cores, whatever this one has."""
-    for variable in ("ACCELERATE_USE_CPU", "OMP_NUM_THREADS"):
+    for variable in ("ACCELERATE_USE_CPU", "OMP_NUM_THREADS", *BOTH):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(launch_file, "_gpus", lambda: 8)
+    monkeypatch.setattr(launch_file, "has_nvidia", lambda: True)
     monkeypatch.setattr(launch_file, "_cores", lambda: 8)
     return monkeypatch
 
@@ -47,9 +49,41 @@ def test_accelerate_gets_the_file_without_the_section():
         "use_cpu": False,
         "main_process_port": 0,
     }
-    assert launch.environment == {"AXONN_CONFIG": launch.config.to_json()}
-    assert launch.notes == ()
+    assert launch.environment == {"AXONN_CONFIG": launch.config.to_json(), **BOTH}
+    assert launch.notes == ("set for the GPUs: NCCL_LAUNCH_ORDER_IMPLICIT=1 CUDA_DEVICE_MAX_CONNECTIONS=32.",)
     assert "axonn_config" in given
+
+
+@pytest.mark.parametrize(
+    ("grid", "names"),
+    [
+        ({"z": 4}, ["NCCL_LAUNCH_ORDER_IMPLICIT"]),
+        ({"y": 2, "x": 2}, ["NCCL_LAUNCH_ORDER_IMPLICIT"]),
+        ({"data": 4}, ["NCCL_LAUNCH_ORDER_IMPLICIT"]),
+        ({"z": 2, "y": 2}, list(BOTH)),
+    ],
+)
+def test_gpus_get_what_fits_the_grid(grid, names):
+    environment = resolve(settings(axonn_config={"grid": grid}), {}).environment
+    assert {name: environment[name] for name in BOTH if name in environment} == {name: BOTH[name] for name in names}
+
+
+def test_what_the_user_has_set_for_gpus_counts(machine):
+    machine.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
+    machine.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    launch = resolve(settings(), {})
+    assert not BOTH.keys() & launch.environment.keys()
+    (note,) = launch.notes
+    assert note.startswith("CUDA_DEVICE_MAX_CONNECTIONS is 1, but z is 2") and note.endswith("Unset it.")
+    assert resolve(settings(axonn_config={"grid": {"x": 4}}), {}).notes == ()
+
+
+def test_without_gpus_of_nvidia_nothing_is_set(machine):
+    launch = resolve(settings(use_cpu=True), {})
+    assert not BOTH.keys() & launch.environment.keys() and launch.notes == ()
+    machine.setattr(launch_file, "has_nvidia", lambda: False)  # AMD's
+    launch = resolve(settings(), {})
+    assert not BOTH.keys() & launch.environment.keys() and launch.notes == ()
 
 
 @pytest.mark.parametrize("changes", [{"use_cpu": True}, {"distributed_type": "MULTI_CPU"}, {"--cpu": None}])

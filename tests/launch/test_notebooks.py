@@ -10,10 +10,12 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import torch
 import torch.distributed as dist
 
 import hf_axonn
 from hf_axonn import AxonnConfig, Grid
+from hf_axonn.launch import notebook
 from tests.helpers import ROOT
 from tests.helpers.models import tiny_batch, tiny_model
 
@@ -21,8 +23,8 @@ from tests.helpers.models import tiny_batch, tiny_model
 NOTEBOOK = ROOT / "docs" / "goldfish_in_ten_minutes.ipynb"
 
 
-def shows_what_it_says(notebook) -> None:
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+def shows_what_it_says(cells_of) -> None:
+    code = [cell for cell in cells_of.cells if cell.cell_type == "code"]
     assert all(cell.execution_count for cell in code)
     printed = "".join(output["text"] for cell in code for output in cell.outputs if output.get("name") == "stdout")
     table = dict(re.findall(r"^ *(ordinary +40|ordinary +0|goldfish +40|goldfish +0) +(\d+) of 6", printed, re.M))
@@ -125,3 +127,17 @@ def test_one_rank_needs_no_process_and_what_cannot_be_sent_is_none():
 def test_what_cannot_be_right_is_refused_before_a_process_starts(arguments, message):
     with pytest.raises(ValueError, match=message):
         hf_axonn.notebook_launcher(what_is_there, **arguments)
+
+
+def test_on_gpus_processes_get_what_fits_the_grid(monkeypatch, capsys):
+    def launch(worker, args, **options):
+        worker.result.write_bytes(notebook._pickled(worker.environment))
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(notebook, "has_nvidia", lambda: True)
+    monkeypatch.setattr("accelerate.notebook_launcher", launch)
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0")
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    environment = hf_axonn.notebook_launcher(what_is_there, grid=Grid(z=2, x=2))
+    assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32" and "NCCL_LAUNCH_ORDER_IMPLICIT" not in environment
+    assert capsys.readouterr().err == "hf_axonn: set for the GPUs: CUDA_DEVICE_MAX_CONNECTIONS=32.\n"

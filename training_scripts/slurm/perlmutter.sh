@@ -29,8 +29,6 @@ export NCCL_SOCKET_IFNAME=hsn
 export NCCL_NET_GDR_LEVEL=PHB
 export NCCL_CROSS_NIC=1
 export FI_CXI_DISABLE_HOST_REGISTER=1
-# One connection to the device, so that communication is queued in the order in which it is issued.
-export CUDA_DEVICE_MAX_CONNECTIONS=1
 
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
     bash "$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh" "$@"
