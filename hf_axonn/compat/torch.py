@@ -191,6 +191,20 @@ def high_priority(seconds: float) -> object:
     return options
 
 
+def bind_world(device: torch.device) -> None:
+    """Give the world the device of this rank, as `init_process_group(device_id=...)` does, if it has none.
+
+    torch then splits the world's communicator where groups are made, in the place of one rendezvous for each of them,
+    and no longer guesses the device of a barrier. accelerate, which makes the world for Trainer, launched scripts and
+    notebooks, gives it none, and its InitProcessGroupKwargs has no such field.
+
+    It has to have its communicator: NCCL makes it in the first collective over the world on this device.
+    """
+    world = torch.distributed.group.WORLD
+    if world is not None and world.bound_device_id is None:
+        world.bound_device_id = device
+
+
 def make_group(ranks: Sequence[int], label: str, *, seconds: float, options: object = None) -> ProcessGroup:
     """A process group of some ranks, this one among them, made by its members alone.
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_axonn.compat.torch import backend_of, high_priority, make_group, unnamed_mesh, world_timeout
+from hf_axonn.compat.torch import backend_of, bind_world, high_priority, make_group, unnamed_mesh, world_timeout
+from hf_axonn.distributed.collectives import reduce_
 from hf_axonn.topology.grid import AXES, WEIGHT_AXES, Grid, GridPosition
 
 
@@ -21,7 +22,8 @@ GROUPS = (*((axis,) for axis in AXES), ("x", "y"), ("data", "z"))  # in the orde
 class GridMesh(GridPosition):
     """The live process groups of a grid, as seen from this rank.
 
-    Building it is collective over the world: every rank must call it, with the same grid. Groups are made once
+    Building it is collective over the world: every rank must call it, with the same grid. On NCCL the world gets the
+    device of this rank, if `init_process_group` was not told (one all-reduce over the world). Groups are made once
     for each axis and for the two products that the algorithm uses, ("x", "y") and ("data", "z"). A rank makes its own
     groups and does not name those of others, so that the cost does not grow with the world.
 
@@ -48,6 +50,9 @@ class GridMesh(GridPosition):
         super().__init__(grid, grid.coordinates(self.rank))
         self.device_type = device_type
         self._nccl = backend_of(device=torch.device(device_type)) == "nccl"
+        if self._nccl and dist.group.WORLD is not None:
+            reduce_(torch.zeros((), device=self.device), dist.group.WORLD)  # its communicator is there then
+            bind_world(self.device)
         self._groups: dict[tuple[str, ...], ProcessGroup] = {}
         for axes in GROUPS:
             self._groups[axes] = self._shared(axes) or self._made(axes)

@@ -6,9 +6,10 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from hf_axonn.compat.torch import fake_world, high_priority
+from hf_axonn.compat.torch import bind_world, fake_world, high_priority
 from hf_axonn.distributed import mesh
 from hf_axonn.topology.grid import Grid
 
@@ -25,7 +26,31 @@ def nccl(monkeypatch):
     monkeypatch.setattr(mesh, "backend_of", lambda device: "nccl")
     monkeypatch.setattr(mesh, "high_priority", lambda seconds: ("high priority", seconds))
     monkeypatch.setattr(mesh, "make_group", making)
+    monkeypatch.setattr(mesh, "reduce_", lambda value, group: None)
+    monkeypatch.setattr(mesh.torch, "zeros", lambda *_, device: device)
+    monkeypatch.setattr(mesh.torch.cuda, "current_device", lambda: 3)
     return asked
+
+
+def test_on_nccl_the_world_gets_the_device_of_the_rank(nccl, monkeypatch):
+    """As accelerate makes it, it has none. Its communicator has to be there before, so a collective comes first."""
+    order = []
+    monkeypatch.setattr(mesh, "reduce_", lambda value, group: order.append((value, group, group.bound_device_id)))
+    with fake_world(4):
+        made = mesh.GridMesh(Grid(z=2, x=2), "cuda")
+        world, device = dist.group.WORLD, torch.device("cuda", 3)
+        assert order == [(device, world, None)]
+        assert world.bound_device_id == made.group("z").bound_device_id == device
+
+
+def test_a_device_that_the_world_was_given_stays():
+    with fake_world(2):
+        bind_world(torch.device("cuda", 1))
+        bind_world(torch.device("cuda", 0))
+        assert dist.group.WORLD.bound_device_id == torch.device("cuda", 1)
+    with fake_world(2):
+        mesh.GridMesh(Grid(z=2), "cpu")
+        assert dist.group.WORLD.bound_device_id is None
 
 
 def test_on_nccl_weights_and_gradients_have_communicators_of_their_own(nccl):

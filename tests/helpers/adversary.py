@@ -279,7 +279,7 @@ class Backend:
             values[gloo, "Messages"] = HeldMessages
         if self.like == "nccl":  # then gradients have a group over z of their own
             values |= {(mesh, "backend_of"): lambda device: "nccl", (mesh, "high_priority"): lambda seconds: None}
-            values[mesh, "_meshes"] = _nccl_meshes
+            values |= {(mesh, "bind_world"): lambda device: None, (mesh, "_meshes"): _nccl_meshes}
         with torch.library._scoped_library("_c10d_functional", "IMPL") as library, replaced(values):
             library.impl("all_reduce", self.functional_all_reduce, "CPU")
             library.impl("all_gather_into_tensor", self.functional_all_gather, "CPU")

@@ -69,7 +69,8 @@ def bench_links(output: str, *, seconds: float = 60.0) -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     ours = not dist.is_initialized()
     if ours:
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        here = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else None
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo", device_id=here)
     try:
         if dist.get_world_size() % local:
             raise ValueError(
