@@ -56,7 +56,8 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     Raises:
         ValueError: the grid is not the size of the world, the model is sharded already, quantized, or has adapters
             that cannot be sharded; ranks have other models, settings or versions; a library has a release that is not
-            proven (`check_versions`); the process group has no backend for the device that the model is on.
+            proven (`check_versions`); the process group has no backend for the device that the model is on, or the
+            model is on the CPU in a world that trains on GPUs.
         RuntimeError: torch.distributed is not initialized.
     Collectives: those of `assert_same_on_all_ranks`, creation of the process groups, and `broadcast_all` of
         parameters and buffers.
@@ -79,7 +80,7 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     device_type = default_device_type() if device.type == "meta" else device.type
     if dist.is_initialized():
-        backend_of(device=torch.device(device_type))  # raises where there is none
+        _check_device(device_type, backend_of(device=torch.device(device_type)))
     watch()
     facts = {"axonn_config": config.to_json()} | versions() | model_facts(model)
     assert_same_on_all_ranks(facts, device_type, "Start every rank with the same program and settings.")
@@ -103,6 +104,22 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     install_save_pretrained(inner)
     watch_peft()
     return model, report
+
+
+def _check_device(device_type: str, backend: str) -> None:
+    """Refuse a model that was left on the CPU by mistake: torch makes a world with gloo for CPUs and NCCL for GPUs where
+    `init_process_group` is told nothing, in which it would train, slowly, on the CPU."""
+    here = default_device_type()
+    try:
+        other = backend_of(device=torch.device(here))
+    except ValueError:  # a world of CPUs, on a machine that has GPUs
+        return
+    if device_type == "cpu" and backend != other:
+        raise ValueError(
+            f"this model is on the CPU, but the process trains on {here}, by {other}: move the model first, with "
+            f"model.to('{here}'), or read it with hf_axonn.from_pretrained(name, grid=...). To train on CPUs call "
+            "torch.distributed.init_process_group('gloo'), or Accelerator(cpu=True), before."
+        )
 
 
 # Libraries whose Linears hold their weights in fewer bits.

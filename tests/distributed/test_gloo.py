@@ -77,7 +77,15 @@ def check_no_backend(folder):
     missing = "no backend for tensors on cpu, only cuda:gloo: move the model to the device"
     with pytest.raises(ValueError, match=missing):
         parallelize(tiny_model("llama"), Grid(x=2))
+    begin_again(folder, "cpu:gloo,cuda:fake")
+    with mock.patch("hf_axonn.parallel.parallelize.default_device_type", return_value="cuda"):
+        on_cpu = r"on the CPU, but the process trains on cuda, by fake: move the model first, with model.to\('cuda'\)"
+        with pytest.raises(ValueError, match=on_cpu):
+            parallelize(tiny_model("llama"), Grid(x=2))
+    parallelize(tiny_model("llama"), Grid(x=2))  # a process that trains on CPUs
     begin_again(folder, "gloo")  # the ranks meet once more at their end
+    with mock.patch("hf_axonn.parallel.parallelize.default_device_type", return_value="cuda"):
+        parallelize(tiny_model("llama"), Grid(x=2))  # a world of CPUs, on a machine that has GPUs
 
 
 def test_a_model_on_a_device_without_a_backend_is_refused(tmp_path):
