@@ -7,6 +7,8 @@
     FSDP2           torch's fully_shard, layer by layer and around the rest
     native TP       Transformers' own tensor parallelism, from_pretrained(distributed_config=...)
     a grid          hf_axonn.from_pretrained(grid=...)
+    AxoNN auto ...  AxoNN's own source on the same grid, by its auto_parallelize (axonn_models.py, axonn_on_cpus.py)
+    AxoNN by hand ...   and by its expert mode, for grids with x > 1 and y = 1
 
 The floors do not train a useful model: they are what no way of dividing the work can beat. All others start from the
 same weights, see the same global batch and must have the same losses.
@@ -28,10 +30,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_axonn
 from hf_axonn.engine.gradient_sync import syncing
+from hf_axonn.planner.measure.traffic_counter import TrafficCounter, count_traffic
+from tests.benchmarks.peers.axonn_models import axonn_llama, one_pass
 
 
 FLOORS = ("floor tokens", "floor width")
 PEERS = ("DDP", "FSDP2", "native TP")
+AXONN = ("AxoNN auto", "AxoNN by hand")
 LEARNING_RATE = 3e-4
 
 
@@ -43,16 +48,19 @@ class Training:
         model: what is called; its parameters are this rank's.
         trained: the parameters that this rank's optimizer steps, all by default.
         parts, part: into how many parts the rows of a batch are cut, and which of them is this rank's.
-        around_backward: what backward has to run inside of.
+        around_pass, around_backward: what forward and backward, and backward alone, have to run inside of.
         vocabulary: ids are taken modulo this number (only the narrow floor has fewer than the text).
+        counting: counts the collectives that run inside, where they can be counted.
     """
 
     model: nn.Module
     trained: list[nn.Parameter] | None = None
     parts: int = 1
     part: int = 0
+    around_pass: Callable[[], AbstractContextManager] = nullcontext
     around_backward: Callable[[], AbstractContextManager] = nullcontext
     vocabulary: int | None = None
+    counting: Callable[[], AbstractContextManager[TrafficCounter]] | None = None
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,9 +76,10 @@ class Training:
         rows = batch.chunk(self.parts)[self.part]
         if self.vocabulary is not None:
             rows = rows % self.vocabulary
-        loss = self.model(input_ids=rows, labels=rows).loss
-        with self.around_backward():
-            loss.backward()
+        with self.around_pass():
+            loss = self.model(input_ids=rows, labels=rows).loss
+            with self.around_backward():
+                loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -80,7 +89,8 @@ def build(name: str, folder: Path) -> Training:
     """Make a contender on this rank.
 
     Args:
-        name: one of FLOORS, PEERS, "plain", or a grid as `Grid.__str__` writes it without the axes of size 1 ("x=2").
+        name: one of FLOORS, PEERS, "plain", or a grid as `Grid.__str__` writes it without the axes of size 1 ("x=2"),
+            alone or after one of AXONN.
         folder: the initial weights, saved by Transformers.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -102,6 +112,9 @@ def build(name: str, folder: Path) -> Training:
 
         config = DistributedConfig(tp_size=world, tp_plan="auto")
         return Training(AutoModelForCausalLM.from_pretrained(folder, distributed_config=config))
+    for mode in AXONN:
+        if name.startswith(f"{mode} "):
+            return _by_axonn(parse_grid(name.removeprefix(f"{mode} ")), folder, by_hand=mode == "AxoNN by hand")
     grid = parse_grid(name)
     model = hf_axonn.from_pretrained(str(folder), grid=grid)
     mesh = model.axonn.mesh
@@ -110,7 +123,14 @@ def build(name: str, folder: Path) -> Training:
         parts=grid.dp_size,
         part=mesh.index("data", "z"),
         around_backward=partial(syncing, model),  # as accelerator.backward does
+        counting=partial(count_traffic, grid),
     )
+
+
+def axonn_names(grids: list[str]) -> list[str]:
+    """AxoNN's contenders on these grids."""
+    by_hand = [name for name in grids if (grid := parse_grid(name)).x > 1 and grid.y == 1]
+    return [f"{mode} {name}" for mode, names in zip(AXONN, (grids, by_hand), strict=True) for name in names]
 
 
 def grid_name(grid: hf_axonn.Grid) -> str:
@@ -121,6 +141,19 @@ def grid_name(grid: hf_axonn.Grid) -> str:
 def parse_grid(name: str) -> hf_axonn.Grid:
     """The inverse of `grid_name`; commas will do for spaces."""
     return hf_axonn.Grid(**{axis: int(size) for axis, size in (p.split("=") for p in name.replace(",", " ").split())})
+
+
+def _by_axonn(grid: hf_axonn.Grid, folder: Path, *, by_hand: bool) -> Training:
+    model = axonn_llama(folder, grid, by_hand=by_hand)
+    # In its automatic mode all ranks have samples of their own; ranks are ordered as ours, y and x fastest.
+    shared_by = grid.x * grid.y if by_hand else 1
+    return Training(
+        model,
+        parts=dist.get_world_size() // shared_by,
+        part=dist.get_rank() // shared_by,
+        around_pass=partial(one_pass, model, by_hand=by_hand),
+        counting=partial(count_traffic, grid),
+    )
 
 
 def narrow(config, parts: int):

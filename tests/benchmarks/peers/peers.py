@@ -10,8 +10,9 @@ that what else the machine does hits all alike: compare the ratios, which are ta
 a machine shared with others, --patience waits for quiet moments. Grids that do not fit into memory all at once run in
 several heats, the peers in each of them.
 
-What the contenders are: contenders.py. Memory: resident memory of the largest rank at its peak, beyond what it
-had before its model was made.
+What the contenders are: contenders.py. With --axonn FOLDER, where AxoNN's source is, AxoNN trains on the same grids,
+and each grid is compared with AxoNN on that grid. Our collectives and AxoNN's are counted in one more step after the
+rounds. Memory: resident memory of the largest rank at its peak, beyond what it had before its model was made.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ from torch import Tensor  # noqa: E402
 from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from hf_axonn import Grid  # noqa: E402
-from tests.benchmarks.peers.contenders import FLOORS, PEERS, grid_name, parse_grid  # noqa: E402
-from tests.benchmarks.peers.ranks import Ranks, Turn, wait_for_quiet  # noqa: E402
-from tests.benchmarks.peers.report import QUIET, description, loss_difference, table  # noqa: E402
+from tests.benchmarks.peers import axonn_on_cpus  # noqa: E402
+from tests.benchmarks.peers.contenders import FLOORS, PEERS, axonn_names, grid_name, parse_grid  # noqa: E402
+from tests.benchmarks.peers.ranks import Ranks, Traffic, Turn, wait_for_quiet  # noqa: E402
+from tests.benchmarks.peers.report import QUIET, description, loss_difference, table, traffic_table  # noqa: E402
 
 
 SIZES = {
@@ -59,16 +61,21 @@ def main(arguments: list[str] | None = None) -> int:
         parameters = save_weights(config, folder / "weights")
         batches = text_batches(config.vocab_size, args.rows, args.sequence)
         heats = [args.grids[i : i + args.together] for i in range(0, len(args.grids), args.together)] or [[]]
-        runs = [
-            run_heat([*args.others, *grids], args, folder, batches, f"heat {number + 1} of {len(heats)}")
-            for number, grids in enumerate(heats)
-        ]
+        if args.axonn is not None:
+            heats = [[*grids, *axonn_names(grids)] for grids in heats]
+        runs, traffic = [], {}
+        for number, names in enumerate(heats):
+            title = f"heat {number + 1} of {len(heats)}"
+            turns, counted = run_heat([*args.others, *names], args, folder, batches, title)
+            runs.append(turns)
+            traffic.update(counted)
     worst = loss_difference(runs)
     agree = worst <= LOSS_TOLERANCE
     report = "\n".join(
         [
-            description(args.command, f"{parameters / 1e6:.1f}M parameters", time.time() - begin),
+            description(args.command, f"{parameters / 1e6:.1f}M parameters", time.time() - begin, axonn=args.axonn),
             table(runs, args.rows * args.sequence),
+            *([traffic_table(traffic)] if traffic else []),
             f"Largest relative difference between losses at the same step: {worst:.1e}, "
             f"{'at most' if agree else 'MORE THAN'} the allowed {LOSS_TOLERANCE:.0e}.",
         ]
@@ -90,6 +97,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, help="kv heads (as many as query heads)")
     parser.add_argument("--grids", nargs="*", help='ours, as "x=2" "data=2,z=2" (every grid of --ranks ranks)')
     parser.add_argument("--others", nargs="*", default=["plain", *FLOORS, *PEERS], help="the others (all)")
+    parser.add_argument("--axonn", type=Path, metavar="FOLDER", help="AxoNN's source: it runs on the same grids")
     parser.add_argument("--together", type=int, default=4, help="grids in one heat, for the sake of memory (4)")
     parser.add_argument(
         "--patience", type=float, default=0, help="seconds to wait before a turn for a quiet machine (0)"
@@ -112,6 +120,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error(f"--grids: {error}")
     if unknown := set(args.others) - {"plain", *FLOORS, *PEERS}:
         parser.error(f"--others: {', '.join(sorted(unknown))}: there are plain, {', '.join(FLOORS + PEERS)}.")
+    if args.axonn is not None:
+        try:
+            axonn_on_cpus.load(args.axonn)
+        except ValueError as error:
+            parser.error(f"--axonn: {error}")
     if args.ranks < 2 or args.rows % args.ranks:
         parser.error(f"--rows is {args.rows}, but the rows of a batch have to divide by --ranks, which is at least 2.")
     return args
@@ -152,8 +165,8 @@ def text_batches(vocabulary: int, rows: int, sequence: int) -> Tensor:
 
 def run_heat(
     names: list[str], args: argparse.Namespace, folder: Path, batches: Tensor, title: str
-) -> dict[str, list[Turn]]:
-    """Let contenders take turns; what each did in every round that counts."""
+) -> tuple[dict[str, list[Turn]], dict[str, Traffic]]:
+    """Let contenders take turns; what each did in every round, and what one more step of it communicates."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     contenders: list[Ranks] = []
     turns: dict[str, list[Turn]] = {name: [] for name in names}
@@ -172,10 +185,11 @@ def run_heat(
                 turns[contender.name].append(contender.turn(args.steps))
             last = ", ".join(f"{name} {of_name[-1].seconds:.2f}" for name, of_name in turns.items())
             print(f"{title}, round {number} of {args.rounds}: {last}", file=sys.stderr, flush=True)
+        counts = {contender.name: contender.traffic() for contender in contenders}
     finally:
         for contender in contenders:
             contender.stop()
-    return turns
+    return turns, {name: traffic for name, traffic in counts.items() if traffic is not None}
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from tests.benchmarks.peers.contenders import build
+from tests.benchmarks.peers.contenders import Training, build
 
 
 SECONDS_TO_ANSWER = 600
@@ -42,6 +43,18 @@ class Turn:
     losses: list[float]
     peak_bytes: int
     others: float
+
+
+class Traffic(NamedTuple):
+    """What one step communicates, of the rank with most of it.
+
+    Args:
+        calls: collectives of more than one rank.
+        sent: bytes that the rank sends for them, by rings and pairwise exchanges (planner/traffic/ledger.py).
+    """
+
+    calls: int
+    sent: int
 
 
 class Ranks:
@@ -82,13 +95,26 @@ class Ranks:
         begin, busy = time.perf_counter(), busy_seconds()
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # a rank that has ended says so when it is asked for its answer
-                pipe.send((self._done, steps))
+                pipe.send((self._done, steps, False))
         self._done += steps
         seconds, cpu_seconds, losses, peaks = zip(*self._answers(), strict=True)
         others = busy_seconds() - busy - sum(cpu_seconds)
         share = max(0.0, others / (time.perf_counter() - begin) / os.cpu_count())
         mean_losses = [sum(of_ranks) / len(of_ranks) for of_ranks in zip(*losses, strict=True)]
         return Turn(max(seconds) / steps, sum(cpu_seconds) / steps, mean_losses, max(peaks), share)
+
+    def traffic(self) -> Traffic | None:
+        """Train one step and count its collectives; None, without a step, for one that cannot count them.
+
+        Raises:
+            RuntimeError: a rank failed; the message is its traceback.
+        """
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send((self._done, 1, True))
+        self._done += 1
+        counts = self._answers()
+        return None if counts[0] is None else Traffic(*map(max, zip(*counts, strict=True)))
 
     def stop(self) -> None:
         """End the processes, whatever they are doing."""
@@ -143,8 +169,11 @@ def _rank(name: str, rank: int, world: int, threads: int, weights: Path, batches
         _forget_peak()  # of building: it is training that is compared
         pipe.send(())
         while _wait_for_turn(pipe):
-            first, steps = pipe.recv()
+            first, steps, counted = pipe.recv()
             dist.barrier()
+            if counted:
+                pipe.send(_count(training, batches[first % len(batches)]))
+                continue
             begin, begin_cpu = time.perf_counter(), time.process_time()
             losses = [training.step(batches[step % len(batches)]) for step in range(first, first + steps)]
             seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - begin_cpu
@@ -154,6 +183,14 @@ def _rank(name: str, rank: int, world: int, threads: int, weights: Path, batches
             pipe.send(traceback.format_exc())
     finally:
         os._exit(0)  # not through clean-up: the other ranks may be waiting in a collective
+
+
+def _count(training: Training, batch: Tensor) -> tuple[int, int] | None:
+    if training.counting is None:
+        return None
+    with training.counting() as counter:
+        training.step(batch)
+    return counter.ledger.calls(), int(counter.ledger.sent())
 
 
 def _wait_for_turn(pipe) -> bool:

@@ -13,8 +13,9 @@ import statistics
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.benchmarks.peers.contenders import FLOORS, PEERS
-from tests.benchmarks.peers.ranks import Turn
+from tests.benchmarks.peers import axonn_on_cpus
+from tests.benchmarks.peers.contenders import AXONN, FLOORS, PEERS
+from tests.benchmarks.peers.ranks import Traffic, Turn
 
 
 Run = dict[str, list[Turn]]
@@ -22,9 +23,11 @@ QUIET = 0.1  # the part of the machine's processor time that other programs may 
 ENOUGH = 5  # quiet rounds
 
 
-def description(command: str, model: str, seconds: float) -> str:
-    """How to repeat the run: command, model, machine, versions."""
+def description(command: str, model: str, seconds: float, *, axonn: Path | None = None) -> str:
+    """How to repeat the run: command, model, machine, versions, also of AxoNN's source in a folder."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "hf_axonn"))
+    if axonn is not None:
+        packages += f", AxoNN {axonn_on_cpus.version(axonn)}"
     return (
         f"    {command}\n\n{model}; {seconds / 60:.0f} minutes on {_processor()}, {os.cpu_count()} cores, "
         f"{platform.system()}; Python {platform.python_version()}, {packages}, gloo.\n"
@@ -34,12 +37,15 @@ def description(command: str, model: str, seconds: float) -> str:
 def table(runs: list[Run], tokens: int) -> str:
     """One line a contender, fastest first: its speed against each of the others, medians with the quartiles.
 
+    A grid is compared with AxoNN on the same grid.
+
     Args:
         runs: of each heat.
         tokens: in one step.
     """
     names = list(dict.fromkeys(name for run in runs for name in run))
     against = [name for name in (*FLOORS, *PEERS) if name in names]
+    against += [mode for mode in AXONN if any(name.startswith(f"{mode} ") for name in names)]
     rows = []
     for name in names:
         turns = [turn for run in runs if name in run for turn in run[name][1:]]
@@ -49,12 +55,22 @@ def table(runs: list[Run], tokens: int) -> str:
         cpu_seconds = statistics.median(turn.cpu_seconds for turn in counted)
         peak = max(turn.peak_bytes for turn in turns) / 2**20
         cells = [f"{tokens / seconds:.0f}", f"{cpu_seconds:.2f}", f"{peak:.0f}", f"{len(quiet)} of {len(turns)}"]
-        cells += [_spread(speed_ratios(runs, name, other)) if name != other else "" for other in against]
+        others = [f"{other} {name}" if other in AXONN else other for other in against]
+        cells += [
+            _spread(speed_ratios(runs, name, other)) if other in names and other != name else "" for other in others
+        ]
         rows.append((seconds, f"| {name} | " + " | ".join(cells) + " |"))
     head = "| contender | tokens/s | CPU s a step | peak MiB a rank | quiet turns | "
     head += " | ".join(f"speed / {name}" for name in against) + " |"
     rule = "|---|" + "---:|" * (4 + len(against))
     return "\n".join([head, rule, *(line for _, line in sorted(rows))]) + "\n"
+
+
+def traffic_table(traffic: dict[str, Traffic]) -> str:
+    """One line a contender whose collectives could be counted, in their order."""
+    head = "| contender | collectives a step | MiB a step that a rank sends |\n|---|---:|---:|"
+    rows = [f"| {name} | {counts.calls} | {counts.sent / 2**20:.1f} |" for name, counts in traffic.items()]
+    return "\n".join([head, *rows]) + "\n"
 
 
 def speed_ratios(runs: list[Run], name: str, other: str) -> list[float]:

@@ -35,7 +35,9 @@ from tests.helpers.ranks import all_grids, run_ranks
 
 WORLD = 4
 LAYERS = 4
-AXONN_CALLS = 301  # collectives of a step of AxoNN's automatic mode: 4 layers, row=2, column=2
+# Collectives of a step of AxoNN's automatic mode, 4 layers, row=2, column=2, as peers.py --axonn counts them: 10 for
+# each of 29 Linears and one for each of 10 replicated gradients.
+AXONN_CALLS = 300
 STEP = Step(rows=4, seq=32, compute_bytes=4)
 GATED = ModelShape(layers=LAYERS, hidden=96, heads=16, intermediate=256, vocab=256)
 PLAIN = replace(
