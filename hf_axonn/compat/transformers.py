@@ -6,8 +6,9 @@ import contextlib
 import functools
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 
+from hf_axonn.compat.replaced import replaced
 from hf_axonn.compat.torch import groups_with_timeout
 
 
@@ -54,6 +55,27 @@ def configured_head_counts(config, attention: nn.Module) -> tuple[int, int]:
 def wrap_checkpointing(layer: nn.Module, wrap: Callable[[Callable], Callable]) -> None:
     """Replace the function with which a layer under gradient checkpointing runs its forward."""
     layer._gradient_checkpointing_func = wrap(layer._gradient_checkpointing_func)
+
+
+def multiplies_in_groups(experts: nn.Module) -> bool:
+    """Whether `in_groups` may stand for an experts module's forward: its config asks for one matmul for all experts.
+
+    "batched_mm" is what `generate` makes of "grouped_mm" for a while, on GPUs.
+    """
+    asked = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    return hasattr(experts, "_is_expert_parallel") and asked in ("grouped_mm", "batched_mm")
+
+
+def in_groups(experts: nn.Module, hidden: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+    """Transformers' grouped matmul on a part of the experts: choices from num_experts on are not of this rank.
+
+    They are sorted behind the last group, where nothing is multiplied, and count as zero. The host reads nothing (of
+    one expert torch's histogram does). [T, H], [T, K], [T, K] -> [T, H].
+    """
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    with replaced({(experts, "_is_expert_parallel"): True}):
+        return grouped_mm_experts_forward(experts, hidden, choices, weights)
 
 
 def pass_on_ddp_timeout() -> None:

@@ -8,7 +8,9 @@ shards the last dim of what is left, which is gathered for use as everywhere.
                                  chosen for, and the sums go back to the tokens' owners in a reduce-scatter
     activations full             every rank of (x, y) has all tokens: an all-reduce adds up the experts' sums
 
-The module's own forward does the work, on the (token, choice) pairs of this rank's experts and no others.
+The module's own forward does the work, on the (token, choice) pairs of this rank's experts and no others. How many
+these are the host has to read, for which it waits for a GPU. Where the others are few, in bfloat16, it does not: the
+device sorts all pairs, the others last, and the grouped matmul of Transformers stops before them.
 
 Source: expert parallelism, Lepikhin et al. 2020 (arXiv 2006.16668), with an all-gather and a reduce-scatter in
 place of its all-to-alls; z as in engine/matmul3d.py.
@@ -20,10 +22,12 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from hf_axonn.compat.transformers import in_groups, multiplies_in_groups
 from hf_axonn.distributed.collectives import (
     all_gather,
     all_reduce,
@@ -40,6 +44,10 @@ from hf_axonn.engine.weight_layout import ExpertLayout, vocabulary_range
 from hf_axonn.layers.base import patch_forward, replaced
 from hf_axonn.layers.expert_weights import call_with_gathered
 
+
+# Hidden states of pairs that are for other ranks' experts and are taken along rather than read about: some forty
+# passes of reading and writing them, a step's, take a GPU with 3 TB/s half a millisecond. An assumption.
+FOREIGN_BYTES = 2**25
 
 _CHOICES = ("top_k_index", "router_indices", "selected_experts")
 _WEIGHTS = ("top_k_weights", "routing_weights")
@@ -99,7 +107,8 @@ class Experts:
         enter = _gather if self._sharded else all_reduce_backward
         flat, weights = enter(flat, group), enter(weights, group)
         choices = _gather(choices, group) if self._sharded else choices
-        total = self._with_weights(functools.partial(self._chosen, original, choices), flat, weights)
+        chosen = self._unread if self._few_foreign(flat, choices) else functools.partial(self._chosen, original)
+        total = self._with_weights(functools.partial(chosen, choices), flat, weights)
         if self._sharded:
             total = reduce_scatter(total.unflatten(0, (group.size(), -1)), group)
         else:
@@ -119,13 +128,31 @@ class Experts:
 
         return call_with_gathered(list(self.products.values()), with_gathered, *inputs)
 
+    def _few_foreign(self, hidden: Tensor, choices: Tensor) -> bool:
+        """Whether to take the pairs of other ranks' experts along, [T, H] and [T, K] on a GPU, by sizes alone.
+
+        Not of one expert: Transformers counts its pairs in a way that makes the host wait, too.
+        """
+        own, experts = len(self.range), cast(int, self.module.num_experts)
+        if hidden.device.type == "cpu" or hidden.dtype != torch.bfloat16 or own < 2:
+            return False
+        foreign = choices.numel() * (1 - own / experts)
+        return foreign * hidden.shape[1] * hidden.element_size() <= FOREIGN_BYTES and multiplies_in_groups(self.module)
+
+    def _unread(self, choices: Tensor, hidden: Tensor, weights: Tensor) -> Tensor:
+        """As `_chosen`, and the host reads nothing: of T * K rows, whatever was chosen."""
+        mine = (choices >= self.range.start) & (choices < self.range.stop)
+        return in_groups(self.module, hidden, torch.where(mine, choices - self.range.start, len(self.range)), weights)
+
     def _chosen(self, original: Callable, choices: Tensor, hidden: Tensor, weights: Tensor) -> Tensor:
-        """The sum over this rank's experts, for all tokens [T, H]."""
+        """The sum over this rank's experts, for all tokens [T, H]. The host reads once how many pairs there are."""
+        if not self.range:
+            return torch.zeros_like(hidden)
         mine = (choices >= self.range.start) & (choices < self.range.stop)
         # Ordered by the place of the choice, so that in one place every token occurs once: the sum is then taken in
         # the same order each time, on a GPU too.
-        places, tokens = mine.t().nonzero(as_tuple=True)
         counts = mine.sum(dim=0).tolist()
+        places, tokens = mine.t().nonzero_static(size=sum(counts)).unbind(1)
         total = hidden.new_zeros(hidden.shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
         if len(tokens):
             chosen = (tokens, places)

@@ -30,6 +30,7 @@ from hf_axonn.topology.weight_kind import WeightKind
 
 
 RESERVE = 0.1  # share of a GPU's memory that a plan leaves free: an assumption
+FOREIGN_BYTES = 2**25  # layers/moe.py: up to so much a GPU takes pairs of other ranks' experts along, in bf16
 MOMENT_BYTES = 8  # AdamW's two moments in fp32
 ORIGIN = {"data": 0, "z": 0, "y": 0, "x": 0}  # rank 0 holds the longest shards
 
@@ -113,14 +114,15 @@ def memory(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", gloo:
     Args:
         shape, grid, step: which.
         layout: of the residual stream, token or feature.
-        gloo: whether the backend is gloo, where large gradients are averaged in place and not in buckets, and a
-            reduce-scatter receives all blocks before it adds them up (distributed/collectives.py).
+        gloo: whether the backend is gloo, where large gradients are averaged in place and not in buckets, a
+            reduce-scatter receives all blocks before it adds them up (distributed/collectives.py), and a rank has the
+            rows of its own experts alone.
     """
     parameters = local_parameters(shape, grid)
     gradients = parameters * step.param_bytes
     last = _sharded([*shape.runs[0][0].weights, *([] if shape.tied else [_vocabulary(shape)])], grid)
     last *= step.param_bytes
-    saved, layer, reduced = _activations(shape, grid, step, layout)
+    saved, layer, reduced = _activations(shape, grid, step, layout, gloo)
     layer += reduced * (2 if gloo else 1)
     saved += _kept(shape, grid, step)
     logits, head = _logits(shape, grid, step)
@@ -190,12 +192,12 @@ def _gathered(shape: Stack, grid: Grid, step: Step, gloo: bool) -> int:
     return layers + most
 
 
-def _activations(shape: Stack, grid: Grid, step: Step, layout: str) -> tuple[float, float, float]:
+def _activations(shape: Stack, grid: Grid, step: Step, layout: str, gloo: bool) -> tuple[float, float, float]:
     """What forward saves, what one layer makes again in backward, and the largest that is reduced meanwhile."""
     parts = 1 if shape.loose else grid.x * grid.y
     residual = step.padded(grid) * shape.hidden / parts * step.param_bytes
     last = _norm(shape) * residual  # the norm before the head
-    saved = {layer: _saved(shape, layer, grid, step, layout) for layer, _ in shape.kinds}
+    saved = {layer: _saved(shape, layer, grid, step, layout, gloo) for layer, _ in shape.kinds}
     # Gradients of an input before they are reduced. Other gradients take the place of what is saved and used up.
     at_work = max((_at_work(shape, part, grid, step) for layer in saved for part in layer.parts), default=0.0)
     if step.checkpointing:
@@ -208,7 +210,7 @@ def _norm(shape: Stack) -> int:
     return 1 if shape.centered else 2
 
 
-def _saved(shape: Stack, layer: Layer, grid: Grid, step: Step, layout: str) -> float:
+def _saved(shape: Stack, layer: Layer, grid: Grid, step: Step, layout: str, gloo: bool) -> float:
     """Bytes that forward saves of one layer, all of its activations."""
     tokens, parts = step.padded(grid), 1 if shape.loose else grid.x * grid.y
     feature = layout == "feature" and grid.y > 1
@@ -217,7 +219,7 @@ def _saved(shape: Stack, layer: Layer, grid: Grid, step: Step, layout: str) -> f
     saved += sum(rows * cols for rows, cols, _ in layer.gathered) * step.param_bytes
     for part in layer.parts:
         if isinstance(part, Experts):
-            saved += _saved_by_experts(shape, part, grid, step)
+            saved += _saved_by_experts(shape, part, grid, step, gloo)
         elif isinstance(part, UnshardedModule):
             saved += sum(_saved_by_call(call, grid, step) for call in part.calls)
         elif part.down:
@@ -263,14 +265,18 @@ def _saved_by_latents(block: Block, grid: Grid, step: Step) -> float:
     return saved + 4 * tokens * block.query / parts * repeat
 
 
-def _saved_by_experts(shape: Stack, experts: Experts, grid: Grid, step: Step) -> float:
+def _saved_by_experts(shape: Stack, experts: Experts, grid: Grid, step: Step, gloo: bool) -> float:
     """Of each (token, choice) that comes to this rank, choices evenly spread: its hidden states, what the experts make
-    of them, and the result before it is weighted."""
-    tokens = step.padded(grid) * (experts.number if experts.sorted else experts.chosen) / (grid.x * grid.y)
+    of them, and the result before it is weighted. Where the pairs of other ranks are taken along, of all pairs."""
+    pairs = step.padded(grid) * (experts.number if experts.sorted else experts.chosen)
     inner = [
         max(rows, cols) if shape.hidden == min(rows, cols) else min(rows, cols) for rows, cols, _ in experts.weights
     ]
-    return tokens * (3 * shape.hidden + 2 * max(inner)) * step.compute_bytes
+    own = own_experts(experts.number, grid, ORIGIN)
+    foreign = pairs * (1 - own / experts.number) * shape.hidden * step.compute_bytes
+    if not gloo and not experts.sorted and step.compute_bytes == 2 and own > 1 and foreign <= FOREIGN_BYTES:
+        return pairs * (2 * shape.hidden + 2 * max(inner)) * step.compute_bytes
+    return pairs / (grid.x * grid.y) * (3 * shape.hidden + 2 * max(inner)) * step.compute_bytes
 
 
 def _saved_by_call(call: Call, grid: Grid, step: Step) -> float:

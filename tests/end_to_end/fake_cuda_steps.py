@@ -6,6 +6,8 @@ Models are trained for two steps, of which the first makes what is made once.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import sys
 import tempfile
@@ -20,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn import Grid, parallelize
 from hf_axonn.engine.gradient_sync import syncing
+from hf_axonn.layers import moe
 from hf_axonn.parallel import batch_check
 from tests.helpers.adapting import adapt
 from tests.helpers.fake_cuda import HostReads, fake_gpu, pretend
@@ -98,6 +101,18 @@ def checkpointed(kind: str, reads: HostReads) -> None:
     reentrant(kind, reads, use_reentrant=False)
 
 
+def many_foreign(kind: str, reads: HostReads) -> None:
+    """So many pairs of other ranks' experts that they are not taken along."""
+    with mock.patch.object(moe, "FOREIGN_BYTES", 0):
+        train(parallelize(make(kind), GRID)[0], reads)
+
+
+def one_expert(kind: str, reads: HostReads) -> None:
+    """On each rank of (x, y)."""
+    four = {name: 4 for name in ("num_experts", "num_local_experts") if hasattr(AutoConfig.for_model(kind), name)}
+    train(parallelize(make(kind, **four), GRID)[0], reads)
+
+
 def lora(kind: str, reads: HostReads) -> None:
     model, _ = parallelize(make(kind), GRID)
     with torch.device("cuda"):
@@ -132,19 +147,27 @@ def accelerate(kind: str, reads: HostReads) -> None:
 
 
 def trainer(kind: str, reads: HostReads) -> None:
-    from transformers import Trainer, TrainingArguments
+    """Four steps of two micro-batches; the last two, between which it logs, are in the phase `steps`."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from hf_axonn import AxonnPlugin
     from tests.helpers.training import collate, token_data
 
-    with tempfile.TemporaryDirectory() as folder:
-        options = dict(output_dir=folder, max_steps=2, report_to="none", save_strategy="no", bf16=True)
+    class Phase(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 2:
+                steps.enter_context(reads.phase("steps"))
+
+        def on_train_end(self, *_, **__):
+            steps.close()
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as steps:
+        options = dict(output_dir=folder, max_steps=4, report_to="none", save_strategy="no", bf16=True)
         options |= dict(disable_tqdm=True, per_device_train_batch_size=ROWS, dataloader_pin_memory=False)
+        options |= dict(gradient_accumulation_steps=2, logging_steps=3)
         arguments = TrainingArguments(parallelism_config=AxonnPlugin(grid=GRID), **options)
-        with reads.phase("train"):
-            Trainer(
-                model=make(kind), args=arguments, train_dataset=token_data(64, seed=0), data_collator=collate
-            ).train()
+        data = dict(train_dataset=token_data(256, seed=0), data_collator=collate)
+        Trainer(model=make(kind), args=arguments, callbacks=[Phase()], **data).train()
 
 
 def evaluate(kind: str, reads: HostReads) -> None:
@@ -154,15 +177,30 @@ def evaluate(kind: str, reads: HostReads) -> None:
             assert model(**batch()).loss.is_cuda
 
 
-def generate(kind: str, reads: HostReads) -> None:
+def generate(kind: str, reads: HostReads, tokens: int = 5, **options) -> None:
+    """Some tokens, the last three in the phase `three tokens`."""
     model = parallelize(make(kind, use_cache=True), GRID)[0].eval()
     prompt = batch()
     del prompt["labels"]
     reads.yes = False
-    more = mock.patch.object(model, "_has_unfinished_sequences", side_effect=[True] * 3 + [False])
-    with reads.phase("generate"), more, torch.autocast("cuda", torch.bfloat16):
-        written = model.generate(**prompt, do_sample=False, max_new_tokens=3, pad_token_id=0, eos_token_id=None)
-    assert written.shape == (ROWS, SEQ + 3) and written.is_cuda
+    asked, ask = itertools.count(1), model._has_unfinished_sequences
+
+    def more(*args, **options) -> bool:
+        written = next(asked)
+        if written == tokens - 2:
+            last.enter_context(reads.phase("three tokens"))
+        if written > tokens:
+            last.close()
+        return ask(*args, **options) and written <= tokens
+
+    with contextlib.ExitStack() as last, torch.autocast("cuda", torch.bfloat16):
+        with mock.patch.object(model, "_has_unfinished_sequences", side_effect=more):
+            written = model.generate(**prompt, max_new_tokens=tokens, pad_token_id=0, eos_token_id=2, **options)
+    assert written.shape == (ROWS, SEQ + tokens) and written.is_cuda
+
+
+def sample(kind: str, reads: HostReads) -> None:
+    generate(kind, reads, do_sample=True, temperature=0.7, top_k=5, top_p=0.9)
 
 
 def host_read(kind: str, reads: HostReads) -> None:
@@ -200,6 +238,7 @@ def one_of_each(_: str, reads: HostReads) -> None:
         "equal": lambda: torch.equal(value, value),
         "index of bools": lambda: value[mask],
         "assignment by bools": lambda: value.__setitem__(mask, value[:4]),
+        "histogram of no range": lambda: value.histc(3),
         "to the host": lambda: value.cpu(),
         "to the device": lambda: on_cpu.to("cuda"),
         "list to the device": lambda: torch.tensor([1, 2], device="cuda"),
@@ -218,6 +257,7 @@ def nothing_read(_: str, reads: HostReads) -> None:
         value[torch.arange(8, device="cuda")] = torch.where(mask, value, 0)
         value.masked_fill_(mask, 3.0)
         value[2:4].zero_()
+        value.histc(3, min=0, max=2)
         assert on_cpu.sum().item() == 1.0 and torch.ones(3).nonzero() is not None
 
 
@@ -225,12 +265,15 @@ SITUATIONS = dict(
     products=products,
     reentrant=reentrant,
     checkpointed=checkpointed,
+    many_foreign=many_foreign,
+    one_expert=one_expert,
     lora=lora,
     dropout=dropout,
     accelerate=accelerate,
     trainer=trainer,
     evaluate=evaluate,
     generate=generate,
+    sample=sample,
     host_read=host_read,
     one_of_each=one_of_each,
     nothing_read=nothing_read,

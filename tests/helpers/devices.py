@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from hf_axonn.layers.moe import Experts
+
 
 CHOICE = "HF_AXONN_TEST_DEVICE"
 
@@ -132,3 +134,8 @@ def moved(value: Any, device: torch.device) -> Any:
             setattr(result, field.name, moved(getattr(value, field.name), device))
         return result
     return value
+
+
+def few_foreign_on_gpus(experts, hidden, choices, dtype=None, original=Experts._few_foreign) -> bool:
+    """`Experts._few_foreign` as a GPU would answer; of `dtype` in the place of that of the hidden states."""
+    return original(experts, torch.empty_like(hidden, dtype=dtype, device="meta"), choices)

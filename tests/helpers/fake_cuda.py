@@ -229,6 +229,10 @@ class HostReads(TorchDispatchMode):
             return self._places(args[0]) if func is aten.nonzero.default else self.yes
         if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
             return func(args[0], self._whole(args[1]), *args[2:], **kwargs)
+        if func is aten.histc.default and args[0].is_cuda:
+            low, high, *_ = (*args[2:], 0, 0)
+            if low == high:  # the kernel takes the range from the tensor
+                self._note("range of histc", args[0])
         result = func(*args, **kwargs)
         if func._schema.is_mutable and func.namespace != "c10d":  # other ranks have what this one has
             for tensor in tree_leaves((args, kwargs)):

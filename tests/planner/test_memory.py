@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig
 
-from hf_axonn.planner.memory import local_parameters, memory
+from hf_axonn.layers import moe
+from hf_axonn.planner.memory import FOREIGN_BYTES, _saved_by_experts, local_parameters, memory
 from hf_axonn.planner.model.shapes import ModelShape, Step
+from hf_axonn.planner.model.stack import Experts
 from hf_axonn.planner.tracing.read_shape import built_shape
 from hf_axonn.topology.grid import Grid
 from tests.planner.test_predict import LLAMA, SOME
@@ -64,3 +66,21 @@ def test_on_gloo_the_largest_reduction_of_a_mixture_is_there_twice(grid):
     shape, step = built_shape(AutoConfig.for_model("mixtral", **sizes).to_dict()), Step(rows=3, seq=8)
     found = [memory(shape, grid, step, gloo=gloo).layer for gloo in (False, True)]
     assert found[1] - found[0] == (3 * 8 * 48 * 2 if grid.x * grid.y > 1 else 0)
+
+
+def test_few_pairs_of_other_ranks_are_taken_along_on_gpus():
+    """16 hidden states a pair, and 2 * 24 features of its expert, in bf16; of many, or by gloo, only its own."""
+    assert FOREIGN_BYTES == moe.FOREIGN_BYTES
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, vocab_size=131)
+    sizes |= dict(num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64)
+    shape, step = built_shape(AutoConfig.for_model("mixtral", **sizes).to_dict()), Step(rows=3, seq=8)
+    few = FOREIGN_BYTES // (2 * 8 * 16 * 2) * 2  # rows, half of whose two pairs are of the other rank
+    for rows, grid, gloo, pairs, features in (
+        (few, Grid(x=2), False, 2, 2 * 16 + 2 * 48),
+        (few, Grid(x=2), True, 1, 3 * 16 + 2 * 48),
+        (few + 2, Grid(x=2), False, 1, 3 * 16 + 2 * 48),
+        (few, Grid(x=4), False, 0.5, 3 * 16 + 2 * 48),  # one expert a rank
+    ):
+        experts = next(part for layer, _ in shape.kinds for part in layer.parts if isinstance(part, Experts))
+        saved = _saved_by_experts(shape, experts, grid, replace(step, rows=rows), gloo)
+        assert saved == pairs * rows * 8 * features * 2

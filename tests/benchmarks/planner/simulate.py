@@ -43,6 +43,7 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, LlamaConfig, Pr
 from hf_axonn import Grid, __version__, parallelize
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.gradient_sync import syncing
+from hf_axonn.layers.moe import Experts
 from hf_axonn.planner.measure.traffic_counter import count_traffic
 from hf_axonn.planner.memory import memory
 from hf_axonn.planner.model.catalog import GPT_POSITIONS, GPT_VOCAB, GPTS
@@ -55,6 +56,7 @@ from hf_axonn.planner.traffic.volumes import volumes
 from tests.benchmarks.checkpoint.big_load import LLAMA_405B, read_grid
 from tests.benchmarks.planner.groups_cost import groups_table
 from tests.benchmarks.planner.meter import Meter, local, nbytes
+from tests.helpers.devices import few_foreign_on_gpus
 
 
 TOLERANCE = 0.1  # of a peak
@@ -168,6 +170,11 @@ def values_are_read():
     return mock.patch("transformers.masking_utils.is_tracing", lambda *_: False)
 
 
+def experts_as_on_gpus():
+    """There they take the pairs of other ranks along, where these are few."""
+    return mock.patch.object(Experts, "_few_foreign", few_foreign_on_gpus)
+
+
 @contextlib.contextmanager
 def world(grid: Grid, rank: int) -> Iterator[None]:
     """A world of the grid's size in which only this rank exists."""
@@ -213,7 +220,7 @@ def simulate(case: Case, rank: int = 0) -> Outcome:
             model = AutoModelForCausalLM.from_config(case.config, dtype=torch.float32).train()
         model, _ = parallelize(model, case.grid)
         parts = case.grid.x * case.grid.y
-        with FakeTensorMode(allow_non_fake_inputs=True), NoValues(parts), values_are_read():
+        with FakeTensorMode(allow_non_fake_inputs=True), NoValues(parts), values_are_read(), experts_as_on_gpus():
             faked(model)
             ids = torch.zeros(case.rows, case.seq, dtype=torch.int64)
             count = torch.ones((), dtype=torch.int64)
