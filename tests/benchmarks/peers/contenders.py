@@ -11,7 +11,7 @@
     AxoNN by hand ...   and by its expert mode, for grids with x > 1 and y = 1
 
 The floors do not train a useful model: they are what no way of dividing the work can beat. All others start from the
-same weights, see the same global batch and must have the same losses.
+same weights, see the same global batch and must have the same losses. Models lie on torch's default device.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ class Training:
         model: what is called; its parameters are this rank's.
         trained: the parameters that this rank's optimizer steps, all by default.
         parts, part: into how many parts the rows of a batch are cut, and which of them is this rank's.
-        around_pass, around_backward: what forward and backward, and backward alone, have to run inside of.
+        around_pass, around_forward, around_backward: what both, or forward, or backward, has to run inside of.
         vocabulary: ids are taken modulo this number (only the narrow floor has fewer than the text).
         counting: counts the collectives that run inside, where they can be counted.
     """
@@ -58,6 +59,7 @@ class Training:
     parts: int = 1
     part: int = 0
     around_pass: Callable[[], AbstractContextManager] = nullcontext
+    around_forward: Callable[[], AbstractContextManager] = nullcontext
     around_backward: Callable[[], AbstractContextManager] = nullcontext
     vocabulary: int | None = None
     counting: Callable[[], AbstractContextManager[TrafficCounter]] | None = None
@@ -77,7 +79,8 @@ class Training:
         if self.vocabulary is not None:
             rows = rows % self.vocabulary
         with self.around_pass():
-            loss = self.model(input_ids=rows, labels=rows).loss
+            with self.around_forward():
+                loss = self.model(input_ids=rows, labels=rows).loss
             with self.around_backward():
                 loss.backward()
         self.optimizer.step()
@@ -106,7 +109,7 @@ def build(name: str, folder: Path) -> Training:
         model = nn.parallel.DistributedDataParallel(AutoModelForCausalLM.from_pretrained(folder))
         return Training(model, parts=world, part=rank)
     if name == "FSDP2":
-        return Training(_fully_sharded(AutoModelForCausalLM.from_pretrained(folder)), parts=world, part=rank)
+        return Training(fully_sharded(AutoModelForCausalLM.from_pretrained(folder)), parts=world, part=rank)
     if name == "native TP":
         from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -172,11 +175,12 @@ def _own_share(model: nn.Module, rank: int, world: int) -> list[nn.Parameter]:
     return shares[rank]
 
 
-def _fully_sharded(model: nn.Module) -> nn.Module:
+def fully_sharded(model: nn.Module, **options: Any) -> nn.Module:
+    """FSDP2 over all ranks; `options` are those of `fully_shard`."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
