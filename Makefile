@@ -3,7 +3,7 @@
 #   PYTHON     the interpreter that .venv is made of, 3.11 or newer
 #   TORCH      the PyTorch requirement; pip prefers a CPU build where one of its indexes has it
 #   PIP_ARGS   more arguments for pip, such as an index that serves CPU (or CUDA, or ROCm) builds
-#   ARGS       more arguments for pytest, as in: make test ARGS="-k goldfish"
+#   ARGS       more arguments for pytest, as in: make test ARGS="-k goldfish"; of make gpu: --parts, --size, ...
 #   WORKERS    processes that run the files of tests side by side; ARGS="-n 0" runs them in one, for a debugger
 
 PYTHON ?= python3
@@ -21,12 +21,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # the module: spread over both workers they would be made twice.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo install test test-slow test-gpu mutants lint format picture wheel clean
+.PHONY: help demo install test test-slow test-gpu gpu mutants lint format picture wheel clean
 
 help:
 	@echo "make demo       train a language model on Wikipedia articles over a 4D grid, with and without the goldfish"
 	@echo "                loss, and measure what it memorized; the reports are runs/demo/report.md and report.html"
 	@echo "make test       the tests; make test-slow and make test-gpu run those that it leaves out"
+	@echo "make gpu        everything that only GPUs can tell, tested and measured, in one page (docs/gpu.md)"
 	@echo "make mutants    how many small random changes to the code the tests notice; hours, goes on where it stopped"
 	@echo "make lint       ruff, import-linter and mypy; make format rewrites the files"
 	@echo "make picture    draw the packages in docs/architecture.md anew, from the imports"
@@ -50,6 +51,10 @@ test-slow: $(STAMPS)/dev
 test-gpu: $(STAMPS)/dev
 	$(PYTEST) -m gpu $(ARGS)
 	HF_AXONN_TEST_DEVICE=cuda $(PYTEST) -m "on_device and not slow and not gpu" $(ARGS)
+
+# Goes on where it stopped. ARGS="--parts links,grids" runs some of the parts, ARGS="--size smoke" all of them, tiny.
+gpu: $(STAMPS)/dev
+	$(BIN)/python -m tests.benchmarks.gpu $(ARGS)
 
 # Hours on two cores. What is known is kept in runs/, so that a run that was stopped goes on.
 mutants: $(STAMPS)/dev

@@ -22,6 +22,7 @@ from hf_axonn.cli.main import main as hf_axonn_main
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.command import accelerate_options
 from hf_axonn_eval.__main__ import main as eval_main
+from tests.benchmarks.gpu.__main__ import main as gpu_main
 from tests.helpers import ROOT
 from tests.repository.documents import DOCUMENTS, defined_in
 
@@ -36,7 +37,7 @@ DOTTED = re.compile(r"\bhf_axonn(?:_eval)?(?:\.[A-Za-z_]\w*)+")
 SHELL = ("bash", "console", "sh")
 # Programs by the words that begin them in a command line; the longest that fits counts.
 TRAINING = ("finetune", "finetune_no_trainer", "finetune_chat")
-EVAL, LAUNCH, CLI = "hf_axonn_eval", "launch", "hf-axonn"
+EVAL, LAUNCH, CLI, GPU = "hf_axonn_eval", "launch", "hf-axonn", "gpu"
 PROGRAMS = {
     ("accelerate", "launch"): LAUNCH,
     ("accelerate-launch",): LAUNCH,
@@ -46,6 +47,7 @@ PROGRAMS = {
     ("-m", "hf_axonn_eval"): EVAL,
     ("hf-axonn-eval",): EVAL,
     ("hf-axonn",): CLI,
+    ("python", "-m", "tests.benchmarks.gpu"): GPU,
 }
 
 
@@ -191,6 +193,7 @@ def options() -> dict[str, set[str]]:
     """What each program takes, with underscores, as its own --help says."""
     known = {CLI: _help(hf_axonn_main, "", "convert", "verify", "env", "doctor", "plan", "bench-links")}
     known[EVAL] = _help(eval_main, "", "samples", "extract", "report", "compare", "canaries make", "canaries rank")
+    known[GPU] = _help(gpu_main, "")
     known[LAUNCH] = options_in(" ".join(accelerate_options())) | {"--config"}
     pytest.importorskip("datasets", reason="training scripts need the extra `data`")
     sys.path.insert(0, str(SCRIPTS))
@@ -267,7 +270,7 @@ def test_benchmarks_have_a_row_each_and_results_that_are_there():
     folder = ROOT / "tests" / "benchmarks"
     text = (folder / "README.md").read_text(encoding="utf-8")
     scripts = {
-        ".".join(path.relative_to(folder).with_suffix("").parts)
+        ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__main__")
         for path in folder.rglob("*.py")
         if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
     }
