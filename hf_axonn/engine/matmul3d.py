@@ -20,8 +20,8 @@ So that no block has to be copied for them, features that such a collective shar
     weight   [Q, n, P, k]    padded with zeros where sizes do not divide
     output   [Q, T, n]       Q = y in a column layer, else 1
 
-A `Product` takes and returns tensors without a leading dim of 1, [..., k] and [..., n], as a Linear does: each view
-that autograd sees costs the host about as much as a small kernel.
+Where P and Q are 1, all three are matrices: [T, k], [n, k] and [T, n]. A `Product` takes and returns [..., k] and
+[..., n] then, as a Linear does. Each view costs the host about as much as a small kernel.
 
 Source: AxoNN (arXiv 2502.08145), algorithm for one layer; AxoNN, 2305.13525.
 """
@@ -64,18 +64,19 @@ def start_reduction(
 
 
 def multiply(input_: Tensor, weights: list[Tensor], matmul: Matmul = plain) -> list[Tensor]:
-    """[P, T, k] x [Q, n_i, P, k] -> [Q, T, n_i] for each weight; where Q > 1, one [Q, T, sum of n_i] for all."""
+    """[P, T, k] x [Q, n_i, P, k] -> [Q, T, n_i] for each weight; where Q > 1, one [Q, T, sum of n_i] for all. Of
+    matrices [T, n_i]."""
+    if input_.dim() == 2:
+        outputs = [input_.new_empty(len(input_), len(weight)) for weight in weights]
+        for output, weight in zip(outputs, weights, strict=True):
+            matmul("forward", output, input_, weight.t())
+        return outputs
     in_blocks, tokens, _ = input_.shape
     out_blocks = weights[0].shape[0]
-    if in_blocks == out_blocks == 1:  # as below, with as few calls as can be
-        rows, outputs = input_[0], [input_.new_empty(1, tokens, weight.shape[1]) for weight in weights]
-        for output, weight in zip(outputs, weights, strict=True):
-            matmul("forward", output[0], rows, _matrix(weight).t())
-        return outputs
     sizes = [weight.shape[1] for weight in weights]
     if out_blocks > 1:
         merged = input_.new_empty(out_blocks, tokens, sum(sizes))
-        outputs = merged.split(sizes, dim=2)
+        outputs = list(merged.split(sizes, dim=2))
     else:
         outputs = [input_.new_empty(1, tokens, size) for size in sizes]
     for output, weight in zip(outputs, weights, strict=True):
@@ -86,13 +87,14 @@ def multiply(input_: Tensor, weights: list[Tensor], matmul: Matmul = plain) -> l
 
 
 def input_gradient(grads: list[Tensor], weights: list[Tensor], matmul: Matmul = plain) -> Tensor:
-    """Sum over the weights of [Q, T, n] x [Q, n, P, k] -> [P, T, k]."""
-    out_blocks, _, in_blocks, k = weights[0].shape
-    result = grads[0].new_empty(in_blocks, grads[0].shape[1], k)
-    if in_blocks == out_blocks == 1:
+    """Sum over the weights of [Q, T, n] x [Q, n, P, k] -> [P, T, k]. Of matrices [T, k]."""
+    if weights[0].dim() == 2:
+        result = grads[0].new_empty(len(grads[0]), weights[0].shape[1])
         for i, (grad, weight) in enumerate(zip(grads, weights, strict=True)):
-            matmul("dinput", result[0], grad[0], _matrix(weight), accumulate=i > 0)
+            matmul("dinput", result, grad, weight, accumulate=i > 0)
         return result
+    _, _, in_blocks, k = weights[0].shape
+    result = grads[0].new_empty(in_blocks, grads[0].shape[1], k)
     terms = [(grad[q], weight[q]) for grad, weight in zip(grads, weights, strict=True) for q in range(len(weight))]
     for p in range(in_blocks):
         for i, (grad, weight) in enumerate(terms):
@@ -101,20 +103,19 @@ def input_gradient(grads: list[Tensor], weights: list[Tensor], matmul: Matmul = 
 
 
 def weight_gradient(grad: Tensor, input_: Tensor, matmul: Matmul = plain, dtype: torch.dtype | None = None) -> Tensor:
-    """[Q, T, n] x [P, T, k] -> [Q, n, P, k], in `dtype` (`ParallelState.product_dtype`), or in that of `grad`."""
-    result = grad.new_empty(grad.shape[0], grad.shape[2], input_.shape[0], input_.shape[2], dtype=dtype)
-    if grad.shape[0] == input_.shape[0] == 1:
-        matmul("dweight", _matrix(result), grad[0].t(), input_[0])
+    """[Q, T, n] x [P, T, k] -> [Q, n, P, k], of matrices [n, k].
+
+    `dtype`: of the result (`ParallelState.product_dtype`); that of `grad` if None.
+    """
+    if grad.dim() == 2:
+        result = grad.new_empty(grad.shape[1], input_.shape[1], dtype=dtype)
+        matmul("dweight", result, grad.t(), input_)
         return result
+    result = grad.new_empty(grad.shape[0], grad.shape[2], input_.shape[0], input_.shape[2], dtype=dtype)
     for q in range(grad.shape[0]):
         for p in range(input_.shape[0]):
             matmul("dweight", result[q, :, p], grad[q].t(), input_[p])
     return result
-
-
-def _matrix(weight: Tensor) -> Tensor:
-    """[1, n, 1, k] -> [n, k]."""
-    return weight.view(weight.shape[1], weight.shape[3])
 
 
 class Product:
@@ -154,8 +155,8 @@ class Product:
         if torch.is_grad_enabled():
             return list(_Multiply.apply(input_, self, gathered, entry, *self._leaves()))
         full = input_ if entry is None else entry.wait()
-        if self.layouts[0].in_blocks == self.layouts[0].out_blocks == 1 and self.state.matmul is plain:
-            outputs = [F.linear(full, _matrix(weight)) for weight in gathered.blocks]  # one call, as in decoding
+        if self.layouts[0].is_matrix and self.state.matmul is plain:
+            outputs = [F.linear(full, weight) for weight in gathered.blocks]  # one call, as in decoding
         else:
             outputs = self.multiply(self.blocks_of(full), gathered.blocks, full.shape)
         return outputs if tokens is None else [full, *outputs]
@@ -169,8 +170,10 @@ class Product:
         return leaves if any([leaf.requires_grad for leaf in leaves]) else ()
 
     def blocks_of(self, input_: Tensor) -> Tensor:
-        """[P, T, k], or [..., k] where P is 1 -> [P, T, k]."""
+        """[P, T, k], or [..., k] where P is 1 -> what `multiply` takes."""
         layout = self.layouts[0]
+        if layout.is_matrix:
+            return input_.reshape(-1, layout.in_size)
         return input_ if layout.in_blocks > 1 else input_.reshape(1, -1, layout.in_size)
 
     def multiply(self, blocks: Tensor, weights: list[Tensor], shape: torch.Size) -> list[Tensor]:
@@ -179,6 +182,8 @@ class Product:
         if self.layouts[0].out_blocks > 1:
             return outputs
         leading = shape[1:-1] if self.layouts[0].in_blocks > 1 else shape[:-1]
+        if outputs[0].shape[:-1] == leading:
+            return outputs
         return [reshaped_result(output, (*leading, output.shape[-1])) for output in outputs]
 
     @property
@@ -256,7 +261,9 @@ def gradients_of_shards(
     """
     if state.mesh.size("z") == 1:
         return [
-            own_gradient(layout, layout.unblock(grad)[0], weight.dtype)
+            grad.to(weight.dtype)
+            if layout.is_matrix and layout.divides
+            else own_gradient(layout, layout.unblock(grad)[0], weight.dtype)
             for weight, layout, grad in zip(weights, layouts, grads, strict=True)
         ]
     state.context.reductions.make_room()
@@ -333,8 +340,10 @@ class _Multiply(torch.autograd.Function):
 def _by_weight(
     grads: Sequence[Tensor | None], shapes: list[torch.Size], layouts: list[WeightLayout], like: Tensor
 ) -> list[Tensor]:
-    """The gradients of a product's outputs -> one [Q, T, n] for each weight, of zeros where there is none."""
+    """The gradients of a product's outputs -> one for each weight, as `input_gradient` takes them; zeros for None."""
     every = [like.new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, shapes, strict=True)]
+    if layouts[0].is_matrix:
+        return [grad.reshape(-1, grad.shape[-1]) for grad in every]
     if layouts[0].out_blocks == 1:
         return [grad.reshape(1, -1, grad.shape[-1]) for grad in every]
     if len(every) < len(layouts):  # one merged output; its parts are views
@@ -357,13 +366,18 @@ def _weight_gradients(product: Product, chosen: list[int], grads: list[Tensor], 
     return [weight.as_parameter(grad) for weight, grad in zip(weights, found, strict=True)]
 
 
+def as_matrix(block: Tensor) -> Tensor:
+    """[Q, n, P, k] -> [Q * n, P * k]."""
+    return block if block.dim() == 2 else block.flatten(2).flatten(0, 1)
+
+
 class _GatheredWeight(torch.autograd.Function):
     """The zero-padded block of one weight for code that is not a matmul (an embedding look-up)."""
 
     @staticmethod
     def forward(ctx, product, shard):
         ctx.product = product
-        return product.gather(shard.dtype)[0].flatten(2).flatten(0, 1)
+        return as_matrix(product.gather(shard.dtype)[0])
 
     @staticmethod
     def backward(ctx, grad):

@@ -102,7 +102,7 @@ class ShardedWeight:
     @property
     def version(self) -> int:
         """Another number whenever the values have changed in place."""
-        return version_of(cast(DTensor, self.parameter))
+        return version_of(self.module._parameters[self._name])
 
     def _view(self, local: Tensor) -> Tensor:
         local = local.t() if self._transposed else local

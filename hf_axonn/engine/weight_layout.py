@@ -45,8 +45,15 @@ class WeightLayout:
         return stop - start
 
     @cached_property
-    def shape(self) -> tuple[int, int, int, int]:
-        """[Q, n, P, k] of the product."""
+    def is_matrix(self) -> bool:
+        """Whether the block of the product is one, [n, k]: P and Q are 1."""
+        return self.in_blocks == self.out_blocks == 1
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """[Q, n, P, k] of the product, or [n, k]."""
+        if self.is_matrix:
+            return self.out_size, self.in_size
         return self.out_blocks, self.out_size, self.in_blocks, self.in_size
 
     @cached_property
@@ -69,7 +76,7 @@ class WeightLayout:
         return pad_dim(shard, 0, self.z_rows)
 
     def block(self, gathered: Tensor) -> Tensor:
-        """[z * z_rows * cols] or the shard itself -> the zero-padded [Q, n, P, k] of the product."""
+        """[z * z_rows * cols] or the shard itself -> the zero-padded block of the product, in its `shape`."""
         if self.divides:
             return gathered.reshape(self.shape)
         # Not view(-1, cols): a rank whose dim has run out has no columns.
@@ -79,7 +86,7 @@ class WeightLayout:
         return weight.view(self.shape)
 
     def unblock(self, grad: Tensor) -> Tensor:
-        """[Q, n, P, k] -> [z, z_rows * cols], what each z rank is to receive."""
+        """A gradient in the `shape` of the product -> [z, z_rows * cols], what each z rank is to receive."""
         if self.divides:
             return grad.reshape(self.z, self.travels)
         flat = grad.reshape(self.out_blocks * self.out_size, -1)[: self.rows, : self.cols]
@@ -150,6 +157,8 @@ class ExpertLayout:
     cols: int
     z: int
     z_index: int
+
+    is_matrix = False
 
     @property
     def pads(self) -> bool:

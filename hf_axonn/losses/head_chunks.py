@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from hf_axonn.distributed.collectives import start_all_gather, start_reduce_scatter
 from hf_axonn.engine.gather_cache import GatheredBlocks
-from hf_axonn.engine.matmul3d import Product, gradients_of_shards
+from hf_axonn.engine.matmul3d import Product, as_matrix, gradients_of_shards
 from hf_axonn.engine.matmul_tuning import plain
 from hf_axonn.engine.weight_layout import vocabulary_range
 from hf_axonn.layers.vocabulary import DeferredLogits
@@ -111,7 +111,7 @@ class HeadChunks:
     @staticmethod
     def weight_of(gathered: GatheredBlocks) -> Tensor:
         """[v, H], v being this rank's part of the vocabulary, padded."""
-        return gathered.blocks[0].flatten(2).flatten(0, 1)
+        return as_matrix(gathered.blocks[0])
 
     @staticmethod
     def logits_of(tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -165,8 +165,7 @@ class HeadGradients:
         if self.weight is None:
             return None
         product = self._chunks.product
-        block = self.weight.view(1, len(self.weight), 1, -1)
-        return gradients_of_shards(product.state, product.weights, product.layouts, [block])[0]
+        return gradients_of_shards(product.state, product.weights, product.layouts, [self.weight])[0]
 
 
 def _add_product(dweight: Tensor, dlogits: Tensor, tokens: Tensor, dtype: torch.dtype) -> None:

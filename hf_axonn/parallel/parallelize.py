@@ -107,8 +107,8 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
 
 
 def _check_device(device_type: str, backend: str) -> None:
-    """Refuse a model that was left on the CPU by mistake: torch makes a world with gloo for CPUs and NCCL for GPUs where
-    `init_process_group` is told nothing, in which it would train, slowly, on the CPU."""
+    """Refuse a model that was left on the CPU by mistake: where `init_process_group` is told nothing, torch makes a
+    world with gloo for CPUs and NCCL for GPUs, in which it would train, slowly, on the CPU."""
     here = default_device_type()
     try:
         other = backend_of(device=torch.device(here))

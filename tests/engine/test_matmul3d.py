@@ -42,6 +42,11 @@ def test_blocked_products_are_einsums(in_blocks, out_blocks):
     torch.testing.assert_close(input_gradient(grads, weights), sum(terms))
     for grad in grads:
         torch.testing.assert_close(weight_gradient(grad, input_), torch.einsum("qtn,ptk->qnpk", grad, input_))
+    if in_blocks == out_blocks == 1:
+        matrices = [weight[0, :, 0] for weight in weights]
+        assert all(map(torch.equal, multiply(input_[0], matrices), [output[0] for output in outputs]))
+        assert torch.equal(input_gradient([grad[0] for grad in grads], matrices), input_gradient(grads, weights)[0])
+        assert torch.equal(weight_gradient(grads[0][0], input_[0]), weight_gradient(grads[0], input_)[0, :, 0])
 
 
 def dense(tokens, k, n, samples):
@@ -212,8 +217,7 @@ def weight_gradients(widens, reduce_dtype, inputs, weight, grads):
         layout = weight_layout(WeightKind.COLUMN, *weight.shape, mesh)
         product = Product(state, [state.weight_of(linear)], [layout])
         input_, grad = inputs[mesh.index("z")], grads[mesh.index("z")]
-        handle = product.begin()
-        (output,) = product.run(input_[:, axis_slice(weight.shape[1], mesh, "y")][None], handle)
+        (output,) = product.run(input_[:, axis_slice(weight.shape[1], mesh, "y")][None])
         own = grad[:, axis_slice(len(weight), mesh, "x")].unflatten(1, (layout.out_blocks, -1))
         with Operators() as called:
             output.backward(own.transpose(0, 1).reshape(output.shape))

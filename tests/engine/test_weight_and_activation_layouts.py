@@ -23,6 +23,7 @@ from hf_axonn.engine.activation_layouts import (
     tokens_to_features,
 )
 from hf_axonn.engine.dtensors import shard_of, shard_placements
+from hf_axonn.engine.matmul3d import as_matrix
 from hf_axonn.engine.weight_layout import vocabulary_range, weight_layout
 from hf_axonn.layers.base import feature_slice, take_slice
 from hf_axonn.topology.grid import Grid
@@ -78,7 +79,7 @@ def test_shards_reassemble_to_the_weight(rows, cols):
                 shards = [shard_of(weight, placements, fake_mesh(grid, mate)) for mate in mates]
                 gathered = torch.cat([pad_dim(each, 0, cut.z_rows).reshape(-1) for each in shards])
                 block = cut.block(gathered)
-                assert block.shape == (cut.out_blocks, cut.out_size, cut.in_blocks, cut.in_size)
+                assert block.shape == cut.shape and block.dim() == (2 if cut.is_matrix else 4)
                 if mesh.index("data", "z") == 0:  # the others hold the same block
                     times_seen += placed(block, kind, rows, cols, mesh)
                 # What each z rank gets back of a gradient is the place of its own shard.
@@ -89,7 +90,7 @@ def test_shards_reassemble_to_the_weight(rows, cols):
 
 def placed(block, kind, rows, cols, mesh):
     """The block of this rank at its place in [rows, cols]; padding must be zero."""
-    flat = block.flatten(2).flatten(0, 1)
+    flat = as_matrix(block)
     if kind == WeightKind.VOCABULARY:
         own = vocabulary_range(rows, mesh)
         row_at, col_at = own.start, 0
