@@ -5,7 +5,8 @@ gather over z, R = reduction over z, X = reduction of dI over x or y. With the t
 is left is
 
     OAG   A of the next group - min(A, C of this one), in forward, in the recomputation and in backward
-    ORS   in backward R of the group before shares that window
+    ORS   in backward R of the group before shares that window: with one communicator over z A waits for R, with two
+          (the engine on GPUs) they share the link and R may last into the window after, see `_backward_apart`
     OAR   X - min(X, C of this group's dW)
 
 and all other collectives over x and y in full. Without an overlap its collectives count in full. Where the machine's
@@ -23,13 +24,17 @@ from hf_axonn.planner.time.schedules import LayerSeconds
 
 @dataclass(frozen=True, kw_only=True)
 class Overlaps:
-    """Which overlaps are on, the machine's share of what could be hidden, and whether layers run again."""
+    """Which overlaps are on, the machine's share of what could be hidden, and whether layers run again.
+
+    apart: whether gathers and reductions over z have a communicator each.
+    """
 
     all_gather: bool
     reduce_scatter: bool
     all_reduce: bool
     checkpointing: bool
     share: float
+    apart: bool = False
 
 
 class Exposed(NamedTuple):
@@ -63,15 +68,45 @@ def exposed(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ...], grou
         again = [0.0 if index in once else seconds for index, seconds in enumerate(layer.gathers)]
     # Backward goes from the last group to the first: while group g computes, the weights of g - 1 come and the
     # gradients of g + 1 leave.
-    backward_z = slack = 0.0
-    for index in range(count):
-        gather, reduce, room = again[index - 1], layer.reduces[(index + 1) % count], backward[index]
-        travel = (gather if overlaps.all_gather else 0.0) + (reduce if overlaps.reduce_scatter else 0.0)
-        hidden = share * min(travel, room)
-        backward_z += gather + reduce - hidden
-        slack += max(0.0, room - travel)
+    windows = [
+        (again[index - 1], layer.reduces[(index + 1) % count], backward[index]) for index in reversed(range(count))
+    ]
+    if overlaps.apart and overlaps.all_gather and overlaps.reduce_scatter:
+        backward_z, slack = _backward_apart(windows)
+    else:
+        backward_z = slack = 0.0
+        for gather, reduce, room in windows:
+            travel = (gather if overlaps.all_gather else 0.0) + (reduce if overlaps.reduce_scatter else 0.0)
+            hidden = share * min(travel, room)
+            backward_z += gather + reduce - hidden
+            slack += max(0.0, room - travel)
     exposed_xy = layer.forward + layer.backward
     for index, group in enumerate(groups):
         room = share * min(layer.hidden[index], group.weight_gradient) if overlaps.all_reduce else 0.0
         exposed_xy += layer.hidden[index] - room
     return Exposed(forward_z, backward_z, exposed_xy, slack)
+
+
+def _backward_apart(windows: list[tuple[float, float, float]]) -> tuple[float, float]:
+    """Seconds of a layer's backward that wait for something over z, and those in which nothing travels over z, where
+    gathers and reductions have a communicator each.
+
+    At the start of a window a gather and a reduction are launched; reductions run in turn. While both communicators
+    have work each has half of the link. The window ends when its computation is over, the gather has arrived, and of
+    the reductions only the last is under way (`ReductionQueue`, of depth 2). Layers of a kind follow each other: the
+    second one counts, which begins with what the first has left.
+
+    Args:
+        windows: of each group in the order of backward: gather, reduction, computation.
+    """
+    left = exposed_z = slack = 0.0
+    for _ in range(2):
+        exposed_z = slack = 0.0
+        for gather, reduce, room in windows:
+            arrived = gather + min(gather, left + reduce)
+            earlier_gone = left + min(left, gather)
+            length = max(room, arrived, earlier_gone)
+            exposed_z += length - room
+            slack += max(0.0, length - gather - left - reduce)
+            left = max(0.0, left + reduce - (length - gather))
+    return exposed_z, slack
