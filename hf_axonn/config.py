@@ -20,6 +20,7 @@ VARIABLE = "AXONN_CONFIG"
 REDUCE_DTYPES = ("float32", "bfloat16", "float64")
 LAYOUTS = ("auto", "token", "feature")
 SAVE_FAILURES = ("stop", "continue")
+PRECISIONS = ("bf16", "fp16", "no")  # of accelerate, its mixed_precision
 KEPT = ("none", "recomputed", "all")
 CHOICES = {"reduce_dtype": REDUCE_DTYPES, "layout": LAYOUTS, "save_failure": SAVE_FAILURES}
 GRID_EXAMPLE = "grid: {data: 1, z: 2, y: 1, x: 2}"

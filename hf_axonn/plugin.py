@@ -20,7 +20,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils.dataclasses import DDPCommunicationHookType
 
 from hf_axonn.compat.versions import check_versions, refusal
-from hf_axonn.config import VARIABLE, AxonnConfig, Settings
+from hf_axonn.config import PRECISIONS, VARIABLE, AxonnConfig, Settings
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, versions
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
@@ -62,8 +62,8 @@ class AxonnPlugin(ParallelismConfig):
     Raises:
         ValueError: no grid is given and none was launched, or there are settings without a grid, or a library has a
             release that is not proven (`check_versions`); later, when the Accelerator is made: the grid is not the
-            number of processes, or fp16, fp8, torch.compile or a communication hook of
-            DistributedDataParallel is asked for.
+            number of processes, or fp8, torch.compile or a communication hook of DistributedDataParallel is asked
+            for.
     """
 
     @_arguments_of(_Arguments)
@@ -144,11 +144,10 @@ class AxonnPlugin(ParallelismConfig):
         if self.grid.size == 1:
             bind(accelerator, self)
             return
-        # accelerate itself leaves fp16 away on CPUs, without a word.
-        ignored = accelerator.state.mixed_precision == "fp16" and accelerator.device.type == "cpu"
-        if accelerator.state.mixed_precision not in ("no", "bf16") and not ignored:
+        if accelerator.state.mixed_precision not in PRECISIONS:
             raise ValueError(
-                f"mixed_precision={accelerator.state.mixed_precision} is not supported over a grid: use bf16 or no."
+                f"mixed_precision={accelerator.state.mixed_precision} is not supported over a grid: use "
+                f"{', '.join(PRECISIONS)}."
             )
         if accelerator.state.dynamo_plugin.backend.value.lower() != "no":
             raise ValueError("torch.compile (dynamo_backend) is not supported over a grid: leave it away.")

@@ -6,7 +6,7 @@
 
         accelerator.json              steps, numbers of models, schedulers and registered objects, order of samples
         scheduler.bin, scheduler_1.bin ...       custom_checkpoint_0.pkl ...        random_states_RANK.pkl
-        sampler.bin, dl_state_dict.bin           where accelerate itself writes them
+        scaler.pt, sampler.bin, dl_state_dict.bin                 where accelerate itself writes them
         model_1-SAVE ...              further models, sharded checkpoints of their own
 
 Everything that is loaded is compared with its checksum first, and nothing but tensors and plain values is unpickled.
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
-from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME
+from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, SCALER_NAME
 from torch import nn
 
 from hf_axonn.accelerator.shuffling import SampleOrder
@@ -64,6 +64,8 @@ STATE = "accelerator.json"
 class LoadMethods:
     """Methods of Accelerator, on a grid of any size."""
 
+    scaler: torch.amp.GradScaler | None  # of Accelerator: the one of fp16
+
     @functools.cached_property
     def sample_order(self) -> SampleOrder:
         """How the loaders shuffle; made with the first of them."""
@@ -97,6 +99,8 @@ class LoadMethods:
         rank = world_rank() if random_file(world_rank()) in manifest.files else 0
         self._read_rest(directory, rank, load_kwargs)
         self._follow_schedules(state["positions"])
+        if SCALER_NAME in manifest.files:
+            self._load_scaler(directory)
         if "order" in state:  # not of 0.1.0
             self.sample_order.resume(state["order"])
         self.step = state["step"]
@@ -172,6 +176,13 @@ class LoadMethods:
             load_plain_optimizer(models[0], optimizer_of[0], directory, name=f"{OPTIMIZER_NAME}.bin")
         self.step = self._read_rest(directory, 0, load_kwargs).get("step", self.step)
         self._follow_schedules(1)
+        if (directory / SCALER_NAME).is_file():
+            self._load_scaler(directory)
+
+    def _load_scaler(self, directory: Path) -> None:
+        """The scale of fp16; a run of another precision has no use for it."""
+        if self.scaler is not None:
+            self.scaler.load_state_dict(load_values(directory / SCALER_NAME))
 
     def _read_rest(self, directory: Path, rank: int, load_kwargs: dict | None) -> dict[str, Any]:
         """The counterpart of `_write_rest`, with the random state of `rank`; returns what accelerate keeps itself."""
@@ -329,6 +340,8 @@ class FileMethods(LoadMethods):
         objects = registered_objects(self)
         for index, registered in enumerate(objects):
             save_values(registered.state_dict(), save.stage / custom_file(index), what=type(registered).__name__)
+        if self.scaler is not None:
+            save_values(self.scaler.state_dict(), save.stage / SCALER_NAME, what="the GradScaler")
         state = {
             "step": self.step,
             "models": names,

@@ -277,7 +277,7 @@ def _examine_memory(
         step = Step(
             rows=options.batch or 1,
             seq=options.seq,
-            compute_bytes=2 if launch.settings["mixed_precision"] == "bf16" else size,
+            compute_bytes=2 if launch.settings["mixed_precision"] in ("bf16", "fp16") else size,
             param_bytes=size,
             reduce_bytes=DTYPE_BYTES[launch.config.reduce_dtype],
             checkpointing=options.checkpointing,

@@ -36,7 +36,7 @@ def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tens
     if registry is not None:
         registry.update({group.group_name: group for group in groups})
     # A copied parameter lies on the same ranks; a pickled one would be read on others.
-    vars(mesh).update(__deepcopy__=lambda memo: mesh, __reduce_ex__=lambda protocol: refuse_pickle())
+    vars(mesh).update(__deepcopy__=lambda memo: mesh, __reduce_ex__=lambda protocol: refuse_pickle(), of_grid=True)
     return mesh
 
 
@@ -67,6 +67,28 @@ def read_whole_values() -> None:
 def _whole_value(_: object, args: tuple[DTensor], kwargs: dict) -> float:
     with torch.no_grad():
         return args[0].full_tensor().item()
+
+
+def decide_finiteness(reduce: Callable[[torch.Tensor], object]) -> None:
+    """Let a GradScaler that has looked at gradients on an `unnamed_mesh` take the answer that `reduce` leaves.
+
+    Args:
+        reduce: gets 1 if a gradient of this rank is inf or NaN, else 0, and writes that of all ranks in its place.
+    """
+    handlers: dict = DTensor._op_dispatcher._custom_op_handlers
+    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    others = getattr(handlers[operator], "others", handlers[operator])
+
+    def handler(op: Callable, args: tuple[list[torch.Tensor], torch.Tensor, torch.Tensor], kwargs: dict) -> None:
+        gradients, found_inf, inverse_scale = args
+        sharded = [each for each in gradients if isinstance(each, DTensor)]
+        if not all(hasattr(each.device_mesh, "of_grid") for each in sharded):
+            return others(op, args, kwargs)
+        op([each._local_tensor if isinstance(each, DTensor) else each for each in gradients], found_inf, inverse_scale)
+        reduce(found_inf)
+
+    handler.others = others  # type: ignore[attr-defined]
+    handlers[operator] = handler
 
 
 def default_device_type() -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from hf_axonn.config import VARIABLE, AxonnConfig
+from hf_axonn.config import PRECISIONS, VARIABLE, AxonnConfig
 from hf_axonn.launch.gpu_settings import gpu_settings, has_nvidia
 from hf_axonn.planner.jobs import resolve_auto
 from hf_axonn.planner.tracing.read_shape import read_shape
@@ -69,7 +69,7 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
     num_processes, num_machines = _processes(settings, options)
     section, planned = settings[SECTION], []
     if isinstance(section, Mapping):
-        precision = str(options.get("mixed_precision") or settings.get("mixed_precision") or "no").lower()
+        precision = _precision(settings, options)
         section, planned = resolve_auto(section, num_processes, mixed_precision=precision, read=read_shape)
     config = AxonnConfig.from_mapping(section, num_processes=num_processes)
     kept = {key: value for key, value in settings.items() if key != SECTION}
@@ -83,6 +83,8 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
     kind = _distributed_type(settings, options, num_processes)
     use_cpu, notes = _use_cpu(settings, options, kind, num_processes)
     notes = planned + notes
+    if use_cpu and _precision(settings, options) == "fp16":
+        raise ValueError("mixed_precision is 'fp16', which accelerate leaves away on CPUs: write bf16, or 'no'.")
     environment = {VARIABLE: config.to_json()}
     if use_cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
@@ -107,10 +109,9 @@ def _refuse(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> N
     environment = settings.get("compute_environment", "LOCAL_MACHINE")
     if environment != "LOCAL_MACHINE":
         raise ValueError(f"compute_environment is {environment!r}; with axonn_config write LOCAL_MACHINE.")
-    precision = options.get("mixed_precision") or settings.get("mixed_precision") or "no"
-    precision = "fp16" if settings.get("fp16") else str(precision).lower()
-    if precision not in ("no", "bf16"):
-        raise ValueError(f"mixed_precision is {precision!r}, which is not supported yet: write bf16, or 'no'.")
+    precision = _precision(settings, options)
+    if precision not in PRECISIONS:
+        raise ValueError(f"mixed_precision is {precision!r}, which is not supported yet: write bf16, fp16 or 'no'.")
     dynamo = settings.get("dynamo_config") or {}
     backends = [options.get("dynamo_backend"), settings.get("dynamo_backend")]
     if isinstance(dynamo, Mapping):
@@ -118,6 +119,12 @@ def _refuse(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> N
     for backend in backends:
         if backend and str(backend).lower() != "no":
             raise ValueError(f"dynamo_backend is {backend!r}, but torch.compile is not supported yet: remove it.")
+
+
+def _precision(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> str:
+    """accelerate's mixed_precision; `fp16` is the key of its older files."""
+    precision = options.get("mixed_precision") or settings.get("mixed_precision") or "no"
+    return "fp16" if settings.get("fp16") else str(precision).lower()
 
 
 def _processes(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> tuple[int, int]:

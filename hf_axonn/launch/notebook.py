@@ -22,12 +22,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_axonn.config import VARIABLE, AxonnConfig
+from hf_axonn.config import PRECISIONS, VARIABLE, AxonnConfig
 from hf_axonn.launch.gpu_settings import gpu_settings, has_nvidia
 from hf_axonn.topology.grid import Grid
-
-
-PRECISIONS = ("no", "bf16")
 
 
 def notebook_launcher(
@@ -46,7 +43,7 @@ def notebook_launcher(
         function: called in every process; what it prints is seen here.
         args: its arguments.
         grid: sizes of the axes, or all settings of `axonn_config`.
-        mixed_precision: no or bf16.
+        mixed_precision: no, bf16 or, on GPUs, fp16.
         use_cpu: whether to run on CPUs; None: where the machine has no GPU.
     Returns:
         What the function returned on rank 0; None if that cannot be pickled. With a grid of one rank the function is
@@ -75,6 +72,8 @@ def notebook_launcher(
             f"the grid {config.grid} needs {ranks} GPUs, but this machine has {gpus}: take a smaller grid, or try it "
             "on CPUs with use_cpu=True."
         )
+    if use_cpu and mixed_precision == "fp16":
+        raise ValueError("mixed_precision is 'fp16', which accelerate leaves away on CPUs: write bf16 or no.")
     with tempfile.TemporaryDirectory(prefix="axonn-") as folder:
         result = Path(folder) / "result"
         environment = {VARIABLE: config.to_json(), "ACCELERATE_MIXED_PRECISION": mixed_precision}

@@ -173,6 +173,8 @@ def _add_product(dweight: Tensor, dlogits: Tensor, tokens: Tensor, dtype: torch.
 
     What it needs besides is no larger than `dlogits`.
     """
+    if dtype == torch.float16:  # a sum over tokens, which nobody has divided by their number yet
+        dlogits, tokens = dlogits.to(dweight.dtype), tokens.to(dweight.dtype)
     if dweight.dtype == dlogits.dtype:
         dweight.addmm_(dlogits.t(), tokens)
         return

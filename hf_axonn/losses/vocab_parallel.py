@@ -195,8 +195,10 @@ class _ChunkedLoss(torch.autograd.Function):
         if gradients.weight is not None:
             gradients.weight *= grad
         dhidden = gradients.hidden
+        if dhidden is not None:  # fp16 has no room for `grad`, which has the scale of a GradScaler in it
+            dhidden = (dhidden.to(torch.promote_types(dhidden.dtype, grad.dtype)) * grad).to(dhidden.dtype)
         return (
-            None if dhidden is None else dhidden * grad.to(dhidden.dtype),
+            dhidden,
             gradients.of_shard(),
             *(None if other is None else other * grad for other in (gradients.bias, *adapters)),
             *(None,) * 5,

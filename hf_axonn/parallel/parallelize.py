@@ -34,6 +34,7 @@ from hf_axonn.distributed.consistency import assert_same_on_all_ranks, model_fac
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
 from hf_axonn.engine.dtensors import take_shards
+from hf_axonn.engine.loss_scaling import check_gradients_together
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ParallelState, is_parallelized
 from hf_axonn.parallel.install import install_layers, shard_parameters
@@ -87,6 +88,7 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     state = ParallelState(grid_mesh(grid, device_type), config)
     quiet_redistribution()
     read_whole_values()
+    check_gradients_together()
     with without_wrappers(inner):  # adapters follow what is done to the model that they adapt
         plan = plan_for(inner)
     check_plan(inner, plan)

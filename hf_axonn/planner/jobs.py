@@ -92,7 +92,7 @@ def resolve_auto(
     Args:
         section: as it stands in the launch file; returned as it is where it has neither `grid: auto` nor `plan`.
         num_processes: ranks of the grid.
-        mixed_precision: no or bf16, for the bytes of activations.
+        mixed_precision: no, bf16 or fp16, for the bytes of activations.
         read: gives the shape of a model by its name.
     Raises:
         ValueError: `plan` is missing, wrong, or stands beside sizes; or no grid fits.
@@ -130,7 +130,7 @@ def resolve_auto(
             number(given["batch_tokens"]),
             number(given["seq"]),
             read=read,
-            compute_bytes=2 if mixed_precision == "bf16" else PRECISION_BYTES[weights],
+            compute_bytes=2 if mixed_precision in ("bf16", "fp16") else PRECISION_BYTES[weights],
             param_bytes=PRECISION_BYTES[weights],
             reduce_bytes=DTYPE_BYTES.get(str(section.get("reduce_dtype", "float32")), 4),
             checkpointing=checkpointing,

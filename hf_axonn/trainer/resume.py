@@ -28,7 +28,7 @@ from hf_axonn.compat.torch import default_device_type
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
 from hf_axonn.distributed.consistency import raise_on_all_ranks
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.trainer.saving import SCHEDULER, TRAINER_STATE, checkpoints_in, rng_file, tidy
+from hf_axonn.trainer.saving import SCALER, SCHEDULER, TRAINER_STATE, checkpoints_in, rng_file, tidy
 
 
 logger = logging.getLogger(__name__)
@@ -143,9 +143,14 @@ def _load_optimizer_and_scheduler(self, original: Callable, checkpoint: str | No
 
 
 def _load_scaler(self, original: Callable, checkpoint: str | None) -> None:
-    """There is none on a grid (fp16 is refused), so a file of its name is not of this run."""
-    if parallel_state(self.model) is None:
-        original(checkpoint)
+    """As `_load_from_checkpoint`; every rank reads the scale of fp16, which a checkpoint of bf16 does not have."""
+    if checkpoint is None or parallel_state(self.model) is None:
+        return original(checkpoint)
+    path, scaler = Path(checkpoint, SCALER), self.accelerator.scaler
+    here = SCALER in read_manifest(checkpoint).files if is_sharded_checkpoint(checkpoint) else path.is_file()
+    if scaler is not None and here:
+        with raise_on_all_ranks(self.args.device):
+            scaler.load_state_dict(load_values(path))
 
 
 def _load_rng_state(self, original: Callable, checkpoint: str | None) -> None:

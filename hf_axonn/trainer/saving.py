@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 TRAINER_STATE = "trainer_state.json"
 SCHEDULER = "scheduler.pt"
+SCALER = "scaler.pt"
 REMOVED = ".axonn-removed"
 CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 

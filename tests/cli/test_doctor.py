@@ -58,7 +58,7 @@ def test_a_launch_and_a_model_with_nothing_to_mend(tmp_path, capsys):
     (
         ({"grid": {"x": 3}}, "data \\* z \\* y \\* x = 1 \\* 1 \\* 1 \\* 3 = 3, but 4 process"),
         ({"grid": {"x": 4}, "overlaps": {}}, "unknown key 'overlaps'.*did you mean overlap"),
-        ({"settings": {"mixed_precision": "fp16"}}, "'fp16', which is not supported"),
+        ({"settings": {"mixed_precision": "fp8"}}, "'fp8', which is not supported"),
         ({"settings": {"fsdp_config": {"fsdp_version": 2}}}, "fsdp_config cannot stand beside"),
         ({"settings": {"num_procs": 4}}, "num_procs"),
         ({"settings": {"num_machines": 3}}, "write a multiple of 3"),

@@ -125,12 +125,12 @@ def dropout(kind: str, reads: HostReads) -> None:
     train(parallelize(make(kind, **dict.fromkeys(names, 0.1)), GRID)[0], reads)
 
 
-def accelerate(kind: str, reads: HostReads) -> None:
+def accelerate(kind: str, reads: HostReads, precision: str = "bf16") -> None:
     from accelerate import Accelerator
 
     from hf_axonn import AxonnPlugin
 
-    accelerator = Accelerator(parallelism_config=AxonnPlugin(grid=GRID), mixed_precision="bf16")
+    accelerator = Accelerator(parallelism_config=AxonnPlugin(grid=GRID), mixed_precision=precision)
     model = make(kind)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     assert accelerator.device.type == "cuda"
@@ -144,6 +144,10 @@ def accelerate(kind: str, reads: HostReads) -> None:
         with reads.phase(f"{before}step"):
             optimizer.step()
             optimizer.zero_grad()
+
+
+def fp16(kind: str, reads: HostReads) -> None:
+    accelerate(kind, reads, "fp16")
 
 
 def trainer(kind: str, reads: HostReads) -> None:
@@ -270,6 +274,7 @@ SITUATIONS = dict(
     lora=lora,
     dropout=dropout,
     accelerate=accelerate,
+    fp16=fp16,
     trainer=trainer,
     evaluate=evaluate,
     generate=generate,

@@ -138,7 +138,7 @@ def test_the_command_line_holds_over_the_file():
         "mixed_precision": "no",
     }
     launch = resolve(
-        settings(axonn_config={"grid": {"x": 8}}, mixed_precision="fp16", machine_rank=7, main_process_port=29500),
+        settings(axonn_config={"grid": {"x": 8}}, mixed_precision="fp8", machine_rank=7, main_process_port=29500),
         options,
     )
     assert (launch.settings["num_processes"], launch.settings["num_machines"]) == (8, 2)
@@ -160,13 +160,13 @@ def test_other_ways_to_split_a_model_are_refused_by_name(section):
     ("changes", "options", "message"),
     [
         (
-            {"mixed_precision": "fp16"},
+            {"mixed_precision": "fp8"},
             {},
-            "mixed_precision is 'fp16', which is not supported yet: write bf16, or 'no'.",
+            "mixed_precision is 'fp8', which is not supported yet: write bf16, fp16 or 'no'.",
         ),
-        ({"mixed_precision": "fp8"}, {}, "mixed_precision is 'fp8'"),
-        ({}, {"mixed_precision": "fp16"}, "mixed_precision is 'fp16'"),
-        ({"mixed_precision": None, "fp16": True}, {}, "mixed_precision is 'fp16'"),
+        ({}, {"mixed_precision": "fp8"}, "mixed_precision is 'fp8'"),
+        ({"mixed_precision": "fp16", "use_cpu": True}, {}, "accelerate leaves away on CPUs: write bf16, or 'no'"),
+        ({"mixed_precision": None, "fp16": True, "use_cpu": True}, {}, "mixed_precision is 'fp16', which accelerate"),
         ({"dynamo_backend": "INDUCTOR"}, {}, "dynamo_backend is 'INDUCTOR', but torch.compile is not supported yet"),
         ({"dynamo_config": {"dynamo_backend": "EAGER"}}, {}, "dynamo_backend is 'EAGER'"),
         ({"dynamo_config": {"backend": "EAGER"}}, {}, "dynamo_backend is 'EAGER'"),

@@ -119,7 +119,8 @@ def test_one_rank_needs_no_process_and_what_cannot_be_sent_is_none():
     ("arguments", "message"),
     (
         ({"grid": {"x": 2, "w": 2}}, "unknown key 'w'"),
-        ({"grid": Grid(x=2), "mixed_precision": "fp16"}, "one of no, bf16"),
+        ({"grid": Grid(x=2), "mixed_precision": "fp8"}, "one of bf16, fp16, no"),
+        ({"grid": Grid(x=2), "mixed_precision": "fp16", "use_cpu": True}, "leaves away on CPUs"),
         ({"grid": Grid(x=4096), "use_cpu": False}, "needs 4096 GPUs"),
         ({"grid": Grid(x=2), "args": 3}, "args=\\(value,\\)"),
     ),
