@@ -109,8 +109,12 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
 
 
 def _check_device(device_type: str, backend: str) -> None:
-    """Refuse a model that was left on the CPU by mistake: where `init_process_group` is told nothing, torch makes a
-    world with gloo for CPUs and NCCL for GPUs, in which it would train, slowly, on the CPU."""
+    """Refuse a model that was left on the CPU by mistake. Where `init_process_group` is told nothing, torch makes a
+    world with gloo for CPUs and NCCL for GPUs; the model would train in it, slowly, on the CPU.
+
+    Raises:
+        ValueError: it is on the CPU, and the process trains on another device, by another backend.
+    """
     here = default_device_type()
     try:
         other = backend_of(device=torch.device(here))
