@@ -15,10 +15,13 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 
-from hf_axonn import finish_saves, parallelize, save_sharded
+from hf_axonn import AxonnPlugin, finish_saves, parallelize, save_sharded
+from hf_axonn.compat.accelerate import forget_state
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.distributed import collectives
@@ -32,10 +35,14 @@ from tests.helpers.crashes import values_of
 from tests.helpers.equality import give_gradients, local, rows_of
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
+from tests.helpers.training import collate, make_trainer, numbers, token_data
 
 
 NO_OVERLAP = Overlap(all_gather=False, reduce_scatter=False, all_reduce=False)
 MOE = dict(num_local_experts=4, num_experts_per_tok=2, intermediate_size=21, initializer_range=0.2)
+EAGER = dict(num_experts_per_tok=2, moe_intermediate_size=21, initializer_range=0.2, experts_implementation="eager")
+LATENT = dict(n_routed_experts=4, n_group=2, topk_group=1, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16)
+LATENT |= dict(qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=4, num_key_value_heads=12)
 
 
 def llama():
@@ -64,6 +71,10 @@ MODES = {
     "frozen weights": partly_frozen,
     "LoRA": adapted,
     "MoE": lambda: tiny_model("mixtral", dtype=torch.float32, experts_implementation="eager", **MOE),
+    "qwen3_moe": lambda: tiny_model("qwen3_moe", dtype=torch.float32, num_experts=4, **EAGER),
+    "deepseek_v3": lambda: tiny_model("deepseek_v3", dtype=torch.float32, **EAGER, **LATENT),
+    "bfloat16": lambda: tiny_model("llama", dtype=torch.bfloat16),
+    "autocast": llama,
     "tied weights": lambda: tiny_model("smollm2", dtype=torch.float32),
     "recomputed": functools.partial(recomputed, use_reentrant=False),
     "recomputed reentrantly": functools.partial(recomputed, use_reentrant=True),
@@ -73,6 +84,8 @@ MODES = {
 def made(mode, grid, *, overlap=True, keep="none"):
     config = AxonnConfig(grid=grid, overlap=Overlap() if overlap else NO_OVERLAP, keep_gathered=keep)
     model, _ = parallelize(MODES[mode](), grid, config=config)
+    if mode == "autocast":
+        model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
     return model.train()
 
 
@@ -124,6 +137,62 @@ def trained(model, grid, folder=None, *, overlap=True, steps=2, micro_batches=2)
     return found | {f"parameter {name}": its.to_local().detach().clone() for name, its in parameters.items()}
 
 
+def by_trainer(mode, grid, folder, overlap, keep):
+    """What a Trainer with gradient accumulation, bf16, evaluation and a checkpoint leaves on this rank."""
+    forget_state()
+    plugin = AxonnPlugin(
+        grid=grid, overlap=Overlap() if overlap else NO_OVERLAP, keep_gathered=keep, async_save=overlap
+    )
+    options = dict(parallelism_config=plugin, bf16=mode == "Trainer, bf16", max_steps=2, save_steps=2, eval_steps=2)
+    trainer = make_trainer(folder, grid, model=llama(), **options)
+    trainer.train()
+    finish_saves()
+    logged = enumerate(numbers(trainer.state.log_history))
+    found = {f"log {i}: {key}": torch.tensor(value) for i, entry in logged for key, value in entry.items()}
+    found |= {f"saved {name}": value for name, value in values_of(folder / "checkpoint-2").items()}
+    return found | own_parameters(trainer.accelerator.unwrap_model(trainer.model))
+
+
+def by_accelerate(mode, grid, folder, overlap, keep):
+    """What a loop of Accelerate leaves on this rank: it accumulates, clips, gathers and saves its state."""
+    forget_state()
+    plugin = AxonnPlugin(grid=grid, overlap=Overlap() if overlap else NO_OVERLAP, keep_gathered=keep)
+    accelerator = Accelerator(
+        cpu=True, parallelism_config=plugin, mixed_precision="bf16", gradient_accumulation_steps=2
+    )
+    model = llama().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(token_data(16, seed=2), batch_size=4 // grid.dp_size, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    found = {}
+    for number, batch in enumerate(loader):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                found[f"norm {number}"] = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        found[f"loss {number}"] = loss.detach()
+        found[f"ids {number}"] = accelerator.gather_for_metrics(batch["input_ids"].sum(dim=1))
+    accelerator.save_state(str(folder))
+    return found | own_parameters(accelerator.unwrap_model(model))
+
+
+def own_parameters(model):
+    return {f"parameter {name}": its.to_local().detach().clone() for name, its in model.named_parameters()}
+
+
+LOOPS = {"Trainer": by_trainer, "Trainer, bf16": by_trainer, "Accelerate": by_accelerate}
+
+
+def run(mode, grid, folder, *, overlap=True, keep="none"):
+    """`trained`, or by one of LOOPS, which need a folder."""
+    if mode in LOOPS:
+        return LOOPS[mode](mode, grid, folder, overlap, keep)
+    return trained(made(mode, grid, overlap=overlap, keep=keep), grid, folder, overlap=overlap)
+
+
 def differences(truth, ours):
     assert truth.keys() == ours.keys() and len(truth) > 6
     assert all(value.isfinite().all() for value in truth.values())
@@ -136,16 +205,16 @@ def by_the_worst_order(cases, folder):
     for number, (grid, mode, like, keep, full) in enumerate(cases):
         here = [folder / f"{which} {number}" if full else None for which in ("truth", "ours")]
         with backend(like):
-            truth = trained(made(mode, grid, overlap=False), grid, here[0], overlap=False)
+            truth = run(mode, grid, here[0], overlap=False)
         with backend(like, late=True) as late:
-            ours = trained(made(mode, grid, keep=keep), grid, here[1])
+            ours = run(mode, grid, here[1], keep=keep)
         found.append((differences(truth, ours), late.issued))
     return found
 
 
-def check(cases, folder, timeout=240):
-    """Run cases on four ranks; returns the kinds of collectives that were issued."""
-    ranks = run_ranks(by_the_worst_order, 4, cases, folder, timeout=timeout)
+def check(cases, folder, timeout=240, world=4):
+    """Run cases; returns the kinds of collectives that were issued."""
+    ranks = run_ranks(by_the_worst_order, world, cases, folder, timeout=timeout)
     kinds = set()
     for number, case in enumerate(cases):
         differing, issued = zip(*(found[number] for found in ranks), strict=True)
@@ -162,6 +231,8 @@ QUICK = [
     (Grid(data=2, z=2), "LoRA", "nccl", "none", False),
     (Grid(data=2, z=2), "plain", "gloo", "all", False),
     (Grid(y=2, x=2), "MoE", "gloo", "none", False),
+    (Grid(z=2, x=2), "Accelerate", "nccl", "none", True),
+    (Grid(data=2, y=2), "Trainer, bf16", "gloo", "none", True),
 ]
 KINDS = {
     *("all_gather", "reduce_scatter", "all_to_all", "irecv +1", "isend +1", "barrier", "broadcasts"),
@@ -216,6 +287,22 @@ def test_no_bit_changes_on_any_grid(tmp_path, mode, like):
     check(cases, tmp_path, timeout=560)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("like", ["gloo", "nccl"])
+@pytest.mark.parametrize("mode", LOOPS)
+def test_no_bit_changes_in_others_loops(tmp_path, mode, like):
+    grids = ALL_GRIDS[:6] if like == "gloo" else ALL_GRIDS[:3]
+    check([(grid, mode, like, "none", True) for grid in grids], tmp_path, timeout=560)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("like", ["gloo", "nccl"])
+def test_no_bit_changes_on_eight_ranks(tmp_path, like):
+    modes = ("plain", "MoE", "bfloat16", "Accelerate")
+    cases = [(Grid(z=2, y=2, x=2), mode, like, "none", mode in LOOPS) for mode in modes]
+    check([*cases, (Grid(data=2, z=2, x=2), "plain", like, "none", False)], tmp_path, timeout=560, world=8)
+
+
 START_REDUCTION, START_GATHERS = matmul3d.start_reduction, gathering.start_all_gathers
 REDUCTION, GATHERS = (matmul3d, "start_reduction"), (gathering, "start_all_gathers")
 START_ALL_REDUCE = gradient_sync.start_all_reduce
@@ -265,6 +352,24 @@ def with_mistake(place, mistake, lates):
             wrong = {name: ours[name] for name, value in truth.items() if not torch.equal(value, ours[name])}
             found[late] = wrong, it.issued
     return found
+
+
+def with_mistake_in_loop(mode, place, mistake, folder):
+    """How many of the values that a loop leaves are not right."""
+    grid = Grid(z=2)
+    with backend("nccl"):
+        truth = run(mode, grid, folder / "truth", overlap=False)
+    with backend("nccl", late=True), replaced({place: functools.partial(mistake, True)}):
+        return len(differences(truth, run(mode, grid, folder / "ours")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "place", "mistake"),
+    [("Accelerate", GATHERS, never_waited_for), ("Trainer", REDUCTION, changed_under_way)],
+)
+def test_mistakes_are_seen_in_others_loops(tmp_path, mode, place, mistake):
+    assert all(wrong > 20 for wrong in run_ranks(with_mistake_in_loop, 2, mode, place, mistake, tmp_path))
 
 
 def test_a_gradient_that_changes_after_its_launch_is_seen():
