@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import re
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from tests.benchmarks.gpu.page import page, record
 from tests.benchmarks.gpu.parts import SMOKE_FILE, make_parts
 from tests.benchmarks.gpu.settings import MODELS, Machine, choose, grids, llama, overlap_grids, parameters
 from tests.benchmarks.gpu.train import measure
-from tests.helpers import ROOT
+from tests.helpers import ROOT, devices
 from tests.helpers.ranks import run_ranks
 
 
@@ -113,7 +114,8 @@ def test_what_runs_on_one_gpu(tmp_path):
     assert [job.name for job in found["peers"] if not job.left_out] == ["weights", "plain", "one rank"]
     assert "no compiler" in next(job for job in found["peers"] if job.name == "plain + compile").left_out
     for part in ("grids", "overlap"):
-        assert "needs two GPUs" in found[part][-1].left_out
+        (left_out,) = found[part]
+        assert "needs two GPUs" in left_out.left_out
     assert overlap_grids(1) == {} and overlap_grids(2) == {
         "all_gather": "z=2",
         "reduce_scatter": "z=2",
@@ -183,7 +185,7 @@ def test_tests_that_were_stopped_come_last(tmp_path):
     equality = make_parts(settings, results)[0]
     files = [f"tests/{name}.py" for name in "abc"]
     for file, code in (
-        ("collect", f"open(sys.argv[1], 'w').write(json.dumps({{'files': {files}}}))"),
+        ("collect", f"open(sys.argv[1], 'w').write(json.dumps({{'files': {files}, 'gpu': ['tests/b.py']}}))"),
         ("a.py", "1/0"),
     ):
         place = tmp_path / "equality" / file
@@ -192,7 +194,7 @@ def test_tests_that_were_stopped_come_last(tmp_path):
         known = json.loads((place / "job.json").read_text())
         known |= {"identity": results._identity(job), "state": DONE if file == "collect" else STOPPED}
         (place / "job.json").write_text(json.dumps(known))
-    assert [job.name for job in equality.jobs()] == ["collect", "b.py", "c.py", "a.py"]
+    assert [job.name for job in equality.jobs()] == ["collect", "b.py", "c.py", "b.py, marked gpu", "a.py"]
 
 
 def test_the_first_errors_stand_before_a_launchers_summary():
@@ -236,7 +238,7 @@ def example(settings, **changed: list[Outcome]) -> dict[str, list[Outcome]]:
     sources = machine["sources"] | dict.fromkeys(measured, "made up")
     outcomes = {part.name: [] for part in make_parts(settings, Results(Path("nowhere"), settings))}
     outcomes["links"] = [Outcome("bench-links", DONE, machine | measured | {"sources": sources}, 60.0, "abc1234")]
-    outcomes["peers"] = [trained("FSDP2", 1.0, 2.0, 1.9)]
+    outcomes["peers"] = [trained("FSDP2", 1.0, 2.0, 1.9), trained("one rank", 1.0, 2.0, 1.9)]
     outcomes["grids"] = [trained("z=4 x=2", 0.8, 2.0, 1.901), trained("x=8", 1.6, 2.0, 1.9)]
     outcomes["overlap"] = [trained("z=4 x=2", 1.0, 2.0, 1.9, without=("all_gather",))]
     return outcomes | changed
@@ -259,7 +261,8 @@ def test_the_page_has_the_figures_of_the_results():
     assert first["model_tflops"] == pytest.approx(4096 * flops / 1e12, rel=1e-4)
     assert first["mfu"] == pytest.approx(first["model_tflops"] / 989) and first["predicted_seconds"] is None
     assert first["of_gemm"] == pytest.approx(first["model_tflops"] / 813)
-    grid = found["training"][1]
+    alone, grid = found["training"][1:3]
+    assert alone["predicted_seconds"] > 4 * grid["predicted_seconds"]
     assert 0.3 < grid["predicted_seconds"] < 3 and 10 * GIB < grid["predicted_bytes"] < 60 * GIB
     assert "| FSDP2 | 8 | 1.000 | 4096 |" in text and "| 20.00 | - | - | 0.0e+00 |" in text
     assert "The fastest grid, z=4 x=2, is 1.25 times as fast as FSDP2." in text
@@ -286,7 +289,14 @@ def test_the_page_says_what_failed_and_what_to_do():
     assert not command.complete([tests]) and not command.complete([failed]) and command.complete([left_out])
 
 
-def test_without_a_gpu_it_says_so_in_one_line(monkeypatch, capsys):
+@pytest.fixture
+def environment(monkeypatch) -> None:
+    """What the command sets in it for its jobs is as before afterwards."""
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv(devices.CHOICE, "cpu")
+
+
+def test_without_a_gpu_it_says_so_in_one_line(environment, monkeypatch, capsys):
     monkeypatch.setattr(command, "find_machine", lambda: Machine("cpu", 0, "CPU", 16 * GIB, True, {}))
     assert command.main([]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -300,6 +310,21 @@ def test_the_machine_is_looked_at():
     found = Machine(**work.machine(argparse.Namespace()))
     assert found.memory > GIB and set(found.versions) >= set(work.PACKAGES)
     assert (found.count == 0) == (found.kind == "cpu")
+
+
+def test_a_part_runs_and_is_done(environment, tmp_path, monkeypatch, capsys):
+    machine = Machine(**work.machine(argparse.Namespace()))
+    monkeypatch.setattr(command, "find_machine", lambda: machine)
+    arguments = ["--size", "smoke", "--parts", "tuning", "--folder", str(tmp_path)]
+    pages = []
+    for _ in range(2):
+        assert command.main(arguments) == 0, capsys.readouterr()
+        pages.append((tmp_path / "smoke" / "page.json").read_text())
+    assert pages[0] == pages[1]  # with the seconds of the first run: there was no second
+    parts = {part["name"]: part["jobs"][0] for part in json.loads(pages[0])["parts"]}
+    assert parts["tuning"]["result"]["shapes"] > 9 and parts["links"]["state"] == WAITING
+    text = (tmp_path / "smoke" / "page.md").read_text()
+    assert "these are no figures" in text and "| SmolLM2-135M | bfloat16 | 1, 1 | dinput |" in text
 
 
 def _train(folder: Path) -> list[dict]:
@@ -323,21 +348,17 @@ def test_contenders_train_alike_on_two_ranks(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_everything_runs_in_its_smoke_size_and_goes_on_where_it_stopped(tmp_path, capsys):
+def test_everything_runs_in_its_smoke_size(environment, tmp_path):
     """Real launches on CPUs: every job of every part."""
     arguments = ["--size", "smoke", "--folder", str(tmp_path)]
-    assert command.main([*arguments, "--parts", "tuning"]) == 0
-    first = json.loads((tmp_path / "smoke" / "page.json").read_text())
-    states = {part["name"]: {job["state"] for job in part["jobs"]} for part in first["parts"]}
-    assert states["tuning"] == {DONE} and states["links"] == {WAITING}
-    assert command.main(arguments) == 0, (tmp_path / "smoke" / "page.md").read_text()
-    capsys.readouterr()
+    # Where a machine is slow the time of a part is over before its jobs are, and the next run goes on.
+    ended = any(command.main(arguments) == 0 for _ in range(4))
+    assert ended, (tmp_path / "smoke" / "page.md").read_text()
     found = json.loads((tmp_path / "smoke" / "page.json").read_text())
     text = (tmp_path / "smoke" / "page.md").read_text()
     ended = {part["name"]: {job["name"]: job for job in part["jobs"]} for part in found["parts"]}
     for part, of_part in ended.items():
         assert {job["state"] for job in of_part.values()} <= {DONE, LEFT_OUT}, part
-    assert ended["tuning"]["layouts"] == first["parts"][5]["jobs"][0]  # it was not run again
     assert ended["equality"][SMOKE_FILE.removeprefix("tests/")]["result"]["passed"] >= 5
     assert {line["name"] for line in found["training"]} >= {
         "plain",

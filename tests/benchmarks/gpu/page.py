@@ -115,7 +115,8 @@ def _training(found: dict[str, Any], jobs: list[dict[str, Any]]) -> str:
         "",
         f"{settings['model']} shape, {found['parameters'] / 1e6:,.1f}M parameters with random weights, "
         f"{settings['rows']} rows of {settings['sequence']} tokens a step, the same for all; {again}. float32 weights "
-        f"and AdamW, bfloat16 activations. {STEPS} steps, the last {COUNTED} count. Utilisation: model FLOPs, of the "
+        f"and AdamW, bfloat16 activations. plain: stock Transformers on one rank; one rank: the engine's layers and"
+        f" loss there. {STEPS} steps, the last {COUNTED} count. Utilisation: model FLOPs, of the "
         "advertised peak (MFU) and of the fastest product measured here. Losses: the largest relative difference from "
         f"the first line, at most {LOSS_TOLERANCE:.0%} is expected of bfloat16.",
     ]
@@ -203,11 +204,14 @@ def _links(machine: dict[str, Any] | None) -> str:
         ["fastest product, TFLOP/s", f"{machine['gemm_tflops']:.3g}"],
         ["memory, GB/s (a copy, read and written)", f"{machine['memory_gbs']:.4g}"],
         ["shortest operation, us", f"{machine['kernel_us']:.1f}"],
-        ["share of a gather beside products", f"{machine['overlap']:.2f}"],
-        ["start of a collective, us", f"{machine['latency_us']['base']:.1f}"],
-        ["a step of a ring in a node, us", f"{machine['latency_us']['intra']:.1f}"],
     ]
-    rings = machine["intra_gbs"] if isinstance(machine["intra_gbs"], dict) else {}
+    rings = machine["intra_gbs"] if isinstance(machine["intra_gbs"], dict) else {}  # of one rank there are none
+    if rings:
+        rows += [
+            ["share of a gather beside products", f"{machine['overlap']:.2f}"],
+            ["start of a collective, us", f"{machine['latency_us']['base']:.1f}"],
+            ["a step of a ring in a node, us", f"{machine['latency_us']['intra']:.1f}"],
+        ]
     rows += [[f"ring {name} (stride x ranks), GB/s a rank", f"{value:.4g}"] for name, value in rings.items()]
     rows += [[f"{kind} over all-gather, bytes", f"{value:.2f}"] for kind, value in machine["relative_cost"].items()]
     sizes = ", ".join(f"{size}: {share:.0%}" for size, share in machine["gemm_by_size"].items())

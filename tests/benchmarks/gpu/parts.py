@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.benchmarks.gpu.jobs import RESULT, STOPPED, Job, Part, Results
-from tests.benchmarks.gpu.settings import MODELS, STATE_BYTES, Settings, grids, overlap_grids, parameters
-from tests.benchmarks.gpu.train import COMPILED, ONE_RANK
+from tests.benchmarks.gpu.settings import MODELS, ONE_RANK, STATE_BYTES, Settings, grids, overlap_grids, parameters
+from tests.benchmarks.gpu.train import COMPILED
 from tests.benchmarks.peers.contenders import PEERS, parse_grid
 from tests.helpers.launching import TORCHRUN
 
@@ -80,12 +80,16 @@ class _Jobs:
 
     def equality(self) -> Iterator[Job]:
         """The files of tests of the fixture `device`."""
-        files = [SMOKE_FILE]
+        files, gpu = [SMOKE_FILE], []
         if not self.settings.smoke:
-            collect = self._single("collect", "collect", limit=120)
+            collect = self._single("collect", "collect", limit=240)
             yield collect
-            files = (self.results.look("equality", collect).result or {"files": []})["files"]
+            found = self.results.look("equality", collect).result or {}
+            files, gpu = found.get("files", []), found.get("gpu", [])
         work = [self._single(file.removeprefix("tests/"), "equality", "--file", file, limit=540) for file in files]
+        for file in gpu:
+            name = f"{file.removeprefix('tests/')}, marked gpu"
+            work.append(self._single(name, "equality", "--file", file, "--gpu", limit=540))
         # One that was stopped may hang: those after it come first.
         yield from sorted(work, key=lambda job: self.results.look("equality", job).state == STOPPED)
 
@@ -105,22 +109,19 @@ class _Jobs:
 
     def grids(self) -> Iterator[Job]:
         """Our grids."""
-        yield self._weights()
-        for name in grids(self.settings.ranks):
+        names = grids(self.settings.ranks)
+        yield self._weights() if names else Job("grids", (), left_out=NO_PEER)
+        for name in names:
             yield self._train(name, ranks=self.settings.ranks)
-        if self.settings.ranks == 1:
-            yield Job("grids", (), left_out=NO_PEER)
 
     def overlap(self) -> Iterator[Job]:
         """Each switch off on a grid where it hides something, and all of them; `grids` has them on."""
-        yield self._weights()
         switches = overlap_grids(self.settings.ranks)
+        yield self._weights() if switches else Job("overlap", (), left_out=NO_PEER)
         for switch, name in switches.items():
             yield self._train(name, ranks=self.settings.ranks, without=(switch,))
         for name in dict.fromkeys(name for name in switches.values() if list(switches.values()).count(name) == 3):
             yield self._train(name, ranks=self.settings.ranks, without=tuple(switches))
-        if not switches:
-            yield Job("overlap", (), left_out=NO_PEER)
 
     def tuning(self) -> Iterator[Job]:
         """Operand layouts of a layer's products."""

@@ -42,6 +42,7 @@ STATE_BYTES = 16  # of a parameter in training: float32 weight, gradient and Ada
 STATES = 0.35  # the part of a GPU's memory that the states of a fully sharded model may take
 STEPS, COUNTED = 10, 8  # ten steps, of which the last eight count, as in the AxoNN paper
 SIZES = ("smoke", "full")
+ONE_RANK = "one rank"  # the contender that is the engine on a grid of one
 BATCHES = "batches.pt"  # beside the weights
 
 

@@ -27,18 +27,21 @@ from transformers import AutoModelForCausalLM
 from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.planner.measure.timings import slowest
-from tests.benchmarks.gpu.settings import BATCHES, COUNTED, STEPS
+from tests.benchmarks.gpu.settings import BATCHES, COUNTED, ONE_RANK, STEPS
 from tests.benchmarks.kernels.gpu_loss import engine_on_one_rank
 from tests.benchmarks.peers import ranks
 from tests.benchmarks.peers.contenders import PEERS, Training, build, fully_sharded, parse_grid
 
 
 COMPILED = " + compile"
-ONE_RANK = "one rank"
 
 
 def make(name: str, folder: Path, options: argparse.Namespace) -> Training:
-    """A contender on this rank, on torch's default device."""
+    """A contender on this rank, on torch's default device.
+
+    Raises:
+        RuntimeError: its weights are not float32: it could not be compared.
+    """
     plain = name.removesuffix(COMPILED)
     if plain == "FSDP2":
         policy = torch.distributed.fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -54,6 +57,9 @@ def make(name: str, folder: Path, options: argparse.Namespace) -> Training:
             os.environ["AXONN_CONFIG"] = AxonnConfig(grid=parse_grid(plain), overlap=switches).to_json()
         training = build(plain, folder)
     model = getattr(training.model, "module", training.model)  # inside of DDP's wrapper
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if dtypes != {torch.float32}:
+        raise RuntimeError(f"{name} has weights in {dtypes}, but all contenders train float32 weights.")
     if plain != "FSDP2":
         training.around_forward = partial(torch.autocast, torch.get_default_device().type, torch.bfloat16)
     if options.checkpointing:

@@ -1,7 +1,7 @@
 """What one process measures: `python -m tests.benchmarks.gpu.work WHAT --result FILE`, each as JSON.
 
 machine       what there is to run on
-collect       the files of tests that run their ranks on what HF_AXONN_TEST_DEVICE says
+collect       the files of tests that run their ranks on what HF_AXONN_TEST_DEVICE says, and of those marked gpu
 equality      one of these files: which tests passed, failed and were skipped
 weights       random weights and the batches that all contenders start from
 host          tests/benchmarks/host/host_time.py
@@ -27,7 +27,8 @@ from tests.benchmarks.gpu.settings import BATCHES, MODELS, STEPS, llama
 from tests.helpers import ROOT
 
 
-SELECT = "on_device and not slow and not gpu"  # as `make test-gpu`
+# As `make test-gpu`, in processes of their own: one that has used a GPU cannot fork ranks that do.
+SELECT = {False: "on_device and not slow and not gpu", True: "gpu"}
 NO_TESTS = 5  # pytest's exit code
 PACKAGES = ("hf_axonn", "torch", "transformers", "accelerate")
 
@@ -65,12 +66,14 @@ class Outcomes:
     """A plugin of pytest: the items that were collected, and how each ended."""
 
     def __init__(self) -> None:
-        self.files: list[str] = []
+        self.files: dict[bool, list[str]] = {}  # by whether a test is marked gpu
         self.ends: dict[str, str] = {}
 
     def pytest_collection_finish(self, session: Any) -> None:
         """Called by pytest."""
-        self.files = sorted({str(item.path.relative_to(ROOT)) for item in session.items})
+        for gpu in SELECT:
+            items = (item for item in session.items if gpu == (item.get_closest_marker("gpu") is not None))
+            self.files[gpu] = sorted({str(item.path.relative_to(ROOT)) for item in items})
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Called by pytest after set-up, test and tear-down of each."""
@@ -95,13 +98,14 @@ def pytest(*arguments: str) -> Outcomes:
 
 
 def collect(options: argparse.Namespace) -> dict[str, Any]:
-    """Files of tests that ask for the fixture `device`."""
-    return {"files": pytest("--collect-only", "-m", SELECT, str(ROOT / "tests")).files}
+    """Files of tests that ask for the fixture `device`, and of those that use a GPU themselves."""
+    both = pytest("--collect-only", "-m", " or ".join(f"({each})" for each in SELECT.values()), str(ROOT / "tests"))
+    return {"files": both.files[False], "gpu": both.files[True]}
 
 
 def equality(options: argparse.Namespace) -> dict[str, Any]:
     """How the tests of a file ended."""
-    ends = pytest("-m", SELECT, str(ROOT / options.file)).ends
+    ends = pytest("-m", SELECT[options.gpu], str(ROOT / options.file)).ends
     counts = {end: list(ends.values()).count(end) for end in ("passed", "failed", "skipped")}
     return {**counts, "failures": [name for name, end in ends.items() if end == "failed"]}
 
@@ -189,6 +193,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, help="tokens of a row, for weights")
     parser.add_argument("--folder", type=Path, help="of weights")
     parser.add_argument("--file", help="of tests, for equality")
+    parser.add_argument("--gpu", action="store_true", help="those of its tests that are marked gpu")
     options = parser.parse_args()
     found = WORK[options.what](options)
     options.result.write_text(json.dumps(found))
