@@ -209,11 +209,12 @@ class Product:
 
     def gathered(self, dtype: torch.dtype) -> GatheredBlocks:
         """As `gather`, with the version of the weights."""
-        mesh, context, version = self.state.mesh, self.state.context, self.version
+        mesh, context = self.state.mesh, self.state.context
         if mesh.size("z") == 1:
+            version = self.version if torch.is_grad_enabled() else 0  # only backward compares it
             blocks = [weight.block(layout, dtype) for weight, layout in zip(self.weights, self.layouts, strict=True)]
             return GatheredBlocks(blocks, version)
-        key = self._key(dtype)
+        key, version = self._key(dtype), self.version
         found = context.gather_cache.find(key, version)
         if found is None:
             gathering = Gathering(self.weights, self.layouts, dtype)

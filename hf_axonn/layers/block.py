@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hf_axonn.distributed.collectives import (
     all_reduce,
     all_reduce_backward,
+    reduce_,
     reduce_scatter,
     reduce_scatter_rows,
 )
@@ -146,17 +147,20 @@ class Column:
                 output.movedim(0, -2).flatten(-2)[..., : ceil_div(linear_size(linear)[0], mesh.size("x"))]
                 for output, linear in zip(outputs, self.linears, strict=True)
             ]
-        outputs = [self._place(output, linear) for output, linear in zip(outputs, self.linears, strict=True)]
+        outputs = [self._place(output, index) for index, output in enumerate(outputs)]
         return [output if output.dim() == hidden.dim() else output.view(*hidden.shape[:-1], -1) for output in outputs]
 
-    def _place(self, output: Tensor, linear: nn.Module) -> Tensor:
-        """[T, own features], or [B, S, own features] -> the features that this rank works on."""
-        mesh, size, heads = self.state.mesh, linear_size(linear)[0], self.heads
-        exchange = self.exchange_of(linear)
+    def _place(self, output: Tensor, index: int) -> Tensor:
+        """[T, own features], or [B, S, own features] of a projection -> the features that this rank works on."""
+        mesh, linear, exchange, heads = self.state.mesh, self.linears[index], self.exchanges[index], self.heads
+        every_head = heads is not None and not heads.axes  # every rank of x goes on with all of them
+        if linear._parameters.get("bias") is None and exchange.is_slice and not every_head:
+            return output
+        size = linear_size(linear)[0]
         if linear.bias is not None:
             bias = replicated_local(linear.bias, mesh, self.bias_axes)
             output = output + take_slice(bias, size, mesh, *self.bias_axes).to(output.dtype)
-        if heads is not None and not heads.axes:  # every rank of x goes on with all heads
+        if every_head:
             return gather_features(output, size, mesh, "x")
         return output if exchange.is_slice else exchange.exchange(output.reshape(-1, output.shape[-1]))
 
@@ -221,8 +225,10 @@ class Row:
         in_place = mesh.size("y") == 1 or tokens.features  # where these rows of tokens are this rank's own
         if tokens.sharded:
             output = reduce_scatter_rows(output, mesh.group("x"), self.leading if in_place else (-1,))
-        else:
+        elif torch.is_grad_enabled():
             output = all_reduce(output, mesh.group("x"))
+        else:  # nobody else has it
+            output = reduce_(output, mesh.group("x"))
         if self.linear.bias is not None:
             bias = replicated_local(self.linear.bias, mesh, self.bias_axes)
             output = output + take_slice(bias, self.hidden_size, mesh, "y").to(output.dtype)

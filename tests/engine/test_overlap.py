@@ -103,7 +103,7 @@ def test_a_bundle_has_one_dtype_no_key_twice_and_nothing_needless():
     assert a_pass(ahead, weights, "abccba") == ["a bc", "", "cba", "", "", ""]
     ahead, weights = gathering_ahead("abcd", size=3, needless="c".__contains__)
     a_pass(ahead, weights, "abcd")
-    assert a_pass(ahead, weights, "abd") == ["a b", "d", ""]
+    assert a_pass(ahead, weights, "abd") == ["a bd", "", ""]
 
 
 def test_switched_off_nothing_begins_ahead():
