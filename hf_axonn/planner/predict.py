@@ -249,6 +249,7 @@ def _assemble(
         share=job.machine.overlap,
         # On GPUs, where moving data takes nothing from computing; the paper's code has one group over z.
         apart=job.schedule == "hf_axonn" and job.machine.overlap == 1,
+        layer_ahead=job.schedule == "hf_axonn",
     )
     seconds = dict.fromkeys(("gemm", "attention", "elementwise"), 0.0)
     exposed_xy = exposed_z = slack = 0.0

@@ -9,7 +9,9 @@ is left is
           (the engine on GPUs) they share the link and R may last into the window after, see `_backward_apart`
     OAR   X - min(X, C of this group's dW)
 
-and all other collectives over x and y in full. Without an overlap its collectives count in full. Where the machine's
+The engine gathers a layer ahead, so that all groups of a layer are one window there (`layer_ahead`).
+
+All other collectives over x and y count in full. Without an overlap its collectives count in full. Where the machine's
 `overlap` is below 1, only that share of what could be hidden is. Layers of a kind are taken to follow each other.
 """
 
@@ -27,6 +29,7 @@ class Overlaps:
     """Which overlaps are on, the machine's share of what could be hidden, and whether layers run again.
 
     apart: whether gathers and reductions over z have a communicator each.
+    layer_ahead: whether the gathers of a layer have all of the layer before to arrive, or each the group before.
     """
 
     all_gather: bool
@@ -35,6 +38,7 @@ class Overlaps:
     checkpointing: bool
     share: float
     apart: bool = False
+    layer_ahead: bool = False
 
 
 class Exposed(NamedTuple):
@@ -56,7 +60,9 @@ def exposed(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ...], grou
     beside = share if overlaps.all_gather else 0.0
 
     def gathered_ahead(gathers: list[float]) -> float:
-        """Each gather travels beside the compute of the group before."""
+        """The gathers of a layer travel beside the compute of the layer before, or each beside the group before."""
+        if overlaps.layer_ahead:
+            return sum(gathers) - beside * min(sum(gathers), sum(forward))
         following = gathers[1:] + gathers[:1]
         return sum(travel - beside * min(travel, room) for travel, room in zip(following, forward, strict=True))
 
@@ -71,6 +77,8 @@ def exposed(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ...], grou
     windows = [
         (again[index - 1], layer.reduces[(index + 1) % count], backward[index]) for index in reversed(range(count))
     ]
+    if overlaps.layer_ahead:
+        windows = [(sum(again), sum(layer.reduces), sum(backward))]
     if overlaps.apart and overlaps.all_gather and overlaps.reduce_scatter:
         backward_z, slack = _backward_apart(windows)
     else:
