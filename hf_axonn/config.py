@@ -22,7 +22,13 @@ LAYOUTS = ("auto", "token", "feature")
 SAVE_FAILURES = ("stop", "continue")
 PRECISIONS = ("bf16", "fp16", "no")  # of accelerate, its mixed_precision
 KEPT = ("none", "recomputed", "all")
-CHOICES = {"reduce_dtype": REDUCE_DTYPES, "layout": LAYOUTS, "save_failure": SAVE_FAILURES}
+RESIDUAL_DTYPES = ("model", "bfloat16")
+CHOICES = {
+    "reduce_dtype": REDUCE_DTYPES,
+    "residual_dtype": RESIDUAL_DTYPES,
+    "layout": LAYOUTS,
+    "save_failure": SAVE_FAILURES,
+}
 GRID_EXAMPLE = "grid: {data: 1, z: 2, y: 1, x: 2}"
 
 
@@ -56,6 +62,8 @@ class Settings:
         overlap: which collectives run while the device computes.
         reduce_dtype: the dtype in which gradients are summed over z and averaged over data, one of REDUCE_DTYPES; or
             their own if that is wider.
+        residual_dtype: of the residual stream between the layers, one of RESIDUAL_DTYPES: as the model has it, which
+            under autocast is float32, or bfloat16, under bfloat16 autocast only.
         keep_gathered: which weights that were gathered over z in forward are kept for backward, instead of gathered
             again: "none", "recomputed" (of a checkpointed layer, from when it runs again), "all", or a number: those
             of the last so many layers.
@@ -73,6 +81,7 @@ class Settings:
 
     overlap: Overlap = Overlap()
     reduce_dtype: str = "float32"
+    residual_dtype: str = "model"
     keep_gathered: str | int = "none"
     prefetch: str | int = "layer"
     tune_matmuls: bool = False
@@ -110,7 +119,8 @@ class AxonnConfig(Settings):
         order: the axes as they lie on the machine, the one with the fastest links first; read where processes start
             (topology/axis_order.py), it changes nothing in a running one.
     Raises:
-        ValueError: a value is not of its kind; the message says what to write.
+        ValueError: a value is not of its kind, or residual_dtype is given with a grid of one rank; the message says
+            what to write.
     """
 
     grid: Grid
@@ -120,6 +130,11 @@ class AxonnConfig(Settings):
         if not isinstance(self.grid, Grid):
             raise ValueError(f"grid is {self.grid!r}, but it is a Grid, for instance Grid(z=2, x=2).")
         super().__post_init__()
+        if self.residual_dtype != "model" and self.grid.size == 1:
+            raise ValueError(
+                f"residual_dtype is {self.residual_dtype}, but a model on a grid of one rank stays as it is: leave "
+                "residual_dtype away."
+            )
         object.__setattr__(self, "order", check_order(self.order))
 
     @classmethod
@@ -128,7 +143,7 @@ class AxonnConfig(Settings):
 
         Args:
             section: keys grid (required; a mapping from axis to size), overlap (a mapping of switches), reduce_dtype,
-                keep_gathered, prefetch, tune_matmuls, layout, async_save, save_failure, order.
+                residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, async_save, save_failure, order.
             num_processes: number of processes on all machines together, which the grid must have; None: not checked.
         Raises:
             ValueError: an unknown key, a value of the wrong kind, or a grid of another size than `num_processes`.

@@ -57,13 +57,13 @@ class AxonnPlugin(ParallelismConfig):
     Args:
         grid: sizes of the axes; None takes the grid and all settings of the launch file (the environment variable
             AXONN_CONFIG).
-        overlap, reduce_dtype, keep_gathered, prefetch, tune_matmuls, layout, async_save, save_failure: see
+        overlap, reduce_dtype, residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, async_save, save_failure: see
             `config.Settings`.
     Raises:
         ValueError: no grid is given and none was launched, or there are settings without a grid, or a library has a
             release that is not proven (`check_versions`); later, when the Accelerator is made: the grid is not the
-            number of processes, or fp8, torch.compile or a communication hook of DistributedDataParallel is asked
-            for.
+            number of processes, or residual_dtype is given without bf16, or fp8, torch.compile or a communication
+            hook of DistributedDataParallel is asked for.
     """
 
     @_arguments_of(_Arguments)
@@ -148,6 +148,11 @@ class AxonnPlugin(ParallelismConfig):
             raise ValueError(
                 f"mixed_precision={accelerator.state.mixed_precision} is not supported over a grid: use "
                 f"{', '.join(PRECISIONS)}."
+            )
+        if self.config.residual_dtype == "bfloat16" and accelerator.state.mixed_precision != "bf16":
+            raise ValueError(
+                f"residual_dtype is bfloat16, but mixed_precision is {accelerator.state.mixed_precision}: write bf16, "
+                "or leave residual_dtype away. A model of bfloat16 weights has such a residual stream already."
             )
         if accelerator.state.dynamo_plugin.backend.value.lower() != "no":
             raise ValueError("torch.compile (dynamo_backend) is not supported over a grid: leave it away.")

@@ -280,6 +280,7 @@ def _examine_memory(
             compute_bytes=2 if launch.settings["mixed_precision"] in ("bf16", "fp16") else size,
             param_bytes=size,
             reduce_bytes=DTYPE_BYTES[launch.config.reduce_dtype],
+            residual_bytes=DTYPE_BYTES.get(launch.config.residual_dtype),
             checkpointing=options.checkpointing,
             kept_layers=_kept_layers(launch.config, shape),
         )

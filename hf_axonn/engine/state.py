@@ -37,6 +37,7 @@ class ParallelState:
         mesh: the process groups; `grid` and `coordinates` are short for its own, `gather_cache` for the context's.
         config: the settings that the model was parallelized with.
         reduce_dtype: the dtype in which weight gradients travel.
+        residual_dtype: of the residual stream between the layers; None: as the model has it.
         widens: whether products of 16-bit matrices can be written in float32, as on CUDA (`product_dtype`).
         keeps_recomputed: whether a layer that runs again in backward keeps what it gathers then (`keep_gathered`).
         overlap_all_reduce: whether the reduction of an input's gradient runs beside the weight gradients (OAR).
@@ -62,6 +63,7 @@ class ParallelState:
         self.mesh = mesh
         self.config = config
         self.reduce_dtype = getattr(torch, config.reduce_dtype)
+        self.residual_dtype = None if config.residual_dtype == "model" else getattr(torch, config.residual_dtype)
         self.widens = mesh.device_type == "cuda"  # the only one of which torch.mm takes out_dtype
         self.keeps_recomputed = config.keep_gathered == "recomputed"
         self.overlap_all_reduce = config.overlap.all_reduce
@@ -170,6 +172,27 @@ class ParallelState:
         if torch.is_autocast_enabled(device_type):
             return torch.get_autocast_dtype(device_type)
         return input_.dtype
+
+    def as_residual(self, hidden: Tensor) -> Tensor:
+        """Hidden states between two layers, in the dtype of the residual stream. No communication.
+
+        Without gradients nothing is saved: then a pass without autocast has the precision of the model.
+
+        Raises:
+            ValueError: gradients are on, and the computation is not in the dtype that the stream is to have.
+        """
+        wanted = self.residual_dtype
+        if wanted is None or hidden.dtype == wanted:
+            return hidden
+        if self.compute_dtype(hidden) == wanted:
+            return hidden.to(wanted)
+        if not torch.is_grad_enabled():
+            return hidden
+        raise ValueError(
+            f"residual_dtype is {wanted}, but the model computes in {self.compute_dtype(hidden)}, and would lose that "
+            "precision between its layers: train under autocast in bfloat16 (mixed_precision: bf16), or leave "
+            "residual_dtype away."
+        )
 
     def product_dtype(self, factors: torch.dtype, wanted: torch.dtype) -> torch.dtype:
         """The dtype in which a product is written whose result goes on as `wanted`.

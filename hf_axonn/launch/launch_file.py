@@ -68,10 +68,15 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
     _refuse(settings, options)
     num_processes, num_machines = _processes(settings, options)
     section, planned = settings[SECTION], []
+    precision = _precision(settings, options)
     if isinstance(section, Mapping):
-        precision = _precision(settings, options)
         section, planned = resolve_auto(section, num_processes, mixed_precision=precision, read=read_shape)
     config = AxonnConfig.from_mapping(section, num_processes=num_processes)
+    if config.residual_dtype == "bfloat16" and precision != "bf16":
+        raise ValueError(
+            f"axonn_config.residual_dtype is bfloat16, but mixed_precision is {precision!r}: write bf16, or leave "
+            "residual_dtype away."
+        )
     kept = {key: value for key, value in settings.items() if key != SECTION}
     # YAML reads an unquoted no as false, where accelerate expects the word.
     kept["mixed_precision"] = settings.get("mixed_precision") or "no"
@@ -83,7 +88,7 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
     kind = _distributed_type(settings, options, num_processes)
     use_cpu, notes = _use_cpu(settings, options, kind, num_processes)
     notes = planned + notes
-    if use_cpu and _precision(settings, options) == "fp16":
+    if use_cpu and precision == "fp16":
         raise ValueError("mixed_precision is 'fp16', which accelerate leaves away on CPUs: write bf16, or 'no'.")
     environment = {VARIABLE: config.to_json()}
     if use_cpu:

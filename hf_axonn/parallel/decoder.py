@@ -4,6 +4,7 @@
     first layer       takes this rank's tokens, [1, T/(x*y), H], or [1, T/x, H/y] in the feature layout
     last layer        turns features into tokens, [1, T/(x*y), H]
     last norm         on this rank's tokens
+    between layers    in `residual_dtype`; within a layer in the widest of what is added up, as autocast has it
     decoder's output  gathered, unless the loss will take it as it is (training with labels)
 
 One token at a time without gradients (decoding) the residual stream is replicated: there is nothing to divide.
@@ -55,6 +56,7 @@ def _layer(
     if first:
         hidden, args, kwargs = split_hidden_states(args, kwargs)
         batch, seq = hidden.shape[:2]
+        hidden = state.as_residual(hidden)
         # Between one rank there is nothing to divide either.
         sharded = state.mesh.size("x", "y") > 1 and (torch.is_grad_enabled() or seq > 1)
         state.context.tokens = Tokens(batch, seq, sharded=sharded, features=state.features if sharded else 0)
@@ -62,6 +64,8 @@ def _layer(
             hidden = take_tokens(hidden, state.context.tokens, state.mesh)
         args = (hidden, *args)
     output = original(*args, **kwargs)
+    if state.residual_dtype is not None:
+        output = _map_first(output, state.as_residual)
     tokens, mesh = state.context.tokens, state.mesh
     if end == "full" and tokens.sharded:
         return _map_first(output, lambda hidden: gather_tokens(hidden, tokens, mesh))

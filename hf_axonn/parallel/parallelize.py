@@ -92,6 +92,11 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     with without_wrappers(inner):  # adapters follow what is done to the model that they adapt
         plan = plan_for(inner)
     check_plan(inner, plan)
+    if config.residual_dtype != "model" and plan.decoder is None:
+        raise ValueError(
+            f"residual_dtype is {config.residual_dtype}, but {type(inner).__name__} is sharded Linear by Linear, and "
+            f"its layers are not known ({plan.reason}): leave residual_dtype away."
+        )
     with without_wrappers(inner):
         layout = choose_layout(inner, plan, y=grid.y, wanted=config.layout)
         report = state.report = Report(str(grid), plan.summary(), layout.reason)

@@ -133,6 +133,7 @@ def resolve_auto(
             compute_bytes=2 if mixed_precision in ("bf16", "fp16") else PRECISION_BYTES[weights],
             param_bytes=PRECISION_BYTES[weights],
             reduce_bytes=DTYPE_BYTES.get(str(section.get("reduce_dtype", "float32")), 4),
+            residual_bytes=DTYPE_BYTES.get(str(section.get("residual_dtype", "model"))),
             checkpointing=checkpointing,
         )
         order = check_order(section["order"]) if "order" in section else None

@@ -195,27 +195,30 @@ def _gathered(shape: Stack, grid: Grid, step: Step, gloo: bool) -> int:
 def _activations(shape: Stack, grid: Grid, step: Step, layout: str, gloo: bool) -> tuple[float, float, float]:
     """What forward saves, what one layer makes again in backward, and the largest that is reduced meanwhile."""
     parts = 1 if shape.loose else grid.x * grid.y
-    residual = step.padded(grid) * shape.hidden / parts * step.param_bytes
-    last = _norm(shape) * residual  # the norm before the head
+    own = step.padded(grid) * shape.hidden / parts
+    last = _saved_by_norm(shape, step) * own  # the norm before the head
     saved = {layer: _saved(shape, layer, grid, step, layout, gloo) for layer, _ in shape.kinds}
     # Gradients of an input before they are reduced. Other gradients take the place of what is saved and used up.
     at_work = max((_at_work(shape, part, grid, step) for layer in saved for part in layer.parts), default=0.0)
     if step.checkpointing:
-        return shape.depth * residual + last, max(saved.values()), at_work
+        return shape.depth * own * step.stream_bytes + last, max(saved.values()), at_work
     return sum(count * saved[layer] for layer, count in shape.kinds) + last, 0.0, at_work
 
 
-def _norm(shape: Stack) -> int:
-    """Tensors that a norm saves: an RMSNorm of Transformers keeps its input and what it has normalized."""
-    return 1 if shape.centered else 2
+def _saved_by_norm(shape: Stack, step: Step, *, own: bool = False) -> int:
+    """Bytes an element that a norm saves. One of Transformers keeps its input in the dtype that it computes in, and an
+    RMSNorm also what it has normalized, in that of its input; `own` ones, of the feature layout, their input alone."""
+    if own:
+        return step.stream_bytes
+    return step.param_bytes + (0 if shape.centered else step.stream_bytes)
 
 
 def _saved(shape: Stack, layer: Layer, grid: Grid, step: Step, layout: str, gloo: bool) -> float:
     """Bytes that forward saves of one layer, all of its activations."""
     tokens, parts = step.padded(grid), 1 if shape.loose else grid.x * grid.y
     feature = layout == "feature" and grid.y > 1
-    residual = tokens * shape.hidden / parts * step.param_bytes
-    saved = residual * layer.norms * (1 if feature else _norm(shape)) + 4 * tokens / (grid.x if feature else parts) * 2
+    saved = tokens * shape.hidden / parts * layer.norms * _saved_by_norm(shape, step, own=feature)
+    saved += 4 * tokens / (grid.x if feature else parts) * 2
     saved += sum(rows * cols for rows, cols, _ in layer.gathered) * step.param_bytes
     for part in layer.parts:
         if isinstance(part, Experts):

@@ -39,7 +39,7 @@ class Job:
     Args:
         shape, machine: the model and the machine.
         sequences, seq: samples of the full batch, and tokens a sample.
-        compute_bytes, param_bytes, reduce_bytes: as `Step`; bf16 on fp32 weights by default.
+        compute_bytes, param_bytes, reduce_bytes, residual_bytes: as `Step`; bf16 on fp32 weights by default.
         checkpointing: whether layers run again in backward.
         all_gather, reduce_scatter, all_reduce: the three overlaps.
         schedule: one of SCHEDULES.
@@ -54,6 +54,7 @@ class Job:
     compute_bytes: int = 2
     param_bytes: int = 4
     reduce_bytes: int = 4
+    residual_bytes: int | None = None
     checkpointing: bool = True
     all_gather: bool = True
     reduce_scatter: bool = True
@@ -164,6 +165,7 @@ def step_of(job: Job, grid: Grid, micro_batches: int) -> Step:
         compute_bytes=job.compute_bytes,
         param_bytes=job.param_bytes,
         reduce_bytes=job.reduce_bytes,
+        residual_bytes=job.residual_bytes,
         checkpointing=job.checkpointing,
         counted=True,
     )

@@ -150,7 +150,7 @@ def test_the_plugin_takes_every_setting_of_a_launch_file():
     assert parameters["layout"].kind is inspect.Parameter.KEYWORD_ONLY and parameters["layout"].default == "auto"
     assert AxonnPlugin(grid=Grid(z=2)).config == AxonnConfig(grid=Grid(z=2))
     wanted = dict(reduce_dtype="bfloat16", keep_gathered=3, tune_matmuls=True, layout="token", async_save=True)
-    wanted |= dict(overlap=Overlap(all_gather=False), save_failure="continue")
+    wanted |= dict(overlap=Overlap(all_gather=False), save_failure="continue", residual_dtype="bfloat16")
     config = AxonnConfig(grid=Grid(y=2), **wanted)
     assert AxonnPlugin(**{name: getattr(config, name) for name in names}).config == config
     with pytest.raises(ValueError, match="layout is 'tokens', but it is one of auto, token, feature"):

@@ -59,6 +59,7 @@ SECTION = st.fixed_dictionaries(
     optional={
         "overlap": mostly(st.dictionaries(st.sampled_from(["all_gather", "all_reduce", "x"]), mostly(st.booleans()))),
         "reduce_dtype": mostly(st.sampled_from(REDUCE_DTYPES)),
+        "residual_dtype": mostly(st.sampled_from(["model", "bfloat16"])),
         "keep_gathered": mostly(st.sampled_from(["none", "all", "recomputed", 0, 3, -1])),
         "tune_matmuls": mostly(st.booleans()),
         "layout": mostly(st.sampled_from(LAYOUTS)),

@@ -57,7 +57,10 @@ def test_a_wrong_variable_is_named(text):
         (None, "axonn_config is None"),
         ({}, "axonn_config has no grid: write"),
         ({"x": 2, "z": 2}, "axonn_config.z is out of place: sizes stand under grid"),
-        ({"gird": GRID}, "unknown key 'gird'; it may hold grid, overlap, reduce_dtype, keep_gathered, "),
+        (
+            {"gird": GRID},
+            "unknown key 'gird'; it may hold grid, overlap, reduce_dtype, residual_dtype, keep_gathered, ",
+        ),
         ({"gird": GRID}, ": did you mean grid?"),
         ({"grid": GRID, "zzz": 1}, "axonn_config has an unknown key 'zzz'; it may hold grid, overlap, "),
         ({"grid": GRID, "zzz": 1}, ": remove it."),

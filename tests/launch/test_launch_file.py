@@ -167,6 +167,11 @@ def test_other_ways_to_split_a_model_are_refused_by_name(section):
         ({}, {"mixed_precision": "fp8"}, "mixed_precision is 'fp8'"),
         ({"mixed_precision": "fp16", "use_cpu": True}, {}, "accelerate leaves away on CPUs: write bf16, or 'no'"),
         ({"mixed_precision": None, "fp16": True, "use_cpu": True}, {}, "mixed_precision is 'fp16', which accelerate"),
+        (
+            {"mixed_precision": "no", "axonn_config": {"grid": {"x": 4}, "residual_dtype": "bfloat16"}},
+            {},
+            "axonn_config.residual_dtype is bfloat16, but mixed_precision is 'no': write bf16",
+        ),
         ({"dynamo_backend": "INDUCTOR"}, {}, "dynamo_backend is 'INDUCTOR', but torch.compile is not supported yet"),
         ({"dynamo_config": {"dynamo_backend": "EAGER"}}, {}, "dynamo_backend is 'EAGER'"),
         ({"dynamo_config": {"backend": "EAGER"}}, {}, "dynamo_backend is 'EAGER'"),

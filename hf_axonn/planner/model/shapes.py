@@ -145,8 +145,9 @@ class Step:
         rows, seq: samples of a micro-batch at one (data, z) position, and tokens a sample, padding included.
         micro_batches: forward and backward passes before the optimizer steps.
         compute_bytes: bytes an element of activations and gathered weights (2 for bf16).
-        param_bytes: bytes an element of parameters, of their gradients, and so of the residual stream: it begins as
-            the rows of the embedding (4 for fp32 master weights).
+        param_bytes: bytes an element of parameters and of their gradients (4 for fp32 master weights).
+        residual_bytes: bytes an element of the residual stream (`residual_dtype`); None: those of parameters, as it
+            begins as the rows of the embedding.
         reduce_bytes: bytes an element of `reduce_dtype`.
         checkpointing: whether every layer runs again in backward (not reentrant, which is Transformers' default).
         kept_layers: number of layers whose gathered weights are kept from forward to backward (`keep_gathered`).
@@ -159,9 +160,15 @@ class Step:
     compute_bytes: int = 2
     param_bytes: int = 4
     reduce_bytes: int = 4
+    residual_bytes: int | None = None
     checkpointing: bool = False
     kept_layers: int = 0
     counted: bool = False
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes an element of the residual stream."""
+        return self.param_bytes if self.residual_bytes is None else self.residual_bytes
 
     @property
     def tokens(self) -> int:

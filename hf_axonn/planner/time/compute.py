@@ -204,7 +204,7 @@ class Compute:
     def stream(self, norms: float) -> tuple[float, float]:
         """One residual addition and `norms` norms: reads and writes of the stream, p bytes an element, c of
         activations."""
-        param, compute = self.step.param_bytes, self.step.compute_bytes
+        param, compute = self.step.stream_bytes, self.step.compute_bytes
         elements = self.step.tokens * self.shape.hidden * self.stream_share
         moved = elements * ((2 * param + compute) + norms * (param + compute))
         seconds = self.moved(moved, NORM_AND_RESIDUAL // 2)

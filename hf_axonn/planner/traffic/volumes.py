@@ -81,7 +81,7 @@ class Account(LayerAccount):
         if not self.shape.loose:
             own = self.padded // self.grid.x
             own = own * self.hidden_y if self.by_features else own // self.grid.y * self.shape.hidden
-            ledger.add("backward", "all_gather", ("x", "y"), own * size)
+            ledger.add("backward", "all_gather", ("x", "y"), own * self.step.stream_bytes)
         return ledger
 
     def end(self) -> Ledger:
@@ -92,12 +92,12 @@ class Account(LayerAccount):
             tokens = self.padded // grid.x // grid.y
             stream = self.padded // grid.x * self.hidden_y if self.by_features else tokens * shape.hidden
             if not shape.loose:
-                ledger.add("forward", "all_gather", ("x", "y"), stream * step.param_bytes)
+                ledger.add("forward", "all_gather", ("x", "y"), stream * step.stream_bytes)
             taken = step.compute_bytes if shape.ends_narrow else step.param_bytes
             ledger.add("backward", "all_gather", ("x", "y"), tokens * shape.hidden * taken)
         elif self.by_features:  # back to full tokens
             for phase in ("forward", "backward"):
-                ledger.add(phase, "all_to_all", ("y",), self.padded // grid.x * self.hidden_y * step.param_bytes)
+                ledger.add(phase, "all_to_all", ("y",), self.padded // grid.x * self.hidden_y * step.stream_bytes)
         weight = self.travels(WeightKind.VOCABULARY, [LinearShape(shape.vocab, shape.hidden)])
         ledger.add("forward", "all_gather", ("z",), weight * size)
         ledger.add("backward", "reduce_scatter", ("z",), weight * max(self.wide, step.reduce_bytes))
