@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from tests.benchmarks.gpu.jobs import RESULT, STOPPED, Job, Part, Results
@@ -25,7 +26,7 @@ NO_PEER = "needs two GPUs or more; there is one, and NCCL refuses two ranks on i
 def make_parts(settings: Settings, results: Results) -> list[Part]:
     """All parts. Their limits add up to less than 40 minutes, and each is below 10."""
     jobs = _Jobs(settings, results)
-    return [
+    parts = [
         Part(
             "equality", "Equality with one process", 540, jobs.equality,
             "Run the file by itself: `HF_AXONN_TEST_DEVICE=cuda python -m pytest FILE -x`. Where ranks hang, set "
@@ -63,6 +64,12 @@ def make_parts(settings: Settings, results: Results) -> list[Part]:
             "`the figures differ`: two ways of decoding disagree, which float32 should not; look for TF32 settings.",
         ),
     ]  # fmt: skip
+    return [replace(part, limit=part.limit * _patience(settings)) for part in parts]
+
+
+def _patience(settings: Settings) -> int:
+    """Times every limit: the smoke size is for CPUs that others may share."""
+    return 6 if settings.smoke else 1
 
 
 class _Jobs:
@@ -76,7 +83,8 @@ class _Jobs:
 
     def _single(self, name: str, what: str, *arguments: str, limit: float, makes: Path | None = None) -> Job:
         smoke = ("--smoke",) if self.settings.smoke else ()
-        return Job(name, (*WORK, what, *smoke, *arguments, "--result", RESULT), limit, makes=makes)
+        command = (*WORK, what, *smoke, *arguments, "--result", RESULT)
+        return Job(name, command, limit * _patience(self.settings), makes=makes)
 
     def equality(self) -> Iterator[Job]:
         """The files of tests of the fixture `device`."""
@@ -97,7 +105,7 @@ class _Jobs:
         """`hf-axonn bench-links` on all ranks."""
         seconds = "1" if self.settings.smoke else "40"
         command = ("-m", "hf_axonn", "bench-links", "--seconds", seconds, "--output", RESULT)
-        yield Job("bench-links", self._launch(self.settings.ranks, *command), 150)
+        yield self._launch("bench-links", self.settings.ranks, *command, limit=150)
 
     def peers(self) -> Iterator[Job]:
         """What people would use instead, and on one GPU our layers without other ranks."""
@@ -165,7 +173,7 @@ class _Jobs:
         command += ["--checkpointing"] if self.settings.checkpointing else []
         command += ["--without", *without] if without else []
         command += ["--backend", "aot_eager"] if self.settings.smoke else []  # else minutes
-        return Job(title, self._launch(ranks, *command, "--result", RESULT), 240)
+        return self._launch(title, ranks, *command, "--result", RESULT, limit=240)
 
     def _too_large(self, name: str, ranks: int) -> str:
         """Why its states alone cannot lie on a GPU, or nothing."""
@@ -181,6 +189,6 @@ class _Jobs:
             f"{memory / 2**30:.1f} GiB"
         )
 
-    @staticmethod
-    def _launch(ranks: int, *command: str) -> tuple[str, ...]:
-        return (*TORCHRUN, "--nproc-per-node", str(ranks), *command)
+    def _launch(self, name: str, ranks: int, *command: str, limit: float) -> Job:
+        launch = (*TORCHRUN, "--nproc-per-node", str(ranks), *command)
+        return Job(name, launch, limit * _patience(self.settings))
