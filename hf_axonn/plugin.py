@@ -57,13 +57,13 @@ class AxonnPlugin(ParallelismConfig):
     Args:
         grid: sizes of the axes; None takes the grid and all settings of the launch file (the environment variable
             AXONN_CONFIG).
-        overlap, reduce_dtype, residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, async_save, save_failure: see
-            `config.Settings`.
+        overlap, reduce_dtype, residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, async_save, save_failure:
+            see `config.Settings`.
     Raises:
         ValueError: no grid is given and none was launched, or there are settings without a grid, or a library has a
             release that is not proven (`check_versions`); later, when the Accelerator is made: the grid is not the
-            number of processes, or residual_dtype is given without bf16, or fp8, torch.compile or a communication
-            hook of DistributedDataParallel is asked for.
+            number of processes, or residual_dtype is given without bf16, or fp8 or a communication hook of
+            DistributedDataParallel is asked for.
     """
 
     @_arguments_of(_Arguments)
@@ -136,7 +136,11 @@ class AxonnPlugin(ParallelismConfig):
 
         if accelerator.num_processes > 1:
             watch()
-            facts = {"axonn_config": self.config.to_json(), "mixed_precision": accelerator.state.mixed_precision}
+            facts = {
+                "axonn_config": self.config.to_json(),
+                "mixed_precision": accelerator.state.mixed_precision,
+                "dynamo_config": str(accelerator.state.dynamo_plugin),
+            }
             assert_same_on_all_ranks(
                 facts | versions(), accelerator.device, "Start every rank with the same file and packages."
             )
@@ -154,8 +158,6 @@ class AxonnPlugin(ParallelismConfig):
                 f"residual_dtype is bfloat16, but mixed_precision is {accelerator.state.mixed_precision}: write bf16, "
                 "or leave residual_dtype away. A model of bfloat16 weights has such a residual stream already."
             )
-        if accelerator.state.dynamo_plugin.backend.value.lower() != "no":
-            raise ValueError("torch.compile (dynamo_backend) is not supported over a grid: leave it away.")
         hook = getattr(accelerator.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
         if hook != DDPCommunicationHookType.NO:
             raise ValueError(

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import torch
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +22,7 @@ from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.engine.state import parallel_state
+from hf_axonn.parallel.compiled import compile_regions
 
 
 logger = logging.getLogger(__name__)
@@ -53,12 +56,20 @@ class TrainingMethods:
         return result
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
-        """Autocast as ever, but no DDP around the model: the engine does its own communication."""
+        """Autocast as ever, but no DDP around the model: the engine does its own communication. With a dynamo plugin
+        a parallelized model is compiled by regions (parallel/compiled.py)."""
         self._shard(model)
-        prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        state, shared = parallel_state(model), AcceleratorState()
+        dynamo, off = shared.dynamo_plugin, TorchDynamoPlugin(backend="no")
+        with replaced({(shared, "dynamo_plugin"): off} if state is not None else {}):
+            prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         self.check_even_batches()
-        state = parallel_state(model)
         if state is not None:
+            if dynamo.backend != DynamoBackend.NO:
+                options = dynamo.to_kwargs()
+                if not dynamo.dynamic:  # `accelerate launch` says False where nobody has said anything
+                    options.pop("dynamic", None)
+                compile_regions(state, model, **options)
             state.context.averages_itself = True
             # Scripts take these from the wrapper that DistributedDataParallel would be.
             prepared.no_sync = partial(self.no_sync, prepared)

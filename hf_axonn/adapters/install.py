@@ -63,6 +63,11 @@ def install_adapters(state: ParallelState, model: nn.Module) -> None:
     names = {module: name for name, module in model.named_modules()}
     for name, wrapper, base in list(wrapped_modules(model)):
         if _is_new(state, wrapper):
+            if state.regions:
+                raise ValueError(
+                    f"{names[wrapper]} of a compiled model has got an adapter: add adapters before compile (before "
+                    "the model is prepared)."
+                )
             _around(state, names, wrapper, base)
         if "modules_to_save" in wrapper._modules:
             _copies(state, names, wrapper, base, made)

@@ -78,6 +78,14 @@ def in_groups(experts: nn.Module, hidden: Tensor, choices: Tensor, weights: Tens
         return grouped_mm_experts_forward(experts, hidden, choices, weights)
 
 
+def checkpointed_forward(layer: nn.Module) -> Callable | None:
+    """The function, of the layer and its arguments, that a checkpoint of the layer runs; None where its class leaves
+    checkpoints to its model."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return getattr(type(layer).forward, "__wrapped__", None) if isinstance(layer, GradientCheckpointingLayer) else None
+
+
 def pass_on_ddp_timeout() -> None:
     """Let `ddp_timeout` of TrainingArguments be the timeout of process groups on CPUs, too. Once."""
     from transformers import training_args

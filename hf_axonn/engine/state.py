@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -28,6 +28,7 @@ from hf_axonn.topology.grid import Grid
 if TYPE_CHECKING:
     from hf_axonn.layers.base import Reading
     from hf_axonn.layers.block import Block
+    from hf_axonn.parallel.compiled import Region
 
 
 class ParallelState:
@@ -49,6 +50,8 @@ class ParallelState:
         sharded_layers: module -> what runs in place of its forward (layers/).
         blocks: entry of a block -> its Block.
         readings: the methods that use parameters of other modules.
+        layers: the decoder layers.
+        regions: module -> its compiled code (parallel/compiled.py), made with `compile_options`; empty if eager.
         features: H where the residual stream has the feature layout, else 0.
         has_head: whether the head is sharded and can leave the logits to the loss.
         attention_axes: the axes that divide the heads of attention blocks.
@@ -76,6 +79,9 @@ class ParallelState:
         self.sharded_layers: dict[nn.Module, object] = {}
         self.blocks: dict[nn.Module, Block] = {}
         self.readings: list[Reading] = []
+        self.layers: list[nn.Module] = []
+        self.regions: dict[nn.Module, Region] = {}
+        self.compile_options: dict[str, Any] = {}
         self.features = 0
         self.has_head = False
         self.attention_axes: tuple[str, ...] = ()

@@ -117,13 +117,6 @@ def _refuse(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> N
     precision = _precision(settings, options)
     if precision not in PRECISIONS:
         raise ValueError(f"mixed_precision is {precision!r}, which is not supported yet: write bf16, fp16 or 'no'.")
-    dynamo = settings.get("dynamo_config") or {}
-    backends = [options.get("dynamo_backend"), settings.get("dynamo_backend")]
-    if isinstance(dynamo, Mapping):
-        backends += [dynamo.get("dynamo_backend"), dynamo.get("backend")]
-    for backend in backends:
-        if backend and str(backend).lower() != "no":
-            raise ValueError(f"dynamo_backend is {backend!r}, but torch.compile is not supported yet: remove it.")
 
 
 def _precision(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> str:

@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
@@ -34,6 +34,31 @@ def patch_forward(module: nn.Module, forward: Callable, *, method: str = "forwar
     signature."""
     original = getattr(module, method)
     setattr(module, method, functools.wraps(original)(functools.partial(forward, original)))
+
+
+def innermost(module: nn.Module) -> Callable:
+    """The forward of a module that its first `patch_forward` has found."""
+    forward = module.forward
+    while _is_patch(forward):
+        forward = forward.args[-1]
+    return forward
+
+
+def patch_innermost(module: nn.Module, forward: Callable) -> None:
+    """As `patch_forward`, but inside of everything that has been patched before."""
+
+    def rebuilt(outer: Callable) -> Callable:
+        if _is_patch(outer):
+            inner = rebuilt(outer.args[-1])
+            return functools.wraps(inner)(functools.partial(outer.func, *outer.args[:-1], inner))
+        return functools.wraps(outer)(functools.partial(forward, outer))
+
+    module.forward = rebuilt(module.forward)
+
+
+def _is_patch(forward: Callable) -> TypeGuard[functools.partial]:
+    """Whether a forward is one of `patch_forward`."""
+    return isinstance(forward, functools.partial) and hasattr(forward, "__wrapped__")
 
 
 class replaced:  # noqa: N801 (a context manager without a generator, which every norm of every layer would resume)

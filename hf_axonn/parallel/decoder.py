@@ -35,7 +35,7 @@ from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 def install_decoder(state: ParallelState, model: nn.Module, plan: ShardingPlan) -> None:
     """Divide the residual stream at the first decoder layer and gather it at the decoder's end, or at the last layer's
     where something other than a norm follows."""
-    layers = [model.get_submodule(name) for name in plan.layers]
+    layers = state.layers = [model.get_submodule(name) for name in plan.layers]
     for layer in layers:
         end = None if layer is not layers[-1] else "tokens" if plan.final is not None else "full"
         patch_forward(layer, functools.partial(_layer, state, layer, layer is layers[0], end))
@@ -125,6 +125,9 @@ def _keep_for_recomputation(state: ParallelState, layer: nn.Module) -> None:
         return wrapped
 
     def with_pass(checkpoint: Callable, function: Callable, *args, **kwargs):
+        region = state.regions.get(layer)
+        if region is not None and isinstance(function, functools.partial) and function.func is region.plain:
+            function = functools.partial(region.run, *function.args[1:], **function.keywords)  # without the layer
         tokens, seed, count, first = state.context.tokens, state.context.random_seed, state.context.random_count, True
 
         def run(*inner_args, **inner_kwargs):

@@ -37,6 +37,7 @@ from hf_axonn.engine.dtensors import take_shards
 from hf_axonn.engine.loss_scaling import check_gradients_together
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ParallelState, is_parallelized
+from hf_axonn.parallel.compiled import compile_regions
 from hf_axonn.parallel.install import install_layers, shard_parameters
 from hf_axonn.topology.grid import Grid
 
@@ -109,6 +110,8 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     if hasattr(inner, "resize_token_embeddings"):
         inner.resize_token_embeddings = functools.partial(_refuse_resize, inner)
     install_save_pretrained(inner)
+    for either in (inner, model):
+        vars(either)["compile"] = functools.partial(compile_regions, state, inner)
     watch_peft()
     return model, report
 

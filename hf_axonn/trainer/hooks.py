@@ -113,7 +113,6 @@ def _make_ready(self) -> None:
             )
         return
     refused = {
-        "torch_compile": self.args.torch_compile,
         "fp16 on CPUs": self.args.fp16 and self.args.device.type == "cpu",  # accelerate would leave it away
         "use_liger_kernel": self.args.use_liger_kernel,
         "auto_find_batch_size": self.args.auto_find_batch_size,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, TorchDynamoPlugin
 from torch.utils.data import DataLoader, IterableDataset
 
 from hf_axonn import AxonnPlugin, Grid, from_pretrained
@@ -116,8 +116,9 @@ def _refusals() -> None:
     with pytest.raises(ValueError, match=r"comm_hook=bf16.*: over a grid gradients are averaged without"):
         accelerator(kwargs_handlers=[hook])
     accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
-    with pytest.raises(ValueError, match="dynamo_backend"):
-        accelerator(dynamo_backend="eager")
+    with pytest.raises(ValueError, match="leave fullgraph away"):
+        dynamo = TorchDynamoPlugin(backend="eager", fullgraph=True)
+        accelerator(dynamo_plugin=dynamo).prepare(tiny_model("llama"))
     with pytest.raises(ValueError, match="given to accelerator.prepare"):
         accelerator().save_state("anywhere")
     with pytest.raises(ValueError, match="join_uneven_inputs"):

@@ -172,10 +172,6 @@ def test_other_ways_to_split_a_model_are_refused_by_name(section):
             {},
             "axonn_config.residual_dtype is bfloat16, but mixed_precision is 'no': write bf16",
         ),
-        ({"dynamo_backend": "INDUCTOR"}, {}, "dynamo_backend is 'INDUCTOR', but torch.compile is not supported yet"),
-        ({"dynamo_config": {"dynamo_backend": "EAGER"}}, {}, "dynamo_backend is 'EAGER'"),
-        ({"dynamo_config": {"backend": "EAGER"}}, {}, "dynamo_backend is 'EAGER'"),
-        ({}, {"dynamo_backend": "inductor"}, "dynamo_backend is 'inductor'"),
         ({"compute_environment": "AMAZON_SAGEMAKER"}, {}, "compute_environment is 'AMAZON_SAGEMAKER'; with"),
         (
             {"distributed_type": "FSDP"},

@@ -141,8 +141,6 @@ def _options(folder: Path, stock: list[dict]) -> None:
     assert worst_difference(history, stock) < FLOAT32_TOLERANCE, (history, stock)
     with pytest.raises(ValueError, match="is no checkpoint"):
         train(folder / "a", grid, resume=folder)
-    with pytest.raises(ValueError, match="torch_compile|torch.compile"):
-        make_trainer(folder / "b", grid, torch_compile=True)
     with pytest.raises(ValueError, match="fp16"):
         make_trainer(folder / "c", grid, fp16=True)
     with pytest.raises(ValueError, match="data \\* z \\* y \\* x = 1 \\* 1 \\* 1 \\* 2 = 2, but 4 process"):
