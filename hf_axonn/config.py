@@ -64,9 +64,9 @@ class Settings:
             their own if that is wider.
         residual_dtype: of the residual stream between the layers, one of RESIDUAL_DTYPES: as the model has it, which
             under autocast is float32, or bfloat16, under bfloat16 autocast only.
-        keep_gathered: which weights that were gathered over z in forward are kept for backward, instead of gathered
-            again: "none", "recomputed" (of a checkpointed layer, from when it runs again), "all", or a number: those
-            of the last so many layers.
+        keep_gathered: which weights that were gathered over z are kept for backward, instead of gathered again:
+            "recomputed", those of a checkpointed layer from when it runs again, "none", "all" from forward on, or a
+            number: those of the last so many layers from forward on.
         prefetch: how much is gathered over z ahead of its use: "layer", as much as the largest layer has, or a number
             of bytes of gathered weights, but at least the next ones.
         tune_matmuls: whether operand layouts of matmuls are timed on the first steps and the fastest used
@@ -82,7 +82,7 @@ class Settings:
     overlap: Overlap = Overlap()
     reduce_dtype: str = "float32"
     residual_dtype: str = "model"
-    keep_gathered: str | int = "none"
+    keep_gathered: str | int = "recomputed"
     prefetch: str | int = "layer"
     tune_matmuls: bool = False
     layout: str = "auto"

@@ -312,4 +312,4 @@ def _examine_memory(
 
 def _kept_layers(config: AxonnConfig, shape: Stack) -> int:
     keep = config.keep_gathered
-    return {"all": shape.depth, "none": 0}[keep] if isinstance(keep, str) else keep
+    return keep if isinstance(keep, int) else shape.depth if keep == "all" else 0

@@ -208,10 +208,10 @@ class Product:
         return self.gathered(dtype).blocks
 
     def gathered(self, dtype: torch.dtype) -> GatheredBlocks:
-        """As `gather`, with the version of the weights."""
+        """As `gather`, with the version of the weights; without gradients, where nobody compares it, perhaps 0."""
         mesh, context = self.state.mesh, self.state.context
         if mesh.size("z") == 1:
-            version = self.version if torch.is_grad_enabled() else 0  # only backward compares it
+            version = self.version if torch.is_grad_enabled() else 0
             blocks = [weight.block(layout, dtype) for weight, layout in zip(self.weights, self.layouts, strict=True)]
             return GatheredBlocks(blocks, version)
         key, version = self._key(dtype), self.version

@@ -101,6 +101,7 @@ class GatherAhead:
         if pending is not None and begun_at != version:
             pending.wait()
             pending = None
+        alone = pending is None
         if pending is None:
             (pending,) = self._start([gathering])
         arrived = pending.wait()
@@ -108,13 +109,14 @@ class GatherAhead:
             self._known[key] = gathering
             order = self._orders[in_backward()]
             if order.passed(key) and len(order.seen) > order.bundle:
-                self._begin(order)
+                self._begin(order, self._measure(gathering) if alone else 0)
         return arrived
 
-    def _begin(self, order: _Order) -> None:
-        """Begin the next bundle: gathers of one dtype, none twice."""
+    def _begin(self, order: _Order, size: int) -> None:
+        """Begin the next bundle: gathers of one dtype, none twice. `size`: of what belongs to it and is here, as the
+        first weights of a pass, so that bundles end where layers end."""
         keys: list[Hashable] = []
-        size, end = 0, order.begun
+        size, end = size if size < self._size else 0, order.begun
         while end < len(order.learned) and size < self._size:
             key = order.learned[end]
             if key in self._ahead or key in keys:

@@ -98,7 +98,7 @@ class _ShardedStatistics(torch.autograd.Function):
                     chunk = full[:, span].reshape(-1).index_put((rows,), part)
                     full[:, span] = chunk.view(len(full), -1)
                 del tokens, logits
-        ctx.chunks, ctx.version = chunks, gathered.version
+        ctx.chunks, ctx.version = chunks, chunks.product.version
         ctx.gathered = gathered if chunks.product.keeps and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden, bias, entropy, log_total)
         ctx.mark_non_differentiable(is_top1)

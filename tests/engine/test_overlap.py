@@ -355,8 +355,14 @@ class Events:
             self.seen.append(("launch", *event))
             begun = original(*args, **kwargs)
             for pending in begun if isinstance(begun, list) else [begun]:
-                pending.wait = functools.partial(noted, event, pending.wait)
+                watch(pending, event)
             return begun
+
+        def watch(pending, event):
+            wait, then = pending.wait, pending.then
+            pending.wait = functools.partial(noted, event, wait)
+            pending.then = lambda finish: watch(then(finish), event)
+            return pending
 
         def noted(event, wait):
             if ("wait", *event) not in self.seen:

@@ -33,7 +33,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -45,7 +44,7 @@ from hf_axonn.architectures import feature_layout, norm_probe
 from hf_axonn.compat.accelerate import forget_state
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.topology.grid import Grid
-from tests.helpers import ROOT
+from tests.helpers import ROOT, fake_collectives  # noqa: F401
 
 
 NEEDED = "HF_AXONN_TEST_COMPILER"  # set to 1 (.ci/run does): a missing compiler fails, and is no reason to skip
@@ -123,8 +122,6 @@ def pretend() -> None:
     for module in (norm_probe, feature_layout):
         module.isolated = _really_isolated
     torch.nn.Module.to = _to
-    for op in ("allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"):  # torch knows the others
-        ALSO_FAKE.impl(op, lambda *_: FakeWork().boxed(), "Meta")
     # Who asks whether two tensors share their memory is told, though there is none.
     torch.UntypedStorage.data_ptr = lambda storage: storage._cdata
     FakeTensor.data_ptr = lambda tensor: (tensor.untyped_storage()._cdata << 40) + tensor.storage_offset()
@@ -166,9 +163,6 @@ def fake_gpu(grid: Grid, rank: int = 0) -> Iterator[HostReads]:
     finally:
         dist.destroy_process_group()
         forget_state()
-
-
-ALSO_FAKE = torch.library.Library("c10d", "IMPL")
 
 
 ANSWERED = [

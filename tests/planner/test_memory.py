@@ -25,8 +25,8 @@ def test_memory_by_hand():
     assert local_parameters(shape, grid) == local
     needed = memory(shape, grid, step)
     assert needed.states == 16 * local
-    # up and gate, and down, of half of the features: 16 * 8 + 8 * 8, in bf16, and gradients in fp32
-    assert needed.gathered == (16 * 8 + 8 * 8) * (2 + 4)
+    # two layers in bf16, half of the features each; the gradients of up and gate, and of down, in fp32
+    assert needed.gathered == 2 * (layer // 2) * 2 + (16 * 8 + 8 * 8) * 4
     # the inputs of two layers in fp32 [4 tokens / 2, 8], and what the last norm keeps, twice that
     assert needed.activations == (2 + 2) * (4 * 8 // 2) * 4
     # one layer's own; dI of the first products over x before its reduction: [4, 8] in bf16

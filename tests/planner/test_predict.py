@@ -187,7 +187,9 @@ def test_what_travels_is_what_the_engine_sends(grid):
     assert count == LLAMA.layers
     for gather, reduce in zip(layer.gathers, layer.reduces, strict=True):
         if grid.z > 1:
-            enter("all_gather", ("z",), gather, 3 * LLAMA.layers)  # forward, recomputation, backward
+            enter(
+                "all_gather", ("z",), gather, 2 * LLAMA.layers
+            )  # forward, recomputation; backward has what that kept
             enter("reduce_scatter", ("z",), reduce, LLAMA.layers)
     for each in filter(None, layer.hidden):
         enter(each[0], (each[1],), each[2], LLAMA.layers)

@@ -50,6 +50,9 @@ CASES = {
     "as many kv heads, checkpointing": Case(
         "llama", replace(LLAMA, kv_heads=12), {"checkpointing": True}, {"num_key_value_heads": 12}, ahead=True
     ),
+    "checkpointing, a third gather": Case(
+        "llama", LLAMA, {"checkpointing": True, "keeps_recomputed": False}, config={"keep_gathered": "none"}
+    ),
     "9 heads, tied": Case("smollm2", SMOLLM2),
     "biases, bfloat16": Case("qwen2", replace(LLAMA, qkv_bias=True), {"compute_bytes": 2}, autocast=True),
     "norms of heads, kept weights": Case(

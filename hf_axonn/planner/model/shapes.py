@@ -151,6 +151,7 @@ class Step:
         reduce_bytes: bytes an element of `reduce_dtype`.
         checkpointing: whether every layer runs again in backward (not reentrant, which is Transformers' default).
         kept_layers: number of layers whose gathered weights are kept from forward to backward (`keep_gathered`).
+        keeps_recomputed: whether a layer that runs again keeps what it gathers then (`keep_gathered: recomputed`).
         counted: whether the number of kept tokens is known beforehand (num_items_in_batch, as Trainer passes it).
     """
 
@@ -163,6 +164,7 @@ class Step:
     residual_bytes: int | None = None
     checkpointing: bool = False
     kept_layers: int = 0
+    keeps_recomputed: bool = True
     counted: bool = False
 
     @property

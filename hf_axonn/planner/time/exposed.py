@@ -52,7 +52,8 @@ class Exposed(NamedTuple):
 
 
 def exposed(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ...], groups: list[Group]) -> Exposed:
-    """What is left of a layer's communication. `once`: groups that recomputation does not gather once more."""
+    """What is left of a layer's communication. `once`: groups that backward does not gather
+    once more after recomputation."""
     forward = [group.forward + group.after_forward for group in groups]
     backward = [group.input_gradient + group.weight_gradient + group.after_backward for group in groups]
     count = len(groups)
@@ -69,7 +70,7 @@ def exposed(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ...], grou
     forward_z = gathered_ahead(layer.gathers)
     again = layer.gathers
     if overlaps.checkpointing and layer.gathers_again:
-        # A recomputed layer gathers once more, in the same order; what it gathers of experts serves backward.
+        # A recomputed layer gathers once more, in the same order; what it keeps serves backward.
         forward_z += gathered_ahead(layer.gathers)
         again = [0.0 if index in once else seconds for index, seconds in enumerate(layer.gathers)]
     # Backward goes from the last group to the first: while group g computes, the weights of g - 1 come and the

@@ -49,7 +49,7 @@ class LayerTraffic:
         gathers_again: whether recomputation gathers once more.
         ledger: collectives over x and y that nothing hides.
         hidden: (kind, axis, payload) over x or y beside the weight gradient of each group; None for none.
-        once: groups that recomputation does not gather once more (experts).
+        once: groups that backward does not gather once more after recomputation.
     """
 
     gathers: list[float]
@@ -149,6 +149,8 @@ def _layer_of_engine(account: Account, layer: Layer) -> LayerTraffic:
             hide("y" if kind == WeightKind.ROW else "x", payloads.get(kind, 0))
     for key in [key for key in ledger.entries if key.axes == ("z",)]:
         del ledger.entries[key]
+    if step.keeps_recomputed:
+        once = list(range(len(elements)))
     size = max(step.compute_bytes, step.reduce_bytes)
     gathers: list[float] = [count * step.compute_bytes for count in elements]
     return LayerTraffic(gathers, [count * size for count in elements], True, ledger, hidden, tuple(once))

@@ -59,10 +59,14 @@ class LayerAccount:
         if self.step.checkpointing and not once:
             for key, volume in again.chosen(phase="forward"):
                 total.add("backward", key.kind, key.axes, volume.payload, volume.calls)
-            # Experts that are gathered for the recomputation serve backward too.
-            for part in layer.parts:
-                if isinstance(part, Experts):
-                    self.gathers(total, "backward", -self.of_experts(part), -len(part.weights))
+            # What is gathered for the recomputation serves backward too, always if it is of experts.
+            if self.step.keeps_recomputed:
+                for key, volume in again.chosen(phase="backward", kind="all_gather", axes=("z",)):
+                    total.add(key.phase, key.kind, key.axes, -volume.payload, -volume.calls)
+            else:
+                for part in layer.parts:
+                    if isinstance(part, Experts):
+                        self.gathers(total, "backward", -self.of_experts(part), -len(part.weights))
         if kept:
             total.entries.pop(Key("backward", "all_gather", ("z",)), None)
         return total

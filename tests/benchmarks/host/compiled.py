@@ -28,10 +28,10 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
-from functorch.compile import make_boxed_func  # noqa: E402
 from torch import nn  # noqa: E402
 from torch._dynamo.backends.common import aot_autograd  # noqa: E402
 from torch._dynamo.utils import counters  # noqa: E402
+from torch._functorch.aot_autograd import make_boxed_func  # noqa: E402
 from torch._inductor import metrics  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 

@@ -56,6 +56,7 @@ from hf_axonn.planner.traffic.volumes import volumes
 from tests.benchmarks.checkpoint.big_load import LLAMA_405B, read_grid
 from tests.benchmarks.planner.groups_cost import groups_table
 from tests.benchmarks.planner.meter import Meter, local, nbytes
+from tests.helpers import fake_collectives  # noqa: F401
 from tests.helpers.devices import few_foreign_on_gpus
 
 
