@@ -81,7 +81,7 @@ def test_checkpointing_repeats_the_forward_pass_up_to_its_last_matmul():
     once = layer_volumes(LLAMA, grid, STEP)
     again = layer_volumes(LLAMA, grid, Step(rows=4, seq=32, checkpointing=True))
     assert again.calls(phase="forward") == once.calls(phase="forward") == 16
-    # Not again: the last reduce-scatter over x and the last all-to-all over y; and backward gathers none of the weights.
+    # Not again: the last reduce-scatter over x and the last all-to-all over y; and backward gathers no weights.
     assert again.calls(phase="backward") - once.calls(phase="backward") == 14 - 4
     third = layer_volumes(LLAMA, grid, Step(rows=4, seq=32, checkpointing=True, keeps_recomputed=False))
     assert third.calls(phase="backward") - once.calls(phase="backward") == 14

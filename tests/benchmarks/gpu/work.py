@@ -135,7 +135,7 @@ def host(options: argparse.Namespace) -> dict[str, Any]:
     from tests.benchmarks.host import host_time
 
     torch.set_num_threads(1)
-    effort = dict(rounds=1, repeats=1, turns=1) if options.smoke else dict(rounds=3, repeats=10, turns=3)
+    effort = dict(rounds=1, repeats=1) if options.smoke else dict(rounds=20, repeats=3)
     found = {phase: host_time.measure(phase, **effort) for phase in host_time.PHASES}
     return {"seconds": found, "table": host_time.table(found)}
 

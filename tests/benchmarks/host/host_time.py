@@ -4,8 +4,9 @@
 
 A tiny Llama in float32 on the CPU, so small that its arithmetic costs nothing beside the calls; collectives are those
 of torch's `fake` backend, which return at once. The time of a layer is the difference between a deep and a shallow
-model, divided by the layers between them: what a pass costs once is left out. All contenders take turns in one
-process, and its processor time counts, of several turns the least; so other programs hardly change the ratios.
+model, divided by the layers between them: what a pass costs once is left out. All contenders of a world take turns in
+one process every few passes, and the median of the ratios to the stock model of the same round counts: a processor's
+speed changes within seconds.
 
     training    forward with labels and backward; nodes are those of autograd's graph that a layer adds
     decoding    one token, with a cache of those before it
@@ -23,7 +24,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 
@@ -79,27 +80,20 @@ def tiny(layers: int) -> nn.Module:
     return LlamaForCausalLM(config).train()
 
 
-@contextlib.contextmanager
-def contender(name: str, layers: int) -> Iterator[nn.Module]:
-    """The model of a contender, in a world of its own that is gone afterwards."""
+def contender(name: str, layers: int) -> nn.Module:
+    """The model of a contender, in the world that there is."""
     model = tiny(layers)
-    if name == STOCK:
-        yield model
-        return
-    grid = GRIDS.get(name)
-    with fake_world(2 if grid is None else grid.size):
-        if grid is not None:
-            yield parallelize(model, grid)[0]
-        elif name == DDP:
-            model = DistributedDataParallel(model)
-            model.register_comm_hook(None, _sent)
-            yield model
-        else:
-            mesh = init_device_mesh("cpu", (2,))
-            for layer in model.model.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(model, mesh=mesh)
-            yield model
+    if name in GRIDS:
+        return parallelize(model, GRIDS[name])[0]
+    if name == DDP:
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(None, _sent)
+    elif name == FSDP2:
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
 
 
 def _sent(_, bucket):  # DDP compares annotations, which are text here
@@ -139,29 +133,12 @@ def decoding(model: nn.Module) -> Callable[[], None]:
 PHASES = {TRAINING: training, DECODING: decoding}
 
 
-def seconds(step: Callable[[], None], repeats: int, turns: int) -> float:
-    """Processor seconds of one step, in the quickest of several turns."""
-    for _ in range(3):  # the order of gathers is learned, kernels are found
-        step()
-    best = float("inf")
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(turns):
-            begin = time.process_time()
-            for _ in range(repeats):
-                step()
-            best = min(best, (time.process_time() - begin) / repeats)
-    finally:
-        gc.enable()
-    return best
-
-
 def nodes_of_a_layer(name: str) -> int:
     """Nodes of autograd's graph that one more layer adds, where gradients of parameters end included."""
     counts = []
     for layers in LAYERS:
-        with contender(name, layers) as model:
+        with fake_world(_world(name)):
+            model = contender(name, layers)
             ids = torch.arange(ROWS * SEQ).view(ROWS, SEQ) % 64
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             seen, waiting = set(), [loss.grad_fn]
@@ -174,58 +151,82 @@ def nodes_of_a_layer(name: str) -> int:
     return (counts[1] - counts[0]) // (LAYERS[1] - LAYERS[0])
 
 
-def of_a_layer(name: str, phase: str, repeats: int, turns: int) -> float:
-    """Processor seconds that one more layer costs."""
-    times = []
-    for layers in LAYERS:
-        with contender(name, layers) as model, _cached_weights(model, phase):
-            times.append(seconds(PHASES[phase](model), repeats, turns))
-    return (times[1] - times[0]) / (LAYERS[1] - LAYERS[0])
-
-
-def _cached_weights(model: nn.Module, phase: str) -> contextlib.AbstractContextManager:
-    """What `generate` of a grid with z does: weights are gathered once."""
-    state = getattr(model, "axonn", None)
-    return state.gather_cache.keep_everything() if state and phase == DECODING else contextlib.nullcontext()
+def _world(name: str) -> int:
+    return GRIDS[name].size if name in GRIDS else 2
 
 
 def contenders(phase: str) -> list[str]:
     return [STOCK, DDP, FSDP2, *GRIDS] if phase == TRAINING else [STOCK, *GRIDS]
 
 
-def measure(phase: str, rounds: int, repeats: int, turns: int) -> dict[str, list[float]]:
-    """Seconds a layer of each contender, by round."""
-    found: dict[str, list[float]] = {name: [] for name in contenders(phase)}
-    for _ in range(rounds):
-        for name in found:
-            found[name].append(of_a_layer(name, phase, repeats, turns))
+def measure(phase: str, rounds: int, repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """Processor seconds of one more layer of each contender and, beside it, of the stock model, by round."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders(phase)}
+    for world in sorted({_world(name) for name in found}):
+        names = list(dict.fromkeys([STOCK, *(name for name in found if _world(name) == world)]))
+        with fake_world(world), contextlib.ExitStack() as stack:
+            steps = {name: [_step(phase, contender(name, layers), stack) for layers in LAYERS] for name in names}
+            for _ in range(3):  # the order of gathers is learned, kernels are found
+                for step in [step for pair in steps.values() for step in pair]:
+                    step()
+            for _ in range(rounds):
+                gc.collect()
+                times = {name: _of_a_layer(*pair, repeats) for name, pair in steps.items()}
+                for name in names if world == 2 else names[1:]:
+                    found[name].append((times[name], times[STOCK]))
     return found
 
 
-def table(found: dict[str, dict[str, list[float]]]) -> str:
-    """Ratios to the stock model of the same round, and what they are to be at most."""
+def _step(phase: str, model: nn.Module, stack: contextlib.ExitStack) -> Callable[[], None]:
+    state = getattr(model, "axonn", None)
+    if state and phase == DECODING:  # as `generate` of a grid with z does: weights are gathered once
+        stack.enter_context(state.gather_cache.keep_everything())
+    return PHASES[phase](model)
+
+
+def _of_a_layer(shallow: Callable[[], None], deep: Callable[[], None], repeats: int) -> float:
+    """Processor seconds that one more layer costs."""
+    times = []
+    gc.disable()
+    try:
+        for step in (shallow, deep):
+            begin = time.process_time()
+            for _ in range(repeats):
+                step()
+            times.append((time.process_time() - begin) / repeats)
+    finally:
+        gc.enable()
+    return (times[1] - times[0]) / (LAYERS[1] - LAYERS[0])
+
+
+def table(found: dict[str, dict[str, list[tuple[float, float]]]]) -> str:
+    """Ratios to the stock model of the same round, with quartiles, and what they are to be at most."""
     lines = ["| | layer of | nodes | host time, us | beside stock | goal |", "|---|---|---:|---:|---:|---:|"]
     for phase, of in found.items():
         for name, times in of.items():
-            ratio = statistics.median(mine / stock for mine, stock in zip(times, of[STOCK], strict=True))
+            low, ratio, high = _quartiles([mine / stock for mine, stock in times])
             goal = GOALS[phase].get(name)
             allowed = "" if goal is None else f"{goal:.2f}"
             nodes = nodes_of_a_layer(name) if phase == TRAINING else ""
-            microseconds = f"{statistics.median(times) * 1e6:.0f}"
-            lines.append(f"| {phase} | {name} | {nodes} | {microseconds} | {ratio:.2f} | {allowed} |")
+            microseconds = f"{statistics.median(mine for mine, _ in times) * 1e6:.0f}"
+            beside = f"{ratio:.2f} [{low:.2f}, {high:.2f}]"
+            lines.append(f"| {phase} | {name} | {nodes} | {microseconds} | {beside} | {allowed} |")
     return "\n".join(lines)
+
+
+def _quartiles(values: list[float]) -> list[float]:
+    return statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, of whose ratios the median counts (5)")
-    parser.add_argument("--turns", type=int, default=5, help="turns of a contender, of which the quickest counts (5)")
-    parser.add_argument("--repeats", type=int, default=10, help="passes of a turn (10)")
+    parser.add_argument("--rounds", type=int, default=40, help="rounds, of whose ratios the median counts (40)")
+    parser.add_argument("--repeats", type=int, default=3, help="passes of a contender in a round (3)")
     parser.add_argument("--output", type=Path, help="file of the table; without it the table is only printed")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", module="torch")
-    found = {phase: measure(phase, args.rounds, args.repeats, args.turns) for phase in PHASES}
+    found = {phase: measure(phase, args.rounds, args.repeats) for phase in PHASES}
     text = table(found)
     print(text)
     if args.output:
