@@ -313,6 +313,32 @@ def ask_class_for_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step = step
 
 
+def around_step(
+    optimizer: type[torch.optim.Optimizer],
+    context: Callable[[torch.optim.Optimizer], contextlib.AbstractContextManager],
+) -> None:
+    """Let a class of optimizers take its steps inside of a context, but for the hooks of steps, and for steps with a
+    closure. A second time does nothing."""
+    step = vars(optimizer).get("step")  # torch puts one with hooks into each class of which there is an instance
+    if step is None or hasattr(step, "context"):
+        return
+    hooked = getattr(step, "hooked", False)
+    own = step.__wrapped__ if hooked else step
+
+    @functools.wraps(own)
+    def inside(self, closure=None):
+        if closure is not None:
+            return own(self, closure)
+        with context(self):
+            return own(self)
+
+    inside.context = context  # type: ignore[attr-defined]
+    if hooked:
+        inside = torch.optim.Optimizer.profile_hook_step(inside)
+        inside.hooked = True  # type: ignore[attr-defined]
+    optimizer.step = inside  # type: ignore[method-assign]
+
+
 @contextlib.contextmanager
 def fake_world(size: int) -> Iterator[None]:
     """Be rank 0 of a world of `size` ranks that are not there: collectives return at once and move nothing.

@@ -82,6 +82,7 @@ class ParallelState:
         self.layers: list[nn.Module] = []
         self.regions: dict[nn.Module, Region] = {}
         self.compile_options: dict[str, Any] = {}
+        self._compiled: dict[Callable, Callable] = {}
         self.features = 0
         self.has_head = False
         self.attention_axes: tuple[str, ...] = ()
@@ -163,6 +164,14 @@ class ParallelState:
             ahead.bundles_of(prefetch * self.mesh.size("x", "y"), lambda group: group.elements * group.dtype.itemsize)
         else:
             ahead.bundles_of(max(sizes.values(), default=1), lambda group: group.elements)
+
+    def compiled(self, function: Callable) -> Callable:
+        """`function`, which communicates nothing; compiled in the passes in which the model's regions are."""
+        if not (self.regions and self.context.wants_gradients):
+            return function
+        if function not in self._compiled:
+            self._compiled[function] = torch.compile(function, **self.compile_options)
+        return self._compiled[function]
 
     def zero(self, like: Tensor) -> Tensor:
         """A zero of the dtype and on the device of `like`, for gradients that nobody reads; always the same tensor."""

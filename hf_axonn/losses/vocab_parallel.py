@@ -151,20 +151,16 @@ class _ChunkedLoss(torch.autograd.Function):
                     logits.addmm_(beside, up.t())
                 logits, graph = chunks.apply_steps(logits)
                 logits[:, own:] = float("-inf")
-                found = _cross_entropy(logits, target, chunks, size if smoothing else 0)
-                nll, probabilities, mine, column, spread = found
+                nll, spread, total, mine, column = _cross_entropy(logits, target, chunks, size if smoothing else 0)
                 nlls.append(nll.view(parts, -1))
                 spreads.append(spread.view(parts, -1))
                 if not any(ctx.needs_input_grad):
-                    del logits, probabilities, found, graph
+                    del logits, graph
                     continue
-                # softmax - one-hot, for kept tokens. Rows of other ranks' targets lose 0: the host would have to wait
-                # to know which they are.
-                rows = torch.arange(len(column), device=column.device)
-                probabilities[rows, column] -= mine.to(wide) * (1 - smoothing * size)
-                if smoothing:
-                    probabilities[:, :own] -= smoothing
-                dlogits = chunks.through_steps(graph, probabilities.mul_(kept.to(wide)))
+                share = mine.to(wide) * (1 - smoothing * size)
+                less_target = chunks.product.state.compiled(_softmax_less_target)
+                dlogits = less_target(logits, total, column, share, kept.to(wide), own, smoothing)
+                dlogits = chunks.through_steps(graph, dlogits)
                 gradients.add_bias(dlogits)
                 if dup is not None:
                     dup.addmm_(dlogits.t(), beside)
@@ -172,7 +168,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     blocks = (dlogits @ up).view(parts, -1, up.shape[1])
                     dlow[span] = start_reduce_scatter(blocks, chunks.group).wait()
                 dlogits = dlogits.to(weight.dtype)
-                del logits, probabilities, found, graph  # and what came of them: the next products need the room
+                del logits, graph  # and what came of them: the next products need the room
                 gradients.add(span, dlogits, tokens, weight)
                 del dlogits, tokens
         nll = torch.cat(nlls, dim=1).flatten()[:count]
@@ -208,21 +204,47 @@ class _ChunkedLoss(torch.autograd.Function):
 def _cross_entropy(
     logits: Tensor, target: Tensor, chunks: HeadChunks, spread_over: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Negative log-likelihood [T] of targets, and the softmax [T, v] of this rank's columns (in place of the logits).
+    """Negative log-likelihood [T] of targets; of the logits [T, v] it leaves their exponentials, in place.
 
-    Also which targets are this rank's, and their columns, and [T] the sum of -log p over the full vocabulary if its
-    size is given as `spread_over` (else 0). Two all-reduces over (x, y).
+    Also [T] the sum of -log p over the full vocabulary if its size is given as `spread_over` (else 0), [T] the sums of
+    the exponentials over the full vocabulary, which targets are this rank's, and their columns. Two all-reduces over
+    (x, y).
     """
     peak = reduce_(logits.max(dim=-1).values, chunks.group, op="max")
     mine, column = chunks.columns_of(target)
-    of_target = torch.where(mine, logits.gather(1, column.unsqueeze(1)).squeeze(1) - peak, 0)
-    sums = [of_target]
-    logits.sub_(peak.unsqueeze(1))
-    if spread_over:
-        sums.append(logits[:, : len(chunks.own)].sum(dim=-1))
-    exponentials = logits.exp_()
-    total, of_target, *every = reduce_(torch.stack([exponentials.sum(dim=-1), *sums]), chunks.group)
+    exponentiate = chunks.product.state.compiled(_exponentiate)
+    sums = exponentiate(logits, peak, mine, column, len(chunks.own) if spread_over else 0)
+    total, of_target, *every = reduce_(sums, chunks.group)
     ignored, log_total = target == IGNORE_INDEX, total.log()
     nll = torch.where(ignored, 0, log_total - of_target)
     spread = torch.where(ignored, 0, spread_over * log_total - every[0]) if every else torch.zeros_like(nll)
-    return nll, exponentials.div_(total.unsqueeze(1)), mine, column, spread
+    return nll, spread, total, mine, column
+
+
+def _exponentiate(logits: Tensor, peak: Tensor, mine: Tensor, column: Tensor, spread_over: int) -> Tensor:
+    """exp(logits - peak) of [T, v] and [T], in place.
+
+    Returns: [2, T], the sums of a row and what stands at its target's column before exp, 0 where that is not `mine`;
+    where `spread_over` is not 0 [3, T], with the sums before exp over so many columns. No communication.
+    """
+    logits.sub_(peak.unsqueeze(1))
+    sums = [torch.where(mine, logits.gather(1, column.unsqueeze(1)).squeeze(1), 0)]
+    if spread_over:
+        sums.append(logits[:, :spread_over].sum(dim=-1))
+    return torch.stack([logits.exp_().sum(dim=-1), *sums])
+
+
+def _softmax_less_target(
+    exponentials: Tensor, total: Tensor, column: Tensor, share: Tensor, kept: Tensor, own: int, smoothing: float
+) -> Tensor:
+    """The gradient of logits [T, v], in place of their exponentials: softmax - one-hot, for `kept` tokens [T, 1].
+
+    A row loses its `share` [T] at its target's column: 0 where that is another rank's, as the host would have to wait
+    to know which these are. No communication.
+    """
+    probabilities = exponentials.div_(total.unsqueeze(1))
+    rows = torch.arange(len(column), device=column.device)
+    probabilities[rows, column] -= share
+    if smoothing:
+        probabilities[:, :own] -= smoothing
+    return probabilities.mul_(kept)

@@ -7,6 +7,8 @@ and breaks the graph at every module that has a sharded layer; between the break
     attention        reshapes, norms of heads, rotary embedding; the kernel of attention is called as it is
     MLP              activation and gate
 
+So are two functions of the loss, between its collectives and products (losses/vocab_parallel.py).
+
 Norms whose parameters every rank holds are traced with plain tensors, which are read before the region begins: a
 DTensor never enters a graph. Sharded layers, and with them all collectives, all products and all nodes whose order in
 autograd's graph counts (engine/overlap.py), run outside of graphs. Graphs are made per code and shapes and shared by

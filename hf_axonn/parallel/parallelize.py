@@ -35,6 +35,7 @@ from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
 from hf_axonn.engine.dtensors import take_shards
 from hf_axonn.engine.loss_scaling import check_gradients_together
+from hf_axonn.engine.optimizer_steps import step_on_shards
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ParallelState, is_parallelized
 from hf_axonn.parallel.compiled import compile_regions
@@ -105,6 +106,7 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
         shard_parameters(inner, kinds, state)
         install_layers(inner, plan, kinds, state, layout)
     inner.axonn = state
+    step_on_shards()
     install_adapters(state, inner)
     inner.register_load_state_dict_pre_hook(take_shards)
     if hasattr(inner, "resize_token_embeddings"):

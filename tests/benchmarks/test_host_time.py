@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.benchmarks.host import host_time
+from tests.benchmarks.host import host_shares, host_time
 
 
 # Lower a number when nodes are gone; none may come back.
@@ -32,3 +32,10 @@ def test_every_contender_runs(phase):
 def test_ratios_are_those_of_a_round():
     found = {host_time.DECODING: {"x=2": [(3.0, 1.0), (4.0, 2.0), (9.0, 3.0)]}}
     assert host_time.table(found).splitlines()[-1] == "| decoding | x=2 |  | 4000000 | 3.00 [2.50, 3.00] | 1.50 |"
+
+
+def test_shares_are_of_all_samples():
+    found = host_shares.shares("z=2", 20)
+    assert found.total() >= 20 and any(name.startswith("engine/") for name in found)
+    lines = host_shares.table({"z=2": host_shares.Counter({"a.py": 3, "b.py": 1})}, least=0.5).splitlines()
+    assert lines[2:] == ["| a.py | 75% |", "| others | 25% |"]

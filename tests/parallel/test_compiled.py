@@ -96,6 +96,7 @@ def _bits_and_graphs() -> None:
         batch = tiny_batch(2, 17)
         assert torch.equal(compiled(**batch).logits, eager.eval()(**batch).logits)
     assert counters["stats"]["unique_graphs"] == graphs[-1]  # without gradients nothing is compiled
+    assert len(compiled.axonn._compiled) == 2 and not eager.axonn._compiled  # of the loss
     with pytest.raises(ValueError, match="without attention and MLP blocks"):
         parallelize(unplanned_model(), grid)[0].compile()
 

@@ -10,6 +10,7 @@ speed changes within seconds.
 
     training    forward with labels and backward; nodes are those of autograd's graph that a layer adds
     decoding    one token, with a cache of those before it
+    AdamW       a step of torch's AdamW with its defaults
 
 Figures on a GPU's host differ, as CUDA's launches come on top for all alike; nothing here has run on one.
 """
@@ -40,11 +41,12 @@ from transformers.cache_utils import DynamicCache  # noqa: E402
 
 from hf_axonn import Grid, parallelize  # noqa: E402
 from hf_axonn.compat.torch import fake_world  # noqa: E402
+from hf_axonn.engine.gradient_sync import sync_gradients  # noqa: E402
 
 
 LAYERS = (2, 8)
 ROWS, SEQ = 2, 16
-TRAINING, DECODING = "training", "decoding"
+TRAINING, DECODING, STEPPING = "training", "decoding", "AdamW"
 # What a grid may cost beside the stock model.
 GOALS = {
     TRAINING: {
@@ -55,6 +57,7 @@ GOALS = {
         "z=2, y=2, x=2": 3.2,
     },
     DECODING: {"x=2": 1.5, "z=2": 1.5},
+    STEPPING: {},
 }
 GRIDS = {
     "grid of one": Grid(),
@@ -130,14 +133,22 @@ def decoding(model: nn.Module) -> Callable[[], None]:
     return step
 
 
-PHASES = {TRAINING: training, DECODING: decoding}
+def stepping(model: nn.Module) -> Callable[[], None]:
+    ids = torch.arange(ROWS * SEQ).view(ROWS, SEQ) % 64
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    if hasattr(model, "axonn"):
+        sync_gradients(model)
+    return torch.optim.AdamW(model.parameters()).step
+
+
+PHASES = {TRAINING: training, DECODING: decoding, STEPPING: stepping}
 
 
 def nodes_of_a_layer(name: str) -> int:
     """Nodes of autograd's graph that one more layer adds, where gradients of parameters end included."""
     counts = []
     for layers in LAYERS:
-        with fake_world(_world(name)):
+        with fake_world(world_of(name)):
             model = contender(name, layers)
             ids = torch.arange(ROWS * SEQ).view(ROWS, SEQ) % 64
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
@@ -151,19 +162,19 @@ def nodes_of_a_layer(name: str) -> int:
     return (counts[1] - counts[0]) // (LAYERS[1] - LAYERS[0])
 
 
-def _world(name: str) -> int:
+def world_of(name: str) -> int:
     return GRIDS[name].size if name in GRIDS else 2
 
 
 def contenders(phase: str) -> list[str]:
-    return [STOCK, DDP, FSDP2, *GRIDS] if phase == TRAINING else [STOCK, *GRIDS]
+    return [STOCK, *GRIDS] if phase == DECODING else [STOCK, DDP, FSDP2, *GRIDS]
 
 
 def measure(phase: str, rounds: int, repeats: int) -> dict[str, list[tuple[float, float]]]:
     """Processor seconds of one more layer of each contender and, beside it, of the stock model, by round."""
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders(phase)}
-    for world in sorted({_world(name) for name in found}):
-        names = list(dict.fromkeys([STOCK, *(name for name in found if _world(name) == world)]))
+    for world in sorted({world_of(name) for name in found}):
+        names = list(dict.fromkeys([STOCK, *(name for name in found if world_of(name) == world)]))
         with fake_world(world), contextlib.ExitStack() as stack:
             steps = {name: [_step(phase, contender(name, layers), stack) for layers in LAYERS] for name in names}
             for _ in range(3):  # the order of gathers is learned, kernels are found

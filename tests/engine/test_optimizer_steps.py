@@ -1,0 +1,125 @@
+"""Elementwise optimizers step on shards: the same bits as on DTensors, and DTensors before and after."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+
+from hf_axonn import Grid, parallelize
+from hf_axonn.engine.gradient_sync import sync_gradients
+from hf_axonn.engine.optimizer_steps import ELEMENTWISE, shards_of, step_on_shards
+from tests.helpers.equality import rows_of
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
+
+
+KINDS = (
+    (Adam, {}),
+    (Adam, {"amsgrad": True, "maximize": True}),
+    (AdamW, {"weight_decay": 0.1}),
+    (AdamW, {"fused": True}),
+    (AdamW, {"foreach": True}),
+    (SGD, {}),
+    (SGD, {"momentum": 0.9, "nesterov": True, "foreach": True}),
+    (Adagrad, {"lr_decay": 0.1}),
+    (RMSprop, {"momentum": 0.9, "centered": True}),
+)
+
+
+def model_of(grid):
+    model, _ = parallelize(tiny_model("llama"), grid)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    return model
+
+
+def backward(model, grid, seed):
+    model.zero_grad()
+    model(**rows_of(tiny_batch(2 * grid.dp_size, 7, seed=seed), grid, torch.distributed.get_rank())).loss.backward()
+    sync_gradients(model)
+
+
+def local(value):
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def check_bits(grid):
+    for kind, options in KINDS:
+        ours, theirs = model_of(grid), model_of(grid)
+        optimizers = [kind(model.parameters(), lr=0.01, **options) for model in (ours, theirs)]
+        for seed in range(3):
+            for model in (ours, theirs):
+                backward(model, grid, seed)
+            optimizers[0].step()
+            optimizers[1].step(lambda: None)  # with a closure it is DTensors that step
+        for mine, its in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(local(mine), local(its)), (kind, options)
+            assert shapes(optimizers[0].state[mine]) == shapes(optimizers[1].state[its]), (kind, options)
+            for name, value in optimizers[1].state[its].items():
+                assert value is None or torch.equal(local(optimizers[0].state[mine][name]), local(value)), name
+        files = [optimizer.state_dict() for optimizer in optimizers]
+        assert files[0]["param_groups"] == files[1]["param_groups"]
+        assert files[0]["state"].keys() == files[1]["state"].keys()
+
+
+def shapes(state):
+    return {
+        name: (value.placements, value.shape) if isinstance(value, DTensor) else type(value)
+        for name, value in state.items()
+    }
+
+
+def check_inside(grid):
+    model = model_of(grid)
+    optimizer = AdamW([{"params": [parameter]} for parameter in model.parameters()])
+    backward(model, grid, 0)
+    optimizer.step()
+    backward(model, grid, 1)
+    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    before = {parameter: dict(optimizer.state[parameter]) for parameter in trained}
+
+    def broken():
+        with shards_of(optimizer):
+            for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
+                assert isinstance(parameter, DTensor) == (parameter.grad is None)
+                for value in [parameter.grad, *optimizer.state.get(parameter, {}).values()]:
+                    assert not isinstance(value, DTensor)
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        broken()
+    assert [group["params"][0] for group in optimizer.param_groups] == list(model.parameters())
+    assert list(optimizer.state) == trained
+    for parameter in trained:
+        assert local(parameter).grad is None and parameter.grad is not None
+        now = optimizer.state[parameter]
+        assert now.keys() == before[parameter].keys()
+        assert all(now[name] is value for name, value in before[parameter].items())
+    # A gradient that lies otherwise is left to DTensor.
+    trained[0].grad = DTensor.from_local(trained[0].grad.full_tensor(), trained[0].device_mesh)
+    with shards_of(optimizer):
+        assert [group["params"][0] for group in optimizer.param_groups] == list(model.parameters())
+
+
+def check(grid):
+    check_bits(grid)
+    check_inside(grid)
+
+
+@pytest.mark.parametrize("grid", [Grid(x=2), pytest.param(Grid(z=2, y=2), marks=pytest.mark.slow)], ids=str)
+def test_a_step_on_shards_is_that_on_dtensors(grid):
+    run_ranks(check, grid.size, grid)
+
+
+def test_hooks_of_steps_are_around_it_and_plain_models_are_left_alone():
+    step_on_shards()
+    step_on_shards()
+    assert all(kind.step.context is shards_of for kind in ELEMENTWISE)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer, seen = AdamW([weight]), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    assert seen == ["before", "after"] and weight[0] < 1
