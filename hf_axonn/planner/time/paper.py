@@ -14,7 +14,8 @@ One layer: O[m, n] = I[m, k] @ W[k, n], m tokens of one data-parallel replica. F
 in seconds, each times the bytes of an element. `counting="script"` counts as the authors' own script does (examples/
 comm_model.py, branch gordon-bell-perlmutter of axonn-ai/Megatron-AxoNN): W is gathered twice, forward runs twice (all
 activations are computed again), gradients travel over data in fp32, volumes are in GiB while bandwidths are in GB/s,
-and the last layer of the MLP is charged four times its forward volume. It reproduces the script's figures.
+and the last layer of the MLP is charged four times its forward volume and a quarter of its backward volume. It
+reproduces the script's figures.
 
 Source: Singh et al., arXiv 2502.08145, section on the performance model.
 """
@@ -122,8 +123,10 @@ def network_time(
         if counting == "equations":
             total += sum(times)
             continue
-        forward = times.forward * (layer.k / layer.n if index == len(layers) - 1 else 1)
-        total += 2 * times.all_gather_z + times.reduce_scatter_z + 2 * forward + times.backward + 2 * times.data
+        # The script exchanges k and n of the last layer, down of the MLP.
+        ratio = layer.k / layer.n if index == len(layers) - 1 else 1
+        activations = 2 * times.forward * ratio + times.backward / ratio
+        total += 2 * times.all_gather_z + times.reduce_scatter_z + activations + 2 * times.data
     return shape.depth * total / (2**30 / 1e9 if counting == "script" else 1)
 
 

@@ -55,6 +55,8 @@ SCRIPT = (
     ("gpt-20b", "perlmutter", 512, Grid(data=2, z=16), 1.522),
     ("gpt-20b", "perlmutter", 512, Grid(z=8, x=4), 5.686),
     ("gpt-20b", "perlmutter", 512, Grid(z=16, x=2), 5.713),
+    ("gpt-20b", "perlmutter", 512, Grid(y=4, z=8), 7.179),
+    ("gpt-20b", "perlmutter", 512, Grid(y=2, x=4, z=4), 31.612),
     ("gpt-40b", "perlmutter", 1024, Grid(z=64), 2.663),
     ("gpt-40b", "perlmutter", 1024, Grid(data=2, z=32), 2.846),
     ("gpt-40b", "perlmutter", 1024, Grid(z=32, x=2), 9.371),
@@ -63,6 +65,7 @@ SCRIPT = (
     ("gpt-5b", "perlmutter", 512, Grid(data=4, z=16), 0.401),
     ("gpt-40b", "perlmutter", 8192, Grid(z=4096), 2.705),
     ("gpt-80b", "frontier", 8192, Grid(z=8192), 10.63),
+    ("gpt-80b", "frontier", 8192, Grid(data=8, z=32, y=8, x=4), 34.288),
 )
 
 
