@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from typing import Any
 
-from hf_axonn.planner.jobs import PRECISION_BYTES, make_job, number
+from hf_axonn.planner.jobs import PRECISION_BYTES, batch_of, make_job, number
 from hf_axonn.planner.machine import known_machines
 from hf_axonn.planner.model.catalog import GPTS
 from hf_axonn.planner.predict import Job, Prediction, reorder
@@ -70,23 +71,30 @@ def run_plan(options: argparse.Namespace) -> int:
     Raises:
         ValueError: an option is wrong or missing.
     """
-    job = _job(options)
     if options.top < 1:
         raise ValueError(f"--top is {options.top}: give a number above 0.")
-    if options.sweep:
-        return _sweep(options, job)
-    if options.gpus is None:
+    if options.sweep and (options.gpus or options.paper):
+        raise ValueError("--sweep stands in place of --gpus, and not with --paper.")
+    if not options.sweep and options.gpus is None:
         raise ValueError("--gpus is missing: give the number of GPUs, or --sweep FIRST..LAST.")
-    if options.weak:
+    if options.weak and not options.sweep:
         raise ValueError("--weak goes with --sweep FIRST..LAST.")
+    counts = _gpu_counts(options.sweep) if options.sweep else [options.gpus]
+    tokens = options.batch_tokens or options.batch_sequences * options.seq
+    batch = batch_of(tokens, options.seq, counts[0] if options.weak else counts[-1])
+    if batch.note:
+        print(f"note: {batch.note}", file=sys.stderr)
+    job = _job(options, batch.sequences)
+    if options.sweep:
+        return _sweep(options, job, counts)
     return _paper(options, job) if options.paper else _plan(options, job)
 
 
-def _job(options: argparse.Namespace) -> Job:
+def _job(options: argparse.Namespace, sequences: int) -> Job:
     return make_job(
         options.model,
         options.machine,
-        options.batch_tokens or options.batch_sequences * options.seq,
+        sequences,
         options.seq,
         read=read_shape,
         compute_bytes=PRECISION_BYTES[options.activations],
@@ -109,11 +117,9 @@ def _plan(options: argparse.Namespace, job: Job) -> int:
     return 0 if found.ranked else 1
 
 
-def _sweep(options: argparse.Namespace, job: Job) -> int:
+def _sweep(options: argparse.Namespace, job: Job, counts: list[int]) -> int:
     """The best grid of each of several numbers of GPUs."""
-    if options.gpus or options.paper:
-        raise ValueError("--sweep stands in place of --gpus, and not with --paper.")
-    plans = sweep(job, _gpu_counts(options.sweep), weak=options.weak)
+    plans = sweep(job, counts, weak=options.weak)
     if options.json:
         print(json.dumps([as_json(found, 1) for found in plans], indent=2))
     else:

@@ -9,15 +9,16 @@ The launcher replaces both by the grid that the planner ranks first, and says wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.predict import Job
-from hf_axonn.planner.search import plan
+from hf_axonn.planner.search import divisors, plan
 from hf_axonn.topology.axis_order import ORDER, check_order
 
 
@@ -27,7 +28,8 @@ SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 NEEDED = ("model", "machine", "batch_tokens", "seq")
 OPTIONAL = ("checkpointing", "weights")
 PLAN_EXAMPLE = "plan: {model: DIRECTORY, machine: dgx-h100, batch_tokens: 4M, seq: 4096}"
-NEAR = 0.01  # a batch this near to a power of two of sequences is meant to be it
+NEAR = 0.05  # a batch may be changed by so much, to divide among more grids
+SAID = 0.01  # and by so much without a word
 
 
 def number(text: Any) -> int:
@@ -47,20 +49,49 @@ def number(text: Any) -> int:
     return value
 
 
-def sequences_of(batch_tokens: int, seq: int) -> int:
-    """Sequences of a batch: 16.8M tokens of 2048 are 8192 sequences, the power of two that is within NEAR."""
-    count = max(1, round(batch_tokens / seq))
-    if batch_tokens % seq == 0:
-        return count
-    powers = (2 ** (count.bit_length() - 1), 2 ** count.bit_length())
-    near = min(powers, key=lambda size: abs(size - count))
-    return near if abs(near - count) <= NEAR * near else count
+class Batch(NamedTuple):
+    """Sequences of a step, and what to tell whoever asked for something else; empty if nothing."""
+
+    sequences: int
+    note: str = ""
+
+
+def batch_of(batch_tokens: int, seq: int, gpus: int) -> Batch:
+    """The sequences of a batch. A multiple of `seq` is taken as it is; of other batches the count within NEAR that
+    divides best among `gpus`: 16.8M tokens of 2048 are 8192 sequences, 4M of 4096 are 1024.
+
+    Raises:
+        ValueError: the batch is less than a sequence.
+    """
+    asked = batch_tokens / seq
+    best = _divides_best(asked, gpus)
+    if best is None:
+        raise ValueError(f"a batch of {batch_tokens:,} tokens is less than one sequence of {seq:,} tokens.")
+    if batch_tokens % seq:
+        change = best / asked - 1
+        note = f"{batch_tokens:,} tokens are {asked:,.1f} sequences of {seq:,}: planned for {best:,}, {change:+.1%}"
+        return Batch(best, note if abs(change) > SAID else "")
+    count = batch_tokens // seq
+    if math.gcd(count, gpus) == math.gcd(best, gpus):
+        return Batch(count)
+    return Batch(count, f"{count:,} sequences divide among few grids of {gpus:,} GPUs: {best:,} among more")
+
+
+def _divides_best(asked: float, gpus: int) -> int | None:
+    """The count within NEAR of `asked` that is a multiple of the GPUs times a power of two, else of a part of them."""
+    units = [gpus << shift for shift in reversed(range(max(1, round(asked / gpus)).bit_length() + 1))]
+    units += [divisor for divisor in reversed(divisors(gpus)) if divisor < gpus]
+    for unit in units:
+        count = unit * round(asked / unit)
+        if count and abs(count - asked) <= NEAR * asked:
+            return count
+    return max(1, round(asked)) if asked >= 1 else None
 
 
 def make_job(
     model: str,
     machine: str,
-    batch_tokens: int,
+    sequences: int,
     seq: int,
     *,
     read: Callable[[str], Stack] = load_shape,
@@ -71,13 +102,7 @@ def make_job(
     Raises:
         ValueError: no such model or machine, or a wrong setting.
     """
-    return Job(
-        shape=read(model),
-        machine=load_machine(machine),
-        sequences=sequences_of(batch_tokens, seq),
-        seq=seq,
-        **settings,
-    )
+    return Job(shape=read(model), machine=load_machine(machine), sequences=sequences, seq=seq, **settings)
 
 
 def resolve_auto(
@@ -124,11 +149,13 @@ def resolve_auto(
     if not isinstance(weights, str) or weights not in PRECISION_BYTES:
         raise ValueError(f"axonn_config.plan.weights is {weights!r}, but it is one of {', '.join(PRECISION_BYTES)}.")
     try:
+        seq = number(given["seq"])
+        batch = batch_of(number(given["batch_tokens"]), seq, num_processes)
         job = make_job(
             str(given["model"]),
             str(given["machine"]),
-            number(given["batch_tokens"]),
-            number(given["seq"]),
+            batch.sequences,
+            seq,
             read=read,
             compute_bytes=2 if mixed_precision in ("bf16", "fp16") else PRECISION_BYTES[weights],
             param_bytes=PRECISION_BYTES[weights],
@@ -149,6 +176,8 @@ def resolve_auto(
     notes = [
         f"grid: auto is {best.grid}{lying}, {best.total:.3g} s a step predicted, {best.micro_batches} micro-batch(es)."
     ]
+    if batch.note:
+        notes.append(f"{batch.note}.")
     if len(found.ranked) > 1:
         second = found.ranked[1]
         notes.append(f"second is {second.grid}, {second.total / best.total - 1:.1%} slower.")
