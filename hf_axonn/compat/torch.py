@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed import ProcessGroup
@@ -332,11 +332,9 @@ def around_step(
         with context(self):
             return own(self)
 
-    inside.context = context  # type: ignore[attr-defined]
-    if hooked:
-        inside = torch.optim.Optimizer.profile_hook_step(inside)
-        inside.hooked = True  # type: ignore[attr-defined]
-    optimizer.step = inside  # type: ignore[method-assign]
+    wrapped: Any = torch.optim.Optimizer.profile_hook_step(inside) if hooked else inside
+    wrapped.context, wrapped.hooked = context, hooked
+    optimizer.step = wrapped  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -123,11 +123,11 @@ def start_reduce_scatters(every: Sequence[Tensor], group: ProcessGroup) -> Pendi
             _report("reduce_scatter", sum([blocks.nbytes for blocks in every]) // group.size(), group)
         sent = [blocks.reshape(-1) for blocks in every]
         results = [blocks.new_empty(blocks.shape[1:]) for blocks in every]
-        return Pending(results, _reduce_scatters(group, results, sent), lambda results, _sent=sent: results)
+        return Pending((results, sent), _reduce_scatters(group, results, sent), lambda both: both[0])
     if all(send_unfused(blocks[0], group) for blocks in every):
         return together([start_reduce_scatter(blocks, group) for blocks in every])
     sizes = [blocks.shape[1] for blocks in every]
-    pending = start_reduce_scatter(torch.cat(every, dim=1) if len(every) > 1 else every[0], group)
+    pending = start_reduce_scatter(torch.cat(list(every), dim=1) if len(every) > 1 else every[0], group)
     return pending.then(lambda flat: flat.split(sizes))
 
 

@@ -309,8 +309,9 @@ class _Multiply(torch.autograd.Function):
         return tuple(outputs) if entry is None or entry.tokens is None else (full, *outputs)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx, *every):
         (input_,) = ctx.saved_tensors
+        grads = list(every)
         product, entry, needs_input = ctx.product, ctx.entry, ctx.needs_input_grad[0]
         dinput = pending = None
         if entry is not None and entry.tokens is not None:

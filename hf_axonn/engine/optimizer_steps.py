@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ def shards_of(optimizer: Optimizer) -> Iterator[None]:
         return
     groups, state = [group["params"] for group in optimizer.param_groups], optimizer.state
     for parameter, shard in shards.items():
-        shard.grad = shard_in(parameter.grad)
+        shard.grad = shard_in(cast(DTensor, parameter.grad))
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
         group["params"] = [shards.get(parameter, parameter) for parameter in parameters]
     inside: defaultdict[Any, dict] = defaultdict(dict)
@@ -58,7 +58,7 @@ def shards_of(optimizer: Optimizer) -> Iterator[None]:
         for parameter, shard in shards.items():
             shard.grad = None
             if shard in inside:
-                _take_back(state[parameter], inside.pop(shard), parameter, shard)
+                _take_back(state[parameter], inside.pop(shard), cast(DTensor, parameter), shard)
         state.update(inside)  # of parameters that are plain
 
 

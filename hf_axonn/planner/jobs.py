@@ -18,8 +18,9 @@ from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.predict import Job
-from hf_axonn.planner.search import divisors, plan
+from hf_axonn.planner.search import plan
 from hf_axonn.topology.axis_order import ORDER, check_order
+from hf_axonn.topology.grid import divisors
 
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
