@@ -39,12 +39,15 @@ class Point:
 
 
 # Whole-machine PFLOP/s of arXiv 2502.08145's abstract, and its weak-scaling efficiencies on Frontier (88.3%, 79.02%,
-# 53.5% of 512 GCDs), over the number of GPUs. Model sizes are recalled from the paper.
+# 53.5% of 512 GCDs) and Alps (76.5% of 1,024 GPUs at 6,144), over the number of GPUs. Perlmutter at 512 is 80.8 PFLOP/s.
+# Model sizes are recalled from the paper.
 POINTS = (
+    Point("gpt-5b", "perlmutter", 512, 157.8),
     Point("gpt-40b", "perlmutter", 4096, 151.4),
     Point("gpt-5b", "frontier", 512, 78.8),
     Point("gpt-80b", "frontier", 8192, 69.6),
     Point("gpt-160b", "frontier", 16384, 62.2),
+    Point("gpt-10b", "alps", 1024, 302.7),
     Point("gpt-60b", "alps", 6144, 231.6),
     Point("gpt-320b", "frontier", 32768, 42.1, counts=False),
 )
