@@ -39,7 +39,7 @@ class Point:
 
 
 # Whole-machine PFLOP/s of arXiv 2502.08145's abstract, and its weak-scaling efficiencies on Frontier (88.3%, 79.02%,
-# 53.5% of 512 GCDs) and Alps (76.5% of 1,024 GPUs at 6,144), over the number of GPUs. Perlmutter at 512 is 80.8 PFLOP/s.
+# 53.5% of 512 GCDs) and Alps (76.5% of 1,024 GPUs at 6,144), over the number of GPUs. Perlmutter at 512: 80.8 PFLOP/s.
 # Model sizes are recalled from the paper.
 POINTS = (
     Point("gpt-5b", "perlmutter", 512, 157.8),
