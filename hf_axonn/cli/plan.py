@@ -352,10 +352,13 @@ def add_bench_links(commands) -> None:
     parser = commands.add_parser("bench-links", help="measure this machine under torchrun and write a machine file")
     parser.add_argument("--output", required=True, help="the JSON file to write")
     parser.add_argument("--seconds", type=float, default=60.0, help="most seconds to spend")
+    parser.add_argument(
+        "--peak-tflops", type=float, help="advertised dense bf16 TFLOP/s of a GPU; by default that of its name"
+    )
 
 
 def run_bench_links(options: argparse.Namespace) -> int:
     """`hf-axonn bench-links`; returns the exit code."""
     from hf_axonn.planner.measure.bench_links import bench_links
 
-    return bench_links(options.output, seconds=options.seconds)
+    return bench_links(options.output, seconds=options.seconds, peak=options.peak_tflops)

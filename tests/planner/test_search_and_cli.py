@@ -15,6 +15,7 @@ from hf_axonn.launch.launch_file import resolve
 from hf_axonn.planner.jobs import batch_of, number, resolve_auto
 from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.measure import bench_links, timings
+from hf_axonn.planner.measure.peaks import peak_tflops
 from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.predict import Job, predict
 from hf_axonn.planner.search import alternatives, divisors, factorizations, grids, other_order, plan, sweep
@@ -317,7 +318,8 @@ def measured(folder):
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     file = f"{folder}/this.json"
     assert bench_links.bench_links(file) == 0
-    late = bench_links.measure(4, torch.device("cpu"), seconds=0.0)
+    late = bench_links.measure(4, torch.device("cpu"), seconds=0.0, peak=2.5)
+    assert late["peak_tflops"] == 2.5 and late["sources"]["peak_tflops"] == "given as --peak-tflops"
     return late["sources"]["intra_gbs"], bench_links._siblings(2, 2).size()
 
 
@@ -333,6 +335,21 @@ def test_bench_links_writes_a_machine_that_plans(tmp_path, capsys):
     assert max(share for _, share in machine.gemm_by_size) == 1.0 == machine.gemm_fraction
     assert main([*COMMAND, "--machine", str(tmp_path / "this.json"), "--gpus", "16"]) in (0, 1)
     assert "of this, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA A100-SXM4-40GB", 312.0),
+        ("AMD Instinct MI250X", 191.5),
+        ("NVIDIA Tesla K80", None),
+    ],
+)
+def test_the_peak_is_that_of_the_name(name, peak):
+    assert peak_tflops(name) == peak
 
 
 def test_latency_is_a_line_through_two_sizes():

@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 
 from hf_axonn.distributed.collectives import exchange, reduce_, start_all_gather, start_reduce_scatter
 from hf_axonn.planner.machine import machine_from_mapping
+from hf_axonn.planner.measure.peaks import peak_tflops
 from hf_axonn.planner.measure.timings import UNMEASURED, Line, Timings, world_group
 from hf_axonn.topology.grid import divisors
 
@@ -52,12 +53,12 @@ COLLECTIVES: dict[str, Callable[[Tensor, ProcessGroup], Tensor]] = {
 }
 
 
-def bench_links(output: str, *, seconds: float = 60.0) -> int:
+def bench_links(output: str, *, seconds: float = 60.0, peak: float | None = None) -> int:
     """Measure and write; returns the exit code.
 
     Args:
         output: the file that rank 0 writes.
-        seconds: as `measure`; the file names what is missing.
+        seconds, peak: as `measure`; the file names what is missing.
     Raises:
         ValueError: not started by torchrun, or nodes differ in their number of processes.
     """
@@ -76,7 +77,7 @@ def bench_links(output: str, *, seconds: float = 60.0) -> int:
             raise ValueError(
                 f"{dist.get_world_size()} processes are not nodes of {local}: start as many on every node."
             )
-        found = measure(local, torch.device(kind), seconds=seconds)
+        found = measure(local, torch.device(kind), seconds=seconds, peak=peak)
         if dist.get_rank() == 0:
             machine_from_mapping(found)  # what cannot be read is not written
             Path(output).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
@@ -87,13 +88,14 @@ def bench_links(output: str, *, seconds: float = 60.0) -> int:
     return 0
 
 
-def measure(local: int, device: torch.device, *, seconds: float) -> dict[str, Any]:
+def measure(local: int, device: torch.device, *, seconds: float, peak: float | None = None) -> dict[str, Any]:
     """The contents of a machine file. Collective over the world; all ranks get the same.
 
     Args:
         local: processes of a node; the world is nodes of as many.
         device: where.
         seconds: when they are over nothing is measured again, and rings of fewer ranks than a node not at all.
+        peak: advertised TFLOP/s of a GPU; by default those of its name, or the fastest product where that is unknown.
     """
     world, backend = dist.get_world_size(), dist.get_backend()
     payloads = PAYLOADS.get(backend, PAYLOADS["gloo"])
@@ -137,11 +139,18 @@ def measure(local: int, device: torch.device, *, seconds: float) -> dict[str, An
     how_line = f"{how}; what collectives of {payloads[0]} and {payloads[1]} bytes add to a product"
     on_gpu = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if on_gpu else None
+    how_peak = "given as --peak-tflops"
+    if peak is None and properties:
+        peak, how_peak = peak_tflops(properties.name), f"data sheet of {properties.name}, dense bf16"
+    if peak is None:
+        how_peak = (
+            f"{how}; the fastest product, not an advertised rate (--peak-tflops), so utilisation is a share of that"
+        )
     return {
         "name": "this",
         "description": properties.name if properties else f"CPU, {torch.get_num_threads()} thread(s) a process",
         "gpus_per_node": local,
-        "peak_tflops": best,
+        "peak_tflops": peak or best,
         "gemm_tflops": best,
         "gemm_fraction": 1.0,
         "gemm_by_size": {str(size): rate / best for size, rate in products.items()},
@@ -158,7 +167,7 @@ def measure(local: int, device: torch.device, *, seconds: float) -> dict[str, An
         "latency_us": {"base": base * 1e6, "intra": intra_step * 1e6, "inter": inter_step * 1e6},
         "sources": {
             "gpus_per_node": how,
-            "peak_tflops": f"{how}; the fastest product, not an advertised rate, so utilisation is a share of that",
+            "peak_tflops": how_peak,
             "gemm_tflops": f"{how}; products of Linears, {sizes[-1]} wide, on the best number of tokens",
             "gemm_fraction": "1: gemm_by_size is measured",
             "gemm_by_size": f"{how}; products of Linears, {sizes[-1]} wide, by tokens, all processes at once",
