@@ -15,6 +15,7 @@ from hf_axonn.accelerator.data import DataMethods
 from hf_axonn.accelerator.files import FileMethods, LoadMethods
 from hf_axonn.accelerator.training import TrainingMethods
 from hf_axonn.distributed.mesh import grid_mesh
+from hf_axonn.engine.optimizer_steps import step_on_shards
 
 
 class GridMethods(TrainingMethods, DataMethods, FileMethods):
@@ -32,6 +33,7 @@ class SingleAccelerator(LoadMethods, Accelerator):
 def bind(accelerator: Accelerator, plugin) -> None:
     """Turn an Accelerator into one over a grid. Collectives: creation of the process groups, the first time."""
     accelerator.axonn_plugin = plugin
+    step_on_shards()  # before a learning rate schedule wraps the step of an optimizer
     own = type(accelerator)
     methods, ready = (LoadMethods, SingleAccelerator) if plugin.grid.size == 1 else (GridMethods, GridAccelerator)
     if plugin.grid.size > 1:

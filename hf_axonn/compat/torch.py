@@ -139,6 +139,11 @@ def version_of(parameter: DTensor) -> int:
     return parameter._version + parameter._local_tensor._version
 
 
+def changes_of(tensor: torch.Tensor) -> int:
+    """How often the values of a plain tensor have been changed in place; nobody counts those of inference tensors."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def shard_has_changed(parameter: DTensor) -> None:
     """Count a change of this rank's shard, for `version_of` and for what autograd has saved of it."""
     torch.autograd.graph.increment_version(parameter._local_tensor)

@@ -149,7 +149,7 @@ class Product:
             # Without a graph in a pass that wants gradients: a checkpointed layer, which runs again in backward. What
             # it then makes may be another graph than the one that backward goes through.
             again = self._runs_again
-            cache.add(key, gathered, hold=self.state.context.wants_gradients and (again or not with_graph))
+            cache.add(key, gathered, hold=again or (self.state.context.wants_gradients and not with_graph))
             if with_graph and not again:
                 cache.release(key)
         if torch.is_grad_enabled():
@@ -303,7 +303,8 @@ class _Multiply(torch.autograd.Function):
         ctx.gathered = gathered if product.keeps and ctx.needs_input_grad[0] else None
         full = input_ if entry is None else entry.wait()
         blocks = product.blocks_of(full)
-        ctx.save_for_backward(blocks)
+        # Detached: `full` is a result, too, so a view of it would hold this node, which holds the view.
+        ctx.save_for_backward(blocks if entry is None else blocks.detach())
         outputs = product.multiply(blocks, gathered.blocks, full.shape)
         ctx.output_shapes = [output.shape for output in outputs]
         return tuple(outputs) if entry is None or entry.tokens is None else (full, *outputs)
@@ -328,6 +329,8 @@ class _Multiply(torch.autograd.Function):
                 if other is not None:
                     dinput += other.reshape(dinput.shape)
         product.let_go(input_.dtype)
+        if needs_input and dinput is None:  # nothing has come: other ranks reduce all the same
+            dinput = torch.zeros_like(input_)
         if needs_input and entry is not None:
             pending = entry.start_reduction(dinput)
         of_leaves: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)

@@ -63,9 +63,12 @@ def shards_of(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _shards(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """The shards of parameters with gradients; empty if a gradient does not lie as its parameter does."""
+    """The shards of parameters with gradients; empty if a gradient does not lie as its parameter does, or if the step
+    is to be part of a graph."""
     found: dict[Tensor, Tensor] = {}
     for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            return {}
         for parameter in group["params"]:
             grad = parameter.grad
             if not isinstance(parameter, DTensor) or grad is None:

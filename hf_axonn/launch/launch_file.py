@@ -77,9 +77,9 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
             f"axonn_config.residual_dtype is bfloat16, but mixed_precision is {precision!r}: write bf16, or leave "
             "residual_dtype away."
         )
-    kept = {key: value for key, value in settings.items() if key != SECTION}
-    # YAML reads an unquoted no as false, where accelerate expects the word.
-    kept["mixed_precision"] = settings.get("mixed_precision") or "no"
+    kept = {key: value for key, value in settings.items() if key not in (SECTION, "fp16")}
+    # YAML reads an unquoted no as false, where accelerate expects the word. What the command line says counts for it.
+    kept["mixed_precision"] = _precision(settings, {})
     kept["num_processes"], kept["num_machines"] = num_processes, num_machines
     if num_machines == 1:
         # The default port is shared by all launches of a machine; 0 takes a free one.
@@ -120,9 +120,9 @@ def _refuse(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> N
 
 
 def _precision(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> str:
-    """accelerate's mixed_precision; `fp16` is the key of its older files."""
-    precision = options.get("mixed_precision") or settings.get("mixed_precision") or "no"
-    return "fp16" if settings.get("fp16") else str(precision).lower()
+    """accelerate's mixed_precision; where nobody says one `fp16`, the key of its older files, does."""
+    older = "fp16" if settings.get("fp16") else "no"
+    return str(options.get("mixed_precision") or settings.get("mixed_precision") or older).lower()
 
 
 def _processes(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> tuple[int, int]:

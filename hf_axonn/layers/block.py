@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from hf_axonn.compat.torch import changes_of
 from hf_axonn.distributed.collectives import (
     all_reduce,
     all_reduce_backward,
@@ -82,7 +83,7 @@ class Column:
         ]
         self.weights = [state.weight_of(linear) for linear in linears]
         self.layouts = [weight_layout(WeightKind.COLUMN, *linear_size(linear), state.mesh) for linear in linears]
-        self._entered: tuple[Tensor, list[Tensor]] | None = None
+        self._entered: tuple[Tensor, int, list[Tensor]] | None = None
         self._computed: tuple[Tensor, dict[int, Tensor]] | None = None
         for index, linear in enumerate(linears):
             state.sharded_layers[linear] = self
@@ -110,7 +111,7 @@ class Column:
             return hidden.reshape(tokens.batch, tokens.seq, -1)
         # The products are made here, where the input is gathered: so backward reduces its gradient beside theirs.
         hidden, *outputs = Product(state, self.weights, self.layouts).run(hidden, over=group, tokens=tokens)
-        self._entered = (hidden, outputs)
+        self._entered = (hidden, changes_of(hidden), outputs)
         return hidden
 
     def leave(self) -> None:
@@ -129,8 +130,8 @@ class Column:
         return self._computed[1].pop(index)
 
     def _compute(self, hidden: Tensor) -> list[Tensor]:
-        if self._entered is not None and self._entered[0] is hidden:
-            outputs = self._entered[1]
+        if self._entered is not None and self._entered[0] is hidden and self._entered[1] == changes_of(hidden):
+            outputs = self._entered[2]
         else:
             outputs = Product(self.state, self.weights, self.layouts).run(hidden)
         mesh = self.state.mesh

@@ -213,7 +213,7 @@ def _cross_entropy(
     peak = reduce_(logits.max(dim=-1).values, chunks.group, op="max")
     mine, column = chunks.columns_of(target)
     exponentiate = chunks.product.state.compiled(_exponentiate)
-    sums = exponentiate(logits, peak, mine, column, len(chunks.own) if spread_over else 0)
+    sums = exponentiate(logits, peak, mine, column, len(chunks.own) if spread_over else None)
     total, of_target, *every = reduce_(sums, chunks.group)
     ignored, log_total = target == IGNORE_INDEX, total.log()
     nll = torch.where(ignored, 0, log_total - of_target)
@@ -221,15 +221,15 @@ def _cross_entropy(
     return nll, spread, total, mine, column
 
 
-def _exponentiate(logits: Tensor, peak: Tensor, mine: Tensor, column: Tensor, spread_over: int) -> Tensor:
+def _exponentiate(logits: Tensor, peak: Tensor, mine: Tensor, column: Tensor, spread_over: int | None) -> Tensor:
     """exp(logits - peak) of [T, v] and [T], in place.
 
     Returns: [2, T], the sums of a row and what stands at its target's column before exp, 0 where that is not `mine`;
-    where `spread_over` is not 0 [3, T], with the sums before exp over so many columns. No communication.
+    with `spread_over` [3, T], with the sums before exp over so many columns, perhaps none. No communication.
     """
     logits.sub_(peak.unsqueeze(1))
     sums = [torch.where(mine, logits.gather(1, column.unsqueeze(1)).squeeze(1), 0)]
-    if spread_over:
+    if spread_over is not None:
         sums.append(logits[:, :spread_over].sum(dim=-1))
     return torch.stack([logits.exp_().sum(dim=-1), *sums])
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_axonn.compat.torch import in_backward
 from hf_axonn.compat.transformers import checkpointed_forward
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import Replicated, innermost, patch_innermost, replaced
@@ -126,7 +127,8 @@ class Region:
     def run(self, *args, **kwargs):
         """The module's code, compiled where that may be; arguments as those of its forward."""
         context = self.state.context
-        if not context.wants_gradients or context.random_seed is not None:
+        # In backward it runs again, perhaps after a pass of the model without gradients.
+        if not (context.wants_gradients or in_backward()) or context.random_seed is not None:
             return self.plain(self.module, *args, **kwargs)
         with contextlib.ExitStack() as stack:
             for norm, layer, own in self.norms:

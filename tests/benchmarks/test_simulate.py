@@ -89,6 +89,7 @@ def test_the_meter_counts_storages_until_they_are_gone():
     assert nbytes([second, second[1:], third]) == 3600
 
 
+@pytest.mark.slow
 def test_a_rank_makes_its_own_groups_alone():
     """One for each axis and for both products; axes of one rank share one, and one of all ranks is the world's."""
     counts = {grid: build_groups(grid)[2] for grid in (Grid(data=4, z=64, y=8, x=8), Grid(z=4), Grid(z=2, x=2))}

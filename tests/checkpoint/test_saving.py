@@ -148,7 +148,7 @@ def survives(folder: Path, name: str) -> float:
     return value
 
 
-@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_over_weights_of_another_kind(tmp_path, every):
     """A save to a directory with model.safetensors: at any moment one of the two is there, and after it one alone."""
     plain = tmp_path / "plain"

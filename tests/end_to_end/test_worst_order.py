@@ -471,7 +471,7 @@ def one_of_each():
         look("gathers in one launch", flat, pending._result[0]._result, lambda: pending.wait()[0])
         both = own.clone()
         pending = collectives.start_reduce_scatters([both, both.clone()], world)
-        look("reductions in one launch", both, pending._result[0], lambda: pending.wait()[0])
+        look("reductions in one launch", both, pending._result[0][0], lambda: pending.wait()[0])
         for name, input_, begin in (
             ("functional all_gather", own.clone(), functional.all_gather_into_tensor),
             ("functional reduce_scatter", own.clone(), functional.reduce_scatter_tensor),

@@ -119,6 +119,27 @@ def count_in_training():
         assert not len(model.axonn.context.gather_cache._alive) and not model.axonn.context.gather_cache._held
 
 
+def count_with_a_pass_between():
+    grid = Grid(z=2)
+    model, _ = parallelize(tiny_model("llama"), grid)
+    for reentrant in (True, False):
+        model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        for _ in range(2):
+            with counting() as calls:
+                loss = model(**tiny_batch(2, 7)).loss
+                forward = len(calls)
+                with torch.no_grad():  # as of a reference model that is this one without its adapters
+                    model(**tiny_batch(2, 7, seed=1))
+                between = len(calls)
+                loss.backward()
+        assert len(calls) - between == 2 * OF_LAYER, reentrant
+        assert not model.axonn.context.gather_cache._held, (reentrant, forward)
+
+
+def test_a_pass_without_gradients_before_backward_costs_no_gathers():
+    run_ranks(count_with_a_pass_between, 2)
+
+
 class OfShards(torch.optim.Optimizer):
     """Writes the local tensors, by `.data`, which leaves no trace."""
 

@@ -6,6 +6,7 @@ The formulas are those of docs/algorithm.md, section Memory.
 from __future__ import annotations
 
 import collections
+import gc
 import time
 import weakref
 
@@ -23,6 +24,7 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed import collectives
 from hf_axonn.engine import gathering, matmul3d
 from hf_axonn.engine.gradient_sync import sync_gradients
+from hf_axonn.engine.overlap import GatheredInput
 from hf_axonn.losses import head_chunks
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import rows_of
@@ -272,6 +274,22 @@ def test_two_bundles_have_buffers_at_a_time(grids, prefetch, gathered):
     """Of a layer's four groups; of gradients there are two groups. A layer that runs again keeps its four until
     backward has used them."""
     run_ranks(groups_at_a_time, 4, grids, prefetch, *gathered)
+
+
+def abandoned(grid):
+    """How many inputs of products are alive after each of some forward passes whose graphs nobody went through."""
+    model, _ = parallelize(tiny_model("llama"), grid)
+    found = []
+    for _ in range(3):
+        model.train()(**rows_of(tiny_batch(4, 7), grid, dist.get_rank()))
+        gc.collect()
+        found.append(sum(isinstance(each, GatheredInput) for each in gc.get_objects()))
+    return found
+
+
+def test_a_graph_that_nobody_goes_through_is_let_go():
+    for found in run_ranks(abandoned, 2, Grid(x=2)):
+        assert found == [0, 0, 0]
 
 
 class Peak(TorchDispatchMode):

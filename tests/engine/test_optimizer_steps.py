@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+from torch.optim.lr_scheduler import ConstantLR
 
-from hf_axonn import Grid, parallelize
+from hf_axonn import AxonnPlugin, Grid, parallelize
+from hf_axonn.engine import optimizer_steps
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.engine.optimizer_steps import ELEMENTWISE, shards_of, step_on_shards
 from tests.helpers.equality import rows_of
@@ -110,6 +115,30 @@ def check(grid):
 @pytest.mark.parametrize("grid", [Grid(x=2), pytest.param(Grid(z=2, y=2), marks=pytest.mark.slow)], ids=str)
 def test_a_step_on_shards_is_that_on_dtensors(grid):
     run_ranks(check, grid.size, grid)
+
+
+def check_prepared():
+    """A schedule wraps the step of its optimizer, here before there is a model on a grid."""
+    accelerator = Accelerator(cpu=True, parallelism_config=AxonnPlugin(grid=Grid(x=2)))
+    model = tiny_model("llama")
+    optimizer = AdamW(model.parameters())
+    schedule = ConstantLR(optimizer)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    accelerator.backward(model(**tiny_batch(2, 7)).loss)
+    with mock.patch.object(optimizer_steps, "_take_back", wraps=optimizer_steps._take_back) as taken:
+        optimizer.step()
+    assert taken.call_count == len(list(model.parameters()))
+
+
+def test_an_optimizer_whose_schedule_was_made_before_the_grid():
+    run_ranks(check_prepared, 2)
+
+
+def test_a_step_that_is_part_of_a_graph_is_left_alone():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = SGD([weight], lr=1.0, differentiable=True)
+    with shards_of(optimizer):
+        assert optimizer.param_groups[0]["params"] == [weight]
 
 
 def test_hooks_of_steps_are_around_it_and_plain_models_are_left_alone():

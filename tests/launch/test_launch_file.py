@@ -129,6 +129,15 @@ def test_words_that_yaml_reads_as_false():
     assert (launch.settings["distributed_type"], launch.settings["mixed_precision"]) == ("NO", "no")
 
 
+def test_the_older_key_of_fp16_counts_where_nothing_else_does(machine):
+    older = settings(mixed_precision=None, fp16=True)
+    launch = resolve(older, {})
+    assert launch.settings["mixed_precision"] == "fp16" and "fp16" not in launch.settings
+    assert resolve(settings(mixed_precision="bf16", fp16=True), {}).settings["mixed_precision"] == "bf16"
+    residual = {"grid": {"x": 4}, "residual_dtype": "bfloat16"}
+    resolve(settings(mixed_precision=None, fp16=True, axonn_config=residual), {"mixed_precision": "bf16"})
+
+
 def test_the_command_line_holds_over_the_file():
     options = {
         "num_processes": "8",

@@ -153,6 +153,26 @@ def test_smoothed_labels():
     run_ranks(_smoothed, 4)
 
 
+def _few_columns() -> None:
+    """Nine columns on four ranks: the last has none."""
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    batch = {name: torch.where(value >= 0, value % 9, value) for name, value in tiny_batch(2, 7).items()}
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    with Float64():
+        stock = tiny_model("llama", vocab_size=9)
+        expected = LabelSmoother(0.1)(stock(**inputs), batch["labels"], shift_labels=True)
+    model, _ = parallelize(tiny_model("llama", vocab_size=9), Grid(x=4))
+    with Float64(), model.train().loss_function.smoothed(0.1):
+        loss = model(**batch).loss
+    torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-10, atol=0)
+    loss.backward()
+
+
+def test_labels_are_smoothed_where_a_rank_has_no_part_of_the_vocabulary():
+    run_ranks(_few_columns, 4)
+
+
 def test_what_a_caller_sees():
     run_ranks(_contract, 4)
 

@@ -143,6 +143,24 @@ def _passes() -> None:
 
 
 @pytest.mark.slow
+def test_a_pass_without_gradients_before_backward():
+    run_ranks(_between, 2, timeout=600)
+
+
+def _between() -> None:
+    """A layer that runs again is compiled, as it was at first."""
+    grid = Grid(x=2)
+    model = sharded(grid, "llama")
+    model.compile(backend="aot_eager")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = tiny_batch(2, 8)
+    loss = model(**batch, use_cache=False).loss
+    with torch.no_grad():
+        model(**batch, use_cache=False)
+    loss.backward()
+
+
+@pytest.mark.slow
 def test_inductor_is_eager_within_float32():
     run_ranks(_inductor, 2, timeout=600)
 
