@@ -139,6 +139,19 @@ def version_of(parameter: DTensor) -> int:
     return parameter._version + parameter._local_tensor._version
 
 
+def unseen_by_checkpoints() -> contextlib.AbstractContextManager:
+    """Inside, selective activation checkpoints see no operators: in a recomputation they refuse those that were not in
+    the forward pass, and what is begun ahead belongs to no layer."""
+    if not torch._C._len_torch_dispatch_stack():
+        return contextlib.nullcontext()
+    from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    selective = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+    seen = any(isinstance(mode, selective) for mode in _get_current_dispatch_mode_stack())
+    return _disable_current_modes() if seen else contextlib.nullcontext()
+
+
 def changes_of(tensor: torch.Tensor) -> int:
     """How often the values of a plain tensor have been changed in place; nobody counts those of inference tensors."""
     return -1 if tensor.is_inference() else tensor._version
