@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hf_axonn.compat.torch import unseen_by_checkpoints
 from hf_axonn.distributed.collectives import Pending, start_all_gathers
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.weight_layout import WeightLayout
@@ -19,6 +20,11 @@ from hf_axonn.engine.weight_layout import WeightLayout
 
 if TYPE_CHECKING:
     from hf_axonn.engine.sharded_weight import ShardedWeight
+
+
+def versions_of(weights: Sequence[ShardedWeight]) -> int:
+    """Another number whenever one of the weights has changed in place."""
+    return sum([weight.version for weight in weights])
 
 
 class Gathering:
@@ -41,7 +47,7 @@ class Gathering:
     @property
     def version(self) -> int:
         """Another number whenever one of the weights has changed in place."""
-        return sum([weight.version for weight in self.weights])
+        return versions_of(self.weights)
 
     def shards(self) -> list[Tensor]:
         """What this rank sends of each weight, flat."""
@@ -58,5 +64,6 @@ class Gathering:
 def start_gathers(gatherings: Sequence[Gathering], mesh: GridMesh) -> list[Pending]:
     """Begin to join the z shards of several groups of weights, all of one dtype. Result: of each one [Q, n, P, k] for
     each weight. An all-gather over z for each group, in one launch."""
-    started = start_all_gathers([gathering.shards() for gathering in gatherings], mesh.group("z"))
+    with unseen_by_checkpoints():
+        started = start_all_gathers([gathering.shards() for gathering in gatherings], mesh.group("z"))
     return [pending.then(gathering.blocks) for pending, gathering in zip(started, gatherings, strict=True)]

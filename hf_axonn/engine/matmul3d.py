@@ -42,7 +42,7 @@ from hf_axonn.distributed.collectives import Pending, start_reduce_scatters
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import Tokens
 from hf_axonn.engine.gather_cache import GatheredBlocks
-from hf_axonn.engine.gathering import Gathering
+from hf_axonn.engine.gathering import Gathering, versions_of
 from hf_axonn.engine.matmul_tuning import Matmul, plain
 from hf_axonn.engine.overlap import GatheredInput
 from hf_axonn.engine.weight_layout import WeightLayout
@@ -229,7 +229,7 @@ class Product:
     @property
     def version(self) -> int:
         """Another number whenever one of the weights has changed in place."""
-        return sum([weight.version for weight in self.weights])
+        return versions_of(self.weights)
 
     def check_unchanged(self, version: int) -> None:
         """For backward, which gathers the weights once more.

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hf_axonn.compat.torch import in_backward, reshaped_result, unseen_by_checkpoints
+from hf_axonn.compat.torch import in_backward, reshaped_result
 from hf_axonn.distributed.collectives import Pending, start_all_gather, start_reduce_scatter
 from hf_axonn.engine.activation_layouts import Tokens, pad_dim
 from hf_axonn.engine.gathering import Gathering
@@ -103,7 +103,7 @@ class GatherAhead:
             pending = None
         alone = pending is None
         if pending is None:
-            (pending,) = self._start_unseen([gathering])
+            (pending,) = self._start([gathering])
         arrived = pending.wait()
         if self.enabled:
             self._known[key] = gathering
@@ -111,10 +111,6 @@ class GatherAhead:
             if order.passed(key) and len(order.seen) > order.bundle:
                 self._begin(order, self._measure(gathering) if alone else 0)
         return arrived
-
-    def _start_unseen(self, bundle: list[Gathering]) -> list[Pending]:
-        with unseen_by_checkpoints():
-            return self._start(bundle)
 
     def _begin(self, order: _Order, size: int) -> None:
         """Begin the next bundle: gathers of one dtype, none twice. `size`: of what belongs to it and is here, as the
@@ -136,7 +132,7 @@ class GatherAhead:
         if keys:
             bundle = [self._known[key] for key in keys]
             versions = [gathering.version for gathering in bundle]
-            for key, pending, version in zip(keys, self._start_unseen(bundle), versions, strict=True):
+            for key, pending, version in zip(keys, self._start(bundle), versions, strict=True):
                 self._ahead[key] = pending, version
 
 
