@@ -1,6 +1,7 @@
 """Machines: what a plan has to know of one, read from JSON with a source for every number.
 
     load_machine("frontier")      a file of machines/, or the path of another, as `hf-axonn bench-links` writes it
+    load_machine("dgx-h100@400")  the same nodes, joined by 400 Gb/s
 
 Units in the files are those of data sheets (TFLOP/s, GB/s = 10**9 bytes/s, GiB, microseconds); a `Machine` has FLOP/s,
 bytes/s, bytes and seconds. A *node* is where the intra-node links reach. Bandwidths are those of a ring: what one
@@ -23,7 +24,7 @@ from hf_axonn.planner.traffic.ledger import KINDS
 FOLDER = Path(__file__).with_name("machines")
 NUMBERS = ("gpus_per_node", "peak_tflops", "gemm_tflops", "memory_gib", "memory_gbs", "units", "inter_gbs")
 REQUIRED = (*NUMBERS, "intra_gbs", "latency_us")
-OPTIONAL = ("gemm_fraction", "gemm_by_size", "memory_fraction", "kernel_us", "overlap")
+OPTIONAL = ("gemm_fraction", "gemm_by_size", "memory_fraction", "kernel_us", "overlap", "slowdown", "attention_tflops")
 FACTORS = ("relative_cost", "relative_latency")  # by kind of collective; optional too
 LATENCIES = ("base", "intra", "inter")
 # What products in a training step reach of the best one measured: docs/planning.md derives it from Megatron-LM's
@@ -31,6 +32,15 @@ LATENCIES = ("base", "intra", "inter")
 GEMM_FRACTION = 0.72
 MEMORY_FRACTION = 0.8  # of the advertised memory bandwidth that simple kernels reach: an assumption, usual for STREAM
 KERNEL_US = 5.0  # microseconds that no kernel undercuts: an assumption, launch and tail
+# Shares of gemm_flops that attention reaches forward and backward where the file names no kernel: FlashAttention-2 on
+# A100 with a causal mask, as in machines/dgx-a100.json.
+ATTENTION = (0.71, 0.62)
+LINK_FRACTION = 0.8  # of the links between nodes that collectives reach: an assumption, as in the files of machines/
+# Seconds by which a second of communication beside it slows computation, where other hardware moves the data: it takes
+# multiprocessors, memory bandwidth and power. Measured on 4 A100, H100, MI250 and MI210, in FSDP and pipelines: 0.189
+# of the computation's time in the mean, 0.4 at most (arXiv 2507.03114).
+SLOWDOWN = 0.189
+DIRECTIONS = ("forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +59,13 @@ class Machine:
         memory_bandwidth: bytes/s of a GPU's memory.
         memory_fraction: share of it that simple kernels reach.
         kernel: seconds that no kernel undercuts.
+        attention: by name of a kernel, the FLOP/s that it reaches forward and backward under a causal mask, of which
+            half of the square is counted, and backward 2.5 times forward. The first is taken unless a job names one;
+            empty: shares of gemm_flops.
         overlap: share of a collective that can go on beside compute: 1 where other hardware moves the data, towards 0
             where the cores that compute move it.
+        slowdown: seconds that a second of hidden communication adds to the computation beside it. Where `overlap` is
+            below 1 it has been measured with it, so that it is 0.
         relative_cost: by kind of collective, its time over that of an all-gather in which a rank sends as much; 1 for
             kinds that are not in it.
         relative_latency: by kind of collective, its start-up and steps over those of an all-gather by as many ranks;
@@ -74,7 +89,9 @@ class Machine:
     memory_bandwidth: float
     memory_fraction: float = MEMORY_FRACTION
     kernel: float = KERNEL_US * 1e-6
+    attention: dict[str, tuple[float, float]] = field(default_factory=dict, hash=False)
     overlap: float = 1.0
+    slowdown: float = SLOWDOWN
     relative_cost: dict[str, float] = field(default_factory=dict, hash=False)
     relative_latency: dict[str, float] = field(default_factory=dict, hash=False)
     units: int
@@ -106,19 +123,33 @@ class Machine:
         alike = [value for (_, size), value in self.intra.items() if size == ranks]
         return min(alike or self.intra.values())
 
+    def attention_rates(self, kernel: str | None) -> tuple[float, float]:
+        """FLOP/s of an attention kernel, forward and backward.
+
+        Raises:
+            ValueError: the machine's file has other kernels, or none.
+        """
+        if kernel is None and not self.attention:
+            return self.gemm_flops * ATTENTION[0], self.gemm_flops * ATTENTION[1]
+        if kernel is not None and kernel not in self.attention:
+            known = ", ".join(self.attention) or "none"
+            raise ValueError(f"{self.name} has no speed of the attention kernel {kernel!r}; its file knows {known}.")
+        return self.attention[kernel or next(iter(self.attention))]
+
     @property
     def fastest_link(self) -> float:
         """Bytes/s of the fastest ring in a node, which no ring through nodes exceeds."""
         return self.intra_any if self.intra_any is not None else max(self.intra.values(), default=math.inf)
 
     def scaled(self, *, bandwidth: float = 1.0, gemm: float = 1.0) -> Machine:
-        """The same machine with all links, or all matrix products, faster by a factor."""
+        """The same machine with all links, or all matrix products and attention, faster by a factor."""
         return replace(
             self,
             intra={key: value * bandwidth for key, value in self.intra.items()},
             intra_any=None if self.intra_any is None else self.intra_any * bandwidth,
             inter=self.inter * bandwidth,
             gemm_flops=self.gemm_flops * gemm,
+            attention={name: (there * gemm, back * gemm) for name, (there, back) in self.attention.items()},
         )
 
 
@@ -128,11 +159,16 @@ def known_machines() -> list[str]:
 
 
 def load_machine(name: str) -> Machine:
-    """The machine of a name, or of a JSON file.
+    """The machine of a name or a JSON file; NAME@GBITS has as many Gb/s a node, of which LINK_FRACTION are reached.
 
     Raises:
         ValueError: there is no such machine, or the file does not describe one; the message says what is wrong.
     """
+    name, at, gbits = name.partition("@")
+    if at:
+        if not gbits.isdigit() or not int(gbits):
+            raise ValueError(f"{name}@{gbits} is no machine: write the Gb/s of a node after @, as in dgx-h100@3200.")
+        return replace(load_machine(name), name=f"{name}@{gbits}", inter=LINK_FRACTION * int(gbits) * 1e9 / 8)
     path = Path(name) if name.endswith(".json") else FOLDER / f"{name}.json"
     if not path.is_file():
         raise ValueError(
@@ -176,6 +212,9 @@ def machine_from_mapping(text: Any) -> Machine:
     overlap = text.get("overlap", 1.0)
     if isinstance(overlap, bool) or not isinstance(overlap, (int, float)) or not 0 <= overlap <= 1:
         raise ValueError(f"overlap is {overlap!r}, but it is a share from 0 to 1.")
+    slowdown = text.get("slowdown", SLOWDOWN if overlap == 1 else 0.0)
+    if isinstance(slowdown, bool) or not isinstance(slowdown, (int, float)) or not 0 <= slowdown <= 1:
+        raise ValueError(f"slowdown is {slowdown!r}, but it is a share from 0 to 1.")
     return Machine(
         name=str(text["name"]),
         description=str(text.get("description", "")),
@@ -185,7 +224,9 @@ def machine_from_mapping(text: Any) -> Machine:
         gemm_fraction=measured["gemm_fraction"],
         memory_fraction=measured["memory_fraction"],
         kernel=measured["kernel_us"] * 1e-6,
+        attention=_attention(text.get("attention_tflops", {})),
         overlap=float(overlap),
+        slowdown=float(slowdown),
         relative_cost=_factors("relative_cost", text.get("relative_cost", {})),
         relative_latency=_factors("relative_latency", text.get("relative_latency", {})),
         gemm_by_size=_by_size(text.get("gemm_by_size", {})),
@@ -230,6 +271,18 @@ def _factors(key: str, given: Any) -> dict[str, float]:
     for kind, value in given.items():
         _positive(f"{key}.{kind}", value)
     return {kind: float(value) for kind, value in given.items()}
+
+
+def _attention(given: Any) -> dict[str, tuple[float, float]]:
+    """FLOP/s forward and backward by kernel."""
+    if not isinstance(given, dict) or not all(
+        isinstance(speeds, dict) and set(speeds) == set(DIRECTIONS) for speeds in given.values()
+    ):
+        raise ValueError(f"attention_tflops is {given!r}, but it maps kernels to the keys {' and '.join(DIRECTIONS)}.")
+    for kernel, speeds in given.items():
+        for key in DIRECTIONS:
+            _positive(f"attention_tflops.{kernel}.{key}", speeds[key])
+    return {kernel: (speeds["forward"] * 1e12, speeds["backward"] * 1e12) for kernel, speeds in given.items()}
 
 
 def _by_size(given: Any) -> tuple[tuple[int, float], ...]:

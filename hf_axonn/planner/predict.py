@@ -3,7 +3,7 @@
     time of a step = micro_batches * (forward + backward + head) + averages over data that nothing hides + optimizer
 
 What overlaps hide of a layer's communication is in planner/time/exposed.py. Averages over data hide behind what is
-left of the last backward pass. Compute does not slow down while something travels.
+left of the last backward pass. What is hidden slows the computation beside it (`Machine.slowdown`).
 
 Two schedules: `hf_axonn`, whose collectives are those of planner/traffic/volumes.py and so of the engine, byte by
 byte; `axonn`, the paper's, whose volumes are equations (1) to (5), where ranks of y repeat attention and ranks of x
@@ -41,6 +41,8 @@ class Job:
         sequences, seq: samples of the full batch, and tokens a sample.
         compute_bytes, param_bytes, reduce_bytes, residual_bytes: as `Step`; bf16 on fp32 weights by default.
         checkpointing: whether layers run again in backward.
+        kept_layers: as `Step`.
+        attention: name of the attention kernel, of those of the machine; None: its first.
         all_gather, reduce_scatter, all_reduce: the three overlaps.
         schedule: one of SCHEDULES.
     Raises:
@@ -56,6 +58,8 @@ class Job:
     reduce_bytes: int = 4
     residual_bytes: int | None = None
     checkpointing: bool = True
+    kept_layers: int = 0
+    attention: str | None = None
     all_gather: bool = True
     reduce_scatter: bool = True
     all_reduce: bool = True
@@ -98,8 +102,9 @@ class Prediction:
 
     Args:
         job, grid, order, micro_batches: of what.
-        seconds: parts of the step: gemm, attention, elementwise, head, optimizer (compute); exposed x/y, exposed z,
-            exposed data, other (communication that nothing hides; other: embedding, head and loss).
+        seconds: parts of the step: gemm, attention, elementwise, head, optimizer, slowdown (compute; the last: what
+            communication beside it costs); exposed x/y, exposed z, exposed data, other (communication that nothing
+            hides; other: embedding, head and loss).
         memory: bytes of a rank; fits: whether it fits the machine's GPU.
         travels: the payloads of what travels.
     """
@@ -123,7 +128,7 @@ class Prediction:
     def layers(self) -> list[tuple[LayerSeconds, int]]:
         """Seconds of the collectives of one decoder layer and micro-batch, hidden or not, and how many such layers."""
         links = Links(self.job.machine, self.grid, self.order)
-        return [(traffic.seconds(links), count) for traffic, count in self.travels.layers]
+        return [(traffic.seconds(links), count) for _, traffic, count in self.travels.layers]
 
     @property
     def total(self) -> float:
@@ -167,6 +172,7 @@ def step_of(job: Job, grid: Grid, micro_batches: int) -> Step:
         reduce_bytes=job.reduce_bytes,
         residual_bytes=job.residual_bytes,
         checkpointing=job.checkpointing,
+        kept_layers=job.kept_layers,
         counted=True,
     )
 
@@ -235,7 +241,7 @@ def reorder(prediction: Prediction, order: tuple[str, ...]) -> Prediction:
 
 
 def _compute(job: Job, grid: Grid, step: Step) -> Compute:
-    return Compute(job.shape, job.machine, grid, step, ours=job.schedule == "hf_axonn")
+    return Compute(job.shape, job.machine, grid, step, ours=job.schedule == "hf_axonn", attention=job.attention)
 
 
 def _assemble(
@@ -254,13 +260,14 @@ def _assemble(
         layer_ahead=job.schedule == "hf_axonn",
     )
     seconds = dict.fromkeys(("gemm", "attention", "elementwise"), 0.0)
-    exposed_xy = exposed_z = slack = 0.0
-    for (layer, count), (travels, _) in zip(job.shape.kinds, traffic.layers, strict=True):
+    exposed_xy = exposed_z = slack = beside = 0.0
+    for layer, travels, count in traffic.layers:
         groups = compute.groups(layer)
         hidden = exposed(overlaps, travels.seconds(links), travels.once, groups)
         exposed_z += times * count * (hidden.forward_z + hidden.backward_z)
         exposed_xy += times * count * hidden.xy
         slack += count * hidden.slack
+        beside += times * count * hidden.hidden
         for group in groups:
             products = group.forward * passes + group.input_gradient + group.weight_gradient
             seconds["gemm"] += times * count * products
@@ -269,14 +276,17 @@ def _assemble(
         forward, backward = compute.router(layer)
         seconds["elementwise"] += times * count * (forward * passes + backward)
     data = _sum(traffic.gradients, links)
-    room = slack if job.all_gather and job.reduce_scatter else 0.0
+    # AxoNN averages after the last backward pass is over: sync_gradients waits for one all-reduce a parameter.
+    room = slack if job.all_gather and job.reduce_scatter and job.schedule == "hf_axonn" else 0.0
+    behind_backward = overlaps.share * min(data, room)
     products, rest = compute.head()
     seconds |= {
         "head": times * (products + rest),
         "optimizer": compute.optimizer(needed.parameters),
+        "slowdown": job.machine.slowdown * (beside + behind_backward),
         "exposed x/y": exposed_xy,
         "exposed z": exposed_z,
-        "exposed data": data - overlaps.share * min(data, room),
+        "exposed data": data - behind_backward,
         "other": times * _sum(traffic.rest, links),
     }
     return Prediction(

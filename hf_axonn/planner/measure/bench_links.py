@@ -25,11 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.nn.functional import scaled_dot_product_attention
 
 from hf_axonn.distributed.collectives import exchange, reduce_, start_all_gather, start_reduce_scatter
 from hf_axonn.planner.machine import machine_from_mapping
 from hf_axonn.planner.measure.peaks import peak_tflops
 from hf_axonn.planner.measure.timings import UNMEASURED, Line, Timings, world_group
+from hf_axonn.planner.time.compute import ATTENTION_BACKWARD
 from hf_axonn.topology.grid import divisors
 
 
@@ -42,6 +44,7 @@ SIZES = {"cuda": (256, 512, 1024, 2048, 4096, 8192), "cpu": (64, 128, 256, 512, 
 BETWEEN = {"cuda": 2048, "cpu": 512}  # size of the product before a collective
 COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes of a tensor that is copied, and of the weights of products: no cache
 TINY = 64  # numbers
+HEADS = {"cuda": (16, 8192, 128), "cpu": (4, 512, 64)}  # of the attention that is timed: heads, tokens, head size
 
 
 # By kind of collective, on blocks [ranks, elements of a rank's block] of float32.
@@ -134,6 +137,12 @@ def measure(local: int, device: torch.device, *, seconds: float, peak: float | N
     best = max(products.values())
     costs, latencies = _relative(timings, full, payloads)
     overlap = _overlap(timings, full, payloads, device, seconds=seconds)
+    heads, tokens, width = HEADS[device.type]
+    flops = 2 * heads * tokens**2 * width  # of the causal half
+    attention = {
+        "forward": flops / timings.seconds("attention") / 1e12,
+        "backward": ATTENTION_BACKWARD * flops / timings.beyond("attention and backward", "attention") / 1e12,
+    }
     how = f"measured by hf-axonn bench-links: {backend}, torch {torch.__version__}, {local} processes a node"
     how_intra = how + (f"; not measured for want of time: {', '.join(skipped)}" if skipped else "")
     how_line = f"{how}; what collectives of {payloads[0]} and {payloads[1]} bytes add to a product"
@@ -154,6 +163,7 @@ def measure(local: int, device: torch.device, *, seconds: float, peak: float | N
         "gemm_tflops": best,
         "gemm_fraction": 1.0,
         "gemm_by_size": {str(size): rate / best for size, rate in products.items()},
+        "attention_tflops": {"sdpa": attention},
         "memory_gib": (properties.total_memory if properties else _host_memory() / local) / 2**30,
         "memory_gbs": 2 * COPIED[device.type] / timings.seconds("copy") / 1e9,
         "memory_fraction": 1.0,
@@ -171,6 +181,7 @@ def measure(local: int, device: torch.device, *, seconds: float, peak: float | N
             "gemm_tflops": f"{how}; products of Linears, {sizes[-1]} wide, on the best number of tokens",
             "gemm_fraction": "1: gemm_by_size is measured",
             "gemm_by_size": f"{how}; products of Linears, {sizes[-1]} wide, by tokens, all processes at once",
+            "attention_tflops": f"{how}; scaled_dot_product_attention, causal, {tokens} tokens, heads of {width}",
             "memory_gib": "torch" if on_gpu else "the host's memory, divided by its processes",
             "memory_gbs": f"{how}; a copy, read and written",
             "memory_fraction": "1: memory_gbs is measured",
@@ -198,7 +209,7 @@ def _siblings(stride: int, ranks: int) -> ProcessGroup:
 
 
 def _add_compute(timings: Timings, device: torch.device) -> None:
-    """Products of Linears (bf16 on GPUs, float32 on CPUs), a copy, and an operation on next to nothing.
+    """Products of Linears (bf16 on GPUs, float32 on CPUs), attention, a copy, and an operation on next to nothing.
 
     Linears have the largest of SIZES in and out, and as many tokens as each of them: forward, dI and dW, with operands
     as the engine hands them to the library. They take turns, so that weights come from memory as they do in a step.
@@ -215,11 +226,25 @@ def _add_compute(timings: Timings, device: torch.device) -> None:
         operands = [torch.randn(size, width, device=device).to(dtype) for _ in range(2)]
         timings.add(f"product {size}", partial(products, *operands))
     timings.add("between", _between(device))
+    _add_attention(timings, device, dtype)
     source: Tensor = torch.zeros(COPIED[device.type] // 4, device=device)
     target = torch.empty_like(source)
     timings.add("copy", lambda: target.copy_(source))
     value = torch.zeros(TINY, device=device)
     timings.add("shortest", lambda: value.add(1))
+
+
+def _add_attention(timings: Timings, device: torch.device, dtype: torch.dtype) -> None:
+    """Causal attention of one sequence, as Transformers' sdpa runs it: forward, and with backward."""
+    shape = (1, *HEADS[device.type])
+    inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    grad = torch.randn(shape, device=device, dtype=dtype)
+
+    def forward() -> Tensor:
+        return scaled_dot_product_attention(*inputs, is_causal=True)
+
+    timings.add("attention", forward)
+    timings.add("attention and backward", lambda: torch.autograd.grad(forward(), inputs, grad))
 
 
 def _between(device: torch.device) -> Callable[[], Tensor]:

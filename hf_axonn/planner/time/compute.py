@@ -4,7 +4,7 @@
                  engine each Linear by itself, and where y shards features one for each rank of y (engine/matmul3d.py)
                  share: tiles of TILE x TILE on `units` multiprocessors, the last wave is not full; or the machine's
                  own measured table by the smallest dim
-    attention    two products of half the square (causal), backward 2.5 times forward, at ATTENTION of gemm_flops
+    attention    two products of half the square (causal), backward 2.5 times as many, at the speed of the kernel
     elementwise  bytes read and written / (memory_fraction * memory_bandwidth)
 
 Legend: T = tokens of one (data, z) position, a = heads * head_dim, k = kv heads * head_dim, I = intermediate.
@@ -26,10 +26,7 @@ from hf_axonn.topology.weight_kind import WeightKind
 
 
 TILE = 128  # rows and columns of a product's result that one multiprocessor computes at a time; cuBLAS: 128 or 256
-# Share of gemm_flops of a fused attention kernel, forward and backward. Source: FlashAttention-2 (arXiv 2307.08691)
-# reports up to 73% forward and 63% backward of A100's 312 TFLOP/s, less for short sequences and narrow heads.
-ATTENTION = 0.6
-ATTENTION_BACKWARD = 2.5  # products in its backward to those in forward; the same source
+ATTENTION_BACKWARD = 2.5  # products in attention's backward to those in forward: FlashAttention-2, arXiv 2307.08691
 NORM_AND_RESIDUAL = 8  # kernels of a layer's norms and residuals
 # Bytes of a parameter that clipping and AdamW read and write in fp32: clip 3; weight, gradient and two moments 7.
 OPTIMIZER_BYTES = 40
@@ -85,10 +82,21 @@ class Compute:
         ours: whether the schedule is our engine's, whose products are many and whose ranks repeat attention where
             heads do not divide. In AxoNN's there is one product for each group of Linears, ranks of y repeat attention
             and ranks of x norms and residuals.
+        attention: name of the attention kernel, of those of the machine; None: its first.
     """
 
-    def __init__(self, shape: Stack, machine: Machine, grid: Grid, step: Step, *, ours: bool = True) -> None:
+    def __init__(
+        self,
+        shape: Stack,
+        machine: Machine,
+        grid: Grid,
+        step: Step,
+        *,
+        ours: bool = True,
+        attention: str | None = None,
+    ) -> None:
         self.ours = ours
+        self.attention_rates = machine.attention_rates(attention)
         self.shape, self.machine, self.grid, self.step = shape, machine, grid, step
         self.stream_share = 1.0 if shape.loose else (1 if ours else grid.x) / (grid.x * grid.y)
 
@@ -189,11 +197,11 @@ class Compute:
         tokens = self.step.tokens * repeat / (self.grid.x * self.grid.y)
         # Scores and their use: 2 products of 2 T S a, of which the causal half is computed.
         flops = tokens * self.step.seq * (query + value)
-        seconds = max(self.machine.kernel, flops / (self.machine.gemm_flops * ATTENTION))
+        there, back = (max(self.machine.kernel, flops / rate) for rate in self.attention_rates)
         # rotation reads and writes q and k twice, the kernel reads q, k, v and writes one
         moved = 5 * query + value + 6 * keys
         rotation = self.moved(moved * tokens * self.step.compute_bytes, 4)
-        return seconds + rotation, ATTENTION_BACKWARD * seconds + 2 * rotation
+        return there + rotation, ATTENTION_BACKWARD * back + 2 * rotation
 
     def activation(self, inner: int, passes: int) -> tuple[float, float]:
         """The MLP's activation function: reads and writes I features `passes` times, 2, or 5 of a gated one."""

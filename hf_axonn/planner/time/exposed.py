@@ -42,13 +42,14 @@ class Overlaps:
 
 
 class Exposed(NamedTuple):
-    """Seconds of one layer that nothing hides: over z in forward, over z in backward, over x and y; and the compute
-    of backward behind which nothing over z travels."""
+    """Seconds of one layer that nothing hides: over z in forward, over z in backward, over x and y; the compute of
+    backward behind which nothing over z travels; and the seconds of communication that are hidden."""
 
     forward_z: float
     backward_z: float
     xy: float
     slack: float
+    hidden: float
 
 
 def exposed(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ...], groups: list[Group]) -> Exposed:
@@ -68,10 +69,14 @@ def exposed(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ...], grou
         return sum(travel - beside * min(travel, room) for travel, room in zip(following, forward, strict=True))
 
     forward_z = gathered_ahead(layer.gathers)
+    travels = sum(layer.gathers) + sum(layer.reduces)
     again = layer.gathers
-    if overlaps.checkpointing and layer.gathers_again:
+    if layer.kept:
+        again = [0.0] * count
+    elif overlaps.checkpointing and layer.gathers_again:
         # A recomputed layer gathers once more, in the same order; what it keeps serves backward.
         forward_z += gathered_ahead(layer.gathers)
+        travels += sum(layer.gathers)
         again = [0.0 if index in once else seconds for index, seconds in enumerate(layer.gathers)]
     # Backward goes from the last group to the first: while group g computes, the weights of g - 1 come and the
     # gradients of g + 1 leave.
@@ -90,10 +95,12 @@ def exposed(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ...], grou
             backward_z += gather + reduce - hidden
             slack += max(0.0, room - travel)
     exposed_xy = layer.forward + layer.backward
+    hidden = max(0.0, travels + sum(again) - forward_z - backward_z)
     for index, group in enumerate(groups):
         room = share * min(layer.hidden[index], group.weight_gradient) if overlaps.all_reduce else 0.0
         exposed_xy += layer.hidden[index] - room
-    return Exposed(forward_z, backward_z, exposed_xy, slack)
+        hidden += room
+    return Exposed(forward_z, backward_z, exposed_xy, slack, hidden)
 
 
 def _backward_apart(windows: list[tuple[float, float, float]]) -> tuple[float, float]:

@@ -27,7 +27,8 @@ from hf_axonn.topology.weight_kind import WeightKind
 class LayerSeconds(NamedTuple):
     """Seconds of a decoder layer's collectives.
 
-    gathers, reduces: over z, of each group, one pass; gathers_again: whether recomputation gathers once more.
+    gathers, reduces: over z, of each group, one pass; gathers_again: whether recomputation gathers once more; kept:
+        whether the first gather serves backward and recomputation, too.
     forward, backward: over x and y, what nothing hides (with recomputation: its share is in backward).
     hidden: over x or y, of each group, what runs beside its weight gradient.
     """
@@ -38,6 +39,7 @@ class LayerSeconds(NamedTuple):
     forward: float
     backward: float
     hidden: list[float]
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class LayerTraffic:
         ledger: collectives over x and y that nothing hides.
         hidden: (kind, axis, payload) over x or y beside the weight gradient of each group; None for none.
         once: groups that backward does not gather once more after recomputation.
+        kept: whether the first gather serves backward and recomputation, too (`keep_gathered`).
     """
 
     gathers: list[float]
@@ -58,6 +61,7 @@ class LayerTraffic:
     ledger: Ledger
     hidden: list[tuple[str, str, float] | None]
     once: tuple[int, ...] = ()
+    kept: bool = False
 
     def seconds(self, links: Links) -> LayerSeconds:
         """On a machine."""
@@ -69,6 +73,7 @@ class LayerTraffic:
             forward=sum(links.of(key, volume) for key, volume in entries if key.phase == "forward"),
             backward=sum(links.of(key, volume) for key, volume in entries if key.phase != "forward"),
             hidden=[links.seconds(each[0], (each[1],), each[2]) if each else 0.0 for each in self.hidden],
+            kept=self.kept,
         )
 
 
@@ -77,13 +82,13 @@ class Traffic:
     """What travels in a step.
 
     Args:
-        layers: (one decoder layer and micro-batch, how many such layers), the most frequent kind first.
+        layers: (a kind of decoder layer, what travels for one in a micro-batch, how many such layers).
         rest: of embedding, head and loss, one micro-batch.
         gradients: after the last one.
         checkpointing: whether layers run again.
     """
 
-    layers: tuple[tuple[LayerTraffic, int], ...]
+    layers: tuple[tuple[Layer, LayerTraffic, int], ...]
     rest: Ledger
     gradients: Ledger
     checkpointing: bool
@@ -99,11 +104,12 @@ class Traffic:
             for key, volume in ledger.entries.items():
                 enter(key.axes, times * links.of(key, volume))
 
-        for traffic, count in self.layers:
+        for _, traffic, count in self.layers:
             layer, times = traffic.seconds(links), count * micro_batches
-            gathers = 2 + (self.checkpointing and layer.gathers_again)
-            again = sum(layer.gathers) - sum(layer.gathers[index] for index in traffic.once) if gathers > 2 else 0.0
-            enter(("z",), times * (2 * sum(layer.gathers) + again + sum(layer.reduces)))
+            gathers = sum(layer.gathers) * (1 if layer.kept else 2)
+            if self.checkpointing and layer.gathers_again and not layer.kept:
+                gathers += sum(layer.gathers) - sum(layer.gathers[index] for index in traffic.once)
+            enter(("z",), times * (gathers + sum(layer.reduces)))
             for each, seconds in zip(traffic.hidden, layer.hidden, strict=True):
                 if each:
                     enter((each[1],), times * seconds)
@@ -116,15 +122,21 @@ class Traffic:
 def of_engine(shape: Stack, grid: Grid, step: Step, layout: str) -> Traffic:
     """The engine's own collectives, see planner/traffic/volumes.py."""
     account = Account(shape, grid, step, layout)
-    layers = tuple((_layer_of_engine(account, layer), count) for layer, count in shape.kinds)
+    kept, layers = step.kept_layers, []
+    for layer, count in shape.runs:  # kept: the first ones
+        held = min(kept, count)
+        kept -= held
+        for keeps, number in ((True, held), (False, count - held)):
+            if number:
+                layers.append((layer, _layer_of_engine(account, layer, kept=keeps), number))
     rest = account.embedding()
     if shape.outside is not None:
         rest.include(account.layer(shape.outside, once=True))
     rest.include(account.end())
-    return Traffic(layers, rest, account.gradients(), step.checkpointing)
+    return Traffic(tuple(layers), rest, account.gradients(), step.checkpointing)
 
 
-def _layer_of_engine(account: Account, layer: Layer) -> LayerTraffic:
+def _layer_of_engine(account: Account, layer: Layer, *, kept: bool) -> LayerTraffic:
     step, grid = account.step, account.grid
     ledger = account.layer(layer)
     elements: list[int] = []
@@ -153,7 +165,7 @@ def _layer_of_engine(account: Account, layer: Layer) -> LayerTraffic:
         once = list(range(len(elements)))
     size = max(step.compute_bytes, step.reduce_bytes)
     gathers: list[float] = [count * step.compute_bytes for count in elements]
-    return LayerTraffic(gathers, [count * size for count in elements], True, ledger, hidden, tuple(once))
+    return LayerTraffic(gathers, [count * size for count in elements], True, ledger, hidden, tuple(once), kept)
 
 
 def of_axonn(shape: Stack, grid: Grid, step: Step) -> Traffic:
@@ -187,4 +199,5 @@ def of_axonn(shape: Stack, grid: Grid, step: Step) -> Traffic:
     rest.add("backward", "reduce_scatter", ("z",), vocabulary * size)
     gradients.add("gradients", "all_reduce", ("data",), 4 * (weights + vocabulary), 4 * shape.depth)
     traffic = LayerTraffic(gathers, gathers, False, ledger, hidden)
-    return Traffic(((traffic, shape.depth),), rest, gradients, step.checkpointing)
+    layers = tuple((layer, traffic, count) for layer, count in shape.kinds)
+    return Traffic(layers, rest, gradients, step.checkpointing)

@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from hf_axonn.planner.machine import load_machine
+from hf_axonn.planner.machine import Machine, load_machine
 from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.predict import Job
 from hf_axonn.planner.search import GridRanking, plan
-from hf_axonn.planner.time import compute
 from hf_axonn.planner.time.paper import network_time
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid
@@ -121,28 +121,30 @@ def published() -> list[str]:
 def sensitive() -> list[str]:
     """Lines of the table of errors with one assumption off."""
 
-    def with_machine(name: str, factor: float) -> dict[Point, GridRanking]:
+    def changed(change: Callable[[Machine], Machine]) -> dict[Point, GridRanking]:
         plans = {}
         for point in POINTS:
             found = predicted(point).job
-            machine = replace(found.machine, **{name: getattr(found.machine, name) * factor})
-            plans[point] = plan(replace(found, machine=machine), point.gpus, order=ORDER)
+            plans[point] = plan(replace(found, machine=change(found.machine)), point.gpus, order=ORDER)
         return plans
 
-    def with_constant(name: str, factor: float) -> dict[Point, GridRanking]:
-        before = getattr(compute, name)
-        try:
-            setattr(compute, name, before * factor)
-            return {point: predicted(point) for point in POINTS}
-        finally:
-            setattr(compute, name, before)
+    def times(name: str, factor: float) -> Callable[[Machine], Machine]:
+        return lambda machine: replace(machine, **{name: getattr(machine, name) * factor})
+
+    def attention(factor: float) -> Callable[[Machine], Machine]:
+        def scaled(machine: Machine) -> Machine:
+            there, back = machine.attention_rates(None)
+            return replace(machine, attention={"scaled": (there * factor, back * factor)})
+
+        return scaled
 
     cases = {"as it is": {point: predicted(point) for point in POINTS}}
     for factor in (0.8, 1.2):
         cases[f"links x {factor}"] = {point: predicted(point, bandwidth=factor) for point in POINTS}
-        cases[f"share of GEMM speed x {factor}"] = with_machine("gemm_fraction", factor)
-        cases[f"attention x {factor}"] = with_constant("ATTENTION", factor)
-        cases[f"memory x {factor}"] = with_machine("memory_fraction", factor)
+        cases[f"share of GEMM speed x {factor}"] = changed(times("gemm_fraction", factor))
+        cases[f"attention x {factor}"] = changed(attention(factor))
+        cases[f"memory x {factor}"] = changed(times("memory_fraction", factor))
+        cases[f"slowdown by hidden communication x {factor}"] = changed(times("slowdown", factor))
     lines = ["| assumption | mean absolute error |", "| --- | --- |"]
     return lines + [f"| {name} | {mean_error(plans):.1%} |" for name, plans in cases.items()]
 

@@ -1,0 +1,244 @@
+"""Predicted beside published: every training run of published.csv and AxoNN's own, and the error by class.
+
+    python -m tests.benchmarks.planner.published                 the classes
+    python -m tests.benchmarks.planner.published --output FILE   and every run, as Markdown: docs/results/published.md
+
+A run is predicted on the grid that its framework used (FSDP shards as z does, tensor parallelism as x) with its own
+micro-batches and attention kernel. AxoNN's grids are not published, so the best that is predicted stands for them
+(planning.py). Runs of the sources in CHOSEN had a part in a constant of the planner and are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import statistics
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+from hf_axonn.planner.machine import load_machine
+from hf_axonn.planner.model.shapes import ModelShape
+from hf_axonn.planner.predict import Job, predict
+from hf_axonn.topology.grid import Grid
+from tests.benchmarks.planner import planning
+
+
+RUNS = Path(__file__).with_suffix(".csv")
+LONG = 8192  # tokens; longer sequences are a class of their own
+BYTES = {"fp32": 4, "bf16": 2}
+
+CHOSEN = {"apertus": "gemm_fraction of alps"}
+SOURCES = {
+    "llm-foundry": "mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48: MPT under FSDP, attention "
+    "attn_impl: triton (submit_benchmarks.py's default)",
+    "torchtitan-2024": "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md at b5bcd76, rows without "
+    "Float8 and with torch.compile; H100 of 500 W with 2.4 TB/s",
+    "torchtitan-2025": "pytorch/torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md at b5bcd76, vanilla "
+    "TP in bf16; H100 of 500 W with 2.4 TB/s",
+    "kempnerforge": "KempnerInstitute/KempnerForge, benchmarks/mfu_scaling/mfu_scaling.md and mfu_bench.sh at "
+    "5666d0d: Llama 3 under FSDP and tensor parallelism; weights in bf16 where there is no FSDP, by the memory that "
+    "it reports",
+    "apertus": "Apertus (arXiv 2509.14233), table 5: Megatron-LM, data and tensor parallelism; gradients taken to be "
+    "reduced in bf16, as in fp32 they alone would need the time of a step",
+    "axonn": "AxoNN (arXiv 2502.08145): see planning.py",
+}
+
+# layers, hidden, heads of the MPT models: scripts/train/yamls/pretrain of mosaicml/llm-foundry at 8c8dd48.
+MPT = {
+    "125m": (12, 768, 12),
+    "350m": (24, 1024, 16),
+    "760m": (24, 1536, 12),
+    "1b": (24, 2048, 16),
+    "3b": (32, 2560, 20),
+    "7b": (32, 4096, 32),
+    "13b": (40, 5120, 40),
+    "30b": (48, 7168, 56),
+    "70b": (80, 8192, 64),
+}
+# layers, hidden, heads, MLP: Llama 3 (arXiv 2407.21783); 7b and 13b of KempnerForge have an MLP of 1.3 * 8/3 * hidden,
+# rounded up to 256.
+LLAMA = {
+    "llama-3-8b": (32, 4096, 32, 14336),
+    "llama-3-70b": (80, 8192, 64, 28672),
+    "llama-7b": (32, 4096, 32, 14336),
+    "llama-13b": (40, 5120, 40, 17920),
+    "llama-70b": (80, 8192, 64, 28672),
+}
+
+
+class Run(NamedTuple):
+    """A line of published.csv; `tokens` are those of a GPU in a second."""
+
+    source: str
+    model: str
+    machine: str
+    grid: Grid
+    seq: int
+    sequences: int
+    micro_batches: int
+    weights: str
+    reduce: str
+    checkpointing: str
+    kept: str
+    attention: str
+    tokens: float
+
+    @property
+    def kind(self) -> str:
+        """The class that its error belongs to."""
+        parallel = "FSDP and TP" if self.grid.x > 1 else "FSDP"
+        return f"{parallel}, {'up to' if self.seq <= LONG else 'beyond'} {LONG:,} tokens"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run, and its predicted tokens of a GPU in a second."""
+
+    run: Run
+    tokens: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over published speed, minus 1."""
+        return self.tokens / self.run.tokens - 1
+
+
+def runs() -> list[Run]:
+    """Every published run."""
+    with RUNS.open(newline="") as lines:
+        return [_run(line) for line in csv.DictReader(lines)]
+
+
+def _run(line: dict[str, str]) -> Run:
+    sizes = dict(part.split("=") for part in line["grid"].split())
+    numbers = {key: int(line[key]) for key in ("seq", "sequences", "micro_batches")}
+    grid = Grid(**{axis: int(size) for axis, size in sizes.items()})
+    return Run(**line | numbers | {"grid": grid, "tokens": float(line["tokens"])})  # type: ignore[arg-type]
+
+
+@cache
+def shape(model: str, seq: int) -> ModelShape:
+    """The model of a run; MPT has as many learned positions as tokens of a sequence."""
+    if model.startswith("mpt-"):
+        layers, hidden, heads = MPT[model[4:]]
+        biases = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
+        sizes = {"layers": layers, "hidden": hidden, "heads": heads, "intermediate": 4 * hidden, "vocab": 50368}
+        return ModelShape(**sizes, **biases, gated=False, tied=True, layer_norm=True, packed_qkv=True, positions=seq)
+    if model == "apertus-8b":
+        return ModelShape(
+            layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=21504, vocab=131072, gated=False, qk_norm=True
+        )
+    layers, hidden, heads, intermediate = LLAMA[model]
+    return ModelShape(layers=layers, hidden=hidden, heads=heads, kv_heads=8, intermediate=intermediate, vocab=128256)
+
+
+def outcome(run: Run) -> Outcome:
+    """A run and its prediction."""
+    model = shape(run.model, run.seq)
+
+    def seconds(checkpointing: bool) -> float:
+        job = Job(
+            shape=model,
+            machine=load_machine(run.machine),
+            sequences=run.sequences,
+            seq=run.seq,
+            param_bytes=BYTES[run.weights],
+            reduce_bytes=BYTES[run.reduce],
+            checkpointing=checkpointing,
+            kept_layers=model.depth if run.kept == "all" else 0,
+            attention=run.attention,
+        )
+        return predict(job, run.grid, micro_batches=run.micro_batches).total
+
+    # Where about half of the products run again (selective checkpointing by operator), the mean of both.
+    cases = {"all": [True], "none": [False], "half": [True, False]}[run.checkpointing]
+    step = statistics.mean(map(seconds, cases))
+    return Outcome(run, run.sequences * run.seq / step / run.grid.size)
+
+
+def by_class(outcomes: list[Outcome]) -> dict[str, list[Outcome]]:
+    """Those that count, by class."""
+    found: dict[str, list[Outcome]] = defaultdict(list)
+    for each in outcomes:
+        if each.run.source not in CHOSEN:
+            found[each.run.kind].append(each)
+    return dict(found)
+
+
+def axonn() -> list[tuple[planning.Point, float]]:
+    """AxoNN's runs that count, and their errors."""
+    return [(point, planning.error(point, planning.predicted(point))) for point in planning.POINTS if point.counts]
+
+
+def classes(outcomes: list[Outcome]) -> list[str]:
+    """Lines of the table of errors by class."""
+    rows = [
+        (kind, [each.run.grid.size for each in found], [each.error for each in found])
+        for kind, found in by_class(outcomes).items()
+    ]
+    points = axonn()
+    rows.append(("AxoNN, the best grid", [point.gpus for point, _ in points], [error for _, error in points]))
+    lines = ["| class | runs | GPUs | median of predicted / published | mean error | worst |"]
+    lines.append("| --- | --: | --- | --: | --: | --: |")
+    for kind, sizes, errors in rows:
+        lines.append(
+            f"| {kind} | {len(errors)} | {min(sizes):,} to {max(sizes):,} | {1 + statistics.median(errors):.2f} | "
+            f"{statistics.mean(map(abs, errors)):.1%} | {max(errors, key=abs):+.0%} |"
+        )
+    return lines
+
+
+def every_run(outcomes: list[Outcome]) -> list[str]:
+    """Lines of the table of runs."""
+    titles = ("source", "model", "machine", "grid", "sequence", "batch", "micro-batches", "recomputed", "attention")
+    lines = [f"| {' | '.join(titles)} | published | predicted | error |"]
+    lines.append("| --- | --- | --- | --- | --: | --: | --: | --- | --- | --: | --: | --: |")
+    for each in outcomes:
+        run = each.run
+        lines.append(
+            f"| {run.source} | {run.model} | {run.machine} | {_sizes(run.grid)} | {run.seq:,} | {run.sequences:,} | "
+            f"{run.micro_batches} | {run.checkpointing} | {run.attention} | {run.tokens:,.0f} | {each.tokens:,.0f} | "
+            f"{each.error:+.1%} |"
+        )
+    return lines
+
+
+def _sizes(grid: Grid) -> str:
+    """The axes longer than 1."""
+    return " ".join(f"{axis}={size}" for axis, size in grid.as_dict().items() if size > 1) or "one GPU"
+
+
+def page(outcomes: list[Outcome]) -> str:
+    """docs/results/published.md."""
+    lines = ["# Published runs, predicted", ""]
+    lines += ["`python -m tests.benchmarks.planner.published --output docs/results/published.md`", ""]
+    lines += [*classes(outcomes), "", "Sources:", ""]
+    for source, where in SOURCES.items():
+        chosen = f". Not counted: {CHOSEN[source]} was chosen on them" if source in CHOSEN else ""
+        lines.append(f"- {source}: {where}{chosen}.")
+    lines += [
+        "",
+        "Tokens of a GPU in a second; recomputed: layers whose activations are; batch: sequences of a step.",
+        "",
+    ]
+    lines += every_run(outcomes)
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Predicted beside published speeds of training.")
+    parser.add_argument("--output", type=Path, help="write every run to this file, too")
+    options = parser.parse_args(arguments)
+    outcomes = [outcome(run) for run in runs()]
+    print("\n".join(classes(outcomes)))
+    if options.output:
+        options.output.write_text(page(outcomes))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
