@@ -237,14 +237,14 @@ def _add_compute(timings: Timings, device: torch.device) -> None:
 def _add_attention(timings: Timings, device: torch.device, dtype: torch.dtype) -> None:
     """Causal attention of one sequence, as Transformers' sdpa runs it: forward, and with backward."""
     shape = (1, *HEADS[device.type])
-    inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
     grad = torch.randn(shape, device=device, dtype=dtype)
 
     def forward() -> Tensor:
-        return scaled_dot_product_attention(*inputs, is_causal=True)
+        return scaled_dot_product_attention(query, key, value, is_causal=True)
 
     timings.add("attention", forward)
-    timings.add("attention and backward", lambda: torch.autograd.grad(forward(), inputs, grad))
+    timings.add("attention and backward", lambda: torch.autograd.grad(forward(), (query, key, value), grad))
 
 
 def _between(device: torch.device) -> Callable[[], Tensor]:
