@@ -16,15 +16,15 @@ import json
 import sys
 from typing import Any
 
+from hf_axonn.cli.plan_report import doubts, header, lines, number_of, sweep_lines
+from hf_axonn.planner import confidence, settings
 from hf_axonn.planner.jobs import PRECISION_BYTES, batch_of, make_job, number
 from hf_axonn.planner.machine import known_machines
 from hf_axonn.planner.model.catalog import GPTS
-from hf_axonn.planner.predict import Job, Prediction, reorder
-from hf_axonn.planner.search import GridRanking, alternatives, grids, plan, sweep
+from hf_axonn.planner.predict import Job, Prediction
+from hf_axonn.planner.search import GridRanking, grids, plan, sweep
 from hf_axonn.planner.time.paper import rank_grids
 from hf_axonn.planner.tracing.read_shape import read_shape
-from hf_axonn.topology.axis_order import ORDER
-from hf_axonn.topology.grid import Grid
 
 
 # Parts of a step in the order in which they are stacked: compute in blues, communication in reds, else grey.
@@ -34,6 +34,7 @@ PARTS = {
     "elementwise": "#9dc3e6",
     "head": "#bdd7ee",
     "optimizer": "#a6a6a6",
+    "slowdown": "#7030a0",
     "exposed x/y": "#c00000",
     "exposed z": "#ed7d31",
     "exposed data": "#ffc000",
@@ -55,8 +56,17 @@ def add_plan(commands) -> None:
     parser.add_argument("--top", type=int, default=10, help="how many grids to show")
     parser.add_argument("--weights", choices=dtypes, default="fp32", help="dtype of weights and gradients")
     parser.add_argument("--activations", choices=dtypes, default="bf16", help="dtype of products")
-    parser.add_argument("--reduce-dtype", choices=dtypes, default="fp32", help="of sums of gradients")
-    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
+    parser.add_argument("--reduce-dtype", choices=dtypes, help="as --fix reduce_dtype=")
+    parser.add_argument("--no-checkpointing", action="store_true", help="as --fix checkpointing=off")
+    parser.add_argument(
+        "--fix", nargs="+", default=[], metavar="NAME=VALUE", help=f"settings to keep: {', '.join(settings.VALUES)}"
+    )
+    parser.add_argument(
+        "--free", nargs="+", default=[], choices=settings.ROUNDING, help="dtypes that may be chosen, too"
+    )
+    parser.add_argument("--attention", help="attention kernel of the machine's file; by default its first")
+    parser.add_argument("--tokens", type=number, help="tokens of the whole training, such as 2T: days and GPU hours")
+    parser.add_argument("--overlap", action="store_true", help="what each overlap of communication gains")
     parser.add_argument("--schedule", choices=("hf_axonn", "axonn"), default="hf_axonn", help="whose collectives")
     parser.add_argument("--paper", action="store_true", help="rank by the paper's equations alone")
     parser.add_argument("--sweep", metavar="FIRST..LAST", help="plans for FIRST, twice as many, up to LAST GPUs")
@@ -84,13 +94,18 @@ def run_plan(options: argparse.Namespace) -> int:
     batch = batch_of(tokens, options.seq, counts[0] if options.weak else counts[-1])
     if batch.note:
         print(f"note: {batch.note}", file=sys.stderr)
-    job = _job(options, batch.sequences)
+    texts = [*options.fix, *(["checkpointing=off"] if options.no_checkpointing else [])]
+    texts += [f"reduce_dtype={options.reduce_dtype}"] if options.reduce_dtype else []
+    fixed = settings.fixed(texts)
+    given = {text.partition("=")[0] for text in texts}
+    options.free = [name for name in (*settings.EXACT, *options.free) if name not in given]
+    job = _job(options, batch.sequences, fixed)
     if options.sweep:
         return _sweep(options, job, counts)
     return _paper(options, job) if options.paper else _plan(options, job)
 
 
-def _job(options: argparse.Namespace, sequences: int) -> Job:
+def _job(options: argparse.Namespace, sequences: int, fixed: dict[str, Any]) -> Job:
     return make_job(
         options.model,
         options.machine,
@@ -99,19 +114,19 @@ def _job(options: argparse.Namespace, sequences: int) -> Job:
         read=read_shape,
         compute_bytes=PRECISION_BYTES[options.activations],
         param_bytes=PRECISION_BYTES[options.weights],
-        reduce_bytes=PRECISION_BYTES[options.reduce_dtype],
-        checkpointing=not options.no_checkpointing,
+        attention=options.attention,
         schedule=options.schedule,
+        **fixed,
     )
 
 
 def _plan(options: argparse.Namespace, job: Job) -> int:
     """The grids of one number of GPUs."""
-    found = plan(job, options.gpus)
+    found = plan(job, options.gpus, free=options.free)
     if options.json:
         print(json.dumps(as_json(found, options.top), indent=2))
     else:
-        print("\n".join(lines(found, options.top)))
+        print("\n".join(lines(found, options.top, tokens=options.tokens, overlap=options.overlap)))
     if options.plot and found.ranked:
         plot_plan(found, options.plot, options.top)
     return 0 if found.ranked else 1
@@ -119,11 +134,13 @@ def _plan(options: argparse.Namespace, job: Job) -> int:
 
 def _sweep(options: argparse.Namespace, job: Job, counts: list[int]) -> int:
     """The best grid of each of several numbers of GPUs."""
-    plans = sweep(job, counts, weak=options.weak)
+    plans = sweep(job, counts, weak=options.weak, free=options.free)
     if options.json:
         print(json.dumps([as_json(found, 1) for found in plans], indent=2))
     else:
-        print(header(job, options.sweep) + ("; the batch grows with the GPUs" if options.weak else "") + "\n")
+        print(
+            header(job, f"{options.sweep} GPUs") + ("; the batch grows with the GPUs" if options.weak else "") + "\n"
+        )
         print("\n".join(sweep_lines(plans)))
     if options.plot and any(found.ranked for found in plans):
         plot_sweep(plans, options.plot, weak=options.weak)
@@ -145,110 +162,14 @@ def _paper(options: argparse.Namespace, job: Job) -> int:
     if options.json:
         print(json.dumps([{"grid": grid.as_dict(), "communication_seconds": time} for time, grid in ranked], indent=2))
         return 0
-    print(header(job, f"{options.gpus:,}") + "\ncommunication by equations (1) to (7), memory not considered\n")
+    print(
+        header(job, number_of(options.gpus, "GPU"))
+        + "\ncommunication by equations (1) to (7), memory not considered\n"
+    )
     print(f"{'':>3} {'data':>5} {'z':>5} {'y':>5} {'x':>5} {'seconds':>9}")
     for place, (time, grid) in enumerate(ranked, start=1):
         print(f"{place:>3} {grid.data:>5} {grid.z:>5} {grid.y:>5} {grid.x:>5} {time:>9.3f}")
     return 0
-
-
-def header(job: Job, gpus: str) -> str:
-    """What is planned, in one line."""
-    billions = job.shape.parameters() / 1e9
-    return (
-        f"{billions:.1f} billion parameters on {gpus} GPUs of {job.machine.name}, {job.sequences:,} sequences of "
-        f"{job.seq:,} tokens a step, schedule {job.schedule}, checkpointing {'on' if job.checkpointing else 'off'}"
-    )
-
-
-def lines(found: GridRanking, top: int) -> list[str]:
-    """A plan as text: the table, what is left out, how sure it is, and what to paste."""
-    text = [header(found.job, f"{found.gpus:,}"), *(f"note: {note}" for note in found.job.shape.notes), ""]
-    if found.ranked:
-        text.append(
-            f"{'':>3} {'data':>5} {'z':>5} {'y':>5} {'x':>5} {'micro':>5} {'step s':>8} {'compute':>8} {'x/y':>7} "
-            f"{'z':>7} {'data':>7} {'other':>7} {'tokens/s':>11} {'TF/GPU':>7} {'MFU':>6} {'HFU':>6} {'GiB':>6}"
-        )
-        text += [_row(place, entry) for place, entry in enumerate(found.ranked[:top], start=1)]
-        text += ["", "x/y, z, data, other: seconds of communication that nothing hides", ""]
-        text += _confidence(found)
-    text += _left_out(found)
-    if found.ranked:
-        text += ["", "axonn_config:", f"  grid: {_inline(found.best.grid)}"]
-        if found.best.order != ORDER:
-            text.append(f"  order: [{', '.join(found.best.order)}]")
-        best = found.best
-        rows = found.job.sequences // (best.grid.dp_size * best.micro_batches)
-        text.append(
-            f"# for Trainer: gradient_accumulation_steps {best.micro_batches}, per_device_train_batch_size {rows}"
-        )
-    return text
-
-
-def _row(place: int, entry: Prediction) -> str:
-    grid, seconds = entry.grid, entry.seconds
-    compute = entry.total - entry.exposed
-    return (
-        f"{place:>3} {grid.data:>5} {grid.z:>5} {grid.y:>5} {grid.x:>5} {entry.micro_batches:>5} {entry.total:>8.3f} "
-        f"{compute:>8.3f} {seconds['exposed x/y']:>7.3f} {seconds['exposed z']:>7.3f} {seconds['exposed data']:>7.3f} "
-        f"{seconds['other']:>7.3f} {entry.tokens_per_second:>11,.0f} {entry.flops / 1e12:>7.1f} {entry.mfu:>6.1%} "
-        f"{entry.hfu:>6.1%} {entry.memory.total / 2**30:>6.1f}"
-    )
-
-
-def _confidence(found: GridRanking) -> list[str]:
-    """How sure the first place is."""
-    text = []
-    if len(found.ranked) > 1:
-        second = found.ranked[1]
-        behind = second.total / found.best.total - 1
-        others = [(name, entry) for name, entry in alternatives(found) if entry.grid != found.best.grid]
-        text.append(f"second: {second.grid}, {behind:.1%} slower")
-        text += [f"with {name} the first would be {entry.grid}" for name, entry in others]
-        if others or behind < 0.01:
-            text.append("too close to call: measure the first ones")
-    if found.best.order != ORDER:
-        gain = 1 - found.best.total / reorder(found.best, ORDER).total
-        text.append(
-            f"its axes lie on the machine in the order {', '.join(found.best.order)} (the fastest links first), which "
-            f"takes {gain:.0%} less than the engine's own, {', '.join(ORDER)}"
-        )
-    return text
-
-
-def _left_out(found: GridRanking) -> list[str]:
-    text = []
-    if found.too_big:
-        least = found.too_big[0]
-        text.append(
-            f"{len(found.too_big)} more grids do not fit {found.job.machine.memory / 2**30:.0f} GiB (a tenth is kept "
-            f"free): the smallest is {least.grid} with {least.memory.total / 2**30:.1f} GiB"
-        )
-    if found.impossible:
-        grid, why = found.impossible[0]
-        text.append(f"{len(found.impossible)} more are impossible, for instance {grid}: {why}")
-    return text if found.ranked else [found.why_none(), *text]
-
-
-def _inline(grid: Grid) -> str:
-    """The grid as a YAML mapping in one line."""
-    return "{" + ", ".join(f"{axis}: {size}" for axis, size in grid.as_dict().items()) + "}"
-
-
-def sweep_lines(plans: list[GridRanking]) -> list[str]:
-    """Plans as a table, one line a number of GPUs; efficiency: FLOP/s of a GPU beside those of the first plan."""
-    text = [f"{'GPUs':>7} {'grid':<32} {'step s':>9} {'tokens/s':>13} {'PF':>9} {'TF/GPU':>7} {'efficiency':>10}"]
-    first_flops = next((found.best.flops for found in plans if found.ranked), 1.0)
-    for found in plans:
-        if not found.ranked:
-            text.append(f"{found.gpus:>7} {found.why_none()}")
-            continue
-        best = found.best
-        text.append(
-            f"{found.gpus:>7} {str(best.grid):<32} {best.total:>9.3f} {best.tokens_per_second:>13,.0f} "
-            f"{best.flops * found.gpus / 1e15:>9.1f} {best.flops / 1e12:>7.1f} {best.flops / first_flops:>10.1%}"
-        )
-    return text
 
 
 def as_json(found: GridRanking, top: int) -> dict[str, Any]:
@@ -262,7 +183,7 @@ def as_json(found: GridRanking, top: int) -> dict[str, Any]:
         "fit": len(found.ranked),
         "do_not_fit": len(found.too_big),
         "impossible": len(found.impossible),
-        "notes": _confidence(found) if found.ranked else [found.why_none()],
+        "notes": doubts(found) if found.ranked else [found.why_none()],
     }
 
 
@@ -271,8 +192,10 @@ def entry_json(entry: Prediction) -> dict[str, Any]:
     return {
         "grid": entry.grid.as_dict(),
         "order": list(entry.order),
+        "settings": settings.as_text(entry.job),
         "micro_batches": entry.micro_batches,
         "step_seconds": entry.total,
+        "step_seconds_interval": confidence.seconds(entry),
         "seconds": entry.seconds,
         "communication_seconds": entry.traffic,
         "layer_seconds": [{"layers": count, **layer._asdict()} for layer, count in entry.layers],

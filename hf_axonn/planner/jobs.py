@@ -25,7 +25,7 @@ from hf_axonn.topology.grid import divisors
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 PRECISION_BYTES = {"fp32": 4, "bf16": 2}
-SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 NEEDED = ("model", "machine", "batch_tokens", "seq")
 OPTIONAL = ("checkpointing", "weights")
 PLAN_EXAMPLE = "plan: {model: DIRECTORY, machine: dgx-h100, batch_tokens: 4M, seq: 4096}"
@@ -34,7 +34,7 @@ SAID = 0.01  # and by so much without a word
 
 
 def number(text: Any) -> int:
-    """An integer, or a number with the suffix k, M, G or B for 10**3, 10**6 and 10**9: 16.8M.
+    """An integer, or a number with the suffix k, M, G or B, or T for 10**3, 10**6, 10**9 and 10**12: 16.8M.
 
     Raises:
         ValueError: it is none, or below 1.
@@ -163,9 +163,11 @@ def resolve_auto(
             reduce_bytes=DTYPE_BYTES.get(str(section.get("reduce_dtype", "float32")), 4),
             residual_bytes=DTYPE_BYTES.get(str(section.get("residual_dtype", "model"))),
             checkpointing=checkpointing,
+            keep_gathered=section.get("keep_gathered", "recomputed"),
         )
         order = check_order(section["order"]) if "order" in section else None
-        found = plan(job, num_processes, order=order)
+        # What the launch file does not say may be chosen; checkpointing is the script's.
+        found = plan(job, num_processes, order=order, free=() if "keep_gathered" in section else ("keep_gathered",))
         best = found.best
     except (ValueError, OSError) as error:  # OSError: of a name that no file can have
         raise ValueError(f"axonn_config.plan: {error}") from None
@@ -173,9 +175,13 @@ def resolve_auto(
     resolved["grid"] = best.grid.as_dict()
     if best.order != ORDER:
         resolved["order"] = list(best.order)
+    if best.job.keep_gathered != job.keep_gathered:
+        resolved["keep_gathered"] = best.job.keep_gathered
+    kept = f", keep_gathered {best.job.keep_gathered}" if "keep_gathered" in resolved else ""
     lying = "" if best.order == ORDER else f" with its axes in the order {', '.join(best.order)}"
     notes = [
-        f"grid: auto is {best.grid}{lying}, {best.total:.3g} s a step predicted, {best.micro_batches} micro-batch(es)."
+        f"grid: auto is {best.grid}{lying}{kept}, {best.total:.3g} s a step predicted, micro-batches: "
+        f"{best.micro_batches}."
     ]
     if batch.note:
         notes.append(f"{batch.note}.")

@@ -41,7 +41,8 @@ class Job:
         sequences, seq: samples of the full batch, and tokens a sample.
         compute_bytes, param_bytes, reduce_bytes, residual_bytes: as `Step`; bf16 on fp32 weights by default.
         checkpointing: whether layers run again in backward.
-        kept_layers: as `Step`.
+        keep_gathered: recomputed, none, all or a number of layers, as in the settings of a run (config.py).
+        micro_batches: how many; None: the fewest that fit.
         attention: name of the attention kernel, of those of the machine; None: its first.
         all_gather, reduce_scatter, all_reduce: the three overlaps.
         schedule: one of SCHEDULES.
@@ -58,7 +59,8 @@ class Job:
     reduce_bytes: int = 4
     residual_bytes: int | None = None
     checkpointing: bool = True
-    kept_layers: int = 0
+    keep_gathered: str | int = "recomputed"
+    micro_batches: int | None = None
     attention: str | None = None
     all_gather: bool = True
     reduce_scatter: bool = True
@@ -71,6 +73,8 @@ class Job:
                 raise ValueError(f"{name} is {getattr(self, name)}, but a batch has at least 1.")
         if self.tokens > MOST_TOKENS:
             raise ValueError(f"a batch of {self.tokens} tokens cannot be planned: at most {MOST_TOKENS} can.")
+        if self.micro_batches is not None and self.micro_batches < 1:
+            raise ValueError(f"micro_batches is {self.micro_batches}, but a step has at least 1.")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}, but it is one of {', '.join(SCHEDULES)}.")
 
@@ -78,6 +82,18 @@ class Job:
     def tokens(self) -> int:
         """Tokens of the full batch."""
         return self.sequences * self.seq
+
+    @property
+    def stream_bytes(self) -> int:
+        """Bytes an element of the residual stream."""
+        return self.param_bytes if self.residual_bytes is None else self.residual_bytes
+
+    @property
+    def kept_layers(self) -> int:
+        """Layers whose gathered weights are kept from forward to backward."""
+        if isinstance(self.keep_gathered, int):
+            return self.keep_gathered
+        return self.shape.depth if self.keep_gathered == "all" else 0
 
     def model_flops(self) -> float:
         """FLOP of one step that the model asks for: 6 a weight and token, and full squares of attention.
@@ -173,6 +189,7 @@ def step_of(job: Job, grid: Grid, micro_batches: int) -> Step:
         residual_bytes=job.residual_bytes,
         checkpointing=job.checkpointing,
         kept_layers=job.kept_layers,
+        keeps_recomputed=job.keep_gathered == "recomputed",
         counted=True,
     )
 
@@ -183,6 +200,9 @@ def refusal(job: Job, grid: Grid) -> str:
         return f"{job.sequences} sequences are not divisible by data * z = {grid.dp_size}"
     if grid.x * grid.y > job.sequences // grid.dp_size * job.seq:
         return f"a (data, z) position has fewer tokens than x * y = {grid.x * grid.y}"
+    if job.micro_batches and job.sequences // grid.dp_size % job.micro_batches:
+        rows = job.sequences // grid.dp_size
+        return f"{rows} sequences of a (data, z) position do not make {job.micro_batches} micro-batches of one size"
     return ""
 
 
@@ -202,27 +222,22 @@ def layout_of(shape: Stack, grid: Grid) -> str:
     return "feature" if shape.features and grid.y > 1 else "token"
 
 
-def predict(job: Job, grid: Grid, *, order: tuple[str, ...] = ORDER, micro_batches: int | None = None) -> Prediction:
+def predict(job: Job, grid: Grid, *, order: tuple[str, ...] = ORDER) -> Prediction:
     """Time, utilisation and memory of one optimizer step.
 
     Args:
         job, grid: of what.
         order: axes from the innermost on.
-        micro_batches: how many; None: the fewest that fit.
     Raises:
         ValueError: the batch cannot be divided so.
     """
     why = refusal(job, grid)
     if why:
         raise ValueError(f"grid {grid}: {why}.")
-    if micro_batches is None:
+    if job.micro_batches is None:
         micro_batches, needed = fewest_micro_batches(job, grid)
     else:
-        if micro_batches < 1 or job.sequences // grid.dp_size % micro_batches:
-            raise ValueError(
-                f"{job.sequences // grid.dp_size} samples of a (data, z) position do not make {micro_batches} "
-                "micro-batches of one size."
-            )
+        micro_batches = job.micro_batches
         needed = memory(job.shape, grid, step_of(job, grid, micro_batches), layout=layout_of(job.shape, grid))
     step = step_of(job, grid, micro_batches)
     if job.schedule == "axonn":

@@ -1,20 +1,22 @@
 """Which grid: every legal one, ranked by predicted time.
 
-    plan(job, gpus)      -> GridRanking: what fits, fastest first; what does not, and why; how sure the first place is
+    plan(job, gpus)      -> GridRanking: what fits, fastest first; what does not, and why
     sweep(job, counts)   -> the best grid of each number of GPUs: strong or weak scaling
 
 A grid is legal if its sizes multiply to the number of GPUs and data * z divides the batch. All are ranked with y
 innermost, then x, z, data, as the engine numbers ranks (topology/grid.py); the CONTENDERS first then get the order of
-axes that is fastest for them, if it gains GAIN, and are ranked again (topology/axis_order.py brings it about).
+axes that is fastest for them, if it gains GAIN, and are ranked again (topology/axis_order.py brings it about). Where
+settings are free (planner/settings.py), each grid has those that are fastest on it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from hf_axonn.planner.predict import Job, Prediction, predict, refusal, reorder
+from hf_axonn.planner.settings import keeping, variants
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid, divisors
 
@@ -80,17 +82,19 @@ def grids(gpus: int) -> list[Grid]:
     return [Grid(data=data, z=z, y=y, x=x) for data, z, y, x in factorizations(gpus, 4)]
 
 
-def plan(job: Job, gpus: int, *, order: tuple[str, ...] | None = None) -> GridRanking:
+def plan(job: Job, gpus: int, *, order: tuple[str, ...] | None = None, free: Collection[str] = ()) -> GridRanking:
     """Rank all grids of `gpus` ranks.
 
     Args:
         job, gpus: of what.
         order: of the axes on the machine, from the innermost on, for all grids; None: chosen for the first ones.
+        free: settings of the job that each grid may choose (planner/settings.py).
     Raises:
         ValueError: gpus is below 1.
     """
     if gpus < 1:
         raise ValueError(f"gpus is {gpus}, but a job needs at least 1.")
+    jobs = variants(job, free)
     ranked: list[Prediction] = []
     too_big: list[Prediction] = []
     impossible: list[tuple[Grid, str]] = []
@@ -99,14 +103,21 @@ def plan(job: Job, gpus: int, *, order: tuple[str, ...] | None = None) -> GridRa
         if why:
             impossible.append((grid, why))
             continue
-        prediction = predict(job, grid, order=order or ORDER)
+        prediction = min((predict(each, grid, order=order or ORDER) for each in jobs), key=_merit)
         (ranked if prediction.fits else too_big).append(prediction)
+    ranked.sort(key=lambda entry: (entry.total, str(entry.grid)))
+    ranked = [keeping(entry, free) for entry in ranked[: 3 * CONTENDERS]] + ranked[3 * CONTENDERS :]
     ranked.sort(key=lambda entry: (entry.total, str(entry.grid)))
     if order is None:
         ranked[:CONTENDERS] = map(in_best_order, ranked[:CONTENDERS])
         ranked[:CONTENDERS] = sorted(ranked[:CONTENDERS], key=lambda entry: entry.total)
     too_big.sort(key=lambda entry: (entry.memory.total, str(entry.grid)))
     return GridRanking(job=job, gpus=gpus, ranked=tuple(ranked), too_big=tuple(too_big), impossible=tuple(impossible))
+
+
+def _merit(entry: Prediction) -> tuple[bool, float]:
+    """What fits comes first, the fastest of it; of what does not, the smallest."""
+    return not entry.fits, entry.total if entry.fits else entry.memory.total
 
 
 def other_order(prediction: Prediction) -> Prediction:
@@ -136,23 +147,27 @@ def alternatives(found: GridRanking) -> list[tuple[str, Prediction]]:
         ("products 20% slower", {"gemm": 1 - OFF}),
         ("products 20% faster", {"gemm": 1 + OFF}),
     ):
-        job = replace(found.job, machine=found.job.machine.scaled(**changes))
-        again = [predict(job, each.grid, order=each.order, micro_batches=each.micro_batches) for each in first]
+        machine = found.job.machine.scaled(**changes)
+        again = [
+            predict(replace(each.job, machine=machine, micro_batches=each.micro_batches), each.grid, order=each.order)
+            for each in first
+        ]
         if again:
             answers.append((name, min(again, key=lambda entry: entry.total)))
     return answers
 
 
-def sweep(job: Job, counts: Iterable[int], *, weak: bool = False) -> list[GridRanking]:
+def sweep(job: Job, counts: Iterable[int], *, weak: bool = False, free: Collection[str] = ()) -> list[GridRanking]:
     """Plans for several numbers of GPUs.
 
     Args:
         job: the batch is that of every plan; with `weak`, that of the first one, and grows with the GPUs.
         counts: numbers of GPUs, ascending.
+        free: as `plan`.
     """
     counts = list(counts)
     plans = []
     for gpus in counts:
         sequences = max(1, job.sequences * gpus // counts[0]) if weak else job.sequences
-        plans.append(plan(replace(job, sequences=sequences), gpus))
+        plans.append(plan(replace(job, sequences=sequences), gpus, free=free))
     return plans

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_axonn.planner import confidence
 from hf_axonn.planner.machine import FACTORS, FOLDER, OPTIONAL, Machine, known_machines, load_machine
 from hf_axonn.planner.memory import local_parameters
 from hf_axonn.planner.model.catalog import FAMILIES, GPT_VOCAB, GPTS, load_shape
@@ -254,8 +255,8 @@ def test_doubling_the_batch_never_lowers_utilisation(capacity):
         several += after.micro_batches > 1
         if after.micro_batches > 2 * before.micro_batches:
             # Gradients that wait for a second micro-batch leave no room for one of the old size.
-            assert before.micro_batches == 1 and not predict(twice, grid, micro_batches=2).fits
-            after = predict(twice, grid, micro_batches=2)
+            assert before.micro_batches == 1 and not predict(replace(twice, micro_batches=2), grid).fits
+            after = predict(replace(twice, micro_batches=2), grid)
         assert after.hfu >= before.hfu * (1 - 1e-9), grid
     assert bool(several) == (capacity == 2**30)
 
@@ -472,14 +473,14 @@ def test_axonn_averages_after_backward():
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_kept_layers_gather_once(checkpointing):
     """Layers whose gathered weights are kept: seconds over z are those of the ledger, and none is gathered again."""
-    job = replace(JOB, checkpointing=checkpointing, kept_layers=1)
+    job = replace(JOB, checkpointing=checkpointing, keep_gathered=1)
     found = predict(job, Grid(z=4, x=2))
     step = step_of(job, found.grid, found.micro_batches)
     links = Links(TOY, found.grid)
     ledger = volumes(LLAMA, found.grid, step).chosen(axes=("z",))
     assert found.traffic["z"] == pytest.approx(sum(links.of(key, volume) for key, volume in ledger))
-    every = predict(replace(job, kept_layers=LLAMA.depth), found.grid, micro_batches=found.micro_batches)
-    none = predict(replace(job, kept_layers=0), found.grid, micro_batches=found.micro_batches)
+    every = predict(replace(job, keep_gathered="all", micro_batches=found.micro_batches), found.grid)
+    none = predict(replace(job, keep_gathered="none", micro_batches=found.micro_batches), found.grid)
     assert every.traffic["z"] < found.traffic["z"] < none.traffic["z"]
     assert every.memory.total > found.memory.total > none.memory.total
 
@@ -514,6 +515,12 @@ def test_published_runs_are_predicted():
     assert errors["FSDP, up to 8,192 tokens"] < 0.10
     assert errors["FSDP, beyond 8,192 tokens"] < 0.15
     assert errors["FSDP and TP, up to 8,192 tokens"] < 0.15
+    # What a plan says of how far it may be off.
+    found = published.spreads(outcomes).items()
+    spreads = {key: (round(low, 2), round(high, 2), count) for key, (low, high, count) in found}
+    assert spreads == {key: (each.low, each.high, each.runs) for key, each in confidence.SPREADS.items()}
+    margins = tuple(round(margin, 2) for margin in published.margins(outcomes))
+    assert margins == (confidence.MARGIN_SAME, confidence.MARGIN_OTHER)
     # The number of parameters that the authors print: shapes are read right.
     assert published.shape("mpt-7b", 2048).parameters() == 6_658_859_008
     assert published.shape("mpt-13b", 32768).parameters() == 13_011_240_960

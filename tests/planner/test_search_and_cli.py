@@ -8,17 +8,20 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 
 from hf_axonn.cli.main import main
+from hf_axonn.cli.plan_report import sizes
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.launch_file import resolve
 from hf_axonn.planner.jobs import batch_of, number, resolve_auto
-from hf_axonn.planner.machine import load_machine
+from hf_axonn.planner.machine import FOLDER, load_machine
 from hf_axonn.planner.measure import bench_links, timings
 from hf_axonn.planner.measure.peaks import peak_tflops
 from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.predict import Job, predict
 from hf_axonn.planner.search import alternatives, divisors, factorizations, grids, other_order, plan, sweep
+from hf_axonn.planner.settings import EXACT, GAIN, ROUNDING, keeping
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid
 from tests.helpers import ROOT
@@ -55,9 +58,9 @@ def test_fewest_micro_batches_that_fit_are_taken():
     grid = Grid(data=4, z=4)
     entry = predict(JOB, grid)
     assert entry.micro_batches > 1 and entry.fits
-    assert not predict(JOB, grid, micro_batches=entry.micro_batches // 2).fits
+    assert not predict(replace(JOB, micro_batches=entry.micro_batches // 2), grid).fits
     with pytest.raises(ValueError, match="do not make 5 micro-batches"):
-        predict(JOB, grid, micro_batches=5)
+        predict(replace(JOB, micro_batches=5), grid)
     with pytest.raises(ValueError, match="512 sequences are not divisible by data . z = 1024"):
         predict(JOB, Grid(data=1024))
 
@@ -184,15 +187,17 @@ def test_the_command_prints_a_table_and_what_to_paste(capsys):
     assert main([*COMMAND, "--gpus", "64", "--top", "3"]) == 0
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if line[:4].strip() in ("1", "2", "3")]
-    best = plan(replace(JOB, sequences=512), 64).best
+    best = plan(replace(JOB, sequences=512), 64, free=EXACT).best
     assert len(rows) == 3 and rows[0].split()[1:5] == [str(size) for size in best.grid.as_dict().values()]
-    assert "impossible" not in printed and "second: data=" in printed
-    pasted = printed.partition("axonn_config:\n  grid: ")[2].splitlines()[0]
-    sizes = dict(pair.split(": ") for pair in pasted.strip("{}").split(", "))
-    assert Grid(**{axis: int(size) for axis, size in sizes.items()}) == best.grid
+    assert f"that fit: {sizes(best.grid)}\n" in printed and "too close to call" in printed
+    pasted = yaml.safe_load(printed[printed.index("axonn_config:") :])["axonn_config"]
+    config = AxonnConfig.from_mapping(pasted)
+    assert config.grid == best.grid and config.keep_gathered == best.job.keep_gathered
+    checkpointing = "true" if best.job.checkpointing else "false"
+    assert printed.endswith(f"gradient_checkpointing {checkpointing}\n")
     few = "plan --model gpt-5b --machine perlmutter --batch-sequences 24 --seq 2048 --gpus 64".split()
     assert main(few) == 0
-    assert "more are impossible, for instance data=1,z=16" in capsys.readouterr().out
+    assert "left out, for instance z=16" in capsys.readouterr().out
 
 
 def test_the_command_prints_json_and_pictures(capsys, tmp_path):
@@ -209,7 +214,7 @@ def test_the_command_prints_json_and_pictures(capsys, tmp_path):
     assert found["fit"] + found["do_not_fit"] + found["impossible"] == len(grids(16))
     curve = tmp_path / "sweep.svg"
     assert main([*COMMAND, "--sweep", "16..64", "--plot", str(curve)]) == 0
-    assert len([line for line in capsys.readouterr().out.splitlines() if "data=" in line]) == 3
+    assert len([line for line in capsys.readouterr().out.splitlines() if "z=" in line]) == 3
     assert picture.read_bytes()[:4] == b"\x89PNG" and "<svg" in curve.read_text()
     assert main([*COMMAND, "--gpus", "16", "--plot", str(tmp_path / "no" / "where.png")]) == 2
     assert "cannot be written" in capsys.readouterr().err
@@ -228,9 +233,61 @@ def test_a_batch_is_given_in_tokens_or_in_sequences(capsys):
 
 def test_the_manual_shows_what_is_printed(capsys):
     manual = (ROOT / "docs" / "planning.md").read_text()
-    command = next(line for line in manual.splitlines() if line.startswith("hf-axonn plan --model gpt-80b"))
-    assert main(command.split()[1:]) == 0
-    assert capsys.readouterr().out.strip() in manual
+    commands = [line for line in manual.splitlines() if line.startswith("hf-axonn plan --model gpt-80b")]
+    assert len(commands) == 2
+    for command in commands:
+        assert main(command.split()[1:]) == 0
+        assert capsys.readouterr().out.strip() in manual
+
+
+def test_free_settings_are_chosen_and_fixed_ones_kept():
+    """Every grid has the fastest of its settings, by trying all of them; what is fixed stays."""
+    job = replace(JOB, sequences=512)
+    found = plan(job, 64, free=EXACT)
+    for entry in found.ranked[:3]:
+        choices = [
+            predict(replace(job, checkpointing=flag, keep_gathered=keep), entry.grid, order=entry.order)
+            for flag in (True, False)
+            for keep in ("recomputed", "all", entry.job.kept_layers)
+        ]
+        assert entry.total <= min(choice.total for choice in choices if choice.fits) * (1 + GAIN)
+    kept = plan(job, 64, free=[name for name in EXACT if name != "checkpointing"])
+    assert all(entry.job.checkpointing for entry in kept.ranked) and found.best.total < 0.9 * kept.best.total
+    assert not found.best.job.checkpointing
+    # Dtypes that round differently only where they may be chosen.
+    assert all(entry.job.reduce_bytes == 4 and entry.job.stream_bytes == 4 for entry in found.ranked)
+    rounded = plan(job, 64, free=(*EXACT, *ROUNDING))
+    assert rounded.best.total < found.best.total and rounded.best.job.stream_bytes == 2
+
+
+def test_weights_are_kept_where_they_fit_and_help():
+    """Links so slow that gathers are exposed: as many layers keep theirs as fit, and one more would not."""
+    slow = replace(load_machine("perlmutter").scaled(bandwidth=0.05), memory=20 * 2**30)
+    job = replace(JOB, machine=slow, sequences=512)
+    entry = predict(job, Grid(z=64))
+    found = keeping(entry, ("keep_gathered",))
+    count = found.job.kept_layers
+    assert 0 < count < job.shape.depth and found.fits and found.total < (1 - GAIN) * entry.total
+    assert not predict(replace(found.job, keep_gathered=count + 1), found.grid).fits
+    roomy = replace(job, machine=replace(slow, memory=2**40))
+    assert keeping(predict(roomy, Grid(z=64)), EXACT).job.keep_gathered == "all"
+    assert keeping(entry, ("checkpointing",)) is entry  # fixed
+    assert keeping(predict(job, Grid(data=4, x=16)), EXACT).job.keep_gathered == "recomputed"  # nothing is gathered
+
+
+def test_the_answer_counts_days_and_overlaps(capsys):
+    assert main([*COMMAND, "--gpus", "64", "--tokens", "2T", "--overlap", "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["ranked"][0]
+    assert main([*COMMAND, "--gpus", "64", "--tokens", "2T", "--overlap"]) == 0
+    printed = capsys.readouterr().out
+    days = 2e12 / best["tokens_per_second"] / 86400
+    assert f"2T tokens: {days:,.1f} days, {days * 24 * 64:,.0f} GPU hours" in printed
+    overlaps = [line for line in printed.splitlines() if line.startswith(("  none", "  + O"))]
+    seconds = [float(line[60:].split(" s")[0]) for line in overlaps]
+    assert len(seconds) == 4 and seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == pytest.approx(best["step_seconds"], abs=1e-3) and seconds[0] > seconds[-1]
+    low, high = best["step_seconds_interval"]
+    assert low < best["step_seconds"] <= high
 
 
 def test_the_paper_mode_ranks_by_communication(capsys):
@@ -248,6 +305,11 @@ def test_the_paper_mode_ranks_by_communication(capsys):
         (["--sweep", "8..16", "--gpus", "8"], "--sweep stands in place of --gpus"),
         (["--gpus", "8", "--weak"], "--weak goes with --sweep"),
         (["--gpus", "8", "--top", "0"], "--top is 0"),
+        (["--gpus", "8", "--fix", "checkpoint=on"], "did you mean checkpointing?"),
+        (["--gpus", "8", "--fix", "checkpointing=yes"], "checkpointing is on, off."),
+        (["--gpus", "8", "--fix", "keep_gathered=some"], "keep_gathered is recomputed, none, all, a number."),
+        (["--gpus", "8", "--fix", "micro_batches"], "micro_batches is a number."),
+        (["--gpus", "8", "--attention", "flash9"], "no speed of the attention kernel 'flash9'"),
         (["--gpus", "8", "--machine", "nowhere"], "there is no machine 'nowhere'"),
         (["--gpus", "8", "--model", "nothing"], "there is no model 'nothing'"),
     ],
@@ -275,11 +337,25 @@ def test_grid_auto_is_resolved_at_the_launch(tmp_path):
     }
     launch = resolve(settings, {})
     job = replace(JOB, sequences=512, reduce_bytes=2)
-    assert launch.config.grid == plan(job, 64).best.grid and launch.config.reduce_dtype == "bfloat16"
+    assert launch.config.grid == plan(job, 64, free=("keep_gathered",)).best.grid
+    assert launch.config.reduce_dtype == "bfloat16"
     assert AxonnConfig.from_env(launch.environment) == launch.config
     assert any(f"grid: auto is {launch.config.grid}" in note for note in launch.notes)
     assert any(note.startswith("second is data=") for note in launch.notes)
     assert "1,000,000 tokens are 488.3 sequences of 2,048: planned for 512, +4.9%." in launch.notes
+
+
+def test_grid_auto_keeps_gathered_weights_where_that_helps(tmp_path):
+    file = tmp_path / "slow.json"
+    machine = json.loads((FOLDER / "perlmutter.json").read_text())
+    file.write_text(json.dumps(machine | {"inter_gbs": 4}))
+    section = {"grid": "auto", "plan": AUTO | {"machine": str(file)}}
+    resolved, notes = resolve_auto(section, 64, mixed_precision="bf16")
+    best = plan(replace(JOB, machine=load_machine(str(file))), 64, free=("keep_gathered",)).best
+    assert resolved["keep_gathered"] == best.job.keep_gathered != "recomputed"
+    assert f", keep_gathered {best.job.keep_gathered}, " in notes[0]
+    fixed, _ = resolve_auto(section | {"keep_gathered": "none"}, 64, mixed_precision="bf16")
+    assert fixed["keep_gathered"] == "none"
 
 
 @pytest.mark.parametrize(

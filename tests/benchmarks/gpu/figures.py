@@ -78,6 +78,7 @@ def job(settings: Settings, machine: Machine, **switches: bool) -> Job:
         sequences=settings.rows,
         seq=settings.sequence,
         checkpointing=settings.checkpointing,
+        micro_batches=1,
         **switches,
     )
 
@@ -130,7 +131,7 @@ def _predicted(settings: Settings, machine: Machine | None, part: str, result: d
         return {"predicted_seconds": None, "predicted_bytes": None}
     work = job(settings, machine, **dict.fromkeys(result["without"], False))
     grid = Grid() if part == "peers" else parse_grid(result["contender"])
-    found = predict(work, grid, micro_batches=1)
+    found = predict(work, grid)
     return {"predicted_seconds": found.total, "predicted_bytes": found.memory.total}
 
 

@@ -130,8 +130,9 @@ def predictions(ranks: int, folder: Path, size: str) -> dict[str, Prediction]:
         seq=SEQ,
         compute_bytes=4,
         checkpointing=False,
+        micro_batches=1,
     )
-    return {grid_name(grid): predict(job, grid, micro_batches=1) for grid in grids(ranks)}
+    return {grid_name(grid): predict(job, grid) for grid in grids(ranks)}
 
 
 def places(values: list[float]) -> list[float]:

@@ -1,6 +1,7 @@
 """Predicted beside published: every training run of published.csv and AxoNN's own, and the error by class.
 
     python -m tests.benchmarks.planner.published                 the classes
+    python -m tests.benchmarks.planner.published --spread        what hf_axonn/planner/confidence.py says of them
     python -m tests.benchmarks.planner.published --output FILE   and every run, as Markdown: docs/results/published.md
 
 A run is predicted on the grid that its framework used (FSDP shards as z does, tensor parallelism as x) with its own
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import statistics
 import sys
 from collections import defaultdict
@@ -20,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from hf_axonn.planner import confidence
 from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.predict import Job, predict
@@ -149,10 +152,11 @@ def outcome(run: Run) -> Outcome:
             param_bytes=BYTES[run.weights],
             reduce_bytes=BYTES[run.reduce],
             checkpointing=checkpointing,
-            kept_layers=model.depth if run.kept == "all" else 0,
+            keep_gathered="all" if run.kept == "all" else "recomputed",
+            micro_batches=run.micro_batches,
             attention=run.attention,
         )
-        return predict(job, run.grid, micro_batches=run.micro_batches).total
+        return predict(job, run.grid).total
 
     # Where about half of the products run again (selective checkpointing by operator), the mean of both.
     cases = {"all": [True], "none": [False], "half": [True, False]}[run.checkpointing]
@@ -172,6 +176,34 @@ def by_class(outcomes: list[Outcome]) -> dict[str, list[Outcome]]:
 def axonn() -> list[tuple[planning.Point, float]]:
     """AxoNN's runs that count, and their errors."""
     return [(point, planning.error(point, planning.predicted(point))) for point in planning.POINTS if point.counts]
+
+
+def spreads(outcomes: list[Outcome]) -> dict[str, tuple[float, float, int]]:
+    """By the keys of confidence.SPREADS: the middle 80% of published over predicted step time, and how many runs."""
+    found: dict[str, list[float]] = {key: [] for key in confidence.SPREADS}
+    for each in outcomes:
+        if each.run.source not in CHOSEN:
+            key = "tensor" if each.run.grid.x > 1 else "long" if each.run.seq > confidence.LONG else "short"
+            found[key].append(1 + each.error)
+    found["many"] = [1 + error for _, error in axonn()]
+    return {key: (*_middle(values), len(values)) for key, values in found.items()}
+
+
+def _middle(values: list[float]) -> tuple[float, float]:
+    tenths = statistics.quantiles(values, n=10, method="inclusive")
+    return tenths[0], tenths[-1]
+
+
+def margins(outcomes: list[Outcome]) -> tuple[float, float]:
+    """By how much 80% of pairs of runs of one model on one machine differ in their errors, at most: those of the same
+    tensor degree, and the others."""
+    same, other = [], []
+    for one, two in itertools.combinations([each for each in outcomes if each.run.source not in CHOSEN], 2):
+        alike = all(getattr(one.run, key) == getattr(two.run, key) for key in ("source", "model", "machine", "seq"))
+        if alike and one.run.grid != two.run.grid:
+            ratio = (1 + one.error) / (1 + two.error)
+            (same if one.run.grid.x == two.run.grid.x else other).append(max(ratio, 1 / ratio) - 1)
+    return tuple(statistics.quantiles(values, n=5, method="inclusive")[-1] for values in (same, other))
 
 
 def classes(outcomes: list[Outcome]) -> list[str]:
@@ -231,10 +263,15 @@ def page(outcomes: list[Outcome]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Predicted beside published speeds of training.")
+    parser.add_argument("--spread", action="store_true", help="intervals of the classes, and margins between grids")
     parser.add_argument("--output", type=Path, help="write every run to this file, too")
     options = parser.parse_args(arguments)
     outcomes = [outcome(run) for run in runs()]
     print("\n".join(classes(outcomes)))
+    if options.spread:
+        for key, (low, high, count) in spreads(outcomes).items():
+            print(f"{key}: {low:.2f} to {high:.2f} of the predicted time, {count} runs")
+        print("margins: {:.2f} of the same tensor degree, {:.2f} of others".format(*margins(outcomes)))
     if options.output:
         options.output.write_text(page(outcomes))
     return 0

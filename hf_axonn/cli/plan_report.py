@@ -1,0 +1,210 @@
+"""What `hf-axonn plan` prints: the answer first, then the next grids, what is left out, and what to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from hf_axonn.planner import confidence, settings
+from hf_axonn.planner.memory import RESERVE
+from hf_axonn.planner.predict import Job, Prediction, predict, reorder
+from hf_axonn.planner.search import GridRanking, alternatives
+from hf_axonn.topology.axis_order import ORDER
+from hf_axonn.topology.grid import Grid
+
+
+WORTH = 0.02  # what a dtype that rounds differently has to save to be mentioned
+# The overlaps in the order in which AxoNN's paper adds them (arXiv 2502.08145), as fields of a Job.
+OVERLAPS: tuple[tuple[str, dict[str, bool]], ...] = (
+    ("none", {"all_reduce": False, "reduce_scatter": False, "all_gather": False}),
+    ("+ OAR, sums of input gradients beside weight gradients", {"reduce_scatter": False, "all_gather": False}),
+    ("+ ORS, sums of weight gradients beside backward", {"all_gather": False}),
+    ("+ OAG, gathers of weights ahead", {}),
+)
+
+
+def number_of(count: int, noun: str, plural: str = "") -> str:
+    """1 sequence, 2 sequences."""
+    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+
+
+def _short(number: int) -> str:
+    """2T, 300B, 16.8M: as it is written on the command line."""
+    for letter, value in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if number >= value:
+            return f"{number / value:g}{letter}"
+    return f"{number:,}"
+
+
+def sizes(grid: Grid) -> str:
+    """The axes of a grid that are longer than 1."""
+    return ", ".join(f"{axis}={size}" for axis, size in grid.as_dict().items() if size > 1) or "one GPU"
+
+
+def header(job: Job, gpus: str) -> str:
+    """What is planned, in one line."""
+    return (
+        f"{job.shape.parameters() / 1e9:.1f} billion parameters on {gpus} of {job.machine.name}, "
+        f"{number_of(job.sequences, 'sequence')} of {job.seq:,} tokens a step"
+        + ("" if job.schedule == "hf_axonn" else f", schedule {job.schedule}")
+    )
+
+
+def lines(found: GridRanking, top: int, *, tokens: int | None = None, overlap: bool = False) -> list[str]:
+    """A plan as text.
+
+    Args:
+        found: the plan.
+        top: how many grids.
+        tokens: of the whole training, for its days and GPU hours; None: not said.
+        overlap: whether to say what each overlap of communication gains on the first grid.
+    """
+    job = found.job
+    text = [header(job, number_of(found.gpus, "GPU")), *(f"note: {note}" for note in job.shape.notes), ""]
+    if not found.ranked:
+        return [*text, found.why_none(), *_left_out(found)]
+    text += [*_answer(found, tokens), "", *_table(found.ranked[:top]), "", *_left_out(found)]
+    if overlap:
+        text += ["", *_overlaps(found.best)]
+    return [*text, "", *_config(found.best)]
+
+
+def _answer(found: GridRanking, tokens: int | None) -> list[str]:
+    """The first grid: how long, how much, with which settings, and how sure."""
+    best = found.best
+    low, high = confidence.seconds(best)
+    spread = confidence.spread(best)
+    chosen = settings.as_text(best.job)
+    lost, waits = best.seconds["slowdown"], best.exposed
+    rows = best.job.sequences // (best.grid.dp_size * best.micro_batches)
+    text = [
+        f"The fastest of {number_of(len(found.ranked), 'grid')} that fit: {sizes(best.grid)}",
+        f"  {best.total:.3g} s a step ({low:.3g} to {high:.3g} by {spread.runs} published runs {spread.kind})",
+        f"  {best.tokens_per_second:,.0f} tokens/s, MFU {best.mfu:.1%}, HFU {best.hfu:.1%} "
+        f"({best.flops / 1e12:.0f} TFLOP/s a GPU)",
+        f"  {best.memory.total / 2**30:.1f} of {best.job.machine.memory / 2**30:.0f} GiB a GPU; checkpointing "
+        f"{chosen['checkpointing']}, keep_gathered {chosen['keep_gathered']}, "
+        f"{number_of(best.micro_batches, 'micro-batch', 'micro-batches')} of {number_of(rows, 'sequence')}",
+        f"  {best.total - lost - waits:.3g} s compute, {lost:.3g} s lost to communication beside it, {waits:.3g} s "
+        "waiting for communication",
+    ]
+    if tokens:
+        days = tokens / best.tokens_per_second / 86400
+        hours = days * 24 * best.grid.size
+        text.append(f"  {_short(tokens)} tokens: {days:,.1f} days, {hours:,.0f} GPU hours")
+    return text + [f"  {line}" for line in (*doubts(found), *_rounding(best))]
+
+
+def doubts(found: GridRanking) -> list[str]:
+    """How sure the first place is, and the order of its axes."""
+    best, text = found.best, []
+    close = [entry for entry in found.ranked[1:] if confidence.too_close(best, entry)]
+    if close:
+        behind = close[0].total / best.total - 1
+        text.append(
+            f"too close to call: {number_of(len(close), 'other')} may be as fast, the next is {sizes(close[0].grid)} "
+            f"({behind:.1%} slower): measure the first ones"
+        )
+    others = [(name, entry) for name, entry in alternatives(found) if entry.grid != best.grid]
+    text += [f"with {name} the first would be {sizes(entry.grid)}" for name, entry in others]
+    if best.order != ORDER:
+        gain = 1 - best.total / reorder(best, ORDER).total
+        text.append(
+            f"its axes lie on the machine in the order {', '.join(best.order)} (the fastest links first), which takes "
+            f"{gain:.0%} less than the engine's own, {', '.join(ORDER)}"
+        )
+    return text
+
+
+def _rounding(best: Prediction) -> list[str]:
+    """Dtypes that would be faster, but round differently."""
+    text = []
+    for name in settings.ROUNDING:
+        for job in settings.variants(best.job, (name,))[1:]:
+            if settings.as_text(job) == settings.as_text(best.job):
+                continue
+            other = predict(replace(job, micro_batches=None), best.grid, order=best.order)
+            gain = 1 - other.total / best.total
+            if other.fits and gain >= WORTH:
+                text.append(f"{name} bf16 would take {gain:.0%} less, with other rounding: --free {name}")
+    return text
+
+
+def _table(entries: Iterable[Prediction]) -> list[str]:
+    text = [
+        f"{'':>3} {'data':>5} {'z':>5} {'y':>4} {'x':>4}  {'checkpointing':<13} {'keep_gathered':<13} "
+        f"{'micro-batches':>13} {'step s':>8} {'waiting':>8} {'tokens/s':>11} {'MFU':>6} {'GiB':>6}"
+    ]
+    for place, entry in enumerate(entries, start=1):
+        grid, chosen = entry.grid, settings.as_text(entry.job)
+        text.append(
+            f"{place:>3} {grid.data:>5} {grid.z:>5} {grid.y:>4} {grid.x:>4}  {chosen['checkpointing']:<13} "
+            f"{chosen['keep_gathered']:<13} {entry.micro_batches:>13} {entry.total:>8.3f} {entry.exposed:>8.3f} "
+            f"{entry.tokens_per_second:>11,.0f} {entry.mfu:>6.1%} {entry.memory.total / 2**30:>6.1f}"
+        )
+    return text
+
+
+def _left_out(found: GridRanking) -> list[str]:
+    text = []
+    if found.too_big:
+        least = found.too_big[0]
+        text.append(
+            f"{number_of(len(found.too_big), 'grid')} left out: more than {found.job.machine.memory / 2**30:.0f} GiB, "
+            f"of which {RESERVE:.0%} is kept free; the smallest is {sizes(least.grid)} with "
+            f"{least.memory.total / 2**30:.1f} GiB"
+        )
+    if found.impossible:
+        grid, why = found.impossible[0]
+        text.append(f"{number_of(len(found.impossible), 'grid')} left out, for instance {sizes(grid)}: {why}")
+    return text
+
+
+def _overlaps(best: Prediction) -> list[str]:
+    """What each overlap gains on the first grid."""
+    text, before = ["Overlaps on this grid, added one by one:"], 0.0
+    for name, off in OVERLAPS:
+        job = replace(best.job, micro_batches=best.micro_batches, **off)
+        total = predict(job, best.grid, order=best.order).total
+        gain = f"  {1 - total / before:>6.1%} less" if before else ""
+        text.append(f"  {name:<56} {total:>8.3f} s{gain}")
+        before = total
+    return text
+
+
+def _config(best: Prediction) -> list[str]:
+    """What to paste."""
+    chosen, job = settings.as_text(best.job), best.job
+    text = ["axonn_config:", f"  grid: {inline(best.grid)}"]
+    if best.order != ORDER:
+        text.append(f"  order: [{', '.join(best.order)}]")
+    if job.keep_gathered != "recomputed":
+        text.append(f"  keep_gathered: {job.keep_gathered}")
+    text += [f"  {name}: bfloat16" for name in settings.ROUNDING if chosen[name] == "bf16"]
+    rows = job.sequences // (best.grid.dp_size * best.micro_batches)
+    return [
+        *text,
+        f"# for Trainer: gradient_accumulation_steps {best.micro_batches}, per_device_train_batch_size {rows}, "
+        f"gradient_checkpointing {str(job.checkpointing).lower()}",
+    ]
+
+
+def inline(grid: Grid) -> str:
+    """The grid as a YAML mapping in one line."""
+    return "{" + ", ".join(f"{axis}: {size}" for axis, size in grid.as_dict().items()) + "}"
+
+
+def sweep_lines(plans: list[GridRanking]) -> list[str]:
+    """Plans as a table, one line a number of GPUs; efficiency: FLOP/s of a GPU beside those of the first plan."""
+    text = [f"{'GPUs':>7} {'grid':<32} {'step s':>9} {'tokens/s':>13} {'PF':>9} {'TF/GPU':>7} {'efficiency':>10}"]
+    first_flops = next((found.best.flops for found in plans if found.ranked), 1.0)
+    for found in plans:
+        if not found.ranked:
+            text.append(f"{found.gpus:>7} {found.why_none()}")
+            continue
+        best = found.best
+        text.append(
+            f"{found.gpus:>7} {sizes(best.grid):<32} {best.total:>9.3f} {best.tokens_per_second:>13,.0f} "
+            f"{best.flops * found.gpus / 1e15:>9.1f} {best.flops / 1e12:>7.1f} {best.flops / first_flops:>10.1%}"
+        )
+    return text

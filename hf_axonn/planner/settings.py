@@ -1,0 +1,107 @@
+"""Settings that a plan may choose beside the grid, and how they are written.
+
+    checkpointing     on, off: whether layers run again in backward
+    keep_gathered     recomputed, none, all or a number of layers (config.py)
+    micro_batches     a number; otherwise the fewest that fit
+    reduce_dtype      fp32, bf16: of sums of gradients
+    residual_dtype    model, bf16: of the residual stream
+
+The first three change nothing of what is computed, so they are chosen unless they are fixed. The dtypes round
+differently, so they are chosen only where a job says that they may be.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
+from difflib import get_close_matches
+from typing import Any
+
+from hf_axonn.planner.memory import RESERVE, memory
+from hf_axonn.planner.predict import Job, Prediction, layout_of, predict, step_of
+
+
+EXACT = ("checkpointing", "keep_gathered", "micro_batches")
+ROUNDING = ("reduce_dtype", "residual_dtype")
+GAIN = 0.01  # what keeping gathered weights has to save, as it takes memory
+BF16 = 2
+
+
+def variants(job: Job, free: Collection[str]) -> list[Job]:
+    """The job with every choice of the free settings but those that depend on memory."""
+    choices: list[list[dict[str, Any]]] = [
+        [{"checkpointing": False}, {"checkpointing": True}] if "checkpointing" in free else [{}],
+        [{}, {"reduce_bytes": BF16}] if "reduce_dtype" in free else [{}],
+        [{}, {"residual_bytes": BF16}] if "residual_dtype" in free and job.param_bytes > BF16 else [{}],
+    ]
+    return [
+        replace(job, **{key: value for each in chosen for key, value in each.items()}) for chosen in _every(choices)
+    ]
+
+
+def _every(choices: list[list[dict[str, Any]]]) -> Iterator[tuple[dict[str, Any], ...]]:
+    return itertools.product(*choices)
+
+
+def keeping(entry: Prediction, free: Collection[str]) -> Prediction:
+    """The same with the gathered weights of as many layers kept for backward as fit, where that gains GAIN."""
+    job, grid = entry.job, entry.grid
+    if "keep_gathered" not in free or grid.z == 1 or job.schedule != "hf_axonn":
+        return entry
+    if entry.seconds["exposed z"] + entry.seconds["slowdown"] < GAIN * entry.total:
+        return entry
+    one = replace(job, keep_gathered=1, micro_batches=entry.micro_batches)
+    step = step_of(one, grid, entry.micro_batches)
+    layer = memory(job.shape, grid, step, layout=layout_of(job.shape, grid)).total - entry.memory.total
+    room = (1 - RESERVE) * job.machine.memory - entry.memory.total
+    count = min(job.shape.depth, int(room / layer) if layer > 0 else job.shape.depth)
+    if count < 1:
+        return entry
+    kept = predict(replace(one, keep_gathered="all" if count == job.shape.depth else count), grid, order=entry.order)
+    return kept if kept.fits and kept.total < (1 - GAIN) * entry.total else entry
+
+
+def as_text(job: Job) -> dict[str, str]:
+    """The settings of a job as they are written here."""
+    return {
+        "checkpointing": "on" if job.checkpointing else "off",
+        "keep_gathered": str(job.keep_gathered),
+        "reduce_dtype": "bf16" if job.reduce_bytes == BF16 else "fp32",
+        "residual_dtype": "bf16" if job.stream_bytes == BF16 else "model",
+    }
+
+
+def fixed(texts: Iterable[str]) -> dict[str, Any]:
+    """Fields of a Job of NAME=VALUE texts.
+
+    Raises:
+        ValueError: no such setting, or no such value of it.
+    """
+    fields: dict[str, Any] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if name not in VALUES:
+            near = get_close_matches(name, VALUES, n=1)
+            raise ValueError(
+                f"{text!r} fixes no setting: write NAME=VALUE, of {', '.join(VALUES)}"
+                + (f"; did you mean {near[0]}?" if near else ".")
+            )
+        field, known = VALUES[name]
+        if value in known:
+            fields[field] = known[value]
+        elif name in COUNTED and value.isdigit():
+            fields[field] = int(value)
+        else:
+            raise ValueError(f"{text!r}: {name} is {', '.join([*known, *(['a number'] if name in COUNTED else [])])}.")
+    return fields
+
+
+COUNTED = ("keep_gathered", "micro_batches")
+VALUES: dict[str, tuple[str, dict[str, Any]]] = {
+    "checkpointing": ("checkpointing", {"on": True, "off": False}),
+    "keep_gathered": ("keep_gathered", {value: value for value in ("recomputed", "none", "all")}),
+    "micro_batches": ("micro_batches", {}),
+    "reduce_dtype": ("reduce_bytes", {"fp32": 4, "bf16": BF16}),
+    "residual_dtype": ("residual_bytes", {"model": None, "bf16": BF16}),
+}
