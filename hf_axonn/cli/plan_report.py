@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from hf_axonn.planner import confidence, settings
 from hf_axonn.planner.memory import RESERVE
@@ -15,7 +16,7 @@ from hf_axonn.topology.grid import Grid
 
 WORTH = 0.02  # what a dtype that rounds differently has to save to be mentioned
 # The overlaps in the order in which AxoNN's paper adds them (arXiv 2502.08145), as fields of a Job.
-OVERLAPS: tuple[tuple[str, dict[str, bool]], ...] = (
+OVERLAPS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("none", {"all_reduce": False, "reduce_scatter": False, "all_gather": False}),
     ("+ OAR, sums of input gradients beside weight gradients", {"reduce_scatter": False, "all_gather": False}),
     ("+ ORS, sums of weight gradients beside backward", {"all_gather": False}),
