@@ -46,7 +46,11 @@ def add_plan(commands) -> None:
     """Register `plan` with the subparsers of main.py."""
     parser = commands.add_parser("plan", help="rank all grids of a number of GPUs by predicted time")
     dtypes = sorted(PRECISION_BYTES)
-    parser.add_argument("--model", required=True, help=f"a config.json, its directory, or {', '.join(GPTS)}")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help=f"a config.json, its directory, a name on the hub (org/model), or {', '.join(GPTS)}",
+    )
     parser.add_argument("--machine", required=True, help=f"{', '.join(known_machines())}, or a JSON file")
     parser.add_argument("--gpus", type=number, help="number of GPUs")
     batch = parser.add_mutually_exclusive_group(required=True)

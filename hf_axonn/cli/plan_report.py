@@ -10,6 +10,7 @@ from hf_axonn.planner import confidence, settings
 from hf_axonn.planner.memory import RESERVE
 from hf_axonn.planner.predict import Job, Prediction, predict, reorder
 from hf_axonn.planner.search import GridRanking, alternatives
+from hf_axonn.planner.traffic.shares import heads_repeat
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid
 
@@ -108,6 +109,16 @@ def doubts(found: GridRanking) -> list[str]:
         )
     others = [(name, entry) for name, entry in alternatives(found) if entry.grid != best.grid]
     text += [f"with {name} the first would be {sizes(entry.grid)}" for name, entry in others]
+    if best.job.shape.context and best.job.seq > best.job.shape.context:
+        text.append(
+            f"sequences of {best.job.seq:,} tokens are longer than the {best.job.shape.context:,} that the config "
+            "allows (max_position_embeddings)"
+        )
+    ranks = _repeats(best)
+    if ranks > 1:
+        text.append(
+            f"{ranks} ranks of x and y compute the same attention, as the heads of the model do not divide among them"
+        )
     if best.order != ORDER:
         gain = 1 - best.total / reorder(best, ORDER).total
         text.append(
@@ -115,6 +126,12 @@ def doubts(found: GridRanking) -> list[str]:
             f"{gain:.0%} less than the engine's own, {', '.join(ORDER)}"
         )
     return text
+
+
+def _repeats(best: Prediction) -> int:
+    """Ranks that compute the same attention, in the layer where they are most."""
+    blocks = [block for layer, _ in best.job.shape.kinds for block in layer.blocks if block.query]
+    return max((heads_repeat(block, best.grid) for block in blocks), default=1)
 
 
 def _rounding(best: Prediction) -> list[str]:

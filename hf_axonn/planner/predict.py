@@ -207,9 +207,12 @@ def refusal(job: Job, grid: Grid) -> str:
 
 
 def fewest_micro_batches(job: Job, grid: Grid) -> tuple[int, Memory]:
-    """The fewest micro-batches that fit a GPU, and what they need; one sample each where none fits."""
+    """The fewest micro-batches that fit a GPU, and what they need; one sample each where none fits. Those of the job,
+    where it says how many."""
     rows = job.sequences // grid.dp_size
     layout = layout_of(job.shape, grid)
+    if job.micro_batches is not None:
+        return job.micro_batches, memory(job.shape, grid, step_of(job, grid, job.micro_batches), layout=layout)
     for count in divisors(rows):
         needed = memory(job.shape, grid, step_of(job, grid, count), layout=layout)
         if needed.fits(job.machine.memory) or count == rows:
@@ -234,11 +237,13 @@ def predict(job: Job, grid: Grid, *, order: tuple[str, ...] = ORDER) -> Predicti
     why = refusal(job, grid)
     if why:
         raise ValueError(f"grid {grid}: {why}.")
-    if job.micro_batches is None:
-        micro_batches, needed = fewest_micro_batches(job, grid)
-    else:
-        micro_batches = job.micro_batches
-        needed = memory(job.shape, grid, step_of(job, grid, micro_batches), layout=layout_of(job.shape, grid))
+    return predict_with(job, grid, *fewest_micro_batches(job, grid), order=order)
+
+
+def predict_with(
+    job: Job, grid: Grid, micro_batches: int, needed: Memory, *, order: tuple[str, ...] = ORDER
+) -> Prediction:
+    """`predict`, where micro-batches and what they need are known (`fewest_micro_batches`)."""
     step = step_of(job, grid, micro_batches)
     if job.schedule == "axonn":
         traffic = of_axonn(job.shape, grid, step)

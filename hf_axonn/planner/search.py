@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from hf_axonn.planner.predict import Job, Prediction, predict, refusal, reorder
+from hf_axonn.planner.predict import Job, Prediction, fewest_micro_batches, predict, predict_with, refusal, reorder
 from hf_axonn.planner.settings import keeping, variants
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid, divisors
@@ -103,7 +103,7 @@ def plan(job: Job, gpus: int, *, order: tuple[str, ...] | None = None, free: Col
         if why:
             impossible.append((grid, why))
             continue
-        prediction = min((predict(each, grid, order=order or ORDER) for each in jobs), key=_merit)
+        prediction = _fastest(jobs, grid, order or ORDER)
         (ranked if prediction.fits else too_big).append(prediction)
     ranked.sort(key=lambda entry: (entry.total, str(entry.grid)))
     ranked = [keeping(entry, free) for entry in ranked[: 3 * CONTENDERS]] + ranked[3 * CONTENDERS :]
@@ -115,9 +115,21 @@ def plan(job: Job, gpus: int, *, order: tuple[str, ...] | None = None, free: Col
     return GridRanking(job=job, gpus=gpus, ranked=tuple(ranked), too_big=tuple(too_big), impossible=tuple(impossible))
 
 
-def _merit(entry: Prediction) -> tuple[bool, float]:
-    """What fits comes first, the fastest of it; of what does not, the smallest."""
-    return not entry.fits, entry.total if entry.fits else entry.memory.total
+def _fastest(jobs: list[Job], grid: Grid, order: tuple[str, ...]) -> Prediction:
+    """The prediction of the job that is fastest on a grid, of those that fit it; of the smallest where none fits."""
+    needs = [(job, *fewest_micro_batches(job, grid)) for job in jobs]
+    fitting = [need for need in needs if need[2].fits(need[0].machine.memory)]
+    if not fitting:
+        job, count, needed = min(needs, key=lambda need: need[2].total)
+        return predict_with(job, grid, count, needed, order=order)
+    # To compute the same again only takes time, unless it makes for fewer micro-batches.
+    saved = {(replace(job, checkpointing=True), count) for job, count, _ in fitting if not job.checkpointing}
+    entries = [
+        predict_with(job, grid, count, needed, order=order)
+        for job, count, needed in fitting
+        if (job, count) not in saved
+    ]
+    return min(entries, key=lambda entry: entry.total)
 
 
 def other_order(prediction: Prediction) -> Prediction:

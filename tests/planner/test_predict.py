@@ -342,6 +342,57 @@ def test_a_config_gives_the_parameters_of_the_model(kind, changes, tmp_path):
     assert load_shape(str(tmp_path)).parameters() == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "starcoder2", "phi3", "qwen2", "qwen3", "gemma2", "gemma3_text"])
+def test_a_config_gives_the_windows_of_the_model(kind, written, tmp_path):
+    """As Transformers' modules have them; also where config.json says nothing of layers, as older ones do not."""
+    sizes = dict(hidden_size=48, intermediate_size=40, num_hidden_layers=8, num_attention_heads=6, vocab_size=131)
+    sizes |= dict(num_key_value_heads=3, pad_token_id=0, bos_token_id=1, eos_token_id=2, sliding_window=32)
+    sizes |= dict(use_sliding_window=True, max_window_layers=5) if kind.startswith("qwen") else {}
+    config = AutoConfig.for_model(kind, **sizes)
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    text = json.loads(file.read_text())
+    if not written:
+        text.pop("layer_types", None)
+    file.write_text(json.dumps(text))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    attention = [layer.self_attn for layer in model.model.layers]
+    # Modules of some types read it from the config.
+    windows = [
+        getattr(module, "sliding_window", config.sliding_window if kind != "llama" else 0) for module in attention
+    ]
+    windows = [window or 0 for window in windows]
+    shape = load_shape(str(file))
+    assert [layer.blocks[0].window for layer, count in shape.runs for _ in range(count)] == windows
+    assert any(windows) == (kind != "llama") and shape.parameters() == sum(each.numel() for each in model.parameters())
+    assert shape.context == config.max_position_embeddings
+
+
+def test_windows_are_counted_as_windows():
+    """Each query has its causal mask's keys, at most as many as the window; FLOPs and seconds follow."""
+    seq, window = 4096, 512
+    block = replace(LLAMA.attention, window=window)
+    exact = sum(min(query + 1, window) for query in range(seq)) / seq
+    assert block.keys(seq) == pytest.approx(exact, rel=2e-3)
+    assert LLAMA.attention.keys(seq) == block.keys(window) * seq / window == seq / 2
+    slides = replace(LLAMA, windows=(window, 0, window, 0))
+    assert [count for _, count in slides.runs] == [1, 1, 1, 1] and slides.parameters() == LLAMA.parameters()
+    full = LLAMA.flops(seq) - LLAMA.flops(1)
+    assert slides.flops(seq) - LLAMA.flops(1) == pytest.approx(full * (0.5 + 0.5 * 2 * exact / seq), rel=1e-2)
+    step, free = Step(rows=4, seq=seq), replace(TOY, kernel=1e-9)
+    rates = [replace(free, attention={"": (rate, rate)}) for rate in (1e12, 1e30)]
+    seconds = [
+        [compute.Compute(LLAMA, machine, Grid(), step).attention(each, 1)[0] for machine in rates]
+        for each in (LLAMA.attention, block)
+    ]
+    (every, moved), (few, _) = seconds
+    assert (few - moved) / (every - moved) == pytest.approx(exact / (seq / 2), rel=3e-3)
+    with pytest.raises(ValueError, match="3 windows are not those of 4 layers"):
+        replace(LLAMA, windows=(1, 2, 3))
+
+
 def test_models_of_the_paper_have_their_sizes():
     for name, (layers, hidden, _) in GPTS.items():
         billions = load_shape(name).parameters() / 1e9

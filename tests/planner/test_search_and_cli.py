@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
+from transformers import AutoConfig
 
 from hf_axonn.cli.main import main
 from hf_axonn.cli.plan_report import sizes
@@ -22,6 +23,7 @@ from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.predict import Job, predict
 from hf_axonn.planner.search import alternatives, divisors, factorizations, grids, other_order, plan, sweep
 from hf_axonn.planner.settings import EXACT, GAIN, ROUNDING, keeping
+from hf_axonn.planner.tracing.read_shape import read_shape, shape_of
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid
 from tests.helpers import ROOT
@@ -238,6 +240,39 @@ def test_the_manual_shows_what_is_printed(capsys):
     for command in commands:
         assert main(command.split()[1:]) == 0
         assert capsys.readouterr().out.strip() in manual
+
+
+def test_long_sequences_and_repeated_attention_are_told(capsys, tmp_path):
+    """Of a million tokens the config allows 4,096, and 2 heads do not divide among 8 ranks."""
+    config = {
+        "model_type": "llama", "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 1024, "vocab_size": 1000, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = f"plan --model {tmp_path} --machine dgx-h100 --gpus 8 --batch-sequences 1".split()
+    assert main([*command, "--seq", "1000000"]) == 0
+    printed = capsys.readouterr().out
+    assert "sequences of 1,000,000 tokens are longer than the 4,096 that the config allows" in printed
+    assert "ranks of x and y compute the same attention, as the heads" in printed
+    assert "1 sequence of 1,000,000 tokens a step" in printed and "1 micro-batch of 1 sequence;" not in printed
+    assert main([*command, "--seq", "4096"]) == 0
+    assert "max_position_embeddings" not in capsys.readouterr().out
+
+
+def test_a_model_may_be_named_as_on_the_hub(monkeypatch):
+    sizes = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+    config = AutoConfig.for_model("mixtral", **sizes, intermediate_size=64, vocab_size=64)
+    monkeypatch.setattr(AutoConfig, "from_pretrained", {"some/model": config}.__getitem__)
+    assert read_shape("some/model") == shape_of(config.to_dict())
+
+    def missing(name):
+        raise OSError(f"{name} is not on the hub\nand more")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", missing)
+    with pytest.raises(ValueError, match="another/model is no model: another/model is not on the hub$"):
+        read_shape("another/model")
+    with pytest.raises(ValueError, match="there is no model 'nothing'"):
+        read_shape("nothing")
 
 
 def test_free_settings_are_chosen_and_fixed_ones_kept():

@@ -7,6 +7,7 @@ gated, which Linears have a bias, which norms there are) is known for the famili
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tied": True,
         "ends_full": True,
     },
+}
+# Which layers have a sliding window where a config has no layer_types, and the window if it does not say.
+WINDOWED: dict[str, tuple[Callable[[int], bool], int]] = {
+    "mistral": (lambda layer: True, 4096),
+    "starcoder2": (lambda layer: True, 0),
+    "phi3": (lambda layer: True, 0),
+    "gemma2": (lambda layer: layer % 2 == 0, 4096),
+    "gemma3_text": (lambda layer: layer % 6 != 5, 4096),
 }
 DROPOUTS = ("resid_pdrop", "dropout", "hidden_dropout", "residual_dropout")  # after an MLP
 LEARNED_POSITIONS = {"gpt2": 0, "opt": 2}  # rows beyond max_position_embeddings
@@ -164,9 +173,11 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         traits["offset_positions"] = LEARNED_POSITIONS[kind] > 0
     traits["drops"] = any(config.get(name) for name in DROPOUTS)
     tied = config.get("tie_word_embeddings")
-    hidden = size("hidden")
+    hidden, layers = size("hidden"), size("layers")
+    traits["windows"] = _windows(config, kind, layers)
+    traits["context"] = next((config[key] for key in ALIASES["positions"] if isinstance(config.get(key), int)), 0)
     return ModelShape(
-        layers=size("layers"),
+        layers=layers,
         hidden=hidden,
         heads=size("heads"),
         kv_heads=config.get("num_key_value_heads"),
@@ -175,3 +186,16 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         vocab=size("vocab"),
         **{**traits, "tied": kind in TIED_BY_DEFAULT if tied is None else bool(tied)},
     )
+
+
+def _windows(config: dict[str, Any], kind: str, layers: int) -> tuple[int, ...]:
+    """The sliding window of each layer, 0 for none."""
+    slides, usual = WINDOWED.get(kind, (None, 4096))
+    window = config.get("sliding_window", usual if slides else None) or 0
+    types = config.get("layer_types")
+    if isinstance(types, list) and len(types) == layers:
+        return tuple(window if each == "sliding_attention" else 0 for each in types)
+    if kind in ("qwen2", "qwen3") and config.get("use_sliding_window"):
+        first = config.get("max_window_layers", 28)
+        return tuple(window if layer >= first else 0 for layer in range(layers))
+    return tuple(window if slides and slides(layer) else 0 for layer in range(layers))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 
 from hf_axonn.planner.model.stack import Block, Layer, LinearShape, Stack, Table, Weight
 from hf_axonn.topology.grid import Grid
@@ -29,10 +30,11 @@ class ModelShape(Stack):
         qk_norm: RMSNorms [head_dim] of each query and key head.
         positions: rows of a learned position embedding [positions, hidden]; 0 for none.
         offset_positions: whether the class of the embedding shifts its positions, so that it is not a plain one.
+        windows: of each layer, tokens that its attention looks back over at most; 0: all before. Empty: all 0.
         drops: whether features are dropped after the MLP (their mask is saved, so recomputation goes to the end).
-        tied, head_bias, ends_full: as in `Stack`.
+        tied, head_bias, ends_full, context: as in `Stack`.
     Raises:
-        ValueError: a size is below 1, or kv_heads does not divide heads.
+        ValueError: a size is below 1, kv_heads does not divide heads, or windows are not as many as layers.
     """
 
     runs: tuple[tuple[Layer, int], ...] = field(init=False, repr=False)
@@ -55,6 +57,7 @@ class ModelShape(Stack):
     qk_norm: bool = False
     positions: int = 0
     offset_positions: bool = False
+    windows: tuple[int, ...] = ()
     drops: bool = False
 
     def __post_init__(self) -> None:
@@ -63,10 +66,13 @@ class ModelShape(Stack):
                 raise ValueError(f"{name} is {getattr(self, name)}, but a model has at least 1 of it.")
         if self.heads % self.kv:
             raise ValueError(f"{self.kv} kv heads do not divide {self.heads} query heads: use a divisor.")
+        if self.windows and len(self.windows) != self.layers:
+            raise ValueError(f"{len(self.windows)} windows are not those of {self.layers} layers.")
         # The fields of Stack that follow from these numbers. The class is frozen, and each needs those before it.
         object.__setattr__(self, "centered", self.layer_norm)
         object.__setattr__(self, "final", (self.hidden,) * (2 if self.layer_norm else 1))
-        object.__setattr__(self, "runs", ((self._layer(), self.layers),))
+        windows = groupby(self.windows or (0,) * self.layers)
+        object.__setattr__(self, "runs", tuple((self._layer(window), len(list(run))) for window, run in windows))
         object.__setattr__(self, "tables", self._tables())
 
     @property
@@ -118,9 +124,9 @@ class ModelShape(Stack):
             row=LinearShape(self.hidden, self.intermediate, self.mlp_bias),
         )
 
-    def _layer(self) -> Layer:
-        """Any one of the layers."""
-        blocks = (self.attention, self.mlp)
+    def _layer(self, window: int) -> Layer:
+        """Any one of the layers with this window."""
+        blocks = (replace(self.attention, window=window), self.mlp)
         replicated = [linear.rows for block in blocks for linear in block.linears if linear.bias]
         replicated += self.norms_per_layer * list(self.final) + ([self.width] * 2 if self.qk_norm else [])
         weights: list[Weight] = []

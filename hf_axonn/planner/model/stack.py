@@ -37,6 +37,7 @@ class Block:
         head_norms: norms over all features of a projection: which of `columns`, and whether it is a LayerNorm.
         down: latent attention: the Linears that make latents of full activations.
         rotary: latent attention: features of a latent that go to every head.
+        window: tokens that attention looks back over at most (sliding window); 0: all before.
     """
 
     columns: tuple[LinearShape, ...]
@@ -47,6 +48,13 @@ class Block:
     head_norms: tuple[tuple[int, bool], ...] = ()
     down: tuple[LinearShape, ...] = ()
     rotary: int = 0
+    window: int = 0
+
+    def keys(self, seq: int) -> float:
+        """Keys that a query of a sequence attends to, in the mean, under a causal mask."""
+        if not self.window or self.window >= seq:
+            return seq / 2
+        return self.window - self.window**2 / (2 * seq)
 
     @property
     def gated(self) -> bool:
@@ -224,6 +232,7 @@ class Stack:
         loose: whether activations are full everywhere, Linear by Linear
         outside: what runs after the layers, once
         idle: elements of each parameter that is sharded and gets no gradient
+        context: tokens of a sequence that the config allows; 0: not said
         notes: what a plan leaves out or only estimates, for its reader
     """
 
@@ -241,6 +250,7 @@ class Stack:
     loose: bool = False
     outside: Layer | None = None
     idle: tuple[int, ...] = ()
+    context: int = 0
     notes: tuple[str, ...] = ()
 
     # A planner asks a thousand times.
@@ -289,10 +299,11 @@ class Stack:
 
     def flops(self, seq: int) -> int:
         """Multiplications and additions a token of one forward pass of all decoder layers, attention in full
-        squares."""
+        squares: twice what a causal mask leaves, and of a sliding window twice what it leaves."""
         total = 0
         for layer, count in self.everything:
             attention = [block for block in layer.blocks if block.query]
-            squares = sum(2 * seq * (block.query_features + block.value_features) for block in attention)
+            features = [4 * block.keys(seq) * (block.query_features + block.value_features) for block in attention]
+            squares = round(sum(features))
             total += count * (sum(part.flops() for part in layer.parts) + squares + 2 * layer.routed * self.hidden)
         return total

@@ -195,8 +195,8 @@ class Compute:
         """Rotation of q and k, and attention itself: forward, backward. `repeat`: ranks that do the same."""
         query, value, keys = block.query_features, block.value_features, block.kv_features / 2
         tokens = self.step.tokens * repeat / (self.grid.x * self.grid.y)
-        # Scores and their use: 2 products of 2 T S a, of which the causal half is computed.
-        flops = tokens * self.step.seq * (query + value)
+        # Scores and their use: 2 products of 2 T a for every key, of which a causal mask leaves half.
+        flops = 2 * tokens * block.keys(self.step.seq) * (query + value)
         there, back = (max(self.machine.kernel, flops / rate) for rate in self.attention_rates)
         # rotation reads and writes q and k twice, the kernel reads q, k, v and writes one
         moved = 5 * query + value + 6 * keys

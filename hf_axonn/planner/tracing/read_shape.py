@@ -1,6 +1,7 @@
 """The planner's numbers of a model whose type it does not know by name: read from its modules, built without weights.
 
-    read_shape("DIR")      load_shape of catalog.py, and for a type that is not in its FAMILIES what is said here
+    read_shape("DIR")          load_shape of catalog.py, and for a type that is not in its FAMILIES what is said here
+    read_shape("org/model")    the config of a model on the hub
 
 The model is built on the meta device, which takes no memory, and its shape is found there (trace.py).
 """
@@ -8,6 +9,7 @@ The model is built on the meta device, which takes no memory, and its shape is f
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,11 @@ from hf_axonn.planner.model.catalog import FAMILIES, load_shape, shape_from_conf
 from hf_axonn.planner.model.stack import Stack
 
 
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
 def read_shape(model: str) -> Stack:
-    """The shape of a model, by a name of the paper, a config.json or its directory.
+    """The shape of a model, by a name of the paper, a config.json or its directory, or its name on the hub.
 
     Raises:
         ValueError: there is no such model, or a shape cannot describe it; the message says why.
@@ -25,11 +30,23 @@ def read_shape(model: str) -> Stack:
         return load_shape(model)
     except ValueError:
         path = Path(model)
+        if HUB_NAME.fullmatch(model) and not path.exists():
+            return shape_of(_hub_config(model))
         path = path / "config.json" if path.is_dir() else path
         config = _config(path)
         if config is None or config.get("model_type") in (None, *FAMILIES):
             raise
     return built_shape(config, str(path))
+
+
+def _hub_config(name: str) -> dict[str, Any]:
+    """The config of a model on the hub, or in its cache."""
+    from transformers import AutoConfig
+
+    try:
+        return dict(AutoConfig.from_pretrained(name).to_dict())
+    except (OSError, ValueError) as problem:
+        raise ValueError(f"{name} is no model: {str(problem).partition(chr(10))[0]}") from None
 
 
 def _config(path: Path) -> dict[str, Any] | None:

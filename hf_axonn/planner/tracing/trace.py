@@ -68,6 +68,7 @@ def found_shape(model: PreTrainedModel) -> Stack:
         vocab=vocab,
         tied=projection is table,
         head_bias=getattr(head, "bias", None) is not None,
+        context=getattr(text_config(model), "max_position_embeddings", None) or 0,
         centered=any(kind.centered for kind in layout.norms.values()),
         final=(),
         tables=tuple(finder.tables(hidden)),
@@ -270,6 +271,12 @@ class _Finder:
         chosen = getattr(text_config(self.model), "num_experts_per_tok", 1)
         return _experts(self.modules[name], trace.routing.get(name), chosen)
 
+    def _window(self, module: nn.Module) -> int:
+        """What attention looks back over: its own number, or that of all layers where the config has but one."""
+        config = text_config(self.model)
+        everywhere = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+        return getattr(module, "sliding_window", everywhere) or 0
+
     def _block(self, plan: BlockPlan) -> Block:
         def linear(name: str) -> LinearShape:
             module = self.modules[name]
@@ -285,6 +292,7 @@ class _Finder:
             head_norms=tuple((index, kind.centered) for kind, index in plan.head_norms.values()),
             down=tuple(linear(name) for name in down),
             rotary=getattr(self.modules[plan.entry], "qk_rope_head_dim") if down else 0,  # noqa: B009
+            window=self._window(self.modules[plan.entry]) if plan.query else 0,
         )
 
 

@@ -2,6 +2,7 @@
 
     python -m tests.benchmarks.planner.planning             both tables, seconds of one core
     python -m tests.benchmarks.planner.planning --sensitive what the errors are with each constant of ours 20% off
+    python -m tests.benchmarks.planner.planning --search    seconds to plan for 32,768 GPUs, settings free
 
 No machine and no process group is needed. Published grids are not known, so the model's own best stands for them, its
 axes in the engine's own order.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,6 +21,7 @@ from hf_axonn.planner.machine import Machine, load_machine
 from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.predict import Job
 from hf_axonn.planner.search import GridRanking, plan
+from hf_axonn.planner.settings import EXACT
 from hf_axonn.planner.time.paper import network_time
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid
@@ -149,10 +152,26 @@ def sensitive() -> list[str]:
     return lines + [f"| {name} | {mean_error(plans):.1%} |" for name, plans in cases.items()]
 
 
+def search() -> list[str]:
+    """Lines of the table of seconds that a plan takes, all legal grids with every setting that changes no number."""
+    lines = ["| model | GPUs | grids | seconds |", "| --- | --: | --: | --: |"]
+    for model in ("gpt-80b", "gpt-320b"):
+        job = Job(shape=load_shape(model), machine=load_machine("frontier"), sequences=SEQUENCES, seq=SEQ)
+        begin = time.perf_counter()
+        found = plan(job, 32768, free=EXACT)
+        count = len(found.ranked) + len(found.too_big)
+        lines.append(f"| {model} | 32,768 | {count} | {time.perf_counter() - begin:.1f} |")
+    return lines
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="The performance model against published figures.")
     parser.add_argument("--sensitive", action="store_true", help="errors with each assumption 20%% off")
+    parser.add_argument("--search", action="store_true", help="seconds that a plan takes")
     options = parser.parse_args(arguments)
+    if options.search:
+        print("\n".join(search()))
+        return 0
     if options.sensitive:
         print("\n".join(sensitive()))
         return 0
