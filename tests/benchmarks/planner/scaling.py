@@ -145,10 +145,10 @@ def main(arguments: list[str] | None = None) -> int:
     (weak_lines, weak_curves), (strong_lines, strong_curves) = weak(), strong()
     text = [
         "# Scaling on Frontier, published and predicted", "",
-        "`python -m tests.benchmarks.planner.scaling --output docs/results/scaling.md`: AxoNN's GPTs, sequences "
-        "of 2,048 tokens; published figures: arXiv 2502.08145. AxoNN's schedule with activation checkpointing, as in its "
-        "runs; this engine with the settings that the planner chooses, so its FLOP/s may have no recomputation in them.",
-        "",
+        "`python -m tests.benchmarks.planner.scaling --output docs/results/scaling.md`: AxoNN's GPTs, sequences of "
+        "2,048 tokens; published figures: arXiv 2502.08145. AxoNN's schedule with activation checkpointing, as in "
+        "its runs; this engine with the settings that the planner chooses, so its FLOP/s may have no recomputation in "
+        "them.", "",
         "![Weak and strong scaling](scaling.svg)", "",
         "## Weak scaling", "",
         "Hardware TFLOP/s of a GCD. The model grows with the machine and the batch stays 16.8 million tokens; in the "
