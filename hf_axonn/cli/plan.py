@@ -68,6 +68,7 @@ def add_plan(commands) -> None:
     parser.add_argument(
         "--free", nargs="+", default=[], choices=settings.ROUNDING, help="dtypes that may be chosen, too"
     )
+    parser.add_argument("--lora", type=number, default=0, metavar="RANK", help="train adapters of this rank alone")
     parser.add_argument("--attention", help="attention kernel of the machine's file; by default its first")
     parser.add_argument("--tokens", type=number, help="tokens of the whole training, such as 2T: days and GPU hours")
     parser.add_argument("--overlap", action="store_true", help="what each overlap of communication gains")
@@ -103,6 +104,8 @@ def run_plan(options: argparse.Namespace) -> int:
     fixed = settings.fixed(texts)
     given = {text.partition("=")[0] for text in texts}
     options.free = [name for name in (*settings.EXACT, *options.free) if name not in given]
+    if options.lora and (options.schedule != "hf_axonn" or options.paper):
+        raise ValueError("--lora is planned for this engine alone: leave out --schedule axonn and --paper.")
     job = _job(options, batch.sequences, fixed)
     if options.sweep:
         return _sweep(options, job, counts)
@@ -119,6 +122,7 @@ def _job(options: argparse.Namespace, sequences: int, fixed: dict[str, Any]) -> 
         compute_bytes=PRECISION_BYTES[options.activations],
         param_bytes=PRECISION_BYTES[options.weights],
         attention=options.attention,
+        lora=options.lora,
         schedule=options.schedule,
         **fixed,
     )

@@ -48,6 +48,7 @@ def header(job: Job, gpus: str) -> str:
     return (
         f"{job.shape.parameters() / 1e9:.1f} billion parameters on {gpus} of {job.machine.name}, "
         f"{number_of(job.sequences, 'sequence')} of {job.seq:,} tokens a step"
+        + (f", LoRA of rank {job.lora}" if job.lora else "")
         + ("" if job.schedule == "hf_axonn" else f", schedule {job.schedule}")
     )
 

@@ -303,8 +303,12 @@ class _Multiply(torch.autograd.Function):
         ctx.gathered = gathered if product.keeps and ctx.needs_input_grad[0] else None
         full = input_ if entry is None else entry.wait()
         blocks = product.blocks_of(full)
-        # Detached: `full` is a result, too, so a view of it would hold this node, which holds the view.
-        ctx.save_for_backward(blocks if entry is None else blocks.detach())
+        ctx.blocks_shape = blocks.shape
+        if not any(ctx.needs_input_grad[4:]):  # frozen weights have no dW; all that backward asks for is the dtype
+            ctx.save_for_backward(blocks.new_empty(0))
+        else:
+            # Detached: `full` is a result, too, so a view of it would hold this node, which holds the view.
+            ctx.save_for_backward(blocks if entry is None else blocks.detach())
         outputs = product.multiply(blocks, gathered.blocks, full.shape)
         ctx.output_shapes = [output.shape for output in outputs]
         return tuple(outputs) if entry is None or entry.tokens is None else (full, *outputs)
@@ -330,7 +334,7 @@ class _Multiply(torch.autograd.Function):
                     dinput += other.reshape(dinput.shape)
         product.let_go(input_.dtype)
         if needs_input and dinput is None:  # nothing has come: other ranks reduce all the same
-            dinput = torch.zeros_like(input_)
+            dinput = input_.new_zeros(ctx.blocks_shape)
         if needs_input and entry is not None:
             pending = entry.start_reduction(dinput)
         of_leaves: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)

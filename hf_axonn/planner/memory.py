@@ -32,17 +32,20 @@ from hf_axonn.topology.weight_kind import WeightKind
 RESERVE = 0.1  # share of a GPU's memory that a plan leaves free: an assumption
 FOREIGN_BYTES = 2**25  # layers/moe.py: up to so much a GPU takes pairs of other ranks' experts along, in bf16
 MOMENT_BYTES = 8  # AdamW's two moments in fp32
+ADAPTER_BYTES = 4  # of an element of LoRA: PEFT makes adapters in float32
 ORIGIN = {"data": 0, "z": 0, "y": 0, "x": 0}  # rank 0 holds the longest shards
 
 
 class Memory(NamedTuple):
-    """Bytes of one rank; fields as in the head of this file. `parameters`: elements of its parameters.
+    """Bytes of one rank; fields as in the head of this file. `parameters`: elements of its parameters; `trained`: of
+    those that are trained.
 
     gradients: those in `states`, which come one by one in backward; last: those of the embedding and of one layer,
     which come when its work is done; waits: whether all are there from the first micro-batch on.
     """
 
     parameters: int
+    trained: int
     states: float
     gathered: float
     activations: float
@@ -78,7 +81,7 @@ class Memory(NamedTuple):
     def by_kind(self) -> dict[str, float]:
         """Bytes of each kind, and their `total` at the worst moment, when not all of them are there."""
         rest = ("activations", "gathered", "layer", "logits", "head", "embedding", "buckets")
-        optimizer = MOMENT_BYTES * self.parameters
+        optimizer = MOMENT_BYTES * self.trained
         weights = self.states - self.gradients - optimizer
         found = {"parameters": weights, "gradients": self.gradients, "optimizer": optimizer}
         return found | {name: getattr(self, name) for name in rest} | {"total": self.total}
@@ -118,17 +121,20 @@ def memory(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", gloo:
             reduce-scatter receives all blocks before it adds them up (distributed/collectives.py), and a rank has the
             rows of its own experts alone.
     """
-    parameters = local_parameters(shape, grid)
-    gradients = parameters * step.param_bytes
+    base = local_parameters(shape, grid)
+    adapters = sum(shape.adapters(step.lora))
+    trained, size = (adapters, ADAPTER_BYTES) if step.lora else (base, step.param_bytes)
+    gradients = trained * size
     last = _sharded([*shape.runs[0][0].weights, *([] if shape.tied else [_vocabulary(shape)])], grid)
-    last *= step.param_bytes
+    last *= 0 if step.lora else step.param_bytes
     saved, layer, reduced = _activations(shape, grid, step, layout, gloo)
     layer += reduced * (2 if gloo else 1)
     saved += _kept(shape, grid, step)
     logits, head = _logits(shape, grid, step)
     return Memory(
-        parameters=parameters,
-        states=parameters * (2 * step.param_bytes + MOMENT_BYTES),
+        parameters=base + adapters,
+        trained=trained,
+        states=base * step.param_bytes + adapters * ADAPTER_BYTES + gradients + trained * MOMENT_BYTES,
         gathered=_gathered(shape, grid, step, gloo),
         activations=saved,
         layer=layer,
@@ -171,7 +177,7 @@ def _kept(shape: Stack, grid: Grid, step: Step) -> int:
 
 
 def _gathered(shape: Stack, grid: Grid, step: Step, gloo: bool) -> int:
-    gradient = max(step.compute_bytes, step.reduce_bytes)
+    gradient = 0 if step.lora else max(step.compute_bytes, step.reduce_bytes)
     most = layers = 0
     for layer, _ in shape.kinds:
         groups = _groups(layer, grid)
@@ -197,6 +203,8 @@ def _activations(shape: Stack, grid: Grid, step: Step, layout: str, gloo: bool) 
     parts = 1 if shape.loose else grid.x * grid.y
     own = step.padded(grid) * shape.hidden / parts
     last = _saved_by_norm(shape, step) * own  # the norm before the head
+    if step.lora:  # PEFT makes the embedding's output a leaf, which lives
+        last += step.tokens * shape.hidden * step.param_bytes
     saved = {layer: _saved(shape, layer, grid, step, layout, gloo) for layer, _ in shape.kinds}
     # Gradients of an input before they are reduced. Other gradients take the place of what is saved and used up.
     at_work = max((_at_work(shape, part, grid, step) for layer in saved for part in layer.parts), default=0.0)
@@ -207,10 +215,11 @@ def _activations(shape: Stack, grid: Grid, step: Step, layout: str, gloo: bool) 
 
 def _saved_by_norm(shape: Stack, step: Step, *, own: bool = False) -> int:
     """Bytes an element that a norm saves. One of Transformers keeps its input in the dtype that it computes in, and an
-    RMSNorm also what it has normalized, in that of its input; `own` ones, of the feature layout, their input alone."""
+    RMSNorm whose weight is trained also what it has normalized, in that of its input; `own` ones, of the feature
+    layout, their input alone."""
     if own:
         return step.stream_bytes
-    return step.param_bytes + (0 if shape.centered else step.stream_bytes)
+    return step.param_bytes + (0 if shape.centered or step.lora else step.stream_bytes)
 
 
 def _saved(shape: Stack, layer: Layer, grid: Grid, step: Step, layout: str, gloo: bool) -> float:
@@ -233,8 +242,19 @@ def _saved(shape: Stack, layer: Layer, grid: Grid, step: Step, layout: str, gloo
         else:
             inner = part.row.cols
             saved += (3 if part.gated else 1) * tokens * inner / parts * step.compute_bytes
-            saved += tokens * (shape.hidden / grid.y + inner / grid.x) * step.compute_bytes
+            into_row = inner / (parts if step.lora else grid.x)
+            saved += tokens * (shape.hidden / grid.y + into_row) * step.compute_bytes
+        if step.lora and isinstance(part, Block):
+            saved += _saved_by_adapters(part, grid, step)
     return saved
+
+
+def _saved_by_adapters(block: Block, grid: Grid, step: Step) -> float:
+    """PEFT casts the input of every adapter by itself: each but one of those of a block's entrance is saved once more,
+    and what attention hands on. Between A and B rank features of all tokens."""
+    inputs = sum(linear.cols for linear in block.columns[1:]) / grid.y
+    inputs += block.row.cols / (grid.x * grid.y) if block.query else 0
+    return step.padded(grid) * (inputs + step.lora * len(block.linears)) * step.compute_bytes
 
 
 def _saved_by_attention(shape: Stack, block: Block, grid: Grid, step: Step) -> float:
@@ -306,7 +326,7 @@ def _embedding(shape: Stack, grid: Grid, step: Step) -> float:
     what is made of it for the reduction."""
     tokens, size = step.padded(grid), step.param_bytes
     vocab = ceil_div(ceil_div(shape.vocab, grid.y), grid.x)
-    weight = vocab * shape.hidden * (size + max(size, step.reduce_bytes)) if grid.z > 1 else 0
+    weight = vocab * shape.hidden * (size + max(size, step.reduce_bytes)) if grid.z > 1 and not step.lora else 0
     return 2 * tokens * shape.hidden * size + weight
 
 
@@ -324,4 +344,4 @@ def _logits(shape: Stack, grid: Grid, step: Step) -> tuple[float, float]:
         needed += own * compute
     if parts > 1:
         needed += chunk / vocab * shape.hidden * compute
-    return needed, vocab * shape.hidden * wide + own * compute
+    return needed, (0 if step.lora else vocab * shape.hidden * wide) + own * compute

@@ -41,6 +41,7 @@ class Job:
         sequences, seq: samples of the full batch, and tokens a sample.
         compute_bytes, param_bytes, reduce_bytes, residual_bytes: as `Step`; bf16 on fp32 weights by default.
         checkpointing: whether layers run again in backward.
+        lora: as `Step`.
         keep_gathered: recomputed, none, all or a number of layers, as in the settings of a run (config.py).
         micro_batches: how many; None: the fewest that fit.
         attention: name of the attention kernel, of those of the machine; None: its first.
@@ -59,6 +60,7 @@ class Job:
     reduce_bytes: int = 4
     residual_bytes: int | None = None
     checkpointing: bool = True
+    lora: int = 0
     keep_gathered: str | int = "recomputed"
     micro_batches: int | None = None
     attention: str | None = None
@@ -96,11 +98,14 @@ class Job:
         return self.shape.depth if self.keep_gathered == "all" else 0
 
     def model_flops(self) -> float:
-        """FLOP of one step that the model asks for: 6 a weight and token, and full squares of attention.
+        """FLOP of one step that the model asks for: 6 a weight and token, or 4 where weights are not trained, and full
+        squares of attention. Adapters are not counted.
 
         Source: PaLM (arXiv 2204.02311), appendix B; embedding rows are looked up and not counted.
         """
-        return 3 * self.layers_flops() + 6 * self.tokens * self.shape.vocab * self.shape.hidden
+        passes, shape = 2 if self.lora else 3, self.shape
+        weights = passes * (shape.weight_flops + 2 * shape.vocab * shape.hidden)
+        return self.tokens * (weights + 3 * shape.attention_flops(self.seq))
 
     def hardware_flops(self) -> float:
         """`model_flops`, and those of layers that run again. For a GPT under checkpointing this is the formula of the
@@ -189,6 +194,7 @@ def step_of(job: Job, grid: Grid, micro_batches: int) -> Step:
         residual_bytes=job.residual_bytes,
         checkpointing=job.checkpointing,
         kept_layers=job.kept_layers,
+        lora=job.lora,
         keeps_recomputed=job.keep_gathered == "recomputed",
         counted=True,
     )
@@ -302,7 +308,7 @@ def _assemble(
     products, rest = compute.head()
     seconds |= {
         "head": times * (products + rest),
-        "optimizer": compute.optimizer(needed.parameters),
+        "optimizer": compute.optimizer(needed.trained),
         "slowdown": job.machine.slowdown * (beside + behind_backward),
         "exposed x/y": exposed_xy,
         "exposed z": exposed_z,

@@ -17,6 +17,10 @@ SIZES = dict(
     hidden_size=512, num_hidden_layers=3, num_attention_heads=16, vocab_size=4000, max_position_embeddings=512
 )
 LLAMA = LlamaConfig(**SIZES, intermediate_size=1408, num_key_value_heads=8)
+# What layers hold has to be more than what is full of tokens outside of them, of which LoRA's count is coarse.
+WIDER = LlamaConfig(
+    hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16, num_key_value_heads=8
+)
 GPT = Starcoder2Config(**SIZES, intermediate_size=2048, num_key_value_heads=16, sliding_window=None)
 MIXTURE = MixtralConfig(
     **SIZES, intermediate_size=1024, num_key_value_heads=8, num_local_experts=8, num_experts_per_tok=2
@@ -38,11 +42,13 @@ CASES = {
     "mixture": simulate.Case(MIXTURE, Grid(z=4, y=2, x=2), rows=2, seq=512),
     "latent": simulate.Case(LATENT, Grid(z=4, y=2, x=2), rows=2, seq=512),
     "y": simulate.Case(LLAMA, Grid(y=4), rows=2, seq=512),
+    "LoRA": simulate.Case(WIDER, Grid(z=2, x=4), rows=2, seq=1024, lora=16),
+    "LoRA, all kept": simulate.Case(WIDER, Grid(data=2, y=2, x=2), rows=2, seq=1024, lora=16, checkpointing=False),
 }
 
 
 # Of the others, test_traffic.py compares what a step sends with what the planner says, by gloo.
-REPRESENTATIVES = ("all kept",)
+REPRESENTATIVES = ("all kept", "LoRA, all kept")
 
 
 @pytest.mark.filterwarnings("ignore")

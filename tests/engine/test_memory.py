@@ -363,3 +363,42 @@ def test_head_and_loss_hold_less_than_two_chunks_of_logits():
     for found in run_ranks(peaks_of_the_loss, 2):
         for case, (peak, chunks) in found.items():
             assert 1 / 3 < peak < 2 and chunks >= 6, (case, peak, chunks)
+
+
+def saved_with_and_without_weights(grid):
+    """Bytes that a forward pass saves, with every weight of the layers' Linears trained and with none; their inputs
+    that nothing else saves; and the gradient of the embedding of both."""
+    found, gradients = [], []
+    for trained in (True, False):
+        model = tiny_model("llama").train()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained or "proj" not in name)
+        model, _ = parallelize(model, grid)
+        batch = rows_of(tiny_batch(8, 7), grid, dist.get_rank())
+        storages = {}
+
+        def keep(tensor, storages=storages):
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(**batch).loss
+        found.append(sum(storage.nbytes() for storage in storages.values()))
+        loss.backward()
+        sync_gradients(model)
+        gradients.append(model.get_input_embeddings().weight.grad.to_local())
+    config, tokens = model.config, batch["input_ids"].numel()
+    inputs = 2 * config.hidden_size // grid.y + config.intermediate_size // (grid.x * grid.y)
+    return found, config.num_hidden_layers * tokens * inputs * loss.element_size(), gradients
+
+
+def frozen_on(grids):
+    return [saved_with_and_without_weights(grid) for grid in grids]
+
+
+def test_frozen_weights_save_no_input():
+    """Nothing multiplies it in backward; what is before them gets the same gradient."""
+    for rows in run_ranks(frozen_on, 2, [Grid(z=2), Grid(x=2), Grid(y=2)]):
+        for (trained, frozen), inputs, (with_weights, without) in rows:
+            assert 0 < frozen <= trained - inputs
+            torch.testing.assert_close(with_weights, without, rtol=0, atol=0)

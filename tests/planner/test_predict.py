@@ -423,7 +423,7 @@ def test_a_missing_model_names_what_there_is():
 
 def test_an_adapter_is_refused_with_what_to_plan_instead(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match="holds an adapter, which the planner does not model: give its base model"):
+    with pytest.raises(ValueError, match="holds an adapter: give its base model, and the adapter"):
         load_shape(str(tmp_path))
 
 
@@ -551,6 +551,23 @@ def test_nodes_may_be_joined_by_other_links():
     for name in ("dgx-a100@", "dgx-a100@fast", "dgx-a100@0"):
         with pytest.raises(ValueError, match=f"{name} is no machine: write the Gb/s of a node after @"):
             load_machine(name)
+
+
+@pytest.mark.parametrize("grid", [Grid(z=4), Grid(x=2, y=2)], ids=str)
+def test_adapters_take_less_of_everything(grid):
+    """No dW of the base, so 4 FLOPs a weight and token in the place of 6; no gradients nor moments of it, and nothing
+    summed over z; adapters themselves take a little."""
+    every = predict(replace(JOB, checkpointing=False), grid)
+    few, more = (predict(replace(JOB, checkpointing=False, lora=rank), grid) for rank in (1, 64))
+    weights = LLAMA.weight_flops + 2 * LLAMA.vocab * LLAMA.hidden
+    assert every.job.model_flops() - few.job.model_flops() == JOB.tokens * weights
+    assert few.seconds["gemm"] < 0.8 * every.seconds["gemm"] and few.seconds["gemm"] < more.seconds["gemm"]
+    assert few.total < more.total < every.total and few.memory.total < more.memory.total < every.memory.total
+    size = 64 * sum(linear.rows + linear.cols for block in LLAMA.kinds[0][0].blocks for linear in block.linears)
+    assert more.memory.trained == LLAMA.layers * size == more.memory.gradients / 4
+    assert more.memory.by_kind()["optimizer"] == 8 * more.memory.trained
+    layer, _ = few.layers[0]
+    assert not any(layer.reduces) and any(layer.gathers) == (grid.z > 1)
 
 
 def test_published_runs_are_predicted():

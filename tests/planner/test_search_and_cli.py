@@ -275,6 +275,15 @@ def test_a_model_may_be_named_as_on_the_hub(monkeypatch):
         read_shape("nothing")
 
 
+def test_adapters_are_planned(capsys):
+    """13B in bf16: all of it does not fit one GPU, adapters do."""
+    command = "plan --model gpt-10b --machine dgx-h100 --gpus 1 --batch-sequences 4 --seq 2048 --weights bf16".split()
+    assert main(command) == 1
+    assert main([*command, "--lora", "16"]) == 0
+    printed = capsys.readouterr().out
+    assert "LoRA of rank 16" in printed and "one GPU\n" in printed
+
+
 def test_free_settings_are_chosen_and_fixed_ones_kept():
     """Every grid has the fastest of its settings, by trying all of them; what is fixed stays."""
     job = replace(JOB, sequences=512)
@@ -344,6 +353,7 @@ def test_the_paper_mode_ranks_by_communication(capsys):
         (["--gpus", "8", "--fix", "checkpointing=yes"], "checkpointing is on, off."),
         (["--gpus", "8", "--fix", "keep_gathered=some"], "keep_gathered is recomputed, none, all, a number."),
         (["--gpus", "8", "--fix", "micro_batches"], "micro_batches is a number."),
+        (["--gpus", "8", "--lora", "8", "--paper"], "--lora is planned for this engine alone"),
         (["--gpus", "8", "--attention", "flash9"], "no speed of the attention kernel 'flash9'"),
         (["--gpus", "8", "--machine", "nowhere"], "there is no machine 'nowhere'"),
         (["--gpus", "8", "--model", "nothing"], "there is no model 'nothing'"),

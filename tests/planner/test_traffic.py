@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 
 from hf_axonn import parallelize
 from hf_axonn.config import AxonnConfig
@@ -58,6 +59,8 @@ CASES = {
     "norms of heads, kept weights": Case(
         "qwen3", replace(LLAMA, qk_norm=True), {"kept_layers": 1, "counted": True}, config={"keep_gathered": 1}
     ),
+    "LoRA": Case("llama", LLAMA, {"lora": 3, "micro_batches": 2}),
+    "LoRA, checkpointing": Case("llama", LLAMA, {"lora": 3, "checkpointing": True}),
 }
 GRIDS = {
     2: [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)],
@@ -77,6 +80,10 @@ def layouts_on(grid: Grid) -> tuple[str, ...]:
 def counted(case: Case, grid: Grid, layout: str) -> Ledger:
     """The second optimizer step of a model on a grid: the first has yet to learn what to gather ahead."""
     model = tiny_model(case.kind, dtype=torch.float32, **case.changes).train()
+    if case.step.get("lora"):
+        # As PEFT does for checkpointing: then all layers are alike, the first one, too, has a gradient of its input.
+        model.enable_input_require_grads()
+        model = get_peft_model(model, LoraConfig(r=case.step["lora"], target_modules="all-linear"))
     model, _ = parallelize(model, grid, config=AxonnConfig(grid=grid, layout=layout, **case.config))
     if case.step.get("checkpointing"):
         model.gradient_checkpointing_enable()

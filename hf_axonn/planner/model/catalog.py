@@ -127,10 +127,7 @@ def load_shape(model: str) -> ModelShape:
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         if (Path(model) / "adapter_config.json").is_file():
-            raise ValueError(
-                f"{model} holds an adapter, which the planner does not model: give its base model. The plan says "
-                "what training all of it takes, which is more than an adapter needs."
-            )
+            raise ValueError(f"{model} holds an adapter: give its base model, and the adapter's rank as --lora.")
         raise ValueError(
             f"there is no model {model!r}: give {', '.join(GPTS)}, a config.json, or a directory that has one."
         )

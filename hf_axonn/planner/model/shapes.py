@@ -158,6 +158,8 @@ class Step:
         checkpointing: whether every layer runs again in backward (not reentrant, which is Transformers' default).
         kept_layers: number of layers whose gathered weights are kept from forward to backward (`keep_gathered`).
         keeps_recomputed: whether a layer that runs again keeps what it gathers then (`keep_gathered: recomputed`).
+        lora: rank of the adapters of every Linear of the layers, which alone are trained, in float32; 0: none, all of
+            the model is trained.
         counted: whether the number of kept tokens is known beforehand (num_items_in_batch, as Trainer passes it).
     """
 
@@ -171,6 +173,7 @@ class Step:
     checkpointing: bool = False
     kept_layers: int = 0
     keeps_recomputed: bool = True
+    lora: int = 0
     counted: bool = False
 
     @property

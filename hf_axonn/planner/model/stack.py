@@ -297,13 +297,32 @@ class Stack:
         """Elements of all parameters; tied ones once."""
         return sum(weight.elements for weight in self.weights) + sum(self.replicated) + sum(self.idle)
 
+    def adapters(self, rank: int) -> list[int]:
+        """Elements of each of LoRA's A [rank, K] and B [N, rank] of every Linear of the layers' blocks."""
+        found = []
+        for layer, count in self.everything:
+            linears = [linear for block in layer.blocks for linear in block.linears]
+            found += count * [size for linear in linears for size in (rank * linear.cols, linear.rows * rank)]
+        return found
+
     def flops(self, seq: int) -> int:
         """Multiplications and additions a token of one forward pass of all decoder layers, attention in full
         squares: twice what a causal mask leaves, and of a sliding window twice what it leaves."""
-        total = 0
-        for layer, count in self.everything:
-            attention = [block for block in layer.blocks if block.query]
-            features = [4 * block.keys(seq) * (block.query_features + block.value_features) for block in attention]
-            squares = round(sum(features))
-            total += count * (sum(part.flops() for part in layer.parts) + squares + 2 * layer.routed * self.hidden)
-        return total
+        return self.weight_flops + self.attention_flops(seq)
+
+    @cached_property
+    def weight_flops(self) -> int:
+        """Those of products with weights."""
+        return sum(
+            count * (sum(part.flops() for part in layer.parts) + 2 * layer.routed * self.hidden)
+            for layer, count in self.everything
+        )
+
+    def attention_flops(self, seq: int) -> int:
+        """Those of attention."""
+        return sum(
+            count * round(4 * block.keys(seq) * (block.query_features + block.value_features))
+            for layer, count in self.everything
+            for block in layer.blocks
+            if block.query
+        )

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, Stack, UnshardedModule
+from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, LinearShape, Stack, UnshardedModule
 from hf_axonn.planner.traffic.shares import heads_repeat
 from hf_axonn.topology.grid import Grid, ceil_div
 from hf_axonn.topology.weight_kind import WeightKind
@@ -74,6 +75,10 @@ def share(machine: Machine, rows: float, inner: float, cols: float) -> float:
     return useful * (1.0 if tiles < machine.units else tiles / (waves * machine.units))
 
 
+def _sums(one: tuple[float, float, float], other: tuple[float, float, float]) -> tuple[float, float, float]:
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2]
+
+
 class Compute:
     """What one rank of a grid computes in a micro-batch.
 
@@ -114,17 +119,19 @@ class Compute:
             y, x = self.grid.y, self.grid.x
             repeat = (heads_repeat(part, self.grid) if self.ours else y) if part.query else 1
             for kind, linears in part.groups():
+                adapters = self._adapters(kind, linears)
                 if kind == WeightKind.ROW:
                     # A row layer whose input is full, because heads are not divided over y, multiplies it at once.
                     parts = y if self.ours and repeat == 1 else 1
                     inner, outer = [ceil_div(ceil_div(part.row.cols, x), parts)] * parts, [ceil_div(part.row.rows, y)]
-                    found.append(Group(*self._products(inner, outer), *self.stream(layer.norms / blocks)))
+                    products = _sums(self._products(inner, outer), adapters)
+                    found.append(Group(*products, *self.stream(layer.norms / blocks)))
                     continue
                 if self.ours and kind == WeightKind.COLUMN:
                     outer = y * [ceil_div(ceil_div(linear.rows, x), y) for linear in linears]
                 else:
                     outer = [sum(ceil_div(linear.rows, x) for linear in linears)]
-                products = self._products([ceil_div(linears[0].cols, y)], outer)
+                products = _sums(self._products([ceil_div(linears[0].cols, y)], outer), adapters)
                 if kind == WeightKind.LINEAR:  # its latent is full, and so is the input of the norm that follows
                     found.append(Group(*products, *self._norm(linears[0].rows)))
                 elif part.down and linears[0] != part.columns[-1]:
@@ -157,7 +164,8 @@ class Compute:
 
         forward = sum(seconds(each, cols, rows) for rows, cols, _ in experts.weights)
         input_gradient = sum(seconds(each, rows, cols) for rows, cols, _ in experts.weights)
-        weight_gradient = sum(seconds(rows, each, cols) for rows, cols, _ in experts.weights)
+        trained = () if step.lora else experts.weights
+        weight_gradient = sum(seconds(rows, each, cols) for rows, cols, _ in trained)
         hidden, inner = self.shape.hidden, sum(rows * cols for rows, cols, _ in experts.weights) / self.shape.hidden
         # Tokens are picked, put in order, weighted and added up; between the products an activation function.
         moved = own * each * (10 * hidden + 2 * inner) * step.compute_bytes
@@ -184,7 +192,19 @@ class Compute:
             first, again = seconds(tokens, n, k), seconds(tokens, n, k, accumulate=True)
             input_gradient += k_times * (first + (n_times - 1) * again)
             weight_gradient += k_times * n_times * seconds(n, tokens, k)
-        return forward, input_gradient, weight_gradient
+        return forward, input_gradient, 0.0 if self.step.lora else weight_gradient
+
+    def _adapters(self, kind: WeightKind, linears: Sequence[LinearShape]) -> tuple[float, float, float]:
+        """Forward, gradient of the input and of A and B of LoRA on these Linears: two products each."""
+        rank, tokens, x, y = self.step.lora, self.step.tokens, self.grid.x, self.grid.y
+        seconds = 0.0
+        for linear in linears if rank else ():
+            row = kind == WeightKind.ROW
+            inner = ceil_div(linear.cols, x * y if row else y)
+            rows, outer = (tokens / (x * y), linear.rows) if row else (tokens, ceil_div(linear.rows, x * y))
+            seconds += product(self.machine, tokens, inner, rank, element=self.step.compute_bytes)
+            seconds += product(self.machine, rows, rank, outer, element=self.step.compute_bytes)
+        return seconds, seconds, seconds
 
     def moved(self, bytes_moved: float, kernels: int = 1) -> float:
         """Seconds to read and write so many bytes."""
@@ -226,14 +246,16 @@ class Compute:
     def head(self) -> tuple[float, float]:
         """Embedding, head and loss of all tokens on the own share of the vocabulary: products, the rest.
 
-        Three products (logits, dI, dW); logits are written, read as fp32 by max, exp and sum, and made a gradient.
+        Three products (logits, dI, and dW where it is trained); logits are written, read as fp32 by max, exp and sum,
+        and made a gradient.
         """
         parts = self.grid.x * self.grid.y
         vocab = ceil_div(ceil_div(self.shape.vocab, self.grid.y), self.grid.x)
         tokens, hidden = self.step.tokens, self.shape.hidden
         seconds = product(self.machine, tokens, hidden, vocab, element=self.step.compute_bytes)
         seconds += product(self.machine, tokens, vocab, hidden, element=self.step.compute_bytes)
-        seconds += product(self.machine, vocab, tokens, hidden, element=self.step.compute_bytes)
+        if not self.step.lora:
+            seconds += product(self.machine, vocab, tokens, hidden, element=self.step.compute_bytes)
         rest = self.moved(tokens * vocab * 6 * 4, 6)
         rest += self.moved(3 * tokens * hidden / parts * self.step.param_bytes, 3)
         return seconds, rest

@@ -165,7 +165,8 @@ def _layer_of_engine(account: Account, layer: Layer, *, kept: bool) -> LayerTraf
         once = list(range(len(elements)))
     size = max(step.compute_bytes, step.reduce_bytes)
     gathers: list[float] = [count * step.compute_bytes for count in elements]
-    return LayerTraffic(gathers, [count * size for count in elements], True, ledger, hidden, tuple(once), kept)
+    reduces: list[float] = [0 if step.lora else count * size for count in elements]
+    return LayerTraffic(gathers, reduces, True, ledger, hidden, tuple(once), kept)
 
 
 def of_axonn(shape: Stack, grid: Grid, step: Step) -> Traffic:

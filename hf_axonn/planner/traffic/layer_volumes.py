@@ -46,7 +46,8 @@ class LayerAccount:
         for rows, cols, partial in layer.gathered:
             self.gathered_parameter(again, rows, cols, ("y", "x") if partial else ())
         for index, part in enumerate(layer.parts):
-            last = first if index == layer.ends else again
+            # Adapters come after the product of their Linear, so that all of it runs again.
+            last = first if index == layer.ends and not self.step.lora else again
             if isinstance(part, Experts):
                 self.experts(again, last, part)
             elif isinstance(part, UnshardedModule):
@@ -92,6 +93,7 @@ class LayerAccount:
                 both(ledger, "all_to_all", "all_to_all", ("y",), stream)
             both(ledger, "all_gather", "reduce_scatter", ("x",), stream)
             self.weights(ledger, WeightKind.COLUMN, block.columns)
+        self.adapters(ledger, block, axes)
         # Column._compute: one reduction for all; without y in axes the ranks of y go on with all features of x.
         for linears in [[linear] for linear in block.columns] if block.down else [block.columns]:
             features = sum(ceil_div(ceil_div(linear.rows, grid.x), grid.y) for linear in linears)
@@ -166,7 +168,7 @@ class LayerAccount:
         output, input_ = call.backward
         elements = self.travels(WeightKind.LINEAR, [linear])
         self.gathers(ledger, "forward", elements, 1)
-        if output:
+        if output and not self.step.lora:
             size = max(self.step.compute_bytes, self.step.reduce_bytes)
             ledger.add("backward", "reduce_scatter", ("z",), elements * size)
         if output and input_:
@@ -181,8 +183,9 @@ class LayerAccount:
         each = self.of_experts(experts)
         for phase in ("forward", "backward"):
             self.gathers(ledger, phase, each, len(experts.weights))
-        size = max(step.compute_bytes, step.reduce_bytes)
-        ledger.add("backward", "reduce_scatter", ("z",), each * size, len(experts.weights))
+        if not step.lora:
+            size = max(step.compute_bytes, step.reduce_bytes)
+            ledger.add("backward", "reduce_scatter", ("z",), each * size, len(experts.weights))
         own = self.padded // parts * self.shape.hidden
         if self.shape.loose:  # all tokens are here; what comes back is summed
             self.both(ledger, None, "all_reduce", ("x", "y"), self.tokens * self.shape.hidden)
@@ -214,11 +217,12 @@ class LayerAccount:
         size, linear = self.step.param_bytes, LinearShape(rows, cols)
         stored = self.travels(WeightKind.GATHERED, [linear])
         ledger.add("forward", "all_gather", ("z",), stored * size)
-        ledger.add("backward", "reduce_scatter", ("z",), stored * max(size, self.step.reduce_bytes))
+        if not self.step.lora:
+            ledger.add("backward", "reduce_scatter", ("z",), stored * max(size, self.step.reduce_bytes))
         block = ceil_div(ceil_div(rows, self.grid.y), self.grid.x) * cols * size
         for axis in ("y", "x"):
             ledger.add("forward", "all_gather", (axis,), block)
-            if axis in partial:
+            if axis in partial and not self.step.lora:
                 ledger.add("backward", "reduce_scatter", (axis,), block)
             block *= getattr(self.grid, axis)
 
@@ -240,8 +244,21 @@ class LayerAccount:
         elements = self.travels(kind, linears)
         for phase in ("forward", "backward"):
             self.gathers(ledger, phase, elements, 1)
-        size = max(self.step.compute_bytes, self.step.reduce_bytes)
-        ledger.add("backward", "reduce_scatter", ("z",), elements * size)
+        if not self.step.lora:
+            size = max(self.step.compute_bytes, self.step.reduce_bytes)
+            ledger.add("backward", "reduce_scatter", ("z",), elements * size)
+
+    def adapters(self, ledger: Ledger, block: Block, axes: tuple[str, ...]) -> None:
+        """LoRA on the Linears of a block (adapters/lora.py): sums of [T, rank]. Of latents: not counted."""
+        if not self.step.lora or block.down:
+            return
+        payload = self.tokens * self.step.lora * self.step.compute_bytes
+        for _ in block.columns:
+            ledger.add("forward", "all_reduce", ("y",), payload)
+            if "y" in axes:
+                ledger.add("backward", "all_reduce", ("y",), payload)
+        ledger.add("forward", "all_reduce", axes, payload)
+        ledger.add("backward", "all_reduce", ("x", "y"), payload)
 
     def beside_weight_gradients(self, block: Block) -> list[int]:
         """Payloads of the reduce-scatters that run while the weight gradients of a block's two groups are computed.

@@ -67,7 +67,8 @@ class Account(LayerAccount):
         ledger, size = Ledger(self.grid), self.step.param_bytes
         weight = self.travels(WeightKind.VOCABULARY, [LinearShape(self.shape.vocab, self.shape.hidden)])
         ledger.add("forward", "all_gather", ("z",), weight * size)
-        ledger.add("backward", "reduce_scatter", ("z",), weight * max(size, self.step.reduce_bytes))
+        if not self.step.lora:
+            ledger.add("backward", "reduce_scatter", ("z",), weight * max(size, self.step.reduce_bytes))
         ledger.add("forward", "all_reduce", ("x", "y"), self.tokens * self.shape.hidden * size)
         for table in self.shape.tables:
             if table.kind == WeightKind.GATHERED:
@@ -75,7 +76,8 @@ class Account(LayerAccount):
             elif table.kind == WeightKind.VOCABULARY:
                 weight = self.travels(WeightKind.VOCABULARY, [LinearShape(table.rows, self.shape.hidden)])
                 ledger.add("forward", "all_gather", ("z",), weight * size)
-                ledger.add("backward", "reduce_scatter", ("z",), weight * max(size, self.step.reduce_bytes))
+                if not self.step.lora:
+                    ledger.add("backward", "reduce_scatter", ("z",), weight * max(size, self.step.reduce_bytes))
                 looked_up = self.step.seq if table.shared else self.tokens
                 ledger.add("forward", "all_reduce", ("x", "y"), looked_up * self.shape.hidden * size)
         if not self.shape.loose:
@@ -100,7 +102,8 @@ class Account(LayerAccount):
                 ledger.add(phase, "all_to_all", ("y",), self.padded // grid.x * self.hidden_y * step.stream_bytes)
         weight = self.travels(WeightKind.VOCABULARY, [LinearShape(shape.vocab, shape.hidden)])
         ledger.add("forward", "all_gather", ("z",), weight * size)
-        ledger.add("backward", "reduce_scatter", ("z",), weight * max(self.wide, step.reduce_bytes))
+        if not step.lora:
+            ledger.add("backward", "reduce_scatter", ("z",), weight * max(self.wide, step.reduce_bytes))
         parts = grid.x * grid.y
         own = self.padded // parts
         local_vocab = ceil_div(ceil_div(shape.vocab, grid.y), grid.x)
@@ -121,13 +124,16 @@ class Account(LayerAccount):
         """
         ledger, world = Ledger(self.grid), ("data", "z", "x", "y")
         size, replicated, every = self.step.param_bytes, self.shape.replicated, self.shape.weights
+        if self.step.lora:
+            size, replicated, every = 4, self.shape.adapters(self.step.lora), []
         travels = max(size, self.step.reduce_bytes)  # of `size` bytes when buckets are filled
         # A layer's shapes come again in every layer.
         own = {weight: own_elements(weight, self.grid, self.here) * size for weight in dict.fromkeys(every)}
         sharded = [own[weight] for weight in every]
         over_data = buckets(sharded[::-1])
         ledger.add("gradients", "all_reduce", ("data",), sum(sharded) // size * travels, over_data)
-        flags = len(replicated) + len(sharded) + len(self.shape.idle) + (over_data if self.grid.data > 1 else 0)
+        idle = 0 if self.step.lora else len(self.shape.idle)
+        flags = len(replicated) + len(sharded) + idle + (over_data if self.grid.data > 1 else 0)
         ledger.add("gradients", "all_reduce", world, 4 * flags)
         replicated = [elements * size for elements in replicated[::-1]]
         ledger.add("gradients", "all_reduce", world, sum(replicated) // size * travels, buckets(replicated))

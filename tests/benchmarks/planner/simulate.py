@@ -32,6 +32,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import transformers
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -66,7 +67,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a grid for it, with the batch of one (data, z) position."""
+    """A model and a grid for it, with the batch of one (data, z) position. `lora`: rank of the adapters of every
+    Linear of the layers, which alone are trained then."""
 
     config: PreTrainedConfig
     grid: Grid
@@ -74,6 +76,7 @@ class Case:
     seq: int
     checkpointing: bool = True
     bf16: bool = True
+    lora: int = 0
 
     @cached_property
     def shape(self) -> Stack:
@@ -84,7 +87,14 @@ class Case:
     def step(self) -> Step:
         """bf16 on fp32 weights, as `mixed_precision: bf16` trains; or all in fp32."""
         size = 2 if self.bf16 else 4
-        return Step(rows=self.rows, seq=self.seq, compute_bytes=size, checkpointing=self.checkpointing, counted=True)
+        return Step(
+            rows=self.rows,
+            seq=self.seq,
+            compute_bytes=size,
+            checkpointing=self.checkpointing,
+            lora=self.lora,
+            counted=True,
+        )
 
 
 def gpt(name: str) -> PreTrainedConfig:
@@ -219,6 +229,9 @@ def simulate(case: Case, rank: int = 0) -> Outcome:
         assert mesh.storage_mesh is not None and mesh.sample_mesh is not None  # made of real tensors
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(case.config, dtype=torch.float32).train()
+            if case.lora:
+                model.enable_input_require_grads()
+                model = get_peft_model(model, LoraConfig(r=case.lora, target_modules="all-linear"))
         model, _ = parallelize(model, case.grid)
         parts = case.grid.x * case.grid.y
         with FakeTensorMode(allow_non_fake_inputs=True), NoValues(parts), values_are_read(), experts_as_on_gpus():
@@ -273,10 +286,13 @@ def compare(case: Case, outcome: Outcome, rank: int = 0) -> tuple[list[str], boo
     layout = layout_of(case.shape, case.grid)
     said = volumes(case.shape, case.grid, case.step, layout=layout, rank=rank)
     needed = memory(case.shape, case.grid, case.step, layout=layout)
-    elements, size = needed.parameters, case.step.param_bytes
+    trained, size = needed.trained, case.step.param_bytes  # of adapters, too, that is float32
     same = outcome.ledger.entries == said.entries
-    exact = {"parameters": (elements * size, outcome.parameters), "gradients": (elements * size, outcome.gradients)}
-    exact["AdamW's moments"] = (2 * elements * size, outcome.moments)
+    exact = {
+        "parameters": (needed.parameters * size, outcome.parameters),
+        "gradients": (trained * size, outcome.gradients),
+        "AdamW's moments": (2 * trained * size, outcome.moments),
+    }
     near = {
         "saved by forward": (needed.activations + needed.head, outcome.saved),
         "at the worst moment": (needed.total, outcome.peak),
