@@ -42,6 +42,9 @@ PARTS = {
 }
 
 
+HATCHES = {"exposed": "///", "other": "...", "slowdown": "xxx"}
+
+
 def add_plan(commands) -> None:
     """Register `plan` with the subparsers of main.py."""
     parser = commands.add_parser("plan", help="rank all grids of a number of GPUs by predicted time")
@@ -226,7 +229,8 @@ def plot_plan(found: GridRanking, file: str, top: int) -> None:
     for part, color in PARTS.items():
         widths = [entry.seconds[part] for entry in entries]
         if sum(widths) > 0.002 * sum(entry.total for entry in entries):
-            axes.barh(names, widths, left=left, color=color, label=part)
+            hatch = HATCHES.get(part.partition(" ")[0])  # to tell them apart in grey
+            axes.barh(names, widths, left=left, color=color, label=part, hatch=hatch, edgecolor="white")
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel("seconds of a step (communication: what nothing hides)")

@@ -68,7 +68,7 @@ class LayerTraffic:
         entries = self.ledger.entries.items()
         return LayerSeconds(
             gathers=[links.seconds("all_gather", ("z",), payload) for payload in self.gathers],
-            reduces=[links.seconds("reduce_scatter", ("z",), payload) for payload in self.reduces],
+            reduces=[links.seconds("reduce_scatter", ("z",), payload, bool(payload)) for payload in self.reduces],
             gathers_again=self.gathers_again,
             forward=sum(links.of(key, volume) for key, volume in entries if key.phase == "forward"),
             backward=sum(links.of(key, volume) for key, volume in entries if key.phase != "forward"),
