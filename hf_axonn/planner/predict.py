@@ -86,11 +86,6 @@ class Job:
         return self.sequences * self.seq
 
     @property
-    def stream_bytes(self) -> int:
-        """Bytes an element of the residual stream."""
-        return self.param_bytes if self.residual_bytes is None else self.residual_bytes
-
-    @property
     def kept_layers(self) -> int:
         """Layers whose gathered weights are kept from forward to backward."""
         if isinstance(self.keep_gathered, int):

@@ -13,7 +13,8 @@ differently, so they are chosen only where a job says that they may be.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator
+from collections import ChainMap
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
@@ -35,13 +36,7 @@ def variants(job: Job, free: Collection[str]) -> list[Job]:
         [{}, {"reduce_bytes": BF16}] if "reduce_dtype" in free else [{}],
         [{}, {"residual_bytes": BF16}] if "residual_dtype" in free and job.param_bytes > BF16 else [{}],
     ]
-    return [
-        replace(job, **{key: value for each in chosen for key, value in each.items()}) for chosen in _every(choices)
-    ]
-
-
-def _every(choices: list[list[dict[str, Any]]]) -> Iterator[tuple[dict[str, Any], ...]]:
-    return itertools.product(*choices)
+    return [replace(job, **dict(ChainMap(*chosen))) for chosen in itertools.product(*choices)]
 
 
 def keeping(entry: Prediction, free: Collection[str]) -> Prediction:
@@ -68,7 +63,7 @@ def as_text(job: Job) -> dict[str, str]:
         "checkpointing": "on" if job.checkpointing else "off",
         "keep_gathered": str(job.keep_gathered),
         "reduce_dtype": "bf16" if job.reduce_bytes == BF16 else "fp32",
-        "residual_dtype": "bf16" if job.stream_bytes == BF16 else "model",
+        "residual_dtype": "bf16" if job.residual_bytes == BF16 else "model",
     }
 
 

@@ -22,7 +22,7 @@ from hf_axonn.planner.measure.peaks import peak_tflops
 from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.predict import Job, predict
 from hf_axonn.planner.search import alternatives, divisors, factorizations, grids, other_order, plan, sweep
-from hf_axonn.planner.settings import EXACT, GAIN, ROUNDING, keeping
+from hf_axonn.planner.settings import EXACT, GAIN, ROUNDING, as_text, keeping
 from hf_axonn.planner.tracing.read_shape import read_shape, shape_of
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid
@@ -299,9 +299,11 @@ def test_free_settings_are_chosen_and_fixed_ones_kept():
     assert all(entry.job.checkpointing for entry in kept.ranked) and found.best.total < 0.9 * kept.best.total
     assert not found.best.job.checkpointing
     # Dtypes that round differently only where they may be chosen.
-    assert all(entry.job.reduce_bytes == 4 and entry.job.stream_bytes == 4 for entry in found.ranked)
+    assert all(entry.job.reduce_bytes == 4 and entry.job.residual_bytes is None for entry in found.ranked)
     rounded = plan(job, 64, free=(*EXACT, *ROUNDING))
-    assert rounded.best.total < found.best.total and rounded.best.job.stream_bytes == 2
+    assert rounded.best.total < found.best.total and rounded.best.job.residual_bytes == 2
+    assert as_text(rounded.best.job)["residual_dtype"] == "bf16"
+    assert as_text(replace(job, param_bytes=2))["residual_dtype"] == "model"  # of bf16 weights it is that anyhow
 
 
 def test_weights_are_kept_where_they_fit_and_help():
