@@ -167,9 +167,9 @@ def _groups(layer: Layer, grid: Grid) -> list[int]:
 
 
 def _kept(shape: Stack, grid: Grid, step: Step) -> int:
-    """Bytes of gathered weights that are kept from forward to backward, of the first layers."""
+    """Bytes of gathered weights that are kept from forward to backward, of the last layers."""
     kept, total = step.kept_layers, 0
-    for layer, count in shape.runs if grid.z > 1 else ():
+    for layer, count in reversed(shape.runs) if grid.z > 1 else ():
         held = min(max(kept, 0), count)
         total += held * sum(_groups(layer, grid)) * step.compute_bytes
         kept -= held

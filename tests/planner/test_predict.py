@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn.planner import confidence
 from hf_axonn.planner.machine import FACTORS, FOLDER, OPTIONAL, Machine, known_machines, load_machine
-from hf_axonn.planner.memory import local_parameters
+from hf_axonn.planner.memory import local_parameters, memory
 from hf_axonn.planner.model.catalog import FAMILIES, GPT_VOCAB, GPTS, load_shape
 from hf_axonn.planner.model.shapes import ModelShape, Step
 from hf_axonn.planner.model.stack import Stack
@@ -519,6 +519,24 @@ def test_axonn_averages_after_backward():
     ours, axonn = (predict(replace(JOB, schedule=schedule), grid) for schedule in ("hf_axonn", "axonn"))
     assert axonn.seconds["exposed data"] == axonn.traffic["data"] > 0
     assert ours.seconds["exposed data"] < ours.traffic["data"]
+
+
+def test_the_last_layers_are_kept():
+    """As the engine keeps them: of two narrow and two wide layers the wide ones, in traffic, seconds and memory."""
+    wide = replace(LLAMA, intermediate=4 * LLAMA.intermediate)
+    sizes = {"hidden": LLAMA.hidden, "vocab": LLAMA.vocab, "final": LLAMA.final}
+    shape = Stack(runs=((LLAMA.kinds[0][0], 2), (wide.kinds[0][0], 2)), **sizes)
+    grid, job = Grid(z=4), replace(JOB, checkpointing=False, micro_batches=1)
+    alone = {2: replace(job, shape=wide), 4: replace(job, shape=LLAMA)}
+    found = [predict(replace(job, shape=shape, keep_gathered=count), grid) for count in (0, 2, 4)]
+    for count, fewer, more in ((2, *found[:2]), (4, *found[1:])):
+        none, two = (predict(replace(alone[count], keep_gathered=kept), grid) for kept in (0, 2))
+        assert fewer.traffic["z"] - more.traffic["z"] == pytest.approx(none.traffic["z"] - two.traffic["z"])
+        steps = [(each.job.shape, grid, step_of(each.job, grid, 1)) for each in (fewer, more, none, two)]
+        held = [memory(*each).activations for each in steps]
+        assert held[1] - held[0] == held[3] - held[2] > 0
+        sent = [volumes(*each).sent(axes=("z",)) for each in steps]
+        assert sent[0] - sent[1] == sent[2] - sent[3] > 0
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])

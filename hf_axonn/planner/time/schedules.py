@@ -123,7 +123,7 @@ def of_engine(shape: Stack, grid: Grid, step: Step, layout: str) -> Traffic:
     """The engine's own collectives, see planner/traffic/volumes.py."""
     account = Account(shape, grid, step, layout)
     kept, layers = step.kept_layers, []
-    for layer, count in shape.runs:  # kept: the first ones
+    for layer, count in reversed(shape.runs):  # kept: the last ones
         held = min(kept, count)
         kept -= held
         for keeps, number in ((True, held), (False, count - held)):

@@ -39,8 +39,8 @@ def volumes(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", rank
     """
     account = Account(shape, grid, step, layout, rank)
     micro_batch = account.embedding()
-    kept = step.kept_layers  # the first ones
-    for layer, count in shape.runs:
+    kept = step.kept_layers  # the last ones
+    for layer, count in reversed(shape.runs):
         held = min(kept, count)
         micro_batch.include(account.layer(layer), times=count - held)
         micro_batch.include(account.layer(layer, kept=True), times=held)

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_axonn
+from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.planner.measure.traffic_counter import TrafficCounter, count_traffic
 from tests.benchmarks.peers.axonn_models import axonn_llama, one_pass
@@ -93,7 +94,7 @@ def build(name: str, folder: Path) -> Training:
 
     Args:
         name: one of FLOORS, PEERS, "plain", or a grid as `Grid.__str__` writes it without the axes of size 1 ("x=2"),
-            alone or after one of AXONN.
+            alone or after one of AXONN; or before overlaps that are off ("z=2 without all_gather").
         folder: the initial weights, saved by Transformers.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -118,8 +119,10 @@ def build(name: str, folder: Path) -> Training:
     for mode in AXONN:
         if name.startswith(f"{mode} "):
             return _by_axonn(parse_grid(name.removeprefix(f"{mode} ")), folder, by_hand=mode == "AxoNN by hand")
-    grid = parse_grid(name)
-    model = hf_axonn.from_pretrained(str(folder), grid=grid)
+    sizes, _, off = name.partition(" without ")
+    grid = parse_grid(sizes)
+    settings = AxonnConfig(grid=grid, overlap=Overlap(**dict.fromkeys(off.split(), False)))
+    model = hf_axonn.from_pretrained(str(folder), grid=grid, config=settings)
     mesh = model.axonn.mesh
     return Training(
         model,

@@ -123,7 +123,13 @@ def visit(name: str, ranks: int, folder: Path, batches: torch.Tensor, steps: int
 
 def predictions(ranks: int, folder: Path, size: str) -> dict[str, Prediction]:
     """What the planner says of each grid, by name."""
-    job = Job(
+    job = job_of(ranks, folder, size)
+    return {grid_name(grid): predict(job, grid) for grid in grids(ranks)}
+
+
+def job_of(ranks: int, folder: Path, size: str) -> Job:
+    """What contenders train, on the machine of the folder's file."""
+    return Job(
         shape=shape_from_config(model_config(size, sequence=SEQ).to_dict()),
         machine=load_machine(str(folder / f"machine-{ranks}.json")),
         sequences=ROWS,
@@ -132,7 +138,6 @@ def predictions(ranks: int, folder: Path, size: str) -> dict[str, Prediction]:
         checkpointing=False,
         micro_batches=1,
     )
-    return {grid_name(grid): predict(job, grid) for grid in grids(ranks)}
 
 
 def places(values: list[float]) -> list[float]:
