@@ -66,7 +66,8 @@ def lines(found: GridRanking, top: int, *, tokens: int | None = None, overlap: b
     text = [header(job, number_of(found.gpus, "GPU")), *(f"note: {note}" for note in job.shape.notes), ""]
     if not found.ranked:
         return [*text, found.why_none(), *_left_out(found)]
-    text += [*_answer(found, tokens), "", *_table(found.ranked[:top]), "", *_left_out(found)]
+    left_out = _left_out(found)
+    text += [*_answer(found, tokens), "", *_table(found.ranked[:top]), *(["", *left_out] if left_out else [])]
     if overlap:
         text += ["", *_overlaps(found.best)]
     return [*text, "", *_config(found.best)]
@@ -88,14 +89,19 @@ def _answer(found: GridRanking, tokens: int | None) -> list[str]:
         f"  {best.memory.total / 2**30:.1f} of {best.job.machine.memory / 2**30:.0f} GiB a GPU; checkpointing "
         f"{chosen['checkpointing']}, keep_gathered {chosen['keep_gathered']}, "
         f"{number_of(best.micro_batches, 'micro-batch', 'micro-batches')} of {number_of(rows, 'sequence')}",
-        f"  {best.total - lost - waits:.3g} s compute, {lost:.3g} s lost to communication beside it, {waits:.3g} s "
-        "waiting for communication",
+        f"  {best.total - lost - waits:.3g} s compute, {_part(lost, best)} s lost to communication beside it, "
+        f"{_part(waits, best)} s waiting for communication",
     ]
     if tokens:
         days = tokens / best.tokens_per_second / 86400
         hours = days * 24 * best.grid.size
         text.append(f"  {_short(tokens)} tokens: {days:,.1f} days, {hours:,.0f} GPU hours")
     return text + [f"  {line}" for line in (*doubts(found), *_rounding(best))]
+
+
+def _part(seconds: float, best: Prediction) -> str:
+    """Three digits of a part of a step, 0 where it is none to speak of."""
+    return f"{seconds:.3g}" if seconds >= 0.001 * best.total else "0"
 
 
 def doubts(found: GridRanking) -> list[str]:
