@@ -168,9 +168,8 @@ class LayerAccount:
         output, input_ = call.backward
         elements = self.travels(WeightKind.LINEAR, [linear])
         self.gathers(ledger, "forward", elements, 1)
-        if output and not self.step.lora:
-            size = max(self.step.compute_bytes, self.step.reduce_bytes)
-            ledger.add("backward", "reduce_scatter", ("z",), elements * size)
+        if output:
+            self.reduces(ledger, elements, self.step.compute_bytes)
         if output and input_:
             self.gathers(ledger, "backward", elements, 1)
             size = self.step.compute_bytes if call.narrow else self.step.param_bytes
@@ -183,9 +182,7 @@ class LayerAccount:
         each = self.of_experts(experts)
         for phase in ("forward", "backward"):
             self.gathers(ledger, phase, each, len(experts.weights))
-        if not step.lora:
-            size = max(step.compute_bytes, step.reduce_bytes)
-            ledger.add("backward", "reduce_scatter", ("z",), each * size, len(experts.weights))
+        self.reduces(ledger, each, step.compute_bytes, len(experts.weights))
         own = self.padded // parts * self.shape.hidden
         if self.shape.loose:  # all tokens are here; what comes back is summed
             self.both(ledger, None, "all_reduce", ("x", "y"), self.tokens * self.shape.hidden)
@@ -217,8 +214,7 @@ class LayerAccount:
         size, linear = self.step.param_bytes, LinearShape(rows, cols)
         stored = self.travels(WeightKind.GATHERED, [linear])
         ledger.add("forward", "all_gather", ("z",), stored * size)
-        if not self.step.lora:
-            ledger.add("backward", "reduce_scatter", ("z",), stored * max(size, self.step.reduce_bytes))
+        self.reduces(ledger, stored, size)
         block = ceil_div(ceil_div(rows, self.grid.y), self.grid.x) * cols * size
         for axis in ("y", "x"):
             ledger.add("forward", "all_gather", (axis,), block)
@@ -239,14 +235,18 @@ class LayerAccount:
         """Weights that are gathered over z."""
         ledger.add(phase, "all_gather", ("z",), elements * self.step.compute_bytes, calls)
 
+    def reduces(self, ledger: Ledger, elements: int, size: int, calls: int = 1) -> None:
+        """Gradients of `size` bytes an element that are reduced over z, unless adapters alone are trained."""
+        if not self.step.lora:
+            payload = elements * max(size, self.step.reduce_bytes)
+            ledger.add("backward", "reduce_scatter", ("z",), payload, calls)
+
     def weights(self, ledger: Ledger, kind: WeightKind, linears: Sequence[LinearShape]) -> None:
         """The weights of one product, in one collective: gathered in both passes, their gradients reduced."""
         elements = self.travels(kind, linears)
         for phase in ("forward", "backward"):
             self.gathers(ledger, phase, elements, 1)
-        if not self.step.lora:
-            size = max(self.step.compute_bytes, self.step.reduce_bytes)
-            ledger.add("backward", "reduce_scatter", ("z",), elements * size)
+        self.reduces(ledger, elements, self.step.compute_bytes)
 
     def adapters(self, ledger: Ledger, block: Block, axes: tuple[str, ...]) -> None:
         """LoRA on the Linears of a block (adapters/lora.py): sums of [T, rank]. Of latents: not counted."""

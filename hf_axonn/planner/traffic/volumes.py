@@ -67,8 +67,7 @@ class Account(LayerAccount):
         ledger, size = Ledger(self.grid), self.step.param_bytes
         weight = self.travels(WeightKind.VOCABULARY, [LinearShape(self.shape.vocab, self.shape.hidden)])
         ledger.add("forward", "all_gather", ("z",), weight * size)
-        if not self.step.lora:
-            ledger.add("backward", "reduce_scatter", ("z",), weight * max(size, self.step.reduce_bytes))
+        self.reduces(ledger, weight, size)
         ledger.add("forward", "all_reduce", ("x", "y"), self.tokens * self.shape.hidden * size)
         for table in self.shape.tables:
             if table.kind == WeightKind.GATHERED:
@@ -76,8 +75,7 @@ class Account(LayerAccount):
             elif table.kind == WeightKind.VOCABULARY:
                 weight = self.travels(WeightKind.VOCABULARY, [LinearShape(table.rows, self.shape.hidden)])
                 ledger.add("forward", "all_gather", ("z",), weight * size)
-                if not self.step.lora:
-                    ledger.add("backward", "reduce_scatter", ("z",), weight * max(size, self.step.reduce_bytes))
+                self.reduces(ledger, weight, size)
                 looked_up = self.step.seq if table.shared else self.tokens
                 ledger.add("forward", "all_reduce", ("x", "y"), looked_up * self.shape.hidden * size)
         if not self.shape.loose:
@@ -102,8 +100,7 @@ class Account(LayerAccount):
                 ledger.add(phase, "all_to_all", ("y",), self.padded // grid.x * self.hidden_y * step.stream_bytes)
         weight = self.travels(WeightKind.VOCABULARY, [LinearShape(shape.vocab, shape.hidden)])
         ledger.add("forward", "all_gather", ("z",), weight * size)
-        if not step.lora:
-            ledger.add("backward", "reduce_scatter", ("z",), weight * max(self.wide, step.reduce_bytes))
+        self.reduces(ledger, weight, self.wide)
         parts = grid.x * grid.y
         own = self.padded // parts
         local_vocab = ceil_div(ceil_div(shape.vocab, grid.y), grid.x)
