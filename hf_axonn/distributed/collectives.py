@@ -103,12 +103,24 @@ def start_all_gathers(bundle: Sequence[Sequence[Tensor]], group: ProcessGroup) -
         for blocks in bundle:
             _report("all_gather", sum([block.nbytes for block in blocks]), group)
     shared = [block for blocks in bundle for block in blocks if not send_unfused(block, group)]
-    results = [block.new_empty(group.size(), len(block)) for block in shared]
-    work = _all_gathers(group, [result.view(-1) for result in results], shared) if shared else None
-    arriving = {id(block): Pending(result, work) for block, result in zip(shared, results, strict=True)}
+    arriving = dict(zip(map(id, shared), _start_in_one_call(shared, group), strict=True))
     return [
         together([arriving.get(id(block)) or _start_all_gather(block, group) for block in blocks]) for blocks in bundle
     ]
+
+
+def _start_in_one_call(blocks: list[Tensor], group: ProcessGroup) -> list[Pending]:
+    """Begin to stack every rank's flat `blocks`, each [n], into [p, n]."""
+    if not blocks:
+        return []
+    if backend_of(group, blocks[0].device) != "gloo":
+        results = [block.new_empty(group.size(), len(block)) for block in blocks]
+        work = _all_gathers(group, [result.view(-1) for result in results], blocks)
+        return [Pending(result, work) for result in results]
+    # Not gloo's own gather of several, see gloo.py.
+    joined = _start_all_gather(torch.cat(blocks) if len(blocks) > 1 else blocks[0], group)
+    parts = joined.then(lambda rows: rows.split([len(block) for block in blocks], dim=1))
+    return [Pending(parts, finish=lambda parts, i=i: parts.wait()[i]) for i in range(len(blocks))]
 
 
 def start_reduce_scatters(every: Sequence[Tensor], group: ProcessGroup) -> Pending:

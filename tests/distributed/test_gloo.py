@@ -9,14 +9,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_axonn import Grid, parallelize
 from hf_axonn.compat.torch import backend_of
 from hf_axonn.distributed import gloo
-from hf_axonn.distributed.collectives import barrier, start_all_gather, start_all_reduce, start_reduce_scatter
+from hf_axonn.distributed.collectives import (
+    barrier,
+    start_all_gather,
+    start_all_gathers,
+    start_all_reduce,
+    start_reduce_scatter,
+)
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.distributed.watchdog import watchdog
 from hf_axonn.distributed.watchdog.watchdog import watch
+from hf_axonn.engine.gradient_sync import sync_gradients
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
 
@@ -35,6 +43,41 @@ def check_order():
         for peer, row in enumerate(pending.wait()):
             assert (row == 100.0 * number + peer).all()
     assert all((reduction.wait() == world).all() for reduction in reductions)
+
+
+class Issued(TorchDispatchMode):
+    """Notes the operators of torch.distributed that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.names.add(func._schema.name.removeprefix("c10d::"))
+        return func(*args, **kwargs or {})
+
+
+def check_no_collective_is_a_coalesced_one():
+    model, _ = parallelize(tiny_model("mixtral").float(), Grid(z=2, x=2))
+    with Issued() as issued:
+        model(input_ids=torch.arange(8).view(2, 4)).logits.sum().backward()
+        sync_gradients(model)
+    assert {"alltoall_base_", "_allgather_base_"} <= issued.names
+    assert not [name for name in issued.names if "coalesced" in name], issued.names
+
+
+def check_gathers_in_one_call():
+    """Small ones travel as one, large ones alone; each arrives as its own, whatever is waited for first."""
+    rank, world, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    sizes = [[3, 0], [1], [2**17, 5], []]
+    for dtype in (torch.float64, torch.bfloat16):
+        bundle = [[torch.full((size,), 10.0 * size + rank).to(dtype) for size in row] for row in sizes]
+        for pending, row in reversed(list(zip(start_all_gathers(bundle, group), bundle, strict=True))):
+            assert pending.wait() is pending.wait()
+            for gathered, block in zip(pending.wait(), row, strict=True):
+                peers = [torch.full_like(block, 10.0 * len(block) + peer) for peer in range(world)]
+                assert torch.equal(gathered, torch.stack(peers))
 
 
 def check_a_peer_that_does_not_come():
@@ -95,6 +138,15 @@ def test_a_model_on_a_device_without_a_backend_is_refused(tmp_path):
 @pytest.mark.parametrize("world", [2, 3])
 def test_gathers_arrive_in_order(world):
     run_ranks(check_order, world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_gathers_in_one_call_arrive_each_as_its_own(world):
+    run_ranks(check_gathers_in_one_call, world)
+
+
+def test_no_collective_is_a_coalesced_one():
+    run_ranks(check_no_collective_is_a_coalesced_one, 4)
 
 
 def test_a_peer_that_does_not_come_is_noticed_within_the_timeout():
