@@ -47,6 +47,14 @@ SOURCES = {
     "it reports",
     "apertus": "Apertus (arXiv 2509.14233), table 5: Megatron-LM, data and tensor parallelism; gradients taken to be "
     "reduced in bf16, as in fp32 they alone would need the time of a step",
+    "megatron-2021": "NVIDIA/Megatron-LM, images/cases_april2021.png at 50a4b5f and run_table_1.sh of "
+    "examples/academic_paper_scripts/sc21 at 9375718: the four without pipelines. Tokens by equation (3) of arXiv "
+    "2104.04473, 96 * layers * hidden^2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden)) a token",
+    "megatron-2024": "NVIDIA/Megatron-LM, images/model_table.png and README.md at 9375718: the four without "
+    "pipelines. Tokens by num_floating_point_operations of its training.py, 12 * layers * hidden^2 * (6 + seq / "
+    "hidden + vocab / (2 * layers * hidden)) a token. Assumed, as it is not said: the four sequences of a GPU "
+    "are one micro-batch, nothing is recomputed, FlashAttention-2; z stands for its distributed optimizer. It "
+    "hides tensor-parallel communication behind products (--tp-comm-overlap), which this engine does not",
     "axonn": "AxoNN (arXiv 2502.08145): see planning.py",
 }
 
@@ -61,6 +69,18 @@ MPT = {
     "13b": (40, 5120, 40),
     "30b": (48, 7168, 56),
     "70b": (80, 8192, 64),
+}
+# layers, hidden, heads, vocabulary of Megatron-LM's GPTs, see SOURCES; with a head of their own those of 2024 have the
+# size that is given.
+GPT = {
+    "gpt-1.7b": (24, 2304, 24, 51200),
+    "gpt-3.6b": (30, 3072, 32, 51200),
+    "gpt-7.5b": (36, 4096, 32, 51200),
+    "gpt-18b": (40, 6144, 48, 51200),
+    "megatron-1.7b": (24, 2048, 16, 131072),
+    "megatron-7.1b": (30, 4096, 32, 131072),
+    "megatron-16b": (32, 6144, 48, 131072),
+    "megatron-32b": (48, 7168, 56, 131072),
 }
 # layers, hidden, heads, MLP: Llama 3 (arXiv 2407.21783); 7b and 13b of KempnerForge have an MLP of 1.3 * 8/3 * hidden,
 # rounded up to 256.
@@ -125,12 +145,20 @@ def _run(line: dict[str, str]) -> Run:
 
 @cache
 def shape(model: str, seq: int) -> ModelShape:
-    """The model of a run; MPT has as many learned positions as tokens of a sequence."""
-    if model.startswith("mpt-"):
-        layers, hidden, heads = MPT[model[4:]]
+    """The model of a run; MPT and GPT have as many learned positions as tokens of a sequence."""
+    if model.startswith("mpt-") or model in GPT:
+        layers, hidden, heads, vocab = GPT[model] if model in GPT else (*MPT[model[4:]], 50368)
         biases = {"qkv_bias": True, "out_bias": True, "mlp_bias": True}
-        sizes = {"layers": layers, "hidden": hidden, "heads": heads, "intermediate": 4 * hidden, "vocab": 50368}
-        return ModelShape(**sizes, **biases, gated=False, tied=True, layer_norm=True, packed_qkv=True, positions=seq)
+        sizes = {"layers": layers, "hidden": hidden, "heads": heads, "intermediate": 4 * hidden, "vocab": vocab}
+        return ModelShape(
+            **sizes,
+            **biases,
+            gated=False,
+            tied=not model.startswith("megatron"),
+            layer_norm=True,
+            packed_qkv=True,
+            positions=seq,
+        )
     if model == "apertus-8b":
         return ModelShape(
             layers=32, hidden=4096, heads=32, kv_heads=8, intermediate=21504, vocab=131072, gated=False, qk_norm=True
