@@ -120,7 +120,11 @@ def _start_in_one_call(blocks: list[Tensor], group: ProcessGroup) -> list[Pendin
     # Not gloo's own gather of several, see gloo.py.
     joined = _start_all_gather(torch.cat(blocks) if len(blocks) > 1 else blocks[0], group)
     parts = joined.then(lambda rows: rows.split([len(block) for block in blocks], dim=1))
-    return [Pending(parts, finish=lambda parts, i=i: parts.wait()[i]) for i in range(len(blocks))]
+
+    def part(place: int) -> Pending:
+        return Pending(parts, finish=lambda parts: parts.wait()[place])
+
+    return [part(place) for place in range(len(blocks))]
 
 
 def start_reduce_scatters(every: Sequence[Tensor], group: ProcessGroup) -> Pending:
