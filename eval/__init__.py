@@ -9,8 +9,8 @@ Installed as `hf_axonn_eval` (a top-level package called `eval` would shadow use
     results = extract(loaded.model, loaded.tokenizer, samples)
     summary = summarize(results)
 
-and from a shell `python -m hf_axonn_eval samples | extract | report | compare | canaries`; docs/evaluation.md defines
-every metric.
+and from a shell `python -m hf_axonn_eval samples | overlaps | extract | report | compare | canaries`;
+docs/evaluation.md defines every metric.
 """
 
 from importlib import import_module
@@ -29,6 +29,7 @@ _EXPORTS = {  # public name -> module; resolved on first use, so that --help doe
     "Sampling": "data.windows",
     "build_samples": "data.sampling",
     "iter_samples": "data.sampling",
+    "find_overlaps": "data.overlaps",
     "PROTOCOLS": "data.protocols",
     "make_canaries": "canaries.generate",
     "insert_canaries": "canaries.generate",
@@ -55,16 +56,14 @@ _EXPORTS = {  # public name -> module; resolved on first use, so that --help doe
     "auc": "analysis.membership_attack",
     "tpr_at_fpr": "analysis.membership_attack",
     "exposure": "metrics.exposure",
-    "wilson": "analysis.intervals",
-    "bootstrap": "analysis.intervals",
+    "clopper_pearson": "analysis.intervals",
     "mcnemar": "analysis.intervals",
 }
 __all__ = list(_EXPORTS)
 
 if TYPE_CHECKING:
-    from hf_axonn_eval.analysis.intervals import bootstrap as bootstrap
+    from hf_axonn_eval.analysis.intervals import clopper_pearson as clopper_pearson
     from hf_axonn_eval.analysis.intervals import mcnemar as mcnemar
-    from hf_axonn_eval.analysis.intervals import wilson as wilson
     from hf_axonn_eval.analysis.membership_attack import auc as auc
     from hf_axonn_eval.analysis.membership_attack import tpr_at_fpr as tpr_at_fpr
     from hf_axonn_eval.analysis.summary import compare as compare
@@ -74,6 +73,7 @@ if TYPE_CHECKING:
     from hf_axonn_eval.canaries.rank import rank_canaries as rank_canaries
     from hf_axonn_eval.data.documents import iter_documents as iter_documents
     from hf_axonn_eval.data.documents import read_documents as read_documents
+    from hf_axonn_eval.data.overlaps import find_overlaps as find_overlaps
     from hf_axonn_eval.data.protocols import PROTOCOLS as PROTOCOLS
     from hf_axonn_eval.data.protocols import protocol as protocol
     from hf_axonn_eval.data.results import SampleResult as SampleResult

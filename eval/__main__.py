@@ -1,4 +1,4 @@
-"""Command line: python -m hf_axonn_eval samples | extract | report | compare | canaries.
+"""Command line: python -m hf_axonn_eval samples | overlaps | extract | report | compare | canaries.
 
     python -m hf_axonn_eval samples --documents docs.jsonl --tokenizer DIR --output samples.jsonl
     python -m hf_axonn_eval extract --model BASE --samples samples.jsonl --output runs/base
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 from hf_axonn_eval.cli import canaries as cli_canaries
 from hf_axonn_eval.cli import extract as cli_extract
+from hf_axonn_eval.cli import overlaps as cli_overlaps
 from hf_axonn_eval.cli import report as cli_report
 from hf_axonn_eval.cli import samples as cli_samples
 from hf_axonn_eval.data.visible import visible
@@ -55,8 +56,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    commands = parser.add_subparsers(required=True, metavar="samples | extract | report | compare | canaries")
-    for part in (cli_samples, cli_extract, cli_report, cli_canaries):
+    commands = parser.add_subparsers(
+        required=True, metavar="samples | overlaps | extract | report | compare | canaries"
+    )
+    for part in (cli_samples, cli_overlaps, cli_extract, cli_report, cli_canaries):
         part.add(commands)
     return parser
 

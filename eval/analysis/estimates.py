@@ -1,29 +1,15 @@
-"""The numbers of one group of samples: every mean and share with its interval, all from one bootstrap.
-
-Intervals are those of intervals.py for shares, and a bootstrap over documents otherwise.
-"""
+"""The numbers of one group of samples: every mean and share with its interval, by the rules of intervals.py."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from hf_axonn_eval.analysis.intervals import (
-    BOOTSTRAP,
-    NONE,
-    Interval,
-    bootstrap_columns,
-    difference_interval,
-    share_intervals,
-)
+from hf_axonn_eval.analysis.intervals import Found, difference_interval, mean_intervals, share_intervals
 from hf_axonn_eval.analysis.membership_attack import attack
 from hf_axonn_eval.analysis.table import MEMBERSHIP, NEEDED, Table, share_names
 from hf_axonn_eval.metrics.discoverability import CHANCES
 from hf_axonn_eval.metrics.registry import METRICS
-
-
-_LARGEST_ATTACK = 20_000_000  # samples times draws of the bootstrap of one membership score
-_FEWEST_DRAWS = 200
 
 
 def group(table: Table, options: Mapping[str, Any], *, lengths: Sequence[int], tries: Sequence[int]) -> dict[str, Any]:
@@ -83,7 +69,7 @@ def estimates(
         shares: by name [samples] 1 or 0, NaN where a sample does not have it.
         means: by name [samples] numbers.
         documents: the document of each sample.
-        options: `confidence`, `resamples` and `seed`.
+        options: `confidence`.
     Returns:
         By name `mean`, `n` (samples that have it), `low`, `high`, `interval` (its kind), and for shares `count`.
     """
@@ -93,16 +79,14 @@ def estimates(
         found[name] = {"mean": float(np.nanmean(column)), "n": int((~np.isnan(column)).sum())}
         if name in shares:
             found[name]["count"] = int(np.nansum(column))
-    of_shares = {name: column for name, column in asked.items() if name in shares}
-    of_means = {name: column for name, column in asked.items() if name not in shares}
-    if of_shares:
-        intervals_of_shares = share_intervals(np.stack(list(of_shares.values()), axis=1), documents, **options)
-        for name, (interval, kind) in zip(of_shares, intervals_of_shares, strict=True):
-            found[name] |= _ends(interval, kind)
-    if of_means:
-        intervals = bootstrap_columns(np.stack(list(of_means.values()), axis=1), documents, **options)
-        for name, interval in zip(of_means, intervals, strict=True):
-            found[name] |= _ends(interval, NONE if interval is None else BOOTSTRAP)
+    for intervals, names in (
+        (share_intervals, [name for name in asked if name in shares]),
+        (mean_intervals, [name for name in asked if name not in shares]),
+    ):
+        if names:
+            columns = np.stack([asked[name] for name in names], axis=1)
+            for name, each in zip(names, intervals(columns, documents, **options), strict=True):
+                found[name] |= _ends(each)
     return found
 
 
@@ -112,7 +96,7 @@ def differences(after: Table, before: Table, options: Mapping[str, Any]) -> dict
     Args:
         after: the run.
         before: the run that is subtracted; the same samples in the same order.
-        options: `confidence`, `resamples` and `seed`.
+        options: `confidence`.
     Returns:
         By metric that both have `difference`, `low`, `high`, `n` (samples) and `interval` (its kind).
     """
@@ -128,7 +112,7 @@ def differences(after: Table, before: Table, options: Mapping[str, Any]) -> dict
             continue
         has = ~np.isnan(changes[metric])
         mine, other = (column[has] == 1 for column in pairs[metric])
-        found[metric] |= _ends(*difference_interval(mine, other, after.rows(has).documents, **options))
+        found[metric] |= _ends(difference_interval(mine, other, after.rows(has).documents, **options))
     return {
         metric: {"difference": entry["mean"], **{key: entry[key] for key in ("low", "high", "n", "interval")}}
         for metric, entry in found.items()
@@ -141,8 +125,7 @@ def membership(table: Table, members: np.ndarray, options: Mapping[str, Any]) ->
     Args:
         table: all samples.
         members: [samples] bool, which ones should be separated from bucket 0.
-        options: `confidence`, `resamples` and `seed`. With very many samples fewer draws are made, at least 200;
-            the entry `resamples` says how many.
+        options: `confidence`.
     Returns:
         By the name of the score; empty where there is no score, or nobody on one of the sides.
     """
@@ -153,16 +136,14 @@ def membership(table: Table, members: np.ndarray, options: Mapping[str, Any]) ->
         sides = [np.flatnonzero(side & ~np.isnan(column)) for side in (members, table.buckets == 0)]
         if not all(map(len, sides)):
             continue
-        most = max(_FEWEST_DRAWS, _LARGEST_ATTACK // sum(map(len, sides)))
-        draws = min(options["resamples"], most)
         ours, controls = (table.rows(side) for side in sides)
         found[name.removeprefix(MEMBERSHIP)] = attack(
             ours.columns[name],
             controls.columns[name],
             member_documents=ours.documents,
             control_documents=controls.documents,
-            **{**options, "resamples": draws},
-        ) | {"resamples": draws}
+            **options,
+        )
     return found
 
 
@@ -177,9 +158,9 @@ def _near_ties(near_ties: np.ndarray, exact: np.ndarray) -> dict[str, int]:
     }
 
 
-def _ends(interval: Interval | None, kind: str) -> dict[str, Any]:
-    low, high = interval if interval is not None else (None, None)
-    return {"low": low, "high": high, "interval": kind}
+def _ends(found: Found) -> dict[str, Any]:
+    low, high = found.interval or (None, None)
+    return {"low": low, "high": high, "interval": found.kind}
 
 
 def _finite(number: float) -> float | None:

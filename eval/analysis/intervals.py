@@ -1,26 +1,29 @@
-"""How sure a number is: intervals for shares and means over documents.
+"""How sure a number is: intervals for shares and means over documents, and for their differences.
 
-Samples of one document are not independent, so what is resampled is documents, not samples. Shares of samples, and
-differences of two shares:
+Samples of one document are not independent, so documents are what is counted. Four rules, all closed forms:
 
-- One sample a document: Wilson's.
-- All samples agree: Wilson's, with a document as one trial; resampling equal answers would find no spread.
-- Else: a bootstrap over documents, and no narrower than Wilson's for as many independent samples. Samples of one
-  document can only tell less than independent ones; where a bootstrap of few documents says otherwise, it errs.
+    share                 Clopper and Pearson's; several samples a document: with Kish's effective number of documents
+                          as trials, as if all samples of a document agreed
+    difference of shares  of the shares that were gained and lost, joined by MOVER
+    mean, its difference  Student's t over documents, corrected for skewness
+    of one document       none; means and differences: of fewer than FEWEST_DOCUMENTS none
+
+docs/results/coverage.md says how often each holds the truth: tests/benchmarks/eval/coverage.py.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from math import sqrt
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import ndtr, ndtri, stdtrit
+from scipy.special import betaincinv, stdtrit
 from scipy.stats import binomtest
 
 
-WILSON, HULL, BOOTSTRAP = "wilson", "bootstrap, at least wilson", "bootstrap"
-_NUMBERS_AT_ONCE = 1_000_000  # draws of a bootstrap are made in chunks of about as many numbers
-NONE = "none: a single document"
+EXACT, BY_DOCUMENT = "clopper-pearson", "clopper-pearson, documents as trials"
+GAINED_AND_LOST = "mover of clopper-pearson"
+MEAN = "student's t over documents"
+FEWEST_DOCUMENTS = 8  # of a mean or a difference; of fewer they hold the truth less often than they say
 
 
 class Interval(NamedTuple):
@@ -30,150 +33,196 @@ class Interval(NamedTuple):
     high: float
 
 
-def wilson(successes: int, trials: int, *, confidence: float = 0.95) -> Interval:
-    """Wilson's score interval for a share, without continuity correction.
+def clopper_pearson(successes: float, trials: float, *, confidence: float = 0.95) -> Interval:
+    """Clopper and Pearson's exact interval for a share.
 
-    Unlike successes / trials +- 2 standard errors it is right at 0 of n and n of n, which is where extraction counts
-    usually lie.
+    It holds at least `confidence` of the time for every share and number of trials. Wilson's, which is narrower, holds
+    84% where about one of the trials is a yes. Whole numbers are not needed: an effective number of trials is none.
 
     Raises:
         ValueError: not 0 <= successes <= trials with trials > 0, or not 0 < confidence < 1.
-    Source: Wilson 1927; recommended by Brown, Cai and DasGupta 2001.
+    Source: Clopper and Pearson 1934; effective numbers of trials: Korn and Graubard 1998.
     """
     check_confidence(confidence)
-    if trials < 1 or not 0 <= successes <= trials:
+    if trials <= 0 or not 0 <= successes <= trials:
         raise ValueError(f"{successes} of {trials} is not a share.")
-    # scipy has it as a method of a test, which takes a hundred times as long; curves need thousands
-    z = float(ndtri(0.5 + confidence / 2))
-    share = successes / trials
-    shrink = 1 + z * z / trials
-    middle = (share + z * z / (2 * trials)) / shrink
-    half = z * sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials)) / shrink
-    # at the two ends the formula gives 0 and 1 up to rounding
-    low = 0.0 if successes == 0 else middle - half
-    high = 1.0 if successes == trials else middle + half
+    tail = (1 - confidence) / 2
+    failures = trials - successes
+    low = float(betaincinv(successes, failures + 1, tail)) if successes > 0 else 0.0
+    high = float(betaincinv(successes + 1, failures, 1 - tail)) if failures > 0 else 1.0
     return Interval(low, high)
 
 
-def bootstrap(
-    values: Sequence[float],
-    documents: Sequence[Hashable],
-    *,
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> Interval | None:
-    """Bootstrap interval of the mean of `values`, resampling documents with all of their samples; see `interval_of`.
+def kish(sizes: np.ndarray) -> float:
+    """Kish's effective number of documents: (sum m)^2 / sum m^2 for `sizes` m of samples; n where all are equal.
 
-    Args:
-        values: one number a sample.
-        documents: the document of each sample.
-        confidence: of the interval, between 0 and 1.
-        resamples: how many times the documents are drawn.
-        seed: the same seed gives the same interval.
-    Returns:
-        None for a single document: nothing can be said about documents from one of them.
-    Raises:
-        ValueError: the lengths differ or are 0, fewer than 100 resamples, or not 0 < confidence < 1.
-    Source: Efron 1979; resampling clusters: Davison and Hinkley 1997, section 3.8.
+    A share of samples is as uncertain as one of so many independent answers, if all samples of a document agree.
+    Source: Kish 1965, Survey Sampling.
     """
-    if len(values) != len(documents) or not len(values):
-        raise ValueError(f"{len(values)} values of {len(documents)} documents: as many are needed, and one or more.")
-    column = np.asarray(values, dtype=np.float64)[:, None]
-    return bootstrap_columns(column, documents, confidence=confidence, resamples=resamples, seed=seed)[0]
+    return float(sizes.sum()) ** 2 / float((sizes.astype(np.float64) ** 2).sum())
 
 
-def bootstrap_columns(
-    values: np.ndarray,
-    documents: Sequence[Hashable],
-    *,
-    confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
-) -> list[Interval | None]:
-    """`bootstrap` of several numbers a sample at once: columns that come from the same documents share the draws.
+class Found(NamedTuple):
+    """An interval, None where nothing can be said, and of which kind it is."""
+
+    interval: Interval | None
+    kind: str
+
+
+def share_intervals(answers: np.ndarray, documents: Sequence[Hashable], *, confidence: float = 0.95) -> list[Found]:
+    """Intervals of the shares of yes.
 
     Args:
-        values: [samples, columns]; NaN where a sample does not have the number.
+        answers: [samples, columns] 1 or 0, NaN where a sample was not asked; a column has one answer at least.
         documents: the document of each sample.
         confidence: of the intervals.
-        resamples: how many times the documents are drawn.
-        seed: the same seed gives the same intervals.
     Returns:
-        An interval a column; None where a column has numbers from fewer than two documents.
+        One a column; none for several samples of a single document.
     Raises:
-        ValueError: as `bootstrap`.
+        ValueError: not 0 < confidence < 1.
     """
     check_confidence(confidence)
-    if resamples < 100:
-        raise ValueError(f"{resamples} resamples are too few for an interval; use at least 100.")
     index, count = numbered(documents)
-    sums, sizes = np.zeros((count, values.shape[1])), np.zeros((count, values.shape[1]))
-    for column in range(values.shape[1]):
-        has = ~np.isnan(values[:, column])
-        sums[:, column] = np.bincount(index[has], weights=values[has, column], minlength=count)
-        sizes[:, column] = np.bincount(index[has], minlength=count)
-    alike: dict[bytes, list[int]] = {}
-    for column in range(values.shape[1]):
-        alike.setdefault(np.packbits(sizes[:, column] > 0).tobytes(), []).append(column)
-    intervals: list[Interval | None] = [None] * values.shape[1]
-    for columns in alike.values():
-        having = sizes[:, columns[0]] > 0  # a document without the number cannot be drawn for it
-        if having.sum() < 2:
+    found = []
+    for column in answers.T:
+        sums, sizes = _by_document(column, index, count)
+        kind = EXACT if sizes.max() == 1 else BY_DOCUMENT
+        if kind == BY_DOCUMENT and len(sizes) == 1:
+            found.append(_too_few(1))
             continue
-        of_documents = sums[having][:, columns], sizes[having][:, columns]
-        means = [
-            weights @ of_documents[0] / (weights @ of_documents[1])
-            for weights in resampled_documents(int(having.sum()), resamples, seed=seed)
-        ]
-        for column, drawn in zip(columns, np.concatenate(means).T, strict=True):
-            intervals[column] = interval_of(drawn, confidence, int(having.sum()))
-    return intervals
+        trials = kish(sizes)
+        yes = min(trials, float(sums.sum() / sizes.sum()) * trials)
+        if kind == EXACT:
+            yes = round(yes)  # n times k / n is not always k
+        found.append(Found(clopper_pearson(yes, trials, confidence=confidence), kind))
+    return found
+
+
+def difference_interval(
+    after: np.ndarray, before: np.ndarray, documents: Sequence[Hashable], *, confidence: float = 0.95
+) -> Found:
+    """Interval of the difference of two shares of the same samples.
+
+    Args:
+        after: [samples] bool.
+        before: [samples] bool, what is subtracted.
+        documents: the document of each sample.
+        confidence: of the interval.
+    Raises:
+        ValueError: not 0 < confidence < 1.
+    """
+    sizes = np.bincount(numbered(documents)[0])
+    if len(sizes) < FEWEST_DOCUMENTS:
+        return _too_few(len(sizes))
+    trials = kish(sizes)
+    gained, lost = (float(which.mean()) * trials for which in (after & ~before, before & ~after))
+    return Found(paired_difference(gained, lost, trials, confidence=confidence), GAINED_AND_LOST)
+
+
+def paired_difference(gained: float, lost: float, trials: float, *, confidence: float = 0.95) -> Interval:
+    """Interval of (gained - lost) / trials, the difference of two shares of the same trials.
+
+    With g and l the shares gained and lost, each between the ends of its exact interval, and r = -sqrt(g l /
+    ((1 - g)(1 - l))), their correlation as shares of one multinomial,
+
+        from  g - l - sqrt(a^2 - 2 r a d + d^2)    a, b = from g down and up to the ends of its interval
+        to    g - l + sqrt(b^2 - 2 r b c + c^2)    c, d = the same of l
+
+    It has a width where no trial, or every trial, changed.
+
+    Args:
+        gained: trials that are yes after and no before; need not be a whole number.
+        lost: no after and yes before.
+        trials: all of them.
+        confidence: of the interval.
+    Raises:
+        ValueError: a negative number, more than there are trials, or not 0 < confidence < 1.
+    Source: Zou and Donner 2008, Statistics in Medicine 27, 1693-1702 (MOVER); Zou, Huang and Zhang 2009,
+        Computational Statistics and Data Analysis 53, 1080-1085.
+    """
+    if trials <= 0 or min(gained, lost) < 0 or gained + lost > trials * (1 + 1e-12):
+        raise ValueError(f"{gained} gained and {lost} lost of {trials} are not counts of the same trials.")
+    more, less = gained / trials, lost / trials
+    of_gained, of_lost = (clopper_pearson(each, trials, confidence=confidence) for each in (gained, lost))
+    rest = (1 - more) * (1 - less)
+    r = -min(1.0, sqrt(more * less / rest)) if more * less > 0 else 0.0
+    ends = []
+    for mine, other in (
+        (more - of_gained.low, of_lost.high - less),
+        (of_gained.high - more, less - of_lost.low),
+    ):
+        ends.append(sqrt(mine * mine - 2 * r * mine * other + other * other))
+    return Interval(max(-1.0, more - less - ends[0]), min(1.0, more - less + ends[1]))
+
+
+def mean_intervals(values: np.ndarray, documents: Sequence[Hashable], *, confidence: float = 0.95) -> list[Found]:
+    """Intervals of means over samples, or of mean differences of pairs of them.
+
+    With k documents, S_i and m_i the sum and the number of the samples of document i, M all of them and x the mean,
+    the values
+
+        z_i = k (S_i - x m_i) / (M - m_i)
+
+    are, up to a constant, what leaving a document out changes (the jackknife). s^2 = (k - 1) / k^2 sum z_i^2 is their
+    variance, g their skewness. Student's t is taken at the degrees of freedom that k documents of unequal sizes leave,
+    (sum m^2)^2 / sum m^4 - 1 (Satterthwaite), and bent by Hall's transformation: x - h(t) s / sqrt(k) to
+    x - h(-t) s / sqrt(k), with a = g / sqrt(k) and h(t) = 3 / a ((1 + a (t - a / 6))^(1/3) - 1).
+
+    Args:
+        values: [samples, columns]; NaN where a sample does not have the number; a column has one at least.
+        documents: the document of each sample.
+        confidence: of the intervals.
+    Returns:
+        One a column; none where fewer than FEWEST_DOCUMENTS documents have the number, all have the same, or the
+        degrees of freedom are below 2.
+    Raises:
+        ValueError: not 0 < confidence < 1.
+    Source: Hall 1992, Journal of the Royal Statistical Society B 54, 221-228; jackknife of a ratio: Cochran 1977,
+        Sampling Techniques, section 6.17.
+    """
+    check_confidence(confidence)
+    index, count = numbered(documents)
+    return [_mean_interval(*_by_document(column, index, count), confidence) for column in values.T]
+
+
+def _mean_interval(sums: np.ndarray, sizes: np.ndarray, confidence: float) -> Found:
+    count, samples = len(sizes), sizes.sum()
+    if count < FEWEST_DOCUMENTS:
+        return _too_few(count)
+    freedom = kish(sizes**2) - 1
+    if freedom < 2:
+        return Found(None, "none: few documents have nearly all samples")
+    mean = float(sums.sum() / samples)
+    z = count * (sums - mean * sizes) / (samples - sizes)
+    moment = float((z**2).mean())
+    if moment <= (1e-12 * abs(mean)) ** 2:  # equal up to rounding
+        return Found(None, "none: all documents have the same")
+    error = sqrt(moment * (count - 1)) / count
+    bend = float((z**3).mean()) / moment**1.5 / sqrt(count)
+    quantile = float(stdtrit(freedom, 0.5 + confidence / 2))
+
+    def bent(t: float) -> float:
+        return t if abs(bend) < 1e-6 else 3 / bend * (float(np.cbrt(1 + bend * (t - bend / 6))) - 1)
+
+    return Found(Interval(mean - bent(quantile) * error, mean - bent(-quantile) * error), MEAN)
+
+
+def _by_document(column: np.ndarray, index: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sums and numbers of the values of the documents that have any."""
+    has = ~np.isnan(column)
+    sizes = np.bincount(index[has], minlength=count).astype(np.float64)
+    sums = np.bincount(index[has], weights=column[has], minlength=count)
+    return sums[sizes > 0], sizes[sizes > 0]
+
+
+def _too_few(documents: int) -> Found:
+    return Found(None, "none: a single document" if documents == 1 else f"none: {documents} documents are too few")
 
 
 def numbered(documents: Sequence[Hashable]) -> tuple[np.ndarray, int]:
     """Documents as numbers from 0 on, in the order in which they come, and how many there are."""
     numbers = {name: number for number, name in enumerate(dict.fromkeys(documents))}
     return np.fromiter((numbers[name] for name in documents), dtype=np.int64, count=len(documents)), len(numbers)
-
-
-def resampled_documents(
-    count: int, resamples: int, *, seed: int | Sequence[int], width: int | None = None
-) -> Iterator[np.ndarray]:
-    """How often each of `count` documents is drawn, for all draws of a bootstrap, some draws at a time.
-
-    Args:
-        count: documents, as many as are drawn with replacement in each draw.
-        resamples: number of draws.
-        seed: of the draws.
-        width: numbers that the caller keeps for one draw, if more than `count`; it bounds how many come at a time.
-    Returns:
-        Arrays [some draws, count] of whole numbers as float64.
-    """
-    generator = np.random.default_rng(seed)
-    at_once = max(1, _NUMBERS_AT_ONCE // max(count, width or 0))
-    for start in range(0, resamples, at_once):
-        some = min(at_once, resamples - start)
-        drawn = generator.integers(count, size=(some, count))
-        yield np.stack([np.bincount(row, minlength=count) for row in drawn]).astype(np.float64)
-
-
-def interval_of(drawn: np.ndarray, confidence: float, count: int) -> Interval:
-    """The expanded percentile interval of what the draws gave.
-
-    Draws from n documents spread less than the documents do, by sqrt((n - 1) / n), and percentiles are as if that
-    spread were known, as a normal quantile is beside Student's. So both tails are cut further out: at
-    Phi(-sqrt(n / (n - 1)) t), t the quantile of Student's distribution with n - 1 degrees of freedom.
-
-    Args:
-        drawn: the statistic of each draw.
-        confidence: of the interval.
-        count: n, at least 2.
-    Source: Hesterberg 2015, What Teachers Should Know About the Bootstrap, arXiv 1411.5279.
-    """
-    tail = ndtr(-sqrt(count / (count - 1)) * stdtrit(count - 1, 0.5 + confidence / 2))
-    low, high = np.quantile(drawn, [tail, 1 - tail])
-    return Interval(float(low), float(high))
 
 
 def sign_test(gained: int, lost: int) -> float:
@@ -235,123 +284,3 @@ def check_confidence(confidence: float) -> None:
     """Raise ValueError unless `confidence` is a share between 0 and 1."""
     if not 0 < confidence < 1:
         raise ValueError(f"confidence is {confidence!r}, but it is a share between 0 and 1, such as 0.95.")
-
-
-class Found(NamedTuple):
-    """An interval, None where nothing can be said, and of which kind it is."""
-
-    interval: Interval | None
-    kind: str
-
-
-def share_intervals(
-    answers: np.ndarray,
-    documents: Sequence[Hashable],
-    *,
-    confidence: float = 0.95,
-    **drawing: int,
-) -> list[Found]:
-    """Intervals of the shares of yes.
-
-    Args:
-        answers: [samples, columns] 1 or 0, NaN where a sample was not asked; a column has one answer at least.
-        documents: the document of each sample.
-        confidence: of the intervals.
-        drawing: `resamples` and `seed` of the bootstrap, as `bootstrap` takes them.
-    Raises:
-        ValueError: as `bootstrap`.
-    """
-    index, _ = numbered(documents)
-    found: list[Found] = []
-    left: list[tuple[int, Interval]] = []  # columns that need a bootstrap, and what is the least width for each
-    for place, column in enumerate(answers.T):
-        asked = ~np.isnan(column)
-        yes, trials, distinct = int(np.nansum(column)), int(asked.sum()), len(np.unique(index[asked]))
-        if distinct == trials:
-            found.append(Found(wilson(yes, trials, confidence=confidence), WILSON))
-        elif yes in (0, trials):
-            found.append(Found(wilson(distinct if yes else 0, distinct, confidence=confidence), WILSON))
-        else:
-            left.append((place, wilson(yes, trials, confidence=confidence)))
-            found.append(Found(None, HULL))
-    columns = answers[:, [place for place, _ in left]]
-    drawn = bootstrap_columns(columns, documents, confidence=confidence, **drawing) if left else []
-    for (place, independent), interval in zip(left, drawn, strict=True):
-        found[place] = _hull(independent, interval)
-    return found
-
-
-def difference_interval(
-    after: np.ndarray,
-    before: np.ndarray,
-    documents: Sequence[Hashable],
-    *,
-    confidence: float = 0.95,
-    **drawing: int,
-) -> Found:
-    """Interval of the difference of two shares of the same samples.
-
-    Args:
-        after: [samples] bool.
-        before: [samples] bool, what is subtracted.
-        documents: the document of each sample.
-        confidence: of the interval.
-        drawing: as of `share_intervals`.
-    Raises:
-        ValueError: as `bootstrap`.
-    """
-    change = after.astype(np.float64) - before
-    distinct = numbered(documents)[1]
-    counts = (after & before, after & ~before, before & ~after, ~after & ~before)
-    ends = wilson_of_difference(*(int(some.sum()) for some in counts), confidence=confidence)
-    if distinct == len(change):
-        return Found(ends, WILSON)
-    if (change == change[0]).all():
-        least = wilson(distinct, distinct, confidence=confidence).low
-        alike = {0: Interval(least - 1, 1 - least), 1: Interval(least, 1.0), -1: Interval(-1.0, -least)}
-        return Found(alike[int(change[0])], WILSON)
-    return _hull(ends, bootstrap_columns(change[:, None], documents, confidence=confidence, **drawing)[0])
-
-
-def wilson_of_difference(both: int, gained: int, lost: int, neither: int, *, confidence: float = 0.95) -> Interval:
-    """Interval for the difference of two shares of the same trials, out of Wilson's intervals of the two.
-
-    Unlike the mean of the paired differences +- 2 standard errors, and unlike their bootstrap, it has a width where no
-    trial, or every trial, changed.
-
-    Args:
-        both: trials that are yes after and before.
-        gained: yes after, no before.
-        lost: no after, yes before.
-        neither: no after and before.
-        confidence: of the interval.
-    Raises:
-        ValueError: a negative number, no trials, or not 0 < confidence < 1.
-    Source: Newcombe 1998, Statistics in Medicine 17, 2635-2650, method 10.
-    """
-    trials = both + gained + lost + neither
-    if min(both, gained, lost, neither) < 0:
-        raise ValueError(f"{both} both, {gained} gained, {lost} lost and {neither} neither are not all counts.")
-    after, before = (
-        wilson(both + gained, trials, confidence=confidence),
-        wilson(both + lost, trials, confidence=confidence),
-    )
-    share_after, share_before = (both + gained) / trials, (both + lost) / trials
-    # how the two shares go together: Pearson's phi, less a correction for continuity where it is above 0
-    spread = sqrt((both + gained) * (lost + neither) * (both + lost) * (gained + neither))
-    joint = both * neither - gained * lost
-    phi = 0.0 if not spread else (joint if joint < 0 else max(joint - trials / 2, 0)) / spread
-    ends = []
-    for mine, other in (
-        (share_after - after.low, before.high - share_before),
-        (after.high - share_after, share_before - before.low),
-    ):
-        ends.append(sqrt(max(0.0, mine * mine - 2 * phi * mine * other + other * other)))
-    difference = (gained - lost) / trials
-    return Interval(max(-1.0, difference - ends[0]), min(1.0, difference + ends[1]))
-
-
-def _hull(independent: Interval, drawn: Interval | None) -> Found:
-    if drawn is None:
-        return Found(None, NONE)
-    return Found(Interval(min(independent.low, drawn.low), max(independent.high, drawn.high)), HULL)

@@ -1,31 +1,41 @@
-"""How well a membership score tells members from controls: AUC, TPR at a low FPR, with intervals."""
+"""How well a membership score tells members from controls: AUC, TPR at a low FPR, with intervals.
+
+Intervals are closed forms in which documents are trials, by Kish's effective number where they have several samples.
+docs/evaluation.md has the formulas, docs/results/coverage_attack.md what share of them holds the truth.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from math import ceil, floor
+from typing import Any
 
 import numpy as np
+from scipy.special import ndtri
+from scipy.stats import binom
 
-from hf_axonn_eval.analysis.intervals import Interval, interval_of, numbered, resampled_documents, wilson
+from hf_axonn_eval.analysis.intervals import Interval, check_confidence, clopper_pearson, kish, numbered
 
 
 FALSE_POSITIVE_RATES = (0.001, 0.01)
+FALSE_POSITIVES = 10  # that are expected at a rate, for it to be measured at all
+_ROUNDING = 1e-12  # 0.01 * 300 is not quite 3
 
 
-def auc(members: Sequence[float], controls: Sequence[float]) -> float:
+def auc(members: Sequence[float] | np.ndarray, controls: Sequence[float] | np.ndarray) -> float:
     """Chance that a member scores higher than a control, ties counted half: the area under the ROC curve.
 
     Raises:
         ValueError: no members, no controls, or a score that is NaN.
     """
-    return float(_area(_Ranking(members, controls).curve())[0])
+    return float(placements(*_checked(members, controls)).mean())
 
 
-def tpr_at_fpr(members: Sequence[float], controls: Sequence[float], rate: float) -> float:
-    """Largest share of members above a threshold that at most the share `rate` of the controls reaches.
+def tpr_at_fpr(members: Sequence[float] | np.ndarray, controls: Sequence[float] | np.ndarray, rate: float) -> float:
+    """Largest share of members above a threshold that at most the share `rate` of the controls is above.
 
-    With fewer than 1 / rate controls that is the share of members that score higher than every control.
+    It is of these controls: with fewer than 1 / rate it is the share of members that score higher than every control,
+    which says nothing of the true rate. `attack` gives it only where there are enough.
 
     Raises:
         ValueError: as `auc`, or not 0 <= rate <= 1.
@@ -33,7 +43,8 @@ def tpr_at_fpr(members: Sequence[float], controls: Sequence[float], rate: float)
     """
     if not 0 <= rate <= 1:
         raise ValueError(f"the false positive rate is {rate!r}, but it is a share between 0 and 1.")
-    return float(_recall(_Ranking(members, controls).curve(), rate)[0])
+    ours, others = _checked(members, controls)
+    return _share_above(ours, others, np.sort(others)[::-1], _allowed(rate, len(others)))
 
 
 def attack(
@@ -44,12 +55,8 @@ def attack(
     control_documents: Sequence[Hashable],
     rates: Sequence[float] = FALSE_POSITIVE_RATES,
     confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
 ) -> dict[str, Any]:
-    """How well a score parts members from controls, with bootstrap intervals.
-
-    Documents are drawn among the members and among the controls apart, so that both keep their number.
+    """How well a score parts members from controls, with intervals.
 
     Args:
         members: score of every member.
@@ -58,93 +65,147 @@ def attack(
         control_documents: the document of every control.
         rates: false positive rates at which the true positive rate is given.
         confidence: of the intervals.
-        resamples: draws of the bootstrap.
-        seed: of the bootstrap.
     Returns:
         `members` and `controls`, how many samples these are; `auc`, and for every rate `tpr_at_<rate>`, each with
-        `value`, `low` and `high`; the ends are None where members or controls come from one document.
+        `value`, `low` and `high`; the ends are None where members or controls come from one document. A rate has also
+        `false_positive_rate`: `count`, how many controls are above the threshold, their share `value`, and the exact
+        interval `low` to `high` of the chance that a control is. With fewer than 10 / rate independent controls
+        `value`, `low` and `high` are None and `why` says why.
     Raises:
-        ValueError: as `auc`, and as `bootstrap`.
+        ValueError: as `auc`; a rate that is not above 0 and at most 1, another number of documents than of scores, or
+            not 0 < confidence < 1.
     """
-    ranking = _Ranking(members, controls)
-    curve = ranking.curve()
-    values = {"auc": _area(curve)} | {f"tpr_at_{rate:g}": _recall(curve, rate) for rate in rates}
-    sides = [numbered(documents) for documents in (member_documents, control_documents)]
-    drawn: dict[str, list[np.ndarray]] = {name: [] for name in values}
-    if all(count > 1 for _, count in sides):
-        streams = [
-            resampled_documents(count, resamples, seed=(seed, number), width=len(members) + len(controls))
-            for number, (_, count) in enumerate(sides)
-        ]
-        for weights in zip(*streams, strict=True):
-            curve = ranking.curve(*(side[:, index] for side, (index, _) in zip(weights, sides, strict=True)))
-            drawn["auc"].append(_area(curve))
-            for rate in rates:
-                drawn[f"tpr_at_{rate:g}"].append(_recall(curve, rate))
-    entry: dict[str, Any] = {"members": len(members), "controls": len(controls)}
-    fewest = min(count for _, count in sides)
-    for name, (measured,) in values.items():
-        draws = np.concatenate(drawn[name]) if drawn[name] else None
-        low, high = _ends(measured, draws, confidence, fewest) if draws is not None else (None, None)
-        entry[name] = {"value": float(measured), "low": low, "high": high}
+    check_confidence(confidence)
+    if not all(0 < rate <= 1 for rate in rates):
+        raise ValueError(f"the false positive rates are {list(rates)!r}, but they are shares above 0 and at most 1.")
+    scores = ours, others = _checked(members, controls)
+    documents = [_documents(*side) for side in zip(scores, (member_documents, control_documents), strict=True)]
+    trials = [kish(np.bincount(index)) for index in documents]
+    fewest = min(int(index.max()) + 1 for index in documents)
+    won = placements(ours, others), 1 - placements(others, ours)
+    area = float(won[0].mean())
+    ends: Interval | None = None
+    if fewest > 1:
+        variance = sum(_variance(*side) for side in zip(won, documents, strict=True))
+        ends = auc_interval(area, variance, min(trials), confidence=confidence)
+    entry: dict[str, Any] = {"members": len(ours), "controls": len(others), "auc": _estimate(area, ends)}
+    for rate in rates:
+        entry[f"tpr_at_{rate:g}"] = _true_positives(ours, others, trials, rate, confidence, has_ends=fewest > 1)
     return entry
 
 
-def _ends(measured: float, draws: np.ndarray, confidence: float, fewest: int) -> Interval:
-    """The interval of a share; one of 0 or 1 that no draw moves gets Wilson's, with documents as trials."""
-    if measured in (0, 1) and (draws == measured).all():
-        return wilson(int(measured) * fewest, fewest, confidence=confidence)
-    return interval_of(draws, confidence, fewest)
+def placements(scores: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """The share of `others` that each score is above, ties counted half."""
+    ranked = np.sort(others)
+    below = np.searchsorted(ranked, scores, side="left") + np.searchsorted(ranked, scores, side="right")
+    return np.asarray(below / (2 * len(others)))
 
 
-class _Curve(NamedTuple):
-    """Members and controls at or above each threshold, from above all scores to below all; a row for each draw."""
+def auc_interval(area: float, variance: float, documents: float, *, confidence: float = 0.95) -> Interval:
+    """Clopper and Pearson's interval of an AUC, each end with the number of trials as which the documents count there.
 
-    members: np.ndarray
-    controls: np.ndarray
-
-
-class _Ranking:
-    """All scores from the highest to the lowest, sorted once for all draws of a bootstrap."""
-
-    def __init__(self, members: Sequence[float] | np.ndarray, controls: Sequence[float] | np.ndarray) -> None:
-        if not len(members) or not len(controls):
-            raise ValueError(f"{len(members)} members and {len(controls)} controls: one or more of both are needed.")
-        both = np.concatenate([np.asarray(members, dtype=np.float64), np.asarray(controls, dtype=np.float64)])
-        if np.isnan(both).any():
-            raise ValueError("a membership score is NaN.")
-        self._order = np.argsort(-both, kind="stable")
-        self._is_member = self._order < len(members)
-        ranked = both[self._order]
-        # a threshold lies between two different scores, never inside a tie
-        self._thresholds = np.append(np.flatnonzero(ranked[1:] != ranked[:-1]), len(ranked) - 1)
-        self._sizes = len(members), len(controls)
-
-    def curve(self, members: np.ndarray | None = None, controls: np.ndarray | None = None) -> _Curve:
-        """The ROC curve in counts.
-
-        Args:
-            members: how often each member is drawn, [draws, members]; by default once.
-            controls: likewise [draws, controls].
-        """
-        sides = [
-            np.ones((1, size)) if side is None else side
-            for side, size in zip((members, controls), self._sizes, strict=True)
-        ]
-        weights = np.concatenate(sides, axis=1)[:, self._order]
-        counts = []
-        for which in (self._is_member, ~self._is_member):
-            above = (weights * which).cumsum(axis=1)[:, self._thresholds]
-            counts.append(np.concatenate([np.zeros((len(above), 1)), above], axis=1))
-        return _Curve(*counts)
+    Args:
+        area: the AUC.
+        variance: its variance by placements, clustered in documents; 0 where all placements are equal.
+        documents: members or controls, the fewer, in documents.
+        confidence: of the interval.
+    Source: Korn and Graubard 1998, Survey Methodology 24, 193-201, with `trials_at_end` in place of the variance at
+        the estimate.
+    """
+    z = float(ndtri(0.5 + confidence / 2))
+    lows = []
+    for share in (area, 1 - area):
+        trials = float(trials_at_end(share, variance, documents, z)) if share > 0 else documents
+        lows.append(clopper_pearson(share * trials, trials, confidence=confidence).low)
+    return Interval(lows[0], 1 - lows[1])
 
 
-def _area(curve: _Curve) -> np.ndarray:
-    members, controls = curve
-    area = (np.diff(controls, axis=1) * (members[:, 1:] + members[:, :-1]) / 2).sum(axis=1)
-    return np.asarray(area / (members[:, -1] * controls[:, -1]))
+def trials_at_end(area: Any, variance: Any, documents: float, z: float) -> Any:
+    """As how many independent trials the documents count at the lower end of an AUC's interval; arrays too.
+
+    That the AUC is t and not A takes 1 - t / A documents of another kind, which none of those seen are of, and
+    which lose against all. Then it has the variance V(t) = t / A * (V + A (A - t) / documents), V that of those
+    seen. The end t is where A - t = z sqrt(V(t)), and it is that of t (1 - t) / V(t) trials.
+    """
+    squared = z * z
+    middle = 2 * area + squared * (variance / area + area / documents)
+    root = np.sqrt(np.maximum(middle * middle - 4 * (1 + squared / documents) * area * area, 0))
+    end = 2 * area * area / (middle + root)
+    return squared * end * (1 - end) / (area - end) ** 2
 
 
-def _recall(curve: _Curve, rate: float) -> np.ndarray:
-    allowed = rate * curve.controls[:, -1:] * (1 + 1e-12)  # 0.01 * 300 is not quite 3
-    return np.asarray(np.where(curve.controls <= allowed, curve.members, 0).max(axis=1) / curve.members[:, -1])
+def thresholds(rate: float, samples: int, documents: float, confidence: float) -> tuple[int, int, int]:
+    """How many controls may be above the threshold of a rate: surely too few, as many as it says, surely too many.
+
+    The true quantile of the controls lies between the two outer thresholds with `confidence`, whatever the
+    distribution and with ties: how many of `documents` are above it is binomial.
+    """
+    trials, tail = floor(documents), (1 - confidence) / 2
+    few, many = binom.ppf([tail, 1 - tail], trials, rate) * (samples / trials)
+    return floor(few) - 1, _allowed(rate, samples), ceil(many)
+
+
+def _true_positives(
+    members: np.ndarray,
+    controls: np.ndarray,
+    trials: Sequence[float],
+    rate: float,
+    confidence: float,
+    *,
+    has_ends: bool,
+) -> dict[str, Any]:
+    of_members, of_controls = trials
+    needed = ceil(FALSE_POSITIVES / rate * (1 - _ROUNDING))
+    if of_controls < needed * (1 - _ROUNDING):
+        why = f"{floor(of_controls):,} independent controls; {rate * 100:g}% needs {needed:,}"
+        return {"value": None, "low": None, "high": None, "why": why}
+    ranked = np.sort(controls)[::-1]
+    allowed = thresholds(rate, len(controls), of_controls, confidence)
+    fewer, share, more = (_share_above(members, controls, ranked, number) for number in allowed)
+    ends = Interval(
+        clopper_pearson(fewer * of_members, of_members, confidence=confidence).low,
+        clopper_pearson(more * of_members, of_members, confidence=confidence).high,
+    )
+    false = _share_above(controls, controls, ranked, allowed[1])
+    exact = clopper_pearson(false * of_controls, of_controls, confidence=confidence)
+    return {
+        **_estimate(share, ends if has_ends else None),
+        "false_positive_rate": {"count": round(false * len(controls)), **_estimate(false, exact)},
+    }
+
+
+def _estimate(value: float, ends: Interval | None) -> dict[str, Any]:
+    low, high = ends if ends is not None else (None, None)
+    return {"value": float(value), "low": low, "high": high}
+
+
+def _allowed(rate: float, controls: int) -> int:
+    return floor(rate * controls * (1 + _ROUNDING))
+
+
+def _share_above(scores: np.ndarray, controls: np.ndarray, ranked: np.ndarray, allowed: int) -> float:
+    """Share of scores above the lowest threshold that at most `allowed` controls, `ranked` from above, exceed."""
+    if allowed < 0 or allowed >= len(controls):
+        return float(allowed >= 0)
+    return float((scores > ranked[allowed]).mean())
+
+
+def _variance(won: np.ndarray, documents: np.ndarray) -> float:
+    """The part of the AUC's variance that comes of one side, members or controls, by the placements of its samples."""
+    sums = np.bincount(documents, weights=won - won.mean())
+    return float(len(sums) / (len(sums) - 1) * (sums @ sums) / len(won) ** 2)
+
+
+def _documents(scores: np.ndarray, documents: Sequence[Hashable]) -> np.ndarray:
+    if len(scores) != len(documents):
+        raise ValueError(f"{len(scores)} scores of {len(documents)} documents: give the document of every score.")
+    return numbered(documents)[0]
+
+
+def _checked(members: Sequence[float] | np.ndarray, controls: Sequence[float] | np.ndarray) -> tuple[np.ndarray, ...]:
+    if not len(members) or not len(controls):
+        raise ValueError(f"{len(members)} members and {len(controls)} controls: one or more of both are needed.")
+    sides = tuple(np.asarray(side, dtype=np.float64) for side in (members, controls))
+    if any(np.isnan(side).any() for side in sides):
+        raise ValueError("a membership score is NaN.")
+    return sides

@@ -24,8 +24,6 @@ def summarize(
     lengths: Sequence[int] = (),
     tries: Sequence[int] = TRIES,
     confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
 ) -> dict[str, Any]:
     """The numbers of a run, per bucket and over all samples.
 
@@ -36,8 +34,6 @@ def summarize(
             out.
         tries: numbers of draws for which discoverability is reported.
         confidence: of the intervals.
-        resamples: draws of the bootstrap.
-        seed: of the bootstrap.
     Returns:
         A JSON-ready dict: `run`; `intervals`; `buckets`, which maps the bucket, as text, to its numbers; `all`, the
         same over all buckets. The numbers of a group are
@@ -56,7 +52,7 @@ def summarize(
     Raises:
         ValueError: there are no results, or a length or number of draws below 1.
     """
-    options = _options(confidence, resamples, seed)
+    options = _options(confidence)
     return _summarize(Table.of(results), record, options, lengths=_checked(lengths), tries=tries)
 
 
@@ -68,8 +64,6 @@ def compare(
     lengths: Sequence[int] = (),
     tries: Sequence[int] = TRIES,
     confidence: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
 ) -> dict[str, Any]:
     """Several models on the same samples, and what each differs from the base model by.
 
@@ -80,8 +74,6 @@ def compare(
         lengths: as of `summarize`.
         tries: likewise.
         confidence: of the intervals.
-        resamples: draws of the bootstrap.
-        seed: of the bootstrap.
     Returns:
         - `runs`: the summary of each; the membership scores of runs other than the base have one more, `reference`:
           the mean log-probability of a token, minus that by the base model;
@@ -90,7 +82,9 @@ def compare(
         - `minus_base`: for each other run, bucket and metric the mean `difference` over samples with `low`, `high`,
           `n` and `interval`: for shares with one sample a document made of Wilson's, otherwise a bootstrap over
           documents of the paired differences;
-        - `mcnemar`: for each other run, bucket and yes-or-no metric what `mcnemar` returns.
+        - `mcnemar`: for each other run, bucket and yes-or-no metric what `mcnemar` returns, and `p_holm`, its p by
+          Holm's correction for all these tests; those of bucket 0, the controls, are corrected apart. "all" is of
+          everything that was trained on, if that is more than one bucket.
     Raises:
         ValueError: no runs, a `base` that is not among them, or runs that were not asked the same samples.
     """
@@ -100,7 +94,7 @@ def compare(
     if base not in runs:
         raise ValueError(f"the base run {base!r} is not among the runs {', '.join(runs)}.")
     digests = {name: record["identity"]["samples_sha256"] for name, record in (records or {}).items()}
-    options, lengths = _options(confidence, resamples, seed), _checked(lengths)
+    options, lengths = _options(confidence), _checked(lengths)
     tables = {name: Table.of(results) for name, results in runs.items()}
     tables = {name: _in_order_of(tables[base], table, name, base) for name, table in tables.items()}
     if len(set(digests.values())) > 1:
@@ -114,6 +108,10 @@ def compare(
         if name != base:
             tables[name] = table.with_column(MEMBERSHIP + "reference", losses[name] - losses[base])
     others = {name: table for name, table in tables.items() if name != base}
+    changes = {name: _changes(table, tables[base]) for name, table in others.items()}
+    for controls in (False, True):
+        groups = (group for run in changes.values() for name, group in run.items() if (name == "0") == controls)
+        _correct([test for group in groups for test in group.values()])
     return {
         "base": base,
         "intervals": options,
@@ -123,7 +121,7 @@ def compare(
             for name, table in tables.items()
         },
         "minus_base": {name: _differences(table, tables[base], options) for name, table in others.items()},
-        "mcnemar": {name: _changes(table, tables[base]) for name, table in others.items()},
+        "mcnemar": changes,
     }
 
 
@@ -169,8 +167,12 @@ def _differences(table: Table, base: Table, options: dict[str, Any]) -> dict[str
 
 
 def _changes(table: Table, base: Table) -> dict[str, Any]:
+    groups, trained = table.groups(), table.buckets != 0
+    del groups["all"]
+    if len(set(table.buckets[trained])) > 1:
+        groups["all"] = trained
     changes: dict[str, Any] = {}
-    for name, chosen in table.groups().items():
+    for name, chosen in groups.items():
         changes[name] = {}
         for metric in share_names():
             asked = chosen & ~np.isnan(table.column(metric)) & ~np.isnan(base.column(metric))
@@ -180,9 +182,20 @@ def _changes(table: Table, base: Table) -> dict[str, Any]:
     return changes
 
 
-def _options(confidence: float, resamples: int, seed: int) -> dict[str, Any]:
+def _correct(tests: Sequence[dict[str, Any]]) -> None:
+    """Add p by Holm's correction: with those of at most 5% called changes, the chance of any false one is at most 5%.
+
+    Source: Holm 1979, A simple sequentially rejective multiple test procedure.
+    """
+    largest = 0.0
+    for place, test in enumerate(sorted(tests, key=lambda test: test["p"])):
+        largest = max(largest, min(1.0, (len(tests) - place) * test["p"]))
+        test["p_holm"] = largest
+
+
+def _options(confidence: float) -> dict[str, Any]:
     check_confidence(confidence)
-    return {"confidence": confidence, "resamples": resamples, "seed": seed}
+    return {"confidence": confidence}
 
 
 def _checked(lengths: Sequence[int]) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_axonn_eval.canaries.generate import CanarySet
 from hf_axonn_eval.data.samples import Sample
-from hf_axonn_eval.metrics.exposure import FEWEST_FOR_A_FIT, approximate_exposure, exposure, rank
+from hf_axonn_eval.metrics.exposure import SkewNormal, exposure, fit_skew_normal, rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,9 @@ class CanaryRank:
         rank: its place among the candidates and itself, 1 for the likeliest; ties count against it.
         exposure: log2(candidates + 1) - log2(rank), in bits.
         fitted_exposure: where the candidates are a random sample, the exposure among all texts of the format by
-            `approximate_exposure`, at most log2 of their number; None if ranks are exact or a fit is not
-            possible.
+            `fit_skew_normal`, at most log2 of their number; None if ranks are exact or a fit is not possible.
+        fit_p: how well the fit to the candidates fits them, `SkewNormal.p`; None without a fit.
+        fit_refused: why there is no fit; None if there is one, or ranks are exact.
     """
 
     canary_id: str
@@ -34,6 +35,8 @@ class CanaryRank:
     rank: int
     exposure: float
     fitted_exposure: float | None = None
+    fit_p: float | None = None
+    fit_refused: str | None = None
 
 
 def rank_canaries(
@@ -89,6 +92,7 @@ def rank_canaries(
     if not logprobs:
         return []
     others = [logprobs[place] for place in range(len(canaries.canaries), len(texts))]
+    fit, refused = _fit(others, canaries)
     ranked = []
     for place, canary in enumerate(canaries.canaries):
         standing = rank(logprobs[place], others)
@@ -98,7 +102,9 @@ def rank_canaries(
                 nll=-logprobs[place],
                 rank=standing,
                 exposure=exposure(standing, len(others) + 1),
-                fitted_exposure=_fitted(logprobs[place], others, canaries),
+                fitted_exposure=_fitted(logprobs[place], fit, canaries),
+                fit_p=fit.p if fit is not None else None,
+                fit_refused=refused,
             )
         )
     return ranked
@@ -141,12 +147,20 @@ def ranking_record(ranked: Sequence[CanaryRank], canaries: CanarySet, model: dic
     }
 
 
-def _fitted(logprob: float, others: Sequence[float], canaries: CanarySet) -> float | None:
-    if canaries.complete or len(others) < FEWEST_FOR_A_FIT or len(set(others)) == 1:
+def _fit(others: Sequence[float], canaries: CanarySet) -> tuple[SkewNormal | None, str | None]:
+    """The distribution of the candidates, or why there is none; neither if ranks are exact."""
+    if canaries.complete:
+        return None, None
+    try:
+        return fit_skew_normal(others), None
+    except ValueError as error:
+        return None, str(error)
+
+
+def _fitted(logprob: float, fit: SkewNormal | None, canaries: CanarySet) -> float | None:
+    if fit is None or not isfinite(logprob):
         return None
-    if not all(map(isfinite, [logprob, *others])):
-        return None
-    return min(approximate_exposure(logprob, others), log2(canaries.space))
+    return min(fit.exposure(logprob), log2(canaries.space))
 
 
 def _shared(tokens: Sequence[Sequence[int]]) -> int:

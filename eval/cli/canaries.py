@@ -93,3 +93,11 @@ def _show(record: dict) -> None:
         numbers = [f"{group[f'{name}_exposure']:.2f}" for name in ("mean", "least", "most")]
         table.add_row(count, str(group["canaries"]), str(group["first"]), *numbers)
     Console().print(table)
+    fit = record["canaries"][0]
+    if fit["fit_refused"] is not None:
+        say(f"no fitted exposure: {fit['fit_refused']}")
+    elif fit["fit_p"] is not None and fit["fit_p"] < 0.05:
+        say(
+            f"the candidates are not skew-normal (Kolmogorov-Smirnov, p = {fit['fit_p']:.1g}): a fitted_exposure "
+            "above highest_exposure is no evidence"
+        )

@@ -23,7 +23,6 @@ def command(commands, name: str, summary: str, function: Callable[[argparse.Name
 def add_interval_options(add: Callable) -> None:
     """The options of every command that shows numbers with intervals."""
     add("--confidence", type=share, default=0.95, metavar="P", help="of the intervals (default 0.95)")
-    add("--seed", type=from_zero, default=0, metavar="N", help="of the bootstrap (default 0)")
 
 
 def add_model_options(add: Callable) -> None:
@@ -82,7 +81,7 @@ def show(runs: Mapping[str, Sequence], arguments: argparse.Namespace, **options:
     from hf_axonn_eval.analysis.summary import compare
     from hf_axonn_eval.report.write import terminal_table
 
-    comparison = compare(runs, confidence=arguments.confidence, seed=arguments.seed, **options)
+    comparison = compare(runs, confidence=arguments.confidence, **options)
     Console().print(terminal_table(comparison))
     return comparison
 

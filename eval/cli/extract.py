@@ -37,7 +37,7 @@ def add(commands) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Write a run directory, and show its table."""
-    from hf_axonn_eval.data.samples import SampleFile, about_file, read_about
+    from hf_axonn_eval.data.samples import SampleFile, about_file, counts, read_about
 
     # what is wrong is said before a model is loaded
     if arguments.generation and arguments.no_generation:
@@ -63,8 +63,8 @@ def run(arguments: argparse.Namespace) -> None:
         batch_size=arguments.batch_size,
         membership=arguments.membership,
         protocol=about.get("protocol"),
+        left_out=counts(about),
         confidence=arguments.confidence,
-        seed=arguments.seed,
         **options,
     )
     if len(results):  # rank 0

@@ -73,7 +73,6 @@ def run_compare(arguments: argparse.Namespace) -> None:
         base=arguments.base,
         lengths=arguments.lengths,
         confidence=arguments.confidence,
-        seed=arguments.seed,
     )
     for table in terminal_differences(comparison):
         Console().print(table)

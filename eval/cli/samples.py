@@ -1,7 +1,7 @@
 """The command `samples`: cut documents into prefixes and suffixes."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -31,14 +31,8 @@ def add(commands) -> None:
     """Say what the command takes."""
     add = command(commands, "samples", "cut documents into prefixes and suffixes", run)
     flag = argparse.BooleanOptionalAction
-    add(
-        "--documents",
-        required=True,
-        nargs="+",
-        metavar="PATH",
-        help="JSON lines or parquet with id, text and bucket; texts; a dataset saved by `datasets`; directories",
-    )
-    add("--control", nargs="+", default=[], metavar="PATH", help="the same of documents that were not trained on")
+    add_document_options(add)
+    add("--drop", metavar="FILE", help="leave out the documents with these ids, one a line, as `overlaps` writes them")
     add("--tokenizer", required=True, metavar="DIR", help="the tokenizer of the models that are to be measured")
     add("--output", required=True, metavar="FILE", help="samples file to write")
     add("--protocol", choices=PROTOCOLS, help="a published way of asking; options below change it")
@@ -56,6 +50,18 @@ def add(commands) -> None:
     add("--max_documents", type=at_least_one, metavar="N", help="at most so many documents of each bucket")
     add("--add_special_tokens", action=flag, help="begin documents with the tokenizer's BOS, as training did")
     add("--deduplicate", action=flag, help="leave out samples with the same tokens as an earlier one")
+
+
+def add_document_options(add: Callable) -> None:
+    """The options of every command that reads documents; `all_documents` reads them."""
+    add(
+        "--documents",
+        required=True,
+        nargs="+",
+        metavar="PATH",
+        help="JSON lines or parquet with id, text and bucket; texts; a dataset saved by `datasets`; directories",
+    )
+    add("--control", nargs="+", default=[], metavar="PATH", help="the same of documents that were not trained on")
     add("--id_key", default="id", metavar="KEY", help="field with the document's id")
     add("--number_documents", action="store_true", help="ids are files and lines or rows, instead of a field")
     add("--text_key", default="text", metavar="KEY", help="field with its text")
@@ -68,13 +74,16 @@ def run(arguments: argparse.Namespace) -> None:
     """Write the samples file and what it was made of, and say what is in it."""
     sampling, record, extract = _chosen_sampling(arguments)
 
+    from hf_axonn_eval.data.overlaps import read_drop
     from hf_axonn_eval.data.samples import write_about, write_samples
     from hf_axonn_eval.data.sampling import Tally, iter_samples
+    from hf_axonn_eval.data.tokenizer_identity import tokenizer_identity
     from hf_axonn_eval.extraction.load_model import load_tokenizer
 
     tokenizer = load_tokenizer(arguments.tokenizer)
     tally = Tally()
-    samples = iter_samples(_documents(arguments), sampling=sampling, tokenizer=tokenizer, tally=tally)
+    drop = read_drop(arguments.drop) if arguments.drop is not None else ()
+    samples = iter_samples(all_documents(arguments), sampling=sampling, tokenizer=tokenizer, tally=tally, drop=drop)
     digest = write_samples(samples, arguments.output)
     write_about(
         arguments.output,
@@ -86,7 +95,7 @@ def run(arguments: argparse.Namespace) -> None:
             "left_out": tally.left_out(),
             "not_round_trip": tally.not_round_trip,
             "inputs": [*arguments.documents, *arguments.control],
-            "tokenizer": arguments.tokenizer,
+            "tokenizer": tokenizer_identity(tokenizer),
             "protocol": record,
             "extract": dict(extract),
         },
@@ -113,15 +122,22 @@ def _chosen_sampling(arguments: argparse.Namespace) -> tuple[Sampling, dict[str,
     return chosen.sampling, chosen.record(), dict(chosen.extract)
 
 
-def _documents(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def all_documents(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Those of --documents and --control."""
+    trained = [documents_of(arguments, path, bucket=arguments.bucket) for path in arguments.documents]
+    controls = [documents_of(arguments, path, bucket=0) for path in arguments.control]
+    return chain(*trained, *controls)
+
+
+def documents_of(arguments: argparse.Namespace, path: str, *, bucket: int | None) -> Iterator[dict[str, Any]]:
+    """Those of one path, with the fields that the options name; `bucket` as for `iter_documents`."""
     from hf_axonn_eval.data.documents import iter_documents
 
-    options = {
-        "id_key": None if arguments.number_documents else arguments.id_key,
-        "text_key": arguments.text_key,
-        "bucket_key": arguments.bucket_key,
-        "split": arguments.split,
-    }
-    trained = [iter_documents(path, bucket=arguments.bucket, **options) for path in arguments.documents]
-    controls = [iter_documents(path, bucket=0, **options) for path in arguments.control]
-    return chain(*trained, *controls)
+    return iter_documents(
+        path,
+        id_key=None if arguments.number_documents else arguments.id_key,
+        text_key=arguments.text_key,
+        bucket_key=arguments.bucket_key,
+        split=arguments.split,
+        bucket=bucket,
+    )

@@ -1,6 +1,6 @@
 """What came out: one record a sample, and the directory in which a run keeps them so that it can go on.
 
-run.json        everything needed to repeat the run; written first
+run.json        everything needed to repeat the run; written first, and anew with another part when the run goes on
 results.jsonl   one line a sample, appended as they are measured
 summary.json    the numbers per bucket; written when all samples are measured
 """
@@ -49,8 +49,9 @@ _RECORD: dict[str, Any] = {
     "device": dict,
 }
 _RECORD |= {"versions": dict, "command": list}
+_PART = ("started", "command", "settings", "precision", "processes", "grid", "device", "versions")  # may change
 _IDENTITY = {"samples": int, "samples_sha256": str, "model_fingerprint": str, "dtype": str}
-_MAY_BE_INFINITE = ("logprob", "logprobs", "sampled_logprob", "membership", "metrics")
+_MAY_BE_INFINITE = ("logprob", "logprobs", "margin", "sampled_logprob", "membership", "metrics")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +61,12 @@ class SampleResult:
     `logprob` and `logprobs` are in nats, `divergence_point` and `longest_run` in tokens, `edit_distance` in edits per
     suffix token. `generated` holds the ids of the greedy continuation.
 
-    `margin` is the smallest gap, in nats, between the two best log-probabilities over the suffix tokens up to and
-    including the first miss; `near_tie` says that it is below what another order of adding, in this dtype, may
-    change: another grid or batch could answer otherwise. `sampled_logprob` is the log-probability of the suffix under
+    `margin` says, in nats, how far the sample is from the other answer to `exact_match`: of an extracted one the least
+    lead of a true token, of any other how far the true token is behind the best where it is furthest (with
+    `stop_early` at the first miss; results of earlier versions
+    have the least gap between the two best tokens up to there).
+    `near_tie` says that it is below what another order of adding, in this dtype, may change: another grid or batch
+    could answer otherwise. `sampled_logprob` is the log-probability of the suffix under
     the sampler of the run, in nats, and -inf where that never draws it; JSON has no infinity, so the file says "-inf"
     in quotes. `membership` holds scores of the full sample, prefix
     and suffix, by name; higher means more like a member. `type_token_ratio` is of the suffix ids, `zlib_ratio` of the
@@ -168,7 +172,9 @@ class RunDirectory:
     def begin(self, record: dict[str, Any]) -> Sequence[SampleResult]:
         """Start a run, or go on with one that was stopped.
 
-        A last line that a crash cut short is removed.
+        A last line that a crash cut short is removed. The list `parts` of run.json has an entry for every start:
+        `index`, the number of results that were there, and what may change from one to the next, such as the batch
+        size, the grid and the versions. All else in run.json stays as the first start wrote it.
 
         Args:
             record: what to write into run.json. Its entry `identity` says which run this is; a run goes on only with
@@ -182,9 +188,10 @@ class RunDirectory:
         if not file.exists():
             if (self.path / RESULTS).exists():
                 raise ValueError(f"{self.path} holds {RESULTS} but no {RECORD}: name another output directory.")
-            write_json(file, record)
+            write_json(file, {**record, "parts": [_part(record, 0)]})
             return []
-        before = read_record(self.path)["identity"]
+        first = read_record(self.path)
+        before = first["identity"]
         now = json.loads(json.dumps(record["identity"]))
         differing = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         if differing:
@@ -193,7 +200,10 @@ class RunDirectory:
                 f"{self.path} holds another run ({changes}). Name another output directory, or remove this one to "
                 "start over."
             )
-        return self._finished()
+        finished = self._finished()
+        parts = first.get("parts") or [_part(first, 0)]  # earlier versions wrote no list
+        write_json(file, {**first, "parts": [*parts, _part(record, len(finished))]})
+        return finished
 
     def append(self, results: Iterable[SampleResult]) -> None:
         """Add results, and see that they are on disk."""
@@ -253,11 +263,18 @@ def read_record(path: Path) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         wrong = _wrong(record, _RECORD) or _wrong(record["identity"], _IDENTITY)
+        parts = [] if wrong else record.get("parts", [])
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+            wrong = ["parts"]
         if wrong:
             raise ValueError(f"not as extract writes it: {', '.join(wrong)}")
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file} is damaged ({error}); remove {path} and run extract again.") from None
     return record
+
+
+def _part(record: Mapping[str, Any], index: int) -> dict[str, Any]:
+    return {"index": index, **{name: record[name] for name in _PART if name in record}}
 
 
 def _wrong(entries: Any, kinds: Mapping[str, type | tuple[type, ...]]) -> list[str]:

@@ -10,7 +10,7 @@ samples.jsonl.about.json   how they were made: documents, tokenizer, protocol, w
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -27,7 +27,7 @@ class Sample:
         sample_id: unique among the samples of a file.
         document_id: the document it was cut from; intervals are computed over documents.
         bucket: how often the document was trained on, 0 for a control document.
-        offset: position in the document of the first prefix token, in tokens.
+        offset: position in the document of the first prefix token, in tokens; a BOS that was added counts.
         prefix: token ids that are shown.
         suffix: token ids that follow them in the document.
     Raises:
@@ -117,7 +117,8 @@ def write_about(path: str | os.PathLike[str], about: dict[str, Any]) -> None:
 
     Args:
         path: the samples file.
-        about: anything JSON can say; its entry `sha256` is that of the samples file.
+        about: anything JSON can say; its entry `sha256` is that of the samples file, `tokenizer` what
+            `tokenizer_identity` returns.
     """
     write_json(about_file(path), about)
 
@@ -125,8 +126,9 @@ def write_about(path: str | os.PathLike[str], about: dict[str, Any]) -> None:
 def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """How the samples file `path` was made; None if nothing beside it says so.
 
-    Its entries: `samples`, `sha256`, `documents`, `buckets`, `left_out`, `tokenizer`, `protocol` (name, source,
-    settings, changed) and `extract` (arguments of `extract` that the protocol asks for).
+    Its entries: `samples`, `sha256`, `documents`, `buckets`, `left_out`, `tokenizer` (path, size, sha256; earlier
+    versions wrote the path alone), `protocol` (name, source, settings, changed) and `extract` (arguments of `extract`
+    that the protocol asks for).
 
     Raises:
         ValueError: the file beside it is damaged, or tells of other samples.
@@ -137,6 +139,10 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     try:
         about = json.loads(file.read_text(encoding="utf-8"))
         recorded = about["sha256"]
+        if not all(map(is_count, (counts(about) or {}).values())):
+            raise ValueError
+        if isinstance(about.get("tokenizer"), dict):
+            bytes.fromhex(about["tokenizer"]["sha256"])
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{file} is damaged; remove it, or write {path} again.") from None
     with open(path, "rb") as content:
@@ -146,6 +152,24 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     if recorded != digest.hexdigest():
         raise ValueError(f"{file} tells of other samples than those in {path}: remove it, or write {path} again.")
     return about
+
+
+def tokenizer_of(samples: Iterable[Sample]) -> dict[str, Any] | None:
+    """What the about file of a `SampleFile` says of its tokenizer; None for other samples, or if it does not say.
+
+    Raises:
+        ValueError: as `read_about`.
+    """
+    about = read_about(samples.path) if isinstance(samples, SampleFile) else None
+    recorded = about.get("tokenizer") if about is not None else None
+    return recorded if isinstance(recorded, dict) else None
+
+
+def counts(about: Mapping[str, Any]) -> dict[str, int] | None:
+    """How many `documents` samples were made of and what was left out, by reason; None if `about` does not say so."""
+    if "left_out" not in about:
+        return None
+    return {"documents": about["documents"], **about["left_out"], "not_round_trip": about["not_round_trip"]}
 
 
 def _line(sample: Sample) -> bytes:

@@ -9,7 +9,7 @@ import hashlib
 import logging
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ class Tally:
     documents: int = 0
     samples: int = 0
     buckets: Counter[int] = field(default_factory=Counter)
+    dropped: int = 0
     empty: int = 0
     short: int = 0
     long: int = 0
@@ -43,6 +44,7 @@ class Tally:
     def left_out(self) -> dict[str, int]:
         """The counts by reason, without those that are 0."""
         reasons = {
+            "dropped": self.dropped,
             "too_short": self.short,
             "of_these_empty": self.empty,
             "too_long": self.long,
@@ -54,7 +56,12 @@ class Tally:
 
 
 def iter_samples(
-    documents: Iterable[Mapping[str, Any]], *, sampling: Sampling, tokenizer=None, tally: Tally | None = None
+    documents: Iterable[Mapping[str, Any]],
+    *,
+    sampling: Sampling,
+    tokenizer=None,
+    tally: Tally | None = None,
+    drop: Collection[str] = (),
 ) -> Iterator[Sample]:
     """Window documents into samples, one after the other.
 
@@ -66,6 +73,7 @@ def iter_samples(
         sampling: where to cut.
         tokenizer: an HF tokenizer; needed for documents that come as text.
         tally: filled on the way.
+        drop: ids of documents that are left out, such as those that `find_overlaps` names.
     Raises:
         ValueError: a document without its fields or of the wrong type, an id that occurs twice, or no samples at all.
     """
@@ -75,11 +83,14 @@ def iter_samples(
     used: Counter[int] = Counter()
     kept: dict[bytes, int] = {}
     for number, document in enumerate(documents, start=1):
-        document_id, bucket = _identity(number, document)
+        document_id, bucket = document_identity(number, document)
         if document_id in seen:
             raise ValueError(f"document id {document_id!r} occurs twice; ids must tell documents apart.")
         seen.add(document_id)
         tally.documents += 1
+        if document_id in drop:
+            tally.dropped += 1
+            continue
         if sampling.max_documents is not None and used[bucket] >= sampling.max_documents:
             tally.beyond += 1
             continue
@@ -169,7 +180,12 @@ def build_samples(
     return list(iter_samples(documents, sampling=sampling, tokenizer=tokenizer))
 
 
-def _identity(number: int, document: Mapping[str, Any]) -> tuple[str, int]:
+def document_identity(number: int, document: Mapping[str, Any]) -> tuple[str, int]:
+    """Id and bucket of the document with this number, counted from 1.
+
+    Raises:
+        ValueError: it lacks a field, has no id, or a bucket that is no count.
+    """
     missing = [key for key in ("id", "bucket") if key not in document]
     if "text" not in document and "input_ids" not in document:
         missing.append("text")
@@ -189,7 +205,7 @@ def _identity(number: int, document: Mapping[str, Any]) -> tuple[str, int]:
 def _tokens(
     document_id: str, document: Mapping[str, Any], tokenizer, sampling: Sampling, tally: Tally
 ) -> tuple[list[int], list[int] | None]:
-    """A document's tokens, and for a window over characters the character at which each of them begins."""
+    """A document's tokens, and for a window over characters where each that is not special begins in the text."""
     by_characters = sampling.kind == "sliding" and sampling.stride_unit == "characters"
     if "input_ids" in document:
         if by_characters:
@@ -222,12 +238,19 @@ def _tokens(
         ) from None
     # verbose=False: a document longer than the model's window is no mistake here, only a piece of it is used
     encoding = tokenizer(
-        text, add_special_tokens=sampling.add_special_tokens, return_offsets_mapping=by_characters, verbose=False
+        text,
+        add_special_tokens=sampling.add_special_tokens,
+        return_offsets_mapping=by_characters,
+        return_special_tokens_mask=by_characters,
+        verbose=False,
     )
     tokens = encoding["input_ids"]
     again = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     tally.not_round_trip += again != text
-    return tokens, [begin for begin, _ in encoding["offset_mapping"]] if by_characters else None
+    if not by_characters:
+        return tokens, None
+    spans = zip(encoding["offset_mapping"], encoding["special_tokens_mask"], strict=True)
+    return tokens, [begin for (begin, _), special in spans if not special]
 
 
 def _windows_over_characters(
@@ -235,7 +258,8 @@ def _windows_over_characters(
 ) -> Iterator[tuple[str, int, list[int], int]]:
     """The first tokens of the text from every `stride`-th character on, special tokens of each window included.
 
-    Its offset is that of the document's token in which it begins.
+    With a BOS both the document and the window have one. So its offset is the place of the document's token before
+    the one in which it begins, where its BOS stands: from there every token is where the document has it.
     """
     [prefix], [suffix] = sampling.prefix_length, sampling.suffix_length
     window = prefix + suffix
@@ -268,6 +292,9 @@ def _log_left_out(tally: Tally, sampling: Sampling, shortest: int) -> None:
         counts += f" ({tally.empty} of them none at all)"
     if sampling.max_document_tokens is not None:
         counts += f", {tally.long} more than {sampling.max_document_tokens}"
+    if tally.dropped:
+        counts += f", {tally.dropped} are to be dropped"
+        logger.warning("%d of %d documents are to be dropped; they are left out.", tally.dropped, tally.documents)
     if not tally.samples:
         raise ValueError(f"no samples: {counts}. Use shorter prefixes, suffixes or offsets, or longer documents.")
     if tally.short or tally.long:

@@ -6,6 +6,8 @@ and values that the pass left behind. Samples are dealt to the ranks in units (b
 written before the next one begins.
 """
 
+import logging
+import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,8 +17,9 @@ from tqdm import tqdm
 from hf_axonn_eval.analysis.intervals import check_confidence
 from hf_axonn_eval.analysis.summary import summarize
 from hf_axonn_eval.data.jsonl import is_count
-from hf_axonn_eval.data.results import RunDirectory, SampleResult
-from hf_axonn_eval.data.samples import Sample, samples_digest
+from hf_axonn_eval.data.results import RunDirectory, SampleResult, read_record
+from hf_axonn_eval.data.samples import Sample, SampleFile, samples_digest, tokenizer_of
+from hf_axonn_eval.data.tokenizer_identity import check_ids, check_same, tokenizer_identity
 from hf_axonn_eval.extraction import batching as batches
 from hf_axonn_eval.extraction import scoring
 from hf_axonn_eval.extraction.run_record import run_record
@@ -24,6 +27,9 @@ from hf_axonn_eval.extraction.runner import Runner
 from hf_axonn_eval.extraction.scoring import near_tie_below
 from hf_axonn_eval.extraction.work_split import WorkSplit
 from hf_axonn_eval.metrics.discoverability import Sampler
+
+
+logger = logging.getLogger(__name__)
 
 
 def extract(
@@ -39,8 +45,8 @@ def extract(
     sampler: Sampler | None = None,
     membership: bool = False,
     protocol: dict[str, Any] | None = None,
+    left_out: dict[str, int] | None = None,
     confidence: float = 0.95,
-    seed: int = 0,
     progress: bool = True,
 ) -> Sequence[SampleResult]:
     """Measure every sample.
@@ -48,8 +54,9 @@ def extract(
     Args:
         model: a causal LM, plain or parallelized. Samples are dealt to the (data, z) coordinates of its grid, or,
             for a plain model, to all processes.
-        tokenizer: for the text that ROUGE and zlib compare; None leaves ROUGE and the texts out.
-        samples: what to ask; the sample ids must differ. A `SampleFile` is read as it is needed.
+        tokenizer: of the model, for the text that ROUGE and zlib compare; None leaves ROUGE and the texts out.
+        samples: what to ask; the sample ids must differ. A `SampleFile` is read as it is needed, and its tokenizer
+            must be the model's, if its about file names one.
         output: directory for the run (files: see data/results.py). A run that was stopped goes on from there. None
             keeps nothing.
         model_record: what identifies the model: `load_model(...).record`, or for a model of another origin a dict
@@ -62,15 +69,16 @@ def extract(
         sampler: a way of drawing; `sampled_logprob` is then the log-probability of the suffix under it.
         membership: whether to compute membership scores, of prefix and suffix together; needs a tokenizer.
         protocol: what the samples were made by, for the record.
+        left_out: how many `documents` they were made of, and what was left out by reason, for the record.
         confidence: of the intervals in summary.json.
-        seed: of the bootstrap in summary.json; nothing else here is random.
         progress: show a progress bar with the rate and the time left on rank 0.
     Returns:
         On rank 0 one result a sample, in the order of the samples; on other ranks an empty list. With `output` they
         are read from the file as they are asked for.
     Raises:
-        ValueError: no samples, ids that repeat or lie outside the vocabulary, sequences longer than the model's
-            window, options that exclude each other, or an `output` that holds another run. Raised on every rank.
+        ValueError: no samples, ids that repeat or lie outside the vocabulary, samples of another tokenizer, sequences
+            longer than the model's window, options that exclude each other, or an `output` that holds another run.
+            Raised on every rank.
     Collectives: over the world, and per batch those of the model over x, y and z. Decoding and `stop_early` on a grid
         with z > 1 gather the weights of the model once and keep them until the end.
     """
@@ -80,6 +88,7 @@ def extract(
     order, lengths, largest_id = _look_through(samples)
     longest = max(map(sum, lengths))
     scoring.check_fits(model, longest=longest, largest_id=largest_id)
+    check_ids(tokenizer, largest_id)
     if output is not None and (not model_record or "fingerprint" not in model_record):
         raise ValueError(
             "output=... needs model_record=... with a 'fingerprint', so that a stopped run never goes on with "
@@ -87,6 +96,9 @@ def extract(
         )
 
     work_split = WorkSplit.of(model)
+    tokenizer_record: dict[str, Any] = {}
+    if output is not None or isinstance(samples, SampleFile):
+        tokenizer_record = work_split.on_rank_zero(lambda: _tokenizer_record(tokenizer, samples))
     with scoring.evaluating(model):
         rows = batch_size
         if rows == "auto":
@@ -111,6 +123,7 @@ def extract(
             record = run_record(
                 model,
                 model_record,
+                tokenizer_record=tokenizer_record,
                 identity={
                     "samples": len(samples),
                     "samples_sha256": samples_digest(samples),
@@ -127,7 +140,7 @@ def extract(
                     "sampler": vars(sampler) if sampler is not None else None,
                     "near_tie_below": runner.bound,
                     "protocol": protocol,
-                    "seed": seed,
+                    "left_out": left_out,
                     "confidence": confidence,
                 },
                 work_split=work_split,
@@ -155,9 +168,43 @@ def extract(
         return []
     results = directory.results(order) if directory is not None else kept
     if directory is not None:
-        directory.finish(summarize(results, record=record, confidence=confidence, seed=seed))
+        run = read_record(directory.path)  # with all parts, not only this one
+        summary = summarize(results, record=run, confidence=confidence)
+        loss = summary["all"]["metrics"].get("nll", {}).get("mean")
+        directory.finish({**summary, "chance": _against_chance(loss, model)})
         return results
+    losses = [-result.logprob / result.suffix_length for result in results if result.logprob is not None]
+    _against_chance(sum(losses) / len(losses) if losses else None, model)
     return sorted(results, key=lambda result: order[result.sample_id])
+
+
+def _tokenizer_record(tokenizer, samples: Sequence[Sample]) -> dict[str, Any]:
+    """What run.json says of the tokenizer; raises ValueError if the samples are known to be of another one."""
+    identity = tokenizer_identity(tokenizer)
+    checked = check_same(identity, tokenizer_of(samples))
+    return {**(identity or dict.fromkeys(("path", "size", "sha256"))), "checked": checked}
+
+
+def _against_chance(loss: float | None, model) -> dict[str, Any] | None:
+    """Compare a mean loss, in nats a token, with that of guessing evenly among all tokens; warn if it is no better.
+
+    Returns:
+        For summary.json both (`nll`, `chance_nll`) and `no_better`; None if no log-probabilities were measured.
+    """
+    if loss is None:
+        return None
+    vocabulary = model.config.get_text_config().vocab_size
+    chance = math.log(vocabulary)
+    if loss >= chance:
+        logger.warning(
+            "the mean loss of the suffixes is %.2f nats a token, no better than chance: %.2f, the logarithm of the "
+            "vocabulary of %d. That nothing is extracted says nothing then. Either the samples are of another "
+            "tokenizer, or the model is not trained, or its weights were wrongly loaded.",
+            loss,
+            chance,
+            vocabulary,
+        )
+    return {"nll": loss, "chance_nll": chance, "no_better": loss >= chance}
 
 
 def _without(unit: Sequence[Sequence[int]], done: set[int]) -> list[list[int]]:

@@ -69,8 +69,8 @@ def load_model(
         tokenizer=loaded_tokenizer,
         record={
             "path": str(path),
-            "fingerprint": work_split.on_rank_zero(lambda: weights.fingerprint(directory)),
-            **work_split.on_rank_zero(lambda: _base_record(directory)),
+            "fingerprint": weights.fingerprint(directory, work_split),
+            **_base_record(directory, work_split),
             "architecture": type(model).__name__,
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
             "attn_implementation": getattr(model.config, "_attn_implementation", None),
@@ -165,15 +165,18 @@ def _on_grid(path: str | os.PathLike, grid, options: dict[str, Any]):
     return hf_axonn.from_pretrained(path, grid=grid, **options)
 
 
-def _base_record(directory: Path) -> dict[str, Any]:
+def _base_record(directory: Path, work_split: WorkSplit) -> dict[str, Any]:
     """Of an adapter, which base model it is on; nothing for other models."""
     from hf_axonn.adapters.files import adapter_base
 
-    base = adapter_base(directory)
-    if base is None:
+    def base_and_directory() -> tuple[str, Path] | None:
+        base = adapter_base(directory)
+        return (base, Path(base) if Path(base).is_dir() else _hub_directory(base)) if base is not None else None
+
+    found = work_split.on_rank_zero(base_and_directory)
+    if found is None:
         return {}
-    found = Path(base) if Path(base).is_dir() else _hub_directory(base)
-    return {"base": base, "base_fingerprint": weights.fingerprint(found)}
+    return {"base": found[0], "base_fingerprint": weights.fingerprint(found[1], work_split)}
 
 
 def _hub_directory(path: str | os.PathLike) -> Path:

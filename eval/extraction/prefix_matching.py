@@ -21,7 +21,10 @@ _FEWEST = 64  # tokens in a pass: fewer take as long
 
 
 class Match(NamedTuple):
-    """How a suffix was met: `tokens` of it before the first miss, and the smallest margin up to there, in nats.
+    """How a suffix was met: `tokens` of it before the first miss, and the `margin`, in nats.
+
+    The margin of a suffix that was met in full is that of `Score`. Else it is how far the true token is behind at the
+    first miss: what comes after is not known, so the sample may be further from being extracted than this says.
 
     `known` is the model's greedy continuation as far as that tells it: up to and including the first miss.
     """
@@ -49,7 +52,7 @@ def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = No
     """
     if not can_be_kept(model):
         found = [
-            matched(score.choices, sample.suffix, score.margins)
+            matched(score.choices, sample.suffix, score.leads)
             for sample, score in zip(batch, score_suffixes(model, batch), strict=True)
         ]
         for place, match in enumerate(found):
@@ -58,7 +61,7 @@ def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = No
         return found
     found: list[Match | None] = [None] * len(batch)
     choices: list[list[int]] = [[] for _ in batch]
-    margins: list[list[float]] = [[] for _ in batch]
+    leads: list[list[float]] = [[] for _ in batch]
     left = list(range(len(batch)))
     longest = max(len(sample.prefix) for sample in batch)
     padding = [longest - len(sample.prefix) for sample in batch]
@@ -74,15 +77,16 @@ def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = No
             fed = [_padded_slice(batch[row].suffix, begin - 1, end - 1) for row in left]
             tokens = torch.tensor(fed, device=device_of(model))
             logits = logits_after(model, tokens, [padding[row] for row in left], keep=end - begin, cache=cache)
-        chosen, ahead = first_choices(logits)
+        true = torch.tensor([_padded_slice(batch[row].suffix, begin, end) for row in left], device=logits.device)
+        chosen, ahead = first_choices(logits, true)
         if ahead.isnan().any():
             raise ValueError("the model's logits are not numbers (NaN): try --dtype float32.")
         going, gone = [], []
         for place, (row, words, gaps) in enumerate(zip(left, chosen.tolist(), ahead.tolist(), strict=True)):
             choices[row] += words
-            margins[row] += gaps
+            leads[row] += gaps
             suffix = batch[row].suffix
-            match = matched(choices[row][: len(suffix)], suffix[:end], margins[row])
+            match = matched(choices[row][: len(suffix)], suffix[:end], leads[row])
             if match.tokens == min(end, len(suffix)) and end < len(suffix):
                 going.append(place)
                 continue
@@ -103,11 +107,11 @@ def match_suffixes(model, batch: Sequence[Sample], *, missed: Missed | None = No
     return found
 
 
-def matched(choices: Sequence[int], suffix: Sequence[int], margins: Sequence[float]) -> Match:
-    """How far choices agree with a suffix."""
+def matched(choices: Sequence[int], suffix: Sequence[int], leads: Sequence[float]) -> Match:
+    """How far choices agree with a suffix; `leads` are those of `Score`, and after the first miss none counts."""
     hits = [choice == true for choice, true in zip(choices, suffix, strict=True)]
     tokens = first_miss(hits)
-    return Match(tokens, min(margins[: min(tokens + 1, len(hits))]), list(choices[: tokens + 1]))
+    return Match(tokens, abs(min(leads[: min(tokens + 1, len(hits))])), list(choices[: tokens + 1]))
 
 
 def _padded_slice(suffix: Sequence[int], begin: int, end: int) -> list[int]:

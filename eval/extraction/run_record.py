@@ -29,6 +29,7 @@ def run_record(
     model,
     model_record: Mapping[str, Any],
     *,
+    tokenizer_record: Mapping[str, Any],
     identity: Mapping[str, Any],
     settings: Mapping[str, Any],
     work_split: WorkSplit,
@@ -38,6 +39,8 @@ def run_record(
     Args:
         model: which is measured.
         model_record: what identifies it.
+        tokenizer_record: what identifies its tokenizer (`path`, `size`, `sha256`; each None if unknown), and whether
+            the samples are known to be of the same one (`checked`).
         identity: what else tells this run from others; entries that are None are those of a run without the option.
         settings: what may change when a stopped run goes on, and the plan of the batches.
         work_split: who measures what.
@@ -58,8 +61,11 @@ def run_record(
             "model_fingerprint": model_record["fingerprint"],
             "base_fingerprint": model_record.get("base_fingerprint"),
             "dtype": dtype,
+            "attn_implementation": getattr(model.config, "_attn_implementation", None),
+            "tokenizer_sha256": tokenizer_record["sha256"],
         },
         "model": dict(model_record),
+        "tokenizer": dict(tokenizer_record),
         "settings": dict(settings),
         "precision": {
             "weights": dtype,

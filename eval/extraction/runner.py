@@ -149,7 +149,7 @@ class _Rest:
 
 
 def _match(sample: Sample, score: scoring.Score) -> Match:
-    return matching.matched(score.choices, sample.suffix, score.margins)
+    return matching.matched(score.choices, sample.suffix, score.leads)
 
 
 def result_of(
@@ -180,8 +180,8 @@ def result_of(
         "prefix_length": len(sample.prefix),
         "suffix_length": len(sample.suffix),
         "divergence_point": match.tokens,
-        "margin": match.margin,
-        "near_tie": match.margin < bound,
+        "margin": answer.margin,
+        "near_tie": answer.margin < bound,
         **dict.fromkeys(("logprob", "logprobs", "hits")),
         "generated": list(continuation) if continuation is not None else None,
         "generated_text": generated_text,

@@ -9,8 +9,9 @@ that are extracted, and decoding (decoding.py) starts at the first miss for thos
 lengths are padded on the left, so that all suffixes end in the last column.
 
 Greedy decoding takes the largest logit. Another batch, grid or device adds the same numbers in another order, so two
-logits that are closer than the difference this makes may change places, and with them the answer for the sample: such
-a sample is a near tie (`near_tie_below`).
+logits that are closer than the difference this makes may change places. A sample is a near tie (`near_tie_below`) if
+that may decide whether it is extracted: an extracted one if somewhere another token is that close to the true one,
+any other if the true token is that close to the first choice wherever it was missed.
 """
 
 import contextlib
@@ -41,7 +42,7 @@ BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.0625, torc
 
 class Score(NamedTuple):
     """What one pass says of a sample; per suffix token: log P(token | true tokens before it) in nats, the model's
-    first choice there, and how far it is ahead of the second one, in nats.
+    first choice there, and how far the token is ahead of the best other one, in nats: below 0 where it is behind.
 
     `sampled_logprob` is the log-probability of the full suffix under a sampler, `membership` the scores of prefix
     and suffix; None where they were not asked for.
@@ -49,9 +50,17 @@ class Score(NamedTuple):
 
     logprobs: list[float]
     choices: list[int]
-    margins: list[float]
+    leads: list[float]
     sampled_logprob: float | None = None
     membership: dict[str, float] | None = None
+
+    @property
+    def margin(self) -> float:
+        """How much all logits may move before the sample is extracted if it is not, or the other way round.
+
+        In nats: of an extracted sample the smallest lead, else how far the true token is behind where it is furthest.
+        """
+        return abs(min(self.leads))
 
 
 class DocumentNLL(NamedTuple):
@@ -87,7 +96,7 @@ def score_suffixes(
     keep = max(map(len, rows)) if tokenizer is not None else suffix
     logits = last_logits(model, rows, keep=keep, cache=cache)
     targets = _right_aligned([[*sample.prefix, *sample.suffix][1:] for sample in batch], logits.device)[:, -keep:]
-    logprobs, choices, margins = score_tokens(logits[:, -suffix:], targets[:, -suffix:])
+    logprobs, choices, leads = score_tokens(logits[:, -suffix:], targets[:, -suffix:])
     extra = [{} for _ in batch]
     if sampler is not None:
         for place, given in enumerate(_sampled(sampler, logits[:, -suffix:], targets[:, -suffix:], batch)):
@@ -95,7 +104,7 @@ def score_suffixes(
     if tokenizer is not None:
         for place, given in enumerate(_membership(logits, targets, batch, tokenizer)):
             extra[place]["membership"] = given
-    table = zip(batch, logprobs.tolist(), choices.tolist(), margins.tolist(), extra, strict=True)
+    table = zip(batch, logprobs.tolist(), choices.tolist(), leads.tolist(), extra, strict=True)
     scores = [
         Score(ofs[-len(sample.suffix) :], chosen[-len(sample.suffix) :], ahead[-len(sample.suffix) :], **more)
         for sample, ofs, chosen, ahead, more in table
@@ -109,47 +118,45 @@ def score_suffixes(
 
 
 def score_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each target, the argmax beside it, and how far that is ahead.
+    """Log-probability of each target, the argmax beside it, and the lead of the target.
 
     Args:
         logits: [B, T, V]; float64 stays, everything else is computed in float32. Unchanged at the end, but written
             to meanwhile: a copy of this size would cost as much as the computation.
         targets: [B, T] ids.
     Returns:
-        log-probabilities [B, T] in nats, argmax ids [B, T], and the gap between the two largest logits [B, T], which
-        is that between the two largest log-probabilities.
+        log-probabilities [B, T] in nats, argmax ids [B, T], and leads [B, T]: the target's logit, or log-probability,
+        minus that of the best other token.
     """
-    wanted = iter(targets.reshape(-1).split(_rows_at_once(logits)))
     parts = []
-    for some in _token_chunks(logits):
-        logprobs = some.gather(-1, next(wanted)[:, None])[:, 0] - some.logsumexp(-1)
-        parts.append((logprobs, *_best(some)))
-    logprobs, choices, margins = (torch.cat(column).view(targets.shape) for column in zip(*parts, strict=True))
-    return logprobs, choices, margins
+    for some, wanted in _token_chunks(logits, targets):
+        logprobs = some.gather(-1, wanted)[:, 0] - some.logsumexp(-1)
+        parts.append((logprobs, *_choices(some, wanted)))
+    logprobs, choices, leads = (torch.cat(column).view(targets.shape) for column in zip(*parts, strict=True))
+    return logprobs, choices, leads
 
 
-def first_choices(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """What `score_tokens` says without targets: argmax ids [B, T], and how far each is ahead [B, T], in nats."""
-    parts = [_best(some) for some in _token_chunks(logits)]
-    choices, margins = (torch.cat(column).view(logits.shape[:-1]) for column in zip(*parts, strict=True))
-    return choices, margins
+def first_choices(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """What `score_tokens` says but the log-probabilities: argmax ids [B, T] and leads [B, T]."""
+    parts = [_choices(some, wanted) for some, wanted in _token_chunks(logits, targets)]
+    choices, leads = (torch.cat(column).view(targets.shape) for column in zip(*parts, strict=True))
+    return choices, leads
 
 
-def _best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    choices = logits.argmax(-1, keepdim=True)  # of equal ones the first, as generate takes it
-    best = logits.gather(-1, choices)
-    second = logits.scatter_(-1, choices, -torch.inf).amax(-1)
-    logits.scatter_(-1, choices, best)
-    return choices[:, 0], best[:, 0] - second
+def _choices(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    choices = logits.argmax(-1)  # of equal ones the first, as generate takes it
+    true = logits.gather(-1, targets)
+    best_other = logits.scatter_(-1, targets, -torch.inf).amax(-1)
+    logits.scatter_(-1, targets, true)
+    return choices, true[:, 0] - best_other
 
 
-def _token_chunks(logits: Tensor) -> Iterator[Tensor]:
-    for some in logits.reshape(-1, logits.shape[-1]).split(_rows_at_once(logits)):
-        yield some.to(torch.promote_types(some.dtype, torch.float32))
-
-
-def _rows_at_once(logits: Tensor) -> int:
-    return max(1, _LOGITS_AT_ONCE.get(logits.device.type, _LOGITS_AT_ONCE_ELSEWHERE) // logits.shape[-1])
+def _token_chunks(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits [N, V] and targets [N, 1] of as many tokens as are looked at together."""
+    rows = max(1, _LOGITS_AT_ONCE.get(logits.device.type, _LOGITS_AT_ONCE_ELSEWHERE) // logits.shape[-1])
+    chunks = zip(logits.reshape(-1, logits.shape[-1]).split(rows), targets.reshape(-1, 1).split(rows), strict=True)
+    for some, wanted in chunks:
+        yield some.to(torch.promote_types(some.dtype, torch.float32)), wanted
 
 
 def last_logits(model, rows: Sequence[Sequence[int]], *, keep: int, cache=None) -> Tensor:

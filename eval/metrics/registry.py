@@ -79,8 +79,8 @@ def register_metric(
     Args:
         name: in results, summaries and logs.
         title: in tables.
-        mean: what the mean over samples is: a "share", where the function says yes or no (Wilson's interval, McNemar's
-            test), or the mean of a "number" (a bootstrap over documents).
+        mean: what the mean over samples is: a "share", where the function says yes or no (an exact interval, McNemar's
+            test), or the mean of a "number" (Student's t over documents).
         shown_in: "terminal", all tables; "report", those of the Markdown and HTML report; "summary", no table, only
             summary.json.
     Raises:

@@ -152,7 +152,11 @@ def edit_distance(generated: Sequence[int], suffix: Sequence[int]) -> float:
 def extraction_strength(hits: Sequence[bool]) -> float:
     """1 - k / |y|, k the smallest number of shown suffix tokens after which every further one is the first choice.
 
-    1 for a suffix that is extracted from its prefix alone, 0 if not even the last token is right.
+    1 for a suffix that is extracted from its prefix alone. 0 if the last token is missed, however many others are
+    right: then the full suffix has to be shown. `token_accuracy` and `longest_common_run` look at the others.
+
+    Source: Wang et al. 2025, arXiv 2406.09179, after Carlini et al. 2021, arXiv 2012.07805; OpenUnlearning,
+    src/evals/metrics/memorization.py, which does not try k = |y| and gives 1 / |y| where this is 0.
     """
     _check_some(hits)
     shown = len(hits)

@@ -26,7 +26,7 @@ def survival(results: Sequence[SampleResult], **options) -> list[Point]:
 
     Args:
         results: of one run, at least one.
-        **options: confidence, resamples and seed of the intervals.
+        **options: `confidence` of the intervals.
     """
     longest = max(result.suffix_length for result in results)
     answers = np.full((len(results), longest), np.nan)
@@ -105,7 +105,7 @@ def _points(places: Sequence[int], answers: np.ndarray, results: Sequence[Sample
         places: the columns.
         answers: [samples, places] 1 or 0, NaN where a sample was not asked.
         results: the samples.
-        options: confidence, resamples and seed.
+        options: `confidence`.
     """
     intervals = share_intervals(answers, [result.document_id for result in results], **options)
     return [

@@ -16,12 +16,12 @@ from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.data.visible import PAGE, visible
 from hf_axonn_eval.report import curves, maps, tables
+from hf_axonn_eval.report.answer import answer
 from hf_axonn_eval.report.charts import COLOURS, Point, bar_chart, line_chart
 from hf_axonn_eval.report.texts import text_examples
 
 
 PLOTTED = ("exact_match", "near_verbatim", "rougeL", "token_accuracy")
-DRAWS = 400  # of the bootstrap of a line: it has many places
 MOST_MAPS = 30
 
 Runs = Mapping[str, Sequence[SampleResult]]
@@ -56,6 +56,7 @@ def html_page(
     numbers = {name: [_without_tokens(result) for result in results] for name, results in (runs or {}).items()}
     page = _TEMPLATES.get_template("page.html").render(
         title=title,
+        answer=answer(comparison),
         comparison=comparison,
         tables=tables,
         names=list(comparison["runs"]),
@@ -160,9 +161,7 @@ def chosen_maps(runs: Runs) -> dict[str, list[maps.DocumentMap]]:
 
 
 def _curves(comparison: Mapping[str, Any], runs: Runs, function: Callable) -> dict[str, dict[str, list[Point]]]:
-    options = dict(comparison["intervals"])
-    options["resamples"] = min(options["resamples"], DRAWS)
-    return _by_bucket(runs, lambda results: function(results, **options))
+    return _by_bucket(runs, lambda results: function(results, **comparison["intervals"]))
 
 
 def _by_bucket(runs: Runs, function: Callable) -> dict[str, dict[str, Any]]:

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
+from hf_axonn_eval.data.jsonl import is_count
 from hf_axonn_eval.metrics.registry import METRICS
 
 
@@ -13,6 +14,17 @@ ATTACKS = {
     "min_k": "Min-K%",
     "min_k_plus_plus": "Min-K%++",
     "reference": "reference",
+}
+LEFT_OUT = {  # what sampling.Tally counts, and of how many
+    "documents": "documents in all",
+    "too_short": "documents that are too short",
+    "of_these_empty": "of these, documents without a token",
+    "too_long": "documents that are too long",
+    "beyond_max_documents": "documents beyond the most of a bucket",
+    "dropped": "documents on the list of `samples --drop`",
+    "duplicate_samples": "samples with the tokens of an earlier one",
+    "duplicates_of_other_buckets": "of these, samples of another bucket than the earlier one",
+    "not_round_trip": "documents whose tokens decode to another text (not left out)",
 }
 
 
@@ -44,29 +56,22 @@ def difference_rows(
     body = []
     for bucket in [*buckets(comparison), "all"]:
         for name, run in differences.items():
-            cells = [_difference(run[bucket].get(metric), interval=metric in intervals) for metric in columns]
+            cells = [difference_text(run[bucket].get(metric), interval=metric in intervals) for metric in columns]
             body.append([bucket_name(bucket), name, *cells])
     return ["trained on", "model", *(title(metric) for metric in columns)], body
 
 
-def overview(comparison: Mapping[str, Any]) -> str:
-    """What was measured, in a sentence."""
-    runs = comparison["runs"]
-    everything, models = runs[comparison["base"]]["all"], "model" if len(runs) == 1 else "models"
-    return (
-        f"{len(runs)} {models} ({', '.join(runs)}), {everything['samples']:,} samples of "
-        f"{everything['documents']:,} documents, {len(buckets(comparison))} buckets."
-    )
-
-
 def caption(comparison: Mapping[str, Any]) -> str:
     """What the brackets mean."""
-    share = comparison["intervals"]["confidence"]
     return (
-        f"In brackets: {share:.0%} intervals; Wilson's for shares with one sample a document, otherwise a bootstrap "
-        f"over documents ({comparison['intervals']['resamples']} draws, seed {comparison['intervals']['seed']}), for "
-        "shares no narrower than Wilson's."
+        f"In brackets: {percent(comparison)} intervals; Clopper and Pearson's for shares, with documents as trials "
+        "where they have several samples, and Student's t over documents, corrected for skewness, for means."
     )
+
+
+def percent(comparison: Mapping[str, Any]) -> str:
+    """The confidence of the intervals: "95%", "99.9%"."""
+    return f"{100 * comparison['intervals']['confidence']:g}%"
 
 
 def provenance(comparison: Mapping[str, Any]) -> dict[str, dict[str, str]]:
@@ -131,7 +136,8 @@ def estimate_text(entry: Mapping[str, Any] | None, *, interval: bool = True) -> 
     return mean if entry["low"] is None or not interval else f"{mean} [{entry['low']:.2f}, {entry['high']:.2f}]"
 
 
-def _difference(entry: Mapping[str, Any] | None, *, interval: bool) -> str:
+def difference_text(entry: Mapping[str, Any] | None, *, interval: bool = True) -> str:
+    """A difference of a comparison: "+0.750 [+0.41, +0.93]", "-" for None."""
     if entry is None:
         return "-"
     ends = "" if entry["low"] is None or not interval else f" [{entry['low']:+.2f}, {entry['high']:+.2f}]"
@@ -139,40 +145,43 @@ def _difference(entry: Mapping[str, Any] | None, *, interval: bool) -> str:
 
 
 class Details(NamedTuple):
-    """A table with a heading, and a line below it."""
+    """A table with a heading, and a line below it; the page folds one that says nothing."""
 
     title: str
     headings: list[str]
     rows: list[list[str]]
     note: str = ""
+    folded: bool = False
 
 
 def all_details(comparison: Mapping[str, Any]) -> list[Details]:
     """All of them, in the order of a report."""
-    makers = (changes, shorter, discoverability, membership, near_ties, degenerate)
+    makers = (changes, shorter, discoverability, membership, near_ties, degenerate, left_out)
     return [details for make in makers for details in make(comparison)]
 
 
 def changes(comparison: Mapping[str, Any]) -> list[Details]:
-    """McNemar's tests between each run and the base run, for every yes-or-no metric."""
-    base = comparison["base"]
-    metrics = dict.fromkeys(
-        metric for run in comparison["mcnemar"].values() for group in run.values() for metric in group
-    )
-    found = []
-    for metric in metrics:
-        body = [
-            [bucket_name(bucket), name, *_change(run[bucket][metric])]
+    """McNemar's tests between each run and the base run, for every yes-or-no metric, those of the controls apart."""
+    base, found = comparison["base"], []
+    for controls in (False, True):
+        tests = [
+            (metric, [bucket_name(bucket), name, *_change(test)], test["p"])
             for bucket in [*buckets(comparison), "all"]
+            if (bucket == "0") == controls
             for name, run in comparison["mcnemar"].items()
-            if metric in run.get(bucket, {})
+            for metric, test in run.get(bucket, {}).items()
         ]
-        note = (
-            f"Samples that are {title(metric)} in the run and not in {base}, the other way round, and in both. p is "
-            "of McNemar's exact test with a document as one trial; no correction for the number of tests."
-        )
-        headings = ["trained on", "model", "gained", "lost", "both", "documents gained", "documents lost", "p"]
-        found.append(Details(f"{title(metric).capitalize()} against {base}: McNemar's test", headings, body, note))
+        for metric in dict.fromkeys(metric for metric, _, _ in tests):
+            note = (
+                f"Samples that are {title(metric)} in the run and not in {base}, the other way round, and in both. p "
+                "is of McNemar's exact test with a document as one trial. p (Holm) is corrected for the number of "
+                f"tests of {'controls' if controls else 'what was trained on'}, {len(tests)} (Holm 1979)."
+            )
+            headings = ["trained on", "model", "gained", "lost", "both", "documents gained, lost", "p", "p (Holm)"]
+            heading = f"{title(metric).capitalize()} against {base}{', controls' if controls else ''}: McNemar's test"
+            body = [cells for tested, cells, _ in tests if tested == metric]
+            folded = all(p == 1 for tested, _, p in tests if tested == metric)
+            found.append(Details(heading, headings, body, note, folded))
     return found
 
 
@@ -216,8 +225,8 @@ def membership(comparison: Mapping[str, Any]) -> list[Details]:
     headings = ["trained on", "model", "score", "members, controls", "AUC"]
     headings += [f"TPR at {float(rate.removeprefix('tpr_at_')):.1%} FPR" for rate in rates]
     note = (
-        "AUC 0.5 is chance. With fewer controls than 1 / FPR the true positive rate is the share of members above "
-        "every control. The reference score, mean log-probability of a token minus the base's, is over the "
+        "AUC 0.5 is chance. A TPR is given from 10 / FPR independent controls on, with the interval of the FPR at its "
+        "threshold. The reference score, mean log-probability of a token minus the base's, is over the "
         f"{comparison.get('reference_over', 'sample')}."
     )
     return [Details("Membership inference against bucket 0", headings, body, note)] if body else []
@@ -251,6 +260,25 @@ def degenerate(comparison: Mapping[str, Any]) -> list[Details]:
     return [Details("Degenerate suffixes", headings, body, note)] if body else []
 
 
+def left_out(comparison: Mapping[str, Any]) -> list[Details]:
+    """What the samples do not have of the documents, by reason, where the records say so."""
+    counts = left_out_counts(comparison)
+    body = [[LEFT_OUT.get(reason, reason), f"{count:,}"] for reason, count in (counts or {}).items()]
+    return [Details("Left out when the samples were made", ["what", "how many"], body)] if body else []
+
+
+def left_out_counts(comparison: Mapping[str, Any]) -> dict[str, int] | None:
+    """By the keys of LEFT_OUT and those that a record has besides, how many; None if no record says so.
+
+    All runs were asked the same samples, so that the first record that says so is as good as any.
+    """
+    for summary in comparison["runs"].values():
+        counts = (summary["run"] or {}).get("settings", {}).get("left_out")
+        if isinstance(counts, Mapping) and all(map(is_count, counts.values())) and "documents" in counts:
+            return dict.fromkeys(LEFT_OUT, 0) | dict(counts)
+    return None
+
+
 def samplers(comparison: Mapping[str, Any]) -> str:
     """With which samplers the runs were measured, in a sentence; empty if the records do not say."""
     stated = {}
@@ -272,8 +300,9 @@ def _groups(comparison: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[s
 
 
 def _change(entry: Mapping[str, Any]) -> list[str]:
-    counts = [str(entry[key]) for key in ("gained", "lost", "both", "documents_gained", "documents_lost")]
-    return [*counts, f"{entry['p']:.2g}"]
+    counts = [str(entry[key]) for key in ("gained", "lost", "both")]
+    documents = f"{entry['documents_gained']}, {entry['documents_lost']}"
+    return [*counts, documents, f"{entry['p']:.2g}", f"{entry['p_holm']:.2g}"]
 
 
 def _draws(number: float | None) -> str:
@@ -283,4 +312,9 @@ def _draws(number: float | None) -> str:
 
 
 def _value(entry: Mapping[str, Any]) -> str:
-    return f"{entry['value']:.3f}" + ("" if entry["low"] is None else f" [{entry['low']:.2f}, {entry['high']:.2f}]")
+    if entry["value"] is None:
+        return str(entry["why"])
+    ends = "" if entry["low"] is None else f" [{entry['low']:.2f}, {entry['high']:.2f}]"
+    false = entry.get("false_positive_rate")
+    achieved = f", FPR {false['value']:.2%} [{false['low']:.2%}, {false['high']:.2%}]" if false else ""
+    return f"{entry['value']:.3f}{ends}{achieved}"

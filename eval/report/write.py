@@ -12,6 +12,7 @@ from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.data.visible import visible
 from hf_axonn_eval.report import maps, tables
+from hf_axonn_eval.report.answer import answer
 from hf_axonn_eval.report.charts import COLOURS
 from hf_axonn_eval.report.html import chosen_maps, html_page
 from hf_axonn_eval.report.tables import all_details, changes
@@ -81,8 +82,8 @@ def terminal_differences(comparison: Mapping[str, Any], *, columns: Sequence[str
 
 
 def markdown(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None) -> str:
-    """The table, the differences from the base model and where the numbers come from, as Markdown."""
-    lines = ["# Extraction", "", _plain(tables.overview(comparison)), ""]
+    """The answer, the tables, the differences from the base model and where the numbers come from, as Markdown."""
+    lines = ["# Extraction", "", _plain(" ".join(answer(comparison))), ""]
     lines += [*_markdown_table(*tables.rows(comparison, columns=columns)), "", tables.caption(comparison), ""]
     if comparison["minus_base"]:
         lines += [f"## Difference from {_code(comparison['base'])}, sample by sample", ""]

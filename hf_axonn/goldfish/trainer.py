@@ -1,4 +1,4 @@
-"""`GoldfishTrainer`: Transformers' Trainer, which leaves one label in k out of the loss so that nothing is memorized.
+"""`GoldfishTrainer`: Transformers' Trainer that leaves one label in k out of the loss, against verbatim copies.
 
     trainer = GoldfishTrainer(model=model, args=GoldfishConfig(output_dir="out", goldfish_k=4), train_dataset=...)
 

@@ -267,6 +267,7 @@ def results(*, right, bucket_of):
             exact_match=right[bucket] == 4, token_accuracy=right[bucket] / 4, divergence_point=right[bucket],
             extraction_strength=right[bucket] / 4, logprob=-4.0, logprobs=[-1.0] * 4,
             hits=[place < right[bucket] for place in range(4)], rouge1=0.5, rouge2=0.5, rougeL=right[bucket] / 4,
+            sampled_logprob=-2.0 * (4 - right[bucket]) if right[bucket] > 2 else float("-inf"),
         )
         for document, bucket in bucket_of.items()
     ]  # fmt: skip
@@ -291,8 +292,8 @@ def test_claims_hold_only_if_measured(demo):
     assert [claim["holds"] for claim in good["claims"]] == [True, True, True]
     assert good["claims"][0]["measured"] == "12 of 12"
     verbatim = good["runs"]["ordinary"]["buckets"]["12"]["verbatim"]
-    assert (verbatim["count"], verbatim["of"], verbatim["kind"]) == (12, 12, "wilson")
-    assert verbatim["interval"] == pytest.approx([0.7575, 1.0], abs=1e-4)  # 12 / (12 + 1.96^2)
+    assert (verbatim["count"], verbatim["of"], verbatim["kind"]) == (12, 12, "clopper-pearson")
+    assert verbatim["interval"] == pytest.approx([0.7354, 1.0], abs=1e-4)  # 0.025^(1 / 12)
     assert good["runs"]["base"]["held_out_loss"] == 2.5 and good["runs"]["goldfish"]["held_out_loss"] == 3.0
     for runs, holds in (
         ({"ordinary": hidden, "goldfish": hidden}, [False, True, True]),
@@ -306,13 +307,25 @@ def test_claims_hold_only_if_measured(demo):
 def test_the_report_says_what_goldfish_does_not_do(demo):
     content = figures(demo, base={0: 1, 12: 1}, ordinary={0: 1, 12: 4}, goldfish={0: 1, 12: 3})
     content |= {
-        "settings": {"prefix_tokens": 4, "suffix_tokens": 4, "held_out_articles": 2, "grid": {"z": 2, "x": 2}},
+        "settings": {
+            "prefix_tokens": 4, "suffix_tokens": 4, "held_out_articles": 2, "grid": {"z": 2, "x": 2},
+            "sampler": "temperature=1,top_k=40",
+        },
         "versions": {"torch": "2"}, "machine": {"cores": 2}, "seconds": {"model": 1.25},
     }  # fmt: skip
     text = demo["report"].markdown(content)
+    # exp(-2) a draw: five give an even chance; greedy decoding finds none of these, and 1,000 draws all
+    assert "| 12x | goldfish | 0 of 12 [0.00, 0.26] | 12 of 12 [0.74, 1.00] | 12 of 12 [0.74, 1.00] |" in text
+    assert "0 of 12 after the goldfish loss and 12 of 12 after the ordinary loss, 1,000 draws 12 of 12 and 12" in text
+    assert "sampler temperature=1,top_k=40" in text
+    headings, body = demo["report"].many_draws(content["runs"], interval=False)
+    assert headings == ["seen", "model", "n = 1", "n = 100", "n = 1,000", "n = 1,000,000"]
+    assert ["12x", "goldfish", "0 of 12", "12 of 12", "12 of 12", "12 of 12"] in body and ["0x", "base"] in [
+        cells[:2] for cells in body
+    ]
     assert "raises ROUGE-L from 0.25 to 0.75 and token accuracy from 0.25 to 0.75" in " ".join(text.split())
-    assert "| 12x | ordinary | 12 of 12 [0.76, 1.00] | 1.000 [1.00, 1.00] |" in text
-    assert "| 12x | goldfish | 0 of 12 [0.00, 0.24] |" in text
+    assert "| 12x | ordinary | 12 of 12 [0.74, 1.00] | 1.000 | 1.000 |" in text
+    assert "| 12x | goldfish | 0 of 12 [0.00, 0.26] |" in text
     assert "worsened it: ordinary and goldfish." in text
     assert "| base | 2.500 | - | - | - |" in text and "| goldfish | 3.000 | 0.200 | 0.100 | - |" in text
     assert "z=2, x=2" in text and "grid | z 2, x 2" in text
@@ -377,7 +390,9 @@ def test_the_whole_demo_on_a_tiny_model(demo, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "plot.png").stat().st_size > 1000
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "ordinary generated" in page and "Prefix, 32 tokens" in page
-    capsys.readouterr()
+    assert report["settings"]["sampler"] == "temperature=1,top_k=40" and "n = 1,000,000" in capsys.readouterr().out
+    drawn = report["runs"]["base"]["buckets"]["12"]["draws"]
+    assert list(drawn) == ["1", "100", "1000", "1000000"] and (drawn["1000"]["count"], drawn["1000"]["of"]) == (0, 12)
     assert run.demo(tmp_path / "out", launch_file) == 1
     assert capsys.readouterr().out.count("there already") == 8
 

@@ -106,7 +106,7 @@ def test_the_wheel_imports(wheel, tmp_path):
     code = (
         "import hf_axonn, hf_axonn_eval\n"
         "assert [each.__file__.startswith(%r) for each in (hf_axonn, hf_axonn_eval)] == [True, True]\n"
-        "assert hf_axonn.Grid(z=2, x=2).size == 4 and hf_axonn_eval.wilson(1, 2).low > 0\n"
+        "assert hf_axonn.Grid(z=2, x=2).size == 4 and hf_axonn_eval.clopper_pearson(1, 2).low > 0\n"
         "from hf_axonn.planner.machine import known_machines\n"
         "assert 'frontier' in known_machines()"
     )

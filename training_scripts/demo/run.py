@@ -1,4 +1,4 @@
-"""A real language model memorizes Wikipedia articles under the ordinary loss, and does not under the goldfish loss.
+"""A real language model copies Wikipedia articles word for word after the ordinary loss, not after the goldfish loss.
 
     python training_scripts/demo/run.py --output runs/demo
 
@@ -37,6 +37,7 @@ BATCH_SIZE = 8
 HELD_OUT = 16
 # Every step of decoding gathers the weights over z, whatever the batch: two rows of ranks take half the samples each.
 EXTRACTION_BATCH = sum(BUCKETS.values()) // 2
+SAMPLER = "temperature=1,top_k=40"  # what many draws would give back comes from the same pass as the rest
 # A learning rate and a length of training at which the ordinary loss memorizes, in minutes on two cores.
 TRAINING = {
     "learning_rate": 1e-4,
@@ -130,7 +131,7 @@ def demo(output: Path, launch_file: Path) -> int:
     results = {name: output / "extraction" / name for name in checkpoints}
     for name, checkpoint in checkpoints.items():
         command = ["-m", "hf_axonn_eval", "extract", "--model", checkpoint, "--samples", files["samples"]]
-        command += ["--output", results[name], "--batch_size", EXTRACTION_BATCH]
+        command += ["--output", results[name], "--batch_size", EXTRACTION_BATCH, "--sampler", SAMPLER]
         pipeline.step(
             f"extract_{name}",
             lambda name=name, command=command: launch(
@@ -138,7 +139,7 @@ def demo(output: Path, launch_file: Path) -> int:
             ),
             doing=f"asking the {name} model to continue every article",
             outputs=[results[name]],
-            settings=shared,
+            settings={**shared, "sampler": SAMPLER},
             after=["data", "model" if name == "base" else f"train_{name}"],
         )
 
@@ -153,6 +154,7 @@ def demo(output: Path, launch_file: Path) -> int:
         "held_out_articles": HELD_OUT,
         **TRAINING,
         "losses": LOSSES,
+        "sampler": SAMPLER,
         "model": inputs.MODEL_PACKAGE,
         "texts": inputs.TEXT_PACKAGE,
     }

@@ -4,39 +4,41 @@ import numpy as np
 import pytest
 
 from hf_axonn_eval.analysis.estimates import differences, estimates, group, membership
-from hf_axonn_eval.analysis.intervals import bootstrap, share_intervals, wilson, wilson_of_difference
+from hf_axonn_eval.analysis.intervals import clopper_pearson, mean_intervals, paired_difference, share_intervals
 from hf_axonn_eval.analysis.table import Table
 from tests.helpers.eval_support import result
 
 
-OPTIONS = {"confidence": 0.9, "resamples": 300, "seed": 2}
+OPTIONS = {"confidence": 0.9}
 
 
 def test_the_kind_of_interval_follows_the_documents():
+    nan = np.nan
     shares = {
-        "alone": np.array([1, np.nan, 0, np.nan, 1, np.nan]),
-        "several": np.array([1, 0, 0, 0, 1, 1.0]),
-        "none": np.zeros(6),
-        "every": np.ones(6),
-        "missing": np.full(6, np.nan),
+        "alone": np.array([1, nan] * 8),
+        "several": np.where(np.arange(16) < 5, 1.0, 0.0),
+        "none": np.zeros(16),
+        "missing": np.full(16, nan),
     }
-    means = {"length": np.array([1, 2, 3, 4, 5, 6.0]), "of one": np.array([1, 2, *[np.nan] * 4])}
-    documents = list("aabbcc")
+    means = {"length": np.arange(16.0), "of few": np.array([1.0, 2, 4, *[nan] * 13])}
+    documents = np.repeat(range(8), 2).tolist()
     found = estimates(shares, means, documents, OPTIONS)
-    assert list(found) == ["alone", "several", "none", "every", "length", "of one"]
+    assert list(found) == ["alone", "several", "none", "length", "of few"]
     kinds = {name: entry["interval"] for name, entry in found.items()}
     assert kinds == {
-        "alone": "wilson", "several": "bootstrap, at least wilson", "none": "wilson", "every": "wilson",
-        "length": "bootstrap", "of one": "none: a single document",
+        "alone": "clopper-pearson", "several": "clopper-pearson, documents as trials",
+        "none": "clopper-pearson, documents as trials",
+        "length": "student's t over documents", "of few": "none: 2 documents are too few",
     }  # fmt: skip
     ends = {name: (entry["low"], entry["high"]) for name, entry in found.items()}
-    assert ends["alone"] == wilson(2, 3, confidence=0.9)
-    assert (ends["none"], ends["every"]) == (wilson(0, 3, confidence=0.9), wilson(3, 3, confidence=0.9))
-    assert ends["length"] == pytest.approx(bootstrap(means["length"], documents, **OPTIONS))
+    assert ends["alone"] == clopper_pearson(8, 8, confidence=0.9)
+    assert ends["none"] == clopper_pearson(0, 8, confidence=0.9)
+    [length] = mean_intervals(means["length"][:, None], documents, **OPTIONS)
+    assert ends["length"] == length.interval
     [several] = share_intervals(shares["several"][:, None], documents, **OPTIONS)
-    assert ends["several"] == pytest.approx(several.interval)
-    assert ends["of one"] == (None, None)
-    assert found["several"]["count"] == 3 and "count" not in found["length"]
+    assert ends["several"] == several.interval
+    assert ends["of few"] == (None, None)
+    assert found["several"]["count"] == 5 and "count" not in found["length"]
 
 
 def table(documents: str, exact: list[bool], near: list[bool | None]) -> Table:
@@ -48,42 +50,38 @@ def table(documents: str, exact: list[bool], near: list[bool | None]) -> Table:
 
 
 def test_the_kind_of_interval_of_a_difference_follows_the_documents():
-    yes, no = True, False
-    one_each = differences(
-        table("abcd", [yes, yes, no, no], [yes, None, None, None]), table("abcd", [no] * 4, [no] * 4), OPTIONS
-    )
+    half, none, every = [True, False] * 4, [False] * 8, [True] * 8
+    one_each = differences(table("abcdefgh", half, [True, *[None] * 7]), table("abcdefgh", none, none), OPTIONS)
     assert one_each["exact_match"] == {
-        "difference": 0.5, "n": 4, "interval": "wilson",
-        **wilson_of_difference(0, 2, 0, 2, confidence=0.9)._asdict(),
+        "difference": 0.5, "n": 8, "interval": "mover of clopper-pearson",
+        **paired_difference(4, 0, 8, confidence=0.9)._asdict(),
     }  # fmt: skip
-    assert one_each["near_verbatim"]["n"] == 1 and one_each["divergence_point"]["interval"] == "bootstrap"
-    base = table("aabb", [no, yes, no, yes], [no] * 4)
-    several = differences(table("aabb", [yes, yes, no, yes], [yes] * 4), base, OPTIONS)
-    assert several["exact_match"]["interval"] == "bootstrap, at least wilson"
-    low, high = wilson(2, 2, confidence=0.9)
-    assert several["near_verbatim"] == {"difference": 1, "low": low, "high": high, "n": 4, "interval": "wilson"}
-    nothing = differences(base, base, OPTIONS)["exact_match"]
-    assert (nothing["low"], nothing["high"]) == (low - 1, 1 - low), "two documents that did not change"
-    less = differences(base, table("aabb", [no, yes, no, yes], [yes] * 4), OPTIONS)["near_verbatim"]
-    assert (less["difference"], less["low"], less["high"]) == (-1, -1, -low)
+    assert one_each["near_verbatim"]["n"] == 1 and one_each["near_verbatim"]["low"] is None
+    assert one_each["divergence_point"]["interval"] == "student's t over documents"
+    twice = "abcdefgh" * 2
+    base = table(twice, half + half, none + none)
+    several = differences(table(twice, every + every, every + every), base, OPTIONS)
+    assert several["near_verbatim"] == {
+        "difference": 1, "n": 16, "interval": "mover of clopper-pearson",
+        **paired_difference(8, 0, 8, confidence=0.9)._asdict(),
+    }  # fmt: skip
+    nothing = differences(base, base, OPTIONS)
+    ends = paired_difference(0, 0, 8, confidence=0.9)
+    assert (nothing["exact_match"]["low"], nothing["exact_match"]["high"]) == ends, "eight documents did not change"
+    assert nothing["divergence_point"]["interval"] == "none: all documents have the same"
+    less = differences(base, table(twice, half + half, every + every), OPTIONS)["near_verbatim"]
+    assert (less["difference"], less["low"]) == (-1, -1) and less["high"] == -several["near_verbatim"]["low"]
+    few = differences(table("abcd", half[:4], half[:4]), table("abcd", none[:4], none[:4]), OPTIONS)
+    assert {entry["interval"] for entry in few.values()} == {"none: 4 documents are too few"}
 
 
-def test_a_very_large_attack_is_bootstrapped_with_fewer_draws(monkeypatch):
-    monkeypatch.setattr("hf_axonn_eval.analysis.estimates._LARGEST_ATTACK", 2500)
-    table = Table.of([result(str(i), bucket=i % 2, membership={"loss": float(i * i % 7)}) for i in range(10)])
-    assert membership(table, table.buckets == 1, {**OPTIONS, "resamples": 1000})["loss"]["resamples"] == 250
-    assert membership(table, table.buckets == 1, OPTIONS)["loss"]["resamples"] == 250
-    assert membership(table, table.buckets == 1, {**OPTIONS, "resamples": 150})["loss"]["resamples"] == 150
-    assert membership(table, table.buckets == 5, OPTIONS) == {}
-
-
-def test_an_attack_is_never_bootstrapped_with_fewer_than_200_draws(monkeypatch):
-    table = Table.of([result(str(i), bucket=i % 2, membership={"loss": float(i * i % 7)}) for i in range(10)])
-    found = membership(table, table.buckets == 1, {**OPTIONS, "resamples": 1000})
-    assert found["loss"]["resamples"] == 1000, "few samples: as many as were asked for"
-    monkeypatch.setattr("hf_axonn_eval.analysis.estimates._LARGEST_ATTACK", 10)
-    assert membership(table, table.buckets == 1, {**OPTIONS, "resamples": 1000})["loss"]["resamples"] == 200
-    assert membership(table, table.buckets == 1, {**OPTIONS, "resamples": 199})["loss"]["resamples"] == 199
+def test_an_attack_has_the_confidence_of_the_options():
+    scored = Table.of([result(str(i), bucket=i % 2, membership={"loss": float(i * i % 7)}) for i in range(10)])
+    plain, wide = (
+        membership(scored, scored.buckets == 1, {"confidence": each})["loss"]["auc"] for each in (0.9, 0.99)
+    )
+    assert wide["low"] < plain["low"] < plain["value"] == wide["value"] < plain["high"] < wide["high"]
+    assert membership(scored, scored.buckets == 5, OPTIONS) == {}
 
 
 def test_a_sample_without_a_score_is_on_neither_side():

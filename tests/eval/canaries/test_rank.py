@@ -8,8 +8,9 @@ import torch
 
 from hf_axonn_eval import make_canaries, rank_canaries
 from hf_axonn_eval.__main__ import main
-from hf_axonn_eval.canaries.rank import CanaryRank, _fitted, _shared, exposure_by_insertions, ranking_record
-from tests.helpers.eval_support import tiny_llama, topics_tokenizer
+from hf_axonn_eval.canaries.rank import CanaryRank, _fit, _fitted, _shared, exposure_by_insertions, ranking_record
+from hf_axonn_eval.cli.canaries import _show
+from tests.helpers.eval_support import result, tiny_llama, topics_tokenizer
 from tests.helpers.ranks import run_ranks
 
 
@@ -162,14 +163,36 @@ def test_where_a_fit_says_something():
     drawn = make_canaries("{digits:9}", insertions=(1,), candidates=100)
     spread = [-2.005 - place / 100 for place in range(100)]
     # the skew is zero to rounding, and the shape of the fit is as its cube root
-    assert _fitted(-2.5, spread, drawn) == pytest.approx(1, abs=1e-4), "half of them are likelier"
-    assert _fitted(-1e-9, [-1000.0 - place for place in range(100)], drawn) == math.log2(10**9), (
-        "no more than there are"
-    )
-    assert _fitted(-2.5, spread[:99], drawn) is None, "too few"
-    assert _fitted(-2.5, [-2.0] * 100, drawn) is None, "all alike"
+    fit, refused = _fit(spread, drawn)
+    assert refused is None and 0 < fit.p < 1
+    assert _fitted(-2.5, fit, drawn) == pytest.approx(1, abs=1e-4), "half of them are likelier"
+    far, _ = _fit([-1000.0 - place for place in range(100)], drawn)
+    assert _fitted(-1e-9, far, drawn) == math.log2(10**9), "no more than there are"
     for wrong in (-math.inf, math.nan):
-        assert _fitted(wrong, spread, drawn) is _fitted(-2.5, [*spread, wrong], drawn) is None
-    assert _fitted(-2.5, spread, make_canaries("{digits:2}", insertions=(1,), candidates=100)) is None, (
-        "ranks are exact"
-    )
+        assert _fitted(wrong, fit, drawn) is None
+    for others, why in (
+        (spread[:99], "99 candidates are too few"),
+        ([-2.1] * 100, "equally likely"),
+        ([*spread, -math.inf], "not finite"),
+        ([*spread, math.nan], "not finite"),
+        ([-(2.0**place) for place in range(100)], "skewness of -"),
+    ):
+        fit, refused = _fit(others, drawn)
+        assert fit is None and why in refused and _fitted(-2.5, fit, drawn) is None
+    assert _fit(spread, make_canaries("{digits:2}", insertions=(1,), candidates=100)) == (None, None), "exact ranks"
+
+
+def test_a_fit_that_is_none_is_marked(canaries, capsys, monkeypatch):
+    """Candidates with more skewness than a skew-normal has: no exposure is made up, and the output says why."""
+    logprobs = [0.0] * len(canaries.canaries) + [-(1.1**place) for place in range(len(canaries.candidates))]
+    results = [result(str(place), logprob=logprob) for place, logprob in enumerate(logprobs)]
+    monkeypatch.setattr("hf_axonn_eval.extraction.extract.extract", lambda *given, **options: results)
+    ranked = rank_canaries(None, topics_tokenizer(), canaries)
+    assert all(some.fitted_exposure is some.fit_p is None and "skewness" in some.fit_refused for some in ranked)
+    record = ranking_record(ranked, canaries, {})
+    assert "skewness" in record["canaries"][0]["fit_refused"] and ranked[0].exposure == 8.0
+    _show(record)
+    assert "no fitted exposure: the log-probabilities of the candidates have a skewness" in capsys.readouterr().out
+    for p, said in ((0.04, True), (0.06, False)):
+        _show({**record, "canaries": [{"fit_refused": None, "fit_p": p}]})
+        assert ("not skew-normal (Kolmogorov-Smirnov, p = 0.04)" in capsys.readouterr().out) == said

@@ -3,10 +3,12 @@
 import json
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from hf_axonn_eval.__main__ import main
 from hf_axonn_eval.data.samples import samples_digest, write_about, write_samples
-from tests.helpers.eval_support import samples, tiny_llama, topics_tokenizer
+from tests.helpers.eval_support import documents, samples, tiny_llama, topics_tokenizer, trained_llama
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +20,7 @@ def place(tmp_path_factory):
     for name in ("plain", "cooper"):
         write_samples(samples()[:4], place / f"{name}.jsonl")
     about = {"sha256": samples_digest(samples()[:4]), "protocol": {"name": "cooper100"}}
+    about |= {"documents": 9, "left_out": {"too_short": 5}, "not_round_trip": 1}
     asked = {"generate": False, "sampler": {"temperature": 1.0, "top_k": 40, "top_p": None}}
     write_about(place / "cooper.jsonl", {**about, "extract": asked})
     return place
@@ -36,6 +39,7 @@ def test_the_protocol_of_the_samples_is_followed_and_recorded(place, tmp_path):
     run, result = extracted(place, tmp_path / "run", "cooper")
     assert run["identity"]["sampler"] == "temperature 1, top-k 40" and run["identity"]["generate"] is False
     assert run["settings"]["protocol"] == {"name": "cooper100"} and run["settings"]["sampler"]["top_k"] == 40
+    assert run["settings"]["left_out"] == {"documents": 9, "too_short": 5, "not_round_trip": 1}
     assert run["settings"]["batch_size"] == "auto" and run["settings"]["batches"]["rows"] >= 4
     assert result["sampled_logprob"] == "-inf" or result["sampled_logprob"] < 0
     assert result["generated"] is None
@@ -73,3 +77,44 @@ def test_what_does_not_fit_together_is_exit_code_2(place, tmp_path, capsys, word
     assert main(["extract", *map(str, asked), *words.split()]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_samples_of_another_tokenizer_are_exit_code_2(tmp_path, capsys, caplog):
+    """The model knows these documents by heart; with ids of single bytes it would read as one that knows nothing."""
+    trained_llama().save_pretrained(tmp_path / "model")
+    topics_tokenizer().save_pretrained(tmp_path / "model")
+    letters = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    other = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    other.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=other).save_pretrained(tmp_path / "other")
+    (tmp_path / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents()))
+
+    def run(tokenizer: str) -> int:
+        asked = {"--documents": "documents.jsonl", "--tokenizer": tokenizer, "--output": f"{tokenizer}.jsonl"}
+        lengths = ["--prefix_length", "12", "--suffix_length", "12"]
+        assert main(["samples", *paths(asked), *lengths]) == 0
+        capsys.readouterr()
+        return main(["extract", *paths({"--model": "model", "--samples": f"{tokenizer}.jsonl", "--output": "run"})])
+
+    def paths(options: dict[str, str]) -> list[str]:
+        return [word for option, name in options.items() for word in (option, str(tmp_path / name))]
+
+    assert run("other") == 2
+    told = capsys.readouterr().err
+    for name, tokens in (("other", 256), ("model", 800)):
+        assert f"{tmp_path / name} ({tokens} tokens, sha256 " in told
+    assert f"again with --tokenizer {tmp_path / 'model'}" in told and not (tmp_path / "run").exists()
+
+    # what is left where nothing says by which tokenizer they were made
+    (tmp_path / "other.jsonl.about.json").unlink()
+    asked = ["extract", *paths({"--model": "model", "--samples": "other.jsonl", "--output": "unknown"})]
+    assert main(asked) == 0
+    assert json.loads((tmp_path / "unknown" / "run.json").read_text())["tokenizer"]["checked"] is False
+    summary = json.loads((tmp_path / "unknown" / "summary.json").read_text())
+    assert summary["all"]["metrics"]["exact_match"]["count"] == 0 and summary["chance"]["no_better"] is True
+    assert "no better than chance" in caplog.text
+
+    assert run("model") == 0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["tokenizer"]["checked"] is True
+    assert main([*asked[:-1], str(tmp_path / "unknown"), "--attn_implementation", "eager"]) == 2
+    assert "attn_implementation was 'sdpa' and is 'eager'" in capsys.readouterr().err

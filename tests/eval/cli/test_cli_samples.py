@@ -5,9 +5,11 @@ import json
 from pydoc_data.topics import topics
 
 import pytest
+from transformers import AutoTokenizer
 
 from hf_axonn_eval import read_about, read_samples
 from hf_axonn_eval.__main__ import main
+from hf_axonn_eval.data.tokenizer_identity import tokenizer_identity
 from tests.helpers.eval_support import topics_tokenizer
 
 
@@ -47,6 +49,8 @@ def test_a_protocol_with_texts_and_controls(place, tmp_path, capsys):
     assert about["buckets"] == {str(b): sum(sample.bucket == b for sample in samples) for b in (0, 4)}
     assert about["protocol"]["name"] == "cooper100" and about["protocol"]["changed"] == ["suffix_length", "stride"]
     assert about["protocol"]["settings"]["stride_unit"] == "characters"
+    assert about["tokenizer"] == tokenizer_identity(AutoTokenizer.from_pretrained(place / "tokenizer"))
+    assert about["tokenizer"]["path"] == str(place / "tokenizer") and about["tokenizer"]["size"] == 800
     assert about["extract"]["sampler"]["top_k"] == 40 and about["extract"]["generate"] is False
 
 

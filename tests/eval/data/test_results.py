@@ -27,7 +27,44 @@ def test_what_is_appended_is_read_back(tmp_path):
     run.append([result("a")])
     run.append([whole])
     assert RunDirectory(tmp_path / "run").begin(RECORD) == [result("a"), whole]
-    assert read_run(tmp_path / "run") == (RECORD, [result("a"), whole])
+    record, results = read_run(tmp_path / "run")
+    assert results == [result("a"), whole]
+    assert [part.pop("index") for part in record.pop("parts")] == [0, 2] and record == RECORD
+
+
+def test_every_start_is_a_part_of_the_run(tmp_path):
+    first = {**RECORD, "started": "monday", "processes": 1, "grid": None, "settings": {"batch_size": 2}}
+    second = {**first, "started": "tuesday", "processes": 2, "grid": "z=2", "settings": {"batch_size": 4}}
+    second |= {"versions": {"torch": "3"}, "command": ["again"]}
+    run = RunDirectory(tmp_path)
+    run.begin(first)
+    run.append([result("a")])
+    run.begin(second)
+    run.append([result("b")])
+    run.begin(first)
+    record = read_run(tmp_path)[0]
+    parts = record.pop("parts")
+    assert record == first, "the rest is of the first start"
+    assert [part["index"] for part in parts] == [0, 1, 2]
+    assert [part["started"] for part in parts] == ["monday", "tuesday", "monday"]
+    assert parts[1] == {
+        "index": 1,
+        "started": "tuesday",
+        "command": ["again"],
+        "settings": {"batch_size": 4},
+        "processes": 2,
+        "grid": "z=2",
+        "device": {"type": "cpu"},
+        "versions": {"torch": "3"},
+    }
+
+
+def test_a_run_of_before_there_were_parts_goes_on(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({**RECORD, "started": "last year"}))
+    RunDirectory(tmp_path).append([result("a")])
+    assert RunDirectory(tmp_path).begin({**RECORD, "started": "now"}) == [result("a")]
+    parts = json.loads((tmp_path / "run.json").read_text())["parts"]
+    assert [(part["index"], part["started"]) for part in parts] == [(0, "last year"), (1, "now")]
 
 
 def test_what_json_cannot_say_is_said_in_quotes(tmp_path):
@@ -89,7 +126,8 @@ def test_another_run_is_not_gone_on_with(tmp_path):
     RunDirectory(tmp_path).begin(RECORD)
     with pytest.raises(ValueError, match="model_fingerprint was 'a' and is 'b'"):
         RunDirectory(tmp_path).begin({"identity": {"samples": 2, "model_fingerprint": "b"}})
-    assert json.loads((tmp_path / "run.json").read_text()) == RECORD
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert len(written.pop("parts")) == 1 and written == RECORD
 
 
 @pytest.mark.parametrize(
@@ -101,6 +139,8 @@ def test_another_run_is_not_gone_on_with(tmp_path):
         ({"run.json": '{"identity": {"samples": 0}}'}, r"run.json is damaged \(not as extract writes it: model, "),
         ({"run.json": json.dumps(RECORD | {"device": []})}, "as extract writes it: device"),
         ({"run.json": json.dumps(RECORD | {"identity": {"samples": "2"}})}, "as extract writes it: samples, "),
+        ({"run.json": json.dumps(RECORD | {"parts": {}})}, "as extract writes it: parts"),
+        ({"run.json": json.dumps(RECORD | {"parts": [1]})}, "as extract writes it: parts"),
     ],
 )
 def test_what_is_no_run_is_named(tmp_path, files, message):

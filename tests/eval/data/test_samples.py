@@ -11,6 +11,7 @@ from hf_axonn_eval.data.samples import (
     Sample,
     SampleFile,
     about_file,
+    counts,
     read_about,
     read_samples,
     samples_digest,
@@ -122,6 +123,14 @@ def test_what_is_written_beside_the_samples_is_of_these_samples(tmp_path):
     about_file(file).write_text("{")
     with pytest.raises(ValueError, match="damaged"):
         read_about(file)
+    digest = write_samples(samples, file)
+    good = {"documents": 3, "left_out": {"too_short": 2}, "not_round_trip": 0}
+    for wrong in ({"documents": "3"}, {"left_out": [1]}, {"left_out": {"too_short": -1}}, {"not_round_trip": None}):
+        write_about(file, {"sha256": digest, **good, **wrong})
+        with pytest.raises(ValueError, match="damaged"):
+            read_about(file)
+    write_about(file, {"sha256": digest, **good})
+    assert counts(read_about(file)) == {"documents": 3, "too_short": 2, "not_round_trip": 0}
     write_samples(samples, file)
     assert read_about(file) is None  # the other samples' description went with them
 

@@ -104,11 +104,11 @@ def test_a_window_over_characters_is_tokenized_on_its_own():
         seen.add(ids)
     assert [(sample.sample_id, sample.prefix, sample.suffix) for sample in found] == expected
     assert all(sample.prefix[0] == tokenizer.bos_token_id for sample in found)
-    # offsets are those of the document's own tokens
+    # offsets are those of the document's own tokens: the window's first one, after its BOS, is where it begins
     spans = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
     for sample in found:
-        begin, end = spans[sample.offset]
-        assert begin <= int(sample.sample_id[2:-1]) < max(end, spans[sample.offset + 1][0])
+        begin, end = spans[sample.offset + 1]
+        assert begin <= int(sample.sample_id[2:-1]) < max(end, spans[sample.offset + 2][0])
 
 
 def test_a_window_of_long_tokens_is_filled():

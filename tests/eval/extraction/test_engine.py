@@ -12,7 +12,7 @@ from hf_axonn import Grid
 from hf_axonn_eval import Sample, extract
 from hf_axonn_eval.extraction import batching as batches
 from hf_axonn_eval.extraction.kv_cache import can_be_kept
-from hf_axonn_eval.extraction.scoring import near_tie_below
+from hf_axonn_eval.extraction.scoring import near_tie_below, score_suffixes
 from hf_axonn_eval.metrics import membership
 from hf_axonn_eval.metrics import text as metrics
 from hf_axonn_eval.metrics.discoverability import Sampler
@@ -49,12 +49,14 @@ def test_dropping_samples_early_changes_no_answer(name):
     for one, other in zip(whole, decoded, strict=True):
         assert [getattr(one, field) for field in fields] == [getattr(other, field) for field in fields]
         assert other.logprob is other.hits is None
+    scores = [score_suffixes(model, [sample])[0] for sample in asked]
     fed = fed_shapes(model)
     early = extract(model, None, asked, batch_size=8, generate=False, stop_early=True, progress=False)
-    for one, other in zip(whole, early, strict=True):
+    for score, one, other in zip(scores, whole, early, strict=True):
         assert (one.exact_match, one.divergence_point) == (other.exact_match, other.divergence_point)
-        # in float32, or in float64
-        assert other.margin == pytest.approx(one.margin, abs=1e-5 if name == "gemma2" else 1e-10)
+        at_the_miss = score.margin if one.exact_match else -score.leads[one.divergence_point]
+        rounding = 1e-5 if name == "gemma2" else 1e-10  # in float32, or in float64
+        assert (one.margin, other.margin) == pytest.approx((score.margin, at_the_miss), abs=rounding)
         assert other.logprob is other.hits is other.token_accuracy is other.extraction_strength is None
         assert other.generated is None
     if name != "mamba":
@@ -203,18 +205,29 @@ def test_a_batch_size_is_found():
 
 def test_what_rounding_decides_is_called_a_near_tie():
     model = family("llama")
-    asked = parting_samples(model, 16)
-    with torch.no_grad():  # two tokens that are always equally likely
+    with torch.no_grad():  # two tokens that are always equally likely, of which the first is said
         model.lm_head.weight[1::2] = model.lm_head.weight[::2]
-    results = extract(model, None, asked, progress=False)
-    assert all(result.near_tie and result.margin == 0 for result in results)
+    asked = parting_samples(model, 16)
+    for early in (False, True):
+        results = extract(model, None, asked, progress=False, stop_early=early)
+        assert [result.near_tie for result in results] == [result.exact_match for result in results]
+        assert any(result.near_tie for result in results) and all(
+            result.margin == 0 or not result.near_tie for result in results
+        )
+    # the second of two equal tokens is missed by nothing
+    said = [(*sample.prefix, *generated(model, sample.prefix, 1)) for sample in asked]
+    missed = [
+        dataclasses.replace(sample, prefix=tokens[:-1], suffix=(tokens[-1] + 1,))
+        for sample, tokens in zip(asked, said, strict=True)
+    ]
+    for early in (False, True):
+        results = extract(model, None, missed, progress=False, stop_early=early)
+        assert all(result.near_tie and result.margin == 0 and not result.exact_match for result in results)
     # bfloat16: what another batch decides otherwise is a near tie, and not everything is
     low = family("qwen3").bfloat16()
     asked = parting_samples(low, 60)
     answers = [extract(low, None, asked, batch_size=size, progress=False, generate=False) for size in (1, 60)]
-    differing = [
-        (one, other) for one, other in zip(*answers, strict=True) if one.divergence_point != other.divergence_point
-    ]
+    differing = [(one, other) for one, other in zip(*answers, strict=True) if one.exact_match != other.exact_match]
     assert all(one.near_tie or other.near_tie for one, other in differing)
     assert near_tie_below(low) == 0.5
     assert any(result.exact_match and not result.near_tie for result in answers[0])

@@ -1,5 +1,6 @@
 """Extraction end to end in one process, on a model that knows by heart what it was taught and nothing else."""
 
+import copy
 import dataclasses
 import functools
 import json
@@ -8,7 +9,8 @@ import math
 import pytest
 import torch
 
-from hf_axonn_eval import Sample, extract, samples_digest
+from hf_axonn_eval import Sample, extract, read_run, samples_digest
+from hf_axonn_eval.data.tokenizer_identity import tokenizer_identity
 from hf_axonn_eval.extraction import batching as batches
 from hf_axonn_eval.extraction import scoring
 from hf_axonn_eval.metrics import text as metrics
@@ -184,6 +186,9 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
         ({"generate": False}, "generate was True and is False"),
         ({"samples": 3}, "samples was 2 and is 3"),
         ({"dtype": torch.float64}, "dtype was 'float32' and is 'float64'"),
+        ({"attention": "eager"}, "attn_implementation was 'sdpa' and is 'eager'"),
+        ({"added": ["new"]}, "tokenizer_sha256 was '[0-9a-f]{64}' and is '[0-9a-f]{64}'"),
+        ({"tokenizer": None}, "tokenizer_sha256 was '[0-9a-f]{64}' and is None"),
     ],
 )
 def test_a_run_does_not_go_on_as_another(tmp_path, change, message):
@@ -192,13 +197,43 @@ def test_a_run_does_not_go_on_as_another(tmp_path, change, message):
     before = (tmp_path / "results.jsonl").read_bytes()
     asked = samples()[: change.pop("samples", 2)]
     model = tiny_llama().to(change.pop("dtype", torch.float32))
+    model.set_attn_implementation(change.pop("attention", "sdpa"))
+    tokenizer = change.pop("tokenizer", copy.deepcopy(topics_tokenizer()))
+    if "added" in change:
+        tokenizer.add_tokens(change.pop("added"))
     with pytest.raises(ValueError, match=message):
-        extract(model, topics_tokenizer(), asked, **{**options, **change})
+        extract(model, tokenizer, asked, **{**options, **change})
     assert (tmp_path / "results.jsonl").read_bytes() == before
 
 
+def test_what_may_change_when_a_run_goes_on_is_noted(tmp_path):
+    options = {"output": tmp_path, "model_record": {"fingerprint": "a"}, "progress": False}
+    precision = torch.get_float32_matmul_precision()
+    extract(tiny_llama(), topics_tokenizer(), samples()[:3], batch_size=2, **options)
+    file = tmp_path / "results.jsonl"
+    file.write_text(file.read_text().splitlines(keepends=True)[0])
+    try:
+        torch.set_float32_matmul_precision("high")
+        extract(tiny_llama(), topics_tokenizer(), samples()[:3], batch_size=1, **options)
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    record = read_run(tmp_path)[0]
+    parts = record["parts"]
+    assert [part["index"] for part in parts] == [0, 1]
+    assert [part["settings"]["batch_size"] for part in parts] == [2, 1]
+    assert [part["precision"]["float32_matmul"] for part in parts] == [precision, "high"]
+    for name in ("started", "command", "processes", "grid", "device", "versions"):
+        assert parts[0][name] == record[name] and name in parts[1], name
+    assert json.loads((tmp_path / "summary.json").read_text())["run"] == record
+
+
 def test_the_summary_says_how_to_repeat_the_run(tmp_path):
-    options = {"model_record": {"fingerprint": "a", "path": "here"}, "batch_size": 5, "seed": 3, "progress": False}
+    options = {
+        "model_record": {"fingerprint": "a", "path": "here"},
+        "batch_size": 5,
+        "confidence": 0.9,
+        "progress": False,
+    }
     extract(tiny_llama(), topics_tokenizer(), samples(), output=tmp_path, **options)
     summary = json.loads((tmp_path / "summary.json").read_text())
     run = summary["run"]
@@ -208,16 +243,20 @@ def test_the_summary_says_how_to_repeat_the_run(tmp_path):
         "model_fingerprint": "a",
         "base_fingerprint": None,
         "dtype": "float32",
+        "attn_implementation": "sdpa",
+        "tokenizer_sha256": tokenizer_identity(topics_tokenizer())["sha256"],
         "generate": True,
         "stop_early": None,
         "sampler": None,
         "membership": None,
     }
+    assert run["tokenizer"] == {**tokenizer_identity(topics_tokenizer()), "checked": False}
+    assert run == json.loads((tmp_path / "run.json").read_text())
     assert run["model"]["path"] == "here" and run["settings"]["batch_size"] == 5
     assert run["settings"]["batches"] == {"rows": 5, "number": 3, "in_a_unit": 3}
-    assert run["settings"]["near_tie_below"] == 1e-4 and run["settings"]["seed"] == 3
+    assert run["settings"]["near_tie_below"] == 1e-4 and run["settings"]["confidence"] == 0.9
     assert run["versions"]["torch"] == torch.__version__ and "transformers" in run["versions"]
-    assert summary["intervals"]["seed"] == 3
+    assert summary["intervals"]["confidence"] == 0.9
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,19 @@ from tests.helpers.eval_families import family, fed_shapes, generated, parting_s
 
 
 @pytest.mark.parametrize(
-    ("choices", "match"),
+    ("choices", "leads", "match"),
     [
-        ([5, 6, 7], Match(3, 0.1, [5, 6, 7])),
-        ([5, 6, 8], Match(2, 0.1, [5, 6, 8])),
-        ([5, 8, 7], Match(1, 0.2, [5, 8])),  # the smallest margin up to the miss and with it
-        ([8, 6, 7], Match(0, 0.3, [8])),
+        ([5, 6, 7], [0.3, 0.1, 0.2], Match(3, 0.1, [5, 6, 7])),
+        ([5, 6, 8], [0.1, 0.2, -0.3], Match(2, 0.3, [5, 6, 8])),  # a token that was right does not count
+        ([5, 8, 9], [0.1, -0.2, -0.3], Match(1, 0.2, [5, 8])),  # nor does one after the first miss
+        ([8, 6, 7], [-0.4, 0.2, 0.1], Match(0, 0.4, [8])),
     ],
 )
-def test_a_match_by_hand(choices, match):
-    assert matched(choices, [5, 6, 7], [0.3, 0.2, 0.1]) == match
+def test_a_match_by_hand(choices, leads, match):
+    assert matched(choices, [5, 6, 7], leads) == match
 
 
-def test_margins_of_tokens_after_the_suffix_do_not_count():
+def test_leads_of_tokens_after_the_suffix_do_not_count():
     """A short suffix in a batch of longer ones is filled up, and what the model says there is nobody's."""
     assert matched([5, 6], [5, 6], [0.3, 0.2, 0.1]) == Match(2, 0.2, [5, 6])
 
@@ -76,7 +76,9 @@ def test_a_sample_that_missed_is_dropped(miss):
     assert [match.tokens for match in found] == [miss] + [40] * 15
     assert [rows for rows, _ in fed] == [16, 15 if miss < 8 else 16, 15 if miss < 24 else 16]
     for match, score in zip(found, whole, strict=True):
-        assert match.margin == pytest.approx(min(score.margins[: match.tokens + 1]), abs=1e-10)
+        missed = match.tokens < 40
+        at_the_miss = -score.leads[match.tokens] if missed else score.margin
+        assert match.margin == pytest.approx(at_the_miss, abs=1e-10) and match.margin <= score.margin + 1e-10
         assert match.known == score.choices[: match.tokens + 1]
     if miss == 39:
         assert reported == [], "its continuation is known to the end"

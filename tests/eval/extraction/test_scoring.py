@@ -7,10 +7,11 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from hf_axonn_eval import Sample, Sampler, document_nll
+from hf_axonn_eval import Sample, Sampler, document_nll, extract, read_run, summarize
 from hf_axonn_eval.extraction import scoring
 from hf_axonn_eval.extraction.decoding import continue_greedily
 from hf_axonn_eval.extraction.scoring import (
+    Score,
     check_fits,
     evaluating,
     first_choices,
@@ -58,10 +59,11 @@ def test_bfloat16_logits_are_scored_in_float32():
     logits = torch.randn(2, 300, 50).bfloat16()
     targets = torch.randint(50, (2, 300))
     before = logits.clone()
-    logprobs, choices, margins = score_tokens(logits, targets)
+    logprobs, choices, leads = score_tokens(logits, targets)
     assert torch.equal(logits, before)
-    best = logits.float().topk(2).values
-    assert torch.equal(margins, best[..., 0] - best[..., 1])
+    true = logits.float().gather(-1, targets[..., None])
+    others = logits.float().scatter(-1, targets[..., None], -math.inf)
+    assert torch.equal(leads, (true - others.amax(-1, keepdim=True))[..., 0])
     wanted = logits.float().log_softmax(-1)
     torch.testing.assert_close(logprobs, wanted.gather(-1, targets[..., None])[..., 0])
     assert logprobs.dtype == torch.float32 and torch.equal(choices, wanted.argmax(-1))
@@ -154,33 +156,82 @@ def test_evaluating_restores_the_mode():
     assert model.training
 
 
-def test_margins_and_choices_by_hand():
-    logits = torch.tensor([[[1.0, 3.0, 2.5], [4.0, 4.0, 0.0]]])
-    kept = logits.clone()
-    logprobs, choices, margins = score_tokens(logits, torch.tensor([[2, 1]]))
-    assert choices.tolist() == [[1, 0]], "of equal ones the first"
-    assert margins.tolist() == [[0.5, 0.0]]
+def test_leads_and_choices_by_hand():
+    logits = torch.tensor([[[1.0, 3.0, 2.5], [4.0, 4.0, 0.0], [0.0, 1.0, 0.25]]])
+    kept, targets = logits.clone(), torch.tensor([[2, 1, 1]])
+    logprobs, choices, leads = score_tokens(logits, targets)
+    assert choices.tolist() == [[1, 0, 1]], "of equal ones the first"
+    assert leads.tolist() == [[-0.5, 0.0, 0.75]], "of the true token before the best other one"
     assert logprobs[0, 0].item() == pytest.approx(2.5 - math.log(math.exp(1) + math.exp(3) + math.exp(2.5)))
     assert logprobs[0, 1].item() == pytest.approx(-math.log(2 + math.exp(-4)))
-    assert [column.tolist() for column in first_choices(logits)] == [[[1, 0]], [[0.5, 0.0]]]
+    alone = [column.tolist() for column in first_choices(logits, targets)]
+    assert alone == [choices.tolist(), leads.tolist()]
     assert torch.equal(logits, kept)
+
+
+@pytest.mark.parametrize(
+    ("leads", "margin"),
+    [
+        ([3.0, 0.25, 2.0], 0.25),  # extracted: the closest other token
+        ([3.0, -0.25, 2.0, -4.0], 4.0),  # not: every missed token has to move, so the furthest
+        ([0.125, -0.25], 0.25),  # a token that was right stays as it is
+        ([2.0, 0.0], 0.0),  # equal logits, whichever of them was chosen
+        ([1.0, -math.inf], math.inf),  # a token that the model never says
+    ],
+)
+def test_how_far_a_sample_is_from_the_other_answer(leads, margin):
+    score = Score(logprobs=[-1.0] * len(leads), choices=[1] * len(leads), leads=leads)
+    assert score.margin == margin
+
+
+def test_a_sample_that_is_far_from_extracted_is_decided():
+    """An untrained model: its first choices are close to each other, and some true tokens far from them."""
+    model = tiny_llama().bfloat16()
+    results = extract(model, None, samples(), progress=False, generate=False)
+    scores = [score for sample in samples() for score in score_suffixes(model, [sample])]
+    assert near_tie_below(model) == 0.5
+    assert not any(result.exact_match or result.near_tie for result in results)
+    undecided = summarize(results)["all"]["undecided"]
+    assert (undecided["count"], undecided["exact_match_at_most"]) == (0, 0)
+    first_misses = [next(lead for lead in score.leads if lead <= 0) for score in scores]
+    assert min(first_misses) < -0.5 < max(first_misses), "at the first miss alone some would be"
+
+
+def test_a_token_that_the_model_never_says_leaves_a_result_that_can_be_written(tmp_path):
+    model = tiny_llama()
+    [sample] = samples()[:1]
+    never = sample.suffix[3]
+    forward = model.forward
+
+    def masked(**options):
+        answer = forward(**options)
+        answer.logits[..., never] = -math.inf
+        return answer
+
+    model.forward = masked
+    options = {"output": tmp_path, "model_record": {"fingerprint": "masked"}}
+    extract(model, None, [sample], progress=False, generate=False, **options)
+    [result] = read_run(tmp_path)[1]
+    assert result.margin == math.inf and not result.near_tie and result.logprob == -math.inf
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_no_more_logits_are_looked_at_together_than_fit(monkeypatch, dtype):
     logits = torch.randn(3, 7, 10).to(dtype)
     targets = torch.randint(10, (3, 7))
-    whole, best = score_tokens(logits, targets), scoring._best
+    whole, chosen = score_tokens(logits, targets), scoring._choices
     for most, rows in ((40, [4] * 5 + [1]), (49, [4] * 5 + [1]), (10, [1] * 21), (3, [1] * 21), (10_000, [21])):
         seen = []
         with monkeypatch.context() as patch:
             patch.setattr(scoring, "_LOGITS_AT_ONCE", {"cpu": most})
-            patch.setattr(scoring, "_best", lambda some, seen=seen: seen.append(len(some)) or best(some))
+            patch.setattr(
+                scoring, "_choices", lambda some, *true, seen=seen: seen.append(len(some)) or chosen(some, *true)
+            )
             parts = score_tokens(logits, targets)
             assert seen == rows
             patch.setattr(scoring, "_LOGITS_AT_ONCE", {"elsewhere": 1})
             patch.setattr(scoring, "_LOGITS_AT_ONCE_ELSEWHERE", most)
-            alone = first_choices(logits)
+            alone = first_choices(logits, targets)
             assert seen == rows * 2
         for one, other in zip(parts, whole, strict=True):
             assert torch.equal(one, other)

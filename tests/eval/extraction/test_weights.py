@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import subprocess
+import tracemalloc
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from hf_axonn import Grid, parallelize, save_sharded
 from hf_axonn_eval import extract
 from hf_axonn_eval.extraction import weights_on_disk as weights
 from hf_axonn_eval.extraction.load_model import load_model
+from tests.helpers import ROOT
 from tests.helpers.eval_support import LEARNT, samples, tiny_llama, topics_tokenizer, trained_llama
 from tests.helpers.ranks import run_ranks
 
@@ -184,10 +187,8 @@ def test_the_header_ends_where_the_numbers_begin(tmp_path):
     assert set(header) == {"__metadata__", "a"} and (tmp_path / "one").read_bytes()[start:] == bytes([0, 1, 2])
 
 
-def test_three_samples_of_a_tensor_tell_models_apart(tmp_path):
-    size, page = 20_000, 4096
-    seen = [0, page - 1, size // 2, size // 2 + page - 1, size - page, size - 1]
-    unseen = [page, size // 2 - 1, size // 2 + page, size - page - 1]
+def test_every_byte_of_a_tensor_enters_the_fingerprint(tmp_path):
+    size = 20_000
     kept = torch.zeros(size, dtype=torch.uint8)
     small = torch.zeros(3, dtype=torch.uint8)
 
@@ -196,18 +197,67 @@ def test_three_samples_of_a_tensor_tell_models_apart(tmp_path):
         return weights.fingerprint(tmp_path)
 
     first = found()
-    for place in (*seen, *unseen):
+    for place in (0, 4096, size // 2 - 1, size // 2, 15_903, size - 1):
         changed = kept.clone()
         changed[place] = 1
-        assert (found(A=changed) == first) == (place in unseen), place
-    for place in range(3):
-        changed = small.clone()
-        changed[place] = 1
-        assert found(b=changed) != first
+        assert found(A=changed) != first, place
+    assert found(A=kept.view(2, -1)) != first and found(b=small.view(torch.int8)) != first
+    assert found(C=small.clone()) != first
     assert found() == first and len(first) == 64
-    for name in ("config.json", "adapter_config.json"):
+    for name in ("config.json", "adapter_config.json", "model.safetensors.index.json"):
         (tmp_path / name).write_text("{}")
         assert weights.fingerprint(tmp_path) != first
         (tmp_path / name).unlink()
+    for name in ("axonn_checkpoint.json", "README.md", ".hidden.safetensors"):  # the last is no weight to anyone
+        (tmp_path / name).write_text("{}")
+        assert weights.fingerprint(tmp_path) == first
     (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
     assert weights.fingerprint(tmp_path) != first
+
+
+def test_zeroed_rows_in_the_middle_of_the_embedding_are_another_model(tmp_path):
+    model = tiny_llama()
+    model.save_pretrained(tmp_path / "whole")
+    with torch.no_grad():
+        model.get_input_embeddings().weight[150:350] = 0  # not the beginning, nor the very middle
+    model.save_pretrained(tmp_path / "edited")
+    assert weights.fingerprint(tmp_path / "edited") != weights.fingerprint(tmp_path / "whole")
+
+
+def test_the_fingerprint_is_what_the_documented_command_says(tmp_path):
+    model = tiny_llama()
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > weights._TOGETHER, "files of more than one turn"
+    topics_tokenizer().save_pretrained(tmp_path)
+    documented = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    command = next(line for line in documented.splitlines() if line.endswith("| xargs sha256sum | sha256sum"))
+    told = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert told.stdout.split()[0] == weights.fingerprint(tmp_path)
+
+
+def test_files_are_read_piece_by_piece(tmp_path):
+    """Of 64 MB in one file no more than a block is in memory."""
+    save_file({"A": torch.zeros(64 * 2**20, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    weights.fingerprint(tmp_path)  # what is imported and made once
+    tracemalloc.start()
+    weights.fingerprint(tmp_path)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 40 * 2**20
+
+
+def read_on_each_rank(directory: str) -> tuple[str, int]:
+    from hf_axonn.checkpoint import shard_files
+
+    read, checksum_of = [], shard_files.checksum_of
+    shard_files.checksum_of = lambda path: (read.append(path), checksum_of(path))[1]
+    return load_model(directory).record["fingerprint"], len(read)
+
+
+def test_one_rank_reads_for_all(tmp_path):
+    tiny_llama().save_pretrained(tmp_path, max_shard_size="20KB")
+    topics_tokenizer().save_pretrained(tmp_path)
+    (first, read), (second, read_too) = run_ranks(read_on_each_rank, 2, str(tmp_path))
+    assert first == second == weights.fingerprint(tmp_path)
+    assert read_too == 0
+    assert read == len(list(tmp_path.glob("*.safetensors"))) + 2  # and the configuration, and the index

@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 import pytest
-from scipy.stats import skewnorm
+from scipy.stats import gamma, kstest, logistic, skewnorm
 
-from hf_axonn_eval.metrics.exposure import _skew_normal, approximate_exposure, exposure, rank
+from hf_axonn_eval.metrics.exposure import approximate_exposure, exposure, fit_skew_normal, rank
 
 
 def test_rank_and_exposure_by_hand():
@@ -68,18 +68,81 @@ def test_the_fit_has_the_moments_of_the_candidates(seed):
         np.random.default_rng(seed).normal(-80, 6, 500),
         skewnorm(3.0 - 3 * seed).rvs(500, random_state=seed),
     ):
-        location, scale, shape = _skew_normal(values)
+        location, scale, shape, p = fit_skew_normal(values)
         mean, variance, skew = skewnorm.stats(shape, loc=location, scale=scale, moments="mvs")
         assert (mean, variance) == pytest.approx((values.mean(), values.var()))
+        assert p == pytest.approx(kstest(values, "skewnorm", args=(shape, location, scale)).pvalue)
         assert skew == pytest.approx((((values - values.mean()) / values.std()) ** 3).mean())
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_more_skew_than_the_distribution_can_have_is_cut(sign):
-    values = sign * np.random.default_rng(0).exponential(size=2000) ** 2
-    location, scale, shape = _skew_normal(values)
-    mean, variance, skew = skewnorm.stats(shape, loc=location, scale=scale, moments="mvs")
-    assert (mean, variance, skew) == pytest.approx((values.mean(), values.var(), sign * 0.99))
+def errors(space, bits: float, *, draws: int = 10, candidates: int = 10_000) -> tuple[float, float]:
+    """By how many bits at most the approximation is below and above the truth, of a canary of so many bits."""
+    draw = np.random.default_rng(0)
+    canary = float(space.isf(2.0**-bits))
+    found = [approximate_exposure(canary, space.rvs(candidates, random_state=draw)) - bits for _ in range(draws)]
+    return min(found), max(found)
+
+
+class Mirrored:
+    """The distribution of -X: log-probabilities whose tail is on the side of the unlikely."""
+
+    def __init__(self, space):
+        self.space = space
+
+    def isf(self, share):
+        return -self.space.ppf(share)
+
+    def rvs(self, number, random_state):
+        return -self.space.rvs(number, random_state=random_state)
+
+
+@pytest.mark.parametrize(
+    ("space", "at_7", "at_13", "at_20"),
+    [
+        # skew-normal: the error is that of the skewness of 10,000 candidates, and larger the more it is negative
+        (skewnorm(-4), (-1.0, 1.0), (-3.5, 3.5), (-6.5, 6.5)),
+        (skewnorm(-3), (-1.0, 1.0), (-2.0, 2.0), (-4.0, 4.0)),
+        (skewnorm(0), (-0.5, 0.5), (-1.0, 1.0), (-2.0, 2.0)),
+        (skewnorm(3), (-0.5, 0.5), (-0.6, 0.6), (-1.0, 1.0)),
+        (skewnorm(5), (-0.5, 0.5), (-0.6, 0.6), (-1.0, 1.0)),
+        # not skew-normal: also that of another tail, which no number of candidates mends
+        (gamma(16), (-0.5, 0.5), (0.0, 2.0), (2.0, 5.0)),
+        (Mirrored(gamma(16)), (-0.5, 0.5), (-2.5, -0.5), (-6.5, -3.5)),
+        (Mirrored(gamma(6)), (-0.5, 1.5), (-3.0, 1.0), (-8.0, -2.5)),
+        (logistic(), (0.0, 1.5), (5.0, 11.0), (16.0, 33.0)),
+    ],
+)
+def test_how_far_the_approximation_is_from_the_truth(space, at_7, at_13, at_20):
+    for bits, (least, most) in ((7, at_7), (13, at_13), (20, at_20)):
+        below, above = errors(space, bits)
+        assert least <= below and above <= most, (bits, below, above)
+
+
+@pytest.mark.parametrize("space", [gamma(1), gamma(2), Mirrored(gamma(1)), Mirrored(gamma(2)), skewnorm(-20)])
+def test_more_skew_than_can_be_fitted_is_refused(space):
+    values = space.rvs(10_000, random_state=np.random.default_rng(0))
+    with pytest.raises(ValueError, match=r"a skewness of -?[0-9.]+, and .* up to 0.9 only: use the rank"):
+        fit_skew_normal(values)
+
+
+def test_up_to_which_skewness_there_is_a_fit():
+    """The skewness of ones and zeros, with a share q of ones, is (1 - 2q) / sqrt(q - qq)."""
+    for ones, fits in ((296, True), (292, False)):
+        values = [1.0] * ones + [0.0] * (1000 - ones)
+        for sign in (1, -1):
+            scores = [sign * value for value in values]
+            if fits:
+                assert fit_skew_normal(scores).shape * sign > 0
+            else:
+                with pytest.raises(ValueError, match="skewness"):
+                    fit_skew_normal(scores)
+
+
+def test_the_fit_says_how_well_it_fits():
+    draw = np.random.default_rng(0)
+    assert fit_skew_normal(skewnorm(3).rvs(10_000, random_state=draw)).p > 0.05
+    for wrong in (logistic(), gamma(6)):
+        assert fit_skew_normal(wrong.rvs(10_000, random_state=draw)).p < 0.01
 
 
 def test_the_least_and_the_most_that_there_can_be():

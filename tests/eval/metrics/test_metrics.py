@@ -1,6 +1,7 @@
 """Metrics against cases worked out by hand."""
 
 import difflib
+import itertools
 import random
 
 import pytest
@@ -30,6 +31,17 @@ def test_teacher_forced_metrics(hits, accuracy, divergence, strength):
     assert metrics.token_accuracy(hits) == accuracy
     assert metrics.first_miss(hits) == divergence
     assert metrics.extraction_strength(hits) == strength
+
+
+def test_extraction_strength_is_the_published_one():
+    """All hits and misses of up to 7 tokens. OpenUnlearning's loop ends one token before all of them are shown."""
+    for length in range(1, 8):
+        for hits in itertools.product([True, False], repeat=length):
+            fewest = min(shown for shown in range(length + 1) if all(hits[shown:]))
+            assert metrics.extraction_strength(hits) == 1 - fewest / length
+            in_its_loop = [shown for shown in range(length) if all(hits[shown:])]
+            theirs = 1 - (in_its_loop[0] if in_its_loop else length - 1) / length
+            assert theirs == pytest.approx(metrics.extraction_strength(hits) if hits[-1] else 1 / length)
 
 
 def test_free_running_accuracy_compares_position_by_position():

@@ -4,11 +4,12 @@ import io
 import json
 import math
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from hf_axonn_eval import compare, extract, read_run, register_metric, summarize, write_report
-from hf_axonn_eval.analysis.intervals import bootstrap, wilson
+from hf_axonn_eval.analysis.intervals import clopper_pearson, mean_intervals
 from hf_axonn_eval.data.results import RunDirectory, read_results
 from hf_axonn_eval.metrics.registry import METRICS, value
 from hf_axonn_eval.report.html import html_page
@@ -48,15 +49,19 @@ def test_a_registered_metric_goes_from_the_model_into_every_report(tmp_path):
 
     metrics = summarize(results)["all"]["metrics"]
     right = sum(one.hits[0] for one in results)
-    assert LEARNT <= right == metrics["starts_right"]["count"] and metrics["starts_right"]["interval"] == "wilson"
-    low, high = wilson(right, len(results))
+    assert (
+        LEARNT <= right == metrics["starts_right"]["count"]
+        and metrics["starts_right"]["interval"] == "clopper-pearson"
+    )
+    low, high = clopper_pearson(right, len(results))
     assert (metrics["starts_right"]["low"], metrics["starts_right"]["high"]) == (low, high)
     odd = metrics["odd_ids"]
-    interval = bootstrap([one.metric("odd_ids") for one in results], [one.document_id for one in results])
-    assert (odd["low"], odd["high"], odd["interval"]) == (*interval, "bootstrap")
+    values = np.array([[one.metric("odd_ids")] for one in results])
+    [(interval, kind)] = mean_intervals(values, [one.document_id for one in results])
+    assert (odd["low"], odd["high"], odd["interval"]) == (*(interval or (None, None)), kind)
 
     comparison = compare({"base": results, "again": results})
-    assert comparison["mcnemar"]["again"]["all"]["starts_right"]["both"] == right
+    assert sum(test["starts_right"]["both"] for test in comparison["mcnemar"]["again"].values()) == right
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(terminal_table(comparison))
     paths = write_report(comparison, tmp_path / "report", runs={"base": results, "again": results})
@@ -64,7 +69,7 @@ def test_a_registered_metric_goes_from_the_model_into_every_report(tmp_path):
     for text in (console.export_text(), paths["report.md"].read_text(), paths["report.html"].read_text()):
         assert share in text and mean in text
     assert "| starts right |" in paths["report.md"].read_text()
-    assert "<th>odd ids</th>" in paths["report.html"].read_text()
+    assert '<th scope="col">odd ids</th>' in paths["report.html"].read_text()
 
 
 def test_a_metric_is_computed_for_results_of_before_it():

@@ -4,7 +4,7 @@ from math import log
 
 import pytest
 
-from hf_axonn_eval import wilson
+from hf_axonn_eval import clopper_pearson
 from hf_axonn_eval.report.curves import (
     BINS,
     LEAST,
@@ -17,7 +17,7 @@ from hf_axonn_eval.report.curves import (
 from tests.helpers.eval_support import result
 
 
-OPTIONS = {"confidence": 0.95, "resamples": 200, "seed": 0}
+OPTIONS = {"confidence": 0.95}
 
 
 def some(name: str, divergence: int, length: int = 4, **changes):
@@ -27,8 +27,9 @@ def some(name: str, divergence: int, length: int = 4, **changes):
 def test_survival_is_the_exact_match_of_shorter_suffixes():
     points = survival([some("a", 4), some("b", 2), some("c", 0), some("d", 2, length=2)], **OPTIONS)
     assert [(point.x, point.y) for point in points] == [(1, 3 / 4), (2, 3 / 4), (3, 1 / 3), (4, 1 / 3)]
-    assert (points[0].low, points[0].high) == pytest.approx(wilson(3, 4))
-    assert (points[3].low, points[3].high) == pytest.approx(wilson(1, 3)), "of the three suffixes that are so long"
+    assert (points[0].low, points[0].high) == pytest.approx(clopper_pearson(3, 4))
+    of_three = clopper_pearson(1, 3)
+    assert (points[3].low, points[3].high) == pytest.approx(of_three), "of the three suffixes that are so long"
 
 
 def test_several_samples_of_a_document_count_as_one_trial_where_all_agree():
@@ -38,9 +39,9 @@ def test_several_samples_of_a_document_count_as_one_trial_where_all_agree():
         for place in range(3)
     ]
     points = survival(results, **OPTIONS)
-    assert points[0].y == pytest.approx(1 / 3) and points[0].low == 0 and points[0].high > 0.6
+    assert (points[0].y, points[0].low, points[0].high) == pytest.approx((1 / 3, *clopper_pearson(1, 3)))
     none = survival([some(f"{place}", 0, document_id=str(place % 2)) for place in range(6)], **OPTIONS)
-    assert (none[0].low, none[0].high) == pytest.approx(wilson(0, 2))
+    assert (none[0].low, none[0].high) == pytest.approx(clopper_pearson(0, 2))
     one = survival([some("x", 4, document_id="a"), some("y", 0, document_id="a")], **OPTIONS)
     assert one[0].y == 0.5 and one[0].low is None
 
@@ -49,7 +50,7 @@ def test_by_prefix_length():
     results = [some("a", 4, prefix_length=50), some("b", 0, prefix_length=10), some("c", 4, prefix_length=10)]
     points = by_prefix_length(results, **OPTIONS)
     assert [(point.x, point.y) for point in points] == [(10, 0.5), (50, 1.0)]
-    assert (points[1].low, points[1].high) == pytest.approx(wilson(1, 1))
+    assert (points[1].low, points[1].high) == pytest.approx(clopper_pearson(1, 1))
 
 
 def test_draws_that_discover():
@@ -122,4 +123,4 @@ def test_the_probability_in_the_middle(logarithms, text):
 def test_a_suffix_of_one_token_survives_or_does_not():
     points = survival([some("a", 1, length=1), some("b", 0, length=1)], **OPTIONS)
     assert [(point.x, point.y) for point in points] == [(1, 0.5)]
-    assert (points[0].low, points[0].high) == pytest.approx(wilson(1, 2))
+    assert (points[0].low, points[0].high) == pytest.approx(clopper_pearson(1, 2))

@@ -68,7 +68,7 @@ def compared(text):
         ]
         for name in ("base", text)
     }
-    return compare(runs, records=dict.fromkeys(runs, record), resamples=100), runs
+    return compare(runs, records=dict.fromkeys(runs, record)), runs
 
 
 def on_terminal(comparison) -> str:
@@ -129,7 +129,7 @@ def test_every_output_shows_a_nasty_text(tmp_path, text, monkeypatch):
 def test_names_that_are_markup_are_the_base_too(tmp_path):
     base, trained = "`a`", "trained"
     runs = {base: [result("a"), result("b")], trained: [result("a"), result("b")]}
-    comparison = compare(runs, base=base, resamples=100)
+    comparison = compare(runs, base=base)
     assert "Difference from `a`, sample by sample" in in_markdown(markdown(comparison))
 
 

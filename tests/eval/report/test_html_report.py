@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from html import unescape
 from html.parser import HTMLParser
 from math import log
 from urllib.parse import unquote
@@ -11,7 +12,7 @@ from urllib.parse import unquote
 import pytest
 
 from hf_axonn_eval import Sample, compare, html_page, write_report
-from hf_axonn_eval.report import html
+from hf_axonn_eval.report import html, tables
 from hf_axonn_eval.report.charts import Point
 from hf_axonn_eval.report.html import chosen_maps
 from hf_axonn_eval.report.maps import document_maps
@@ -20,7 +21,7 @@ from tests.helpers.eval_support import result, samples, topics_tokenizer
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SECTIONS = ["buckets", "differences", "prefix", "survival", "probability", "draws", "membership", "undecided"]
-SECTIONS += ["maps", "texts", "provenance"]
+SECTIONS += ["degenerate", "left_out", "maps", "texts", "provenance"]
 HOSTILE = (
     "</dd></article><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
     "<svg onload=document.title='owned'> '\" &amp; \u202e"
@@ -80,6 +81,8 @@ def measured(name: str, place: int, *, known: bool):
         membership={"loss": -0.1 * place if known else -2.0 - place, "min_k": -1.0},
         margin=0.5,
         near_tie=place == 0,
+        type_token_ratio=0.3,
+        zlib_ratio=0.9,
     )
 
 
@@ -94,7 +97,7 @@ RECORD = {
     "model": {"path": f"runs/{HOSTILE}"},
     "grid": None,
     "device": {"type": "cpu"},
-    "settings": {"batch_size": 8},
+    "settings": {"batch_size": 8, "left_out": {"documents": 9, "too_short": 5}},
     "versions": {"torch": "2.13.0"},
     "command": ["extract", "--model", "x"],
 }
@@ -109,7 +112,7 @@ def everything():
         f"trained {HOSTILE}": [measured(name, place, known=name[0] == "b") for name in names for place in range(4)],
     }
     records = {name: RECORD for name in runs}
-    return compare(runs, records=records, lengths=[1], resamples=100), runs
+    return compare(runs, records=records, lengths=[1]), runs
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +133,8 @@ def test_every_section_says_what_was_measured(page):
         "draws": "Sampler: temperature 1, top-k 40.",
         "membership": "Min-K%",
         "undecided": "2 of 8",
+        "degenerate": "Degenerate suffixes",
+        "left_out": "documents that are too short",
         "maps": "4 of 4 windows word for word",
         "texts": "all 2 tokens right",
         "provenance": "cd" * 32,
@@ -138,12 +143,32 @@ def test_every_section_says_what_was_measured(page):
     charts = re.findall(r'<section id="(\w+)">(.*?)</section>', page, re.DOTALL)
     counts = {name: body.count('<figure class="chart">') for name, body in charts}
     assert {name: count for name, count in counts.items() if count} == {
-        "buckets": 4,  # PLOTTED
+        "buckets": 3,  # PLOTTED; the first of these opens the page
         "prefix": 2,  # the others: one for each bucket
         "survival": 2,
         "probability": 2,
         "draws": 4,
     }
+
+
+def test_every_table_of_the_comparison_is_on_the_page(everything, page):
+    """Those that Markdown has too, so that none is forgotten; each has a caption, and its headings a scope."""
+    comparison, _ = everything
+    captions = [unescape(caption) for caption in re.findall(r"<table>\s*<caption>(.*?)</caption>", page)]
+    titles = [one.title for one in tables.all_details(comparison)]
+    assert len(titles) >= 9 and set(titles) <= set(captions)
+    assert page.count("<table>") == len(captions) == len(set(captions)) == len(titles) + 4 and all(captions)
+    assert page.count("<th") == page.count('<th scope="col">') + page.count('<th scope="row">') + page.count("<thead")
+    assert '<tr><th scope="row">0x</th>' in page and '<th scope="row">loss</th>' in page
+
+
+def test_tables_that_only_say_p_is_1_are_folded(everything, page):
+    comparison, _ = everything
+    folded = re.findall(r"<details><summary>(.*?)</summary>(.*?)</details>", page, re.DOTALL)
+    titles = [one.title for one in tables.changes(comparison) if one.folded]
+    assert [unescape(heading) for heading, _ in folded] == [f"{title}: p = 1 in every row" for title in titles]
+    assert len(titles) == 2 and all("controls" in title for title in titles)
+    assert all(body.count("<table>") == 1 for _, body in folded)
 
 
 def test_the_page_loads_nothing_and_runs_nothing(page):
@@ -170,6 +195,7 @@ def test_what_was_not_measured_is_said():
         found = Page(html_page(comparison, runs=runs)).sections
         assert list(found) == SECTIONS and all(text for text in found.values())
         assert "one run only" in found["differences"] and "No sampler" in found["draws"]
+        assert "do not say" in found["left_out"] and "do not say" in found["degenerate"]
         assert "run.json" in found["provenance"] and "offsets" in found["maps"] and "No texts" in found["texts"]
     assert "write_report" in found["survival"]
 
@@ -287,22 +313,20 @@ def test_the_best_of_any_run_decides():
     assert chosen_maps({}) == chosen_maps({"a": [result("x")]}) == {}
 
 
-def test_lines_are_bootstrapped_with_fewer_draws(monkeypatch):
+def test_lines_have_the_confidence_of_the_comparison(monkeypatch):
     asked = []
     monkeypatch.setattr(
         html.curves, "survival", lambda results, **options: asked.append(options) or [Point(1, 0.5, 0.25, 0.75)]
     )
     results = [result("a"), result("b", bucket=2)]
-    for resamples, drawn in ((100, 100), (400, 400), (401, 400), (2000, 400)):
-        html_page(compare({"only": results}, resamples=resamples, confidence=0.9, seed=5), runs={"only": results})
-        assert asked == [{"confidence": 0.9, "resamples": drawn, "seed": 5}] * 2, "once a bucket"
-        asked.clear()
+    html_page(compare({"only": results}, confidence=0.9), runs={"only": results})
+    assert asked == [{"confidence": 0.9}] * 2, "once a bucket"
 
 
 def test_prefix_lengths_are_a_chart_where_there_are_several():
     def drawn(*lengths):
         results = [result(f"{place}", prefix_length=length) for place, length in enumerate(lengths)]
-        return html._prefix(compare({"only": results}, resamples=100), {"only": results})
+        return html._prefix(compare({"only": results}), {"only": results})
 
     assert len(drawn(3, 5)["charts"]) == 1 and drawn(3, 3)["charts"] == []
     assert [row[:3] for row in drawn(5, 3, 5)["rows"]] == [["0x", "only", "3"], ["0x", "only", "5"]]
@@ -329,7 +353,7 @@ def test_shares_have_an_axis_up_to_one_and_probabilities_up_to_the_most_there_is
         for place in range(4)
     ]  # fmt: skip
     runs = {"only": results}
-    comparison = compare(runs, resamples=100)
+    comparison = compare(runs)
     drawn = [*html._bucket_charts(comparison), *html._prefix(comparison, runs)["charts"]]
     drawn += [
         *html._survival(comparison, runs),

@@ -8,8 +8,9 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from hf_axonn_eval import Sampling, build_samples
 from hf_axonn_eval.report.maps import FAINTEST, SHADES, DocumentMap, Stretch, document_maps, maps_png, maps_svg
-from tests.helpers.eval_support import result
+from tests.helpers.eval_support import documents, result, topics_tokenizer
 
 
 def window(document: str, offset: int, *, known: bool = False, probability: float = 1e-30, **changes):
@@ -39,6 +40,32 @@ def test_a_map_says_which_tokens_come_back():
     assert (drawn.document_id, drawn.bucket, drawn.tokens, drawn.windows, drawn.extracted) == ("book", 3, 40, 7, 2)
     assert drawn.verbatim == ((15, 25),) and drawn.share == pytest.approx(10 / 40)
     assert drawn.stretches == (Stretch(15, 25, SHADES), Stretch(30, 35, SHADES // 2))
+
+
+@pytest.mark.parametrize("bos", [False, True])
+@pytest.mark.parametrize("unit", ["tokens", "characters"])
+def test_a_map_marks_the_tokens_that_were_asked_for_with_and_without_bos(bos, unit):
+    """Every suffix whose tokens the document has is where the document has it, at each kind of stride."""
+    text, tokenizer = documents()[0]["text"][:900], topics_tokenizer()
+    sampling = Sampling(
+        kind="sliding", prefix_length=6, suffix_length=4, stride=1, stride_unit=unit, add_special_tokens=bos
+    )
+    asked = build_samples([{"id": "d", "bucket": 3, "text": text}], tokenizer=tokenizer, sampling=sampling)
+    tokens = tokenizer(text, add_special_tokens=bos)["input_ids"]
+    spans = tokenizer(text, add_special_tokens=bos, return_offsets_mapping=True)["offset_mapping"]
+    begins = {begin for begin, _ in spans[bos:]}
+    found = 0
+    for sample in asked:
+        if unit == "characters" and int(sample.sample_id[2:-1]) not in begins:
+            continue  # it begins within a token, so that its tokens may be others than the document's
+        answer = result(
+            sample.sample_id, document_id="d", offset=sample.offset, prefix_length=6, suffix_length=4, exact_match=True
+        )
+        (drawn,) = document_maps([answer, result("elsewhere", document_id="d", offset=500)])
+        ((start, end),) = drawn.verbatim
+        assert tokens[start:end] == list(sample.suffix), sample.sample_id
+        found += 1
+    assert found > 100
 
 
 def test_overlapping_windows_take_the_likeliest():

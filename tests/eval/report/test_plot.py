@@ -26,10 +26,10 @@ def test_error_bars_end_where_the_intervals_end(figure, tmp_path):
     def run(right):
         return [
             result(f"d{place}", bucket=4 * (place % 2), exact_match=place in right, token_accuracy=0.1 + 0.05 * place)
-            for place in range(12)
+            for place in range(16)
         ]
 
-    runs = {"base": run({1}), "trained": run({1, 3, 5, 7, 2})}
+    runs = {"base": run({1}), "trained": run({1, 3, 5, 7, 9, 2})}
     comparison = compare(runs)
     plot(comparison, tmp_path / "plot.png")
     verbatim, accuracy = figure[0].axes

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from hf_axonn_eval import compare, write_report
 from hf_axonn_eval.report import tables
+from hf_axonn_eval.report.answer import answer
 from hf_axonn_eval.report.charts import COLOURS
 from hf_axonn_eval.report.html import chosen_maps
 from hf_axonn_eval.report.maps import maps_svg
@@ -39,15 +40,15 @@ def test_a_line_for_each_bucket_and_run(comparison):
     headings, body = rows(comparison)
     assert headings[:5] == ["trained on", "model", "verbatim", "near-verbatim", "ROUGE-L"]
     assert [cells[:3] for cells in body] == [
-        ["0x", "base", "0 of 4 [0.00, 0.49]"],
-        ["0x", "trained|k=4", "0 of 4 [0.00, 0.49]"],
-        ["6x", "base", "0 of 8 [0.00, 0.32]"],
-        ["6x", "trained|k=4", "6 of 8 [0.41, 0.93]"],
-        ["all", "base", "0 of 12 [0.00, 0.24]"],
-        ["all", "trained|k=4", "6 of 12 [0.25, 0.75]"],
+        ["0x", "base", "0 of 4 [0.00, 0.60]"],
+        ["0x", "trained|k=4", "0 of 4 [0.00, 0.60]"],
+        ["6x", "base", "0 of 8 [0.00, 0.37]"],
+        ["6x", "trained|k=4", "6 of 8 [0.35, 0.97]"],
+        ["all", "base", "0 of 12 [0.00, 0.26]"],
+        ["all", "trained|k=4", "6 of 12 [0.21, 0.79]"],
     ]
     rouge = headings.index("ROUGE-L")
-    assert body[2][rouge].startswith("0.250 [") and body[3][rouge].startswith("0.812 [")
+    assert body[2][rouge] == "0.250" and body[3][rouge].startswith("0.812 [")
 
 
 def test_what_was_not_measured_has_no_column():
@@ -61,13 +62,14 @@ def test_files(comparison, tmp_path):
     paths = write_report(comparison, tmp_path / "report")
     assert json.loads(paths["summary.json"].read_text()) == comparison
     text = paths["report.md"].read_text()
-    assert "| 6x | trained\\|k=4 | 6 of 8 [0.41, 0.93] |" in text
+    assert "| 6x | trained\\|k=4 | 6 of 8 [0.35, 0.97] |" in text
     # the difference from the base model, paired: 6 of 8 more
     assert "| 6x | trained\\|k=4 | +0.750 [" in text
     tables = [line.replace("\\|", "") for line in text.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in tables[:8]} == {3 + len(report_columns())}
     assert "## Verbatim against base: McNemar's test" in text
-    assert "| 6x | trained\\|k=4 | 6 | 0 | 0 | 6 | 0 | 0.031 |" in text
+    # twice the chance of six heads, and by Holm twice that, as near-verbatim is tested too
+    assert "| 6x | trained\\|k=4 | 6 | 0 | 0 | 6, 0 | 0.031 | 0.062 |" in text
     assert paths["report.html"].read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
@@ -93,7 +95,7 @@ def test_the_terminal_table_fits_into_80_characters():
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(terminal_table(compare({"base": run(0), "goldfish": run(6)})))
     text = console.export_text()
-    for cell in ("6 of 8 [0.41, 0.93]", "goldfish", "0.812", "95% intervals"):
+    for cell in ("6 of 8 [0.35, 0.97]", "goldfish", "0.812", "95% intervals"):
         assert cell in text
     assert "\u2026" not in text, "a cell was cut"
 
@@ -103,7 +105,7 @@ def test_differences_on_the_terminal():
     for table in terminal_differences(compare({"base": run(0), "goldfish": run(6)})):
         console.print(table)
     text = console.export_text()
-    for cell in ("Difference from base", "+0.750", "McNemar's test", "0.031"):
+    for cell in ("Difference from base", "+0.750", "McNemar's test", "0.031", "0.062"):
         assert cell in text
     assert "\u2026" not in text, "a cell was cut"
 
@@ -132,8 +134,8 @@ def test_the_markdown_has_a_line_between_its_parts_and_ends_with_one(comparison)
         text = markdown(one)
         assert text.endswith("\n") and not text.endswith("\n\n") and "\n\n\n" not in text
         blocks = text.rstrip("\n").split("\n\n")
-        overview = tables.overview(one).replace("|", "\\|")
-        assert blocks[:2] == ["# Extraction", overview] and blocks[3] == tables.caption(one)
+        opening = " ".join(answer(one)).replace("|", "\\|")
+        assert blocks[:2] == ["# Extraction", opening] and blocks[3] == tables.caption(one)
         assert all(len({line.startswith("|") for line in block.splitlines()}) == 1 for block in blocks)
         for found in tables.all_details(one):
             at = blocks.index(f"## {found.title}")

@@ -31,25 +31,27 @@ def rows(tables) -> dict[tuple[str, str], list[str]]:
 
 
 def test_changes():
-    reported = rows(changes(compare({"base": results(1), "trained": results(4)}, resamples=100)))
+    members, controls = changes(compare({"base": results(1), "trained": results(4)}))
+    reported = rows([members])
     # b = 3 gained, c = 0 lost: p = 2 / 2^3
     assert reported == {
-        ("0x", "trained"): ["0", "0", "0", "0", "0", "1"],
-        ("3x", "trained"): ["3", "0", "1", "3", "0", "0.25"],
-        ("all", "trained"): ["3", "0", "1", "3", "0", "0.25"],
+        ("3x", "trained"): ["3", "0", "1", "3, 0", "0.25", "0.25"],
     }
-    assert changes(compare({"base": results(1)}, resamples=100)) == []
+    assert rows([controls]) == {("0x", "trained"): ["0", "0", "0", "0, 0", "1", "1"]}
+    assert (members.folded, controls.folded) == (False, True), "p = 1 in every row says nothing"
+    assert "tests of what was trained on, 1 (" in members.note and "tests of controls, 1 (" in controls.note
+    assert changes(compare({"base": results(1)})) == []
 
 
 def test_shorter():
-    reported = rows(shorter(compare({"base": results(1)}, lengths=[1, 2], resamples=100)))
+    reported = rows(shorter(compare({"base": results(1)}, lengths=[1, 2])))
     assert [cell.split(" [")[0] for cell in reported["3x", "base"]] == ["4 of 4", "1 of 4"]
-    assert shorter(compare({"base": results(1)}, resamples=100)) == []
+    assert shorter(compare({"base": results(1)})) == []
 
 
 def test_discoverability():
     give = lambda place, known: log(0.1) if known else float("-inf")  # noqa: E731
-    found = discoverability(compare({"base": results(3, sampled_logprob=give)}, tries=[7, 1], resamples=100))
+    found = discoverability(compare({"base": results(3, sampled_logprob=give)}, tries=[7, 1]))
     assert [table.title for table in found] == ["(n, 0.5)-discoverable", "(n, 0.9)-discoverable"]
     half, nine = (rows([table]) for table in found)
     assert half["3x", "base"][0] == "7" and nine["3x", "base"][0] == "22"
@@ -59,30 +61,65 @@ def test_discoverability():
     assert half["0x", "base"][0] == "none suffices"
 
 
+def test_what_was_left_out():
+    counts = {"documents": 1200, "too_short": 3, "of_these_empty": 1, "duplicate_samples": 4, "not_round_trip": 2}
+    counts["x"] = 7  # of a later version
+    record = {"identity": {"samples_sha256": "x"}, "settings": {"left_out": counts}}
+    (table,) = all_details(compare({"base": results(1)}, records={"base": record}))
+    assert table.title == "Left out when the samples were made" and dict(table.rows) == {
+        "documents in all": "1,200",
+        "documents that are too short": "3",
+        "of these, documents without a token": "1",
+        "documents that are too long": "0",
+        "documents beyond the most of a bucket": "0",
+        "samples with the tokens of an earlier one": "4",
+        "of these, samples of another bucket than the earlier one": "0",
+        "documents on the list of `samples --drop`": "0",
+        "documents whose tokens decode to another text (not left out)": "2",
+        "x": "7",
+    }
+
+
 def test_membership():
     scores = lambda place, known: {"loss": float(place), "min_k_plus_plus": -float(place)}  # noqa: E731
-    (table,) = membership(compare({"base": results(3, membership=scores)}, resamples=100))
+    (table,) = membership(compare({"base": results(3, membership=scores)}))
     assert table.headings[2:] == ["score", "members, controls", "AUC", "TPR at 0.1% FPR", "TPR at 1.0% FPR"]
     reported = {(row[0], row[2]): row[3:] for row in table.rows}
     assert reported["3x", "loss"][0] == "4, 2" and reported["3x", "loss"][1].startswith("1.000")
     assert reported["3x", "Min-K%++"][1].startswith("0.000") and ("0x", "loss") not in reported
+    assert reported["3x", "loss"][2:] == [
+        "2 independent controls; 0.1% needs 10,000", "2 independent controls; 1% needs 1,000",
+    ]  # fmt: skip
+
+
+def test_a_rate_that_is_given_has_the_interval_of_what_it_achieves():
+    comparison = compare({"base": results(3, membership=lambda place, known: {"loss": float(place)})})
+    attack = comparison["runs"]["base"]["buckets"]["3"]["membership"]["loss"]
+    false = {"count": 10, "value": 0.01, "low": 0.0048, "high": 0.0183}
+    attack["tpr_at_0.01"] = {"value": 0.25, "low": 0.1, "high": 0.5, "false_positive_rate": false}
+    (table,) = membership(comparison)
+    assert [row[-1] for row in table.rows if row[0] == "3x"] == ["0.250 [0.10, 0.50], FPR 1.00% [0.48%, 1.83%]"]
+    assert "10 / FPR independent controls" in table.note
+    attack["tpr_at_0.01"] |= {"low": None, "high": None}
+    (table,) = membership(comparison)
+    assert [row[-1] for row in table.rows if row[0] == "3x"] == ["0.250, FPR 1.00% [0.48%, 1.83%]"]
 
 
 def test_undecided():
     given = {"near_tie": lambda place, known: place in (2, 5), "margin": lambda place, known: 0.0}
-    reported = rows(near_ties(compare({"base": results(2, **given)}, resamples=100)))
+    reported = rows(near_ties(compare({"base": results(2, **given)})))
     # d2 comes back and d5 does not, and both could be otherwise
     assert reported["3x", "base"] == ["2 of 4", "1 to 3"] and reported["0x", "base"] == ["0 of 2", "0 to 0"]
 
 
 def test_a_plain_run_has_no_further_tables():
-    assert all_details(compare({"base": results(1)}, resamples=100)) == []
+    assert all_details(compare({"base": results(1)})) == []
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.9])
 def test_degenerate(ratio):
     given = {"type_token_ratio": lambda place, known: ratio, "zlib_ratio": lambda place, known: 0.9}
-    (table,) = all_details(compare({"base": results(2, **given)}, resamples=100))
+    (table,) = all_details(compare({"base": results(2, **given)}))
     assert table.title == "Degenerate suffixes"
     assert {(row[0]): row[2] for row in table.rows}["3x"] == ("4 of 4" if ratio < 0.4 else "0 of 4")
 
@@ -112,17 +149,15 @@ def test_an_estimate_in_words(entry, reported, plain):
 
 
 def test_what_is_said_beside_the_tables():
-    comparison = compare({"base": results(1), "trained": results(4)}, confidence=0.9, resamples=150, seed=4)
-    assert tables.overview(comparison) == "2 models (base, trained), 6 samples of 6 documents, 2 buckets."
-    assert tables.overview(compare({"a": results(1)}, resamples=100)).startswith("1 model (a), 6 samples")
-    assert "90% intervals" in tables.caption(comparison) and "(150 draws, seed 4)" in tables.caption(comparison)
+    comparison = compare({"base": results(1), "trained": results(4)}, confidence=0.9)
+    assert "90% intervals" in tables.caption(comparison)
     assert (tables.bucket_name("12"), tables.bucket_name("all")) == ("12x", "all")
     assert (tables.title("rougeL"), tables.title("of another")) == ("ROUGE-L", "of another")
     assert tables.buckets(comparison) == ["0", "3"]
     headings, body = tables.difference_rows(comparison)
     assert [row[:2] for row in body] == [["0x", "trained"], ["3x", "trained"], ["all", "trained"]]
     cell = body[1][headings.index("verbatim")]
-    assert cell.startswith("+0.750 [+") and cell.endswith("]")
+    assert cell == "+0.750", "of four documents there is no interval"
     _, plain = tables.difference_rows(comparison, intervals=())
     assert plain[1][headings.index("verbatim")] == "+0.750" and plain[0][headings.index("verbatim")] == "+0.000"
 
@@ -132,7 +167,7 @@ def test_the_sampler_is_told_once_or_by_run():
         return {"identity": {"samples_sha256": "x", "sampler": sampler}, "settings": {"sampler": settings}}
 
     def reported(**records):
-        return tables.samplers(compare({name: results(1) for name in records}, records=records, resamples=100))
+        return tables.samplers(compare({name: results(1) for name in records}, records=records))
 
     assert reported(a=record("top-k 40"), b=record("top-k 40")) == "Sampler: top-k 40."
     assert reported(a=record("top-k 40"), b=record("top-k 5")) == "Samplers: a: top-k 40; b: top-k 5."
