@@ -1,6 +1,7 @@
 """The numbers of one group of samples: every mean and share with its interval, by the rules of intervals.py."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,8 @@ def group(table: Table, options: Mapping[str, Any], *, lengths: Sequence[int], t
             shares[f"discoverable.{chance}.{number}"] = np.where(np.isnan(column), np.nan, column <= number)
     degenerate = table.column("degenerate")
     shares["original"] = np.where(degenerate == 0, table.columns["exact_match"], np.nan)
-    found = estimates(shares, means, table.documents, options)
+    bounds = {metric: (METRICS[metric].least, METRICS[metric].most) for metric in means}
+    found = estimates(shares, means, table.documents, options, bounds=bounds)
 
     entry: dict[str, Any] = {
         "samples": len(table),
@@ -62,6 +64,8 @@ def estimates(
     means: Mapping[str, np.ndarray],
     documents: Sequence[Hashable],
     options: Mapping[str, Any],
+    *,
+    bounds: Mapping[str, tuple[float, float]] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Mean and interval of columns; those that no sample has are left out.
 
@@ -70,6 +74,7 @@ def estimates(
         means: by name [samples] numbers.
         documents: the document of each sample.
         options: `confidence`.
+        bounds: by name the least and the most that a value can be, where there is such; intervals end there.
     Returns:
         By name `mean`, `n` (samples that have it), `low`, `high`, `interval` (its kind), and for shares `count`.
     """
@@ -86,7 +91,7 @@ def estimates(
         if names:
             columns = np.stack([asked[name] for name in names], axis=1)
             for name, each in zip(names, intervals(columns, documents, **options), strict=True):
-                found[name] |= _ends(each)
+                found[name] |= _ends(each, *(bounds or {}).get(name, (-inf, inf)))
     return found
 
 
@@ -106,7 +111,9 @@ def differences(after: Table, before: Table, options: Mapping[str, Any]) -> dict
         if metric in after.columns and metric in before.columns
     }
     changes = {metric: mine - other for metric, (mine, other) in pairs.items()}
-    found = estimates({}, changes, after.documents, options)
+    widths = {metric: METRICS[metric].most - METRICS[metric].least for metric in pairs}
+    bounds = {metric: (-width, width) for metric, width in widths.items()}
+    found = estimates({}, changes, after.documents, options, bounds=bounds)
     for metric in share_names():
         if metric not in found:
             continue
@@ -158,9 +165,11 @@ def _near_ties(near_ties: np.ndarray, exact: np.ndarray) -> dict[str, int]:
     }
 
 
-def _ends(found: Found) -> dict[str, Any]:
-    low, high = found.interval or (None, None)
-    return {"low": low, "high": high, "interval": found.kind}
+def _ends(found: Found, least: float = -inf, most: float = inf) -> dict[str, Any]:
+    if found.interval is None:
+        return {"low": None, "high": None, "interval": found.kind}
+    low, high = found.interval
+    return {"low": max(low, least), "high": min(high, most), "interval": found.kind}
 
 
 def _finite(number: float) -> float | None:

@@ -14,10 +14,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from math import isnan
+from math import inf, isnan
 from typing import Any, Literal, TypeVar
 
-from hf_axonn_eval.data.results import MEASURED, SampleResult
+from hf_axonn_eval.data.results import LOGPROB_ROUNDING, MEASURED, SampleResult
 
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -38,6 +38,8 @@ class Metric:
     shown_in: ShownIn
     inputs: tuple[str, ...]
     function: Callable[..., Any]
+    least: float = -inf
+    most: float = inf
 
     def __call__(self, measured: Mapping[str, Any]) -> float | bool | None:
         """The metric of one sample; None if one of its inputs was not measured, or it is not defined.
@@ -45,7 +47,8 @@ class Metric:
         Args:
             measured: INPUTS by name; those that are None or not there were not measured.
         Raises:
-            ValueError: the function gives NaN, or for a share something that is neither yes nor no.
+            ValueError: the function gives NaN, a number below `least` or above `most` by more than rounding, or for a
+                share something that is neither yes nor no.
         """
         given = {name: measured.get(name) for name in self.inputs}
         if any(value is None for value in given.values()):
@@ -60,6 +63,10 @@ class Metric:
             )
         if isnan(number):
             raise ValueError(f"metric {self.name!r} is NaN; return None for a sample that does not have it.")
+        if not self.least - LOGPROB_ROUNDING <= number <= self.most + LOGPROB_ROUNDING:
+            raise ValueError(
+                f"metric {self.name!r} is {number!r}, not from {self.least:g} to {self.most:g} as registered."
+            )
         if self.mean == "share":
             return bool(number)
         return value if type(value) is int else number
@@ -69,7 +76,13 @@ METRICS: dict[str, Metric] = {}  # by name, in the order of the tables
 
 
 def register_metric(
-    name: str, title: str, *, mean: Mean = "number", shown_in: ShownIn = "terminal"
+    name: str,
+    title: str,
+    *,
+    mean: Mean = "number",
+    shown_in: ShownIn = "terminal",
+    least: float = -inf,
+    most: float = inf,
 ) -> Callable[[F], F]:
     """Register the decorated function as a metric. The function itself stays as it is.
 
@@ -83,6 +96,8 @@ def register_metric(
             test), or the mean of a "number" (Student's t over documents).
         shown_in: "terminal", all tables; "report", those of the Markdown and HTML report; "summary", no table, only
             summary.json.
+        least: no value is smaller; intervals are cut there.
+        most: no value is larger.
     Raises:
         ValueError: an unknown `mean` or `shown_in`, a name that is taken, or a parameter that is no input.
     """
@@ -103,7 +118,16 @@ def register_metric(
         again = name in METRICS and _place(METRICS[name].function) == _place(function)
         if not again and (name in METRICS or (name in _RESULT_FIELDS and not ours)):
             raise ValueError(f"the name {name!r} is taken: name the metric otherwise.")
-        METRICS[name] = Metric(name=name, title=title, mean=mean, shown_in=shown_in, inputs=inputs, function=function)
+        METRICS[name] = Metric(
+            name=name,
+            title=title,
+            mean=mean,
+            shown_in=shown_in,
+            inputs=inputs,
+            function=function,
+            least=least,
+            most=most,
+        )
         return function
 
     return register

@@ -47,32 +47,32 @@ def near_verbatim(generated: Sequence[int], suffix: Sequence[int]) -> bool:
     return edit_distance(generated, suffix) <= NEAR_VERBATIM
 
 
-@register_metric("rouge1", "ROUGE-1", shown_in="summary")
+@register_metric("rouge1", "ROUGE-1", shown_in="summary", least=0, most=1)
 def rouge1(generated_text: str, suffix_text: str) -> float | None:
     """F1 over words; see `rouge`."""
     return _last_rouge(generated_text, suffix_text)["rouge1"]
 
 
-@register_metric("rouge2", "ROUGE-2", shown_in="summary")
+@register_metric("rouge2", "ROUGE-2", shown_in="summary", least=0, most=1)
 def rouge2(generated_text: str, suffix_text: str) -> float | None:
     """F1 over pairs of words; see `rouge`."""
     return _last_rouge(generated_text, suffix_text)["rouge2"]
 
 
-@register_metric("rougeL", "ROUGE-L")
+@register_metric("rougeL", "ROUGE-L", least=0, most=1)
 def rouge_l(generated_text: str, suffix_text: str) -> float | None:
     """F1 over the longest common subsequence of words; see `rouge`."""
     return _last_rouge(generated_text, suffix_text)["rougeL"]
 
 
-@register_metric("token_accuracy", "token accuracy")
+@register_metric("token_accuracy", "token accuracy", least=0, most=1)
 def token_accuracy(hits: Sequence[bool]) -> float:
     """Share of suffix tokens that are the first choice, given the true tokens before them (teacher-forced)."""
     _check_some(hits)
     return sum(map(bool, hits)) / len(hits)
 
 
-@register_metric("free_running_accuracy", "free-running accuracy", shown_in="summary")
+@register_metric("free_running_accuracy", "free-running accuracy", shown_in="summary", least=0, most=1)
 def free_running_accuracy(generated: Sequence[int], suffix: Sequence[int]) -> float:
     """Share of positions at which a greedy continuation holds the true token (Pythia's memorization score).
 
@@ -84,7 +84,7 @@ def free_running_accuracy(generated: Sequence[int], suffix: Sequence[int]) -> fl
     return token_accuracy([mine == true for mine, true in zip(generated, suffix, strict=True)])
 
 
-@register_metric("divergence_point", "divergence point (tokens)", shown_in="summary")
+@register_metric("divergence_point", "divergence point (tokens)", shown_in="summary", least=0)
 def _divergence_point(divergence_point: int) -> int:
     return divergence_point
 
@@ -97,7 +97,7 @@ def first_miss(hits: Sequence[bool]) -> int:
     return next((position for position, hit in enumerate(hits) if not hit), len(hits))
 
 
-@register_metric("longest_run", "longest run (tokens)", shown_in="report")
+@register_metric("longest_run", "longest run (tokens)", shown_in="report", least=0)
 def longest_common_run(generated: Sequence[int], suffix: Sequence[int]) -> int:
     """Length of the longest run of ids that occurs, unbroken, in both; the places may differ.
 
@@ -135,7 +135,7 @@ def _joined(first: dict[int, int], second: dict[int, int], length: int) -> dict[
     return joined
 
 
-@register_metric("edit_distance", "edit distance", shown_in="summary")
+@register_metric("edit_distance", "edit distance", shown_in="summary", least=0, most=1)
 def edit_distance(generated: Sequence[int], suffix: Sequence[int]) -> float:
     """Levenshtein distance over ids, divided by the length of the suffix.
 
@@ -148,7 +148,7 @@ def edit_distance(generated: Sequence[int], suffix: Sequence[int]) -> float:
     return Levenshtein.distance(list(generated), list(suffix)) / len(suffix)
 
 
-@register_metric("extraction_strength", "extraction strength", shown_in="summary")
+@register_metric("extraction_strength", "extraction strength", shown_in="summary", least=0, most=1)
 def extraction_strength(hits: Sequence[bool]) -> float:
     """1 - k / |y|, k the smallest number of shown suffix tokens after which every further one is the first choice.
 
@@ -165,19 +165,19 @@ def extraction_strength(hits: Sequence[bool]) -> float:
     return 1 - shown / len(hits)
 
 
-@register_metric("nll", "nats per token")
+@register_metric("nll", "nats per token", least=0)
 def nll(logprob: float, suffix_length: int) -> float:
     """Negative log-likelihood of a suffix token, in nats, given the true tokens before it."""
     return -logprob / suffix_length
 
 
-@register_metric("probability", "probability", shown_in="summary")
+@register_metric("probability", "probability", shown_in="summary", least=0, most=1)
 def probability(logprob: float) -> float:
     """The chance that one draw at temperature 1, with nothing cut off, gives the suffix."""
     return exp(logprob)
 
 
-@register_metric("sampled_probability", "probability under the sampler", shown_in="summary")
+@register_metric("sampled_probability", "probability under the sampler", shown_in="summary", least=0, most=1)
 def sampled_probability(sampled_logprob: float) -> float:
     """The chance that one draw by the sampler of the run gives the suffix."""
     return exp(sampled_logprob)
@@ -188,7 +188,7 @@ def _check_some(tokens: Sequence[object]) -> None:
         raise ValueError("a suffix without tokens has no score.")
 
 
-@register_metric("type_token_ratio", "type-token ratio", shown_in="summary")
+@register_metric("type_token_ratio", "type-token ratio", shown_in="summary", least=0, most=1)
 def type_token_ratio(suffix: Sequence[Hashable], *, window: int = WINDOW) -> float:
     """Share of tokens that are different ones, the mean over all windows of `window` tokens; 1 if none repeats.
 
@@ -211,7 +211,7 @@ def type_token_ratio(suffix: Sequence[Hashable], *, window: int = WINDOW) -> flo
     return types / (window * (last_start + 1))
 
 
-@register_metric("zlib_ratio", "zlib ratio", shown_in="summary")
+@register_metric("zlib_ratio", "zlib ratio", shown_in="summary", least=0)
 def zlib_ratio(suffix_text: str) -> float | None:
     """Bytes of the zlib-compressed text by bytes of the text in UTF-8; above 1 for a very short one, None for none.
 

@@ -75,6 +75,19 @@ def test_the_kind_of_interval_of_a_difference_follows_the_documents():
     assert {entry["interval"] for entry in few.values()} == {"none: 4 documents are too few"}
 
 
+def test_an_interval_ends_where_values_do():
+    documents = [f"d{place}" for place in range(8)]
+    known = [result(name, token_accuracy=1.0 if name != "d0" else 0.4, logprob=-0.01) for name in documents]
+    known[1] = result("d1", token_accuracy=1.0, logprob=-6.0)
+    unknown = [result(name, token_accuracy=0.0 if name != "d0" else 0.3) for name in documents]
+    trained, base = (Table.of(results) for results in (known, unknown))
+    found = group(trained, OPTIONS, lengths=[], tries=[1])["metrics"]
+    [(plain, _)] = mean_intervals(trained.columns["token_accuracy"][:, None], documents, **OPTIONS)
+    assert plain.high > 1 and (found["token_accuracy"]["low"], found["token_accuracy"]["high"]) == (plain.low, 1)
+    assert found["nll"]["low"] == 0
+    assert differences(trained, base, OPTIONS)["token_accuracy"]["high"] == 1
+
+
 def test_an_attack_has_the_confidence_of_the_options():
     scored = Table.of([result(str(i), bucket=i % 2, membership={"loss": float(i * i % 7)}) for i in range(10)])
     plain, wide = (

@@ -140,3 +140,11 @@ def test_a_cell_of_a_notebook_registers_again():
     register(1)
     register(2)
     assert value(result("a"), "again") == 2
+
+
+def test_a_value_outside_of_its_bounds_is_an_error():
+    register_metric("of_one", "of one", least=0, most=1)(lambda suffix: len(suffix) / 2)
+    assert METRICS["of_one"]({"suffix": [1, 2]}) == 1
+    with pytest.raises(ValueError, match=r"metric 'of_one' is 1\.5, not from 0 to 1 as registered"):
+        METRICS["of_one"]({"suffix": [1, 2, 3]})
+    assert METRICS["probability"]({"logprob": 1e-9}) == pytest.approx(1), "rounding"
