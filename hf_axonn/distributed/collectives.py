@@ -119,12 +119,7 @@ def _start_in_one_call(blocks: list[Tensor], group: ProcessGroup) -> list[Pendin
         return [Pending(result, work) for result in results]
     # Not gloo's own gather of several, see gloo.py.
     joined = _start_all_gather(torch.cat(blocks) if len(blocks) > 1 else blocks[0], group)
-    parts = joined.then(lambda rows: rows.split([len(block) for block in blocks], dim=1))
-
-    def part(place: int) -> Pending:
-        return Pending(parts, finish=lambda parts: parts.wait()[place])
-
-    return [part(place) for place in range(len(blocks))]
+    return joined.split([len(block) for block in blocks], dim=1)
 
 
 def start_reduce_scatters(every: Sequence[Tensor], group: ProcessGroup) -> Pending:
@@ -457,6 +452,15 @@ class Pending:
         first = self._finish
         both = finish if first is None else lambda result: finish(first(result))
         return Pending(self._result, self._work, both)
+
+    def split(self, sizes: list[int], dim: int) -> list[Pending]:
+        """Parts of a tensor that nothing is left to do with.
+
+        They are views that are made now. What is done at `wait` is done within what waits first, and that may be a
+        layer that runs again for its checkpoint and did not wait before: torch refuses operators that it then sees.
+        """
+        assert self._finish is None, "parts are of what arrives"
+        return [Pending(part, self) for part in self._result.split(sizes, dim)]
 
 
 def together(pendings: list[Pending]) -> Pending:
