@@ -63,14 +63,13 @@ class SampleResult:
 
     `margin` says, in nats, how far the sample is from the other answer to `exact_match`: of an extracted one the least
     lead of a true token, of any other how far the true token is behind the best where it is furthest (with
-    `stop_early` at the first miss; results of earlier versions
-    have the least gap between the two best tokens up to there).
-    `near_tie` says that it is below what another order of adding, in this dtype, may change: another grid or batch
-    could answer otherwise. `sampled_logprob` is the log-probability of the suffix under
-    the sampler of the run, in nats, and -inf where that never draws it; JSON has no infinity, so the file says "-inf"
-    in quotes. `membership` holds scores of the full sample, prefix
-    and suffix, by name; higher means more like a member. `type_token_ratio` is of the suffix ids, `zlib_ratio` of the
-    suffix text (metrics/text.py). `metrics` holds, by name, those registered metrics that have no field of their own.
+    `stop_early` at the first miss; results of earlier versions have the least gap between the two best tokens up to
+    there). `near_tie` says that it is below what another order of adding, in this dtype, may change: another grid or
+    batch could answer otherwise. `sampled_logprob` is the log-probability of the suffix under the sampler of the run,
+    in nats, and -inf where that never draws it; JSON has no infinity, so the file says "-inf" in quotes. `membership`
+    holds scores of the full sample, prefix and suffix, by name; higher means more like a member. `type_token_ratio` is
+    of the suffix ids, `zlib_ratio` of the suffix text (metrics/text.py). `metrics` holds, by name, those registered
+    metrics that have no field of their own.
     """
 
     sample_id: str
