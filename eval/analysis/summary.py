@@ -80,8 +80,7 @@ def compare(
         - `reference_over`: what that mean is over, "sample" (prefix and suffix) or "suffix";
         - `base`: its name;
         - `minus_base`: for each other run, bucket and metric the mean `difference` over samples with `low`, `high`,
-          `n` and `interval`: for shares with one sample a document made of Wilson's, otherwise a bootstrap over
-          documents of the paired differences;
+          `n` and `interval`, its kind;
         - `mcnemar`: for each other run, bucket and yes-or-no metric what `mcnemar` returns, and `p_holm`, its p by
           Holm's correction for all these tests; those of bucket 0, the controls, are corrected apart. "all" is of
           everything that was trained on, if that is more than one bucket.
