@@ -25,6 +25,7 @@ LEAST = 0.93
 DRAWS = 10_000
 AT_ONCE = 500  # draws
 SAMPLES = 10  # a document, on average, where it has several
+KINDS = ("equal", "unequal")  # of numbers of samples a document, where it has several
 
 
 class Case(NamedTuple):
@@ -151,10 +152,8 @@ def means(draws: int) -> Iterator[Coverage]:
                     results += held(mean_intervals(columns, index.tolist()), truth)
                 effective = documents * (1 if sizes == "equal" else 0.6)  # Kish's number of these sizes
                 case = Case("mean", documents, sizes, name, effective >= 4 * skewness**2)
-                yield covered(case, results)
-
-
-KINDS = ("equal", "unequal")
+                if results:  # of few draws none may have documents enough
+                    yield covered(case, results)
 
 
 def rare(documents: int) -> list[float]:

@@ -23,6 +23,7 @@ from scipy.optimize import brentq
 from scipy.special import betaincinv, ndtr, ndtri
 
 from hf_axonn_eval.analysis.membership_attack import thresholds, trials_at_end
+from tests.helpers.pages import show
 
 
 AREAS = (0.5, 0.7, 0.9, 0.99, 0.999)
@@ -383,11 +384,7 @@ def main() -> int:
     args = parser.parse_args()
     command = shlex.join(["python", "-m", "tests.benchmarks.eval.coverage_attack", *sys.argv[1:]])
     effort = Effort(args.data_sets, args.samples)
-    text = report(*measure(effort), command)
-    print(text)
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text, encoding="ascii")
+    show(report(*measure(effort), command), args.output)
     return 0
 
 

@@ -36,6 +36,7 @@ from hf_axonn_eval import Sample, build_samples, extract
 from hf_axonn_eval.extraction.decoding import Decoder, continue_greedily
 from hf_axonn_eval.extraction.kv_cache import Row, empty_cache
 from hf_axonn_eval.extraction.scoring import score_suffixes
+from tests.helpers.pages import show
 
 
 SHARES = (0.0, 0.5, 1.0)
@@ -281,11 +282,7 @@ def main() -> int:
         if args.kept is not None:
             args.kept.write_text(json.dumps(seconds))
         profiled = profile(model, samples[0.0], args.batch_size)
-    text = report(seconds, profiled, args)
-    print(text)
-    if args.output is not None:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(text, encoding="ascii")
+    show(report(seconds, profiled, args), args.output)
     return 0
 
 

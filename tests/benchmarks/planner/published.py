@@ -27,11 +27,11 @@ from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.predict import Job, predict
 from hf_axonn.topology.grid import Grid
+from tests.benchmarks.peers.contenders import grid_name, parse_grid
 from tests.benchmarks.planner import planning
 
 
 RUNS = Path(__file__).with_suffix(".csv")
-LONG = 8192  # tokens; longer sequences are a class of their own
 BYTES = {"fp32": 4, "bf16": 2}
 
 CHOSEN = {"apertus": "gemm_fraction of alps"}
@@ -114,7 +114,7 @@ class Run(NamedTuple):
     def kind(self) -> str:
         """The class that its error belongs to."""
         parallel = "FSDP and TP" if self.grid.x > 1 else "FSDP"
-        return f"{parallel}, {'up to' if self.seq <= LONG else 'beyond'} {LONG:,} tokens"
+        return f"{parallel}, {'up to' if self.seq <= confidence.LONG else 'beyond'} {confidence.LONG:,} tokens"
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,8 @@ def runs() -> list[Run]:
 
 
 def _run(line: dict[str, str]) -> Run:
-    sizes = dict(part.split("=") for part in line["grid"].split())
     numbers = {key: int(line[key]) for key in ("seq", "sequences", "micro_batches")}
-    grid = Grid(**{axis: int(size) for axis, size in sizes.items()})
-    return Run(**line | numbers | {"grid": grid, "tokens": float(line["tokens"])})  # type: ignore[arg-type]
+    return Run(**line | numbers | {"grid": parse_grid(line["grid"]), "tokens": float(line["tokens"])})  # type: ignore[arg-type]
 
 
 @cache
@@ -260,16 +258,11 @@ def every_run(outcomes: list[Outcome]) -> list[str]:
     for each in outcomes:
         run = each.run
         lines.append(
-            f"| {run.source} | {run.model} | {run.machine} | {_sizes(run.grid)} | {run.seq:,} | {run.sequences:,} | "
-            f"{run.micro_batches} | {run.checkpointing} | {run.attention} | {run.tokens:,.0f} | {each.tokens:,.0f} | "
-            f"{each.error:+.1%} |"
+            f"| {run.source} | {run.model} | {run.machine} | {grid_name(run.grid) or 'one GPU'} | {run.seq:,} | "
+            f"{run.sequences:,} | {run.micro_batches} | {run.checkpointing} | {run.attention} | "
+            f"{run.tokens:,.0f} | {each.tokens:,.0f} | {each.error:+.1%} |"
         )
     return lines
-
-
-def _sizes(grid: Grid) -> str:
-    """The axes longer than 1."""
-    return " ".join(f"{axis}={size}" for axis, size in grid.as_dict().items() if size > 1) or "one GPU"
 
 
 def page(outcomes: list[Outcome]) -> str:

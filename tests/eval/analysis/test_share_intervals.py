@@ -41,7 +41,9 @@ def test_a_share_of_few_documents_does_not_jump():
 def test_a_document_with_nearly_all_samples_leaves_one_trial():
     answers = np.array([[1.0]] * 100 + [[0.0]])
     [(interval, _)] = share_intervals(answers, ["long"] * 100 + ["short"])
-    assert interval.low == pytest.approx(0.027, abs=0.002), "0.025 of a single document"
+    trials = 101**2 / (100**2 + 1)
+    assert interval.low == pytest.approx(clopper_pearson(100 / 101 * trials, trials).low)
+    assert 0.025 < interval.low < 0.029, "0.025 of a single document"
 
 
 @pytest.mark.parametrize("correlation", [0, 1])
