@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -15,6 +12,7 @@ from hf_axonn import Grid, export_hf, parallelize, save_sharded
 from hf_axonn.checkpoint.commit import write_manifest
 from hf_axonn.checkpoint.manifest import Manifest, is_sharded_checkpoint
 from hf_axonn.checkpoint.shard_files import checksum_of, describe, file_name, write_shards
+from tests.helpers.allocated import Peak, glibc
 from tests.helpers.models import tiny_config, tiny_model
 from tests.helpers.ranks import run_ranks
 
@@ -77,27 +75,13 @@ def large(tmp_path_factory) -> Path:
     return folder
 
 
+@glibc
 def test_one_tensor_is_in_memory_at_a_time(large, tmp_path):
     """192 MiB of weights; the export needs room for one tensor and its pieces."""
-    process, highest, done = psutil.Process(), [0], threading.Event()
-
-    def anonymous() -> int:
-        memory = process.memory_info()
-        return memory.rss - memory.shared  # without pages of the files that are read
-
-    def watch() -> None:
-        while not done.is_set():
-            highest[0] = max(highest[0], anonymous())
-            time.sleep(0.002)
-
-    before = anonymous()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    peak = Peak()
     export_hf(large, tmp_path / "out")
-    done.set()
-    watcher.join()
-    tensor = 4 * SIDE * SIDE
-    assert highest[0] - before < 3.5 * tensor, f"{(highest[0] - before) / tensor:.1f} tensors"
+    tensors = peak.growth() / (4 * SIDE * SIDE)
+    assert 1 < tensors < 2.5, tensors
     from safetensors import safe_open
 
     with safe_open(tmp_path / "out" / "model.safetensors", framework="pt") as file:

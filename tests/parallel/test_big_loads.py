@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
-import threading
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from hf_axonn import Grid, from_pretrained, save_sharded
 from hf_axonn.checkpoint import lazy_tensors as unread
 from tests.benchmarks.architectures.tiny_configs import tiny_model
 from tests.benchmarks.checkpoint import big_load
+from tests.helpers.allocated import Peak, glibc
 from tests.helpers.ranks import run_ranks
 
 
@@ -51,49 +50,20 @@ def generate(folder: Path, config, *, file_bytes: int) -> int:
     return sum(tensor.numel() for tensor in tensors.values()) * 2
 
 
-def anonymous() -> int:
-    """Bytes of anonymous memory of this process that are in RAM."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024
-
-
-class Peak(threading.Thread):
-    """Watches anonymous memory until it is told to stop."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.before = self.most = anonymous()
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        while not self.done.wait(0.002):
-            self.most = max(self.most, anonymous())
-
-    def growth(self) -> int:
-        self.done.set()
-        self.join()
-        return max(self.most, anonymous()) - self.before
-
-
 def _grows(folder: Path, grids: list[Grid], dtype: torch.dtype | None) -> list[tuple[float, float, float]]:
     """For each grid MiB: growth at its peak, this rank's shard, the largest slice. A save grows by less."""
     found = []
     # Imports and thread pools are not of the load.
     save_sharded(from_pretrained(folder.parent / "warm", grid=grids[0]), folder.parent / "warm saved")
     for grid in grids:
-        # Free memory that this process has kept, or was forked with, would be used again and hide the growth.
-        ctypes.CDLL(None).malloc_trim(0)
         peak = Peak()
-        peak.start()
         model = from_pretrained(folder, grid=grid, dtype=dtype)
         growth = peak.growth()
         held = [its.to_local().nbytes for its in model.parameters()]
         found.append((growth / MIB, sum(held) / MIB, max(held) / MIB))
         assert str(folder) not in Path("/proc/self/maps").read_text()
         if grid == grids[0]:
-            ctypes.CDLL(None).malloc_trim(0)
             peak = Peak()
-            peak.start()
             save_sharded(model, folder.parent / "saved")
             growth = peak.growth()
             assert growth < max(held) + 4 * MIB, f"a save takes {growth / MIB:.0f} MiB"
@@ -111,25 +81,20 @@ def check_growth(folder: Path, config: LlamaConfig, grids: list[Grid], *, file_b
             assert 0.9 * shard < growth < 1.1 * (shard + largest), (growth, shard, largest)
 
 
-linux = pytest.mark.skipif(
-    not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="RssAnon is a number of Linux, malloc_trim of glibc"
-)
-
-
-@linux
+@glibc
 def test_a_rank_grows_by_its_shard_and_a_slice_and_saves_within_a_slice(tmp_path):
     config = LlamaConfig(**SMALL, **HEADS)
     check_growth(tmp_path, config, [Grid(z=2, x=2), Grid(y=2, x=2)], file_bytes=64 * MIB)
 
 
-@linux
+@glibc
 @pytest.mark.slow
 def test_a_rank_grows_by_its_shard_and_a_slice_of_2_gigabytes(tmp_path):
     config = LlamaConfig(**LARGE, **HEADS)
     check_growth(tmp_path, config, [Grid(z=2, x=2), Grid(y=2, x=2), Grid(z=4)], file_bytes=500 * MIB)
 
 
-@linux
+@glibc
 def test_another_dtype_costs_no_more(tmp_path):
     config = LlamaConfig(**SMALL, **HEADS)
     check_growth(tmp_path, config, [Grid(y=2, x=2)], file_bytes=64 * MIB, dtype=torch.float32)
@@ -140,7 +105,7 @@ def _grows_by_experts(folder: Path) -> tuple[float, float, float]:
     return found
 
 
-@linux
+@glibc
 def test_experts_that_lie_apart_cost_no_more(tmp_path):
     """A checkpoint with a tensor for each expert: they are joined where they are to lie, not beside it."""
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_local_experts": 16}
