@@ -2,36 +2,34 @@
 
 A model that is never told one token in k of a passage cannot recite the passage: at each of those positions it has
 to guess. `goldfish_mask` says which labels these are; nothing else about training changes. Everything here is a pure
-function of its tensors. No communication, no global random state, and whole-number arithmetic only (but for the
-reference's table, which is always drawn on the CPU), so that a mask is the same on every device.
+function of its tensors (but for a generator that a caller hands over). No communication, no global random state, and
+what is drawn is drawn on the CPU, so that a mask is the same on every device.
 
-    strategy     label t is dropped when                                         same passage, same mask?
-    hash-table   table[product of tokens t-h+1 .. t] < 1/k   (the reference)     yes
-    hash         hash of tokens t-h .. t-1 < 1/k             (the paper)         yes
-    static       t = 1, 1+k, 1+2k ...                                            only at the same place in a document
-    random       a coin keyed by (seed, step, sample, t) falls so                no: the baseline that does not protect
+    strategy        label t is dropped when                                      same passage, same mask?
+    hash-table      table[product of tokens t-h+1 .. t] < 1/k   (the authors')   yes
+    hash-avalanche  hash of that product < 2**32 / k            (the authors')   yes
+    hash            hash of tokens t-h .. t-1 < 1/k             (the paper)      yes
+    static          t = 1+s, 1+s+k, 1+s+2k ...                  (the authors')   only at the same place in a document
+    random          a coin keyed by (seed, step, sample, t) falls so             no: the baseline, no protection
+    seeded_random   a coin of torch's generator falls so        (the authors')   no: the baseline, no protection
 
-h is `context_width`. Labels are Hugging Face's: not shifted, label t sits where token t does and is predicted from
-the tokens before it. t counts from the start of the document, and a hashed window stays inside its document, so that
-a passage is masked alike however it is packed.
+h is `context_width`, s is `start_position`. Labels are Hugging Face's: not shifted, label t sits where token t does
+and is predicted from the tokens before it. t counts from the start of the document, and a hashed window stays inside
+its document, so that a passage is masked alike however it is packed.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
+from hf_axonn.goldfish import draws
+from hf_axonn.goldfish.table import TABLE_SIZE, cpu_table
 from hf_axonn.losses.causal_lm import IGNORE_INDEX
 
 
-STRATEGIES = ("hash-table", "hash", "static", "random")
-
-TABLE_SIZE = 1_000_003
-TABLE_SEED = 2_971_215_073
-
-_GAMMA = -0x61C8864680B583EB  # 2**64 / golden ratio, made odd, as a signed number: SplitMix64's stride
+STRATEGIES = ("hash-table", "hash", "hash-avalanche", "static", "random", "seeded_random")
+HASHES = ("hash-table", "hash", "hash-avalanche")  # a label that they drop is dropped wherever its passage is
 
 
 def goldfish_mask(
@@ -42,68 +40,97 @@ def goldfish_mask(
     strategy: str = "hash-table",
     k: int = 4,
     context_width: int = 13,
+    start_position: int = 0,
     hash_labels: bool = False,
+    ignored_token: int = -1,
+    table: Tensor | None = None,
     seed: int = 0,
     step: int = 0,
     sample_ids: Tensor | None = None,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Choose the labels that are left out of the loss, about one in `k`.
+
+    The authors' strategies equal their code bit for bit where `document_ids` is None and labels are input_ids, or with
+    `hash_labels`; "seeded_random" does with a `generator`. tests/goldfish/reference_masks.py is the comparison.
 
     Args:
         input_ids: [B, S] integers. What the hashes read, prompts included.
         labels: [B, S] not shifted; where they are -100 nothing is dropped, because nothing is learnt. None: all count.
         document_ids: [B, S] integers, a new document starts where the number changes (`find_document_ids`).
-            None: each row is one document.
-        strategy: one of `STRATEGIES`. "hash-table" equals the reference implementation, bit for bit, where labels
-            are input_ids, or with `hash_labels`, and a row is one document.
+            None: each row is one document, whatever was packed into it, as for the authors' code and Megatron-LM's.
+        strategy: one of `STRATEGIES`.
         k: one token in k is dropped, at least 2.
         context_width: h, tokens in a hashed window. The first h labels of a document are never dropped by a hash.
-        hash_labels: whether the hashes read the labels in place of input_ids, -1 where they are -100, as in the
-            reference implementation.
-        seed: of "random" only, like the next two.
+        start_position: s, of "static" only: predicted labels at the start of a document that are kept, at least 0.
+        hash_labels: whether the hashes read the labels in place of input_ids, as in the authors' code.
+        ignored_token: with `hash_labels` what the hashes read where labels are -100. -1 is the authors' code without
+            a tokenizer; with one it is the id of the padding token.
+        table: [1000003] float32 that "hash-table" looks up (`hf_axonn.goldfish.table.load_table`). None: the one that
+            every CPU draws.
+        seed: of the two random strategies only, like the next two.
         step: optimizer step, so that each pass over a sample draws anew.
         sample_ids: [B] integers that tell the samples of a step apart. None: the row numbers.
+        generator: of "seeded_random" only, on the CPU: the batch is drawn from it as it stands, [B, S-1] at once, as
+            the authors' code draws from torch's global one (`torch.default_generator`). None: each row is drawn from
+            its seed, step and sample, so that it is the same however a step is cut into batches and among ranks.
     Returns:
         [B, S] bool on the device of input_ids; True: this label is dropped. The first label of a document, which has
         nothing to be predicted from, is never True.
     Raises:
         ValueError: an option is out of range, or shapes differ.
-    Source: arXiv 2406.10209, section 3; "hash-table" as in the authors' released training code.
+    Source: arXiv 2406.10209, section 3, and `apply_goldfish` in lit_gpt/utils.py of
+    https://github.com/ahans30/goldfish-loss, commit 35d29f9.
     """
-    check_options(strategy=strategy, k=k, context_width=context_width)
-    if input_ids.dim() != 2:
-        raise ValueError(f"input_ids have shape {tuple(input_ids.shape)}; a goldfish mask needs [batch, sequence].")
-    for name, tensor in (("labels", labels), ("document_ids", document_ids)):
-        if tensor is not None and tensor.shape != input_ids.shape:
-            raise ValueError(
-                f"{name} have shape {tuple(tensor.shape)} but input_ids {tuple(input_ids.shape)}: they must be the "
-                "same, with labels not yet shifted."
-            )
-    if sample_ids is not None and sample_ids.shape != input_ids.shape[:1]:
-        raise ValueError(f"sample_ids have shape {tuple(sample_ids.shape)}: one number a row, [{len(input_ids)}].")
+    check_options(strategy=strategy, k=k, context_width=context_width, start_position=start_position)
+    _check_tensors(input_ids, labels, document_ids, sample_ids)
+    if table is not None and (strategy != "hash-table" or table.shape != (TABLE_SIZE,)):
+        raise ValueError(
+            f"a table of shape {tuple(table.shape)} does not go with the goldfish strategy {strategy!r}: only "
+            f"hash-table looks up a table, of shape ({TABLE_SIZE},)."
+        )
+    if generator is not None and strategy != "seeded_random":
+        raise ValueError(f"the goldfish strategy {strategy!r} draws nothing: a generator is for seeded_random.")
 
     tokens = input_ids.long()
-    if hash_labels and labels is not None:
-        tokens = labels.long().masked_fill(labels == IGNORE_INDEX, -1)
+    rows, length = tokens.shape
     place = positions_in_document(input_ids, document_ids)
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
     if strategy == "static":
-        mask = (place - 1) % k == 0
+        after = place - 1 - start_position
+        mask = (after >= 0) & (after % k == 0)
     elif strategy == "random":
-        mask = _coins(tokens, k, seed, step, sample_ids) & (place >= 1)
-    else:
-        mask = torch.zeros_like(tokens, dtype=torch.bool)
-        if tokens.shape[1] > context_width:
-            hashed = _hash_table if strategy == "hash-table" else _hash
+        samples = torch.arange(rows) if sample_ids is None else sample_ids
+        mask = draws.coins(samples.to(tokens.device).long(), length, k, seed, step) & (place >= 1)
+    elif strategy == "seeded_random":
+        samples = torch.arange(rows) if sample_ids is None else sample_ids.long()
+        if length:
+            coins = (
+                draws.seeded_coins(samples, length - 1, k, seed, step)
+                if generator is None
+                else draws.draw_coins((rows, length - 1), k, generator)
+            )
+            mask[:, 1:] = coins.to(tokens.device)
+        mask &= place >= 1
+    elif length > context_width:
+        if hash_labels and labels is not None:
+            tokens = labels.long().masked_fill(labels == IGNORE_INDEX, ignored_token)
+        if strategy == "hash-table":
+            numbers = cpu_table(tokens.device) if table is None else table.to(tokens.device)
+            mask[:, context_width:] = draws.by_table(tokens, k, context_width, numbers)
+        else:
+            hashed = draws.by_hash if strategy == "hash" else draws.by_avalanche
             mask[:, context_width:] = hashed(tokens, k, context_width)
         mask &= place >= context_width
     return mask if labels is None else mask & (labels != IGNORE_INDEX)
 
 
-def check_options(*, strategy: str, k: int, context_width: int) -> None:
+def check_options(*, strategy: str, k: int, context_width: int, start_position: int = 0) -> None:
     """Refuse options that no mask can be made from.
 
     Raises:
-        ValueError: unknown strategy, k below 2, context_width below 1, or not whole numbers.
+        ValueError: unknown strategy, k below 2, context_width below 1, start_position below 0 or of a strategy other
+            than static, or not whole numbers.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"goldfish strategy {strategy!r} is unknown; choose one of {', '.join(STRATEGIES)}.")
@@ -116,6 +143,30 @@ def check_options(*, strategy: str, k: int, context_width: int) -> None:
             f"goldfish context_width is {context_width!r}: the number of tokens hashed is a whole number of at least "
             "1 (the paper takes 13)."
         )
+    if isinstance(start_position, bool) or not isinstance(start_position, int) or start_position < 0:
+        raise ValueError(
+            f"goldfish start_position is {start_position!r}: a whole number of labels, at least 0, that static keeps "
+            "at the start of a document."
+        )
+    if start_position and strategy != "static":
+        raise ValueError(
+            f"goldfish start_position is {start_position}, but {strategy} has none: only static counts from a start."
+        )
+
+
+def _check_tensors(
+    input_ids: Tensor, labels: Tensor | None, document_ids: Tensor | None, sample_ids: Tensor | None
+) -> None:
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids have shape {tuple(input_ids.shape)}; a goldfish mask needs [batch, sequence].")
+    for name, tensor in (("labels", labels), ("document_ids", document_ids)):
+        if tensor is not None and tensor.shape != input_ids.shape:
+            raise ValueError(
+                f"{name} have shape {tuple(tensor.shape)} but input_ids {tuple(input_ids.shape)}: they must be the "
+                "same, with labels not yet shifted."
+            )
+    if sample_ids is not None and sample_ids.shape != input_ids.shape[:1]:
+        raise ValueError(f"sample_ids have shape {tuple(sample_ids.shape)}: one number a row, [{len(input_ids)}].")
 
 
 def positions_in_document(input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
@@ -209,59 +260,3 @@ def _starts(document_ids: Tensor) -> Tensor:
     starts = torch.ones_like(document_ids, dtype=torch.bool)
     starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
     return starts
-
-
-def _hash_table(tokens: Tensor, k: int, width: int) -> Tensor:
-    """The reference's hash: [B, S - h] for t = h .. S-1. The window ends at and includes token t."""
-    products = tokens[:, 1:].unfold(1, width, 1).prod(dim=-1)  # int64, wraps around on every device
-    return _table(tokens.device)[products % TABLE_SIZE] < 1 / k
-
-
-@lru_cache(maxsize=16)
-def _table(device: torch.device) -> Tensor:
-    """[TABLE_SIZE] uniform float32. Drawn on the CPU, where the same seed gives the same numbers, then moved."""
-    generator = torch.Generator(device="cpu").manual_seed(TABLE_SEED)
-    return torch.rand(TABLE_SIZE, generator=generator, dtype=torch.float32, device="cpu").to(device)
-
-
-def _hash(tokens: Tensor, k: int, width: int) -> Tensor:
-    """The paper's hash: [B, S - h] for t = h .. S-1. The window is the h tokens before t, and their order counts."""
-    length = tokens.shape[1]
-    state = torch.zeros_like(tokens[:, width:])
-    for back in range(width, 0, -1):
-        state = _mix((state ^ tokens[:, width - back : length - back]) + _GAMMA)
-    return _one_in(k, state)
-
-
-def _coins(tokens: Tensor, k: int, seed: int, step: int, sample_ids: Tensor | None) -> Tensor:
-    """[B, S] independent coins: row b is the SplitMix64 stream of the key (seed, step, sample_ids[b])."""
-    rows, length = tokens.shape
-    samples = torch.arange(rows, device=tokens.device) if sample_ids is None else sample_ids.to(tokens.device).long()
-    key = torch.zeros_like(samples)
-    for part in (_signed(seed), _signed(step), samples):
-        key = _mix((key ^ part) + _GAMMA)
-    places = torch.arange(1, length + 1, device=tokens.device)
-    return _one_in(k, _mix(key[:, None] + places * _GAMMA))
-
-
-def _one_in(k: int, hashed: Tensor) -> Tensor:
-    """True for one value in k of evenly spread 64-bit numbers."""
-    return _shift(hashed, 1) < (1 << 63) // k
-
-
-def _mix(value: Tensor) -> Tensor:
-    """Spread every bit of an int64 over all of them, one to one. Source: SplitMix64 (Steele, Lea and Flood, 2014)."""
-    value = (value ^ _shift(value, 30)) * _signed(0xBF58476D1CE4E5B9)
-    value = (value ^ _shift(value, 27)) * _signed(0x94D049BB133111EB)
-    return value ^ _shift(value, 31)
-
-
-def _shift(value: Tensor, bits: int) -> Tensor:
-    """Shift right without sign: torch's own shift of an int64 repeats the sign bit."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
-    value &= (1 << 64) - 1
-    return value - (1 << 64) if value >> 63 else value

@@ -32,7 +32,8 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.goldfish.mask import check_options, count_unprotected, find_document_ids, goldfish_mask
+from hf_axonn.goldfish.mask import HASHES, check_options, count_unprotected, find_document_ids, goldfish_mask
+from hf_axonn.goldfish.table import load_table, table_sha256
 from hf_axonn.losses.causal_lm import IGNORE_INDEX, CausalLMLoss, install_causal_lm_loss, mean_losses, widest_float
 from hf_axonn.trainer import hooks as trainer_hooks
 
@@ -43,7 +44,6 @@ UNMASKED_LABELS = "unmasked_labels"  # the private key: labels before goldfish, 
 SAMPLE_LENGTHS = "sample_lengths"  # the private key of a collator that puts all samples into one row: their tokens
 PRIVATE_KEYS = (UNMASKED_LABELS, SAMPLE_LENGTHS)
 DOCUMENT_KEYS = ("position_ids", "seq_idx", "attention_mask", "cu_seq_lens_q")
-HASHES = ("hash-table", "hash")
 EVAL_SUMS = ("nll", "tokens", "entropy", "top1")  # over target tokens; the last two where the trainer knows them
 
 
@@ -65,11 +65,12 @@ class GoldfishConfig(TrainingArguments):
         default=True,
         metadata={"help": "Leave labels out of the training loss. False: ordinary loss, with the same logs."},
     )
-    goldfish_strategy: Literal["hash-table", "hash", "static", "random"] = field(
+    goldfish_strategy: Literal["hash-table", "hash", "hash-avalanche", "static", "random", "seeded_random"] = field(
         default="hash-table",
         metadata={
-            "help": "How labels are chosen: hash-table (the reference implementation), hash (the paper), static "
-            "(every k-th of a document), random (a baseline that does not protect)."
+            "help": "How labels are chosen: hash-table (the authors' code), hash (the paper), hash-avalanche (the "
+            "authors' hash without a table), static (every k-th of a document), random (a baseline that does not "
+            "protect), seeded_random (the same with torch's generator, as in the authors' code)."
         },
     )
     goldfish_k: int = field(default=4, metadata={"help": "One label in k is dropped; at least 2."})
@@ -81,16 +82,56 @@ class GoldfishConfig(TrainingArguments):
         default=False,
         metadata={
             "help": "Packed rows and prompts as in the authors' code: a row is one document, whatever was packed into "
-            "it, and a hash reads labels, in which prompts are -1."
+            "it, and a hash reads labels, in which prompts are goldfish_ignored_token."
         },
     )
+    goldfish_ignored_token: int = field(
+        default=-1,
+        metadata={
+            "help": "With goldfish_as_reference what a hash reads where labels are ignored: -1, as the authors' code "
+            "without a tokenizer, or the id of the padding token, as with one."
+        },
+    )
+    goldfish_start_position: int = field(
+        default=0, metadata={"help": "Labels that the strategy static keeps at the start of a document."}
+    )
+    goldfish_table: str | None = field(
+        default=None,
+        metadata={
+            "help": "File with the table of the strategy hash-table, as another device drew it (python -m "
+            "hf_axonn.goldfish.table). Default: the table that every CPU draws."
+        },
+    )
+    goldfish_table_sha256: str | None = field(
+        default=None, metadata={"help": "SHA-256 that the table of goldfish_table must have. Default: any."}
+    )
     goldfish_seed: int | None = field(
-        default=None, metadata={"help": "Seed of the strategy random. Default: the seed of the run."}
+        default=None, metadata={"help": "Seed of the strategies random and seeded_random. Default: that of the run."}
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[no-untyped-call]  # of Transformers
-        check_options(strategy=self.goldfish_strategy, k=self.goldfish_k, context_width=self.goldfish_context_width)
+        check_options(
+            strategy=self.goldfish_strategy,
+            k=self.goldfish_k,
+            context_width=self.goldfish_context_width,
+            start_position=self.goldfish_start_position,
+        )
+        if self.goldfish_ignored_token != -1 and not self.goldfish_as_reference:
+            raise ValueError(
+                f"goldfish_ignored_token is {self.goldfish_ignored_token}, but without goldfish_as_reference=True "
+                "hashes read the tokens, also where labels are ignored: set both, or neither."
+            )
+        if self.goldfish_table is not None:
+            if self.goldfish_strategy != "hash-table":
+                raise ValueError(
+                    f"goldfish_table={self.goldfish_table} does not go with goldfish_strategy="
+                    f"{self.goldfish_strategy}: only hash-table looks up a table."
+                )
+            # Every rank reads the file by itself, and compares its arguments with the other ranks': the checksum, too.
+            self.goldfish_table_sha256 = table_sha256(load_table(self.goldfish_table, self.goldfish_table_sha256))
+        elif self.goldfish_table_sha256 is not None:
+            raise ValueError(f"goldfish_table_sha256={self.goldfish_table_sha256} is of no table: set goldfish_table.")
 
 
 class GoldfishMixin(_MixedInto):
@@ -119,6 +160,9 @@ class GoldfishMixin(_MixedInto):
             self._refuse_what_bypasses_the_loss()
         self._eval_totals: Tensor | None = None
         self._documents: Tensor | None = None
+        self._table: Tensor | None = None
+        if self.args.goldfish_table is not None:
+            self._table = load_table(self.args.goldfish_table, self.args.goldfish_table_sha256).to(self.args.device)
         self._warned_unprotected = False
         self._warned_no_rows = False
         self._token_loss()
@@ -256,10 +300,13 @@ class GoldfishMixin(_MixedInto):
             strategy=args.goldfish_strategy,
             k=args.goldfish_k,
             context_width=args.goldfish_context_width,
+            start_position=args.goldfish_start_position,
             hash_labels=args.goldfish_as_reference,
+            ignored_token=args.goldfish_ignored_token,
+            table=self._table,
             seed=args.seed if args.goldfish_seed is None else args.goldfish_seed,
             step=self.state.global_step,
-            sample_ids=self._sample_ids(micro_batch, input_ids),
+            sample_ids=self._sample_ids(micro_batch, len(input_ids)),
         )
         if args.goldfish_strategy in HASHES:
             counts = torch.stack(count_unprotected(labels, document_ids, context_width=args.goldfish_context_width))
@@ -269,17 +316,16 @@ class GoldfishMixin(_MixedInto):
             masked["shift_labels"] = shifted.masked_fill(F.pad(mask[:, 1:], (0, 1)), IGNORE_INDEX)
         return masked
 
-    def _sample_ids(self, micro_batch: int, input_ids: Tensor) -> Tensor:
-        """[B] place of each sample in the optimizer step over all ranks; the same however the step is cut."""
+    def _sample_ids(self, micro_batch: int, rows: int) -> Tensor:
+        """[rows] place of each sample in the optimizer step over all ranks, on the CPU; alike however it is cut."""
         axonn = parallel_state(self.model)
         if axonn is None:
             rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
         else:
             at, grid = axonn.coordinates, axonn.grid
             rank, ranks = at["data"] * grid.z + at["z"], grid.data * grid.z
-        rows = len(input_ids)
         first = (micro_batch * ranks + rank) * max(self.args.train_batch_size, rows)
-        return torch.arange(first, first + rows, device=input_ids.device)
+        return torch.arange(first, first + rows)
 
     def _world_sums(self) -> dict[str, float]:
         """Sum the record and the counts of documents over ranks with different samples, and reset the record."""

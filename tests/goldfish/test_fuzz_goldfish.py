@@ -17,15 +17,20 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import train, worst_difference
 
 
-OPTIONS = 5
+OPTIONS = len(STRATEGIES)
 BRIEF = {"max_steps": 2, "save_strategy": "no", "eval_strategy": "no", "kind": "llama"}
 
 
 def made_up(number: int) -> dict:
     """Options number `number`: each strategy in turn, widths up to that of the longest row (20 tokens) and above."""
     random = Random(number)
+    strategy = STRATEGIES[number % len(STRATEGIES)]
+    as_reference = random.random() < 0.5
     return {
-        "goldfish_strategy": STRATEGIES[number % len(STRATEGIES)],
+        "goldfish_strategy": strategy,
+        "goldfish_as_reference": as_reference,
+        "goldfish_ignored_token": random.choice([-1, 0, 7]) if as_reference else -1,
+        "goldfish_start_position": random.choice([0, 1, 6]) if strategy == "static" else 0,
         "goldfish_k": random.choice([2, 3, 4, 7, 50]),
         "goldfish_context_width": random.choice([1, 2, 5, 13, 14, 19, 20, 30]),
         "goldfish_seed": random.choice([None, 0, -7, 2**40]),
@@ -46,7 +51,7 @@ def runs(tmp_path_factory) -> list[tuple[dict, list[dict]]]:
     made = [made_up(number) for number in range(start, start + (more or OPTIONS))]
     found = [(options, train(tmp_path_factory.mktemp("truth"), **BRIEF, **options)) for options in made]
     dropped = [history[0]["goldfish_dropped_fraction"] for _, history in found]
-    assert more or sum(0 < share < 0.6 for share in dropped) > OPTIONS // 2, dropped
+    assert more or sum(0 < share < 0.6 for share in dropped) > len(dropped) // 2, dropped
     return found
 
 

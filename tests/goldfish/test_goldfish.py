@@ -1,5 +1,7 @@
 """Goldfish masks against an independent reading of the reference, frozen masks, and the properties they are for."""
 
+import math
+
 import pytest
 import torch
 
@@ -14,8 +16,8 @@ from hf_axonn.goldfish.mask import (
 
 
 H = 13
+HASHES = ("hash-table", "hash", "hash-avalanche")
 SEQUENCE = [(7919 * i * i + 104729 * i + 17) % 32000 for i in range(64)]
-HASHES = ("hash-table", "hash")
 
 
 def wrap(number: int) -> int:
@@ -34,6 +36,21 @@ def reference_hash_table(tokens: list[int], k: int, width: int) -> list[bool]:
         for token in targets[end - width + 1 : end + 1]:
             key = wrap(key * token)
         dropped[end + 1] = table[key % 1_000_003] < threshold
+    return dropped
+
+
+def reference_avalanche(tokens: list[int], k: int, width: int) -> list[bool]:
+    """The reference's hash in Python's own integers: modulo 2**64, where each first product is cut to 32 bits."""
+    threshold = torch.tensor((2**32 - 1) / k, dtype=torch.float32).item()
+    dropped = [False] * len(tokens)
+    for t in range(width, len(tokens)):
+        key = math.prod(tokens[t - width + 1 : t + 1])
+        for factor, addend, shift in ((2**21 - 1, -1, 24), (1 + 2**3 + 2**8, 0, 14), (1 + 2**2 + 2**4, 0, 28)):
+            key = (key * factor + addend) % 2**32
+            key = (key * factor + addend) % 2**64
+            key ^= key >> shift
+        key = (key + (key << 31)) % 2**32
+        dropped[t] = torch.tensor(float(key), dtype=torch.float32).item() < threshold
     return dropped
 
 
@@ -63,6 +80,17 @@ def reference_random(rows: int, length: int, k: int, seed: int, step: int, sampl
     return masks
 
 
+def reference_seeded(rows: int, length: int, k: int, seed: int, step: int, samples: list[int]) -> list[list[bool]]:
+    masks = []
+    for row in range(rows):
+        key = 0
+        for part in (seed, step, samples[row]):
+            key = mix(((key ^ part % 2**64) + 0x9E3779B97F4A7C15) % 2**64)
+        torch.manual_seed(key % 2**32)
+        masks.append([False, *(torch.randint(1, k + 1, (length - 1,)) == k).tolist()])
+    return masks
+
+
 def positions(mask: torch.Tensor) -> list[int]:
     return mask.nonzero()[:, -1].tolist()
 
@@ -75,8 +103,10 @@ def long_row(length: int, *, vocab: int = 32000, seed: int = 0) -> torch.Tensor:
 GOLDEN = {
     "hash-table": [14, 15, 16, 18, 22, 23, 28, 32, 38, 42, 51, 54],
     "hash": [17, 22, 23, 28, 29, 31, 36, 42, 49, 50],
+    "hash-avalanche": [19, 28, 29, 34, 38, 41, 42, 45, 50, 53, 58, 63],
     "static": list(range(1, 64, 4)),
     "random": [1, 4, 7, 15, 16, 19, 22, 25, 27, 28, 31, 32, 34, 36, 42],
+    "seeded_random": [1, 4, 10, 16, 21, 28, 29, 30, 33, 36, 47, 49, 51, 54],
 }
 
 
@@ -87,7 +117,10 @@ def test_golden_mask(strategy):
 
 @pytest.mark.parametrize("k", (2, 3, 4, 50))
 @pytest.mark.parametrize("width", (1, 2, 13, 50))
-@pytest.mark.parametrize(("strategy", "reference"), (("hash-table", reference_hash_table), ("hash", reference_hash)))
+@pytest.mark.parametrize(
+    ("strategy", "reference"),
+    (("hash-table", reference_hash_table), ("hash", reference_hash), ("hash-avalanche", reference_avalanche)),
+)
 def test_hashes_equal_their_definition(strategy, reference, k, width):
     tokens = long_row(400, seed=k)
     tokens[0, 200] = 0  # a zero id collapses the product of its window
@@ -118,6 +151,44 @@ def test_random_equals_its_definition():
     assert mask.tolist() == reference_random(3, 40, 3, -7, 11, [5, 0, 9])
 
 
+def test_seeded_random_equals_its_definition():
+    with torch.random.fork_rng(devices=[]):
+        expected = reference_seeded(3, 40, 3, -7, 11, [5, 0, 9])
+    mask = goldfish_mask(
+        torch.zeros(3, 40, dtype=torch.long),
+        strategy="seeded_random",
+        k=3,
+        seed=-7,
+        step=11,
+        sample_ids=torch.tensor([5, 0, 9]),
+    )
+    assert mask.tolist() == expected
+
+
+def test_a_generator_is_drawn_from_as_the_authors_draw_from_torchs():
+    """Batch after batch in order, [B, S-1] at once; whatever else draws in between is part of the order."""
+    tokens = torch.zeros(3, 21, dtype=torch.long)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        expected = [torch.randint(1, 5, (3, 20)) == 4, torch.rand(7), torch.randint(1, 5, (3, 20)) == 4]
+        torch.manual_seed(5)
+        mine = [
+            goldfish_mask(tokens, strategy="seeded_random", generator=torch.default_generator)[:, 1:],
+            torch.rand(7),
+            goldfish_mask(tokens, strategy="seeded_random", generator=torch.default_generator)[:, 1:],
+        ]
+    assert all(torch.equal(one, other) for one, other in zip(mine, expected, strict=True))
+
+
+@pytest.mark.parametrize("start", (0, 1, 3, 9, 500))
+def test_static_starts_where_it_is_told_to_in_each_document(start):
+    tokens, ids = torch.zeros(1, 100, dtype=torch.long), (torch.arange(100) >= 41).long()[None]
+    mask = goldfish_mask(tokens, None, ids, strategy="static", k=4, start_position=start)
+    expected = [t for t in range(1, 41) if t - 1 in range(start, 100, 4)]
+    expected += [41 + t for t in range(1, 59) if t - 1 in range(start, 100, 4)]
+    assert positions(mask) == expected
+
+
 @pytest.mark.parametrize("strategy", HASHES)
 def test_first_labels_are_never_dropped(strategy):
     """Nothing can be dropped from h tokens; from h + 1 only the last label, and over many rows about one in k is."""
@@ -144,25 +215,12 @@ def test_one_label_in_k_is_dropped(strategy, k):
     assert share == pytest.approx(1 / k, rel=0.06)
 
 
-def test_table_is_the_references():
-    from hf_axonn.goldfish.mask import _table
-
-    table = _table(torch.device("cpu"))
-    assert table.shape == (1_000_003,) and table.dtype == torch.float32
-    assert [round(value, 6) for value in table[[0, 1, 2, 1_000_002]].tolist()] == [
-        0.233684,
-        0.441264,
-        0.741148,
-        0.836007,
-    ]
-
-
 def test_same_passage_is_masked_alike_wherever_it_is():
     """In a packed row each document has the mask that it has alone; prompts (labels -100) feed the windows."""
     documents = [long_row(length, seed=length) for length in (30, 5, H, H + 1, 64)]
     packed = torch.cat(documents, dim=1)
     ids = torch.cat([torch.full_like(part, number) for number, part in enumerate(documents)], dim=1)
-    for strategy in ("hash-table", "hash", "static"):
+    for strategy in (*HASHES, "static"):
         alone = torch.cat([goldfish_mask(part, strategy=strategy) for part in documents], dim=1)
         assert torch.equal(goldfish_mask(packed, None, ids, strategy=strategy), alone)
         assert not torch.equal(goldfish_mask(packed, strategy=strategy), alone)  # windows would cross documents
@@ -192,9 +250,24 @@ def test_order_counts_for_hash_and_not_for_the_product():
     assert not torch.equal(*hashes)
 
 
-def test_random_drops_each_element_by_itself():
+def test_products_of_wide_windows_are_often_zero():
+    """With h = 50 a window of independent ids has 50 factors 2 in the mean, and 64 of them make the product 0.
+
+    Then all such windows have one number of the table, 0.23, which k = 50 keeps: docs/usage.md has these shares.
+    """
+    tokens = torch.randint(1, 131_072, (128, 4097), generator=torch.Generator().manual_seed(0))
+    mask = goldfish_mask(tokens, k=50, context_width=50)[:, 50:]
+    twos = sum((tokens % 2**power == 0).int() for power in range(1, 17))
+    zero = twos[:, 1:].unfold(1, 50, 1).sum(dim=-1) >= 64
+    assert zero.float().mean().item() == pytest.approx(0.09, abs=0.005)  # rounded, as there
+    assert mask.float().mean().item() == pytest.approx(0.016, abs=0.0005)
+    assert not mask[zero].any()
+
+
+@pytest.mark.parametrize("strategy", ("random", "seeded_random"))
+def test_random_drops_each_element_by_itself(strategy):
     """Every row and every column has about a quarter dropped, and neighbours are uncorrelated."""
-    mask = goldfish_mask(torch.zeros(300, 301, dtype=torch.long), strategy="random", seed=1)
+    mask = goldfish_mask(torch.zeros(300, 301, dtype=torch.long), strategy=strategy, seed=1)
     assert not mask[:, 0].any()
     coins = mask[:, 1:].float()
     for share in (coins.mean(dim=0), coins.mean(dim=1)):
@@ -204,9 +277,10 @@ def test_random_drops_each_element_by_itself():
         assert abs((deviations * other).mean().item()) < 5 * 0.1875 / 300
 
 
-def test_random_is_keyed_by_seed_step_and_sample_and_not_by_the_batch():
+@pytest.mark.parametrize("strategy", ("random", "seeded_random"))
+def test_random_is_keyed_by_seed_step_and_sample_and_not_by_the_batch(strategy):
     tokens = torch.zeros(4, 50, dtype=torch.long)
-    key = {"strategy": "random", "seed": 3, "step": 7}
+    key = {"strategy": strategy, "seed": 3, "step": 7}
     whole = goldfish_mask(tokens, **key)
     parts = [goldfish_mask(tokens[i : i + 2], **key, sample_ids=torch.arange(i, i + 2)) for i in (0, 2)]
     assert torch.equal(whole, torch.cat(parts))
@@ -287,6 +361,19 @@ def test_unprotected_documents_are_counted():
     assert [int(n) for n in count_unprotected(labels, ids, context_width=H)] == [3, 5]
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_first_label_of_a_document_is_never_dropped(strategy):
+    ids = torch.arange(3000)[None] // 3
+    mask = goldfish_mask(long_row(3000), None, ids, strategy=strategy, k=2, context_width=1)
+    assert not mask[:, ::3].any() and mask[:, 1::3].any() and mask[:, 2::3].any() == (strategy != "static")
+
+
+def test_rows_of_one_token_and_none():
+    for strategy in STRATEGIES:
+        for shape in ((2, 1), (0, 5), (2, 0)):
+            assert not goldfish_mask(torch.zeros(shape, dtype=torch.long), strategy=strategy).any()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     (
@@ -294,7 +381,13 @@ def test_unprotected_documents_are_counted():
         ({"k": 2.5}, "k is 2.5"),
         ({"k": True}, "k is True"),
         ({"context_width": 0}, "context_width is 0"),
-        ({"strategy": "hash-legacy"}, "hash-legacy.*hash-table, hash, static, random"),
+        ({"strategy": "hash-legacy"}, "hash-legacy.*hash-table, hash, hash-avalanche, static, random"),
+        ({"start_position": -1, "strategy": "static"}, "start_position is -1"),
+        ({"start_position": 1.0, "strategy": "static"}, "start_position is 1.0"),
+        ({"start_position": 2}, "start_position is 2, but hash-table has none"),
+        ({"table": torch.zeros(7)}, r"table of shape \(7,\)"),
+        ({"table": torch.zeros(1_000_003), "strategy": "hash"}, "'hash': only hash-table"),
+        ({"generator": torch.Generator()}, "'hash-table' draws nothing"),
         ({"labels": torch.zeros(2, 7)}, r"labels have shape \(2, 7\) but input_ids \(2, 8\)"),
         ({"document_ids": torch.zeros(1, 8)}, r"document_ids have shape \(1, 8\)"),
         ({"sample_ids": torch.zeros(3)}, r"sample_ids have shape \(3,\)"),

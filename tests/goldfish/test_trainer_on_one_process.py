@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import save_file
 from torch.nn import functional as F
 from transformers import (
     BartConfig,
@@ -23,6 +24,7 @@ from transformers import (
 )
 
 from hf_axonn.goldfish.mask import goldfish_mask
+from hf_axonn.goldfish.table import TABLE_SIZE, save_table, table_sha256
 from hf_axonn.goldfish.trainer import UNMASKED_LABELS, GoldfishConfig, GoldfishMixin, GoldfishTrainer
 from hf_axonn.losses.causal_lm import CausalLMLoss
 from hf_axonn.topology.grid import Grid
@@ -32,6 +34,7 @@ from tests.helpers.ranks import run_ranks
 VOCAB = 61
 LENGTHS = (24, 3, 17, 30, 9, 2, 14)  # 7 samples: no number of ranks or batch size here divides them
 PAD = 0
+HASHES = ("hash-table", "hash", "hash-avalanche")
 
 
 def tiny_model(kind: str = "llama") -> torch.nn.Module:
@@ -176,8 +179,9 @@ def test_evaluation_of_several_sets_during_training(tmp_path):
     assert all("loss_all" in entry for entry in steps_logged(trainer))
 
 
-def test_a_resumed_run_logs_what_an_unbroken_one_does(tmp_path):
-    options = {"goldfish_strategy": "random", "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3}
+@pytest.mark.parametrize("strategy", ("random", "seeded_random"))
+def test_a_resumed_run_logs_what_an_unbroken_one_does(tmp_path, strategy):
+    options = {"goldfish_strategy": strategy, "num_train_epochs": 2, "save_strategy": "steps", "save_steps": 3}
     whole = trainer_for(config(tmp_path, **options))
     whole.train()
     torch.manual_seed(99)
@@ -190,9 +194,10 @@ def test_a_resumed_run_logs_what_an_unbroken_one_does(tmp_path):
     ]
 
 
-def test_random_masks_do_not_depend_on_how_a_step_is_cut_and_change_with_steps_and_seed(tmp_path):
+@pytest.mark.parametrize("strategy", ("random", "seeded_random"))
+def test_random_masks_do_not_depend_on_how_a_step_is_cut_and_change_with_steps_and_seed(tmp_path, strategy):
     def fractions(**options):
-        trainer = trainer_for(config(tmp_path, goldfish_strategy="random", learning_rate=0.0, **options))
+        trainer = trainer_for(config(tmp_path, goldfish_strategy=strategy, learning_rate=0.0, **options))
         trainer.train()
         return [[entry["loss_kept"], entry["loss_dropped"]] for entry in steps_logged(trainer)]
 
@@ -207,11 +212,10 @@ def test_random_masks_do_not_depend_on_how_a_step_is_cut_and_change_with_steps_a
 def test_place_in_the_step_on_a_grid(tmp_path, monkeypatch):
     """Ranks that share samples (x, y) draw the same masks; others go on counting where their neighbour stops."""
     trainer = trainer_for(config(tmp_path))
-    rows = torch.zeros(2, 5)
     position = SimpleNamespace(grid=Grid(data=2, z=3, x=2), coordinates={"data": 1, "z": 1, "x": 1, "y": 0})
     monkeypatch.setattr("hf_axonn.goldfish.trainer.parallel_state", lambda model: position)
-    assert trainer._sample_ids(0, rows).tolist() == [8, 9]
-    assert trainer._sample_ids(2, rows).tolist() == [32, 33]
+    assert trainer._sample_ids(0, 2).tolist() == [8, 9]
+    assert trainer._sample_ids(2, 2).tolist() == [32, 33]
     trainer.model.loss_function.record.add(torch.ones(3), targets=torch.ones(3), weights=torch.ones(3))
     assert trainer._world_sums()["all_count"] == 0  # x = 0 speaks for both
     position.coordinates["x"] = 0
@@ -219,13 +223,15 @@ def test_place_in_the_step_on_a_grid(tmp_path, monkeypatch):
     assert trainer._world_sums()["all_count"] == 3
 
 
-def test_packed_rows_are_masked_as_their_documents_are_and_short_ones_are_reported(tmp_path, caplog):
+@pytest.mark.parametrize("strategy", HASHES)
+def test_packed_rows_are_masked_as_their_documents_are_and_short_ones_are_reported(tmp_path, caplog, strategy):
     """Flattened batches know their documents by position_ids. 3 of the 7 are not longer than a width of 9."""
-    args = config(tmp_path, goldfish_context_width=9, learning_rate=0.0, logging_strategy="epoch", num_train_epochs=2)
+    options = {"learning_rate": 0.0, "logging_strategy": "epoch", "num_train_epochs": 2}
+    args = config(tmp_path, goldfish_strategy=strategy, goldfish_context_width=9, **options)
     trainer = trainer_for(args, data_collator=DataCollatorWithFlattening())
     with caplog.at_level(logging.WARNING):
         trainer.train()
-    expected = losses_by_hand(trainer.model, samples(), context_width=9)
+    expected = losses_by_hand(trainer.model, samples(), strategy=strategy, context_width=9)
     for logged in steps_logged(trainer):
         assert {key: logged[key] for key in expected} == pytest.approx(expected, rel=1e-4)
     warnings = [record.getMessage() for record in caplog.records if "not protected" in record.getMessage()]
@@ -271,6 +277,35 @@ def test_packed_rows_and_prompts_as_the_reference_masks_them(tmp_path):
     expected = goldfish_mask(batch["input_ids"], batch["labels"], k=2, context_width=5, hash_labels=True)
     assert torch.equal(found[True], expected)
     assert not torch.equal(found[True], found[False])
+
+
+def test_every_setting_reaches_the_mask(tmp_path):
+    """One batch by each setting is masked as by the function with the same option, and not as without it."""
+    save_table(tmp_path / "table", "cpu")
+    table = torch.rand(TABLE_SIZE, generator=torch.Generator().manual_seed(1))
+    about = {"format": "hf_axonn goldfish table 1", "sha256": table_sha256(table)}
+    save_file({"table": table}, tmp_path / "other", metadata=about)
+    batch = DataCollatorWithFlattening()(samples())
+    del batch["position_ids"]
+    batch["labels"][0, 30:50] = -100
+    ids, labels = batch["input_ids"], batch["labels"]
+    for settings, options in (
+        ({"goldfish_strategy": "hash-avalanche"}, {"strategy": "hash-avalanche"}),
+        ({"goldfish_strategy": "seeded_random"}, {"strategy": "seeded_random", "seed": 42}),
+        ({"goldfish_strategy": "static", "goldfish_start_position": 5}, {"strategy": "static", "start_position": 5}),
+        ({"goldfish_table": str(tmp_path / "other")}, {"table": table}),
+        (
+            {"goldfish_as_reference": True, "goldfish_ignored_token": 7},
+            {"hash_labels": True, "ignored_token": 7},
+        ),
+    ):
+        trainer = trainer_for(config(tmp_path, goldfish_k=2, **settings))
+        found = trainer._mask_batch(0, batch)["labels"] != labels
+        assert torch.equal(found, goldfish_mask(ids, labels, k=2, context_width=3, **options)), settings
+        assert not torch.equal(found, goldfish_mask(ids, labels, k=2, context_width=3)), settings
+    same = trainer_for(config(tmp_path, goldfish_k=2, goldfish_table=str(tmp_path / "table")))
+    found = same._mask_batch(0, batch)["labels"] != labels
+    assert torch.equal(found, goldfish_mask(ids, labels, k=2, context_width=3))
 
 
 def test_ordinary_loss_with_the_same_logs(tmp_path):
@@ -352,8 +387,10 @@ def test_options_from_a_command_line(tmp_path):
     ("options", "message"),
     (
         ({"goldfish_k": 1}, "k is 1"),
-        ({"goldfish_strategy": "hash-legacy"}, "hash-table, hash, static, random"),
+        ({"goldfish_strategy": "hash-legacy"}, "hash-table, hash, hash-avalanche, static, random, seeded_random"),
         ({"goldfish_context_width": 0}, "context_width is 0"),
+        ({"goldfish_start_position": 3}, "start_position is 3, but hash-table has none"),
+        ({"goldfish_ignored_token": 0}, "goldfish_ignored_token is 0, but without goldfish_as_reference"),
     ),
 )
 def test_wrong_options_are_named(tmp_path, options, message):
