@@ -9,7 +9,8 @@ Installed as `hf_axonn_eval` (a top-level package called `eval` would shadow use
     results = extract(loaded.model, loaded.tokenizer, samples)
     summary = summarize(results)
 
-and from a shell `python -m hf_axonn_eval samples | overlaps | extract | report | compare | canaries`;
+and from a shell `python -m hf_axonn_eval samples | overlaps | extract | report | compare | canaries |
+bundle | verify`;
 docs/evaluation.md defines every metric.
 """
 
@@ -31,6 +32,8 @@ _EXPORTS = {  # public name -> module; resolved on first use, so that --help doe
     "iter_samples": "data.sampling",
     "find_overlaps": "data.overlaps",
     "PROTOCOLS": "data.protocols",
+    "write_bundle": "bundle.pack",
+    "verify_bundle": "bundle.verify",
     "make_canaries": "canaries.generate",
     "insert_canaries": "canaries.generate",
     "rank_canaries": "canaries.rank",
@@ -41,6 +44,12 @@ _EXPORTS = {  # public name -> module; resolved on first use, so that --help doe
     "SampleResult": "data.results",
     "read_run": "data.results",
     "document_nll": "extraction.scoring",
+    "attack_cost": "analysis.attack_cost",
+    "books": "analysis.coverage",
+    "book_coverage": "analysis.coverage",
+    "token_masks": "analysis.goldfish_tokens",
+    "goldfish_tokens": "analysis.goldfish_tokens",
+    "write_tokens": "data.token_file",
     "summarize": "analysis.summary",
     "compare": "analysis.summary",
     "write_report": "report.write",
@@ -62,12 +71,19 @@ _EXPORTS = {  # public name -> module; resolved on first use, so that --help doe
 __all__ = list(_EXPORTS)
 
 if TYPE_CHECKING:
+    from hf_axonn_eval.analysis.attack_cost import attack_cost as attack_cost
+    from hf_axonn_eval.analysis.coverage import book_coverage as book_coverage
+    from hf_axonn_eval.analysis.coverage import books as books
+    from hf_axonn_eval.analysis.goldfish_tokens import goldfish_tokens as goldfish_tokens
+    from hf_axonn_eval.analysis.goldfish_tokens import token_masks as token_masks
     from hf_axonn_eval.analysis.intervals import clopper_pearson as clopper_pearson
     from hf_axonn_eval.analysis.intervals import mcnemar as mcnemar
     from hf_axonn_eval.analysis.membership_attack import auc as auc
     from hf_axonn_eval.analysis.membership_attack import tpr_at_fpr as tpr_at_fpr
     from hf_axonn_eval.analysis.summary import compare as compare
     from hf_axonn_eval.analysis.summary import summarize as summarize
+    from hf_axonn_eval.bundle.pack import write_bundle as write_bundle
+    from hf_axonn_eval.bundle.verify import verify_bundle as verify_bundle
     from hf_axonn_eval.canaries.generate import insert_canaries as insert_canaries
     from hf_axonn_eval.canaries.generate import make_canaries as make_canaries
     from hf_axonn_eval.canaries.rank import rank_canaries as rank_canaries
@@ -86,6 +102,7 @@ if TYPE_CHECKING:
     from hf_axonn_eval.data.samples import write_samples as write_samples
     from hf_axonn_eval.data.sampling import build_samples as build_samples
     from hf_axonn_eval.data.sampling import iter_samples as iter_samples
+    from hf_axonn_eval.data.token_file import write_tokens as write_tokens
     from hf_axonn_eval.data.windows import Sampling as Sampling
     from hf_axonn_eval.extraction.callback import ExtractionCallback as ExtractionCallback
     from hf_axonn_eval.extraction.extract import extract as extract

@@ -1,4 +1,4 @@
-"""Command line: python -m hf_axonn_eval samples | overlaps | extract | report | compare | canaries.
+"""Command line: python -m hf_axonn_eval COMMAND; samples, extract and report are the way from documents to a report.
 
     python -m hf_axonn_eval samples --documents docs.jsonl --tokenizer DIR --output samples.jsonl
     python -m hf_axonn_eval extract --model BASE --samples samples.jsonl --output runs/base
@@ -14,22 +14,28 @@ import os
 import sys
 from collections.abc import Sequence
 
+from hf_axonn_eval.cli import bundle as cli_bundle
 from hf_axonn_eval.cli import canaries as cli_canaries
+from hf_axonn_eval.cli import export as cli_export
 from hf_axonn_eval.cli import extract as cli_extract
 from hf_axonn_eval.cli import overlaps as cli_overlaps
 from hf_axonn_eval.cli import report as cli_report
 from hf_axonn_eval.cli import samples as cli_samples
+from hf_axonn_eval.cli import tokens as cli_tokens
 from hf_axonn_eval.data.visible import visible
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command. Exit code 0, or 2 with a message on stderr for bad input."""
+    """Run one command.
+
+    Exit code 0; 1 if `verify` finds a contradiction; 2 with a message on stderr for bad input.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: not every terminal can show every name
     arguments = _parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
-        arguments.command(arguments)
+        code: int | None = arguments.command(arguments)
     except (ValueError, OSError) as error:
         if arguments.debug:
             raise
@@ -39,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     finally:
         _leave_distributed()
-    return 0
+    return code or 0
 
 
 def _leave_distributed() -> None:
@@ -57,9 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     commands = parser.add_subparsers(
-        required=True, metavar="samples | overlaps | extract | report | compare | canaries"
+        required=True,
+        metavar="samples | overlaps | extract | report | compare | tokens | canaries | bundle | verify | export",
     )
-    for part in (cli_samples, cli_overlaps, cli_extract, cli_report, cli_canaries):
+    for part in (cli_samples, cli_overlaps, cli_extract, cli_report, cli_tokens, cli_canaries, cli_bundle, cli_export):
         part.add(commands)
     return parser
 

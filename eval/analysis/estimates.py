@@ -8,9 +8,13 @@ import numpy as np
 
 from hf_axonn_eval.analysis.intervals import Found, difference_interval, mean_intervals, share_intervals
 from hf_axonn_eval.analysis.membership_attack import attack
-from hf_axonn_eval.analysis.table import MEMBERSHIP, NEEDED, Table, share_names
+from hf_axonn_eval.analysis.table import MEMBERSHIP, NEAR_COPIES, NEAR_COPIES_COST, NEEDED, Table, share_names
+from hf_axonn_eval.metrics.bleu import NEAR_BLEU
 from hf_axonn_eval.metrics.discoverability import CHANCES
 from hf_axonn_eval.metrics.registry import METRICS
+
+
+LIKELY = 1e-3  # a suffix that one draw gives with at least this chance is called extractable by Cooper et al. 2025
 
 
 def group(table: Table, options: Mapping[str, Any], *, lengths: Sequence[int], tries: Sequence[int]) -> dict[str, Any]:
@@ -29,6 +33,14 @@ def group(table: Table, options: Mapping[str, Any], *, lengths: Sequence[int], t
     degenerate = table.column("degenerate")
     shares["original"] = np.where(degenerate == 0, table.columns["exact_match"], np.nan)
     bounds = {metric: (METRICS[metric].least, METRICS[metric].most) for metric in means}
+    bleu = table.column("bleu")
+    shares["bleu_copies"] = np.where(np.isnan(bleu), np.nan, bleu > NEAR_BLEU)
+    copies = [name for name in table.columns if name.startswith(NEAR_COPIES) and name != NEAR_COPIES_COST]
+    copies = [name for name in copies if not np.isnan(table.columns[name]).all()]
+    for name in copies:
+        column = table.columns[name]
+        means[name], bounds[name] = column, (0, 1)
+        shares[f"{name}.likely"] = np.where(np.isnan(column), np.nan, column >= LIKELY)
     found = estimates(shares, means, table.documents, options, bounds=bounds)
 
     entry: dict[str, Any] = {
@@ -46,6 +58,16 @@ def group(table: Table, options: Mapping[str, Any], *, lengths: Sequence[int], t
                 "tries": {str(number): found[f"discoverable.{chance}.{number}"] for number in tries},
             }
             for chance, column in needed.items()
+        }
+    if "bleu_copies" in found:
+        entry["bleu_copies"] = found["bleu_copies"]
+    if copies:
+        entry["near_copies"] = {
+            "edits": {
+                name.removeprefix(NEAR_COPIES): {"probability": found[name], "likely": found[f"{name}.likely"]}
+                for name in copies
+            },
+            "draws": float(np.nanmean(table.column(NEAR_COPIES_COST))),
         }
     if not np.isnan(degenerate).all():
         entry["degenerate"] = {

@@ -189,13 +189,31 @@ def _mean_interval(sums: np.ndarray, sizes: np.ndarray, confidence: float) -> Fo
     count, samples = len(sizes), sizes.sum()
     if count < FEWEST_DOCUMENTS:
         return _too_few(count)
-    freedom = kish(sizes**2) - 1
+    mean = float(sums.sum() / samples)
+    changes = (sums - mean * sizes) / (samples - sizes)
+    return jackknife_interval(mean, changes, kish(sizes**2) - 1, confidence=confidence)
+
+
+def jackknife_interval(estimate: float, changes: np.ndarray, freedom: float, *, confidence: float = 0.95) -> Found:
+    """Student's t over documents, corrected for skewness; `mean_intervals` has the formula.
+
+    Args:
+        estimate: from all documents.
+        changes: [documents] by how much the estimate is less without each of them.
+        freedom: degrees of freedom that documents of unequal sizes leave.
+        confidence: of the interval.
+    Returns:
+        None for fewer than FEWEST_DOCUMENTS documents, where none changes the estimate, or for fewer than 2 degrees of
+        freedom.
+    """
+    count = len(changes)
+    if count < FEWEST_DOCUMENTS:
+        return _too_few(count)
     if freedom < 2:
         return Found(None, "none: few documents have nearly all samples")
-    mean = float(sums.sum() / samples)
-    z = count * (sums - mean * sizes) / (samples - sizes)
+    z = count * changes
     moment = float((z**2).mean())
-    if moment <= (1e-12 * abs(mean)) ** 2:  # equal up to rounding
+    if moment <= (1e-12 * abs(estimate)) ** 2:  # equal up to rounding
         return Found(None, "none: all documents have the same")
     error = sqrt(moment * (count - 1)) / count
     bend = float((z**3).mean()) / moment**1.5 / sqrt(count)
@@ -204,7 +222,7 @@ def _mean_interval(sums: np.ndarray, sizes: np.ndarray, confidence: float) -> Fo
     def bent(t: float) -> float:
         return t if abs(bend) < 1e-6 else 3 / bend * (float(np.cbrt(1 + bend * (t - bend / 6))) - 1)
 
-    return Found(Interval(mean - bent(quantile) * error, mean - bent(-quantile) * error), MEAN)
+    return Found(Interval(estimate - bent(quantile) * error, estimate - bent(-quantile) * error), MEAN)
 
 
 def _by_document(column: np.ndarray, index: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:

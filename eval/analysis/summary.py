@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from hf_axonn_eval.analysis.estimates import differences, group, membership
+from hf_axonn_eval.analysis.guesses import ERRORS, recall_at_errors
 from hf_axonn_eval.analysis.intervals import check_confidence, mcnemar
 from hf_axonn_eval.analysis.table import MEMBERSHIP, Table, share_names
 from hf_axonn_eval.data.jsonl import is_count
@@ -139,6 +140,10 @@ def _summarize(
         attacks = membership(table, chosen & (table.buckets != 0), options)
         groups[name] |= {"membership": attacks} if attacks else {}
     everything = groups.pop("all")
+    losses = table.column("guess_nll")
+    if not np.isnan(losses).any():
+        recall = recall_at_errors(losses, table.columns["exact_match"] == 1)
+        everything["recall_at_errors"] = {"errors": ERRORS, "recall": recall, "n": len(table)}
     return {
         "run": dict(record) if record is not None else None,
         "intervals": options,

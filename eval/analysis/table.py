@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import nan
+from math import exp, nan
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from hf_axonn_eval.metrics.text import is_degenerate
 
 MEMBERSHIP = "membership."  # + name of the score
 NEEDED = "n_needed."  # + p
+NEAR_COPIES = "near_copies."  # + edits
+NEAR_COPIES_COST = "near_copies.draws"
 
 
 def share_names() -> list[str]:
@@ -36,8 +38,8 @@ class Table:
         ids: sample ids.
         documents: [samples] the document of each sample.
         buckets: [samples] whole numbers.
-        columns: by name [samples] float64: METRICS, `suffix_length`, `near_tie`, `degenerate`, `membership.<score>`
-            and `n_needed.<p>`.
+        columns: by name [samples] float64: METRICS, `suffix_length`, `near_tie`, `degenerate`, `membership.<score>`,
+            `n_needed.<p>`, `near_copies.<edits>`, probabilities, and `near_copies.draws`, what they cost.
     """
 
     ids: Sequence[str]
@@ -111,4 +113,8 @@ def _numbers(result: SampleResult) -> dict[str, float | bool | None]:
     if result.sampled_logprob is not None:
         for chance in CHANCES:
             numbers[f"{NEEDED}{chance:g}"] = n_needed(result.sampled_logprob, chance)
+    for edits, logprob in enumerate(result.near_copies or ()):
+        numbers[f"{NEAR_COPIES}{edits}"] = exp(logprob)
+    if result.near_copies_read is not None:
+        numbers[NEAR_COPIES_COST] = result.near_copies_read / max(1, result.suffix_length - 1)
     return numbers

@@ -6,15 +6,15 @@ is imported when it runs, so that --help does not wait for torch.
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_axonn_eval.data.visible import visible
 from hf_axonn_eval.extraction.load_model import DTYPES
 
 
-def command(commands, name: str, summary: str, function: Callable[[argparse.Namespace], None]) -> Callable:
-    """Add a command; returns its `add_argument`."""
+def command(commands, name: str, summary: str, function: Callable[[argparse.Namespace], int | None]) -> Callable:
+    """Add a command, whose function returns its exit code or None for 0; returns its `add_argument`."""
     parser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
     parser.set_defaults(command=function)
     return parser.add_argument
@@ -27,7 +27,8 @@ def add_interval_options(add: Callable) -> None:
 
 def add_model_options(add: Callable) -> None:
     """The options of every command that asks one model; `load` reads them."""
-    add("--model", required=True, metavar="DIR", help="HF directory, or a sharded checkpoint of a training run")
+    add("--model", required=True, metavar="DIR", help="HF directory, or a sharded checkpoint; a name on the Hub")
+    add("--revision", metavar="NAME", help="branch, tag or commit of a model on the Hub")
     add("--tokenizer", metavar="DIR", help="if it is not beside the model")
     add("--grid", metavar="SIZES", help="data=1,z=2,y=1,x=2 (default: axonn_config of accelerate launch, else none)")
     add("--dtype", choices=DTYPES, default="auto", help="of the weights (default: as in the checkpoint)")
@@ -48,6 +49,7 @@ def load(arguments: argparse.Namespace, **options: Any):
         tokenizer=arguments.tokenizer,
         dtype=arguments.dtype,
         trust_remote_code=arguments.trust_remote_code,
+        revision=arguments.revision,
         **options,
     )
 
@@ -108,6 +110,18 @@ def read_runs(pairs: Sequence[str]) -> tuple[dict[str, Any], dict[str, dict[str,
         raise ValueError(f"--runs has a name twice: {' '.join(pairs)}.")
     read = {name: read_run(directory) for name, _, directory in named}
     return {name: results for name, (_, results) in read.items()}, {name: record for name, (record, _) in read.items()}
+
+
+def check_asked(samples: Iterable[Any], records: Mapping[str, Mapping[str, Any]], path: str) -> None:
+    """Raise ValueError unless runs with these records were asked these samples, which are in the file `path`."""
+    from hf_axonn_eval.data.samples import samples_digest
+
+    digest = samples_digest(samples)
+    asked = {record["identity"]["samples_sha256"] for record in records.values()}
+    if asked != {digest}:
+        raise ValueError(
+            f"{path} is not what the runs were asked: its sha256 is {digest}, theirs {', '.join(sorted(asked))}."
+        )
 
 
 def run_name(directory: str | os.PathLike) -> str:

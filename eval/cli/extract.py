@@ -1,7 +1,9 @@
 """The command `extract`: ask one model for the suffixes."""
 
 import argparse
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from hf_axonn_eval.cli.common import (
@@ -15,13 +17,24 @@ from hf_axonn_eval.cli.common import (
 )
 
 
+_KEY = "HF_AXONN_EVAL_SERVER_KEY"  # in the environment: a command line is recorded, and seen by other users
+_OF_WEIGHTS = ("grid", "dtype", "attn_implementation", "revision", "stop_early")
+
+
 def add(commands) -> None:
     """Say what the command takes."""
     add = command(commands, "extract", "ask one model for the suffixes; goes on where it was stopped", run)
     add_model_options(add)
+    add("--server", metavar="URL", help="ask vLLM there (http://host:8000/v1) for --model, as it calls it")
     add("--samples", required=True, metavar="FILE", help="what `samples` wrote")
     add("--output", required=True, metavar="DIR", help="directory for the results of this model")
-    add("--batch_size", type=_batch_size, default="auto", metavar="N", help="samples in a forward pass (default auto)")
+    add(
+        "--batch_size",
+        type=_batch_size,
+        default="auto",
+        metavar="N",
+        help="samples in a forward pass (default auto); with --server requests under way at once (default 8)",
+    )
     add("--attn_implementation", metavar="NAME", help="eager, sdpa, ...")
     add("--no_generation", action="store_true", help="only what needs no decoding: no ROUGE, no edit distance")
     add("--generation", action="store_true", help="decode, though the protocol of the samples does not")
@@ -30,6 +43,12 @@ def add(commands) -> None:
         "--sampler",
         metavar="SETTINGS",
         help="also the chance of the suffix when drawn: temperature=1,top_k=40; or none",
+    )
+    add("--guesses", action="store_true", help="also how likely the continuations are, and recall at 100 errors")
+    add(
+        "--near_copies",
+        metavar="SETTINGS",
+        help="also a lower bound of the chance of near copies, by a search: edits=5,beams=20",
     )
     add("--membership", action="store_true", help="also membership scores: loss, zlib, Min-K%%, Min-K%%++")
     add_interval_options(add)
@@ -51,6 +70,16 @@ def run(arguments: argparse.Namespace) -> None:
             f"{about_file(arguments.samples)} is damaged: extract is {about['extract']!r}, not generate and sampler; "
             "remove the file, or write the samples again."
         ) from None
+    common = {
+        "output": arguments.output,
+        "membership": arguments.membership,
+        "protocol": about.get("protocol"),
+        "left_out": counts(about),
+        "confidence": arguments.confidence,
+    }
+    if arguments.server is not None:
+        _show(_from_server(arguments, samples, options, common), arguments)
+        return
     from hf_axonn_eval.extraction.extract import extract
 
     loaded = load(arguments, attn_implementation=arguments.attn_implementation)
@@ -58,17 +87,46 @@ def run(arguments: argparse.Namespace) -> None:
         loaded.model,
         loaded.tokenizer,
         samples,
-        output=arguments.output,
         model_record=loaded.record,
         batch_size=arguments.batch_size,
-        membership=arguments.membership,
-        protocol=about.get("protocol"),
-        left_out=counts(about),
-        confidence=arguments.confidence,
+        **common,
         **options,
     )
     if len(results):  # rank 0
-        show({run_name(arguments.output): results}, arguments)
+        _show(results, arguments)
+
+
+def _show(results: Sequence[Any], arguments: argparse.Namespace) -> None:
+    """The table of the run, and how it stands to the protocol of its samples."""
+    from hf_axonn_eval.data.results import read_record
+
+    name = run_name(arguments.output)
+    show({name: results}, arguments, records={name: read_record(Path(arguments.output))})
+
+
+def _from_server(
+    arguments: argparse.Namespace, samples: Sequence[Any], options: Mapping[str, Any], common: Mapping[str, Any]
+) -> Sequence[Any]:
+    """The results of a model that a server holds."""
+    given = [name for name in _OF_WEIGHTS if getattr(arguments, name) not in (None, False, "auto")]
+    if given:
+        raise ValueError(
+            f"--server does not go with {', '.join(f'--{name}' for name in given)}: the server has loaded the model."
+        )
+    if options["near_copies"] is not None:
+        raise ValueError("--server does not go with --near_copies: a search is hundreds of requests a sample.")
+    if arguments.tokenizer is None:
+        raise ValueError("--server needs --tokenizer: texts are written with it, and its ids are checked.")
+    from hf_axonn_eval.extraction.load_model import load_tokenizer
+    from hf_axonn_eval.served.completions import CompletionsBackend
+    from hf_axonn_eval.served.extract import REQUESTS, extract_served
+    from hf_axonn_eval.served.transport import JsonClient
+
+    tokenizer = load_tokenizer(arguments.tokenizer, trust_remote_code=arguments.trust_remote_code)
+    backend = CompletionsBackend(JsonClient(arguments.server, key=os.environ.get(_KEY)), arguments.model)
+    asked = {key: value for key, value in options.items() if key not in ("stop_early", "near_copies")}
+    requests = REQUESTS if arguments.batch_size == "auto" else arguments.batch_size
+    return extract_served(backend, tokenizer, samples, requests=requests, **asked, **common)
 
 
 def _options(arguments: argparse.Namespace, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,9 +144,20 @@ def _options(arguments: argparse.Namespace, asked: Mapping[str, Any]) -> dict[st
             raise TypeError
     return {
         "generate": generate,
+        "guesses": arguments.guesses or (asked.get("guesses") is True and generate),
         "stop_early": arguments.stop_early,
         "sampler": Sampler(**sampler) if sampler is not None else None,
+        "near_copies": _near_copies(arguments.near_copies) if arguments.near_copies is not None else None,
     }
+
+
+def _near_copies(text: str) -> Any:
+    from hf_axonn_eval.extraction.near_copies import NearCopySearch
+
+    pairs = [part.partition("=") for part in text.split(",")]
+    if any(name not in ("edits", "beams") or not value.isdecimal() for name, _, value in pairs):
+        raise ValueError(f"--near_copies {text} is not like edits=5,beams=20.")
+    return NearCopySearch(**{name: int(value) for name, _, value in pairs})
 
 
 def _sampler(text: str) -> dict[str, Any] | None:

@@ -1,10 +1,20 @@
 """The commands `report` and `compare`: put models beside each other."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from hf_axonn_eval.cli.common import add_interval_options, at_least_one, command, read_runs, say, show
+from hf_axonn_eval.cli.common import (
+    add_interval_options,
+    at_least_one,
+    check_asked,
+    command,
+    read_runs,
+    say,
+    show,
+)
+from hf_axonn_eval.cli.samples import add_document_options, all_documents
 
 
 def add(commands) -> None:
@@ -16,6 +26,10 @@ def add(commands) -> None:
     add("--tokenizer", metavar="DIR", help="to show tokens as text (default: that of the base run, if it is there)")
     add("--examples", type=at_least_one, default=4, metavar="N", help="texts shown of every bucket (default 4)")
     add("--title", default="Extraction", metavar="TEXT", help="heading of the HTML page")
+    add("--goldfish", metavar="MASK", help="the mask of training, such as strategy=hash-table,k=4,context_width=13")
+    add("--budget_queries", type=at_least_one, nargs="+", default=(), metavar="N", help="what so many queries extract")
+    add("--budget_tokens", type=at_least_one, nargs="+", default=(), metavar="N", help="what so many tokens extract")
+    add_document_options(add, required=False)
     add_interval_options(add)
 
     add = command(commands, "compare", "the differences of models from a base model, and tests of them", run_compare)
@@ -26,34 +40,82 @@ def add(commands) -> None:
 
 def run_report(arguments: argparse.Namespace) -> None:
     """Show the table, and write the files of the report."""
-    from hf_axonn_eval.data.samples import read_samples, samples_digest
+    from hf_axonn_eval.data.samples import read_samples
     from hf_axonn_eval.report.write import write_report
 
+    goldfish = _mask(arguments.goldfish)
+    for option, given in (("--goldfish", goldfish), ("--documents", arguments.documents or arguments.control)):
+        if given and arguments.samples is None:
+            raise ValueError(f"{option} needs the samples of the runs: give --samples, too.")
     runs, records = read_runs(arguments.runs)
     options = {"lengths": arguments.lengths, "records": records, "base": arguments.base}
     samples = tokenizer = None
     if arguments.samples is not None:
         samples = read_samples(arguments.samples)
-        asked = {record["identity"]["samples_sha256"] for record in records.values()}
-        if asked != {samples_digest(samples)}:
-            raise ValueError(
-                f"{arguments.samples} is not what the runs were asked: its sha256 is {samples_digest(samples)}, "
-                f"theirs {', '.join(sorted(asked))}."
-            )
+        check_asked(samples, records, arguments.samples)
         base = arguments.base or ("base" if "base" in records else next(iter(records)))
         tokenizer = _tokenizer(arguments.tokenizer, records.get(base, {}))
+    attacks, books = _attacks(arguments, runs, samples, tokenizer, goldfish)
     comparison = show(runs, arguments, **options)
     paths = write_report(
-        comparison,
+        {**comparison, **attacks},
         arguments.output,
         runs=runs,
         samples=samples,
         tokenizer=tokenizer,
         examples=arguments.examples,
         title=arguments.title,
+        books=books,
     )
     for path in paths.values():
         say(path)
+
+
+def _attacks(
+    arguments: argparse.Namespace,
+    runs: Mapping[str, Sequence[Any]],
+    samples: Any,
+    tokenizer: Any,
+    goldfish: dict[str, Any],
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """What the report says of attacks, as entries of the comparison, and the books of its maps."""
+    from hf_axonn_eval.analysis.attack_cost import attack_cost
+    from hf_axonn_eval.analysis.coverage import book_coverage, books
+    from hf_axonn_eval.analysis.goldfish_tokens import goldfish_tokens, token_masks
+
+    budgets = {"queries": arguments.budget_queries, "tokens": arguments.budget_tokens}
+    costs = {name: attack_cost(results, **budgets, confidence=arguments.confidence) for name, results in runs.items()}
+    if any(budgets.values()) and not any(costs.values()):
+        raise ValueError("--budget_queries and --budget_tokens need the chance of a draw: extract with --sampler.")
+    found: dict[str, Any] = {"attack_cost": costs}
+    if goldfish:
+        masks = token_masks(samples, **goldfish)
+        found["goldfish_tokens"] = goldfish_tokens(runs, masks, confidence=arguments.confidence)
+    if not (arguments.documents or arguments.control):
+        return found, None
+    if tokenizer is None:
+        raise ValueError("--documents needs the tokenizer of the samples: give --tokenizer.")
+    shown = books(runs, samples, all_documents(arguments), tokenizer=tokenizer)
+    found["coverage"] = book_coverage(shown)
+    if not any(shown.values()):
+        raise ValueError(
+            "no document has samples at several places, so there is no coverage: leave --documents out, or make "
+            "samples with a sliding window, such as --protocol cooper100."
+        )
+    return found, shown
+
+
+def _mask(text: str | None) -> dict[str, Any]:
+    """What --goldfish says; {} without it."""
+    settings: dict[str, Any] = {}
+    for part in text.split(",") if text is not None else ():
+        name, _, value = part.partition("=")
+        kinds: dict[str, Callable[[str], Any]] = {"strategy": str, "k": int, "context_width": int, "table": str}
+        try:
+            settings[name] = kinds[name](value)
+        except (KeyError, ValueError):
+            raise ValueError(f"--goldfish {text} is not like strategy=hash-table,k=4,context_width=13.") from None
+    return settings
 
 
 def run_compare(arguments: argparse.Namespace) -> None:

@@ -6,8 +6,11 @@ from itertools import chain
 from typing import Any
 
 from hf_axonn_eval.cli.common import at_least_one, command, say
-from hf_axonn_eval.data.protocols import PROTOCOLS, changed_sampling, protocol
-from hf_axonn_eval.data.windows import COMBINE, KINDS, STRIDE_UNITS, Sampling
+from hf_axonn_eval.data.chat import STYLES, ChatTemplate
+from hf_axonn_eval.data.contract import deviations
+from hf_axonn_eval.data.hub import pinned
+from hf_axonn_eval.data.protocols import PROTOCOLS, Protocol, changed_sampling, checked, protocol
+from hf_axonn_eval.data.windows import BOS, COMBINE, KINDS, STRIDE_UNITS, Sampling
 
 
 _SETTINGS = (
@@ -16,14 +19,19 @@ _SETTINGS = (
     "offset",
     "combine",
     "shared_suffix",
+    "prefix_buckets",
     "max_tokens",
     "stride",
     "stride_unit",
+    "slice_characters",
+    "append_eos",
     "min_document_tokens",
     "max_document_tokens",
     "max_documents",
     "add_special_tokens",
+    "bos",
     "deduplicate",
+    "min_type_token_ratio",
 )
 
 
@@ -42,24 +50,31 @@ def add(commands) -> None:
     add("--offset", type=int, nargs="+", metavar="N", help="tokens before the prefix; a sample for each (default 0)")
     add("--combine", choices=COMBINE, help="several lengths and offsets: each with each, or one changed at a time")
     add("--shared_suffix", action=flag, help="prefixes of several lengths end at the same place")
+    add("--prefix_buckets", type=int, nargs="+", metavar="N", help="all prefix lengths only in these (default all)")
     add("--max_tokens", type=at_least_one, metavar="N", help="first, last: look at so many tokens (default all)")
     add("--stride", type=at_least_one, metavar="N", help="sliding: from one window to the next (default 10)")
     add("--stride_unit", choices=STRIDE_UNITS, help="sliding: what the stride counts (default tokens)")
+    add("--slice_characters", type=at_least_one, metavar="N", help="sliding over characters: tokenize exactly so many")
+    add("--append_eos", action=flag, help="rest: the suffix ends with the tokenizer's EOS")
     add("--min_document_tokens", type=int, metavar="N", help="leave out shorter documents")
     add("--max_document_tokens", type=int, metavar="N", help="leave out longer documents")
     add("--max_documents", type=at_least_one, metavar="N", help="at most so many documents of each bucket")
     add("--add_special_tokens", action=flag, help="begin documents with the tokenizer's BOS, as training did")
+    add("--bos", choices=BOS, help="also a BOS before every prefix, or as the first token of every window")
+    add("--min_type_token_ratio", type=float, metavar="P", help="leave out suffixes with fewer different tokens")
     add("--deduplicate", action=flag, help="leave out samples with the same tokens as an earlier one")
+    add("--chat_template", choices=STYLES, help="ask in a chat: the prefix from the user, or as begun answer")
 
 
-def add_document_options(add: Callable) -> None:
+def add_document_options(add: Callable, *, required: bool = True) -> None:
     """The options of every command that reads documents; `all_documents` reads them."""
     add(
         "--documents",
-        required=True,
+        required=required,
+        default=[],
         nargs="+",
         metavar="PATH",
-        help="JSON lines or parquet with id, text and bucket; texts; a dataset saved by `datasets`; directories",
+        help="JSON lines or parquet with id, text and bucket; texts; a dataset saved by `datasets`, or hub:OWNER/NAME",
     )
     add("--control", nargs="+", default=[], metavar="PATH", help="the same of documents that were not trained on")
     add("--id_key", default="id", metavar="KEY", help="field with the document's id")
@@ -72,7 +87,11 @@ def add_document_options(add: Callable) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Write the samples file and what it was made of, and say what is in it."""
-    sampling, record, extract = _chosen_sampling(arguments)
+    chosen, sampling = _chosen(arguments)
+    if arguments.chat_template is not None and chosen is not None:
+        raise ValueError("--chat_template does not go with --protocol: no protocol asks in a chat.")
+    for paths in (arguments.documents, arguments.control):
+        paths[:] = map(pinned, paths)  # a branch on the Hub as the commit that it is now, to be read and recorded
 
     from hf_axonn_eval.data.overlaps import read_drop
     from hf_axonn_eval.data.samples import write_about, write_samples
@@ -82,9 +101,17 @@ def run(arguments: argparse.Namespace) -> None:
 
     tokenizer = load_tokenizer(arguments.tokenizer)
     tally = Tally()
-    drop = read_drop(arguments.drop) if arguments.drop is not None else ()
+    drop = set(read_drop(arguments.drop)) if arguments.drop is not None else set()
+    drop |= set(chosen.drop) if chosen is not None else set()
     samples = iter_samples(all_documents(arguments), sampling=sampling, tokenizer=tokenizer, tally=tally, drop=drop)
-    digest = write_samples(samples, arguments.output)
+    template = ChatTemplate.of(tokenizer, arguments.chat_template) if arguments.chat_template is not None else None
+    digest = write_samples(samples if template is None else template.around(samples, tokenizer), arguments.output)
+    if chosen is None:
+        record: dict[str, Any] = {"name": None, "source": None, "settings": sampling.settings(), "changed": []}
+    else:
+        record = chosen.record(chosen.samples_facts(tally.facts(), sorted(tally.dropped_ids), tokenizer))
+    if template is not None:
+        record["chat_template"] = template.record()
     write_about(
         arguments.output,
         {
@@ -97,29 +124,31 @@ def run(arguments: argparse.Namespace) -> None:
             "inputs": [*arguments.documents, *arguments.control],
             "tokenizer": tokenizer_identity(tokenizer),
             "protocol": record,
-            "extract": dict(extract),
+            "extract": dict(chosen.extract) if chosen is not None else {},
         },
     )
     say(f"{tally.samples} samples from {tally.documents} documents: {arguments.output}")
-    if record["source"]:
-        changed = f", with another {', '.join(record['changed'])}" if record["changed"] else ""
-        say(f"  protocol {record['name']} ({record['source']}){changed}")
+    if chosen is not None:
+        say(f"  protocol {chosen.name} ({chosen.source}), docs/protocols.md")
+        found = deviations((checked(record, {}) or {})["lines"])
+        say(f"  these samples are {'not as published in' if found else 'as published'}{':' if found else ''}")
+        for line in found:
+            say(f"    {line}")
     for bucket, count in sorted(tally.buckets.items()):
         say(f"  trained on {bucket}x: {count}")
     say(f"  sha256 {digest}")
 
 
-def _chosen_sampling(arguments: argparse.Namespace) -> tuple[Sampling, dict[str, Any], dict[str, Any]]:
-    """Where to cut, what is recorded of it, and the arguments that it gives `extract`."""
+def _chosen(arguments: argparse.Namespace) -> tuple[Protocol | None, Sampling]:
+    """The protocol, if one is named, and where to cut."""
     given = {name: getattr(arguments, name) for name in _SETTINGS if getattr(arguments, name) is not None}
     if arguments.protocol is None:
         kind = arguments.sampling or "offsets"
-        sampling = changed_sampling(Sampling(kind=kind), given, whose=f"--sampling {kind}")
-        return sampling, {"name": None, "source": None, "settings": sampling.settings(), "changed": []}, {}
+        return None, changed_sampling(Sampling(kind=kind), given, whose=f"--sampling {kind}")
     if arguments.sampling is not None:
         raise ValueError(f"--protocol {arguments.protocol} says itself where to cut: leave --sampling out.")
     chosen = protocol(arguments.protocol, **given)
-    return chosen.sampling, chosen.record(), dict(chosen.extract)
+    return chosen, chosen.sampling
 
 
 def all_documents(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:

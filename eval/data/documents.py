@@ -1,4 +1,4 @@
-"""Documents from the files that people have: text, JSON lines, parquet, datasets that `datasets` saved.
+"""Documents from what people have: text, JSON lines, parquet, datasets that `datasets` saved, or that are on the Hub.
 
 All are read one document after the other, so that what is in memory does not grow with their number.
 """
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_axonn_eval.data.hub import PREFIX, hub_rows
 from hf_axonn_eval.data.jsonl import decoded, json_lines
 
 
@@ -29,7 +30,7 @@ def iter_documents(
     Args:
         path: by its name a text (.txt, .text, .md: one document a file), a parquet file, or else JSON lines; or a
             directory: a dataset written by `save_to_disk`, or any number of such files, also in directories below it,
-            in the order of their names.
+            in the order of their names; or, as hub:OWNER/NAME/CONFIG@REVISION (hub.py), a data set on the Hub.
         id_key: field that holds the document's id; None: its place, such as `pages.parquet:17`, counted from 1. The
             id of a text is its path below `path`, its name if `path` is the text itself.
         text_key: field that holds its text; `input_ids`, where present, is used instead.
@@ -47,7 +48,7 @@ def iter_documents(
     keys |= {} if bucket is not None else {"bucket": bucket_key}
     fixed: dict[str, Any] = {} if bucket is None else {"bucket": bucket}
     found = False
-    for name, place, row in _rows(Path(path), [*keys.values(), "input_ids"], split):
+    for name, place, row in _rows(path, [*keys.values(), "input_ids"], split):
         found = True
         if isinstance(row, str):
             if bucket is None:
@@ -80,8 +81,12 @@ def read_documents(path: str | os.PathLike, **options: Any) -> list[dict[str, An
     return list(iter_documents(path, **options))
 
 
-def _rows(path: Path, fields: list[str], split: str | None) -> Iterator[tuple[str, str, Any]]:
+def _rows(place: str | os.PathLike[str], fields: list[str], split: str | None) -> Iterator[tuple[str, str, Any]]:
     """What the files hold: an id made of the place, the place in words, and a text or a mapping."""
+    if isinstance(place, str) and place.startswith(PREFIX):
+        yield from hub_rows(place, fields, split)
+        return
+    path = Path(place)
     if path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         yield from _dataset(path, fields, split)
         return

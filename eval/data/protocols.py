@@ -1,13 +1,17 @@
 """Ways of asking that have a name, each with its source, so that figures can be put beside published ones.
 
-A protocol says where documents are cut and what `extract` should do with the samples. Every setting can be changed;
-which ones were is recorded with the samples.
+Each is a file, published/NAME.toml; contract.py says what its lines mean. A protocol says where documents are cut and
+what `extract` should do with the samples. Every setting can be changed. What a run did otherwise than was published is
+recorded with it, line by line: a setting that was changed, documents that were shorter, another dtype.
 """
 
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from importlib import resources
 from typing import Any
 
+from hf_axonn_eval.data.contract import Line, changed
 from hf_axonn_eval.data.windows import FILTERS, KINDS, Sampling
 
 
@@ -23,6 +27,11 @@ class Protocol:
         extract: arguments of `extract` it asks for, as JSON can say them: `generate`, and `sampler`, a mapping with
             temperature, top_k and top_p.
         changed: the settings that differ from the published ones.
+        code: the authors' code, as repository@commit; empty where there is none.
+        lines: all that was published, each line with its source.
+        drop: ids of documents that the authors left out by name.
+        cite: how to cite it.
+        commands: how to run it, a command line each.
     """
 
     name: str
@@ -31,73 +40,61 @@ class Protocol:
     sampling: Sampling
     extract: Mapping[str, Any]
     changed: tuple[str, ...] = ()
+    code: str = ""
+    lines: tuple[Line, ...] = ()
+    drop: tuple[str, ...] = ()
+    cite: str = ""
+    commands: tuple[str, ...] = ()
 
-    def record(self) -> dict[str, Any]:
-        """What is written beside the samples."""
+    def record(self, samples: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """What is written beside the samples.
+
+        Args:
+            samples: what they are (`Tally.facts`, and what `samples_facts` adds); None if not known.
+        """
         return {
             "name": self.name,
             "source": self.source,
             "settings": self.sampling.settings(),
             "changed": list(self.changed),
+        } | ({} if samples is None else {"samples": dict(samples)})
+
+    def samples_facts(self, facts: Mapping[str, Any], dropped: Sequence[str], tokenizer) -> dict[str, Any]:
+        """What is known of samples for the lines.
+
+        Args:
+            facts: `Tally.facts`.
+            dropped: ids of documents that were dropped.
+            tokenizer: that cut them.
+        """
+        versions = dict.fromkeys((name.partition("/")[0] for name in self.drop), 0)
+        for name in set(dropped) & set(self.drop):
+            versions[name.partition("/")[0]] += 1
+        bos = tokenizer.bos_token_id
+        return {
+            **facts,
+            "has_bos": bos is not None,
+            "tokenizer_adds_bos": bos is not None and tokenizer("a")["input_ids"][:1] == [bos],
+            "known_dropped": versions,
         }
 
 
-SC24 = Protocol(
-    name="sc24",
-    source="Singh et al. 2024, Democratizing AI (SC24), arXiv 2502.08145",
-    summary="the last 50 of a document's first 2048 tokens, given all before them",
-    sampling=Sampling(kind="first", max_tokens=2048, suffix_length=50, add_special_tokens=True),
-    extract={"generate": True},
-)
-PROTOCOLS = {
-    some.name: some
-    for some in (
-        SC24,
-        replace(
-            SC24,
-            name="goldfish",
-            source="Hans et al. 2024, Be like a Goldfish, arXiv 2406.10209, eval/data_extraction.py of its code",
-            summary="as sc24, of the first 500 documents of each bucket",
-            sampling=replace(SC24.sampling, max_documents=500),
-        ),
-        Protocol(
-            name="carlini50",
-            source="Carlini et al. 2022, Quantifying Memorization, arXiv 2202.07646",
-            summary="one suffix of 50 tokens, given the 50, 100, ... 450 tokens before it",
-            sampling=Sampling(
-                prefix_length=range(50, 451, 50), suffix_length=50, shared_suffix=True, min_document_tokens=500
-            ),
-            extract={"generate": False},
-        ),
-        Protocol(
-            name="cooper100",
-            source="Cooper et al. 2025, Extracting memorized pieces of books, arXiv 2505.12546, and its code",
-            summary="50 + 50 tokens from every 10th character on, their probability under top-40 sampling",
-            sampling=Sampling(
-                kind="sliding",
-                prefix_length=50,
-                suffix_length=50,
-                stride=10,
-                stride_unit="characters",
-                add_special_tokens=True,
-                deduplicate=True,
-            ),
-            extract={"generate": False, "sampler": {"temperature": 1.0, "top_k": 40, "top_p": None}},
-        ),
-        Protocol(
-            name="apertus",
-            source="Apertus v1 technical report 2025, arXiv 2509.14233, and its code swiss-ai/apertus_memorization",
-            summary="500 + 500 tokens from the beginning, and from there other prefix lengths and other offsets",
-            sampling=Sampling(
-                prefix_length=(500, 50, 100, 250, 1000, 2000, 3000, 4000, 5000),
-                suffix_length=500,
-                offset=(0, 1, 2, 4, 16, 32, 64, 128, 256, 512, 1024, 2048),
-                combine="axes",
-            ),
-            extract={"generate": True, "sampler": {"temperature": 1.0, "top_k": None, "top_p": 0.9}},
-        ),
-    )
-}
+def checked(record: Mapping[str, Any] | None, run: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a run records of the protocol of its samples: the record with `lines`, each with its state.
+
+    Args:
+        record: as `Protocol.record` made it, maybe in an earlier version; None, or without a name: no protocol.
+        run: what is known of the run, by the names in contract.OF_A_RUN.
+    Returns:
+        The record as it is, if it has no name or one that is not known.
+    """
+    if record is None or record.get("name") not in PROTOCOLS:
+        return None if record is None else dict(record)
+    published = PROTOCOLS[record["name"]]
+    facts = {"settings": record.get("settings"), **(record.get("samples") or {}), **run}
+    lines = [line.checked(facts) for line in published.lines]
+    lines += changed(record.get("settings") or {}, published.sampling.settings(), published.lines)
+    return {**record, "lines": lines}
 
 
 def protocol(name: str, **settings: Any) -> Protocol:
@@ -112,13 +109,15 @@ def protocol(name: str, **settings: Any) -> Protocol:
     if name not in PROTOCOLS:
         raise ValueError(f"there is no protocol {name!r}; there are {', '.join(PROTOCOLS)}.")
     published = PROTOCOLS[name]
-    changed = changed_sampling(published.sampling, settings, whose=f"protocol {name}")
-    before, after = published.sampling.settings(), changed.settings()
-    return replace(published, sampling=changed, changed=tuple(key for key in after if after[key] != before[key]))
+    sampling = changed_sampling(published.sampling, settings, whose=f"protocol {name}")
+    before, after = published.sampling.settings(), sampling.settings()
+    return replace(published, sampling=sampling, changed=tuple(key for key in after if after[key] != before[key]))
 
 
 def changed_sampling(sampling: Sampling, settings: Mapping[str, Any], *, whose: str) -> Sampling:
     """`sampling` with some settings changed, each of which must matter.
+
+    A window that no longer slides over characters has no slice and no BOS of its own either.
 
     Raises:
         ValueError: a setting that its kind of cut does not look at, or there is none of that name.
@@ -129,4 +128,40 @@ def changed_sampling(sampling: Sampling, settings: Mapping[str, Any], *, whose: 
         if key not in looked_at:
             what = f"cuts by {sampling.kind!r}, which has no {key}" if key in known else f"knows no setting {key!r}"
             raise ValueError(f"{whose} {what}; it has {', '.join(looked_at)}.")
+    if settings.get("stride_unit") == "tokens":
+        bos = "tokenizer" if sampling.bos == "window" else sampling.bos
+        settings = {"slice_characters": None, "bos": bos, **settings}
     return replace(sampling, **settings)
+
+
+def read_protocol(text: str) -> Protocol:
+    """A protocol of what its file says.
+
+    Raises:
+        ValueError: not TOML, a field or setting that there is not, or two lines that set one thing.
+    """
+    content = tomllib.loads(text)
+    lines = tuple(Line(**line) for line in content.pop("line"))
+    settings: dict[str, Any] = {}
+    extract: dict[str, Any] = {}
+    for line in lines:
+        for asked, of_line in ((settings, line.sampling), (extract, line.extract)):
+            twice = set(asked) & set(of_line)
+            if twice:
+                raise ValueError(f"protocol {content['name']}: two lines say {', '.join(sorted(twice))}.")
+            asked |= of_line
+    if "sampler" in extract:
+        extract["sampler"] = {"temperature": 1.0, "top_k": None, "top_p": None} | dict(extract["sampler"])
+    for several in ("drop", "commands"):
+        content[several] = tuple(content.get(several, ()))
+    return Protocol(sampling=Sampling(**settings), extract=extract, lines=lines, **content)
+
+
+def _published() -> dict[str, Protocol]:
+    folder = resources.files("hf_axonn_eval.data") / "published"
+    files = [file for file in folder.iterdir() if file.name.endswith(".toml")]
+    found = [read_protocol(file.read_text(encoding="utf-8")) for file in files]
+    return {some.name: some for some in sorted(found, key=lambda some: some.name)}
+
+
+PROTOCOLS = _published()

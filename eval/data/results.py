@@ -37,6 +37,8 @@ MEASURED = (  # fields of a result that are not metrics; what metrics are comput
     "near_tie",
     "sampled_logprob",
     "membership",
+    "near_copies",
+    "near_copies_read",
 )
 LOGPROB_ROUNDING = 1e-3  # a sum of float32 log-probabilities of certain tokens may come out above 0 by less
 LONGEST = 2**20  # tokens of a suffix: curves have a column for each
@@ -51,7 +53,7 @@ _RECORD: dict[str, Any] = {
 _RECORD |= {"versions": dict, "command": list}
 _PART = ("started", "command", "settings", "precision", "processes", "grid", "device", "versions")  # may change
 _IDENTITY = {"samples": int, "samples_sha256": str, "model_fingerprint": str, "dtype": str}
-_MAY_BE_INFINITE = ("logprob", "logprobs", "margin", "sampled_logprob", "membership", "metrics")
+_MAY_BE_INFINITE = ("logprob", "logprobs", "margin", "sampled_logprob", "membership", "near_copies", "metrics")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +69,9 @@ class SampleResult:
     there). `near_tie` says that it is below what another order of adding, in this dtype, may change: another grid or
     batch could answer otherwise. `sampled_logprob` is the log-probability of the suffix under the sampler of the run,
     in nats, and -inf where that never draws it; JSON has no infinity, so the file says "-inf" in quotes. `membership`
-    holds scores of the full sample, prefix and suffix, by name; higher means more like a member. `type_token_ratio` is
+    holds scores of the full sample, prefix and suffix, by name; higher means more like a member. `near_copies[k]` is a
+    lower bound, in nats, of the log-probability that one draw is within k edits of the suffix, and `near_copies_read`
+    how many tokens the model read to find it (extraction/near_copies.py). `type_token_ratio` is
     of the suffix ids, `zlib_ratio` of the suffix text (metrics/text.py). `metrics` holds, by name, those registered
     metrics that have no field of their own.
     """
@@ -99,6 +103,8 @@ class SampleResult:
     near_tie: bool | None = None
     sampled_logprob: float | None = None
     membership: dict[str, float] | None = None
+    near_copies: list[float] | None = None
+    near_copies_read: int | None = None
     type_token_ratio: float | None = None
     zlib_ratio: float | None = None
     metrics: dict[str, float | bool | None] | None = None
@@ -351,6 +357,10 @@ def _checked(result: SampleResult) -> SampleResult:
     for name in ("logprob", "sampled_logprob"):
         if (getattr(result, name) or 0) > LOGPROB_ROUNDING:
             raise ValueError(f"{name} is {getattr(result, name)}, but a probability is at most 1")
+    if any(logprob > LOGPROB_ROUNDING for logprob in result.near_copies or ()):
+        raise ValueError(f"near_copies are {result.near_copies}, but a probability is at most 1")
+    if result.near_copies is not None and sorted(result.near_copies) != result.near_copies:
+        raise ValueError(f"near_copies are {result.near_copies}, but with more edits there are not fewer copies")
     for name in ("hits", "logprobs"):
         if getattr(result, name) is not None and len(getattr(result, name)) != result.suffix_length:
             raise ValueError(f"{name} are {len(getattr(result, name))} for {result.suffix_length} tokens")

@@ -127,8 +127,9 @@ def read_about(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """How the samples file `path` was made; None if nothing beside it says so.
 
     Its entries: `samples`, `sha256`, `documents`, `buckets`, `left_out`, `tokenizer` (path, size, sha256; earlier
-    versions wrote the path alone), `protocol` (name, source, settings, changed) and `extract` (arguments of `extract`
-    that the protocol asks for).
+    versions wrote the path alone), `protocol` (name, source, settings, changed; and `samples`, what its lines are
+    compared with, which earlier versions did not write) and `extract` (arguments of `extract` that the protocol asks
+    for).
 
     Raises:
         ValueError: the file beside it is damaged, or tells of other samples.

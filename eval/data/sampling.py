@@ -7,6 +7,7 @@ what its authors did.) Documents are taken one after the other and samples come 
 
 import hashlib
 import logging
+from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,15 @@ _SPARE = 16  # tokens beyond the window: where the text was cut off, the last on
 
 @dataclass
 class Tally:
-    """What became of the documents: how many there were, and how many were left out and why."""
+    """What became of the documents: how many there were, how many were left out and why, and what the samples hold.
+
+    Args:
+        used: documents that have a sample, by bucket.
+        dropped_ids: those of `drop` that were there.
+        prefixes, suffixes: samples by the tokens of their prefix and suffix.
+        begin_with_bos: samples whose first token is the tokenizer's BOS.
+        hold_eos: samples with the tokenizer's EOS in the suffix, its last token apart.
+    """
 
     documents: int = 0
     samples: int = 0
@@ -39,7 +48,40 @@ class Tally:
     beyond: int = 0
     duplicates: int = 0
     duplicates_of_other_buckets: int = 0
+    duplicates_of_other_documents: int = 0
+    repetitive: int = 0
+    windows_short: int = 0
     not_round_trip: int = 0
+    used: Counter[int] = field(default_factory=Counter)
+    dropped_ids: set[str] = field(default_factory=set)
+    prefixes: Counter[int] = field(default_factory=Counter)
+    suffixes: Counter[int] = field(default_factory=Counter)
+    begin_with_bos: int = 0
+    hold_eos: int = 0
+    least_needed: int | None = None
+
+    def count(self, sample: Sample, tokenizer) -> None:
+        """Count a sample that is used."""
+        self.samples += 1
+        self.buckets[sample.bucket] += 1
+        self.prefixes[len(sample.prefix)] += 1
+        self.suffixes[len(sample.suffix)] += 1
+        if tokenizer is not None:
+            self.begin_with_bos += sample.prefix[0] == tokenizer.bos_token_id
+            self.hold_eos += tokenizer.eos_token_id in sample.suffix[:-1]
+
+    def facts(self) -> dict[str, Any]:
+        """What the lines of a protocol are compared with (contract.py), as JSON can say it."""
+        return {
+            "samples": self.samples,
+            "prefix_tokens": _range(self.prefixes),
+            "suffix_tokens": _range(self.suffixes),
+            "documents_used": {str(bucket): count for bucket, count in sorted(self.used.items())},
+            "begin_with_bos": self.begin_with_bos,
+            "eos_within_suffix": self.hold_eos,
+            "duplicates_of_other_documents": self.duplicates_of_other_documents,
+            "left_out": self.left_out(),
+        }
 
     def left_out(self) -> dict[str, int]:
         """The counts by reason, without those that are 0."""
@@ -51,6 +93,8 @@ class Tally:
             "beyond_max_documents": self.beyond,
             "duplicate_samples": self.duplicates,
             "duplicates_of_other_buckets": self.duplicates_of_other_buckets,
+            "repetitive_suffixes": self.repetitive,
+            "windows_too_short": self.windows_short,
         }
         return {reason: count for reason, count in reasons.items() if count}
 
@@ -75,60 +119,72 @@ def iter_samples(
         tally: filled on the way.
         drop: ids of documents that are left out, such as those that `find_overlaps` names.
     Raises:
-        ValueError: a document without its fields or of the wrong type, an id that occurs twice, or no samples at all.
+        ValueError: a document without its fields or of the wrong type, an id that occurs twice, a BOS or EOS that the
+            tokenizer does not have, or no samples at all.
     """
     tally = Tally() if tally is None else tally
-    shortest = max(sampling.needed, sampling.min_document_tokens or 0)
+    bos, eos = _special_tokens(sampling, tokenizer)
     seen: set[str] = set()
-    used: Counter[int] = Counter()
-    kept: dict[bytes, int] = {}
+    buckets = array("q", [0])  # of the documents, which are counted from 1
+    kept: dict[bytes, int] = {}  # the number of the document that had these tokens first
     for number, document in enumerate(documents, start=1):
         document_id, bucket = document_identity(number, document)
         if document_id in seen:
             raise ValueError(f"document id {document_id!r} occurs twice; ids must tell documents apart.")
         seen.add(document_id)
+        buckets.append(bucket)
         tally.documents += 1
         if document_id in drop:
             tally.dropped += 1
+            tally.dropped_ids.add(document_id)
             continue
-        if sampling.max_documents is not None and used[bucket] >= sampling.max_documents:
+        if sampling.max_documents is not None and tally.used[bucket] >= sampling.max_documents:
             tally.beyond += 1
             continue
         tokens, spans = _tokens(document_id, document, tokenizer, sampling, tally)
+        shortest = max(sampling.needed_in(bucket), sampling.min_document_tokens or 0)
         if len(tokens) < shortest:
             tally.short += 1
             tally.empty += not tokens
+            tally.least_needed = min(shortest, tally.least_needed or shortest)
             continue
         if sampling.max_document_tokens is not None and len(tokens) > sampling.max_document_tokens:
             tally.long += 1
             continue
-        used[bucket] += 1
+        tally.used[bucket] += 1
+        tokens = [*tokens, *eos]
         if spans is None:
             windows = (
                 (window.name, window.offset, tokens[window.offset : window.end], window.middle - window.offset)
-                for window in sampling.windows(len(tokens))
+                for window in sampling.windows(len(tokens), bucket)
             )
         else:
-            windows = _windows_over_characters(document["text"], spans, tokenizer, sampling)
+            windows = _windows_over_characters(document["text"], spans, tokenizer, sampling, tally)
         for name, offset, ids, prefix in windows:
+            if sampling.min_type_token_ratio is not None:
+                suffix = ids[prefix:]
+                if len(set(suffix)) / len(suffix) < sampling.min_type_token_ratio:
+                    tally.repetitive += 1
+                    continue
             if sampling.deduplicate:
                 key = hashlib.blake2b(f"{prefix}:{ids}".encode(), digest_size=16).digest()
                 if key in kept:
                     tally.duplicates += 1
-                    tally.duplicates_of_other_buckets += kept[key] != bucket
+                    tally.duplicates_of_other_documents += kept[key] != number
+                    tally.duplicates_of_other_buckets += buckets[kept[key]] != bucket
                     continue
-                kept[key] = bucket
-            tally.samples += 1
-            tally.buckets[bucket] += 1
-            yield Sample(
+                kept[key] = number
+            sample = Sample(
                 sample_id=f"{document_id}@{name}",
                 document_id=document_id,
                 bucket=bucket,
                 offset=offset,
-                prefix=tuple(ids[:prefix]),
+                prefix=(*bos, *ids[:prefix]),
                 suffix=tuple(ids[prefix:]),
             )
-    _log_left_out(tally, sampling, shortest)
+            tally.count(sample, tokenizer)
+            yield sample
+    _log_left_out(tally, sampling)
 
 
 def build_samples(
@@ -202,6 +258,35 @@ def document_identity(number: int, document: Mapping[str, Any]) -> tuple[str, in
     return document_id, bucket
 
 
+def _special_tokens(sampling: Sampling, tokenizer) -> tuple[list[int], list[int]]:
+    """What stands before every prefix, and what ends every document.
+
+    Raises:
+        ValueError: `sampling` asks for a token that the tokenizer does not have.
+    """
+    bos: list[Any] = [tokenizer.bos_token_id if tokenizer is not None else None] if sampling.bos == "prefix" else []
+    eos: list[Any] = [tokenizer.eos_token_id if tokenizer is not None else None] if sampling.append_eos else []
+    for name, wanted in (("BOS", bos), ("EOS", eos)):
+        if wanted == [None]:
+            asked = "bos='prefix'" if name == "BOS" else "append_eos"
+            if tokenizer is None:
+                raise ValueError(f"{asked} needs a tokenizer with a {name} token; give tokenizer=....")
+            raise ValueError(
+                f"{asked} needs the tokenizer to have a {name} token; {tokenizer.name_or_path!r} has none."
+            )
+    return bos, eos
+
+
+def _with_bos(ids: list[int], tokenizer, sampling: Sampling) -> list[int]:
+    """The ids, with the BOS of a window in front where the tokenizer has one and put none there."""
+    bos = tokenizer.bos_token_id
+    return [bos, *ids] if sampling.bos == "window" and bos is not None and ids[:1] != [bos] else ids
+
+
+def _range(lengths: Counter[int]) -> dict[str, int]:
+    return {"least": min(lengths), "most": max(lengths)} if lengths else {}
+
+
 def _tokens(
     document_id: str, document: Mapping[str, Any], tokenizer, sampling: Sampling, tally: Tally
 ) -> tuple[list[int], list[int] | None]:
@@ -250,11 +335,12 @@ def _tokens(
     if not by_characters:
         return tokens, None
     spans = zip(encoding["offset_mapping"], encoding["special_tokens_mask"], strict=True)
+    tokens = _with_bos(tokens, tokenizer, sampling)
     return tokens, [begin for (begin, _), special in spans if not special]
 
 
 def _windows_over_characters(
-    text: str, begins: list[int], tokenizer, sampling: Sampling
+    text: str, begins: list[int], tokenizer, sampling: Sampling, tally: Tally
 ) -> Iterator[tuple[str, int, list[int], int]]:
     """The first tokens of the text from every `stride`-th character on, special tokens of each window included.
 
@@ -266,27 +352,33 @@ def _windows_over_characters(
 
     def encode(starts: Sequence[int], characters: int) -> list[list[int]]:
         some = [text[start : start + characters] for start in starts]
-        return tokenizer(some, add_special_tokens=sampling.add_special_tokens, verbose=False)["input_ids"]
+        encoded = tokenizer(some, add_special_tokens=sampling.add_special_tokens, verbose=False)["input_ids"]
+        return [_with_bos(ids, tokenizer, sampling) for ids in encoded]
 
+    fixed = sampling.slice_characters is not None
+    first = sampling.slice_characters or _CHARACTERS_A_TOKEN * window
     starts = range(0, len(text), sampling.stride)
     for place in range(0, len(starts), _SLICES_AT_ONCE):
         some = starts[place : place + _SLICES_AT_ONCE]
-        for start, ids in zip(some, encode(some, _CHARACTERS_A_TOKEN * window), strict=True):
-            characters = _CHARACTERS_A_TOKEN * window
-            while len(ids) < window + _SPARE and start + characters < len(text):
+        for start, ids in zip(some, encode(some, first), strict=True):
+            characters = first
+            while not fixed and len(ids) < window + _SPARE and start + characters < len(text):
                 characters *= 4
                 [ids] = encode([start], characters)
             if len(ids) >= window:
                 offset = max(bisect_right(begins, start) - 1, 0)
                 yield f"{start}c", offset, ids[:window], prefix
+            else:
+                tally.windows_short += fixed and start + characters <= len(text)  # the end of a text fills none
 
 
-def _log_left_out(tally: Tally, sampling: Sampling, shortest: int) -> None:
+def _log_left_out(tally: Tally, sampling: Sampling) -> None:
     """Log what was left out.
 
     Raises:
         ValueError: nothing is left.
     """
+    shortest = tally.least_needed or max(sampling.needed, sampling.min_document_tokens or 0)
     counts = f"{tally.short} of {tally.documents} documents have fewer than {shortest} tokens"
     if tally.empty:
         counts += f" ({tally.empty} of them none at all)"
@@ -295,6 +387,14 @@ def _log_left_out(tally: Tally, sampling: Sampling, shortest: int) -> None:
     if tally.dropped:
         counts += f", {tally.dropped} are to be dropped"
         logger.warning("%d of %d documents are to be dropped; they are left out.", tally.dropped, tally.documents)
+    if tally.windows_short:
+        counts_short = f"{tally.windows_short} windows have too few tokens in {sampling.slice_characters} characters"
+        logger.warning("%s; they are left out.", counts_short)
+        counts += f", {counts_short}"
+    if tally.repetitive:
+        counts_few = f"{tally.repetitive} suffixes have a type-token ratio below {sampling.min_type_token_ratio}"
+        logger.warning("%s; they are left out.", counts_few)
+        counts += f", {counts_few}"
     if not tally.samples:
         raise ValueError(f"no samples: {counts}. Use shorter prefixes, suffixes or offsets, or longer documents.")
     if tally.short or tally.long:

@@ -4,6 +4,7 @@ offsets   |--prefix--|--suffix--|        at each offset, for each prefix and suf
 sliding   |--prefix--|--suffix--|        from every stride-th token, or character, on
 first     |---------prefix---------|--suffix--|      of the first max_tokens tokens the last ones are the suffix
 last                 the same of the last max_tokens tokens
+rest      |--prefix--|-----------suffix----------|   the first tokens, and all that follow them
 """
 
 from collections.abc import Sequence
@@ -16,12 +17,22 @@ from hf_axonn_eval.data.jsonl import is_count
 
 # What each kind looks at, besides the filters that are for all of them.
 KINDS = {
-    "offsets": ("prefix_length", "suffix_length", "offset", "combine", "shared_suffix"),
-    "sliding": ("prefix_length", "suffix_length", "stride", "stride_unit"),
+    "offsets": ("prefix_length", "suffix_length", "offset", "combine", "shared_suffix", "prefix_buckets"),
+    "sliding": ("prefix_length", "suffix_length", "stride", "stride_unit", "slice_characters"),
     "first": ("suffix_length", "max_tokens"),
     "last": ("suffix_length", "max_tokens"),
+    "rest": ("prefix_length", "append_eos"),
 }
-FILTERS = ("min_document_tokens", "max_document_tokens", "max_documents", "add_special_tokens", "deduplicate")
+FILTERS = (
+    "min_document_tokens",
+    "max_document_tokens",
+    "max_documents",
+    "add_special_tokens",
+    "bos",
+    "deduplicate",
+    "min_type_token_ratio",
+)
+BOS = ("tokenizer", "prefix", "window")
 COMBINE = ("product", "axes")
 STRIDE_UNITS = ("tokens", "characters")
 
@@ -40,22 +51,31 @@ class Sampling:
     """Which windows of a document become samples; all lengths in tokens.
 
     Args:
-        kind: "offsets", "sliding", "first" or "last"; see the picture above.
-        prefix_length: tokens shown; for "offsets" one number or several.
+        kind: "offsets", "sliding", "first", "last" or "rest"; see the picture above.
+        prefix_length: tokens shown; for "offsets" and "rest" one number or several.
         suffix_length: tokens asked for; for "offsets" one number or several.
         offset: where the prefix begins, one number or several.
         combine: several offsets and lengths: "product", each with each; "axes", the first of each, and from there
             one changed at a time.
         shared_suffix: prefixes of several lengths end at the same place, that of the longest, so that one suffix is
             asked for with more and more context.
+        prefix_buckets: only documents of these buckets are asked with all prefix lengths, others with the first one;
+            None: all are.
         max_tokens: for "first" and "last" the tokens that are looked at; None: the full document.
         stride: from one window to the next.
         stride_unit: "tokens"; or "characters": the text is tokenized anew from every stride-th character on.
+        slice_characters: with a stride in characters, so many are tokenized, and a window that they do not fill is
+            left out. None: as many as the window needs.
+        append_eos: for "rest", the tokenizer's EOS is the last token of the suffix.
         min_document_tokens: shorter documents are left out. Those too short for any cut always are.
         max_document_tokens: longer documents are left out.
         max_documents: at most so many documents of each bucket, the first ones that fit.
         add_special_tokens: whether tokenizing a text adds the tokenizer's special tokens; set it to what training did.
+        bos: "tokenizer": a BOS stands where tokenizing a text puts it. "prefix": one more stands before every prefix,
+            in addition to its tokens. "window": with a stride in characters, every window begins with one, which
+            counts among its tokens, also where the tokenizer adds none by itself.
         deduplicate: a sample with the tokens of an earlier one is left out, whatever its document.
+        min_type_token_ratio: a sample is left out if its suffix has fewer different tokens by all its tokens.
     Raises:
         ValueError: a number that cannot be, or lengths that contradict each other.
     """
@@ -66,20 +86,26 @@ class Sampling:
     offset: int | Sequence[int] = 0
     combine: str = "product"
     shared_suffix: bool = False
+    prefix_buckets: Sequence[int] | None = None
     max_tokens: int | None = None
     stride: int = 10
     stride_unit: str = "tokens"
+    slice_characters: int | None = None
+    append_eos: bool = False
     min_document_tokens: int | None = None
     max_document_tokens: int | None = None
     max_documents: int | None = None
     add_special_tokens: bool = False
+    bos: str = "tokenizer"
     deduplicate: bool = False
+    min_type_token_ratio: float | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("kind", tuple(KINDS)), ("combine", COMBINE), ("stride_unit", STRIDE_UNITS)):
+        choices = {"kind": tuple(KINDS), "combine": COMBINE, "stride_unit": STRIDE_UNITS, "bos": BOS}
+        for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, but it must be one of {', '.join(allowed)}.")
-        for name in ("shared_suffix", "add_special_tokens", "deduplicate"):
+        for name in ("shared_suffix", "append_eos", "add_special_tokens", "deduplicate"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}, but it must be True or False.")
         for name in ("prefix_length", "suffix_length"):
@@ -92,12 +118,47 @@ class Sampling:
         offsets = self._several("offset")
         if not offsets or not all(map(is_count, offsets)) or len(set(offsets)) != len(offsets):
             raise ValueError(f"offsets are {offsets!r}, but they must be one or more different numbers of at least 0.")
-        for name in ("stride", "max_tokens", "min_document_tokens", "max_document_tokens", "max_documents"):
+        numbers = ("stride", "slice_characters", "max_tokens")
+        for name in (*numbers, "min_document_tokens", "max_document_tokens", "max_documents"):
             value = getattr(self, name)
             least = 0 if name == "min_document_tokens" else 1
             if not (value is None and name != "stride") and not is_count(value, least=least):
                 raise ValueError(f"{name} is {value!r}, but it must be a whole number of at least {least}.")
+        self._check_buckets()
+        self._check_ratio()
         self._check_lengths()
+
+    def _check_buckets(self) -> None:
+        if self.prefix_buckets is None:
+            return
+        buckets = self._several("prefix_buckets")
+        if not buckets or not all(map(is_count, buckets)) or len(set(buckets)) != len(buckets):
+            raise ValueError(
+                f"prefix_buckets are {buckets!r}, but they must be one or more different numbers of at least 0, or "
+                "None."
+            )
+
+    def _check_ratio(self) -> None:
+        ratio = self.min_type_token_ratio
+        if ratio is not None and (
+            isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio <= 1
+        ):
+            raise ValueError(f"min_type_token_ratio is {ratio!r}, but it must be above 0 and at most 1, or None.")
+        by_characters = self.kind == "sliding" and self.stride_unit == "characters"
+        if self.bos == "window" and not by_characters:
+            raise ValueError(
+                f"bos is 'window', which is of windows over characters, but kind is {self.kind!r} with stride_unit "
+                f"{self.stride_unit!r}: use 'prefix', or add_special_tokens."
+            )
+        if self.slice_characters is not None and not by_characters:
+            raise ValueError(
+                f"slice_characters is {self.slice_characters}, but kind is {self.kind!r} with stride_unit "
+                f"{self.stride_unit!r}: it is of windows over characters."
+            )
+
+    def _numbers(self, name: str) -> tuple[int, ...]:
+        """One of the settings that have several numbers, when it is checked."""
+        return tuple(getattr(self, name))
 
     def _several(self, name: str) -> tuple:
         value = getattr(self, name)
@@ -114,10 +175,9 @@ class Sampling:
         for name in single.get(self.kind, ()):
             if len(getattr(self, name)) > 1:
                 raise ValueError(f"{name} has {len(getattr(self, name))} numbers, but {self.kind!r} takes one.")
-        if self.max_tokens is not None and self.kind in ("first", "last") and self.max_tokens <= self.suffix_length[0]:
-            raise ValueError(
-                f"max_tokens is {self.max_tokens}, which leaves no prefix before a suffix of {self.suffix_length[0]}."
-            )
+        suffix = self._numbers("suffix_length")[0]
+        if self.max_tokens is not None and self.kind in ("first", "last") and self.max_tokens <= suffix:
+            raise ValueError(f"max_tokens is {self.max_tokens}, which leaves no prefix before a suffix of {suffix}.")
         needed = max(self.needed, self.min_document_tokens or 0)
         if self.max_document_tokens is not None and self.max_document_tokens < needed:
             raise ValueError(
@@ -131,20 +191,33 @@ class Sampling:
         if self.kind == "offsets":
             return max(window.end for window in self._fixed())
         if self.kind == "sliding":
-            return self.prefix_length[0] + self.suffix_length[0]
-        return self.suffix_length[0] + 1
+            return self._numbers("prefix_length")[0] + self._numbers("suffix_length")[0]
+        if self.kind == "rest":
+            return max(self._numbers("prefix_length")) + (0 if self.append_eos else 1)
+        return self._numbers("suffix_length")[0] + 1
 
-    def windows(self, tokens: int) -> list[Window]:
-        """Where a document of `tokens` tokens is cut; at least `needed` of them. Not for a window over characters."""
+    def needed_in(self, bucket: int) -> int:
+        """The same of a document of this bucket."""
+        return max(window.end for window in self._fixed(bucket)) if self.kind == "offsets" else self.needed
+
+    def windows(self, tokens: int, bucket: int | None = None) -> list[Window]:
+        """Where a document of `tokens` tokens is cut; at least `needed` of them. Not for a window over characters.
+
+        Args:
+            bucket: of the document; None: one that is asked with all prefix lengths.
+        """
         if self.kind == "offsets":
-            return self._fixed()
+            return self._fixed(bucket)
+        if self.kind == "rest":
+            prefixes = self._numbers("prefix_length")
+            return [Window(f"0+{prefix}" if len(prefixes) > 1 else "0", 0, prefix, tokens) for prefix in prefixes]
         if self.kind == "sliding":
-            prefix, suffix = self.prefix_length[0], self.suffix_length[0]
+            prefix, suffix = self._numbers("prefix_length")[0], self._numbers("suffix_length")[0]
             begins = range(0, tokens - prefix - suffix + 1, self.stride)
             return [Window(str(begin), begin, begin + prefix, begin + prefix + suffix) for begin in begins]
         size = min(tokens, self.max_tokens or tokens)
         begin = 0 if self.kind == "first" else tokens - size
-        return [Window(str(begin), begin, begin + size - self.suffix_length[0], begin + size)]
+        return [Window(str(begin), begin, begin + size - self._numbers("suffix_length")[0], begin + size)]
 
     def settings(self) -> dict[str, Any]:
         """What this kind looks at, by name, as JSON can say it."""
@@ -152,16 +225,19 @@ class Sampling:
         values = {name: getattr(self, name) for name in names}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
-    def _fixed(self) -> list[Window]:
-        axes = (self.offset, self.prefix_length, self.suffix_length)
+    def _fixed(self, bucket: int | None = None) -> list[Window]:
+        prefixes = self._numbers("prefix_length")
+        if self.prefix_buckets is not None and bucket is not None and bucket not in self._numbers("prefix_buckets"):
+            prefixes = prefixes[:1]
+        axes = (self._numbers("offset"), prefixes, self._numbers("suffix_length"))
         if self.combine == "product":
             combined = list(product(*axes))
         else:
             base = tuple(axis[0] for axis in axes)
             moved = [(*base[:place], value, *base[place + 1 :]) for place, axis in enumerate(axes) for value in axis]
             combined = list(dict.fromkeys(moved))
-        plain = len(self.prefix_length) == len(self.suffix_length) == 1
-        longest = max(self.prefix_length)
+        plain = len(self._numbers("prefix_length")) == len(self._numbers("suffix_length")) == 1
+        longest = max(self._numbers("prefix_length"))
         windows = []
         for offset, prefix, suffix in combined:
             begin = offset + (longest - prefix if self.shared_suffix else 0)

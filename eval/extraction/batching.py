@@ -1,4 +1,4 @@
-"""Which samples are asked together: batches of about the same length, and units of batches.
+"""Which samples are asked together: batches of about the same length, units of batches, and passes of a good size.
 
 A batch holds samples that need little padding; long ones come first, so that memory runs out at the beginning or not
 at all, and the time left is not estimated too low. A unit is some batches that one rank works through: it decodes
@@ -10,18 +10,24 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from hf_axonn_eval.extraction.scoring import core, device_of
 from hf_axonn_eval.extraction.work_split import WorkSplit
 
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PADDING = (8, 4)  # one column in so many may be padding, and one place of which logits are computed
 MOST_TOGETHER = 8  # batches in a unit
-_TOKENS = {"cpu": 4096, "cuda": 65536}  # in a pass: more of them make a device no faster
+_TOKENS = {"cpu": 4096, "cuda": 65536}  # in a batch: more of them make a device no faster
+# In a pass. A CPU multiplies as fast with a thousand tokens as with more, and what lies between the layers of more of
+# them (6 MB for 1,536 numbers a token) no longer stays in its caches, nor in memory that the process holds already.
+_IN_A_PASS = {"cpu": 1024}
 _MOST_ROWS = 256
 _MORE_ROWS = 4
 _MEMORY_SHARE = 0.5  # of what is free
@@ -61,6 +67,26 @@ def plan_units(batches: Sequence[T], shares: int) -> list[list[T]]:
     """Divide batches into units of equal length, as long as there is one for each of `shares` ranks."""
     together = max(1, min(MOST_TOGETHER, len(batches) // shares))
     return [list(batches[start : start + together]) for start in range(0, len(batches), together)]
+
+
+def in_passes(batches: Sequence[Sequence[int]], fed: Sequence[int], device: torch.device) -> list[list[int]]:
+    """Divide batches into passes of about the same number of rows, where a device is faster with fewer tokens.
+
+    The division depends on lengths and the kind of device only, so that every grid adds the same numbers in the same
+    order.
+
+    Args:
+        batches: places of samples.
+        fed: tokens that a pass takes of each sample.
+    """
+    most = _IN_A_PASS.get(device.type)
+    passes: list[list[int]] = []
+    for batch in batches:
+        tokens = len(batch) * max(fed[place] for place in batch)
+        number = min(len(batch), -(-tokens // most)) if most is not None else 1
+        rows = -(-len(batch) // number)
+        passes += [list(batch[at : at + rows]) for at in range(0, len(batch), rows)]
+    return passes
 
 
 def decoded_rows(model, batch_size: int, longest: int) -> int:

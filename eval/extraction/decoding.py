@@ -12,7 +12,7 @@ import torch
 
 from hf_axonn import parallel_state
 from hf_axonn_eval.extraction.kv_cache import Row, joined
-from hf_axonn_eval.extraction.scoring import core, device_of, logits_after
+from hf_axonn_eval.extraction.scoring import core, device_of, first_largest, logits_after
 
 
 @dataclass
@@ -88,7 +88,8 @@ class Decoder:
         columns = self._cache.get_seq_length()
         # rows that are done go along until they are replaced, and see nothing but their own last token
         padding = [columns if request.done else columns - request.length for request in self._live]
-        choices = logits_after(self.model, tokens, padding, keep=1, cache=self._cache)[:, -1].argmax(-1).tolist()
+        logits = logits_after(self.model, tokens, padding, keep=1, cache=self._cache)
+        choices = first_largest(logits[:, -1]).tolist()
         for request, choice in zip(self._live, choices, strict=True):
             if not request.done:
                 request.last = choice

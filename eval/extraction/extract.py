@@ -17,11 +17,13 @@ from tqdm import tqdm
 from hf_axonn_eval.analysis.intervals import check_confidence
 from hf_axonn_eval.analysis.summary import summarize
 from hf_axonn_eval.data.jsonl import is_count
+from hf_axonn_eval.data.protocols import checked as checked_protocol
 from hf_axonn_eval.data.results import RunDirectory, SampleResult, read_record
 from hf_axonn_eval.data.samples import Sample, SampleFile, samples_digest, tokenizer_of
 from hf_axonn_eval.data.tokenizer_identity import check_ids, check_same, tokenizer_identity
 from hf_axonn_eval.extraction import batching as batches
 from hf_axonn_eval.extraction import scoring
+from hf_axonn_eval.extraction.near_copies import NearCopySearch
 from hf_axonn_eval.extraction.run_record import run_record
 from hf_axonn_eval.extraction.runner import Runner
 from hf_axonn_eval.extraction.scoring import near_tie_below
@@ -44,6 +46,8 @@ def extract(
     stop_early: bool = False,
     sampler: Sampler | None = None,
     membership: bool = False,
+    guesses: bool = False,
+    near_copies: NearCopySearch | None = None,
     protocol: dict[str, Any] | None = None,
     left_out: dict[str, int] | None = None,
     confidence: float = 0.95,
@@ -68,7 +72,11 @@ def extract(
             divergence point and what comes of decoding are all.
         sampler: a way of drawing; `sampled_logprob` is then the log-probability of the suffix under it.
         membership: whether to compute membership scores, of prefix and suffix together; needs a tokenizer.
-        protocol: what the samples were made by, for the record.
+        guesses: whether to compute how likely the greedy continuations are, in one more pass; by that
+            `recall_at_errors` orders them.
+        near_copies: also search for a lower bound of the probability of near copies, under the sampler.
+        protocol: what the samples were made by (`Protocol.record`); run.json says line by line what the run does as
+            was published, and what it does not.
         left_out: how many `documents` they were made of, and what was left out by reason, for the record.
         confidence: of the intervals in summary.json.
         progress: show a progress bar with the rate and the time left on rank 0.
@@ -83,10 +91,14 @@ def extract(
         with z > 1 gather the weights of the model once and keep them until the end.
     """
     samples = samples if isinstance(samples, Sequence) else list(samples)
-    _check_options(batch_size, stop_early, sampler, membership, tokenizer)
+    _check_options(batch_size, stop_early, sampler, membership, near_copies, tokenizer)
+    if guesses and not generate:
+        raise ValueError("guesses are greedy continuations: they need generate=True (no --no_generation).")
     check_confidence(confidence)
-    order, lengths, largest_id = _look_through(samples)
+    order, lengths, largest_id = look_through(samples)
     longest = max(map(sum, lengths))
+    if near_copies is not None:
+        near_copies.check(min(suffix for _, suffix in lengths))
     scoring.check_fits(model, longest=longest, largest_id=largest_id)
     check_ids(tokenizer, largest_id)
     if output is not None and (not model_record or "fingerprint" not in model_record):
@@ -98,7 +110,7 @@ def extract(
     work_split = WorkSplit.of(model)
     tokenizer_record: dict[str, Any] = {}
     if output is not None or isinstance(samples, SampleFile):
-        tokenizer_record = work_split.on_rank_zero(lambda: _tokenizer_record(tokenizer, samples))
+        tokenizer_record = work_split.on_rank_zero(lambda: tokenizer_record_of(tokenizer, samples))
     with scoring.evaluating(model):
         rows = batch_size
         if rows == "auto":
@@ -116,6 +128,8 @@ def extract(
             bound=near_tie_below(model),
             batch_size=rows,
             decoded=batches.decoded_rows(model, rows, longest),
+            guesses=guesses,
+            near_copies=near_copies,
         )
         directory, record, done = None, None, set()
         if output is not None:
@@ -131,6 +145,8 @@ def extract(
                     "stop_early": stop_early or None,
                     "sampler": sampler.text if sampler is not None else None,
                     "membership": membership or None,
+                    "guesses": guesses or None,
+                    "near_copies": near_copies.text if near_copies is not None else None,
                 },
                 settings={
                     "batch_size": batch_size,
@@ -139,14 +155,14 @@ def extract(
                     "decoding": "greedy, no stop, no penalties",
                     "sampler": vars(sampler) if sampler is not None else None,
                     "near_tie_below": runner.bound,
-                    "protocol": protocol,
+                    "protocol": checked_protocol(protocol, runner.facts()),
                     "left_out": left_out,
                     "confidence": confidence,
                 },
                 work_split=work_split,
             )
             done = work_split.on_rank_zero(lambda: {order[result.sample_id] for result in directory.begin(record)})
-        units = [unit for unit in (_without(unit, done) for unit in units) if unit]
+        units = [unit for unit in (_without(unit, done) for unit in runner.passes(units, lengths)) if unit]
         kept: list[SampleResult] = []
         bar = tqdm(
             total=len(samples),
@@ -166,26 +182,34 @@ def extract(
 
     if work_split.rank != 0:
         return []
+    vocabulary = model.config.get_text_config().vocab_size
     results = directory.results(order) if directory is not None else kept
     if directory is not None:
         run = read_record(directory.path)  # with all parts, not only this one
         summary = summarize(results, record=run, confidence=confidence)
         loss = summary["all"]["metrics"].get("nll", {}).get("mean")
-        directory.finish({**summary, "chance": _against_chance(loss, model)})
+        directory.finish({**summary, "chance": against_chance(loss, vocabulary)})
         return results
     losses = [-result.logprob / result.suffix_length for result in results if result.logprob is not None]
-    _against_chance(sum(losses) / len(losses) if losses else None, model)
+    against_chance(sum(losses) / len(losses) if losses else None, vocabulary)
     return sorted(results, key=lambda result: order[result.sample_id])
 
 
-def _tokenizer_record(tokenizer, samples: Sequence[Sample]) -> dict[str, Any]:
-    """What run.json says of the tokenizer; raises ValueError if the samples are known to be of another one."""
+def tokenizer_record_of(tokenizer, samples: Sequence[Sample]) -> dict[str, Any]:
+    """What run.json says of the tokenizer.
+
+    Returns:
+        `path`, `size` and `sha256` of `tokenizer_identity`, each None if unknown, and whether the samples are known to
+        be of the same one: `checked`.
+    Raises:
+        ValueError: they are known to be of another.
+    """
     identity = tokenizer_identity(tokenizer)
     checked = check_same(identity, tokenizer_of(samples))
     return {**(identity or dict.fromkeys(("path", "size", "sha256"))), "checked": checked}
 
 
-def _against_chance(loss: float | None, model) -> dict[str, Any] | None:
+def against_chance(loss: float | None, vocabulary: int) -> dict[str, Any] | None:
     """Compare a mean loss, in nats a token, with that of guessing evenly among all tokens; warn if it is no better.
 
     Returns:
@@ -193,7 +217,6 @@ def _against_chance(loss: float | None, model) -> dict[str, Any] | None:
     """
     if loss is None:
         return None
-    vocabulary = model.config.get_text_config().vocab_size
     chance = math.log(vocabulary)
     if loss >= chance:
         logger.warning(
@@ -212,8 +235,12 @@ def _without(unit: Sequence[Sequence[int]], done: set[int]) -> list[list[int]]:
     return [batch for batch in left if batch]
 
 
-def _look_through(samples: Sequence[Sample]) -> tuple[dict[str, int], list[tuple[int, int]], int]:
-    """The place of every sample id, prefix and suffix lengths, and the largest token id."""
+def look_through(samples: Sequence[Sample]) -> tuple[dict[str, int], list[tuple[int, int]], int]:
+    """The place of every sample id, prefix and suffix lengths, and the largest token id.
+
+    Raises:
+        ValueError: there are no samples, or ids that repeat.
+    """
     order: dict[str, int] = {}
     lengths, largest = [], 0
     for place, sample in enumerate(samples):
@@ -227,10 +254,11 @@ def _look_through(samples: Sequence[Sample]) -> tuple[dict[str, int], list[tuple
     return order, lengths, largest
 
 
-def _check_options(batch_size, stop_early, sampler, membership, tokenizer) -> None:
+def _check_options(batch_size, stop_early, sampler, membership, near_copies, tokenizer) -> None:
     if batch_size != "auto" and not is_count(batch_size, least=1):
         raise ValueError(f"batch_size is {batch_size!r}, but it must be at least 1, or 'auto'.")
-    given = [name for name, asked in {"sampler": sampler is not None, "membership": membership}.items() if asked]
+    asked = {"sampler": sampler is not None, "membership": membership, "near_copies": near_copies is not None}
+    given = [name for name, wanted in asked.items() if wanted]
     if stop_early and given:
         raise ValueError(
             "stop_early drops a sample from the pass when it has failed, so it does not go with "

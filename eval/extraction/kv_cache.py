@@ -117,9 +117,10 @@ def joined(rows: Sequence[Row], room: int) -> Cache:
         kinds = []
         for kind in ("keys", "values"):
             like = getattr(rows[0].cache.layers[number], kind)
-            tensor = like.new_zeros((len(rows), like.shape[1], width + room, like.shape[3]))
+            tensor = like.new_empty((len(rows), like.shape[1], width + room, like.shape[3]))
             for source, into, chosen, start, end in copies:
                 some = getattr(source.layers[number], kind).index_select(0, chosen)[..., start:end, :]
+                tensor[..., : width - (end - start), :].index_fill_(0, into, 0)
                 tensor[..., width - (end - start) : width, :].index_copy_(0, into, some)
             kinds.append(tensor)
         layer.hold(*kinds, width)

@@ -29,6 +29,7 @@ def load_model(
     dtype: str = "auto",
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    revision: str | None = None,
 ) -> LoadedModel:
     """Load a causal LM and its tokenizer.
 
@@ -41,9 +42,11 @@ def load_model(
         dtype: "auto" for that of the checkpoint, or one of DTYPES.
         attn_implementation: as for `AutoModelForCausalLM.from_pretrained`.
         trust_remote_code: whether to execute code that comes with the model.
+        revision: branch, tag or commit of a name on the hub, and of its tokenizer if that has the same name. The
+            record has the commit that was loaded, whether a revision was named or not.
     Raises:
-        ValueError: nothing there, weights missing, a grid that is not the number of processes, or no tokenizer. On
-            every rank alike.
+        ValueError: nothing there, weights missing, a grid that is not the number of processes, no tokenizer, or a
+            revision of a directory. On every rank alike.
     Collectives: over the world; with a grid, those of `hf_axonn.from_pretrained`.
     """
     if dtype not in DTYPES:
@@ -53,24 +56,37 @@ def load_model(
     if grid is not None:
         grid.check(work_split.world_size)
     directory = _directory(path)
+    if revision is not None and directory is not None:
+        raise ValueError(f"{path} is a directory, which has no revisions: leave revision=... (--revision) out.")
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code}
+    hub: dict[str, Any] = {}
+    loaded_from, exact = directory, None
+    if directory is None:
+        loaded_from, commit, adapter = work_split.on_rank_zero(lambda: _on_hub(path, revision))
+        hub = {"revision": revision, "commit": commit}
+        exact = commit or revision  # a branch may move while files are loaded one after the other
+        # the revision of an adapter is none of its base model
+        options |= {"adapter_kwargs": {"revision": exact}} if adapter else {"revision": exact}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     # before loading: shards that are missing would be read as noise, on a grid by every rank its own
     if directory is not None and weights.is_sharded(directory):
         work_split.on_rank_zero(lambda: weights.check_complete(directory, _shapes(directory, trust_remote_code)))
 
-    loaded_tokenizer = load_tokenizer(tokenizer or path, trust_remote_code=trust_remote_code)
+    of_model = tokenizer is None or str(tokenizer) == str(path)
+    loaded_tokenizer = load_tokenizer(
+        tokenizer or path, trust_remote_code=trust_remote_code, revision=exact if of_model else None
+    )
     model = _on_grid(path, grid, options) if grid is not None and grid.size > 1 else _on_one_process(path, options)
     model.eval()
-    directory = directory or _hub_directory(path)
     return LoadedModel(
         model=model,
         tokenizer=loaded_tokenizer,
         record={
             "path": str(path),
-            "fingerprint": weights.fingerprint(directory, work_split),
-            **_base_record(directory, work_split),
+            **hub,
+            "fingerprint": weights.fingerprint(loaded_from, work_split),
+            **_base_record(loaded_from, work_split),
             "architecture": type(model).__name__,
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
             "attn_implementation": getattr(model.config, "_attn_implementation", None),
@@ -79,8 +95,8 @@ def load_model(
     )
 
 
-def load_tokenizer(path: str | os.PathLike, *, trust_remote_code: bool = False):
-    """The tokenizer of a directory, or of a name on the hub.
+def load_tokenizer(path: str | os.PathLike, *, trust_remote_code: bool = False, revision: str | None = None):
+    """The tokenizer of a directory, or of a name on the hub, there of a branch, tag or commit if one is named.
 
     Raises:
         ValueError: there is none, or it is damaged.
@@ -88,7 +104,8 @@ def load_tokenizer(path: str | os.PathLike, *, trust_remote_code: bool = False):
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        options = {} if revision is None else {"revision": revision}
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # noqa: BLE001 - that of the library tokenizers has no class of its own
         raise ValueError(
             f"no tokenizer at {path}; name its directory with tokenizer=... (--tokenizer). {error}"
@@ -171,7 +188,7 @@ def _base_record(directory: Path, work_split: WorkSplit) -> dict[str, Any]:
 
     def base_and_directory() -> tuple[str, Path] | None:
         base = adapter_base(directory)
-        return (base, Path(base) if Path(base).is_dir() else _hub_directory(base)) if base is not None else None
+        return (base, Path(base) if Path(base).is_dir() else _on_hub(base)[0]) if base is not None else None
 
     found = work_split.on_rank_zero(base_and_directory)
     if found is None:
@@ -179,7 +196,22 @@ def _base_record(directory: Path, work_split: WorkSplit) -> dict[str, Any]:
     return {"base": found[0], "base_fingerprint": weights.fingerprint(found[1], work_split)}
 
 
-def _hub_directory(path: str | os.PathLike) -> Path:
-    from transformers.utils import cached_file
+def _on_hub(name: str | os.PathLike, revision: str | None = None) -> tuple[Path, str | None, bool]:
+    """Of a model on the hub: the directory in the cache, the commit (None if that does not say), and whether it is
+    nothing but an adapter.
 
-    return Path(cached_file(path, "config.json")).parent
+    Raises:
+        ValueError: there is no such model, or no such revision of it.
+    """
+    from transformers.utils.hub import cached_file, extract_commit_hash
+
+    options = {} if revision is None else {"revision": revision}
+    for file in ("config.json", "adapter_config.json"):
+        try:
+            found = cached_file(str(name), file, _raise_exceptions_for_missing_entries=False, **options)
+        except OSError as error:
+            of = "" if revision is None else f" at revision {revision!r}"
+            raise ValueError(f"{name}{of} cannot be had: {error}") from error
+        if found is not None:
+            return Path(found).parent, extract_commit_hash(found, None), file == "adapter_config.json"
+    raise ValueError(f"{name} holds no model: there is no config.json.")

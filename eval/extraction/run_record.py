@@ -50,10 +50,6 @@ def run_record(
     weight = next(model.parameters())
     dtype = str(weight.dtype).removeprefix("torch.")
     parallel = parallel_state(model)
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            versions[package] = version(package)
     of_cuda = {"name": torch.cuda.get_device_name(weight.device)} if weight.device.type == "cuda" else {}
     return {
         "identity": {
@@ -81,7 +77,14 @@ def run_record(
             "threads": torch.get_num_threads(),
             **of_cuda,
         },
-        "versions": versions,
-        "command": sys.argv,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        **this_start(),
     }
+
+
+def this_start() -> dict[str, Any]:
+    """What run.json says of a start, whatever is measured: `versions` of Python and packages, `command`, `started`."""
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {"versions": versions, "command": sys.argv, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}

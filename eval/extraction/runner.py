@@ -3,7 +3,7 @@ results."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_axonn import parallel_state
@@ -13,6 +13,7 @@ from hf_axonn_eval.extraction import batching as batches
 from hf_axonn_eval.extraction import decoding, scoring
 from hf_axonn_eval.extraction import prefix_matching as matching
 from hf_axonn_eval.extraction.kv_cache import Row, can_be_kept, empty_cache, is_filled
+from hf_axonn_eval.extraction.near_copies import NearCopies, NearCopySearch, near_copies
 from hf_axonn_eval.extraction.prefix_matching import Match
 from hf_axonn_eval.extraction.scoring import Score
 from hf_axonn_eval.extraction.work_split import WorkSplit
@@ -38,9 +39,36 @@ class Runner:
     bound: float
     batch_size: int
     decoded: int
+    guesses: bool = False
+    near_copies: NearCopySearch | None = None
 
     def __post_init__(self) -> None:
         self.planned = self.batch_size
+        self.eos = eos_ids(self.model, self.tokenizer)
+
+    def facts(self) -> dict[str, Any]:
+        """What the lines of a protocol say of a run (contract.OF_A_RUN)."""
+        return {
+            "dtype": str(next(self.model.parameters()).dtype).removeprefix("torch."),
+            "family": _family(self.model.config),
+            "generate": self.generate,
+            "sampler": vars(self.sampler) if self.sampler is not None else None,
+            "stop_early": self.stop_early,
+            "guesses": self.guesses,
+            "eos": list(self.eos),
+        }
+
+    def passes(
+        self, units: Sequence[Sequence[Sequence[int]]], lengths: Sequence[tuple[int, int]]
+    ) -> list[list[list[int]]]:
+        """The same units, with their batches divided into passes (`batching.in_passes`).
+
+        Args:
+            lengths: prefix and suffix length of every sample, in tokens.
+        """
+        chunked = self.stop_early and can_be_kept(self.model)
+        fed = [prefix + (min(suffix, matching.FIRST_CHUNK) if chunked else suffix) - 1 for prefix, suffix in lengths]
+        return [batches.in_passes(unit, fed, scoring.device_of(self.model)) for unit in units]
 
     def measure(
         self, samples: Sequence[Sample], units: Sequence[list[list[int]]], work_split: WorkSplit
@@ -49,7 +77,7 @@ class Runner:
         parallel = parallel_state(self.model)
         in_step = parallel is not None and parallel.grid.z > 1
         alone = parallel is None or parallel.grid.size == 1
-        placed = in_step and (self.generate or self.stop_early)
+        placed = in_step and (self.generate or self.stop_early or self.near_copies is not None)
         with decoding.weights_in_place(self.model) if placed else contextlib.nullcontext():
             for start in range(0, len(units), work_split.count):
                 together = units[start : start + work_split.count]
@@ -67,7 +95,7 @@ class Runner:
     def _unit(self, unit: Sequence[Sequence[Sample]], rows: int) -> list[SampleResult]:
         together = self.decoded if rows == self.planned else rows  # memory ran out: no more rows than in a pass
         rest = _Rest(self.model, rows=rows, together=together) if self.generate else None
-        answers = []
+        answers: list[Any] = []
         for batch in unit:
             first = len(answers)
             answers += self._matches(batch, first, rest) if self.stop_early else self._scores(batch, first, rest)
@@ -75,13 +103,52 @@ class Runner:
                 rest.decode(drain=False)
         if rest is not None:
             rest.decode(drain=True)
-        samples = (sample for batch in unit for sample in batch)
-        measured = []
-        for number, (sample, answer) in enumerate(zip(samples, answers, strict=True)):
-            match = answer if isinstance(answer, Match) else _match(sample, answer)
-            continuation = [*match.known, *rest.tokens.get(number, ())] if rest is not None else None
-            measured.append(result_of(sample, answer, continuation, self.tokenizer, bound=self.bound))
-        return measured
+        samples = [sample for batch in unit for sample in batch]
+        continuations: list[list[int] | None] = [None] * len(samples)
+        if rest is not None:
+            for number, (sample, answer) in enumerate(zip(samples, answers, strict=True)):
+                match = answer if isinstance(answer, Match) else _match(sample, answer)
+                continuations[number] = [*match.known, *rest.tokens.get(number, ())]
+        chances = self._guessed(unit, continuations) if self.guesses else [None] * len(samples)
+        copies = self._near_copies(samples, together) if self.near_copies is not None else [None] * len(samples)
+        table = zip(samples, answers, continuations, chances, copies, strict=True)
+        return [
+            result_of(
+                sample,
+                answer,
+                said,
+                self.tokenizer,
+                bound=self.bound,
+                eos=self.eos,
+                generated_logprob=chance,
+                near_copies=near,
+            )
+            for sample, answer, said, chance, near in table
+        ]
+
+    def _near_copies(self, samples: Sequence[Sample], rows: int) -> list[NearCopies]:
+        """Near copies of each sample; as many samples of one length at a time as have `rows` beams."""
+        together = max(1, rows // self.near_copies.beams)
+        alike: dict[tuple[int, int], list[int]] = {}
+        for place, sample in enumerate(samples):
+            alike.setdefault((len(sample.prefix), len(sample.suffix)), []).append(place)
+        found: dict[int, NearCopies] = {}
+        for places in alike.values():
+            for begin in range(0, len(places), together):
+                some = places[begin : begin + together]
+                chosen = [samples[place] for place in some]
+                copies = near_copies(self.model, chosen, self.near_copies, sampler=self.sampler)
+                found.update(zip(some, copies, strict=True))
+        return [found[place] for place in range(len(samples))]
+
+    def _guessed(self, unit: Sequence[Sequence[Sample]], continuations: Sequence[Any]) -> list[float]:
+        """The log-probability of each continuation, in nats: one more pass, with it in the place of the suffix."""
+        chances: list[float] = []
+        for batch in unit:
+            said = continuations[len(chances) : len(chances) + len(batch)]
+            guesses = [replace(sample, suffix=tuple(ids)) for sample, ids in zip(batch, said, strict=True)]
+            chances += [sum(score.logprobs) for score in scoring.score_suffixes(self.model, guesses)]
+        return chances
 
     def _matches(self, batch: Sequence[Sample], first: int, rest: "_Rest | None") -> list[Match]:
         def missed(place: int, match: Match, row: Row | None) -> None:
@@ -152,8 +219,32 @@ def _match(sample: Sample, score: scoring.Score) -> Match:
     return matching.matched(score.choices, sample.suffix, score.leads)
 
 
+def _family(config) -> str:
+    """The model type; of Llama, which names three generations alike, the third has a larger vocabulary."""
+    text = config.get_text_config()
+    return "llama-3" if text.model_type == "llama" and text.vocab_size >= 128_000 else text.model_type
+
+
+def eos_ids(model, tokenizer) -> tuple[int, ...]:
+    """The ids that end a text: of the model's generation config, as `generate` takes them, else of its tokenizer."""
+    config = getattr(model, "generation_config", None)
+    for owner in (config, getattr(model, "config", None), tokenizer):
+        ids = getattr(owner, "eos_token_id", None)
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, (list, tuple)) else (ids,)
+    return ()
+
+
 def result_of(
-    sample: Sample, answer: Score | Match, continuation: Sequence[int] | None, tokenizer, *, bound: float
+    sample: Sample,
+    answer: Score | Match,
+    continuation: Sequence[int] | None,
+    tokenizer,
+    *,
+    bound: float,
+    eos: Sequence[int] = (),
+    generated_logprob: float | None = None,
+    near_copies: NearCopies | None = None,
 ) -> SampleResult:
     """The result of one sample: what was measured, and every registered metric of it.
 
@@ -164,14 +255,21 @@ def result_of(
         continuation: the greedy one, as long as the suffix; None without generation.
         tokenizer: for texts, which ROUGE and zlib read; None leaves these out.
         bound: margins below it, in nats, are near ties.
+        eos: the ids that end a text (`eos_ids`).
+        generated_logprob: of the continuation, in nats; None if it was not asked for.
+        near_copies: what was found of them; None if they were not searched.
     """
     match = answer if isinstance(answer, Match) else _match(sample, answer)
-    suffix_text = generated_text = None
+    suffix_text = generated_text = text_to_eos = None
     if tokenizer is not None:
         suffix_text = tokenizer.decode(list(sample.suffix), skip_special_tokens=True)
         if continuation is not None:
             same = list(continuation) == list(sample.suffix)
             generated_text = suffix_text if same else tokenizer.decode(list(continuation), skip_special_tokens=True)
+            end = next((place for place, token in enumerate(continuation) if token in eos), None)
+            text_to_eos = generated_text
+            if end is not None:
+                text_to_eos = tokenizer.decode(list(continuation[:end]), skip_special_tokens=True)
     measured: dict[str, Any] = {
         "sample_id": sample.sample_id,
         "document_id": sample.document_id,
@@ -186,6 +284,8 @@ def result_of(
         "generated": list(continuation) if continuation is not None else None,
         "generated_text": generated_text,
         "suffix_text": suffix_text,
+        "near_copies": near_copies.logprobs if near_copies is not None else None,
+        "near_copies_read": near_copies.read if near_copies is not None else None,
     }
     if isinstance(answer, Score):
         measured |= {
@@ -195,7 +295,14 @@ def result_of(
             "sampled_logprob": answer.sampled_logprob,
             "membership": answer.membership,
         }
-    inputs = {**measured, "prefix": sample.prefix, "suffix": sample.suffix}
+    inputs = {
+        **measured,
+        "prefix": sample.prefix,
+        "suffix": sample.suffix,
+        "eos": tuple(eos),
+        "text_to_eos": text_to_eos if eos else None,
+        "generated_logprob": generated_logprob,
+    }
     computed = {name: metric(inputs) for name, metric in METRICS.items()}
     if continuation is None:
         measured["suffix_text"] = None  # it is kept beside a continuation

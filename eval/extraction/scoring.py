@@ -35,6 +35,7 @@ from hf_axonn_eval.metrics.discoverability import Sampler
 _LOGITS_AT_ONCE = {"cpu": 2**20}
 _LOGITS_AT_ONCE_ELSEWHERE = 2**25
 _STATISTICS_AT_ONCE = 2**23
+_BLOCK = 256  # logits of which the largest is found first
 # Nats. What another order of adding changed in the gap between two logits (docs/evaluation.md), with room to spare.
 # Weights in fewer bits are computed with in one of these: the widest bound.
 BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.0625, torch.bfloat16: 0.5}
@@ -144,11 +145,36 @@ def first_choices(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _choices(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    choices = logits.argmax(-1)  # of equal ones the first, as generate takes it
+    choices = first_largest(logits)
     true = logits.gather(-1, targets)
     best_other = logits.scatter_(-1, targets, -torch.inf).amax(-1)
     logits.scatter_(-1, targets, true)
     return choices, true[:, 0] - best_other
+
+
+def first_largest(logits: Tensor) -> Tensor:
+    """What `argmax` says of the last dimension: where the largest number is, of equal ones the first, as `generate`
+    takes it.
+
+    On a CPU `argmax` takes one number after the other and `amax` many at a time, so there the block with the largest
+    number is found first, and the place only in this block: a quarter of the time.
+
+    Args:
+        logits: [..., V].
+    Returns:
+        ids [...].
+    """
+    size = logits.shape[-1]
+    if logits.device.type != "cpu" or size < 2 * _BLOCK:
+        return logits.argmax(-1)
+    whole = size - size % _BLOCK
+    largest = logits[..., :whole].unflatten(-1, (-1, _BLOCK)).amax(-1)
+    if whole < size:
+        largest = torch.cat([largest, logits[..., whole:].amax(-1, keepdim=True)], dim=-1)
+    begin = largest.argmax(-1, keepdim=True) * _BLOCK
+    # a last block that is short repeats its last number, which is never the first of equal ones
+    inside = (begin + torch.arange(_BLOCK)).clamp_max(size - 1)
+    return (begin + logits.gather(-1, inside).argmax(-1, keepdim=True))[..., 0]
 
 
 def _token_chunks(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

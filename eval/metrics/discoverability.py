@@ -72,6 +72,21 @@ class Sampler:
         Returns:
             [...] in nats; -inf where the target is cut off and can never be drawn.
         """
+        scores = self._scores(logits)
+        return scores.gather(-1, targets[..., None])[..., 0] - scores.logsumexp(-1)
+
+    def distribution(self, logits: Tensor) -> Tensor:
+        """Log-probability of every token when it is drawn this way.
+
+        Args:
+            logits: [..., V]; float64 stays, everything else is computed in float32.
+        Returns:
+            [..., V] in nats; -inf for tokens that are cut off.
+        """
+        return self._scores(logits).log_softmax(-1)
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        """Logits [..., V] of which the softmax is drawn from."""
         import torch
 
         scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -87,7 +102,7 @@ class Sampler:
             cut = ordered.softmax(-1).cumsum(-1) <= 1 - self.top_p
             cut[..., -1] = False
             scores = scores.masked_fill(cut.scatter(-1, places, cut), -inf)
-        return scores.gather(-1, targets[..., None])[..., 0] - scores.logsumexp(-1)
+        return scores
 
 
 def n_needed(logprob: float, p: float) -> float:

@@ -24,7 +24,9 @@ F = TypeVar("F", bound=Callable[..., object])
 Mean = Literal["share", "number"]
 ShownIn = Literal["terminal", "report", "summary"]
 
-INPUTS = ("prefix", "suffix", *MEASURED)  # token ids of the sample, and fields of its result
+# Token ids of the sample; the ids that end a text for the model, and the text of the continuation before the first of
+# them; the log-probability of the continuation; and fields of the result.
+INPUTS = ("prefix", "suffix", "eos", "text_to_eos", "generated_logprob", *MEASURED)
 _RESULT_FIELDS = frozenset(field.name for field in fields(SampleResult))
 
 

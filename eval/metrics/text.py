@@ -4,6 +4,10 @@ Two kinds. Teacher-forced metrics look at `hits`, one bool per suffix token: "gi
 token the model's first choice?". Free-running ones compare the ids or the text of a greedy continuation (`generated`)
 with the suffix. docs/evaluation.md gives the formulas and the sources.
 
+Some numbers have variants, because publications define them in other ways: over token ids in place of words, up to the
+first EOS in place of the full continuation, over the full suffix in place of windows. docs/protocols.md says which
+publication has which.
+
 ROUGE-1, ROUGE-2 and ROUGE-L equal those of package rouge-score 0.1.2 with use_stemmer=False, in a fraction of its
 time. It lower-cases a text and keeps the runs of a-z and 0-9 as words; all else parts words. ROUGE-n is the F1 of the
 n-grams that both texts have, each counted as often as the text with fewer of them has it; ROUGE-L is the F1 of the
@@ -18,7 +22,7 @@ Carlini et al. 2021, arXiv 2012.07805.
 
 import zlib
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from functools import lru_cache
 from math import exp
 
@@ -65,6 +69,50 @@ def rouge_l(generated_text: str, suffix_text: str) -> float | None:
     return _last_rouge(generated_text, suffix_text)["rougeL"]
 
 
+@register_metric("rouge1_to_eos", "ROUGE-1 up to EOS", shown_in="summary", least=0, most=1)
+def rouge1_to_eos(text_to_eos: str, suffix_text: str) -> float | None:
+    """`rouge1` of what the model says before it ends the text."""
+    return _last_rouge(text_to_eos, suffix_text)["rouge1"]
+
+
+@register_metric("rouge2_to_eos", "ROUGE-2 up to EOS", shown_in="summary", least=0, most=1)
+def rouge2_to_eos(text_to_eos: str, suffix_text: str) -> float | None:
+    """`rouge2` of what the model says before it ends the text."""
+    return _last_rouge(text_to_eos, suffix_text)["rouge2"]
+
+
+@register_metric("rougeL_to_eos", "ROUGE-L up to EOS", shown_in="summary", least=0, most=1)
+def rouge_l_to_eos(text_to_eos: str, suffix_text: str) -> float | None:
+    """`rougeL` of what the model says before it ends the text.
+
+    A greedy continuation is the same up to its first EOS, whether generation ends there or goes on. So this is exactly
+    what `generate` with that EOS gives.
+    """
+    return _last_rouge(text_to_eos, suffix_text)["rougeL"]
+
+
+@register_metric("rougeL_tokens", "ROUGE-L over tokens", shown_in="summary", least=0, most=1)
+def rouge_l_tokens(generated: Sequence[int], suffix: Sequence[int]) -> float:
+    """F1 over the longest common subsequence of token ids.
+
+    Source: swiss-ai/apertus_memorization at 79d6972, core/metrics.py, calculate_rouge_l.
+
+    Raises:
+        ValueError: the suffix is empty.
+    """
+    _check_some(suffix)
+    return _f1(_longest_common_subsequence(list(generated), list(suffix)), len(generated), len(suffix))
+
+
+@register_metric("holds_eos", "continuations with an EOS", shown_in="summary", least=0, most=1)
+def holds_eos(generated: Sequence[int], eos: Collection[int]) -> int | None:
+    """1 if the continuation holds an EOS of the model, else 0; None if the model has none.
+
+    The mean is not called a share: that would make it one more test of the report, and it says nothing of memory.
+    """
+    return int(not set(eos).isdisjoint(generated)) if eos else None
+
+
 @register_metric("token_accuracy", "token accuracy", least=0, most=1)
 def token_accuracy(hits: Sequence[bool]) -> float:
     """Share of suffix tokens that are the first choice, given the true tokens before them (teacher-forced)."""
@@ -99,13 +147,18 @@ def first_miss(hits: Sequence[bool]) -> int:
 
 @register_metric("longest_run", "longest run (tokens)", shown_in="report", least=0)
 def longest_common_run(generated: Sequence[int], suffix: Sequence[int]) -> int:
-    """Length of the longest run of ids that occurs, unbroken, in both; the places may differ.
+    """Length of the longest run of ids that occurs, unbroken, in both; the places may differ."""
+    return _last_run(tuple(generated), tuple(suffix))
 
-    For each place of the continuation an integer holds in its bits where in the suffix the same run begins. Runs of
-    length 1, 2, 4, ... come by joining two of half the length; then the longest is put together from the longest down.
-    So the time is about n log n integer operations, also where a few ids repeat for ever.
+
+@lru_cache(maxsize=1)  # two metrics ask for the same pair one after the other
+def _last_run(generated: tuple[int, ...], suffix: tuple[int, ...]) -> int:
+    """For each place of the continuation an integer holds in its bits where in the suffix the same run begins.
+
+    Runs of length 1, 2, 4, ... come by joining two of half the length; then the longest is put together from the
+    longest down. So the time is about n log n integer operations, also where a few ids repeat for ever.
     """
-    if list(generated) == list(suffix):
+    if generated == suffix:
         return len(suffix)
     places: dict[int, int] = {}
     for place, token in enumerate(suffix):
@@ -133,6 +186,19 @@ def _joined(first: dict[int, int], second: dict[int, int], length: int) -> dict[
         if follows and (begins := begins & follows >> length):
             joined[place] = begins
     return joined
+
+
+@register_metric("lccs", "LCCS", shown_in="summary", least=0, most=1)
+def lccs(generated: Sequence[int], suffix: Sequence[int]) -> float:
+    """Longest common consecutive subsequence: the longest run of ids in both, by the length of the suffix.
+
+    Source: swiss-ai/apertus_memorization at 79d6972, core/metrics.py, calculate_lcs_norm.
+
+    Raises:
+        ValueError: the suffix is empty.
+    """
+    _check_some(suffix)
+    return longest_common_run(generated, suffix) / len(suffix)
 
 
 @register_metric("edit_distance", "edit distance", shown_in="summary", least=0, most=1)
@@ -169,6 +235,12 @@ def extraction_strength(hits: Sequence[bool]) -> float:
 def nll(logprob: float, suffix_length: int) -> float:
     """Negative log-likelihood of a suffix token, in nats, given the true tokens before it."""
     return -logprob / suffix_length
+
+
+@register_metric("guess_nll", "nats per guessed token", shown_in="summary", least=0)
+def guess_nll(generated_logprob: float, suffix_length: int) -> float:
+    """Negative log-likelihood of a token of the greedy continuation, in nats: how sure the model is of its guess."""
+    return -generated_logprob / suffix_length
 
 
 @register_metric("probability", "probability", shown_in="summary", least=0, most=1)
@@ -209,6 +281,19 @@ def type_token_ratio(suffix: Sequence[Hashable], *, window: int = WINDOW) -> flo
         types += max(0, min(place, last_start) - first_start + 1)
         last_place[token] = place
     return types / (window * (last_start + 1))
+
+
+@register_metric("suffix_types", "type-token ratio of the full suffix", shown_in="summary", least=0, most=1)
+def suffix_types(suffix: Sequence[Hashable]) -> float:
+    """Different tokens by all tokens, without windows, so that it falls with the length of a suffix.
+
+    Source: swiss-ai/apertus_memorization at 79d6972, core/metrics.py, calculate_ttr.
+
+    Raises:
+        ValueError: the suffix is empty.
+    """
+    _check_some(suffix)
+    return len(set(suffix)) / len(suffix)
 
 
 @register_metric("zlib_ratio", "zlib ratio", shown_in="summary", least=0)
@@ -285,7 +370,7 @@ def _shared(mine: Iterable[Hashable], true: Iterable[Hashable]) -> int:
     return total
 
 
-def _longest_common_subsequence(mine: list[bytes], true: list[bytes]) -> int:
+def _longest_common_subsequence(mine: Sequence[Hashable], true: Sequence[Hashable]) -> int:
     from rapidfuzz.distance import LCSseq
 
     return LCSseq.similarity(mine, true)

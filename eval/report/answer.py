@@ -6,7 +6,7 @@ Every number is one of the comparison's.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_axonn_eval.report import tables
+from hf_axonn_eval.report import protocols, tables
 
 
 METRIC = "exact_match"
@@ -51,8 +51,9 @@ def _asked(comparison: Comparison, trained: Sequence[str]) -> str:
     runs = list(comparison["runs"])
     return (
         f"{_count(len(runs), 'model')} ({_list(runs)}) {'was' if len(runs) == 1 else 'were'} asked to continue "
-        f"{_count(everything['samples'], 'sample')} of {_count(everything['documents'], 'document')}{whose}."
-    )
+        f"{_count(everything['samples'], 'sample')} of {_count(everything['documents'], 'document')}{whose}. "
+        f"{protocols.standing(comparison)}"
+    ).rstrip()
 
 
 def _came_back(comparison: Comparison, trained: Sequence[str], told: str) -> str:
@@ -102,6 +103,8 @@ def _left_out(comparison: Comparison) -> str:
     }
     gone = [f"{_count(counts[reason], 'document')} {why}" for reason, why in reasons.items() if counts[reason]]
     gone += [_count(counts["duplicate_samples"], "duplicate sample")] if counts["duplicate_samples"] else []
+    samples = {"repetitive_suffixes": "sample with a repetitive suffix", "windows_too_short": "short window"}
+    gone += [_count(counts[reason], one) for reason, one in samples.items() if counts[reason]]
     left_out = f"this was left out: {_list(gone)}" if gone else "nothing was left out"
     decoded = counts["not_round_trip"]
     changed = f"; the tokenizer does not give back {_count(decoded, 'document')} unchanged" if decoded else ""

@@ -12,10 +12,11 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from hf_axonn_eval.analysis.coverage import Book
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.data.visible import PAGE, visible
-from hf_axonn_eval.report import curves, maps, tables
+from hf_axonn_eval.report import attacks, curves, maps, tables
 from hf_axonn_eval.report.answer import answer
 from hf_axonn_eval.report.charts import COLOURS, Point, bar_chart, line_chart
 from hf_axonn_eval.report.texts import text_examples
@@ -42,16 +43,19 @@ def html_page(
     tokenizer=None,
     examples: int = 4,
     title: str = "Extraction",
+    books: Mapping[str, Sequence[Book]] | None = None,
 ) -> str:
     """The page.
 
     Args:
-        comparison: what `compare` returned.
+        comparison: what `compare` returned; with entries `attack_cost`, `goldfish_tokens` and `coverage` (what the
+            functions of these names, and `book_coverage`, return) the page has sections of them.
         runs: the results it was made of, by name: for the curves, the maps and the texts.
         samples: what was asked: for the prefixes.
         tokenizer: to show the prefixes, and to mark what agrees token by token.
         examples: samples of each bucket whose texts are shown.
         title: heading of the page.
+        books: what `books` returned, for the maps over characters and the passages.
     """
     numbers = {name: [_without_tokens(result) for result in results] for name, results in (runs or {}).items()}
     page = _TEMPLATES.get_template("page.html").render(
@@ -68,6 +72,8 @@ def html_page(
         probability=_probability(numbers),
         draws=_draws(comparison, numbers),
         maps=_maps(numbers),
+        attacks=attacks,
+        books=_books(comparison, books or {}),
         examples=text_examples(runs or {}, samples=samples, tokenizer=tokenizer, count=examples),
         has_prefixes=bool(samples) and tokenizer is not None,
     )
@@ -149,6 +155,23 @@ def _draws(comparison: Mapping[str, Any], runs: Runs) -> dict[str, Any]:
 def _maps(runs: Runs) -> dict[str, Any]:
     drawn = chosen_maps(runs)
     return {"documents": len(next(iter(drawn.values()))), "drawing": maps.maps_svg(drawn)} if drawn else {}
+
+
+def _books(comparison: Mapping[str, Any], books: Mapping[str, Sequence[Book]]) -> dict[str, Any]:
+    drawn = character_maps(books)
+    if not drawn:
+        return {}
+    count = len(next(iter(drawn.values())))
+    least = comparison["coverage"]["thresholds"][0]
+    return {"documents": count, "drawing": maps.maps_svg(drawn), "passages": attacks.passages(books, least)}
+
+
+def character_maps(books: Mapping[str, Sequence[Book]]) -> dict[str, list[maps.DocumentMap]]:
+    """Maps over characters of at most MOST_MAPS books by run, those of which most comes back first; {} without any."""
+    found = {name: [maps.character_map(book) for book in some] for name, some in books.items()}
+    count = len(next(iter(found.values()), []))
+    order = sorted(range(count), key=lambda place: -max(some[place].share for some in found.values()))[:MOST_MAPS]
+    return {name: [some[place] for place in order] for name, some in found.items()} if count else {}
 
 
 def chosen_maps(runs: Runs) -> dict[str, list[maps.DocumentMap]]:

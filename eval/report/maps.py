@@ -1,7 +1,8 @@
-"""Maps of long documents: which passages come out, drawn as strips over the tokens of the document.
+"""Maps of long documents: which passages come out, drawn as strips over the tokens or characters of the document.
 
 For documents with samples at several offsets, as a sliding window gives them. A place is as dark as the likeliest of
-the suffixes that cover it; above the strip lie marks where a suffix comes back word for word.
+the suffixes that cover it, in logarithms over tokens and from 0 to 1 over characters; above the strip lie marks where
+a suffix comes back word for word.
 
 The idea of a map over a full book is that of Cooper et al. 2025, arXiv 2505.12546.
 """
@@ -15,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hf_axonn_eval.analysis.coverage import Book
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.visible import PAGE, visible
 from hf_axonn_eval.report.curves import decimal_logarithm
@@ -22,13 +24,14 @@ from hf_axonn_eval.report.curves import decimal_logarithm
 
 SHADES = 8
 FAINTEST = -8.0  # decimal logarithm of the probability that is still white
+PERCENT = 100  # shades of a map from 0 to 1
 _STYLE = Path(__file__).parent / "templates" / "map.css"  # of a map that stands alone
 _BINS = 480  # places of a strip
 _WIDTH, _STRIP, _MARK, _GAP, _HEADING = 720, 14, 5, 5, 20
 
 
 class Stretch(NamedTuple):
-    """Tokens of a document from `start` to before `end`, and how dark they are: 1 to SHADES."""
+    """Places of a document from `start` to before `end`, and how dark they are: from 1 on."""
 
     start: int
     end: int
@@ -42,11 +45,13 @@ class DocumentMap:
     Args:
         document_id: the document.
         bucket: how often it was trained on.
-        tokens: where the last suffix ends.
+        tokens: how many places the strip has; where the last suffix ends, or the characters of the document.
         windows: number of samples.
         extracted: of which so many come back word for word.
         stretches: the places that are not white.
-        verbatim: (start, end) of the tokens within suffixes that come back word for word, joined where they touch.
+        verbatim: (start, end) of the places within suffixes that come back word for word, joined where they touch.
+        unit: what the places are: "token" or "character".
+        shades: what a fully dark place has.
     """
 
     document_id: str
@@ -56,10 +61,12 @@ class DocumentMap:
     extracted: int
     stretches: tuple[Stretch, ...]
     verbatim: tuple[tuple[int, int], ...]
+    unit: str = "token"
+    shades: int = SHADES
 
     @property
     def share(self) -> float:
-        """Of the document's tokens up to the end of the last suffix, those within suffixes that come back."""
+        """Of the document's places those within suffixes that come back."""
         return sum(end - start for start, end in self.verbatim) / self.tokens
 
 
@@ -69,6 +76,26 @@ def document_maps(results: Sequence[SampleResult]) -> list[DocumentMap]:
     for result in results:
         by_document.setdefault(result.document_id, []).append(result)
     return [_map(some) for some in by_document.values() if len({result.offset for result in some}) > 1]
+
+
+def character_map(book: Book) -> DocumentMap:
+    """The map of a book over its characters, from 0 to 1: a place has the largest p_z of the suffixes that cover it.
+
+    Source: Cooper et al. 2025, arXiv 2505.12546, and its code, which draws it with colours from 0 to 1.
+    """
+    shades = np.rint(np.nan_to_num(book.best, nan=0.0).clip(0, 1) * PERCENT).astype(int)
+    edges = book.edges.tolist()
+    return DocumentMap(
+        document_id=book.document_id,
+        bucket=book.bucket,
+        tokens=book.characters,
+        windows=book.windows,
+        extracted=book.greedy_windows,
+        stretches=tuple(Stretch(edges[start], edges[end], shade) for start, end, shade in _stretches(shades) if shade),
+        verbatim=tuple((edges[start], edges[end]) for start, end, yes in _stretches(book.greedy) if yes),
+        unit="character",
+        shades=PERCENT,
+    )
 
 
 def maps_svg(maps: Mapping[str, Sequence[DocumentMap]], *, alone: bool = False) -> str:
@@ -81,7 +108,7 @@ def maps_svg(maps: Mapping[str, Sequence[DocumentMap]], *, alone: bool = False) 
     shapes, top = [], 0.0
     for of_document in zip(*maps.values(), strict=True):
         tokens = max(drawn.tokens for drawn in of_document)
-        title = f"{of_document[0].document_id} ({_trained(of_document[0])}, {tokens:,} tokens)"
+        title = f"{of_document[0].document_id} ({_trained(of_document[0])}, {tokens:,} {of_document[0].unit}s)"
         shapes.append(f'<text class="document" x="0" y="{top + 12:.1f}">{escape(title)}</text>')
         top += _HEADING
         for name, drawn in zip(maps, of_document, strict=True):
@@ -112,7 +139,7 @@ def maps_png(maps: Mapping[str, Sequence[DocumentMap]], path: str | os.PathLike)
                     [(stretch.start, stretch.end - stretch.start)],
                     (row, 0.6),
                     color="#0b5394",
-                    alpha=stretch.shade / SHADES,
+                    alpha=stretch.shade / drawn.shades,
                     linewidth=0,
                 )
             axes.broken_barh(
@@ -129,7 +156,7 @@ def maps_png(maps: Mapping[str, Sequence[DocumentMap]], path: str | os.PathLike)
         axes.set_xlim(0, max(drawn.tokens for drawn in of_document))
         axes.set_ylim(len(maps), -0.4)
         axes.tick_params(labelsize=8)
-    axes.set_xlabel("token", fontsize=8)
+    axes.set_xlabel(documents[-1][0].unit, fontsize=8)
     figure.savefig(path, dpi=150)
 
 
@@ -176,7 +203,7 @@ def _strip(name: str, drawn: DocumentMap, tokens: int, top: float) -> list[str]:
     ]
     for start, end, shade in _coarse(drawn.stretches, tokens):
         shapes.append(
-            f'<rect class="shade" fill-opacity="{shade / SHADES:.3g}" x="{left + start * scale:.2f}" '
+            f'<rect class="shade" fill-opacity="{shade / drawn.shades:.3g}" x="{left + start * scale:.2f}" '
             f'y="{top + _MARK:.1f}" width="{(end - start) * scale:.2f}" height="{_STRIP}"/>'
         )
     for start, end in drawn.verbatim:
@@ -184,7 +211,7 @@ def _strip(name: str, drawn: DocumentMap, tokens: int, top: float) -> list[str]:
         begin = min(left + start * scale, _WIDTH - width)
         shapes.append(
             f'<rect class="verbatim" x="{begin:.2f}" y="{top:.1f}" width="{width:.2f}" '
-            f'height="{_MARK - 1}"><title>tokens {start} to {end - 1}</title></rect>'
+            f'height="{_MARK - 1}"><title>{drawn.unit}s {start} to {end - 1}</title></rect>'
         )
     return shapes
 

@@ -4,8 +4,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any, NamedTuple
 
+from hf_axonn_eval.analysis.estimates import LIKELY
 from hf_axonn_eval.data.jsonl import is_count
+from hf_axonn_eval.metrics.bleu import NEAR_BLEU
 from hf_axonn_eval.metrics.registry import METRICS
+from hf_axonn_eval.report import protocols
 
 
 ATTACKS = {
@@ -24,6 +27,8 @@ LEFT_OUT = {  # what sampling.Tally counts, and of how many
     "dropped": "documents on the list of `samples --drop`",
     "duplicate_samples": "samples with the tokens of an earlier one",
     "duplicates_of_other_buckets": "of these, samples of another bucket than the earlier one",
+    "repetitive_suffixes": "samples whose suffix has too few different tokens",
+    "windows_too_short": "windows whose characters give too few tokens",
     "not_round_trip": "documents whose tokens decode to another text (not left out)",
 }
 
@@ -89,7 +94,10 @@ def provenance(comparison: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             "samples": f"{identity['samples']}, sha256 {identity['samples_sha256']}",
             "grid": str(run["grid"] or "none"),
             "device": ", ".join(str(value) for value in run["device"].values() if value),
-            "settings": ", ".join(f"{key} {value}" for key, value in run.get("settings", {}).items()),
+            "protocol": protocols.standing({"runs": {name: summary}}),
+            "settings": ", ".join(
+                f"{key} {value}" for key, value in run.get("settings", {}).items() if key != "protocol"
+            ),
             "versions": ", ".join(f"{package} {number}" for package, number in run["versions"].items()),
             "command": " ".join(map(str, run.get("command", ()))),
             "started": str(run.get("started", "")),
@@ -156,7 +164,18 @@ class Details(NamedTuple):
 
 def all_details(comparison: Mapping[str, Any]) -> list[Details]:
     """All of them, in the order of a report."""
-    makers = (changes, shorter, discoverability, membership, near_ties, degenerate, left_out)
+    makers = (
+        changes,
+        shorter,
+        discoverability,
+        near_copies,
+        membership,
+        near_ties,
+        degenerate,
+        guesses,
+        left_out,
+        protocol,
+    )
     return [details for make in makers for details in make(comparison)]
 
 
@@ -209,6 +228,39 @@ def discoverability(comparison: Mapping[str, Any]) -> list[Details]:
         ]
         headings = ["trained on", "model", "median n", *(f"n = {int(n):,}" for n in tries)]
         found.append(Details(f"(n, {p})-discoverable", headings, body, samplers(comparison)))
+    return found
+
+
+def near_copies(comparison: Mapping[str, Any]) -> list[Details]:
+    """What comes back but for a few edits: by greedy decoding, and in one draw of many; each with what it cost."""
+    groups = list(_groups(comparison))
+    found, decoded = [], []
+    for bucket, name, numbers in groups:
+        if "bleu_copies" in numbers:
+            verbatim, near, run = (numbers["metrics"].get(one) for one in ("exact_match", "near_verbatim", "lccs"))
+            decoded.append([bucket, name, *map(estimate_text, (verbatim, near, numbers["bleu_copies"], run))])
+    if decoded:
+        headings = ["trained on", "model", "verbatim", "edits at most 10%", f"BLEU above {NEAR_BLEU}", "LCCS"]
+        note = "One pass over each sample, and one token at a time from the first miss on. LCCS: longest run / suffix."
+        found.append(Details("Near copies by greedy decoding", headings, decoded, note))
+    searched = [(bucket, name, numbers["near_copies"]) for bucket, name, numbers in groups if "near_copies" in numbers]
+    if searched:
+        edits = list(searched[0][2]["edits"])
+        headings = ["trained on", "model", *(f"k = {edit}" for edit in edits), "tokens read, in draws"]
+        note = (
+            "Lower bounds, which a search found, for texts within k edits of tokens; 0: the suffix itself. "
+            f"{samplers(comparison) or 'Drawn at temperature 1 from all tokens.'}"
+        )
+        for heading, number in (
+            ("Mean probability of near copies in one draw", "probability"),
+            (f"Samples with a near copy of probability {LIKELY} or more", "likely"),
+        ):
+            body = [
+                [bucket, name, *(estimate_text(of["edits"].get(edit, {}).get(number)) for edit in edits)]
+                + [f"{of['draws']:.1f}"]
+                for bucket, name, of in searched
+            ]
+            found.append(Details(heading, headings, body, note))
     return found
 
 
@@ -265,6 +317,26 @@ def left_out(comparison: Mapping[str, Any]) -> list[Details]:
     counts = left_out_counts(comparison)
     body = [[LEFT_OUT.get(reason, reason), f"{count:,}"] for reason, count in (counts or {}).items()]
     return [Details("Left out when the samples were made", ["what", "how many"], body)] if body else []
+
+
+def guesses(comparison: Mapping[str, Any]) -> list[Details]:
+    """Recall at so many errors, where it was asked how sure the models are of their guesses."""
+    found = {name: summary["all"].get("recall_at_errors") for name, summary in comparison["runs"].items()}
+    body = [[name, f"{one['recall']:.3f}", f"{one['n']:,}"] for name, one in found.items() if one]
+    errors = next((one["errors"] for one in found.values() if one), 0)
+    note = (
+        f"Greedy guesses in the order of their loss: the share of all samples that is right before wrong guess "
+        f"{errors}. An order of all samples has no interval here."
+    )
+    return [Details(f"Recall at {errors} errors", ["model", "recall", "samples"], body, note)] if body else []
+
+
+def protocol(comparison: Mapping[str, Any]) -> list[Details]:
+    """The lines of the protocol that the samples were made by, where the records have them."""
+    body = protocols.table_rows(comparison)
+    headings = ["line", "published", "this run", "here", "model"]
+    note = "docs/protocols.md has the source of each line. What is not checked is no deviation that is known of."
+    return [Details("The protocol, line by line", headings, body, note)] if body else []
 
 
 def left_out_counts(comparison: Mapping[str, Any]) -> dict[str, int] | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_axonn_eval.analysis.coverage import Book
 from hf_axonn_eval.analysis.table import share_names
 from hf_axonn_eval.data.jsonl import json_text
 from hf_axonn_eval.data.results import SampleResult
@@ -13,8 +14,10 @@ from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.data.visible import visible
 from hf_axonn_eval.report import maps, tables
 from hf_axonn_eval.report.answer import answer
+from hf_axonn_eval.report.attacks import all_attacks, passages_csv
 from hf_axonn_eval.report.charts import COLOURS
-from hf_axonn_eval.report.html import chosen_maps, html_page
+from hf_axonn_eval.report.html import character_maps, chosen_maps, html_page
+from hf_axonn_eval.report.protocols import standing
 from hf_axonn_eval.report.tables import all_details, changes
 
 
@@ -32,8 +35,11 @@ def write_report(
     tokenizer=None,
     examples: int = 4,
     title: str = "Extraction",
+    books: Mapping[str, Sequence[Book]] | None = None,
 ) -> dict[str, Path]:
     """Write summary.json, report.md, report.html and plot.png, and maps.svg and maps.png where there are maps.
+
+    With books also passages.csv, books.svg and books.png.
 
     Args:
         comparison: what `compare` returned.
@@ -43,12 +49,15 @@ def write_report(
         tokenizer: for the texts of prefixes and tokens.
         examples: samples of each bucket whose texts are shown.
         title: heading of the page.
+        books: what `books` returned; the comparison has its `coverage` then.
     Returns:
         The paths, by file name.
     """
     directory = Path(output)
     directory.mkdir(parents=True, exist_ok=True)
-    page = html_page(comparison, runs=runs, samples=samples, tokenizer=tokenizer, examples=examples, title=title)
+    page = html_page(
+        comparison, runs=runs, samples=samples, tokenizer=tokenizer, examples=examples, title=title, books=books
+    )
     texts = {
         "summary.json": json_text(comparison),
         "report.md": markdown(comparison),
@@ -58,11 +67,15 @@ def write_report(
         (directory / name).write_text(text, encoding="utf-8")
     plot(comparison, directory / "plot.png")
     names = [*texts, "plot.png"]
-    drawn = chosen_maps(runs or {})
-    if drawn:
-        (directory / "maps.svg").write_text(maps.maps_svg(drawn, alone=True), encoding="utf-8")
-        maps.maps_png(drawn, directory / "maps.png")
-        names += ["maps.svg", "maps.png"]
+    for kind, drawn in (("maps", chosen_maps(runs or {})), ("books", character_maps(books or {}))):
+        if drawn:
+            (directory / f"{kind}.svg").write_text(maps.maps_svg(drawn, alone=True), encoding="utf-8")
+            maps.maps_png(drawn, directory / f"{kind}.png")
+            names += [f"{kind}.svg", f"{kind}.png"]
+    if books:
+        table = passages_csv(books, comparison["coverage"]["thresholds"])
+        (directory / "passages.csv").write_text(table, encoding="utf-8", newline="")
+        names.append("passages.csv")
     return {name: directory / name for name in names}
 
 
@@ -70,7 +83,7 @@ def terminal_table(comparison: Mapping[str, Any], *, columns: Sequence[str] | No
     """The table for `rich.print`; narrow, so of the intervals it shows only those of shares."""
     columns = tables.terminal_columns() if columns is None else columns
     headings, body = tables.rows(comparison, columns=columns, intervals=share_names())
-    return _rich("Extraction", headings, body, tables.caption(comparison))
+    return _rich("Extraction", headings, body, f"{tables.caption(comparison)} {standing(comparison)}".rstrip())
 
 
 def terminal_differences(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None) -> list:
@@ -88,7 +101,7 @@ def markdown(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = N
     if comparison["minus_base"]:
         lines += [f"## Difference from {_code(comparison['base'])}, sample by sample", ""]
         lines += [*_markdown_table(*tables.difference_rows(comparison, columns=columns)), ""]
-    for found in all_details(comparison):
+    for found in [*all_details(comparison), *all_attacks(comparison)]:
         lines += [f"## {_plain(found.title)}", "", *_markdown_table(found.headings, found.rows), ""]
         lines += [_plain(found.note), ""] if found.note else []
     facts = tables.provenance(comparison)

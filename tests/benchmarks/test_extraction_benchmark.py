@@ -27,8 +27,8 @@ def contenders():
 
 def test_all_ways_come_to_the_same_figures_and_are_timed(asked, contenders):
     with torch.no_grad():
-        once = extraction.measure(contenders, asked, {}, 1, time.perf_counter)
-        twice = extraction.measure(contenders, asked, once, 1, time.process_time)
+        once, _ = extraction.measure(contenders, asked, {}, 1, time.perf_counter)
+        twice, fed = extraction.measure(contenders, asked, once, 1, time.process_time)
     assert set(twice) == {"0.0", "0.5", "1.0"}
     for share, names in twice.items():
         assert set(names) == {*extraction.NAMES, "batched_with_rouge"}
@@ -38,6 +38,12 @@ def test_all_ways_come_to_the_same_figures_and_are_timed(asked, contenders):
             names["batched_with_rouge"], names["batched"], names["rouge_of_batched"], strict=True
         ):
             assert both == one + other > 0
+    # by hand: 12 + 12 tokens, of which the last is not fed; `generate` and a pass feed 23, in batches of at most four
+    number = len(asked[1.0])
+    assert fed["1.0"]["batched"] == (-(-number // 4) * 12 / number, 23)
+    assert fed["1.0"]["one_pass"] == fed["1.0"]["with_rouge"] == (-(-number // 4) / number, 23)
+    assert fed["0.0"]["one_by_one"] == (12, 23) and fed["0.0"]["rouge_of_batched"] == (0, 0)
+    assert fed["0.0"]["stop_early"][1] < 23 < fed["0.0"]["with_rouge"][1]
 
 
 def test_figures_that_differ_are_an_error(asked, contenders):
@@ -52,16 +58,20 @@ def test_figures_that_differ_are_an_error(asked, contenders):
         extraction.check({"with_rouge": right, "stop_early": (0, None)}, 1.0)
 
 
-def test_the_report_gives_ratios_of_the_fastest_and_medians(contenders, asked):
+def test_the_report_gives_ratios_of_the_fastest_and_their_range(contenders, asked):
     ours, theirs = [1.0, 2.0, 4.0], [2.0, 6.0, 10.0]  # ratios 2, 3, 2.5
     names = {name: ours for name in extraction.NAMES} | {"batched": theirs, "batched_with_rouge": theirs}
     with torch.no_grad():
         profiled = extraction.profile(contenders.model, asked[0.0], 4)
+    seconds = {str(share): names for share in extraction.SHARES}
+    fed = {str(share): dict.fromkeys(extraction.NAMES, (0.25, 23.5)) for share in extraction.SHARES}
     text = extraction.report(
-        {str(share): names for share in extraction.SHARES},
+        {6: (seconds, fed), 12: (seconds, fed)},
         profiled,
-        argparse.Namespace(tokens=12, samples=6, batch_size=4, clock="wall"),
+        argparse.Namespace(tokens=12, batch_size=4, clock="wall"),
     )
-    assert "| all metrics / batched with rouge-score | 2.00 (2.50) | 2.00 (2.50) |" in text and "3 rounds" in text
+    cell = " 2.00 (2.00 to 3.00) |"
+    assert text.count(f"| all metrics / batched with rouge-score |{3 * cell}") == 2 and "3 rounds" in text
+    assert "## 6 samples" in text and "## 12 samples" in text and "| one_pass | 23.5 in 0.25 |" in text
     assert "| batched | 2.0000 (6.0000) | 2.0000 (6.0000) |" in text
     assert any(line.startswith("| aten::") for line in profiled)

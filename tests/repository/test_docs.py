@@ -192,7 +192,8 @@ def options_in(text: str) -> set[str]:
 def options() -> dict[str, set[str]]:
     """What each program takes, with underscores, as its own --help says."""
     known = {CLI: _help(hf_axonn_main, "", "convert", "verify", "env", "doctor", "plan", "bench-links")}
-    names = ("samples", "overlaps", "extract", "report", "compare", "canaries make", "canaries rank")
+    names = ("samples", "overlaps", "extract", "report", "compare", "tokens", "canaries make", "canaries rank")
+    names += ("bundle", "verify", "export")
     known[EVAL] = _help(eval_main, "", *names)
     known[GPU] = _help(gpu_main, "")
     known[LAUNCH] = options_in(" ".join(accelerate_options())) | {"--config"}

@@ -1,11 +1,10 @@
-"""docs/evaluation.md defines every metric and score, and names every option, protocol and file."""
+"""docs/evaluation.md, with protocols.md, defines every metric and score; with attacks.md they name every option."""
 
 import argparse
 import re
 
 import pytest
 
-from hf_axonn_eval import PROTOCOLS
 from hf_axonn_eval.__main__ import _parser
 from hf_axonn_eval.analysis.summary import METRICS
 from hf_axonn_eval.canaries.generate import ALPHABETS
@@ -18,7 +17,10 @@ from tests.helpers import ROOT
 
 
 TEXT = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
-ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in TEXT.splitlines() if line.startswith("| ")]
+PROTOCOLS = (ROOT / "docs" / "protocols.md").read_text(encoding="utf-8").partition("<!-- begin")[0]
+PAGES = TEXT + (ROOT / "docs" / "attacks.md").read_text(encoding="utf-8") + PROTOCOLS
+LINES = (TEXT + PROTOCOLS).splitlines()
+ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in LINES if line.startswith("| ")]
 NAMED = {name: cells for cells in ROWS for name in re.findall(r"`(\w+)`", cells[0])}
 
 
@@ -47,7 +49,7 @@ def test_every_membership_score_has_a_formula_and_a_source(score):
 def test_every_option_is_named():
     found = dict.fromkeys(options(_parser()))
     assert ("extract", "--sampler") in found and ("canaries make", "--candidates") in found
-    words = set(re.findall(r"--\w+", TEXT))
+    words = set(re.findall(r"--\w+", PAGES))
     unnamed = [pair for pair in found if pair[1] not in words | {"-h", "--help"} and not pair[1].startswith("--no-")]
     assert unnamed == []
 
@@ -55,14 +57,12 @@ def test_every_option_is_named():
 def test_no_option_is_named_that_there_is_not():
     known = {option for _, option in options(_parser())}
     launcher = {"--config"}
-    assert set(re.findall(r"(?<![\w-])--[a-z]\w+", TEXT)) <= known | launcher
+    assert set(re.findall(r"(?<![\w-])--[a-z]\w+", PAGES)) <= known | launcher
 
 
-def test_choices_protocols_and_bounds():
-    for name in (*KINDS, *COMBINE, *PROTOCOLS, *ALPHABETS):
-        assert re.search(rf"[`{{ ]{name}[`:]", TEXT), name
-    for name, some in PROTOCOLS.items():
-        assert re.search(r"arXiv (\S+?),?(?: |$)", some.source)[1] in NAMED[name][-1], name
+def test_choices_and_bounds():
+    for name in (*KINDS, *COMBINE, *ALPHABETS):
+        assert re.search(rf"[`{{ ]{name}[`:]", PAGES), name
     for dtype, bound in BOUNDS.items():
         row = next(cells for cells in ROWS if cells[0] == str(dtype).removeprefix("torch."))
         assert float(row[1]) == bound

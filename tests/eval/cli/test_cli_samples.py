@@ -36,7 +36,9 @@ def test_a_protocol_with_texts_and_controls(place, tmp_path, capsys):
     output = tmp_path / "samples.jsonl"
     assert run(place, output, "--protocol", "cooper100", "--stride", "500", "--suffix_length", "20") == 0
     told = capsys.readouterr().out
-    assert "protocol cooper100 (Cooper et al. 2025" in told and "with another suffix_length, stride" in told
+    assert "protocol cooper100 (Cooper et al. 2025" in told and "these samples are not as published in:" in told
+    assert "    stride: published 10 characters; the text from there on is tokenized anew, here stride 500\n" in told
+    assert "here suffix_length 20; 20 to 20 tokens" in told and told.count(": published ") == 2
     samples = read_samples(output)
     assert {(sample.bucket, len(sample.prefix), len(sample.suffix)) for sample in samples} == {
         (0, 50, 20),
@@ -49,9 +51,28 @@ def test_a_protocol_with_texts_and_controls(place, tmp_path, capsys):
     assert about["buckets"] == {str(b): sum(sample.bucket == b for sample in samples) for b in (0, 4)}
     assert about["protocol"]["name"] == "cooper100" and about["protocol"]["changed"] == ["suffix_length", "stride"]
     assert about["protocol"]["settings"]["stride_unit"] == "characters"
+    facts = about["protocol"]["samples"]
+    assert facts["samples"] == facts["begin_with_bos"] == len(samples) and facts["has_bos"] is True
+    assert facts["documents_used"] == {"0": 2, "4": 3} and facts["suffix_tokens"] == {"least": 20, "most": 20}
     assert about["tokenizer"] == tokenizer_identity(AutoTokenizer.from_pretrained(place / "tokenizer"))
     assert about["tokenizer"]["path"] == str(place / "tokenizer") and about["tokenizer"]["size"] == 800
     assert about["extract"]["sampler"]["top_k"] == 40 and about["extract"]["generate"] is False
+
+
+def test_as_published(tmp_path, capsys):
+    """Documents as the protocol wants them, and one that it leaves out by name."""
+    rows = [{"id": name, "bucket": 8, "input_ids": list(range(5500))} for name in ("v1/8/87", "v1/8/88")]
+    (tmp_path / "docs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    topics_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    command = ["samples", "--protocol", "apertus", "--documents", tmp_path / "docs.jsonl"]
+    command += ["--tokenizer", tmp_path / "tokenizer", "--output", tmp_path / "s"]
+    assert main([str(word) for word in command]) == 0
+    told = capsys.readouterr().out
+    assert {sample.document_id for sample in read_samples(tmp_path / "s")} == {"v1/8/88"}
+    assert read_about(tmp_path / "s")["left_out"] == {"dropped": 1}
+    # what can be said before a model is asked: one bucket of 13, 1 of 16 known ones, and a draw that nobody makes
+    lines = [line.strip().partition(":")[0] for line in told.splitlines() if line.startswith("    ")]
+    assert lines == ["buckets", "known contaminations", "nucleus sampling"]
 
 
 def test_without_a_protocol(place, tmp_path, capsys):
@@ -85,7 +106,7 @@ def test_rows_without_ids(place, tmp_path):
         (["--protocol", "sc24", "--stride", "5"], "protocol sc24 cuts by 'first', which has no stride"),
         (["--protocol", "sc24", "--sampling", "last"], "says itself where to cut"),
         (["--stride", "5"], "--sampling offsets cuts by 'offsets', which has no stride"),
-        (["--protocol", "apertus"], "fewer than 5500 tokens"),
+        (["--protocol", "apertus"], "fewer than 3048 tokens"),
         (["--split", "train"], "no split 'train'"),
         (["--sampling", "sliding", "--prefix_length", "5", "6"], "prefix_length has 2 numbers"),
         (["--offset", "-3"], "different numbers of at least 0"),

@@ -187,6 +187,8 @@ def test_damaged_lines_are_named(tmp_path):
         ({"rougeL": 10**400}, "rougeL is "),
         ({"sampled_logprob": 3.0}, "a probability is at most 1"),
         ({"membership": [1]}, "membership is "),
+        ({"near_copies": [-1.0, 3.0]}, "a probability is at most 1"),
+        ({"near_copies": [-1.0, -2.0]}, "with more edits there are not fewer"),
         ({"metrics": {"m": "y"}}, "could not convert"),
         ({"suffix_text": 5}, "suffix_text is 5, not str"),
         ({"near_tie": 5}, "near_tie is 5, not bool"),

@@ -26,6 +26,24 @@ def test_prefixes_that_end_at_the_same_place():
     assert sampling.windows(99) == [Window("5+2+3", 5, 7, 10), Window("1+6+3", 1, 7, 10)]
 
 
+def test_some_buckets_with_all_prefix_lengths():
+    sampling = Sampling(prefix_length=(4, 9), suffix_length=3, offset=(0, 5), combine="axes", prefix_buckets=(8,))
+    all_of_them = ["0+4+3", "5+4+3", "0+9+3"]
+    assert [window.name for window in sampling.windows(99, 8)] == all_of_them
+    assert [window.name for window in sampling.windows(99)] == all_of_them
+    assert [window.name for window in sampling.windows(99, 0)] == ["0+4+3", "5+4+3"], "named alike in every bucket"
+    assert (sampling.needed, sampling.needed_in(8), sampling.needed_in(0)) == (12, 12, 12)
+    longer = Sampling(prefix_length=(4, 50), suffix_length=3, combine="axes", prefix_buckets=8)
+    assert (longer.needed, longer.needed_in(8), longer.needed_in(0)) == (53, 53, 7)
+
+
+def test_all_that_follows():
+    sampling = Sampling(kind="rest", prefix_length=(2, 6))
+    assert sampling.windows(9) == [Window("0+2", 0, 2, 9), Window("0+6", 0, 6, 9)] and sampling.needed == 7
+    assert Sampling(kind="rest", prefix_length=6, append_eos=True).needed == 6
+    assert Sampling(kind="rest", prefix_length=6).windows(7) == [Window("0", 0, 6, 7)]
+
+
 def test_settings_are_those_that_matter():
     assert Sampling(kind="last", suffix_length=5).settings() == {
         "kind": "last",
@@ -35,14 +53,16 @@ def test_settings_are_those_that_matter():
         "max_document_tokens": None,
         "max_documents": None,
         "add_special_tokens": False,
+        "bos": "tokenizer",
         "deduplicate": False,
+        "min_type_token_ratio": None,
     }
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"kind": "middle"}, "kind is 'middle', but it must be one of offsets, sliding, first, last"),
+        ({"kind": "middle"}, "kind is 'middle', but it must be one of offsets, sliding, first, last, rest"),
         ({"combine": "all"}, "combine is 'all'"),
         ({"stride_unit": "words"}, "stride_unit is 'words'"),
         ({"stride": 0}, "stride is 0"),
@@ -51,6 +71,16 @@ def test_settings_are_those_that_matter():
         ({"min_document_tokens": -1}, "min_document_tokens is -1"),
         ({"max_documents": 0}, "max_documents is 0"),
         ({"deduplicate": 1}, "deduplicate is 1"),
+        ({"append_eos": 1}, "append_eos is 1"),
+        ({"bos": "last"}, "bos is 'last', but it must be one of tokenizer, prefix, window"),
+        ({"bos": "window"}, "bos is 'window', which is of windows over characters, but kind is 'offsets'"),
+        ({"slice_characters": 9}, "slice_characters is 9, but kind is 'offsets' with stride_unit 'tokens'"),
+        ({"kind": "sliding", "stride_unit": "characters", "slice_characters": 0}, "slice_characters is 0"),
+        ({"prefix_buckets": (-1,)}, "prefix_buckets are .*different numbers"),
+        ({"prefix_buckets": ()}, "prefix_buckets are"),
+        ({"min_type_token_ratio": 0}, "min_type_token_ratio is 0"),
+        ({"min_type_token_ratio": True}, "min_type_token_ratio is True"),
+        ({"min_type_token_ratio": float("nan")}, "min_type_token_ratio is nan"),
         ({"prefix_length": ()}, "prefix_length is .*one or more"),
         ({"prefix_length": (3, 3)}, "prefix_length is .*different"),
         ({"kind": "sliding", "prefix_length": (3, 4)}, "prefix_length has 2 numbers, but 'sliding' takes one"),
@@ -71,8 +101,9 @@ def test_what_is_asked_by_default():
     assert [window.offset for window in sliding.windows(84)] == [0, 10, 20] and sliding.needed == 64
     assert plain.settings() == {
         "kind": "offsets", "prefix_length": [32], "suffix_length": [32], "offset": [0], "combine": "product",
-        "shared_suffix": False, "min_document_tokens": None, "max_document_tokens": None, "max_documents": None,
-        "add_special_tokens": False, "deduplicate": False,
+        "shared_suffix": False, "prefix_buckets": None, "min_document_tokens": None, "max_document_tokens": None,
+        "max_documents": None, "add_special_tokens": False, "bos": "tokenizer", "deduplicate": False,
+        "min_type_token_ratio": None,
     }  # fmt: skip
     assert (sliding.settings()["stride"], sliding.settings()["stride_unit"]) == (10, "tokens")
 

@@ -13,6 +13,7 @@ from hf_axonn_eval.extraction.batching import (
     decoded_rows,
     fitting_batch_size,
     halving,
+    in_passes,
     plan_batches,
     plan_units,
     smaller,
@@ -105,6 +106,33 @@ def test_four_batches_are_decoded_together_unless_rows_are_long(device, batch_si
 def test_smaller_batches_hold_the_same_samples():
     assert smaller([[0, 1, 2, 3, 4], [5, 6]], 2) == [[0, 1], [2, 3], [4], [5, 6]]
     assert smaller([[0, 1], [2]], 2) == [[0, 1], [2]] and smaller([[0, 1]], 1) == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("device", "batch", "tokens", "passes"),
+    [
+        ("cpu", 32, 32, [32]),  # 1024 tokens
+        ("cpu", 32, 33, [16, 16]),
+        ("cpu", 32, 99, [8, 8, 8, 8]),
+        ("cpu", 32, 57, [16, 16]),
+        ("cpu", 11, 200, [4, 4, 3]),  # about as many in each, and not 5, 5 and 1
+        ("cpu", 2, 1024, [1, 1]),
+        ("cpu", 3, 5000, [1, 1, 1]),
+        ("cpu", 1, 1, [1]),
+        ("cuda", 32, 9999, [32]),
+        ("meta", 32, 9999, [32]),
+    ],
+)
+def test_on_a_cpu_a_pass_takes_a_thousand_tokens(device, batch, tokens, passes):
+    planned = in_passes([[*range(batch)], [batch]], [tokens] * batch + [1], torch.device(device))
+    assert [len(rows) for rows in planned] == [*passes, 1]
+    assert [place for rows in planned for place in rows] == [*range(batch + 1)]
+
+
+def test_the_longest_row_decides_how_many_share_a_pass():
+    fed = [100] * 16 + [10] * 16 + [40] * 4
+    planned = in_passes([[*range(32)], [*range(32, 36)]], fed, torch.device("cpu"))
+    assert [len(rows) for rows in planned] == [8, 8, 8, 8, 4]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from hf_axonn import Grid
 from hf_axonn_eval import Sample, extract
 from hf_axonn_eval.extraction import batching as batches
 from hf_axonn_eval.extraction.kv_cache import can_be_kept
+from hf_axonn_eval.extraction.near_copies import NearCopySearch
 from hf_axonn_eval.extraction.scoring import near_tie_below, score_suffixes
 from hf_axonn_eval.metrics import membership
 from hf_axonn_eval.metrics import text as metrics
@@ -76,6 +78,34 @@ def test_rows_that_are_filled_up_stay_in_the_window():
         assert result.generated == generated(model, sample.prefix, len(sample.suffix))
 
 
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        # 9 + 11 tokens of 12 samples are 240: four passes
+        ({}, [(3, 20)] * 4),
+        ({"generate": False}, [(3, 20)] * 4),
+        # 9 + 7 tokens of 12 samples are 192: three passes for the first eight tokens of the suffix
+        ({"stop_early": True}, [(4, 16)] * 3),
+    ],
+)
+def test_a_large_batch_is_several_passes_and_is_decoded_together(monkeypatch, options, passes):
+    monkeypatch.setitem(batches._IN_A_PASS, "cpu", 66)
+    model = family("llama")
+    asked = parting_samples(model, 12, prefixes=(9, 9), suffixes=(12, 12))
+    expected = [generated(model, sample.prefix, 12) for sample in asked]
+    fed = fed_shapes(model)
+    results = extract(model, None, asked, batch_size=12, progress=False, **options)
+    assert [shape for shape in fed if shape[1] >= 11] == passes
+    if "generate" in options:
+        assert [result.exact_match for result in results] == [
+            list(sample.suffix) == said for sample, said in zip(asked, expected, strict=True)
+        ]
+        return
+    assert [result.generated for result in results] == expected
+    steps = [rows for rows, tokens in fed if tokens == 1]
+    assert max(steps) > passes[0][0] and len(steps) <= 12, "rows of all passes go together"
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_the_batch_that_is_decoded_stays_full(early):
     model = family("llama")
@@ -98,6 +128,7 @@ OPTIONS = [
     {"stop_early": True},
     {"generate": False, "sampler": Sampler(top_k=20)},
     {"generate": False, "stop_early": True},
+    {"generate": False, "sampler": Sampler(top_k=20), "near_copies": NearCopySearch(edits=2, beams=4)},
 ]
 
 
@@ -106,7 +137,7 @@ def on_grids(asked, grids, options=OPTIONS) -> dict:
     for name in asked:
         for grid_name, grid in grids.items():
             model = family(name) if grid is None else hf_axonn.parallelize(family(name), grid)[0]
-            with Float64():
+            with Float64(), mock.patch.dict(batches._IN_A_PASS, cpu=40):  # a batch of three is two passes
                 for number, some in enumerate(options):
                     answers[name, grid_name, number] = extract(
                         model, None, asked[name], batch_size=3, progress=False, **some
@@ -130,7 +161,7 @@ def test_every_grid_answers_as_one_process_does(world):
         for result, expected in zip(results, wanted, strict=True):
             for field in ("sample_id", "exact_match", "divergence_point", "generated", "hits", "near_tie"):
                 assert getattr(result, field) == getattr(expected, field), (name, grid, field)
-            for field in ("margin", "logprobs", "sampled_logprob"):
+            for field in ("margin", "logprobs", "sampled_logprob", "near_copies"):
                 value = getattr(expected, field)
                 assert getattr(result, field) == (value and pytest.approx(value, abs=1e-10, rel=0)), (name, grid)
 

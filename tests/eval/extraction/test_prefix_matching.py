@@ -93,6 +93,26 @@ def test_a_sample_that_missed_is_dropped(miss):
     torch.testing.assert_close(keys, wanted.layers[1].keys[0])
 
 
+@pytest.mark.parametrize(("missed", "copied"), [(1, True), (7, True), (8, False), (15, False), (16, False)])
+def test_where_most_rows_are_gone_only_the_others_are_copied(missed, copied):
+    model = family("llama")
+    batch = [known(40)] * (16 - missed) + [known(40, miss=1)] * missed
+    reported = {}
+    found = match_suffixes(model, batch, missed=lambda place, match, row: reported.update({place: row}))
+    assert [match.tokens for match in found] == [40] * (16 - missed) + [1] * missed
+    rows = list(reported.values())
+    assert list(reported) == [*range(16 - missed, 16)] and len({id(row.cache) for row in rows}) == 1
+    assert [row.row for row in rows] == [*range(missed)] if copied else [*reported]
+    keys = rows[0].cache.layers[0].keys
+    assert len(keys) == (missed if copied else 16)
+    # what the others were fed later is not in it
+    assert rows[0].cache.get_seq_length() == len(PROMPT) + 7
+    with torch.no_grad():
+        wanted = model(torch.tensor([PROMPT + batch[-1].suffix[:1]]), use_cache=True).past_key_values
+    for row in rows:
+        torch.testing.assert_close(row.cache.layers[1].values[row.row, :, :10], wanted.layers[1].values[0])
+
+
 def test_rows_of_different_lengths_begin_after_their_padding():
     model = family("llama")
     batch = parting_samples(model, 12)

@@ -15,6 +15,7 @@ from hf_axonn_eval.extraction.scoring import (
     check_fits,
     evaluating,
     first_choices,
+    first_largest,
     may_be_padded,
     near_tie_below,
     score_suffixes,
@@ -154,6 +155,24 @@ def test_evaluating_restores_the_mode():
     with evaluating(model):
         assert not model.training
     assert model.training
+
+
+@pytest.mark.parametrize("size", [1, 255, 256, 511, 512, 513, 767, 1000, 1024])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_first_of_the_largest_is_found(size, dtype):
+    torch.manual_seed(0)
+    drawn = torch.randn(3, 50, size).to(dtype)
+    assert torch.equal(first_largest(drawn), drawn.argmax(-1))
+    # whole numbers: many are equally large, in a block and in several
+    ties = torch.randint(0, 3, (3, 50, size)).to(dtype)
+    first = [[row.tolist().index(row.max().item()) for row in rows] for rows in ties]
+    assert first_largest(ties).tolist() == first
+    for place in {0, size // 2, size - 1}:
+        alone = torch.full((1, size), -torch.inf, dtype=dtype)
+        alone[0, place] = -5
+        assert first_largest(alone).tolist() == [place]
+        alone[0, place] = torch.nan
+        assert first_largest(alone).tolist() == [place], "as argmax says it"
 
 
 def test_leads_and_choices_by_hand():

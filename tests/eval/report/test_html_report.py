@@ -20,8 +20,8 @@ from tests.helpers.eval_support import result, samples, topics_tokenizer
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-SECTIONS = ["buckets", "differences", "prefix", "survival", "probability", "draws", "membership", "undecided"]
-SECTIONS += ["degenerate", "left_out", "maps", "texts", "provenance"]
+SECTIONS = "buckets differences prefix survival probability draws near_copies cost goldfish membership".split()
+SECTIONS += "undecided degenerate left_out coverage maps texts provenance".split()
 HOSTILE = (
     "</dd></article><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
     "<svg onload=document.title='owned'> '\" &amp; \u202e"

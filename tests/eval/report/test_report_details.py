@@ -61,6 +61,21 @@ def test_discoverability():
     assert half["0x", "base"][0] == "none suffices"
 
 
+def test_near_copies_and_what_they_cost():
+    found = {
+        "near_verbatim": True, "metrics": {"bleu": 0.9, "lccs": 0.5},
+        "near_copies": [log(0.0005), log(0.25)], "near_copies_read": 12,
+    }  # fmt: skip
+    runs = {"base": [result("a")], "run": [result("a", **found)]}
+    decoded, mean, likely = tables.near_copies(compare(runs))
+    assert [row[:2] for row in decoded.rows] == [["0x", "run"], ["all", "run"]]
+    assert [cell.partition(" [")[0] for cell in decoded.rows[0][2:]] == ["0 of 1", "1 of 1", "1 of 1", "0.500"]
+    assert mean.headings[2:] == ["k = 0", "k = 1", "tokens read, in draws"]
+    assert mean.rows[0][2:] == ["0.001", "0.250", "12.0"] and "temperature 1 from all" in mean.note
+    assert [cell.partition(" [")[0] for cell in likely.rows[0][2:]] == ["0 of 1", "1 of 1", "12.0"]
+    assert tables.near_copies(compare({"base": runs["base"]})) == []
+
+
 def test_what_was_left_out():
     counts = {"documents": 1200, "too_short": 3, "of_these_empty": 1, "duplicate_samples": 4, "not_round_trip": 2}
     counts["x"] = 7  # of a later version
@@ -75,6 +90,8 @@ def test_what_was_left_out():
         "samples with the tokens of an earlier one": "4",
         "of these, samples of another bucket than the earlier one": "0",
         "documents on the list of `samples --drop`": "0",
+        "samples whose suffix has too few different tokens": "0",
+        "windows whose characters give too few tokens": "0",
         "documents whose tokens decode to another text (not left out)": "2",
         "x": "7",
     }

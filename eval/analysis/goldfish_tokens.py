@@ -1,0 +1,221 @@
+"""Whether a model knows the tokens that the goldfish loss left out of its training less than the others.
+
+The goldfish mask is a function of the text, so that it can be computed again. Of every suffix token it is known then
+whether the model was supervised on it or not (it was dropped). If the loss protects, a dropped token is less often the
+first choice, given the true tokens before it, and less likely. Where nothing was dropped in training, as in a base
+model, controls, or a model with another mask, the two kinds of tokens are alike but for chance.
+
+A hash needs the h tokens before a token (`context_width`). So the first h + 1 tokens of a sample are left out, one
+for a BOS that may stand before it; with prefixes of more than h tokens these are none of the suffix. They are also the
+only ones on which a BOS in training, or what was packed before the document, has an influence.
+
+Source: Hans et al. 2024, arXiv 2406.10209 (the loss and its mask).
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hf_axonn_eval.analysis.intervals import Found, check_confidence, jackknife_interval, kish, numbered
+from hf_axonn_eval.data.results import SampleResult
+from hf_axonn_eval.data.samples import Sample
+
+
+DROPPED, SUPERVISED = "dropped", "supervised"
+METRICS = ("accuracy", "nll")
+_ROWS = 256  # samples whose masks are computed at once
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """Which suffix tokens of samples were dropped in training.
+
+    Args:
+        place: of each sample id, the number of its first suffix token in `dropped`.
+        dropped: [suffix tokens of all samples] 1: dropped, 0: supervised, -1: not known.
+        settings: of the mask.
+    """
+
+    place: Mapping[str, int]
+    dropped: np.ndarray
+    settings: Mapping[str, Any]
+
+    def of(self, result: SampleResult) -> np.ndarray:
+        """[suffix_length] of one result.
+
+        Raises:
+            ValueError: it is of none of the samples.
+        """
+        if result.sample_id not in self.place:
+            raise ValueError(f"sample {result.sample_id!r} of the run is not among the samples that were given.")
+        begin = self.place[result.sample_id]
+        return self.dropped[begin : begin + result.suffix_length]
+
+
+def token_masks(
+    samples: Iterable[Sample],
+    *,
+    strategy: str = "hash-table",
+    k: int = 4,
+    context_width: int = 13,
+    table: str | os.PathLike[str] | None = None,
+) -> TokenMasks:
+    """The mask of training on the suffixes of samples; the settings are those that the model was trained with.
+
+    Args:
+        samples: as they were asked; their tokens must be those of training.
+        strategy: of `goldfish_mask`.
+        k: one token in k was dropped.
+        context_width: h, tokens in a hashed window.
+        table: file with the table of "hash-table", where training drew it on a GPU (`hf_axonn.goldfish.table`).
+    Raises:
+        ValueError: settings that no mask can be made from, or a strategy whose mask the tokens of a sample do not
+            determine.
+    """
+    from hf_axonn.goldfish.mask import HASHES, check_options
+    from hf_axonn.goldfish.table import load_table, table_sha256
+
+    options: dict[str, Any] = {"strategy": strategy, "k": k, "context_width": context_width}
+    check_options(**options)
+    if strategy not in HASHES:
+        raise ValueError(
+            f"--goldfish strategy={strategy}: this mask is no function of the text, so samples do not tell which of "
+            f"their tokens were dropped. Those of {', '.join(HASHES)} can be computed again."
+        )
+    settings = dict(options)
+    if table is not None:
+        options["table"] = load_table(table)
+        settings["table_sha256"] = table_sha256(options["table"])
+    place: dict[str, int] = {}
+    found: list[np.ndarray] = []
+    rows: list[Sample] = []
+    total = 0
+
+    def compute() -> None:
+        found.extend(_masks(rows, options))
+        rows.clear()
+
+    for sample in samples:
+        length = len(sample.prefix) + len(sample.suffix)
+        if rows and (len(rows) == _ROWS or length != len(rows[0].prefix) + len(rows[0].suffix)):
+            compute()
+        place[sample.sample_id] = total
+        total += len(sample.suffix)
+        rows.append(sample)
+    if rows:
+        compute()
+    return TokenMasks(place, np.concatenate(found) if found else np.zeros(0, dtype=np.int8), settings)
+
+
+def goldfish_tokens(
+    runs: Mapping[str, Iterable[SampleResult]], masks: TokenMasks, *, confidence: float = 0.95
+) -> dict[str, Any]:
+    """What runs know of dropped and of supervised tokens.
+
+    Args:
+        runs: results by name, with hits and log-probabilities (not with `stop_early`).
+        masks: of the samples that they were asked.
+        confidence: of the intervals.
+    Returns:
+        - `mask`: the settings;
+        - `tokens`: how many suffix tokens are "dropped", "supervised" and "unknown";
+        - `runs`: by name and bucket, as text, "dropped" and "supervised", each with `hits` of `n` tokens in so many
+          `documents`, `accuracy` (hits / n) and `nll` (the mean of -log p, nats a token), estimates with `mean`,
+          `low`, `high` and `interval`; and "difference", supervised minus dropped, of both, with `difference` in place
+          of `mean`. Intervals are over documents, as those of means in summaries. A side without tokens has no entry,
+          and then there is no difference.
+    Raises:
+        ValueError: a run without log-probabilities, or of other samples, or not 0 < confidence < 1.
+    """
+    check_confidence(confidence)
+    counts = {DROPPED: 1, SUPERVISED: 0, "unknown": -1}
+    return {
+        "mask": dict(masks.settings),
+        "tokens": {name: int((masks.dropped == value).sum()) for name, value in counts.items()},
+        "runs": {name: _run(name, results, masks, confidence) for name, results in runs.items()},
+    }
+
+
+def _masks(samples: list[Sample], options: Mapping[str, Any]) -> list[np.ndarray]:
+    """Of samples of one length, those of the suffixes, as `TokenMasks.dropped`."""
+    import torch
+
+    from hf_axonn.goldfish.mask import goldfish_mask
+
+    tokens = torch.tensor([sample.prefix + sample.suffix for sample in samples])
+    masks = goldfish_mask(tokens, **options).numpy().astype(np.int8)
+    masks[:, : options["context_width"] + 1] = -1
+    return [mask[len(sample.prefix) :] for sample, mask in zip(samples, masks, strict=True)]
+
+
+def _run(
+    name: str, results: Iterable[SampleResult], masks: TokenMasks, confidence: float
+) -> dict[str, dict[str, dict[str, Any]]]:
+    buckets: list[int] = []
+    documents: list[str] = []
+    sums: list[list[float]] = []  # tokens, hits and nll, of dropped and of supervised ones
+    for result in results:
+        if result.hits is None or result.logprobs is None:
+            raise ValueError(
+                f"run {name!r} has no log-probabilities of tokens (sample {result.sample_id!r}): extract without "
+                "--stop_early."
+            )
+        hits, nll, dropped = np.array(result.hits), -np.array(result.logprobs), masks.of(result)
+        sums.append([])
+        for value in (1, 0):
+            mine = dropped == value
+            sums[-1] += [float(mine.sum()), float(hits[mine].sum()), float(nll[mine].sum())]
+        buckets.append(result.bucket)
+        documents.append(result.document_id)
+    table, of = np.array(sums).reshape(-1, 2, 3), np.array(buckets)
+    found = {}
+    for bucket in np.unique(of).tolist():
+        mine = np.flatnonzero(of == bucket)
+        index, count = numbered([documents[place] for place in mine])
+        by_document = np.zeros((count, 2, 3))
+        np.add.at(by_document, index, table[mine])
+        found[str(bucket)] = by_document_numbers(by_document, confidence)
+    return found
+
+
+def by_document_numbers(by_document: np.ndarray, confidence: float) -> dict[str, Any]:
+    """The numbers of one bucket out of [documents, dropped or supervised, (tokens, hits, nll)]."""
+    found: dict[str, Any] = {}
+    for side, name in enumerate((DROPPED, SUPERVISED)):
+        tokens, hits, _ = by_document[:, side].T
+        if tokens.sum():
+            found[name] = {"hits": int(hits.sum()), "n": int(tokens.sum()), "documents": int((tokens > 0).sum())}
+            for number, metric in enumerate(METRICS, start=1):
+                has = by_document[tokens > 0, side]
+                mean, changes = _ratio(has[:, number], has[:, 0])
+                interval = jackknife_interval(mean, changes, kish(has[:, 0] ** 2) - 1, confidence=confidence)
+                found[name][metric] = {"mean": mean, **_ends(interval, 0.0, 1.0 if metric == "accuracy" else np.inf)}
+    if len(found) == 2:
+        found["difference"] = {}
+        for number, metric in enumerate(METRICS, start=1):
+            of_dropped, of_supervised = (
+                _ratio(by_document[:, side, number], by_document[:, side, 0]) for side in (0, 1)
+            )
+            difference = of_supervised[0] - of_dropped[0]
+            changes = of_supervised[1] - of_dropped[1]
+            freedom = min(kish(by_document[:, side, 0] ** 2) for side in (0, 1)) - 1
+            interval = jackknife_interval(difference, changes, freedom, confidence=confidence)
+            width = 1.0 if metric == "accuracy" else np.inf
+            found["difference"][metric] = {"difference": difference, **_ends(interval, -width, width)}
+    return found
+
+
+def _ratio(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, np.ndarray]:
+    """A mean over tokens, and by how much it is less without each document."""
+    mean, others = float(sums.sum() / sizes.sum()), sizes.sum() - sizes
+    return mean, (sums - mean * sizes) / np.where(others > 0, others, np.inf)
+
+
+def _ends(found: Found, least: float, most: float) -> dict[str, Any]:
+    low, high = found.interval if found.interval is not None else (None, None)
+    if low is None or high is None:
+        return {"low": None, "high": None, "interval": found.kind}
+    return {"low": max(low, least), "high": min(high, most), "interval": found.kind}

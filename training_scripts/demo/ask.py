@@ -1,0 +1,52 @@
+"""Ask several models for the same samples in one launch: to start the processes takes longer than to ask.
+
+    accelerate launch --config grid.yaml ask.py --samples samples.jsonl --output runs --batch_size 20 --top_k 40 \\
+        base=model ordinary=checkpoints/ordinary
+
+gives runs/base and runs/ordinary, each what `python -m hf_axonn_eval extract --model DIR --sampler
+temperature=1,top_k=40` writes. The grid is that of the launch file.
+"""
+
+import argparse
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from hf_axonn import AxonnConfig
+from hf_axonn_eval import SampleFile, Sampler, extract, load_model
+
+
+def main() -> None:
+    """Writes a run directory for each model."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", metavar="NAME=DIR", type=_named)
+    parser.add_argument("--samples", required=True, help="what to ask")
+    parser.add_argument("--output", required=True, type=Path, help="directory for the run directories")
+    parser.add_argument("--batch_size", required=True, type=int, help="samples in a forward pass")
+    parser.add_argument("--top_k", required=True, type=int, help="tokens to draw from, at temperature 1")
+    options = parser.parse_args()
+    disable_progress_bar()
+    samples = SampleFile(options.samples)
+    for name, directory in options.models:
+        loaded = load_model(directory, grid=AxonnConfig.from_env().grid)
+        extract(
+            loaded.model,
+            loaded.tokenizer,
+            samples,
+            output=options.output / name,
+            model_record=loaded.record,
+            batch_size=options.batch_size,
+            sampler=Sampler(temperature=1, top_k=options.top_k),
+        )
+        del loaded  # before the next one is read
+
+
+def _named(text: str) -> tuple[str, str]:
+    name, _, directory = text.partition("=")
+    if not name or not directory:
+        raise argparse.ArgumentTypeError(f"{text} is not like NAME=DIR")
+    return name, directory
+
+
+if __name__ == "__main__":
+    main()
