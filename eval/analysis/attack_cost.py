@@ -199,7 +199,7 @@ def _group(asked: _Asked, tries: list[int], wanted: list[tuple[str, int]], confi
                 "expected": expected,
                 "share": expected / samples,
                 "tokens_each": tokens / expected if expected > 0 else None,
-                "low": float(bounds[place]) if documents > 1 or samples == 1 else None,
+                "low": float(bounds[place]) if documents > 1 else None,
             }
         )
     return {
