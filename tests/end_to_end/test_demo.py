@@ -390,6 +390,10 @@ def test_the_whole_demo_on_a_tiny_model(demo, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "plot.png").stat().st_size > 1000
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert "ordinary generated" in page and "Prefix, 32 tokens" in page
+    assert "The runs do not record what was left out" not in page
+    record = json.loads((tmp_path / "out" / "extraction" / "base" / "run.json").read_text())
+    assert record["tokenizer"]["checked"] is True
+    assert "supervised minus dropped" in page and "Expected queries and tokens to extract a text" in page
     assert report["settings"]["sampler"] == "temperature=1,top_k=40" and "n = 1,000,000" in capsys.readouterr().out
     drawn = report["runs"]["base"]["buckets"]["12"]["draws"]
     assert list(drawn) == ["1", "100", "1000", "1000000"] and (drawn["1000"]["count"], drawn["1000"]["of"]) == (0, 12)

