@@ -113,7 +113,7 @@ def estimates(
         if names:
             columns = np.stack([asked[name] for name in names], axis=1)
             for name, each in zip(names, intervals(columns, documents, **options), strict=True):
-                found[name] |= _ends(each, *(bounds or {}).get(name, (-inf, inf)))
+                found[name] |= ends(each, *(bounds or {}).get(name, (-inf, inf)))
     return found
 
 
@@ -141,7 +141,7 @@ def differences(after: Table, before: Table, options: Mapping[str, Any]) -> dict
             continue
         has = ~np.isnan(changes[metric])
         mine, other = (column[has] == 1 for column in pairs[metric])
-        found[metric] |= _ends(difference_interval(mine, other, after.rows(has).documents, **options))
+        found[metric] |= ends(difference_interval(mine, other, after.rows(has).documents, **options))
     return {
         metric: {"difference": entry["mean"], **{key: entry[key] for key in ("low", "high", "n", "interval")}}
         for metric, entry in found.items()
@@ -187,7 +187,8 @@ def _near_ties(near_ties: np.ndarray, exact: np.ndarray) -> dict[str, int]:
     }
 
 
-def _ends(found: Found, least: float = -inf, most: float = inf) -> dict[str, Any]:
+def ends(found: Found, least: float = -inf, most: float = inf) -> dict[str, Any]:
+    """`low`, `high` and `interval` (its kind) as summaries have them, between the least and the most that can be."""
     if found.interval is None:
         return {"low": None, "high": None, "interval": found.kind}
     low, high = found.interval

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_axonn_eval.analysis.intervals import Found, check_confidence, jackknife_interval, kish, numbered
+from hf_axonn_eval.analysis.estimates import ends
+from hf_axonn_eval.analysis.intervals import check_confidence, jackknife_interval, kish, numbered
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
 
@@ -192,7 +193,7 @@ def by_document_numbers(by_document: np.ndarray, confidence: float) -> dict[str,
                 has = by_document[tokens > 0, side]
                 mean, changes = _ratio(has[:, number], has[:, 0])
                 interval = jackknife_interval(mean, changes, kish(has[:, 0] ** 2) - 1, confidence=confidence)
-                found[name][metric] = {"mean": mean, **_ends(interval, 0.0, 1.0 if metric == "accuracy" else np.inf)}
+                found[name][metric] = {"mean": mean, **ends(interval, 0.0, 1.0 if metric == "accuracy" else np.inf)}
     if len(found) == 2:
         found["difference"] = {}
         for number, metric in enumerate(METRICS, start=1):
@@ -204,7 +205,7 @@ def by_document_numbers(by_document: np.ndarray, confidence: float) -> dict[str,
             freedom = min(kish(by_document[:, side, 0] ** 2) for side in (0, 1)) - 1
             interval = jackknife_interval(difference, changes, freedom, confidence=confidence)
             width = 1.0 if metric == "accuracy" else np.inf
-            found["difference"][metric] = {"difference": difference, **_ends(interval, -width, width)}
+            found["difference"][metric] = {"difference": difference, **ends(interval, -width, width)}
     return found
 
 
@@ -212,10 +213,3 @@ def _ratio(sums: np.ndarray, sizes: np.ndarray) -> tuple[float, np.ndarray]:
     """A mean over tokens, and by how much it is less without each document."""
     mean, others = float(sums.sum() / sizes.sum()), sizes.sum() - sizes
     return mean, (sums - mean * sizes) / np.where(others > 0, others, np.inf)
-
-
-def _ends(found: Found, least: float, most: float) -> dict[str, Any]:
-    low, high = found.interval if found.interval is not None else (None, None)
-    if low is None or high is None:
-        return {"low": None, "high": None, "interval": found.kind}
-    return {"low": max(low, least), "high": min(high, most), "interval": found.kind}

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from itertools import chain
 from typing import Any
 
@@ -13,26 +14,7 @@ from hf_axonn_eval.data.protocols import PROTOCOLS, Protocol, changed_sampling, 
 from hf_axonn_eval.data.windows import BOS, COMBINE, KINDS, STRIDE_UNITS, Sampling
 
 
-_SETTINGS = (
-    "prefix_length",
-    "suffix_length",
-    "offset",
-    "combine",
-    "shared_suffix",
-    "prefix_buckets",
-    "max_tokens",
-    "stride",
-    "stride_unit",
-    "slice_characters",
-    "append_eos",
-    "min_document_tokens",
-    "max_document_tokens",
-    "max_documents",
-    "add_special_tokens",
-    "bos",
-    "deduplicate",
-    "min_type_token_ratio",
-)
+_SETTINGS = tuple(field.name for field in fields(Sampling) if field.name != "kind")
 
 
 def add(commands) -> None:
@@ -115,12 +97,8 @@ def run(arguments: argparse.Namespace) -> None:
     write_about(
         arguments.output,
         {
-            "samples": tally.samples,
+            **tally.about(),
             "sha256": digest,
-            "documents": tally.documents,
-            "buckets": {str(bucket): count for bucket, count in sorted(tally.buckets.items())},
-            "left_out": tally.left_out(),
-            "not_round_trip": tally.not_round_trip,
             "inputs": [*arguments.documents, *arguments.control],
             "tokenizer": tokenizer_identity(tokenizer),
             "protocol": record,

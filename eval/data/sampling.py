@@ -83,6 +83,16 @@ class Tally:
             "left_out": self.left_out(),
         }
 
+    def about(self) -> dict[str, Any]:
+        """What is written beside the samples of them (samples.py, `read_about`)."""
+        return {
+            "samples": self.samples,
+            "documents": self.documents,
+            "buckets": {str(bucket): count for bucket, count in sorted(self.buckets.items())},
+            "left_out": self.left_out(),
+            "not_round_trip": self.not_round_trip,
+        }
+
     def left_out(self) -> dict[str, int]:
         """The counts by reason, without those that are 0."""
         reasons = {

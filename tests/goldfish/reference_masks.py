@@ -1,8 +1,8 @@
 """What the authors' code drops: runs it on made-up rows and writes the digests of its masks, which a test compares.
 
-    git clone https://github.com/ahans30/goldfish-loss /tmp/goldfish-loss
-    git clone https://github.com/swiss-ai/Megatron-LM /tmp/Megatron-LM
-    python -m tests.goldfish.reference_masks --goldfish_loss /tmp/goldfish-loss --megatron /tmp/Megatron-LM
+    git clone https://github.com/ahans30/goldfish-loss
+    git clone https://github.com/swiss-ai/Megatron-LM
+    python -m tests.goldfish.reference_masks --goldfish_loss goldfish-loss --megatron Megatron-LM
 
 Needs git and a C++ compiler (the authors compile their hash). The functions are read out of the files at the commits
 below and run as they stand. Rows are made of torch's CPU generator, so that a test makes the same ones again.

@@ -15,10 +15,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import torch
+
+from tests.helpers.local_server import QuietHandler, serving
 
 
 MODEL = "tiny"
@@ -132,24 +133,13 @@ def _error(message: str, kind: str = "BadRequestError", code: int = 400) -> dict
 @contextmanager
 def vllm_server(served: Served) -> Iterator[Served]:
     """The server in threads of this process, at `served.url`."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"served": served}))
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    served.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-    try:
+    with serving(_Handler, served=served) as url:
+        served.url = f"{url}/v1"
         yield served
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     served: Served
-
-    def log_message(self, *_: Any) -> None:
-        """Say nothing."""
 
     def do_GET(self) -> None:
         served = self.served

@@ -203,9 +203,8 @@ def write_data(wheels: Path, model: Path, files: dict[str, Path]) -> Corpus:
     ]
     tally = Tally()
     sampling = Sampling(prefix_length=PREFIX, suffix_length=SUFFIX)
-    about = {"sha256": write_samples(iter_samples(documents, sampling=sampling, tally=tally), files["samples"])}
-    about |= {"tokenizer": tokenizer_identity(tokenizer), "documents": tally.documents}
-    write_about(files["samples"], {**about, "left_out": tally.left_out(), "not_round_trip": tally.not_round_trip})
+    sha256 = write_samples(iter_samples(documents, sampling=sampling, tally=tally), files["samples"])
+    write_about(files["samples"], {**tally.about(), "sha256": sha256, "tokenizer": tokenizer_identity(tokenizer)})
     print(f"{len(texts)} articles; {len(corpus.buckets)} in buckets, {len(corpus.batches)} steps of {BATCH_SIZE}")
     return corpus
 

@@ -1,5 +1,7 @@
 """What a server may answer instead: later, less, something else, or nothing."""
 
+import socket
+
 import pytest
 
 from hf_axonn_eval.metrics.discoverability import Sampler
@@ -7,19 +9,8 @@ from hf_axonn_eval.served import transport
 from hf_axonn_eval.served.completions import CompletionsBackend
 from hf_axonn_eval.served.transport import JsonClient, Refused
 from tests.eval.served.test_served_extract import asked
-from tests.helpers.eval_support import samples, topics_tokenizer, trained_llama
-from tests.helpers.vllm_server import MODEL, Served, vllm_server
-
-
-@pytest.fixture(scope="module")
-def trained():
-    return trained_llama()
-
-
-@pytest.fixture
-def served(trained):
-    with vllm_server(Served(trained, topics_tokenizer())) as running:
-        yield running
+from tests.helpers.eval_support import samples, topics_tokenizer
+from tests.helpers.vllm_server import MODEL
 
 
 def backend_of(served, **options) -> CompletionsBackend:
@@ -54,15 +45,21 @@ def test_a_server_that_is_not_there_or_is_slow(served, monkeypatch):
     with pytest.raises(ValueError, match="refused"):
         CompletionsBackend(JsonClient("http://127.0.0.1:9/v1", first_wait=0.0), MODEL)
 
-    def slow(number, _, answer):
-        if number == 1:
-            import time
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ValueError, match="timed out"):
+        CompletionsBackend(JsonClient(f"http://127.0.0.1:{silent.getsockname()[1]}/v1", timeout=0.1), MODEL)
 
-            time.sleep(0.4)
-        return answer
+    backend = backend_of(served)
+    opener = backend._client._opener
+    tried = []
 
-    served.fault = slow
-    assert len(backend_of(served, timeout=0.2).generate([5], 2)) == 2
+    def slow_once(request, timeout):
+        tried.append(timeout)
+        if len(tried) == 1:
+            raise TimeoutError("timed out")
+        return type(opener).open(opener, request, timeout=timeout)
+
+    monkeypatch.setattr(opener, "open", slow_once)
+    assert len(backend.generate([5], 2)) == 2 and len(tried) == 2
 
 
 def test_waits_double_and_a_server_may_name_its_own():

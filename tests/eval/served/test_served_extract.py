@@ -13,25 +13,14 @@ from hf_axonn_eval.metrics.discoverability import Sampler
 from hf_axonn_eval.served.completions import CompletionsBackend
 from hf_axonn_eval.served.extract import extract_served
 from hf_axonn_eval.served.transport import JsonClient
-from tests.helpers.eval_support import samples, tiny_llama, topics_tokenizer, trained_llama
-from tests.helpers.vllm_server import MODEL, Served, vllm_server
+from tests.helpers.eval_support import samples, tiny_llama, topics_tokenizer
+from tests.helpers.vllm_server import MODEL
 
 
 ODD = (
     Sample(sample_id="short", document_id="short", bucket=0, offset=0, prefix=(5,), suffix=(9,)),
     Sample(sample_id="long", document_id="long", bucket=0, offset=0, prefix=tuple(range(9, 30)), suffix=(7,) * 30),
 )
-
-
-@pytest.fixture(scope="module")
-def trained():
-    return trained_llama()
-
-
-@pytest.fixture
-def served(trained):
-    with vllm_server(Served(trained, topics_tokenizer())) as running:
-        yield running
 
 
 def asked(served, output, some=(), *, first_wait=0.01, **options):
