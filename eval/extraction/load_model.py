@@ -120,7 +120,9 @@ def start_distributed() -> None:
         import torch
         from accelerate import PartialState
 
-        PartialState(cpu=not torch.cuda.is_available())
+        # gloo's set-up does not wait for all: without this, a rank that ends with an error of its own while another is
+        # still joining makes that one end with gloo's
+        PartialState(cpu=not torch.cuda.is_available()).wait_for_everyone()
 
 
 def _directory(path: str | os.PathLike) -> Path | None:
