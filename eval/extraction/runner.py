@@ -44,6 +44,7 @@ class Runner:
 
     def __post_init__(self) -> None:
         self.planned = self.batch_size
+        self.reports = True
         self.eos = eos_ids(self.model, self.tokenizer)
 
     def facts(self) -> dict[str, Any]:
@@ -74,6 +75,7 @@ class Runner:
         self, samples: Sequence[Sample], units: Sequence[list[list[int]]], work_split: WorkSplit
     ) -> Iterator[list[SampleResult]]:
         """Yield, unit by unit, the results of all ranks on rank 0, and an empty list elsewhere."""
+        self.reports = work_split.reports
         parallel = parallel_state(self.model)
         in_step = parallel is not None and parallel.grid.z > 1
         alone = parallel is None or parallel.grid.size == 1
@@ -90,9 +92,10 @@ class Runner:
                 passes = max(map(len, together)) if in_step and not placed else int(in_step and start == 0)
                 for _ in range(len(mine), passes):
                     scoring.score_suffixes(self.model, [samples[together[0][0][0]]])
-                yield work_split.gather(measured if work_split.reports else [])
+                yield work_split.gather(measured)
 
     def _unit(self, unit: Sequence[Sequence[Sample]], rows: int) -> list[SampleResult]:
+        """The results of a unit; an empty list on a rank that takes part in the passes, and another hands them in."""
         together = self.decoded if rows == self.planned else rows  # memory ran out: no more rows than in a pass
         rest = _Rest(self.model, rows=rows, together=together) if self.generate else None
         answers: list[Any] = []
@@ -111,6 +114,8 @@ class Runner:
                 continuations[number] = [*match.known, *rest.tokens.get(number, ())]
         chances = self._guessed(unit, continuations) if self.guesses else [None] * len(samples)
         copies = self._near_copies(samples, together) if self.near_copies is not None else [None] * len(samples)
+        if not self.reports:
+            return []
         table = zip(samples, answers, continuations, chances, copies, strict=True)
         return [
             result_of(
@@ -161,7 +166,7 @@ class Runner:
         scores = scoring.score_suffixes(
             self.model,
             batch,
-            sampler=self.sampler,
+            sampler=self.sampler if self.reports else None,
             tokenizer=self.tokenizer if self.membership else None,
             cache=cache,
         )

@@ -215,7 +215,9 @@ def logits_after(model, tokens: Tensor, padding: Sequence[int], *, keep: int, ca
         # what fills a row up on the right may lie outside the window, where models have no position
         window = getattr(core(model).config.get_text_config(), "max_position_embeddings", None)
         options["position_ids"] = (columns[before:] - starts).clamp(0, window - 1 if window is not None else None)
-    return model(input_ids=tokens, attention_mask=(columns >= starts).long(), **options).logits[:, -keep:]
+    logits = model(input_ids=tokens, attention_mask=(columns >= starts).long(), **options).logits[:, -keep:]
+    # of a grid the numbers of one place lie far apart: to look through them so takes several times what a copy does
+    return logits if logits.stride(-1) == 1 else logits.contiguous()
 
 
 def document_nll(

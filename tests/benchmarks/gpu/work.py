@@ -175,7 +175,7 @@ def extraction(options: argparse.Namespace) -> dict[str, Any]:
     with torch.no_grad():
         asked = benchmark.make_samples(model, tokenizer, samples, tokens, batch)
         contenders = benchmark.Contenders(model, tokenizer, batch, few)
-        seconds = benchmark.measure(contenders, asked, {}, 1 if options.smoke else 2, time.perf_counter)
+        seconds, _ = benchmark.measure(contenders, asked, {}, 1 if options.smoke else 2, time.perf_counter)
     return {"seconds": seconds, "samples": samples, "tokens": tokens, "batch": batch}
 
 

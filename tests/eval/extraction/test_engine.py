@@ -84,8 +84,8 @@ def test_rows_that_are_filled_up_stay_in_the_window():
         # 9 + 11 tokens of 12 samples are 240: four passes
         ({}, [(3, 20)] * 4),
         ({"generate": False}, [(3, 20)] * 4),
-        # 9 + 7 tokens of 12 samples are 192: three passes for the first eight tokens of the suffix
-        ({"stop_early": True}, [(4, 16)] * 3),
+        # 9 + 3 tokens of 12 samples are 144: three passes for the first four tokens of the suffix
+        ({"stop_early": True}, [(4, 12)] * 3),
     ],
 )
 def test_a_large_batch_is_several_passes_and_is_decoded_together(monkeypatch, options, passes):

@@ -8,8 +8,9 @@ import pytest
 import torch.distributed as dist
 
 from hf_axonn import Grid
-from hf_axonn_eval import document_nll, extract
+from hf_axonn_eval import Sampler, document_nll, extract
 from hf_axonn_eval.extraction.work_split import WorkSplit
+from tests.helpers.eval_families import fed_shapes
 from tests.helpers.eval_support import samples, tiny_llama, topics_tokenizer, trained_llama
 from tests.helpers.ranks import run_ranks
 
@@ -52,6 +53,21 @@ def test_without_processes_nothing_is_communicated():
     assert work_split.maximum(3) == 3
     assert work_split.total([1.5, 2.0]) == [1.5, 2.0]
     assert work_split.on_rank_zero(lambda: "value") == "value"
+
+
+def test_a_rank_that_does_not_report_makes_every_pass_and_no_result(monkeypatch):
+    model, sampler = trained_llama(), Sampler(top_k=5)
+    fed, drawn = fed_shapes(model), []
+    logprobs = Sampler.logprobs
+    monkeypatch.setattr(Sampler, "logprobs", lambda *args: drawn.append(1) or logprobs(*args))
+    asked = {"model": model, "tokenizer": topics_tokenizer(), "samples": samples(), "sampler": sampler}
+    assert len(extract(**asked, batch_size=3, progress=False)) == len(samples())
+    expected, draws = list(fed), len(drawn)
+    assert draws and any(columns == 1 for _, columns in expected)
+    monkeypatch.setattr(WorkSplit, "of", classmethod(lambda cls, model: cls(reports=False)))
+    monkeypatch.setattr("hf_axonn_eval.extraction.runner.result_of", None)
+    assert extract(**asked, batch_size=3, progress=False) == []
+    assert fed[len(expected) :] == expected and len(drawn) == draws
 
 
 def worker(directory: str) -> tuple:
