@@ -132,7 +132,7 @@ def find_overlaps(
             "at most 1."
         )
     labelled = chain(((None, document) for document in documents), ((HELD_OUT, document) for document in held_out))
-    hashes = _Hashes(tokenizer, n, one_in)
+    hashes = RunHashes(tokenizer, n, one_in)
     ids: dict[str, str] = {}
     runs: list[np.ndarray] = []
     for number, (label, document) in enumerate(labelled, start=1):
@@ -213,7 +213,7 @@ def _pairs(
         yield from zip(one[kept].tolist(), other[kept].tolist(), numbers, strict=True)
 
 
-class _Hashes:
+class RunHashes:
     """The runs of documents as sorted, different 64-bit hashes.
 
     Args:

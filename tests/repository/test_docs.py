@@ -36,7 +36,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
 DOTTED = re.compile(r"\bhf_axonn(?:_eval)?(?:\.[A-Za-z_]\w*)+")
 SHELL = ("bash", "console", "sh")
 # Programs by the words that begin them in a command line; the longest that fits counts.
-TRAINING = ("finetune", "finetune_no_trainer", "finetune_chat")
+TRAINING = ("finetune", "finetune_no_trainer", "finetune_chat", "study")
 EVAL, LAUNCH, CLI, GPU = "hf_axonn_eval", "launch", "hf-axonn", "gpu"
 PROGRAMS = {
     ("accelerate", "launch"): LAUNCH,
@@ -198,12 +198,13 @@ def options() -> dict[str, set[str]]:
     known[GPU] = _help(gpu_main, "")
     known[LAUNCH] = options_in(" ".join(accelerate_options())) | {"--config"}
     pytest.importorskip("datasets", reason="training scripts need the extra `data`")
-    sys.path.insert(0, str(SCRIPTS))
+    path = list(sys.path)
+    sys.path[:0] = [str(SCRIPTS / "study"), str(SCRIPTS)]
     try:
         for script in TRAINING:
             known[script] = _help(importlib.import_module(script).parse, "")
     finally:
-        sys.path.remove(str(SCRIPTS))
+        sys.path[:] = path
     return known
 
 

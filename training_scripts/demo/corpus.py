@@ -5,6 +5,7 @@ order that depends on the seed alone, and a bucket's passages are repeated as of
 over the run.
 """
 
+import heapq
 import json
 import random
 from collections.abc import Mapping, Sequence
@@ -101,25 +102,32 @@ def schedule(repetitions: Mapping[str, int], *, batch_size: int, seed: int = 0) 
     if max(repetitions.values()) > steps:
         raise ValueError(f"a title is seen {max(repetitions.values())} times but the run has {steps} batches only")
     draw = random.Random(seed)
-    due = sorted(
-        ((index + phase) / count, title)
+    # The turns of a title, the last one first, so that pop() takes the next.
+    turns = {
+        title: [((index + phase) / count, title) for index in reversed(range(count))]
         for title, count, phase in ((title, count, draw.random()) for title, count in repetitions.items() if count)
-        for index in range(count)
-    )
+    }
+    titles_with: dict[int, set[str]] = {}  # so many turns left -> titles
+    for title, waiting in turns.items():
+        titles_with.setdefault(len(waiting), set()).add(title)
+    due = [waiting[-1] for waiting in turns.values()]
+    heapq.heapify(due)
     batches: list[list[str]] = []
-    while due:
-        left = steps - len(batches)
-        waiting: dict[str, int] = {}
-        for _, title in due:
-            waiting[title] = waiting.get(title, 0) + 1
+    for left in range(steps, 0, -1):
         # A title that needs every batch that is left cannot wait for its turn.
-        order = sorted(due, key=lambda item: (waiting[item[1]] < left, item))
-        batch: list[tuple[float, str]] = []
-        for item in order:
-            if len(batch) < batch_size and all(item[1] != title for _, title in batch):
+        batch = sorted(turns[title][-1] for title in titles_with.get(left, ()))
+        urgent = {title for _, title in batch}
+        while len(batch) < batch_size:
+            item = heapq.heappop(due)
+            # Turns that could not wait are still in the heap.
+            if item[1] not in urgent and turns[item[1]][-1:] == [item]:
                 batch.append(item)
-        for item in batch:
-            due.remove(item)
+        for _, title in batch:
+            titles_with[len(turns[title])].remove(title)
+            turns[title].pop()
+            if turns[title]:
+                titles_with.setdefault(len(turns[title]), set()).add(title)
+                heapq.heappush(due, turns[title][-1])
         batches.append([title for _, title in batch])
     return batches
 

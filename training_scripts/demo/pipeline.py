@@ -1,5 +1,6 @@
 """Steps that are done once: each leaves a stamp that says with which settings its files were made."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -7,17 +8,117 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+
+class Stamps:
+    """What is written beside the files of steps: with which settings they were made, and that they are whole.
+
+    A stamp is written after the files of a step, so that a step that was interrupted is done again. Before, a mark
+    says that the step has begun, and with which settings: what it has left belongs to these, and it may go on there.
+
+    Args:
+        root: Directory of all outputs; it is made if it is not there.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.folder = root / ".stamps"
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, name: str) -> Path:
+        """Where the stamp of a step is."""
+        return self.folder / f"{name}.json"
+
+    def read(self, name: str) -> dict[str, Any] | None:
+        """The stamp of a step, or None."""
+        return _read(self.path(name))
+
+    def begun(self, name: str) -> dict[str, Any] | None:
+        """What `begin` wrote, if the step has not come to its end since; else None."""
+        return _read(self._mark(name))
+
+    def done(self, name: str, key: str, outputs: Iterable[Path]) -> dict[str, Any] | None:
+        """The stamp of a step if it was made with this key and every file is there in the same size; else None."""
+        stamp = self.read(name)
+        return stamp if stamp and stamp["key"] == key and stamp["files"] == self.files(outputs) else None
+
+    def begin(self, name: str, outputs: Mapping[Path, str], *, keep: bool = False, **about: Any) -> None:
+        """Removes the stamp and old outputs, and marks the step as begun.
+
+        Args:
+            name: Name of the step.
+            outputs: Files and directories that the step makes, in the order in which it makes them -> digest of what
+                decides each.
+            keep: Whether outputs stay that were begun or made with the same digest, up to the first that was not. The
+                step goes on from what it finds.
+            about: More to keep in the mark, JSON-ready.
+        """
+        stamp, mark, keyed = self.read(name), self.begun(name), self._relative(outputs)
+        last = stamp or mark or {}
+        for output, key in outputs.items():
+            keep = keep and last.get("outputs", {}).get(str(output.relative_to(self.root))) == key
+            # Where someone removed or cut a file of what was whole, the step cannot know what is missing.
+            keep = keep and (stamp is None or self._whole(stamp, output))
+            if not keep:
+                shutil.rmtree(output) if output.is_dir() else output.unlink(missing_ok=True)
+        again = mark["attempts"] if mark and mark["outputs"] == keyed else 0
+        _write(self._mark(name), {"outputs": keyed, "attempts": again + 1, **about})
+        self.path(name).unlink(missing_ok=True)
+
+    def end(self, name: str, key: str, outputs: Mapping[Path, str], *, seconds: float, **about: Any) -> dict[str, Any]:
+        """Writes the stamp of a step that is done.
+
+        Returns:
+            The stamp.
+
+        Raises:
+            ValueError: One of its outputs is not there.
+        """
+        missing = [str(output) for output in outputs if not output.exists()]
+        if missing:
+            raise ValueError(f"the step {name} ended without {', '.join(missing)}: look at what it printed above")
+        attempts = (self.begun(name) or {}).get("attempts", 1)
+        stamp = {"key": key, "seconds": seconds, "files": self.files(outputs), "outputs": self._relative(outputs)}
+        stamp |= {"attempts": attempts, **about}
+        _write(self.path(name), stamp)
+        self._mark(name).unlink(missing_ok=True)
+        return stamp
+
+    def forget(self, name: str) -> None:
+        """Removes the stamp and the mark of a step, so that it is done from the start."""
+        self.path(name).unlink(missing_ok=True)
+        self._mark(name).unlink(missing_ok=True)
+
+    def files(self, outputs: Iterable[Path]) -> dict[str, int]:
+        """Size of every file that belongs to the outputs."""
+        files = [
+            file
+            for output in outputs
+            for file in (sorted(output.rglob("*")) if output.is_dir() else [output])
+            if file.is_file()
+        ]
+        return {str(file.relative_to(self.root)): file.stat().st_size for file in files}
+
+    def _mark(self, name: str) -> Path:
+        return self.folder / f"{name}.begun"
+
+    def _relative(self, outputs: Mapping[Path, str]) -> dict[str, str]:
+        return {str(output.relative_to(self.root)): key for output, key in outputs.items()}
+
+    def _whole(self, stamp: Mapping[str, Any], output: Path) -> bool:
+        """Whether every file of an output is there as it was when its step was done."""
+        then = {file: size for file, size in stamp["files"].items() if (self.root / file).is_relative_to(output)}
+        return then == self.files([output])
 
 
 class Pipeline:
     """Runs named steps under one directory and skips those whose files are there and up to date.
 
     A step is up to date if its settings and those of the steps before it are the same as when it was done, and every
-    file that it wrote is there in the same size. The stamp is written after the files, so that a step that was
-    interrupted is done again.
+    file that it wrote is there in the same size.
 
     Args:
         root: Directory of all outputs; it is made if it is not there.
@@ -27,8 +128,7 @@ class Pipeline:
         self.root = root
         self.seconds: dict[str, float] = {}
         self._keys: dict[str, str] = {}
-        self._stamps = root / ".stamps"
-        self._stamps.mkdir(parents=True, exist_ok=True)
+        self._stamps = Stamps(root)
 
     def step(
         self,
@@ -56,61 +156,71 @@ class Pipeline:
         Raises:
             ValueError: The action ended without one of its outputs.
         """
-        about = json.dumps([settings, [self._keys[before] for before in after]], sort_keys=True)
-        self._keys[name] = hashlib.sha256(about.encode()).hexdigest()
-        stamp = self._stamps / f"{name}.json"
-        done = json.loads(stamp.read_text(encoding="utf-8")) if stamp.exists() else None
-        if done and done["key"] == self._keys[name] and done["files"] == self._files(outputs):
+        key = self._keys[name] = digest([settings, [self._keys[before] for before in after]])
+        if done := self._stamps.done(name, key, outputs):
             self.seconds[name] = done["seconds"]
             print(f"== {name}: there already ({done['seconds']:.0f} s when it was made)", flush=True)
             return False
         print(f"== {name}: {doing}", flush=True)
-        stamp.unlink(missing_ok=True)
-        for output in outputs:
-            shutil.rmtree(output) if output.is_dir() else output.unlink(missing_ok=True)
+        keyed = dict.fromkeys(outputs, key)
+        self._stamps.begin(name, keyed)
         start = time.perf_counter()
         action()
         self.seconds[name] = round(time.perf_counter() - start, 1)
-        missing = [str(output) for output in outputs if not output.exists()]
-        if missing:
-            raise ValueError(f"the step {name} ended without {', '.join(missing)}: look at what it printed above")
-        content = {"key": self._keys[name], "seconds": self.seconds[name], "files": self._files(outputs)}
-        part = stamp.with_suffix(".part")
-        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        part.replace(stamp)
+        self._stamps.end(name, key, keyed, seconds=self.seconds[name])
         print(f"== {name}: done in {self.seconds[name]:.0f} s", flush=True)
         return True
 
-    def _files(self, outputs: Sequence[Path]) -> dict[str, int]:
-        """Size of every file that belongs to the outputs."""
-        files = [
-            file
-            for output in outputs
-            for file in (sorted(output.rglob("*")) if output.is_dir() else [output])
-            if file.is_file()
-        ]
-        return {str(file.relative_to(self.root)): file.stat().st_size for file in files}
+
+def digest(settings: Any) -> str:
+    """Of settings, which are JSON-ready."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def call(command: Sequence[str], *, log: Path | None = None, environment: Mapping[str, str] | None = None) -> None:
+def call(
+    command: Sequence[str],
+    *,
+    log: Path | None = None,
+    append: bool = False,
+    environment: Mapping[str, str] | None = None,
+) -> None:
     """Runs a program, shows what it prints while it prints it, and keeps that in a log.
 
     Raises:
         SystemExit: The program failed; the message names it, its exit code and the log.
     """
     print("$ " + " ".join(command), flush=True)
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
-    ) as process:
-        pieces = []
-        while piece := os.read(process.stdout.fileno(), 1 << 16):
-            pieces.append(piece)
-            sys.stdout.buffer.write(piece)
-            sys.stdout.flush()
-        code = process.wait()
-    if log is not None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        log.write_bytes(b"".join(pieces))
+    with contextlib.ExitStack() as stack:
+        kept = None
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            kept = stack.enter_context(log.open("ab" if append else "wb", buffering=0))
+        process = stack.enter_context(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
+            )
+        )
+        try:
+            while piece := os.read(process.stdout.fileno(), 1 << 16):
+                sys.stdout.buffer.write(piece)
+                sys.stdout.flush()
+                if kept is not None:
+                    kept.write(piece)
+            code = process.wait()
+        except BaseException:
+            process.terminate()  # whoever ends this process wants the program to end
+            raise
     if code:
         where = f"; its output is in {log}" if log is not None else ""
         raise SystemExit(f"{Path(command[0]).name} ended with code {code}{where}")
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    """At once, so that nobody reads a part."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)

@@ -3,6 +3,8 @@
 #
 #     srun --ntasks-per-node=1 training_scripts/slurm/node.sh axonn.yaml script.py --its_own options
 #
+# With `none` in place of a launch file the script runs once, as one process on node 0.
+#
 # Read from the environment, beside Slurm's own variables:
 #     GPUS_PER_NODE   processes of a node; checked against num_processes of the launch file (optional)
 #     HEAD_ADDRESS    where the ranks meet: a name or address of node 0 (default: its name in Slurm)
@@ -12,6 +14,11 @@ set -euo pipefail
 config=${1:?the launch file is missing: node.sh axonn.yaml script.py ...}
 script=${2:?the training script is missing: node.sh axonn.yaml script.py ...}
 shift 2
+
+if [[ $config == none ]]; then
+    [[ $SLURM_NODEID == 0 ]] || exit 0
+    exec python "$script" "$@"
+fi
 
 if [[ -n ${GPUS_PER_NODE:-} ]]; then
     processes=$(python -c 'import sys, yaml; print(yaml.safe_load(open(sys.argv[1])).get("num_processes"))' "$config")

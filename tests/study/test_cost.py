@@ -1,0 +1,198 @@
+"""training_scripts/study/cost.py: what steps are predicted to cost, counted by hand, and plans on machines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hf_axonn.planner.jobs import make_job
+from hf_axonn.planner.model.catalog import shape_from_config
+from hf_axonn.planner.predict import predict
+from hf_axonn.planner.search import plan
+from hf_axonn.topology.grid import Grid
+from tests.helpers import ROOT
+from tests.study.conftest import FOLDER
+
+
+pytest.importorskip("datasets", reason="the study needs the extra `demo`")
+
+RECIPES = FOLDER / "recipes"
+SPEED = 100e9
+
+
+@pytest.fixture(scope="module")
+def cpu(study):
+    return study["recipe"].read_recipe(RECIPES / "cpu.yaml")
+
+
+@pytest.fixture(scope="module")
+def sc24(study):
+    return study["recipe"].read_recipe(RECIPES / "sc24.yaml")
+
+
+@pytest.fixture
+def cost(study, monkeypatch):
+    """The module on a machine of a known speed."""
+    monkeypatch.setattr(study["cost"], "cpu_speed", lambda: SPEED)
+    return study["cost"]
+
+
+def steps(study, recipe):
+    return {step.name: step for step in study["steps"].steps_of(recipe, Path("out"))}
+
+
+def test_flops_of_a_training_step(cost, cpu):
+    """6 a weight and token, where a tied embedding counts once, as head; 12 h of attention a key, layer and token."""
+    model = cpu.model("1M")
+    hidden, layers, mlp = 96, 6, 256
+    weights = layers * (4 * hidden**2 + 3 * hidden * mlp) + cpu.vocabulary * hidden
+    attention = 12 * layers * hidden * cpu.documents.length
+    tokens = cpu.batch_sequences * cpu.documents.length
+    found = cost.training(cpu, model)
+    assert found.flops == tokens * (6 * weights + attention)
+    assert found.layers == 2 * layers and found.steps == 1
+    base = cost.training(cpu, model, 10, base=True)
+    tokens = cpu.base_batch_sequences * cpu.base_length
+    assert base.flops == 10 * tokens * (6 * weights + 12 * layers * hidden * cpu.base_length)
+    assert base.layers == 20 * layers and base.steps == 10
+
+
+def test_steps_of_a_run(cost, cpu):
+    # 64 passages, 31 times in all buckets; two canaries as often; four steps on base text.
+    assert cost.run_steps(cpu, cpu.model("1M")) == -(-(64 * 31 + 2 * 31 + 64) // 16)
+    assert cost.run_steps(cpu, cpu.model("smollm2-135m")) == -(-(16 * 31 + 2 * 31 + 64) // 16)
+    odd = replace(cpu, evaluation=replace(cpu.evaluation, canaries=3))  # 16, 8 and 4 times
+    assert cost.run_steps(odd, cpu.model("1M")) == -(-(64 * 31 + 28 + 64) // 16)
+    assert cost.base_steps(cpu) == -(-(2_000_000 // 256) // 8)
+    twice = replace(cpu, base_training={**cpu.base_training, "num_train_epochs": 2})
+    assert cost.base_steps(twice) == -(-2 * (2_000_000 // 256) // 8)
+
+
+def test_asking_generates_token_by_token(cost, cpu):
+    model, passages = cpu.model("1M"), 6 * 64
+    assert cost.suffix_of(cpu) == max(cpu.pilot.suffixes)
+    found = cost.asking(cpu, model, passages)
+    assert found.gathers == 6 * (1 + 50) and found.layers == 6 * found.gathers
+    assert found.flops == 2 * passages * 128 * cost.forward_flops(cost.shape_of(cpu, model), 128)
+    assert cost.asking(cpu, model, passages, positions=2).gathers == found.gathers / 2
+    fixed = replace(cpu, pilot=None, documents=replace(cpu.documents, suffix=20))
+    assert cost.asking(fixed, model, passages).gathers == 6 * (1 + 20)
+
+
+def test_seconds_on_cpu(study, cost, cpu):
+    """A launch, the passes at the measured speed, and what each layer and step takes beside them."""
+    made = steps(study, cpu)
+    step = made["train-3M-ordinary-s0"]
+    found, model = cost.cost_of(step, cpu), cpu.model("3M")
+    work = [
+        cost.training(cpu, model, cost.run_steps(cpu, model)),
+        cost.scoring(cpu, model, 2 * cpu.texts.held_out_tokens),
+        cost.asking(cpu, model, 6 * 64),
+        cost.scoring(cpu, model, cost.CANARY_TEXTS * cost.CANARY_TOKENS, cost.CANARY_TOKENS),
+    ]
+    assert found.flops == pytest.approx(sum(each.flops for each in work))
+    products = found.flops / (cost.EFFICIENCY * SPEED)
+    layers = sum(each.layers for each in work) * cost.LAYER_SECONDS
+    assert found.seconds == pytest.approx(
+        cost.LAUNCH_SECONDS + products + layers + cost.run_steps(cpu, model) * cost.STEP_SECONDS
+    )
+    assert found.gpu_hours == 0 and found.disk_bytes > 4 * 2_936_560
+    # Two of four ranks share the questions.
+    on_four = cost.cost_of(made["train-3M-ordinary-s0-z2x2"], cpu)
+    assert on_four.flops == found.flops and on_four.seconds < found.seconds
+
+
+def test_every_step_costs_something(study, cost, cpu):
+    costs = {name: cost.cost_of(step, cpu) for name, step in steps(study, cpu).items()}
+    assert len(costs) > 80 and all(each.seconds > 0 for each in costs.values())
+    launched = [name for name in costs if name.split("-")[0] in ("train", "ask", "pilot")]
+    assert all(costs[name].flops > 0 for name in launched)
+    assert costs["base-1M"] == costs["base-1M-k2"] and costs["train-1M-k4-s2"] == costs["train-1M-ordinary-s0"]
+    # Both rates, on the largest bucket alone, and its questions.
+    pilot, run = costs["pilot"], costs["train-30M-ordinary-s0"]
+    assert run.flops < pilot.flops < 2 * run.flops
+    assert costs["data-study"].disk_bytes > costs["data-smollm2-135m"].disk_bytes > 1e6
+
+
+def test_cpu_takes_hours_not_days(study, cost, cpu, monkeypatch):
+    """About five hours at 350 GFLOP/s, and no step longer than a piece of 2.5 hours."""
+    monkeypatch.setattr(cost, "cpu_speed", lambda: 350e9)
+    seconds = [cost.cost_of(step, cpu).seconds for step in steps(study, cpu).values()]
+    assert 3.5 < sum(seconds) / 3600 < 6.5
+    assert max(seconds) < 2.5 * 3600
+
+
+def test_speed_is_measured(study):
+    speed = study["cost"].cpu_speed(0.05)
+    assert 1e9 < speed < 1e14
+
+
+def test_a_cluster_is_planned(study, cost, sc24):
+    """Steps take what `hf-axonn plan` says of them on the grid that it ranks first."""
+    model = sc24.model("Llama-2-7B")
+    config = {"model_type": "llama", **model.shape}
+    job = make_job(
+        "", "frontier", 128, 2048, read=lambda _: shape_from_config(config), checkpointing=True, micro_batches=1
+    )
+    best = plan(job, model.processes, order=("y", "x", "z", "data")).best
+    assert cost.grid_of(sc24, model) == best.grid
+    found = cost.cost_of(steps(study, sc24)["train-Llama-2-7B-k2-s0"], sc24)
+    count = cost.run_steps(sc24, model)
+    assert count == -(-(200 * 11 + 6400) // 128)
+    assert found.seconds > count * best.total + cost.GPU_LAUNCH_SECONDS
+    assert found.seconds < 1.5 * (count * best.total + cost.GPU_LAUNCH_SECONDS)
+    assert found.gpu_hours == pytest.approx(found.seconds * model.processes / 3600)
+
+
+def test_a_grid_of_the_recipe_holds(cost, sc24):
+    model = replace(sc24.model("Llama-2-7B"), grid={"data": 1, "z": 4, "y": 1, "x": 4})
+    assert cost.grid_of(sc24, model) == Grid(z=4, x=4)
+    assert cost.planned(sc24, model).total == predict(cost.job_of(sc24, model), Grid(z=4, x=4)).total
+
+
+def test_grid_on_cpu(cost, cpu):
+    free = replace(cpu.model("10M"), grid=None)  # six heads
+    assert cost.grid_of(cpu, replace(free, processes=2)) == Grid(x=2)
+    assert cost.grid_of(cpu, replace(free, processes=4)) == Grid(z=2, x=2)
+    assert cost.grid_of(cpu, replace(free, processes=6, config={**free.config, "intermediate_size": 954})) == Grid(x=6)
+    with pytest.raises(ValueError, match=r"no grid of 7 ranks divides the 6 heads of 10M over x and 16 sequences"):
+        cost.grid_of(cpu, replace(free, processes=7))
+
+
+@pytest.mark.parametrize("machine", ["perlmutter", "frontier", "alps"])
+def test_plans_of_sc24(cost, sc24, machine):
+    made = {each.model: each for each in cost.plans(sc24, machine)}
+    assert list(made) == [model.name for model in sc24.models]
+    for name, each in made.items():
+        assert each.prediction.fits and each.prediction.grid.size >= each.asked == sc24.model(name).processes
+        assert each.hours == pytest.approx(each.steps * each.prediction.total / 3600)
+        assert each.gpu_hours == pytest.approx(each.runs * each.hours * each.prediction.grid.size)
+    assert made["Llama-3.1-405B"].gpu_hours > 4 * made["Llama-3.1-70B"].gpu_hours
+
+
+def test_plans_take_more_gpus_where_memory_asks_for_them(cost, sc24):
+    few = replace(sc24, models=(replace(sc24.model("Llama-3.1-405B"), processes=16),))
+    (found,) = cost.plans(few, "perlmutter")
+    assert found.asked == 16 and found.prediction.grid.size > 64
+    text = cost.plans_markdown(few, ["perlmutter"])
+    assert f"| Llama-3.1-405B | {found.prediction.grid.size} (of 16 none fits) |" in text
+    with pytest.raises(ValueError, match="there is no machine 'frontiers'"):
+        cost.plans(sc24, "frontiers")
+
+
+def test_plans_as_markdown(cost, sc24):
+    text = cost.plans_markdown(sc24, ["frontier", "alps"])
+    frontier, alps = text.split("**alps**")
+    assert frontier.startswith("**frontier**\n\n| model |")
+    for part in (frontier, alps):
+        rows = [line for line in part.splitlines() if line.startswith("| ")]
+        assert len(rows) == 2 + len(sc24.models) + 1 and len({row.count("|") for row in rows}) == 1
+        hours = [float(row.split("|")[-2].replace(",", "")) for row in rows[2:]]
+        assert hours[-1] == pytest.approx(sum(hours[:-1]), abs=len(hours))
+
+
+def test_the_plans_in_the_docs_are_what_the_command_prints(study, sc24):
+    printed = study["cost"].plans_markdown(sc24, ["perlmutter", "frontier", "alps"])
+    assert printed.strip() in (ROOT / "docs" / "study.md").read_text(encoding="utf-8")
