@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -212,7 +213,8 @@ class GoldfishMixin(_MixedInto):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
         """Evaluate a batch as the Trainer does, and add up what its samples cost."""
-        with self._token_loss().capture(inputs.get(SAMPLE_LENGTHS)) as rows:
+        loss = self._token_loss()
+        with loss.capture(inputs.get(SAMPLE_LENGTHS)) as rows, loss.alone() if prediction_loss_only else nullcontext():
             result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         if rows and self._eval_totals is not None:
             # One row a sample: like the Trainer's own gathering of losses, gather_for_metrics leaves out the samples

@@ -116,6 +116,7 @@ class CausalLMLoss:
         self._captured: list[Tensor] | None = None
         self._sample_lengths: Tensor | None = None
         self._handed: list[Tensor] | None = None
+        self._alone = False
 
     def __call__(
         self,
@@ -267,10 +268,19 @@ class CausalLMLoss:
         finally:
             self._handed = None
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, nobody but the loss wants logits: over a grid they are not gathered, in evaluation either."""
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
+
     @property
-    def hands_over(self) -> bool:
-        """Whether the logits of the pass under way are for the caller of `hand_over`."""
-        return self._handed is not None
+    def takes_logits(self) -> bool:
+        """Whether the logits of the pass under way are for the loss alone, or for the caller of `hand_over`."""
+        return self._alone or self._handed is not None
 
 
 def install_causal_lm_loss(model: nn.Module) -> CausalLMLoss:

@@ -205,7 +205,7 @@ def install_causal_lm(state: ParallelState, model: nn.Module) -> None:
         loss = getattr(model, "loss_function", None)
         state.context.defer_head = (
             isinstance(loss, ShardedCausalLMLoss)
-            and (loss.hands_over or (model.training and torch.is_grad_enabled()))
+            and (loss.takes_logits or (model.training and torch.is_grad_enabled()))
             and given.get("labels") is not None
             and state.has_head
             and isinstance(logits_to_keep, int)

@@ -211,7 +211,7 @@ def end_after(training, monkeypatch, steps):
     monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(training, "SAVE_SHARE", math.inf)
     monkeypatch.setattr(training, "STEPS_BETWEEN_LOOKS", 1)
-    step, done = training.Training.training_step, []
+    step, done = training.GoldfishTrainer.training_step, []
 
     def one(self, *args, **kwargs):
         if len(done) == steps:
@@ -219,7 +219,7 @@ def end_after(training, monkeypatch, steps):
         done.append(1)
         return step(self, *args, **kwargs)
 
-    monkeypatch.setattr(training.Training, "training_step", one)
+    monkeypatch.setattr(training.GoldfishTrainer, "training_step", one)
 
 
 @pytest.mark.parametrize(("first", "second"), [(X2, X2), (None, None), (X2, None)], ids=["x=2", "one", "x=2 to one"])

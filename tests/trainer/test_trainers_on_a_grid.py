@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from hf_axonn import Grid, parallelize
 from hf_axonn.checkpoint.export import export_hf
 from hf_axonn.checkpoint.manifest import MANIFEST, check_complete, is_sharded_checkpoint
+from hf_axonn.layers.vocabulary import Head
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import make_trainer, numbers, train, worst_difference
@@ -149,6 +151,26 @@ def _options(folder: Path, stock: list[dict]) -> None:
     before = [parameter.to_local().data_ptr() for parameter in model.parameters()]
     model = make_trainer(folder / "e", grid, model=model).model
     assert [parameter.to_local().data_ptr() for parameter in model.parameters()] == before, "nothing was copied"
+
+
+def test_an_evaluation_gathers_logits_only_for_who_wants_them(tmp_path):
+    one = make_trainer(tmp_path / "one", None)
+    truth = one.evaluate()["eval_loss"], torch.from_numpy(one.predict(one.eval_dataset).predictions)
+    run_ranks(_evaluated, 2, tmp_path, truth)
+
+
+def _evaluated(folder: Path, truth: tuple[float, torch.Tensor]) -> None:
+    for grid in (Grid(x=2), Grid(y=2)):
+        trainer = make_trainer(folder / str(grid), grid)
+        with mock.patch.object(Head, "full_logits", autospec=True, side_effect=Head.full_logits) as gathered:
+            loss = trainer.evaluate()["eval_loss"]
+            assert gathered.call_count == 0, grid
+            predicted = trainer.predict(trainer.eval_dataset)
+            assert gathered.call_count > 0, grid
+        assert loss == pytest.approx(predicted.metrics["test_loss"], rel=1e-14), grid
+        # Norms are computed in float32, and over y in another order.
+        assert loss == pytest.approx(truth[0], rel=TOLERANCE), grid
+        torch.testing.assert_close(torch.from_numpy(predicted.predictions), truth[1], rtol=1e-6, atol=1e-6)
 
 
 def test_bf16_autocast_is_close_to_one_process(tmp_path):

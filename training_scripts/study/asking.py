@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
+from marked_yaml import named_numbers
 from recipe import Evaluation
 
 from hf_axonn_eval import SampleFile, Sampler, extract, rank_canaries, read_about
@@ -57,10 +57,10 @@ def ask(
     Collectives: those of `extract`.
     """
     about = read_about(samples) or {}
-    sampler = _settings(evaluation.sampler, "sampler")
-    if sampler is None:  # a protocol may ask for one
-        sampler = (about.get("extract") or {}).get("sampler")
-    search = _settings(evaluation.near_copies, "near_copies")
+    sampler: Any = (about.get("extract") or {}).get("sampler")  # a protocol may ask for one
+    if evaluation.sampler is not None:
+        sampler = named_numbers(evaluation.sampler)
+    search: Any = named_numbers(evaluation.near_copies) if evaluation.near_copies is not None else None
     return extract(
         model,
         tokenizer,
@@ -97,14 +97,3 @@ def ask_canaries(model, tokenizer, canaries: Path, *, output: Path, record: Mapp
     ranked = rank_canaries(model, tokenizer, found, batch_size=64, progress=False)
     if work_split.rank == 0:
         write_json(output, ranking_record(ranked, found, dict(record)))
-
-
-def _settings(text: str | None, name: str) -> dict[str, Any] | None:
-    """`temperature=1,top_k=40` as a mapping."""
-    if text is None:
-        return None
-    pairs = [part.partition("=") for part in text.split(",")]
-    values = {key: yaml.safe_load(value) for key, _, value in pairs}
-    if not all(key and isinstance(value, int | float) for key, value in values.items()):
-        raise ValueError(f"{name} is {text!r}, which is not like name=number,name=number: change it in the recipe")
-    return values

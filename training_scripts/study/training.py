@@ -179,26 +179,6 @@ def make_arguments(
         raise ValueError(f"the recipe's training or loss does not suit GoldfishConfig: {error}") from error
 
 
-class Training(GoldfishTrainer):
-    """`GoldfishTrainer` whose evaluation, of which only the loss is wanted, does not form logits either.
-
-    Over x and y to gather them takes a small model as long as a step of training does.
-    """
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """As GoldfishTrainer; in evaluation the head is applied by the loss, chunk by chunk, as in training."""
-        if model.training or torch.is_grad_enabled() or not return_outputs:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss = self._token_loss()
-        with loss.hand_over() as handed:
-            model(**inputs)
-        targets = loss.targets(inputs["labels"])
-        total, nll = loss.weighted_nll(handed[0], targets.tokens, targets.weights)
-        loss.note(nll, targets)
-        mean = loss.normalize(total, targets.weights.sum(), None)
-        return mean, {"loss": mean}
-
-
 class SaveByTime(TrainerCallback):
     """Asks for a checkpoint after every SAVE_SECONDS of training, or more where saving takes long."""
 
@@ -268,7 +248,7 @@ def train(
     arguments.eval_on_start = not going_on
     model = make_model()
     clock.lap("load")
-    trainer = Training(
+    trainer = GoldfishTrainer(
         model=model,
         args=arguments,
         train_dataset=rows,
