@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import sys
 import tempfile
 import threading
@@ -301,6 +302,9 @@ def main(names: list[str]) -> None:
             problem = traceback.format_exc()
         lines = {phase: [[number, *key] for key, number in reads.items()] for phase, reads in found.items()}
         print(json.dumps(dict(name=name, problem=problem, found=lines)), flush=True)
+    # All is said. Autograd's threads may still hold Python objects. CPython ends a thread that gives one up while the
+    # interpreter ends, which C++ takes for an error at times: "terminate called without an active exception".
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,8 @@ def _run(rank: int, world: int, folder: str, function: Callable, args: tuple) ->
     torch.set_num_threads(1)
     gc.freeze()  # what the test had made is not collected again by every Trainer of every rank
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    # Gloo's set-up does not wait for all ranks: one that ends its group at once would be an error in another's set-up.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     # accelerate asks for these two, though the process group is there already.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     forget_state()  # a test may have used accelerate in the process that this one is forked from
