@@ -41,7 +41,7 @@ def _asked(comparison: Comparison, trained: Sequence[str]) -> str:
     samples = sum(groups[bucket]["samples"] for bucket in trained)
     controls = groups.get("0", {"samples": 0})["samples"]
     everything = comparison["runs"][comparison["base"]]["all"]
-    times = _times(_list(trained, "or") if len(trained) <= _FEW else f"{trained[0]} to {trained[-1]}")
+    times = _times(listed(trained, "or") if len(trained) <= _FEW else f"{trained[0]} to {trained[-1]}")
     if not trained:
         whose = ": only controls, which were not trained on"
     elif not controls:
@@ -50,7 +50,7 @@ def _asked(comparison: Comparison, trained: Sequence[str]) -> str:
         whose = f": {samples:,} trained on {times}, and {_count(controls, 'control')}"
     runs = list(comparison["runs"])
     return (
-        f"{_count(len(runs), 'model')} ({_list(runs)}) {'was' if len(runs) == 1 else 'were'} asked to continue "
+        f"{_count(len(runs), 'model')} ({listed(runs)}) {'was' if len(runs) == 1 else 'were'} asked to continue "
         f"{_count(everything['samples'], 'sample')} of {_count(everything['documents'], 'document')}{whose}. "
         f"{protocols.standing(comparison)}"
     ).rstrip()
@@ -83,7 +83,7 @@ def _how_sure(comparison: Comparison, told: str) -> str:
     against = "there is no other run to compare with, so how much of this comes from training is not known"
     if changes:
         against = (
-            f"the share that came back differs from that of {comparison['base']} by {_list(changes)}, with p of "
+            f"the share that came back differs from that of {comparison['base']} by {listed(changes)}, with p of "
             "McNemar's test after Holm's correction"
         )
     ties = sum(tables.group(run, told).get("undecided", {"count": 0})["count"] for run in comparison["runs"].values())
@@ -105,7 +105,7 @@ def _left_out(comparison: Comparison) -> str:
     gone += [_count(counts["duplicate_samples"], "duplicate sample")] if counts["duplicate_samples"] else []
     samples = {"repetitive_suffixes": "sample with a repetitive suffix", "windows_too_short": "short window"}
     gone += [_count(counts[reason], one) for reason, one in samples.items() if counts[reason]]
-    left_out = f"this was left out: {_list(gone)}" if gone else "nothing was left out"
+    left_out = f"this was left out: {listed(gone)}" if gone else "nothing was left out"
     decoded = counts["not_round_trip"]
     changed = f"; the tokenizer does not give back {_count(decoded, 'document')} unchanged" if decoded else ""
     return f"When the samples were made of {_count(counts['documents'], 'document')}, {left_out}{changed}."
@@ -132,7 +132,7 @@ def _from_each(shares: Mapping[str, str]) -> str:
     """By run; in short where all are alike."""
     if len(shares) > 1 and len(set(shares.values())) == 1:
         return f"{next(iter(shares.values()))} from each"
-    return _list([f"{share} from {name}" for name, share in shares.items()])
+    return listed([f"{share} from {name}" for name, share in shares.items()])
 
 
 def _times(buckets: str) -> str:
@@ -143,5 +143,7 @@ def _count(number: int, one: str) -> str:
     return f"{number:,} {one}{'' if number == 1 else 's'}"
 
 
-def _list(words: Sequence[str], last: str = "and") -> str:
-    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+def listed(words: Sequence[object], last: str = "and") -> str:
+    """a, b and c."""
+    texts = [str(word) for word in words]
+    return f" {last} ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)

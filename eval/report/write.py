@@ -1,7 +1,6 @@
 """Show a comparison: a table on the terminal, Markdown, JSON, a plot, and one HTML page with everything."""
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,13 @@ from hf_axonn_eval.report.answer import answer
 from hf_axonn_eval.report.attacks import all_attacks, passages_csv
 from hf_axonn_eval.report.charts import COLOURS
 from hf_axonn_eval.report.html import character_maps, chosen_maps, html_page
+from hf_axonn_eval.report.markdown import code, plain
+from hf_axonn_eval.report.markdown import table as markdown_table
 from hf_axonn_eval.report.protocols import standing
 from hf_axonn_eval.report.tables import all_details, changes
 
 
 PLOTTED = ("exact_match", "rougeL", "token_accuracy")
-# what begins something in Markdown, formulas and tables of GitHub too; "_" within a word and [low, high] do not
-_MARKDOWN = re.compile(r"[\\`*~$|]|(?<![^\W_])_|_(?![^\W_])|\](?=[\[(:])")
 
 
 def write_report(
@@ -96,18 +95,18 @@ def terminal_differences(comparison: Mapping[str, Any], *, columns: Sequence[str
 
 def markdown(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None) -> str:
     """The answer, the tables, the differences from the base model and where the numbers come from, as Markdown."""
-    lines = ["# Extraction", "", _plain(" ".join(answer(comparison))), ""]
-    lines += [*_markdown_table(*tables.rows(comparison, columns=columns)), "", tables.caption(comparison), ""]
+    lines = ["# Extraction", "", plain(" ".join(answer(comparison))), ""]
+    lines += [*markdown_table(*tables.rows(comparison, columns=columns)), "", tables.caption(comparison), ""]
     if comparison["minus_base"]:
-        lines += [f"## Difference from {_code(comparison['base'])}, sample by sample", ""]
-        lines += [*_markdown_table(*tables.difference_rows(comparison, columns=columns)), ""]
+        lines += [f"## Difference from {code(comparison['base'])}, sample by sample", ""]
+        lines += [*markdown_table(*tables.difference_rows(comparison, columns=columns)), ""]
     for found in [*all_details(comparison), *all_attacks(comparison)]:
-        lines += [f"## {_plain(found.title)}", "", *_markdown_table(found.headings, found.rows), ""]
-        lines += [_plain(found.note), ""] if found.note else []
+        lines += [f"## {plain(found.title)}", "", *markdown_table(found.headings, found.rows), ""]
+        lines += [plain(found.note), ""] if found.note else []
     facts = tables.provenance(comparison)
     lines += ["## Runs", ""] if facts else []
     for name, of_run in facts.items():
-        lines += [f"- {_code(name)}: {_plain('; '.join(f'{key} {value}' for key, value in of_run.items()))}."]
+        lines += [f"- {code(name)}: {plain('; '.join(f'{key} {value}' for key, value in of_run.items()))}."]
     return "\n".join([*lines, ""] if facts else lines)
 
 
@@ -163,20 +162,3 @@ def _rich(title: str, headings: Sequence[str], body: Sequence[Sequence[str]], ca
         last_of_bucket = place + 1 == len(body) or body[place + 1][0] != cells[0]
         table.add_row(*(Text(visible(cell)) for cell in cells), end_section=last_of_bucket)
     return table
-
-
-def _markdown_table(headings: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    lines = [headings, ["---"] * len(headings), *body]
-    return ["| " + " | ".join(map(_plain, line)) + " |" for line in lines]
-
-
-def _plain(text: str) -> str:
-    """The text as Markdown that shows it, whatever it says."""
-    return _MARKDOWN.sub(r"\\\g<0>", visible(text).replace("&", "&amp;").replace("<", "&lt;"))
-
-
-def _code(text: str) -> str:
-    """The text as a code span: between more backticks than it has in a row."""
-    text = visible(text)
-    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence} {text} {fence}" if text.startswith("`") or text.endswith("`") else f"{fence}{text}{fence}"

@@ -38,3 +38,15 @@ def study() -> Iterator[Modules]:
             sys.path.remove(path)
         os.environ.clear()
         os.environ.update(kept)
+
+
+@pytest.fixture(scope="module")
+def cpu(study):
+    """The recipe that runs on two cores."""
+    return study["recipe"].read_recipe(FOLDER / "recipes" / "cpu.yaml")
+
+
+@pytest.fixture(scope="module")
+def sc24(study):
+    """The recipe of the publication."""
+    return study["recipe"].read_recipe(FOLDER / "recipes" / "sc24.yaml")

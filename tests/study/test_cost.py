@@ -22,16 +22,6 @@ RECIPES = FOLDER / "recipes"
 SPEED = 100e9
 
 
-@pytest.fixture(scope="module")
-def cpu(study):
-    return study["recipe"].read_recipe(RECIPES / "cpu.yaml")
-
-
-@pytest.fixture(scope="module")
-def sc24(study):
-    return study["recipe"].read_recipe(RECIPES / "sc24.yaml")
-
-
 @pytest.fixture
 def cost(study, monkeypatch):
     """The module on a machine of a known speed."""

@@ -18,11 +18,6 @@ SMOLLM2_VOCABULARY = 49_152
 
 
 @pytest.fixture(scope="module")
-def cpu(study):
-    return study["recipe"].read_recipe(RECIPES / "cpu.yaml")
-
-
-@pytest.fixture(scope="module")
 def smoke(tmp_path_factory) -> Path:
     return write_smoke(tmp_path_factory.mktemp("smoke"))
 

@@ -14,8 +14,8 @@ OUTPUT = Path("/somewhere/out")
 
 
 @pytest.fixture(scope="module")
-def recipe(study):
-    return study["recipe"].read_recipe(FOLDER / "recipes" / "cpu.yaml")
+def recipe(cpu):
+    return cpu
 
 
 def by_name(study, recipe, output=OUTPUT):

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_axonn_eval.data.jsonl import write_json
+
 
 class Stamps:
     """What is written beside the files of steps: with which settings they were made, and that they are whole.
@@ -65,7 +67,7 @@ class Stamps:
             if not keep:
                 shutil.rmtree(output) if output.is_dir() else output.unlink(missing_ok=True)
         again = mark["attempts"] if mark and mark["outputs"] == keyed else 0
-        _write(self._mark(name), {"outputs": keyed, "attempts": again + 1, **about})
+        write_json(self._mark(name), {"outputs": keyed, "attempts": again + 1, **about})
         self.path(name).unlink(missing_ok=True)
 
     def end(self, name: str, key: str, outputs: Mapping[Path, str], *, seconds: float, **about: Any) -> dict[str, Any]:
@@ -83,7 +85,7 @@ class Stamps:
         attempts = (self.begun(name) or {}).get("attempts", 1)
         stamp = {"key": key, "seconds": seconds, "files": self.files(outputs), "outputs": self._relative(outputs)}
         stamp |= {"attempts": attempts, **about}
-        _write(self.path(name), stamp)
+        write_json(self.path(name), stamp)
         self._mark(name).unlink(missing_ok=True)
         return stamp
 
@@ -217,10 +219,3 @@ def call(
 
 def _read(path: Path) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """At once, so that nobody reads a part."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)

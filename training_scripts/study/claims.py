@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from findings import OVERALL, PRIMARY
 from recipe import ORDINARY
-from wording import Content, cell_of, count, fullest, listed, number, plain, sign, slope_of, value_text
+from wording import Content, cell_of, count, fullest, number, plain, sign, slope_of, value_text
 
 from hf_axonn.goldfish.mask import HASHES
+from hf_axonn_eval.report.answer import listed
 from hf_axonn_eval.report.tables import estimate_text
 
 

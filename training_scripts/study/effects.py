@@ -124,8 +124,7 @@ def line(places: Sequence[float], terms: Sequence[Terms], names: Sequence[str]) 
         `slope`, an estimate over articles; `over_sizes`, `low` and `high` of the slope by Student's t over the places,
         which holds if what the line misses is like independent normal errors, None for fewer than FEWEST_SIZES places;
         `residuals`, by name an estimate of what the number is above the line, with intervals that hold all together
-        (Bonferroni); `r_squared`, None where all numbers are
-        equal; `places`, how many.
+        (Bonferroni); `r_squared`, None where all numbers are equal; `places`, how many.
 
     Raises:
         ValueError: Fewer than two different places.

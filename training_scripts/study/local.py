@@ -1,7 +1,6 @@
 """Do every step of a study that is left, one after the other, on this machine."""
 
 import fnmatch
-import json
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -12,6 +11,8 @@ from pipeline import Stamps
 from recipe import Recipe
 from steps import Step, steps_of
 from work import do, held, lacking, unfinished
+
+from hf_axonn_eval.data.jsonl import write_json
 
 
 DONE, FAILED, UNFINISHED = 0, 1, 3  # exit codes; 2 says that nothing was started
@@ -107,10 +108,7 @@ class _Study:
             "seconds_left": round(known.seconds_left(left)),
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
         }
-        file = self.output / "progress.json"
-        part = file.with_name(f"{file.name}.part")
-        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        part.replace(file)
+        write_json(self.output / "progress.json", content)
         if step is None:
             failed = f"; {len(self.failed)} failed" if self.failed else ""
             print(f"== {known.line(left)}{failed}", flush=True)

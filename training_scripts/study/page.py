@@ -12,7 +12,6 @@ None of them has texts of articles: titles and numbers only.
 import base64
 import os
 import platform
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -31,6 +30,7 @@ from study_tables import tables
 import hf_axonn_eval.report
 from hf_axonn_eval.data.jsonl import replacing, write_json
 from hf_axonn_eval.data.visible import PAGE, visible
+from hf_axonn_eval.report.markdown import plain, table
 from hf_axonn_eval.report.tables import Details
 
 
@@ -40,7 +40,6 @@ CLAIMS_NOTE = (
     "A verdict says where an interval lies and nothing else. These models, texts, repetitions and suffixes are not "
     "those of the publications: agreement does not show that their numbers hold here, and no difference refutes them."
 )
-_MARKDOWN = re.compile(r"[\\`*_~|<]|\](?=[\[(:])")
 
 
 def write_report(recipe: Recipe, output: Path) -> None:
@@ -109,18 +108,18 @@ def markdown(
     content: Mapping[str, Any], recipe: Recipe, made: Mapping[str, Any], *, figures: Mapping[str, str] | None = None
 ) -> str:
     """The report as Markdown; arguments as of `html`, figures by file name."""
-    lines = [f"# {_plain(_title(recipe))}", ""]
+    lines = [f"# {plain(_title(recipe))}", ""]
     for sentence in opening(content):
-        lines += [_plain(sentence), ""]
+        lines += [plain(sentence), ""]
     lines += ["## What publications report, and what was seen", ""]
-    lines += [*_table(CLAIMS, [list(claim) for claim in claims(content)]), "", _plain(CLAIMS_NOTE), ""]
+    lines += [*table(CLAIMS, [list(claim) for claim in claims(content)]), "", plain(CLAIMS_NOTE), ""]
     for name, said in (figures or {}).items():
-        lines += [f"![{Path(name).stem}]({name})", "", _plain(said), ""]
-    for table in [*tables(content), *_made(made)]:
-        lines += [f"## {_plain(table.title)}", "", *_table(table.headings, table.rows), ""]
-        lines += [_plain(table.note), ""] if table.note else []
+        lines += [f"![{Path(name).stem}]({name})", "", plain(said), ""]
+    for details in [*tables(content), *_made(made)]:
+        lines += [f"## {plain(details.title)}", "", *table(details.headings, details.rows), ""]
+        lines += [plain(details.note), ""] if details.note else []
     lines += ["## Where it differs from the publication", ""]
-    lines += [f"- {_plain(sentence)}" for sentence in recipe.deviations] or ["The recipe names nothing."]
+    lines += [f"- {plain(sentence)}" for sentence in recipe.deviations] or ["The recipe names nothing."]
     return "\n".join([*lines, ""])
 
 
@@ -182,12 +181,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _table(headings: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(map(_plain, line)) + " |" for line in (headings, ["---"] * len(headings), *body)]
-
-
-def _plain(text: str) -> str:
-    """The text as Markdown that shows it, whatever it says."""
-    return _MARKDOWN.sub(r"\\\g<0>", visible(text).replace("&", "&amp;"))

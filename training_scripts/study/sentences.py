@@ -3,8 +3,9 @@
 from effects import FEWEST_SIZES
 from findings import OVERALL, PRIMARY, size_text
 from recipe import ORDINARY
-from wording import Content, cell_of, count, ends_text, fullest, largest, listed, number, plain, sign, slope_of
+from wording import Content, cell_of, count, ends_text, fullest, largest, number, plain, sign, slope_of
 
+from hf_axonn_eval.report.answer import listed
 from hf_axonn_eval.report.tables import estimate_text
 
 

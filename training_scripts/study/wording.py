@@ -1,6 +1,6 @@
 """How the study's numbers are written, and where they are found: for sentences, claims and tables."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from recipe import ORDINARY
@@ -90,9 +90,3 @@ def small(number: float | None) -> str:
 def count(number: int, one: str, several: str | None = None) -> str:
     """1 run, 2 runs."""
     return f"{number} {one if number == 1 else several or one + 's'}"
-
-
-def listed(words: Sequence[Any], last: str = "and") -> str:
-    """a, b and c."""
-    words = [str(word) for word in words]
-    return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
