@@ -20,12 +20,13 @@ pytest.importorskip("datasets", reason="the study needs the extra `demo`")
 
 RECIPES = FOLDER / "recipes"
 SPEED = 100e9
+PER_FP32 = {"float32": 1.0, "bfloat16": 2.0}
 
 
 @pytest.fixture
 def cost(study, monkeypatch):
     """The module on a machine of a known speed."""
-    monkeypatch.setattr(study["cost"], "cpu_speed", lambda: SPEED)
+    monkeypatch.setattr(study["cost"], "cpu_speed", lambda precision: SPEED * PER_FP32[precision])
     return study["cost"]
 
 
@@ -78,20 +79,23 @@ def test_seconds_on_cpu(study, cost, cpu):
     found, model = cost.cost_of(step, cpu), cpu.model("3M")
     work = [
         cost.training(cpu, model, cost.run_steps(cpu, model)),
-        cost.scoring(cpu, model, 2 * cpu.texts.held_out_tokens),
-        cost.asking(cpu, model, 6 * 64),
+        cost.scoring(cpu, model, 2 * cpu.texts.held_out_tokens, precision="bfloat16"),
+        cost.asking(cpu, model, 6 * 64, positions=2),
         cost.scoring(cpu, model, cost.CANARY_TEXTS * cost.CANARY_TOKENS, cost.CANARY_TOKENS),
     ]
     assert found.flops == pytest.approx(sum(each.flops for each in work))
-    products = found.flops / (cost.EFFICIENCY * SPEED)
+    assert [each.precision for each in work] == ["bfloat16", "bfloat16", "float32", "float32"]
+    products = sum(each.flops / (cost.EFFICIENCY * SPEED * PER_FP32[each.precision]) for each in work)
     layers = sum(each.layers for each in work) * cost.LAYER_SECONDS
     assert found.seconds == pytest.approx(
         cost.LAUNCH_SECONDS + products + layers + cost.run_steps(cpu, model) * cost.STEP_SECONDS
     )
     assert found.gpu_hours == 0 and found.disk_bytes > 4 * 2_936_560
-    # Two of four ranks share the questions.
+    # Ranks of data and of z share the questions, those of x do not.
     on_four = cost.cost_of(made["train-3M-ordinary-s0-z2x2"], cpu)
-    assert on_four.flops == found.flops and on_four.seconds < found.seconds
+    assert on_four == found
+    on_x = cost.cost_of(step, replace(cpu, models=(replace(model, grid={"data": 1, "z": 1, "y": 1, "x": 2}),)))
+    assert on_x.flops == found.flops and on_x.seconds > found.seconds
 
 
 def test_every_step_costs_something(study, cost, cpu):
@@ -108,15 +112,15 @@ def test_every_step_costs_something(study, cost, cpu):
 
 def test_cpu_takes_hours_not_days(study, cost, cpu, monkeypatch):
     """About five hours at 350 GFLOP/s, and no step longer than a piece of 2.5 hours."""
-    monkeypatch.setattr(cost, "cpu_speed", lambda: 350e9)
+    monkeypatch.setattr(cost, "cpu_speed", lambda precision: 350e9)
     seconds = [cost.cost_of(step, cpu).seconds for step in steps(study, cpu).values()]
     assert 3.5 < sum(seconds) / 3600 < 6.5
     assert max(seconds) < 2.5 * 3600
 
 
 def test_speed_is_measured(study):
-    speed = study["cost"].cpu_speed(0.05)
-    assert 1e9 < speed < 1e14
+    for precision in PER_FP32:
+        assert 1e9 < study["cost"].cpu_speed(precision, 0.05) < 1e14
 
 
 def test_a_cluster_is_planned(study, cost, sc24):
@@ -144,10 +148,10 @@ def test_a_grid_of_the_recipe_holds(cost, sc24):
 
 def test_grid_on_cpu(cost, cpu):
     free = replace(cpu.model("10M"), grid=None)  # six heads
-    assert cost.grid_of(cpu, replace(free, processes=2)) == Grid(x=2)
-    assert cost.grid_of(cpu, replace(free, processes=4)) == Grid(z=2, x=2)
-    assert cost.grid_of(cpu, replace(free, processes=6, config={**free.config, "intermediate_size": 954})) == Grid(x=6)
-    with pytest.raises(ValueError, match=r"no grid of 7 ranks divides the 6 heads of 10M over x and 16 sequences"):
+    assert cost.grid_of(cpu, replace(free, processes=2)) == Grid(data=2)
+    six = replace(free, processes=6, config={**free.config, "intermediate_size": 954})
+    assert cost.grid_of(cpu, six) == Grid(data=2, x=3)  # of 16 and 8 sequences, 6 ranks share none evenly
+    with pytest.raises(ValueError, match=r"no grid of 7 ranks divides 8 sequences over data and the 6 heads of 10M"):
         cost.grid_of(cpu, replace(free, processes=7))
 
 

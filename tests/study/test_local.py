@@ -216,9 +216,9 @@ def test_no_step_is_begun_that_would_not_end_in_time(stand, capsys, monkeypatch)
 
 
 def test_time_left_follows_what_steps_took(study):
-    kinds = {"a": "train", "b": "train", "c": "train", "d": "ask"}
+    kinds = {"a": "train", "b": "train", "c": "train", "d": "ask", "e": "data"}
     steps = {name: SimpleNamespace(name=name, kind=kind) for name, kind in kinds.items()}
-    predicted = {"a": 10.0, "b": 30.0, "c": 20.0, "d": 8.0}
+    predicted = {"a": 10.0, "b": 30.0, "c": 20.0, "d": 8.0, "e": 0.0}
     forecast = study["listing"].Forecast(steps, predicted, {}, [])
     assert forecast.seconds_left() == 68 and forecast.share == 0
     forecast = study["listing"].Forecast(steps, predicted, {"a": 20.0, "b": 60.0}, ["a", "b"])
@@ -226,6 +226,9 @@ def test_time_left_follows_what_steps_took(study):
     assert forecast.seconds("d") == 16  # no step of its kind is finished
     assert forecast.seconds_left(["c"]) == 40 and forecast.seconds_left() == 56
     assert forecast.share == pytest.approx(40 / 68)
+    # A download that took long, or was not needed, says nothing of a training.
+    forecast = study["listing"].Forecast(steps, {**predicted, "e": 1.0}, {"e": 90.0}, ["e"])
+    assert forecast.seconds("c") == 20
     # The last attempt of a step that was cut off says nothing of the whole step.
     forecast = study["listing"].Forecast(steps, predicted, {"a": 20.0, "b": 1.0}, ["a"])
     assert forecast.seconds("c") == 40

@@ -126,18 +126,22 @@ def main() -> None:
     if not first:
         return
     shutil.rmtree(FOLDER, ignore_errors=True)
-    speed = cpu_speed()
-    print(f"\nproducts: {speed / 1e9:.0f} GFLOP/s on all cores\n")
+    speeds = {work.precision: cpu_speed(work.precision) for *_, work, _ in rows}
+    print(
+        "\nproducts on all cores: "
+        + ", ".join(f"{speed / 1e9:.0f} GFLOP/s in {name}" for name, speed in speeds.items())
+    )
+    print()
     print("| model | what | GFLOP | layer passes | seconds | predicted | share |")
     print("| --- | --- | --: | --: | --: | --: | --: |")
     for name, what, work, seconds in rows:
-        predicted = work.seconds(speed)
+        predicted = work.seconds()
         print(
             f"| {name} | {what} | {work.flops / 1e9:.2f} | {work.layers} | {seconds:.3f} | {predicted:.3f} "
             f"| {predicted / seconds:.2f} |"
         )
     # In relative errors, so that small models count as much as large ones.
-    system = numpy.array([[work.flops / speed, work.layers, work.steps] for *_, work, _ in rows])
+    system = numpy.array([[work.flops / speeds[work.precision], work.layers, work.steps] for *_, work, _ in rows])
     wanted = numpy.array([seconds for *_, seconds in rows])
     (share, layer, step), _ = nnls(system / wanted[:, None], numpy.ones(len(rows)))
     print(f"\nbest fit: EFFICIENCY {1 / share:.2f}, LAYER_SECONDS {layer:.4f}, STEP_SECONDS {step:.3f}")

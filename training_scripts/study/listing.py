@@ -28,8 +28,11 @@ class Forecast:
     whole: Collection[str]
 
     def seconds(self, name: str) -> float:
-        """What a step will take, by the steps of its kind that are finished; by all of them if none is."""
-        alike = [other for other in self.whole if self.steps[other].kind == self.steps[name].kind] or self.whole
+        """What a step will take, by the steps of its kind that are finished; if none is, by all that use a model, as
+        downloads say nothing of products."""
+        kinds = {other: self.steps[other].kind for other in self.whole}
+        alike = [other for other, kind in kinds.items() if kind == self.steps[name].kind]
+        alike = alike or [other for other, kind in kinds.items() if kind != "data"]
         predicted = sum(self.predicted[other] for other in alike)
         scale = sum(self.took[other] for other in alike) / predicted if predicted else 1.0
         return self.predicted[name] * scale

@@ -172,6 +172,7 @@ def make_arguments(
         "save_total_limit": 1,
         "remove_unused_columns": False,
         "disable_tqdm": True,
+        "use_cpu": not torch.cuda.is_available(),  # Transformers asks for it where bf16 is to be had on one
     }
     try:
         return GoldfishConfig(**{**DEFAULTS, **training, **loss, **fixed})
