@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from hf_axonn import parallel_state
 from hf_axonn_eval.data.samples import Sample
+from hf_axonn_eval.extraction.packed_weights import packed_weights
 from hf_axonn_eval.extraction.work_split import WorkSplit
 from hf_axonn_eval.metrics import membership
 from hf_axonn_eval.metrics.discoverability import Sampler
@@ -283,11 +284,12 @@ def check_fits(model, *, longest: int, largest_id: int) -> None:
 
 @contextlib.contextmanager
 def evaluating(model) -> Iterator[None]:
-    """The model in eval mode; afterwards in the mode that it was in."""
+    """The model in eval mode and with `packed_weights`; afterwards in the mode that it was in."""
     was_training = model.training
     model.eval()
     try:
-        yield
+        with packed_weights(model):
+            yield
     finally:
         model.train(was_training)
 

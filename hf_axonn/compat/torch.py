@@ -355,6 +355,32 @@ def around_step(
     optimizer.step = wrapped  # type: ignore[method-assign]
 
 
+def can_be_packed(weight: torch.Tensor) -> bool:
+    """Whether this torch and this processor have a `packed_product` for a weight."""
+    operators = torch.ops.mkldnn
+    names = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported")
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        return False
+    if not all(hasattr(operators, name) for name in names):
+        return False
+    return weight.dtype == torch.float32 or (
+        weight.dtype == torch.bfloat16 and bool(operators._is_mkldnn_bf16_supported())
+    )
+
+
+def packed_product(weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]:
+    """`linear(input, weight, bias)` as a function of input and bias, with a copy of the weight in the layout of
+    oneDNN's kernels. torch makes a copy in each call, or multiplies without, which takes longer where rows are few.
+
+    The copy does not follow changes of the weight, and autograd does not see the product.
+
+    Args:
+        weight: [N, K], one that `can_be_packed`.
+    """
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+    return lambda rows, bias: torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
+
+
 @contextlib.contextmanager
 def fake_world(size: int) -> Iterator[None]:
     """Be rank 0 of a world of `size` ranks that are not there: collectives return at once and move nothing.
