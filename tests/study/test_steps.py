@@ -49,6 +49,15 @@ def test_the_steps_of_the_recipe(study, recipe):
     }
 
 
+def test_utility_is_measured_on_the_grid_of_a_cluster(study, recipe):
+    for machine in ("cpu", "frontier"):
+        for name, step in by_name(study, replace(recipe, machine=machine)).items():
+            if step.kind == "utility":
+                processes = recipe.model(step.model).processes
+                assert step.processes == (1 if machine == "cpu" else processes), name
+                assert (step.command is None) == (machine == "cpu"), name
+
+
 def test_what_each_kind_reads(study, recipe):
     steps = by_name(study, recipe)
     run = next(run for run in recipe.runs if run.loss != "ordinary")

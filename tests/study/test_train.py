@@ -311,6 +311,25 @@ def test_a_killed_extraction_goes_on_with_the_trained_weights(study, with_run, s
     assert [mine[name].logprob for name in theirs] == pytest.approx([one.logprob for one in theirs.values()], rel=1e-5)
 
 
+@pytest.mark.parametrize("grid", [X2, Z2], ids=["x=2", "z=2"])
+def test_utility_on_a_grid_is_that_of_one_process(with_run, tmp_path, grid):
+    found = {}
+    for name, over in (("one", None), ("grid", grid)):
+        small = with_run.copy(tmp_path / name)
+        ended = small.train("utility", grid=over)
+        # Two of the four models that the recipe names were not trained; the others are measured.
+        assert ended.code
+        assert "2 of 4 checkpoints of tiny are not there: base/tiny-k2 (step base-tiny-k2)" in ended.output
+        assert ended.output.count("utility of tiny: ") == 2
+        found[name] = json.loads((small.output / "utility" / "tiny.json").read_text())
+    assert set(found["grid"]) == set(found["one"]) == {"base", "k2-s0"}
+    for name, one in found["one"].items():
+        other = found["grid"][name]
+        assert other["fingerprint"] == one["fingerprint"] and other["checkpoint"] == one["checkpoint"]
+        for end in ("mean", "low", "high"):
+            assert other["held_out_loss"][end] == pytest.approx(one["held_out_loss"][end], rel=1e-6)
+
+
 def test_training_that_diverges_is_an_error(small):
     small.change(
         "training: {lr_scheduler_type: constant}", "training: {lr_scheduler_type: constant, max_grad_norm: 0}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from cost import MACHINE
 from pipeline import digest
 from recipe import ORDINARY, Model, Recipe, Run
 
@@ -301,8 +302,9 @@ class _Steps:
             {self.output / "utility" / f"{model.name}.json": settings},
             keys_of=[f"base-{model.name}", f"ask-{model.name}", *about],
             after=[f"data-{tokenizer_of(model)}"],
-            model=model.name,
             partial=True,
+            # A model of a cluster may not fit into one GPU. On a CPU it does, and ranks would repeat the questions.
+            **({"model": model.name} if self.recipe.machine == MACHINE else self._launched(model, "utility")),
         )
 
     def _report(self) -> None:

@@ -1,9 +1,10 @@
-"""What a study does on a grid of processes: base training, the pilot, continuations, and asking.
+"""What a study does on a grid of processes: base training, the pilot, continuations, asking, and utility.
 
     accelerate launch --config GRID.yaml train.py base --recipe FILE --output DIR --model NAME [--loss LOSS]
     accelerate launch --config GRID.yaml train.py pilot --recipe FILE --output DIR --model NAME
     accelerate launch --config GRID.yaml train.py ask --recipe FILE --output DIR --model NAME
     accelerate launch --config GRID.yaml train.py run --recipe FILE --output DIR --model NAME --run LOSS-sSEED
+    accelerate launch --config GRID.yaml train.py utility --recipe FILE --output DIR --model NAME
 
 One process does without a launcher. A call that was killed goes on where it was if it is made again, on the same or on
 another grid; one that is done does nothing. Each prints the seconds that its parts took.
@@ -301,7 +302,7 @@ def _forget(*paths: Path) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("base", "pilot", "ask", "run"), help="what to do")
+    parser.add_argument("what", choices=("base", "pilot", "ask", "run", "utility"), help="what to do")
     parser.add_argument("--recipe", type=Path, required=True, help="the study")
     parser.add_argument("--output", type=Path, required=True, help="directory of the study")
     parser.add_argument("--model", required=True, help="its name in the recipe")
@@ -329,6 +330,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             pilot(work)
         elif options.what == "ask":
             ask_base(work)
+        elif options.what == "utility":
+            from utility import measure
+
+            measure(recipe, work.output, options.model, grid=work.grid)
         else:
             named = {which.name: which for which in recipe.runs if which.model == options.model}
             if options.run not in named:

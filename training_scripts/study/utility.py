@@ -26,10 +26,12 @@ from same_loss import tokens_for_same_loss
 from steps import STUDY, base_of, run_directory, tokenizer_of
 from tasks import CHOICES, Answers, Harness, first_token, harness_version, write_tasks
 
+from hf_axonn import Grid
 from hf_axonn_eval import document_nll, load_model
 from hf_axonn_eval.data.jsonl import write_json
-from hf_axonn_eval.extraction.load_model import load_tokenizer
+from hf_axonn_eval.extraction.load_model import load_tokenizer, start_distributed
 from hf_axonn_eval.extraction.weights_on_disk import fingerprint
+from hf_axonn_eval.extraction.work_split import WorkSplit
 
 
 __all__ = ["canaries", "measure", "membership", "tokens_for_same_loss"]
@@ -40,8 +42,8 @@ _TOKENS_AT_ONCE = 2048  # in a forward pass: logits of a vocabulary of 49,152 to
 _MOST_AT_ONCE = 16
 
 
-def measure(recipe: Recipe, output: Path, model_name: str) -> None:
-    """Measures a model before and after each of its runs, and writes utility/MODEL.json. One process.
+def measure(recipe: Recipe, output: Path, model_name: str, *, grid: Grid | None = None) -> None:
+    """Measures a model before and after each of its runs, and writes utility/MODEL.json.
 
     By `base`, `base-LOSS` and name of the run:
 
@@ -59,22 +61,30 @@ def measure(recipe: Recipe, output: Path, model_name: str) -> None:
         recipe: Of the study.
         output: Its directory.
         model_name: Of a model of the recipe.
+        grid: Over which it is sharded; all its ranks call this. None: one process. Held-out rows are dealt to the
+            (data, z) coordinates, the questions of the harness are asked by each of them.
 
     Raises:
         ValueError: A checkpoint is not there. All others are measured before, and the file has them.
+    Collectives: over the world, and those of the model in each pass.
     """
+    start_distributed()
+    work_split = WorkSplit.of(None)
     model = recipe.model(model_name)
     inputs = _inputs(recipe, output, model)
     checkpoints = _checkpoints(recipe, output, model)
     parts: dict[str, dict[str, Any]] = {}
-    missing = []
-    for number, (name, path) in enumerate(checkpoints.items(), start=1):
-        if _made_here(path, output) and not (Path(path) / "config.json").is_file():
-            missing.append(f"{Path(path).relative_to(output)} (step {_step(model, name)})")
+    there = work_split.on_rank_zero(
+        lambda: {name for name, path in checkpoints.items() if not _made_here(path, output) or _is_model(Path(path))}
+    )
+    for number, name in enumerate(checkpoints, start=1):
+        if name not in there:
             continue
-        part = parts[name] = _part(output / "utility" / "parts" / model.name / f"{name}.json", path, inputs)
+        file = output / "utility" / "parts" / model.name / f"{name}.json"
+        part = parts[name] = _part(file, checkpoints[name], inputs, grid, work_split)
         about = f"{name}, held-out loss {_ratio(part['held_out'])['mean']:.4f} ({number} of {len(checkpoints)})"
-        print(f"utility of {model_name}: {about}", flush=True)
+        if work_split.rank == 0:
+            print(f"utility of {model_name}: {about}", flush=True)
     entries = {name: _entry(part, inputs.left_out) for name, part in parts.items()}
     for name, other in _pairs(recipe, model):
         if name in parts and other in parts:
@@ -83,7 +93,12 @@ def measure(recipe: Recipe, output: Path, model_name: str) -> None:
     for name in parts:
         if _made_here(checkpoints[name], output):
             entries[name]["checkpoint"] = str(Path(checkpoints[name]).relative_to(output))
-    write_json(output / "utility" / f"{model_name}.json", entries)
+    work_split.on_rank_zero(lambda: write_json(output / "utility" / f"{model_name}.json", entries))
+    missing = [
+        f"{Path(path).relative_to(output)} (step {_step(model, name)})"
+        for name, path in checkpoints.items()
+        if name not in there
+    ]
     if missing:
         raise ValueError(
             f"{len(missing)} of {len(checkpoints)} checkpoints of {model_name} are not there: {', '.join(missing)}. "
@@ -142,6 +157,10 @@ def _made_here(path: str, output: Path) -> bool:
     return Path(path).is_relative_to(output)
 
 
+def _is_model(path: Path) -> bool:
+    return (path / "config.json").is_file()
+
+
 def _step(model: Model, name: str) -> str:
     of_base = name == BASE or name.startswith(f"{BASE}-")
     return f"base-{model.name}{name.removeprefix(BASE)}" if of_base else f"train-{model.name}-{name}"
@@ -159,15 +178,14 @@ def _pairs(recipe: Recipe, model: Model) -> list[tuple[str, str]]:
     return pairs
 
 
-def _part(file: Path, path: str, inputs: _Inputs) -> dict[str, Any]:
+def _part(file: Path, path: str, inputs: _Inputs, grid: Grid | None, work_split: WorkSplit) -> dict[str, Any]:
     """What one model says of every document; read where it was measured before."""
-    model = fingerprint(Path(path)) if Path(path).is_dir() else path
+    model = fingerprint(Path(path), work_split) if Path(path).is_dir() else path
     identity = {"inputs": inputs.digest, "model": model}
-    if file.exists():
-        kept = read_json(file)
-        if kept["identity"] == identity:
-            return kept
-    loaded = load_model(path, dtype=WEIGHTS)
+    kept = work_split.on_rank_zero(lambda: read_json(file) if file.exists() else None)
+    if kept is not None and kept["identity"] == identity:
+        return kept
+    loaded = load_model(path, grid=grid, dtype=WEIGHTS)
     batch = max(1, min(_MOST_AT_ONCE, _TOKENS_AT_ONCE // inputs.window))
     held_out = {
         name: document_nll(loaded.model, some, batch_size=batch) for name, some in inputs.held_out.rows.items()
@@ -186,8 +204,8 @@ def _part(file: Path, path: str, inputs: _Inputs) -> dict[str, Any]:
         else:
             answers = inputs.harness.ask(loaded.model, loaded.tokenizer, length=inputs.window, batch_size=batch)
             part["tasks"] = _of_answers(answers)
-    write_json(file, part)
-    return read_json(file)
+    work_split.on_rank_zero(lambda: write_json(file, part))
+    return work_split.on_rank_zero(lambda: read_json(file))
 
 
 def _of_answers(answers: Answers) -> dict[str, Any]:
