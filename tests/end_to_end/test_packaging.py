@@ -20,7 +20,11 @@ import hf_axonn_eval
 from tests.helpers import ROOT
 
 
-FOLDERS = {"hf_axonn": ROOT / "hf_axonn", "hf_axonn_eval": ROOT / "eval"}
+FOLDERS = {
+    "hf_axonn": ROOT / "hf_axonn",
+    "hf_axonn_eval": ROOT / "eval",
+    "hf_axonn_scripts": ROOT / "training_scripts",
+}
 # What a clone has and a source archive must have.
 SOURCES = (
     ".ci", "docs", "eval", "hf_axonn", "tests", "training_scripts", ".pre-commit-config.yaml", "CHANGELOG.md",
@@ -108,9 +112,11 @@ def test_the_wheel_imports(wheel, tmp_path):
         "assert [each.__file__.startswith(%r) for each in (hf_axonn, hf_axonn_eval)] == [True, True]\n"
         "assert hf_axonn.Grid(z=2, x=2).size == 4 and hf_axonn_eval.clopper_pearson(1, 2).low > 0\n"
         "from hf_axonn.planner.machine import known_machines\n"
-        "assert 'frontier' in known_machines()"
+        "assert 'frontier' in known_machines()\n"
+        "from hf_axonn_scripts.study.study import find\n"
+        "assert find('cpu').is_relative_to(%r)"
     )
-    run("-c", code % str(tmp_path), folder=tmp_path, PYTHONPATH=str(tmp_path))
+    run("-c", code % (str(tmp_path), str(tmp_path)), folder=tmp_path, PYTHONPATH=str(tmp_path))
 
 
 def test_the_wheel_holds_every_module(wheel):
@@ -126,7 +132,12 @@ def test_the_wheel_holds_every_module(wheel):
     folder = FOLDERS["hf_axonn_eval"]
     protocols = {f"hf_axonn_eval/{path.relative_to(folder)}" for path in folder.rglob("*.toml")}
     assert len(protocols) > 5
-    assert expected | machines | templates | protocols | {"hf_axonn/py.typed", "hf_axonn_eval/py.typed"} == {
+    folder = FOLDERS["hf_axonn_scripts"]
+    files = [path for path in folder.rglob("*") if path.suffix in (".yaml", ".sh", ".html")]
+    scripts = {f"hf_axonn_scripts/{path.relative_to(folder)}" for path in files}
+    assert {"axonn.yaml", "task.sh", "node.sh", "page.html", "cpu.yaml"} <= {path.name for path in files}
+    marks = {"hf_axonn/py.typed", "hf_axonn_eval/py.typed"}
+    assert expected | machines | templates | protocols | scripts | marks == {
         name for name in names if ".dist-info/" not in name
     }
     assert any(re.fullmatch(r"hf_axonn-.*\.dist-info/(licenses/)?LICENSE", name) for name in names)
@@ -167,8 +178,9 @@ def test_every_library_that_is_imported_is_declared(configuration):
     for extra in configuration["options.extras_require"].values():
         declared |= requirements(extra)
     theirs = ROOT / "tests" / "benchmarks" / "eval" / "published"  # runs the authors' code in an environment for that
-    for folder in [*FOLDERS.values(), ROOT / "training_scripts", ROOT / "tests"]:
-        own = {path.stem for path in folder.rglob("*.py")} | {path.name for path in ROOT.iterdir() if path.is_dir()}
+    for folder in [*FOLDERS.values(), ROOT / "tests"]:
+        # Not the short names of modules of a package: a script run by its path would import them a second time.
+        own = {"tests", *(path.stem for path in folder.rglob("*.py"))} if folder == ROOT / "tests" else set()
         for path in folder.rglob("*.py"):
             for node in ast.walk(ast.parse(path.read_text())) if path.parent != theirs else ():
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

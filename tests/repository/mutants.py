@@ -109,10 +109,11 @@ def draw(package: str, count: int, seed: int) -> list[tuple[str, str, int]]:
 
 
 def copy_of_repository(folder: Path) -> Path:
-    """A copy in which the package that is imported is the copy's own."""
+    """A copy in which the packages that are imported are the copy's own."""
     target = folder / "repository"
     shutil.copytree(ROOT, target, ignore=shutil.ignore_patterns(".*", "runs", "build", "dist", "__pycache__"))
-    (target / "hf_axonn_eval").symlink_to("eval", target_is_directory=True)
+    for name, mapped in (("hf_axonn_eval", "eval"), ("hf_axonn_scripts", "training_scripts")):
+        (target / name).symlink_to(mapped, target_is_directory=True)
     return target
 
 

@@ -2,9 +2,9 @@
 
     python -m tests.repository.package_graph       writes them anew (`make picture`)
 
-A package is a folder or a file directly below `hf_axonn` or `hf_axonn_eval`; `hf_axonn` itself stands for its public
-names, as eval imports them. The table has every import between packages, those inside of functions too. The picture
-leaves an arrow out where a longer way says the same: with a -> b -> c there is none from a to c.
+A package is a folder or a file directly below one of FOLDERS; `hf_axonn` and `hf_axonn_eval` themselves stand for
+their public names, as others import them. The table has every import between packages, those inside of functions too.
+The picture leaves an arrow out where a longer way says the same: with a -> b -> c there is none from a to c.
 """
 
 import ast
@@ -18,9 +18,19 @@ from tests.helpers import ROOT
 
 
 DOCUMENT = ROOT / "docs" / "architecture.md"
-FOLDERS = {"hf_axonn": ROOT / "hf_axonn", "hf_axonn_eval": ROOT / "eval"}
-PUBLIC = "hf_axonn"
-CONTRACTS = {"hf_axonn": "importlinter:contract:layers", "hf_axonn_eval": "importlinter:contract:eval_layers"}
+FOLDERS = {
+    "hf_axonn": ROOT / "hf_axonn",
+    "hf_axonn_eval": ROOT / "eval",
+    "hf_axonn_scripts": ROOT / "training_scripts",
+    "hf_axonn_scripts.study": ROOT / "training_scripts" / "study",
+}
+PUBLIC = ("hf_axonn_eval", "hf_axonn")
+CONTRACTS = {
+    "hf_axonn": "importlinter:contract:layers",
+    "hf_axonn_eval": "importlinter:contract:eval_layers",
+    "hf_axonn_scripts": "importlinter:contract:scripts_layers",
+    "hf_axonn_scripts.study": "importlinter:contract:study_layers",
+}
 BEGIN = "<!-- made by `make picture`: {} -->"
 END = "<!-- end -->"
 
@@ -28,24 +38,25 @@ Graph = dict[str, set[str]]
 
 
 def layers() -> list[str]:
-    """Every package, from the highest to the lowest, as setup.cfg has them; those of eval first."""
+    """Every package, from the highest to the lowest, as setup.cfg has them; those of the study first."""
     configuration = ConfigParser()
     configuration.read(ROOT / "setup.cfg")
     names = []
     for root in reversed(FOLDERS):
         text = configuration[CONTRACTS[root]]["layers"]
         names += [f"{root}.{name}" for name in text.replace("|", " ").split()]
-    return names
+    return [name for name in names if name not in FOLDERS]
 
 
 def imports() -> Graph:
-    """package -> the packages that it imports; of eval also whether it imports the public names of hf_axonn."""
-    modules = grimp.build_graph(*FOLDERS, exclude_type_checking_imports=True, cache_dir=None)
-    graph: Graph = {name: set() for name in [*layers(), PUBLIC]}
+    """package -> the packages that it imports; also whether it imports the public names of hf_axonn or eval."""
+    roots = [name for name in FOLDERS if "." not in name]
+    modules = grimp.build_graph(*roots, exclude_type_checking_imports=True, cache_dir=None)
+    graph: Graph = {name: set() for name in [*layers(), *PUBLIC]}
     for module in modules.modules:
         for imported in modules.find_modules_directly_imported_by(module):
             upper, lower = package_of(module), package_of(imported)
-            within = lower == PUBLIC and package_root(upper) == PUBLIC  # such as the version
+            within = lower in PUBLIC and folder_of(upper) == lower  # such as the version
             if upper in graph and lower in graph and upper != lower and not within:
                 graph[upper].add(lower)
     return graph
@@ -53,7 +64,13 @@ def imports() -> Graph:
 
 def package_of(module: str) -> str:
     """`hf_axonn.engine` of `hf_axonn.engine.state`."""
-    return ".".join(module.split(".")[:2])
+    root = folder_of(module)
+    return module if module == root else f"{root}.{module.removeprefix(f'{root}.').partition('.')[0]}"
+
+
+def folder_of(name: str) -> str:
+    """The one of FOLDERS that a package or a module is in."""
+    return max((root for root in FOLDERS if f"{name}.".startswith(f"{root}.")), key=len)
 
 
 def reachable(graph: Graph, start: str) -> set[str]:
@@ -78,8 +95,9 @@ def mermaid(graph: Graph) -> str:
     few, order = reduced(graph), list(graph)
     lines = ["```mermaid", "flowchart TD"]
     for root in reversed(FOLDERS):
-        lines.append(f'  subgraph {root}["{FOLDERS[root].name}/"]')
-        lines += [f'    {node(name)}["{short(name)}"]' for name in graph if name.startswith(f"{root}.")]
+        lines.append(f'  subgraph {node(root)}["{FOLDERS[root].relative_to(ROOT).as_posix()}/"]')
+        own = [name for name in graph if folder_of(name) == root != name]
+        lines += [f'    {node(name)}["{short(name)}"]' for name in own]
         lines.append("  end")
     for name in graph:
         lines += [f"  {node(name)} --> {node(end)}" for end in sorted(few[name], key=order.index)]
@@ -91,7 +109,7 @@ def node(name: str) -> str:
 
 
 def short(name: str) -> str:
-    return name.partition(".")[2]
+    return name.rpartition(".")[2]
 
 
 def table(graph: Graph) -> str:
@@ -102,18 +120,14 @@ def table(graph: Graph) -> str:
         says = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))).split("\n\n")[0].replace("\n", " ")
         where = path.parent if path.name == "__init__.py" else path
         link = f"[`{where.relative_to(ROOT).as_posix()}`](../{where.relative_to(ROOT).as_posix()})"
-        below = [end if package_root(end) != package_root(name) else short(end) for end in graph if end in graph[name]]
+        below = [end if folder_of(end) != folder_of(name) else short(end) for end in graph if end in graph[name]]
         lines.append(f"| {link} | {says.replace('|', '/')} | {', '.join(below) or 'nothing'} |")
     return "\n".join(lines)
 
 
-def package_root(name: str) -> str:
-    return name.partition(".")[0]
-
-
 def source_of(name: str) -> Path:
     """The file whose docstring speaks for a package."""
-    path = FOLDERS[package_root(name)] / short(name)
+    path = FOLDERS[folder_of(name)] / short(name)
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 

@@ -8,7 +8,6 @@ import inspect
 import io
 import re
 import shlex
-import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,16 +26,16 @@ from tests.helpers import ROOT
 from tests.repository.documents import DOCUMENTS, defined_in
 
 
-SCRIPTS = ROOT / "training_scripts"
-PACKAGES = ("hf_axonn", "hf_axonn_eval")
+PACKAGES = ("hf_axonn", "hf_axonn_eval", "hf_axonn_scripts")
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 OPTION = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
-DOTTED = re.compile(r"\bhf_axonn(?:_eval)?(?:\.[A-Za-z_]\w*)+")
+DOTTED = re.compile(r"\bhf_axonn(?:_eval|_scripts)?(?:\.[A-Za-z_]\w*)+")
 SHELL = ("bash", "console", "sh")
 # Programs by the words that begin them in a command line; the longest that fits counts.
-TRAINING = ("finetune", "finetune_no_trainer", "finetune_chat", "study")
+TRAINING = {name: f"hf_axonn_scripts.{name}" for name in ("finetune", "finetune_no_trainer", "finetune_chat")}
+TRAINING["study"] = "hf_axonn_scripts.study.study"
 EVAL, LAUNCH, CLI, GPU = "hf_axonn_eval", "launch", "hf-axonn", "gpu"
 PROGRAMS = {
     ("accelerate", "launch"): LAUNCH,
@@ -138,7 +137,7 @@ def _ours(node: ast.expr, known: dict[str, str]) -> str | None:
     """The full dotted name of an expression of our packages, None of any other."""
     first, dot, rest = ast.unparse(node).partition(".")
     name = known.get(first, "") + dot + rest
-    return name if re.fullmatch(r"hf_axonn(_eval)?(\.\w+)*", name) else None
+    return name if re.fullmatch(r"hf_axonn(_eval|_scripts)?(\.\w+)*", name) else None
 
 
 @pytest.mark.parametrize("block", cases(blocks("yaml")))
@@ -198,13 +197,8 @@ def options() -> dict[str, set[str]]:
     known[GPU] = _help(gpu_main, "")
     known[LAUNCH] = options_in(" ".join(accelerate_options())) | {"--config"}
     pytest.importorskip("datasets", reason="training scripts need the extra `data`")
-    path = list(sys.path)
-    sys.path[:0] = [str(SCRIPTS / "study"), str(SCRIPTS)]
-    try:
-        for script in TRAINING:
-            known[script] = _help(importlib.import_module(script).parse, "")
-    finally:
-        sys.path[:] = path
+    for script, module in TRAINING.items():
+        known[script] = _help(importlib.import_module(module).parse, "")
     return known
 
 
@@ -288,7 +282,7 @@ def test_modules_that_a_command_runs_exist():
     found = set()
     for source in sources:
         found |= set(
-            re.findall(r"-m ((?:tests|hf_axonn|hf_axonn_eval)(?:\.\w+)*)", source.read_text(encoding="utf-8"))
+            re.findall(r"-m ((?:tests|hf_axonn(?:_eval|_scripts)?)(?:\.\w+)*)", source.read_text(encoding="utf-8"))
         )
     assert len(found) > 15
     assert not [name for name in found if importlib.util.find_spec(name) is None]

@@ -34,8 +34,9 @@ def test_every_package_is_installed():
     configuration.read(ROOT / "setup.cfg")
     listed = configuration["options"]["packages"].split()
     found = [".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "hf_axonn").rglob("__init__.py")]
-    for path in (ROOT / "eval").rglob("__init__.py"):
-        found.append(".".join(("hf_axonn_eval", *path.parent.relative_to(ROOT / "eval").parts)))
+    for name, folder in (("hf_axonn_eval", ROOT / "eval"), ("hf_axonn_scripts", ROOT / "training_scripts")):
+        for path in folder.rglob("__init__.py"):
+            found.append(".".join((name, *path.parent.relative_to(folder).parts)))
     assert listed == sorted(found)
 
 
@@ -108,12 +109,17 @@ def test_an_import_upward_is_refused(tmp_path):
     """That the contracts of setup.cfg hold is seen by `make lint`; here, that they can break."""
     shutil.copytree(ROOT / "hf_axonn", tmp_path / "hf_axonn", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "eval", tmp_path / "hf_axonn_eval", ignore=shutil.ignore_patterns("__pycache__"))
+    scripts = tmp_path / "hf_axonn_scripts"
+    shutil.copytree(ROOT / "training_scripts", scripts, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "setup.cfg", tmp_path)
     grid, search = tmp_path / "hf_axonn/topology/grid.py", tmp_path / "hf_axonn/planner/search.py"
     grid.write_text(grid.read_text() + "\nimport hf_axonn.engine.state\n")
     search.write_text(search.read_text() + "\nimport torch\n")
+    cost = scripts / "study/recipe/cost.py"
+    cost.write_text(cost.read_text() + "\nimport hf_axonn_scripts.study.recipe.reader\n")
     said = lint_imports(tmp_path)
     assert "hf_axonn.topology -> hf_axonn.engine" in said.replace("is not allowed to import", "->"), said
+    assert "no circle, inside of a package either BROKEN" in said, said
     assert "hf_axonn.planner.search -> torch" in said.replace("is not allowed to import", "->"), said
 
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_axonn_scripts.study.recipe.definition import Documents, Model, Recipe, Run, Texts
+
 
 NAMES = ("articles", "base", "held_out")
 SYLLABLES = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
@@ -24,25 +26,24 @@ def prose(seed: int, characters: int) -> str:
     return "\n\n".join(paragraphs)
 
 
-def recipe_of(study, **changes):
+def recipe_of(**changes):
     """A study of 8 passages in each of 3 buckets, 24 tokens long."""
-    recipe = study["recipe"]
     settings = {
         "name": "small",
         "path": Path("small.yaml"),
         "machine": "cpu",
-        "texts": recipe.Texts(base_tokens=6000, held_out_tokens=500),
-        "documents": recipe.Documents(buckets=(0, 1, 4), per_bucket=8, length=24, suffix=8),
+        "texts": Texts(base_tokens=6000, held_out_tokens=500),
+        "documents": Documents(buckets=(0, 1, 4), per_bucket=8, length=24, suffix=8),
         "vocabulary": 400,
-        "models": (recipe.Model(name="tiny", config={"hidden_size": 16}, processes=1),),
+        "models": (Model(name="tiny", config={"hidden_size": 16}, processes=1),),
         "batch_sequences": 4,
         "base_batch_sequences": 4,
         "base_length": 32,
         "losses": {"ordinary": {}},
-        "runs": tuple(recipe.Run(model="tiny", loss="ordinary", seed=seed) for seed in (0, 1, 2)),
+        "runs": tuple(Run(model="tiny", loss="ordinary", seed=seed) for seed in (0, 1, 2)),
         **changes,
     }
-    return recipe.Recipe(**settings)
+    return Recipe(**settings)
 
 
 def lines(path: Path) -> list[dict]:

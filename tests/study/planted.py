@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, log10
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,8 @@ from hf_axonn_eval import Sample, SampleResult, token_masks, write_samples
 from hf_axonn_eval.data.jsonl import write_json
 from hf_axonn_eval.data.results import RunDirectory
 from hf_axonn_eval.metrics.registry import METRICS
+from hf_axonn_scripts.study.findings import results
+from hf_axonn_scripts.study.recipe.definition import Documents, Model, Pilot, Recipe, Run, Texts
 
 
 BUCKETS = (0, 1, 4, 16)
@@ -78,26 +79,22 @@ class Plan:
     chosen: int | None = None
 
 
-def recipe_of(plan: Plan, study: dict[str, ModuleType]) -> Any:
+def recipe_of(plan: Plan) -> Any:
     """The recipe of such a study."""
-    parts = study["recipe"]
-    models = [parts.Model(name=name, config=_config(SHAPES[name]), processes=2) for name in plan.models]
+    models = [Model(name=name, config=_config(SHAPES[name]), processes=2) for name in plan.models]
     if plan.apart:
-        models.append(parts.Model(name="Known", config=_config(384), apart=True, processes=2))
+        models.append(Model(name="Known", config=_config(384), apart=True, processes=2))
     runs = [
-        parts.Run(model=model.name, loss=loss, seed=seed)
-        for model in models
-        for loss in plan.losses
-        for seed in plan.seeds
+        Run(model=model.name, loss=loss, seed=seed) for model in models for loss in plan.losses for seed in plan.seeds
     ]
     if plan.grid:
         runs.append(replace(runs[0], grid=(("x", 2), ("z", 2))))
-    return parts.Recipe(
+    return Recipe(
         name="planted",
         path=Path("planted.yaml"),
         machine="cpu",
-        texts=parts.Texts(),
-        documents=parts.Documents(
+        texts=Texts(),
+        documents=Documents(
             buckets=BUCKETS,
             per_bucket=plan.articles,
             length=PREFIX + SUFFIX,
@@ -110,14 +107,14 @@ def recipe_of(plan: Plan, study: dict[str, ModuleType]) -> Any:
         base_length=32,
         losses={loss: SETTINGS[loss] for loss in plan.losses},
         runs=tuple(runs),
-        pilot=parts.Pilot(model=plan.models[0], learning_rates=(1e-3,), suffixes=(8, SUFFIX)) if plan.chosen else None,
+        pilot=Pilot(model=plan.models[0], learning_rates=(1e-3,), suffixes=(8, SUFFIX)) if plan.chosen else None,
         deviations=("It was never trained.",),
     )
 
 
-def plant(plan: Plan, study: dict[str, ModuleType], output: Path) -> Any:
+def plant(plan: Plan, output: Path) -> Any:
     """Write the outputs of the study, and give its recipe."""
-    recipe = recipe_of(plan, study)
+    recipe = recipe_of(plan)
     draw = np.random.default_rng(0)
     passages = [f"Article {article}#{place}" for article in range(plan.articles) for place in range(len(BUCKETS))]
     if plan.pages:
@@ -141,7 +138,7 @@ def plant(plan: Plan, study: dict[str, ModuleType], output: Path) -> Any:
         write_json(output / "pilot" / "chosen.json", chosen)
     masks = {loss: _masks(by_seed[plan.seeds[0]], SETTINGS[loss]) for loss in plan.losses}
     known = draw.normal(-60.0 - plan.calm, 4.0, size=len(passages))  # of each text, whoever is asked
-    sizes = {model.name: study["results"]._parameters(recipe, output, model) for model in recipe.models}
+    sizes = {model.name: results._parameters(recipe, output, model) for model in recipe.models}
     for model in recipe.models:
         before = known + 2 * log10(sizes[model.name]) + draw.normal(0, 1, size=len(passages))
         if f"ask-{model.name}" not in plan.left_out:

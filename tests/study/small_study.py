@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from types import ModuleType
 
 from hf_axonn import Grid
+from hf_axonn_scripts.study.data.passages import write_data
+from hf_axonn_scripts.study.data.texts import train_tokenizer, write_texts
+from hf_axonn_scripts.study.recipe.reader import read_recipe
 from tests.helpers.launching import Ended, forked
 from tests.study.conftest import FOLDER
 from tests.study.smoke import write_smoke
 
 
-TRAIN = FOLDER / "train.py"
+ON_RANKS = FOLDER / "running" / "on_ranks.py"
 RECIPE = """\
 name: small
 machine: cpu
@@ -46,36 +47,34 @@ evaluation: {sampler: "temperature=1,top_k=40", canaries: 3, tasks: false}
 
 
 class SmallStudy:
-    """A directory with a recipe and its data, and what train.py does there.
+    """A directory with a recipe and its data, and what on_ranks.py does there.
 
     Args:
-        study: the modules of the study.
         folder: for the recipe, the texts, and the study in `out`.
     """
 
-    def __init__(self, study: Mapping[str, ModuleType], folder: Path) -> None:
-        self.study = study
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.recipe = folder / "recipe.yaml"
         self.output = folder / "out"
 
     @classmethod
-    def made(cls, study: Mapping[str, ModuleType], folder: Path) -> SmallStudy:
+    def made(cls, folder: Path) -> SmallStudy:
         """One with its data."""
-        made = cls(study, folder)
+        made = cls(folder)
         write_smoke(folder)
         made.recipe.write_text(RECIPE, encoding="utf-8")
-        recipe = study["recipe"].read_recipe(made.recipe)
+        recipe = read_recipe(made.recipe)
         with redirect_stdout(StringIO()):
-            study["texts"].write_texts(recipe, made.output)
-            study["texts"].train_tokenizer(recipe, made.output)
-            study["passages"].write_data(recipe, made.output, "study")
+            write_texts(recipe, made.output)
+            train_tokenizer(recipe, made.output)
+            write_data(recipe, made.output, "study")
         return made
 
     def copy(self, folder: Path) -> SmallStudy:
         """The same in another folder, for a test of its own."""
         shutil.copytree(self.folder, folder, dirs_exist_ok=True)
-        return SmallStudy(self.study, folder)
+        return SmallStudy(folder)
 
     def change(self, old: str, new: str) -> None:
         """Another recipe."""
@@ -84,6 +83,6 @@ class SmallStudy:
         self.recipe.write_text(text.replace(old, new), encoding="utf-8")
 
     def train(self, what: str, *words: str, grid: Grid | None = None) -> Ended:
-        """What train.py does, in a fork of this process for each rank."""
+        """What on_ranks.py does, in a fork of this process for each rank."""
         options = ("--recipe", self.recipe, "--output", self.output, "--model", "tiny", *words)
-        return forked(self.folder, grid, TRAIN, what, *options, timeout=120)
+        return forked(self.folder, grid, ON_RANKS, what, *options, timeout=120)

@@ -1,4 +1,4 @@
-"""training_scripts/study/cost.py: what steps are predicted to cost, counted by hand, and plans on machines."""
+"""training_scripts/study/recipe/cost.py: what steps are predicted to cost, counted by hand, and plans on machines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from hf_axonn.planner.model.catalog import shape_from_config
 from hf_axonn.planner.predict import predict
 from hf_axonn.planner.search import plan
 from hf_axonn.topology.grid import Grid
+from hf_axonn_scripts.study.recipe import cost as module
+from hf_axonn_scripts.study.recipe.cost import cpu_speed, plans_markdown
+from hf_axonn_scripts.study.recipe.steps import steps_of
 from tests.helpers import ROOT
 from tests.study.conftest import FOLDER
 
-
-pytest.importorskip("datasets", reason="the study needs the extra `demo`")
 
 RECIPES = FOLDER / "recipes"
 SPEED = 100e9
@@ -24,14 +25,14 @@ PER_FP32 = {"float32": 1.0, "bfloat16": 2.0}
 
 
 @pytest.fixture
-def cost(study, monkeypatch):
+def cost(monkeypatch):
     """The module on a machine of a known speed."""
-    monkeypatch.setattr(study["cost"], "cpu_speed", lambda precision: SPEED * PER_FP32[precision])
-    return study["cost"]
+    monkeypatch.setattr(module, "cpu_speed", lambda precision: SPEED * PER_FP32[precision])
+    return module
 
 
-def steps(study, recipe):
-    return {step.name: step for step in study["steps"].steps_of(recipe, Path("out"))}
+def steps(recipe):
+    return {step.name: step for step in steps_of(recipe, Path("out"))}
 
 
 def test_flops_of_a_training_step(cost, cpu):
@@ -72,9 +73,9 @@ def test_asking_generates_token_by_token(cost, cpu):
     assert cost.asking(fixed, model, passages).gathers == 6 * (1 + 20)
 
 
-def test_seconds_on_cpu(study, cost, cpu):
+def test_seconds_on_cpu(cost, cpu):
     """A launch, the passes at the measured speed, and what each layer and step takes beside them."""
-    made = steps(study, cpu)
+    made = steps(cpu)
     step = made["train-3M-ordinary-s0"]
     found, model = cost.cost_of(step, cpu), cpu.model("3M")
     work = [
@@ -98,8 +99,8 @@ def test_seconds_on_cpu(study, cost, cpu):
     assert on_x.flops == found.flops and on_x.seconds > found.seconds
 
 
-def test_every_step_costs_something(study, cost, cpu):
-    costs = {name: cost.cost_of(step, cpu) for name, step in steps(study, cpu).items()}
+def test_every_step_costs_something(cost, cpu):
+    costs = {name: cost.cost_of(step, cpu) for name, step in steps(cpu).items()}
     assert len(costs) > 80 and all(each.seconds > 0 for each in costs.values())
     launched = [name for name in costs if name.split("-")[0] in ("train", "ask", "pilot")]
     assert all(costs[name].flops > 0 for name in launched)
@@ -110,20 +111,20 @@ def test_every_step_costs_something(study, cost, cpu):
     assert costs["data-study"].disk_bytes > costs["data-smollm2-135m"].disk_bytes > 1e6
 
 
-def test_cpu_takes_hours_not_days(study, cost, cpu, monkeypatch):
+def test_cpu_takes_hours_not_days(cost, cpu, monkeypatch):
     """About five hours at 350 GFLOP/s, and no step longer than a piece of 2.5 hours."""
     monkeypatch.setattr(cost, "cpu_speed", lambda precision: 350e9)
-    seconds = [cost.cost_of(step, cpu).seconds for step in steps(study, cpu).values()]
+    seconds = [cost.cost_of(step, cpu).seconds for step in steps(cpu).values()]
     assert 3.5 < sum(seconds) / 3600 < 6.5
     assert max(seconds) < 2.5 * 3600
 
 
-def test_speed_is_measured(study):
+def test_speed_is_measured():
     for precision in PER_FP32:
-        assert 1e9 < study["cost"].cpu_speed(precision, 0.05) < 1e14
+        assert 1e9 < cpu_speed(precision, 0.05) < 1e14
 
 
-def test_a_cluster_is_planned(study, cost, sc24):
+def test_a_cluster_is_planned(cost, sc24):
     """Steps take what `hf-axonn plan` says of them on the grid that it ranks first."""
     model = sc24.model("Llama-2-7B")
     config = {"model_type": "llama", **model.shape}
@@ -132,7 +133,7 @@ def test_a_cluster_is_planned(study, cost, sc24):
     )
     best = plan(job, model.processes, order=("y", "x", "z", "data")).best
     assert cost.grid_of(sc24, model) == best.grid
-    found = cost.cost_of(steps(study, sc24)["train-Llama-2-7B-k2-s0"], sc24)
+    found = cost.cost_of(steps(sc24)["train-Llama-2-7B-k2-s0"], sc24)
     count = cost.run_steps(sc24, model)
     assert count == -(-(200 * 11 + 6400) // 128)
     assert found.seconds > count * best.total + cost.GPU_LAUNCH_SECONDS
@@ -187,6 +188,6 @@ def test_plans_as_markdown(cost, sc24):
         assert hours[-1] == pytest.approx(sum(hours[:-1]), abs=len(hours))
 
 
-def test_the_plans_in_the_docs_are_what_the_command_prints(study, sc24):
-    printed = study["cost"].plans_markdown(sc24, ["perlmutter", "frontier", "alps"])
+def test_the_plans_in_the_docs_are_what_the_command_prints(sc24):
+    printed = plans_markdown(sc24, ["perlmutter", "frontier", "alps"])
     assert printed.strip() in (ROOT / "docs" / "study.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""training_scripts/study/figures.py: what is drawn, and that it can be read."""
+"""training_scripts/study/report/figures.py: what is drawn, and that it can be read."""
 
 import json
 
@@ -9,30 +9,33 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 
 from hf_axonn_eval.data.jsonl import json_text
+from hf_axonn_scripts.study.findings.findings import measure
+from hf_axonn_scripts.study.findings.results import read_study
+from hf_axonn_scripts.study.report import figures
 from tests.study.planted import Plan, plant
 
 
 @pytest.fixture(scope="module")
-def content(study, tmp_path_factory):
+def content(tmp_path_factory):
     output = tmp_path_factory.mktemp("planted")
     plan = Plan(models=("XS", "M", "XL"), apart=True, losses=("ordinary", "k2", "k4", "random"), articles=10)
-    recipe = plant(plan, study, output)
-    return study["findings"].measure(study["results"].read_study(recipe, output))
+    recipe = plant(plan, output)
+    return measure(read_study(recipe, output))
 
 
 @pytest.fixture(scope="module")
-def nothing(study, tmp_path_factory):
+def nothing(tmp_path_factory):
     """Of a study that has not begun."""
     output = tmp_path_factory.mktemp("nothing")
-    recipe = plant(Plan(models=("XS",), losses=("ordinary",), seeds=(0,)), study, output / "there")
-    return study["findings"].measure(study["results"].read_study(recipe, output))
+    recipe = plant(Plan(models=("XS",), losses=("ordinary",), seeds=(0,)), output / "there")
+    return measure(read_study(recipe, output))
 
 
 NAMES = ("heat.png", "repetitions.png", "sizes.png", "slopes.png", "goldfish.png", "costs.png")
 
 
-def test_every_figure_is_drawn_and_said(study, content, tmp_path):
-    said = study["figures"].draw(content, tmp_path)
+def test_every_figure_is_drawn_and_said(content, tmp_path):
+    said = figures.draw(content, tmp_path)
     assert tuple(said) == NAMES and all(text.endswith(".") and len(text) > 50 for text in said.values())
     for name in NAMES:
         picture = imread(tmp_path / name)
@@ -40,8 +43,8 @@ def test_every_figure_is_drawn_and_said(study, content, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_texts_are_inside_the_figure_and_do_not_cover_each_other(study, content, name):
-    figure = study["figures"].FIGURES[name](content)
+def test_texts_are_inside_the_figure_and_do_not_cover_each_other(content, name):
+    figure = figures.FIGURES[name](content)
     for text in figure.findobj(Text):
         text.set_parse_math(False)
     figure.canvas.draw()
@@ -75,15 +78,15 @@ def written(figure):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_axes_say_what_they_show_and_in_which_unit(study, content, name):
-    figure = study["figures"].FIGURES[name](content)
+def test_axes_say_what_they_show_and_in_which_unit(content, name):
+    figure = figures.FIGURES[name](content)
     for axes in figure.axes:
         assert "(" in axes.get_title() and ")" in axes.get_title(), axes.get_title()
         assert axes.get_xlabel() or [label.get_text() for label in axes.get_xticklabels()]
 
 
-def test_maps_have_the_numbers_and_a_gap_before_what_is_apart(study, content):
-    figure = study["figures"].heat(content)
+def test_maps_have_the_numbers_and_a_gap_before_what_is_apart(content):
+    figure = figures.heat(content)
     axes = next(axes for axes in figure.axes if axes.get_title().startswith("given back verbatim\nordinary"))
     rows = {row["bucket"]: row for row in content["cells"] if (row["model"], row["loss"]) == ("XL", "ordinary")}
     written = [text.get_text() for text in axes.texts]
@@ -97,14 +100,14 @@ def test_maps_have_the_numbers_and_a_gap_before_what_is_apart(study, content):
     assert sum("k2 (" in title for title in titles) == sum("k4 (" in title for title in titles) == 4
 
 
-def test_a_map_hatches_what_is_missing(study, content):
+def test_a_map_hatches_what_is_missing(content):
     less = {**content, "cells": [row for row in content["cells"] if (row["model"], row["bucket"]) != ("M", 4)]}
-    axes = study["figures"].heat(less).axes[1]
+    axes = figures.heat(less).axes[1]
     assert [patch.get_hatch() for patch in axes.patches].count("//") == 1
 
 
-def test_curves_have_intervals_seeds_and_hollow_markers_for_what_is_apart(study, content):
-    axes = study["figures"].by_repetitions(content).axes[0]
+def test_curves_have_intervals_seeds_and_hollow_markers_for_what_is_apart(content):
+    axes = figures.by_repetitions(content).axes[0]
     bars = {one.get_label(): one for one in axes.containers if isinstance(one, ErrorbarContainer)}
     assert list(bars) == ["XS", "M", "XL", "Known"]
     line, _, whiskers = bars["XL"]
@@ -121,10 +124,10 @@ def test_curves_have_intervals_seeds_and_hollow_markers_for_what_is_apart(study,
     assert len(looks) == 4 == len({marker for marker, _ in looks})  # told apart without colours
 
 
-def test_lines_by_size_go_through_the_mean_with_the_slope(study, content):
+def test_lines_by_size_go_through_the_mean_with_the_slope(content):
     from math import log10
 
-    axes = study["figures"].by_size(content).axes[0]
+    axes = figures.by_size(content).axes[0]
     row = next(
         row for row in content["slopes"] if (row["outcome"], row["loss"], row["bucket"]) == ("gain", "ordinary", 16)
     )
@@ -135,26 +138,26 @@ def test_lines_by_size_go_through_the_mean_with_the_slope(study, content):
     assert (left, right) == (min(sizes), max(sizes))
 
 
-def test_shares_below_the_axis_are_at_its_edge(study, content):
-    axes = study["figures"].costs(content).axes[2]
+def test_shares_below_the_axis_are_at_its_edge(content):
+    axes = figures.costs(content).axes[2]
     lowest = min(min(line.get_ydata()) for line in axes.lines)
-    assert lowest == study["figures"].LEAST_SHARE and axes.get_yscale() == "log"
+    assert lowest == figures.LEAST_SHARE and axes.get_yscale() == "log"
 
 
-def test_names_are_drawn_as_they_are(study, content):
+def test_names_are_drawn_as_they_are(content):
     strange = {**content, "models": [{**model, "model": "$x^2$\x1b"} for model in content["models"]]}
     for row in (rows := [dict(row) for row in content["cells"]]):
         row["model"] = "$x^2$\x1b"
-    figure = study["figures"].by_repetitions({**strange, "cells": rows})
+    figure = figures.by_repetitions({**strange, "cells": rows})
     labels = [text.get_text() for legend in figure.legends for text in legend.get_texts()]
     assert labels[0] == "$x^2$\\x1b"
 
 
-def test_a_name_that_is_no_formula_is_drawn(study, content, tmp_path):
+def test_a_name_that_is_no_formula_is_drawn(content, tmp_path):
     changed = json.loads(json_text(content).replace('"XS"', '"$x^$"'))  # which raises where it is taken for one
-    assert len(study["figures"].draw(changed, tmp_path)) == len(NAMES)
+    assert len(figures.draw(changed, tmp_path)) == len(NAMES)
 
 
-def test_nothing_to_draw(study, nothing, tmp_path):
-    assert study["figures"].draw(nothing, tmp_path / "report") == {}
+def test_nothing_to_draw(nothing, tmp_path):
+    assert figures.draw(nothing, tmp_path / "report") == {}
     assert list((tmp_path / "report").iterdir()) == []

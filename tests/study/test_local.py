@@ -1,4 +1,4 @@
-"""training_scripts/study/{study,local,work,listing,checks}.py: what is done, in which order, and what is said.
+"""training_scripts/study/study.py, and running without slurm.py: what is done, in which order, and what is said.
 
 The work of the steps has a stand-in that writes what each should leave; test_smoke.py does it for real.
 """
@@ -22,6 +22,13 @@ import torch
 import yaml
 
 from hf_axonn import AxonnConfig
+from hf_axonn_scripts.study.recipe.cost import cost_of
+from hf_axonn_scripts.study.recipe.reader import read_recipe
+from hf_axonn_scripts.study.recipe.steps import steps_of
+from hf_axonn_scripts.study.running import checks, listing, work
+from hf_axonn_scripts.study.running.listing import Forecast, dry_run, duration
+from hf_axonn_scripts.study.running.work import end_left_over, environment, write_launch_file
+from hf_axonn_scripts.study.study import find, main
 from tests.study.conftest import FOLDER
 from tests.study.smoke import write_smoke
 
@@ -29,8 +36,8 @@ from tests.study.smoke import write_smoke
 class Stand:
     """In place of the work of steps: what was done, and which steps are to fail, take time or be cut off."""
 
-    def __init__(self, study, output, recipe) -> None:
-        self.study, self.output, self.recipe = study, output, recipe
+    def __init__(self, output, recipe) -> None:
+        self.output, self.recipe = output, recipe
         self.done: list[str] = []
         self.failing: set[str] = set()
         self.cut: str | None = None
@@ -58,14 +65,14 @@ class Stand:
     def call(self, *arguments: str) -> tuple[int, list[str]]:
         """study.py with arguments; its exit code and the steps that it did."""
         self.done = []
-        code = self.study["study"].main([str(self.recipe), "--output", str(self.output), *arguments])
+        code = main([str(self.recipe), "--output", str(self.output), *arguments])
         return code, self.done
 
 
 @pytest.fixture
-def stand(study, tmp_path, monkeypatch):
-    found = Stand(study, tmp_path / "out", write_smoke(tmp_path))
-    monkeypatch.setattr(study["work"], "act", found.act)
+def stand(tmp_path, monkeypatch):
+    found = Stand(tmp_path / "out", write_smoke(tmp_path))
+    monkeypatch.setattr(work, "act", found.act)
     kept = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell starts what is in the background
     yield found
     signal.signal(signal.SIGINT, kept)
@@ -73,8 +80,8 @@ def stand(study, tmp_path, monkeypatch):
 
 
 def names(stand) -> list[str]:
-    recipe = stand.study["recipe"].read_recipe(stand.recipe)
-    return [step.name for step in stand.study["steps"].steps_of(recipe, stand.output)]
+    recipe = read_recipe(stand.recipe)
+    return [step.name for step in steps_of(recipe, stand.output)]
 
 
 def test_every_step_is_done_once(stand, capsys):
@@ -199,15 +206,14 @@ def test_again_does_a_step_from_the_start(stand):
 
 def test_no_step_is_begun_that_would_not_end_in_time(stand, capsys, monkeypatch):
     predicted = {"pilot": 100 * 60.0}
-    known = stand.study["listing"].cost_of
 
-    def cost_of(step, recipe):
-        cost = known(step, recipe)
+    def other(step, recipe):
+        cost = cost_of(step, recipe)
         return SimpleNamespace(seconds=predicted.get(step.name, 1.0), flops=cost.flops, disk_bytes=cost.disk_bytes)
 
-    monkeypatch.setattr(stand.study["listing"], "cost_of", cost_of)
+    monkeypatch.setattr(listing, "cost_of", other)
     # A stand-in takes no time, so that the pilot is expected to take less than was predicted; the clock is not asked.
-    monkeypatch.setattr(stand.study["listing"].Forecast, "seconds", lambda self, name: self.predicted[name])
+    monkeypatch.setattr(Forecast, "seconds", lambda self, name: self.predicted[name])
     code, done = stand.call("--minutes", "60")
     assert code == 3 and "pilot" not in done and {"base-0.05M", "base-0.15M"} <= set(done)
     assert "train-0.05M-k2-s0" not in done
@@ -215,22 +221,22 @@ def test_no_step_is_begun_that_would_not_end_in_time(stand, capsys, monkeypatch)
     assert stand.call("--minutes", "200")[0] == 0
 
 
-def test_time_left_follows_what_steps_took(study):
+def test_time_left_follows_what_steps_took():
     kinds = {"a": "train", "b": "train", "c": "train", "d": "ask", "e": "data"}
     steps = {name: SimpleNamespace(name=name, kind=kind) for name, kind in kinds.items()}
     predicted = {"a": 10.0, "b": 30.0, "c": 20.0, "d": 8.0, "e": 0.0}
-    forecast = study["listing"].Forecast(steps, predicted, {}, [])
+    forecast = Forecast(steps, predicted, {}, [])
     assert forecast.seconds_left() == 68 and forecast.share == 0
-    forecast = study["listing"].Forecast(steps, predicted, {"a": 20.0, "b": 60.0}, ["a", "b"])
+    forecast = Forecast(steps, predicted, {"a": 20.0, "b": 60.0}, ["a", "b"])
     assert forecast.seconds("c") == 40  # twice as long as predicted, as a and b
     assert forecast.seconds("d") == 16  # no step of its kind is finished
     assert forecast.seconds_left(["c"]) == 40 and forecast.seconds_left() == 56
     assert forecast.share == pytest.approx(40 / 68)
     # A download that took long, or was not needed, says nothing of a training.
-    forecast = study["listing"].Forecast(steps, {**predicted, "e": 1.0}, {"e": 90.0}, ["e"])
+    forecast = Forecast(steps, {**predicted, "e": 1.0}, {"e": 90.0}, ["e"])
     assert forecast.seconds("c") == 20
     # The last attempt of a step that was cut off says nothing of the whole step.
-    forecast = study["listing"].Forecast(steps, predicted, {"a": 20.0, "b": 1.0}, ["a"])
+    forecast = Forecast(steps, predicted, {"a": 20.0, "b": 1.0}, ["a"])
     assert forecast.seconds("c") == 40
 
 
@@ -238,8 +244,8 @@ def test_time_left_follows_what_steps_took(study):
     ("seconds", "text"),
     [(0, "0 s"), (99.4, "99 s"), (100, "2 min"), (5400, "90 min"), (6060, "1 h 41 min"), (200_000, "2.3 days")],
 )
-def test_durations(study, seconds, text):
-    assert study["listing"].duration(seconds) == text
+def test_durations(seconds, text):
+    assert duration(seconds) == text
 
 
 def test_a_look_changes_nothing(stand, capsys):
@@ -255,9 +261,9 @@ def test_a_look_changes_nothing(stand, capsys):
     assert not stand.output.exists()
 
 
-def test_gpu_hours_where_there_are_gpus(study, tmp_path):
-    recipe = study["recipe"].read_recipe(FOLDER / "recipes" / "sc24.yaml")
-    table = study["listing"].dry_run(recipe, tmp_path).splitlines()
+def test_gpu_hours_where_there_are_gpus(tmp_path):
+    recipe = read_recipe(FOLDER / "recipes" / "sc24.yaml")
+    table = dry_run(recipe, tmp_path).splitlines()
     assert table[2].endswith("GPU hours") and int(table[-1].split()[-1].replace(",", "")) > 1000
 
 
@@ -289,14 +295,13 @@ def test_bad_recipes_end_before_anything_starts(stand, capsys, old, new, message
     assert not stand.output.exists()
 
 
-def test_a_recipe_that_is_not_there(study, capsys):
-    assert study["study"].main(["nowhere"]) == 2
+def test_a_recipe_that_is_not_there(capsys):
+    assert main(["nowhere"]) == 2
     assert "nowhere is no file and none of the recipes that come with the study: cpu.yaml" in capsys.readouterr().err
-    assert study["study"].find("cpu") == study["study"].find("cpu.yaml") == FOLDER / "recipes" / "cpu.yaml"
+    assert find("cpu") == find("cpu.yaml") == FOLDER / "recipes" / "cpu.yaml"
 
 
 def test_missing_packages_and_a_full_disk_are_said_first(stand, capsys, monkeypatch):
-    checks = stand.study["checks"]
     known = checks.find_spec
     monkeypatch.setattr(checks, "find_spec", lambda name: None if name in ("matplotlib", "jinja2") else known(name))
     assert stand.call() == (2, [])
@@ -312,9 +317,9 @@ def test_missing_packages_and_a_full_disk_are_said_first(stand, capsys, monkeypa
     assert "has 1 kB free: give --output a place on another disk" in printed.err
 
 
-def test_a_study_for_a_cluster_is_not_begun_here(study, tmp_path, capsys, monkeypatch):
+def test_a_study_for_a_cluster_is_not_begun_here(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert study["study"].main(["sc24", "--output", str(tmp_path / "out")]) == 2
+    assert main(["sc24", "--output", str(tmp_path / "out")]) == 2
     printed = capsys.readouterr().err
     assert "sc24.yaml is for frontier: it has steps of 256 ranks, but there are 4 GPUs here; --slurm" in printed
     assert not (tmp_path / "out").exists()
@@ -364,46 +369,62 @@ def test_steps_have_locks_of_their_own(stand, capsys):
     assert stand.call("--step", "nothing") == (2, [])
 
 
-def test_launch_files(study, tmp_path):
-    recipe = study["recipe"].read_recipe(write_smoke(tmp_path))
-    steps = {step.name: step for step in study["steps"].steps_of(recipe, tmp_path)}
-    file = study["work"].write_launch_file(recipe, tmp_path, steps["train-0.05M-ordinary-s0"])
+def test_launch_files(tmp_path):
+    recipe = read_recipe(write_smoke(tmp_path))
+    steps = {step.name: step for step in steps_of(recipe, tmp_path)}
+    file = write_launch_file(recipe, tmp_path, steps["train-0.05M-ordinary-s0"])
     assert file == tmp_path / "grids" / "2_x2.yaml"
     shipped = FOLDER.parent / "grids" / "cpu_2_x2.yaml"
     assert yaml.safe_load(file.read_text()) == yaml.safe_load(shipped.read_text())
-    other = study["work"].write_launch_file(recipe, tmp_path, steps["train-0.05M-ordinary-s0-z2x2"])
+    other = write_launch_file(recipe, tmp_path, steps["train-0.05M-ordinary-s0-z2x2"])
     content = yaml.safe_load(other.read_text())
     assert other.name == "4_z2_x2.yaml" and content["num_processes"] == 4
     assert content["axonn_config"]["grid"] == {"data": 1, "z": 2, "y": 1, "x": 2}
 
 
-def test_launch_files_for_a_cluster(study, tmp_path, monkeypatch):
-    recipe = study["recipe"].read_recipe(FOLDER / "recipes" / "sc24.yaml")
-    step = next(step for step in study["steps"].steps_of(recipe, tmp_path) if step.kind == "train")
-    content = yaml.safe_load(study["work"].write_launch_file(recipe, tmp_path, step).read_text())
+def test_launch_files_for_a_cluster(tmp_path, monkeypatch):
+    recipe = read_recipe(FOLDER / "recipes" / "sc24.yaml")
+    step = next(step for step in steps_of(recipe, tmp_path) if step.kind == "train")
+    content = yaml.safe_load(write_launch_file(recipe, tmp_path, step).read_text())
     assert content["use_cpu"] is False and content["mixed_precision"] == "bf16"
     assert math.prod(content["axonn_config"]["grid"].values()) == content["num_processes"] == step.processes
     assert AxonnConfig.from_mapping(content["axonn_config"]).grid.size == step.processes
-    monkeypatch.setattr(study["work"], "planned", lambda *_: SimpleNamespace(order=("z", "x", "data", "y")))
-    file = study["work"].write_launch_file(recipe, tmp_path, step)
+    monkeypatch.setattr(work, "planned", lambda *_: SimpleNamespace(order=("z", "x", "data", "y")))
+    file = write_launch_file(recipe, tmp_path, step)
     assert "zxdatay" in file.name
     assert yaml.safe_load(file.read_text())["axonn_config"]["order"] == ["z", "x", "data", "y"]
 
 
-def test_the_environment_of_programs(study, tmp_path, monkeypatch):
-    recipe = study["recipe"].read_recipe(write_smoke(tmp_path))
+def test_the_environment_of_programs(tmp_path, monkeypatch):
+    recipe = read_recipe(write_smoke(tmp_path))
     for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
-    found = study["work"].environment(recipe, processes=2)
+    found = environment(recipe, processes=2)
     assert found == {"OMP_NUM_THREADS": "4", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    assert study["work"].environment(recipe, processes=16)["OMP_NUM_THREADS"] == "1"
+    assert environment(recipe, processes=16)["OMP_NUM_THREADS"] == "1"
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert "OMP_NUM_THREADS" not in study["work"].environment(recipe, processes=2)
+    assert "OMP_NUM_THREADS" not in environment(recipe, processes=2)
 
 
-def test_ranks_that_a_killed_launch_left_are_ended(study):
-    words = ("train.py", "run", "--output", "/a place")
+def test_the_commit_is_that_of_these_files_and_not_of_what_is_around_them(tmp_path, monkeypatch):
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=nobody", "-c", "user.email=nobody@example.org")
+        subprocess.run(["git", "-C", str(tmp_path), *who, *words], check=True, capture_output=True)
+
+    for name in ("tracked.py", "installed.py"):
+        (tmp_path / name).touch()
+    git("init")
+    git("add", "tracked.py")
+    git("commit", "--message", "first")
+    monkeypatch.setattr(work, "__file__", str(tmp_path / "tracked.py"))
+    assert work.made_with()["commit"]
+    monkeypatch.setattr(work, "__file__", str(tmp_path / "installed.py"))
+    assert work.made_with()["commit"] is None
+
+
+def test_ranks_that_a_killed_launch_left_are_ended():
+    words = ("on_ranks.py", "run", "--output", "/a place")
     left, other = (
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *end], start_new_session=True)
         for end in (words, (*words[:-1], "/another"))
@@ -411,7 +432,7 @@ def test_ranks_that_a_killed_launch_left_are_ended(study):
     try:
         while sys.executable not in psutil.Process(left.pid).cmdline():  # it has begun
             time.sleep(0.01)
-        study["work"].end_left_over(SimpleNamespace(name="train", command=words))
+        end_left_over(SimpleNamespace(name="train", command=words))
         assert not psutil.pid_exists(left.pid) and other.poll() is None
     finally:
         left.kill()

@@ -1,4 +1,4 @@
-"""training_scripts/study/page.py, sentences.py and claims.py: what a report says is what was measured."""
+"""training_scripts/study/report: what a report says is what was measured."""
 
 import csv
 import json
@@ -9,11 +9,17 @@ from html.parser import HTMLParser
 import pytest
 from markdown_it import MarkdownIt
 
+from hf_axonn_scripts.study.findings.findings import measure
+from hf_axonn_scripts.study.findings.results import read_study
+from hf_axonn_scripts.study.report import claims, tables
+from hf_axonn_scripts.study.report.page import html, markdown, write_report
+from hf_axonn_scripts.study.report.sentences import opening
+from hf_axonn_scripts.study.report.wording import fullest
 from tests.study.planted import SETTINGS, Plan, plant
 
 
 @pytest.fixture(scope="module")
-def reported(study, tmp_path_factory):
+def reported(tmp_path_factory):
     """A study that is not complete, and its report."""
     output = tmp_path_factory.mktemp("planted")
     plan = Plan(
@@ -23,7 +29,7 @@ def reported(study, tmp_path_factory):
         grid=True,
         left_out=("train-XL-k4-s2",),
     )
-    recipe = plant(plan, study, output)
+    recipe = plant(plan, output)
     stamp = {"seconds": 12.5, "processes": 2, "grid": {"x": 2}, "hf_axonn": "1", "commit": "abc1234", "ended": "today"}
     (output / ".stamps").mkdir()
     (output / ".stamps" / "train-XS-k4-s0.json").write_text(json.dumps(stamp))
@@ -37,7 +43,7 @@ def reported(study, tmp_path_factory):
     }
     (output / "utility").mkdir()
     (output / "utility" / "XS.json").write_text(json.dumps(utility))
-    study["page"].write_report(recipe, output)
+    write_report(recipe, output)
     return recipe, output
 
 
@@ -99,8 +105,8 @@ def test_what_is_missing_is_on_both_pages(reported):
             assert re.search(re.escape(step) + r"\W{0,3}\(not done", text), step
 
 
-def test_the_opening_has_the_numbers_of_the_tables(study, content):
-    said = " ".join(study["sentences"].opening(content))
+def test_the_opening_has_the_numbers_of_the_tables(content):
+    said = " ".join(opening(content))
     cell = next(
         row for row in content["cells"] if (row["model"], row["loss"], row["bucket"]) == ("XL", "ordinary", 16)
     )
@@ -116,8 +122,8 @@ def test_the_opening_has_the_numbers_of_the_tables(study, content):
     assert "first 16 tokens of every passage and asked for the next 16" in said
 
 
-def test_verdicts_follow_the_planted_effects(study, content):
-    verdicts = {claim.question: claim.verdict for claim in study["claims"].claims(content)}
+def test_verdicts_follow_the_planted_effects(content):
+    verdicts = {claim.question: claim.verdict for claim in claims.claims(content)}
     assert verdicts["Does memorization grow with size?"].startswith("as reported")
     assert verdicts["Does memorization grow with repetition?"] == "as reported, but not on a straight line"
     assert verdicts["Do small models stay near the control?"] == "otherwise"
@@ -131,26 +137,26 @@ def test_verdicts_follow_the_planted_effects(study, content):
     ("signs", "verdict"),
     [([1, 1], "as reported"), ([1, 0], "not decided"), ([-1, 1], "not decided"), ([-1, -1, 1], "otherwise")],
 )
-def test_a_verdict_on_several_models(study, signs, verdict):
-    assert study["claims"]._of_all(signs) == verdict
+def test_a_verdict_on_several_models(signs, verdict):
+    assert claims._of_all(signs) == verdict
 
 
-def test_copies_are_removed_where_an_interval_shows_it(study, content):
+def test_copies_are_removed_where_an_interval_shows_it(content):
     def verdict(high):
         rows = [{**row, "verbatim_difference": {**row["verbatim_difference"], "high": high}} for row in goldfish]
-        found = study["claims"].claims({**content, "goldfish": rows})
+        found = claims.claims({**content, "goldfish": rows})
         return next(claim.verdict for claim in found if claim.question == "Does goldfish remove copies?")
 
     goldfish = content["goldfish"]
     assert (verdict(-0.1), verdict(0.1), verdict(None)) == ("as reported", "not decided", "not decided")
 
 
-def report_of(study, tmp_path, plan):
-    recipe = plant(plan, study, tmp_path)
-    return study["findings"].measure(study["results"].read_study(recipe, tmp_path))
+def report_of(tmp_path, plan):
+    recipe = plant(plan, tmp_path)
+    return measure(read_study(recipe, tmp_path))
 
 
-def test_verdicts_turn_with_the_effects(study, tmp_path):
+def test_verdicts_turn_with_the_effects(tmp_path):
     """Memorization that falls with size, copies that goldfish keeps, a random loss that protects."""
     plan = Plan(
         models=("XS", "M", "XL"),
@@ -160,52 +166,51 @@ def test_verdicts_turn_with_the_effects(study, tmp_path):
         gain=lambda parameters, bucket: 150.0 / len(str(parameters)) * (bucket > 0),
         dropped=False,
     )
-    content = report_of(study, tmp_path, plan)
-    claims = {claim.question: claim for claim in study["claims"].claims(content)}
-    verdicts = {question: claim.verdict for question, claim in claims.items()}
+    content = report_of(tmp_path, plan)
+    found = {claim.question: claim for claim in claims.claims(content)}
+    verdicts = {question: claim.verdict for question, claim in found.items()}
     assert verdicts["Does memorization grow with size?"] == "otherwise"
     assert verdicts["Does goldfish remove copies?"] == "otherwise"
-    assert "XS k4" in claims["Does goldfish remove copies?"].seen
+    assert "XS k4" in found["Does goldfish remove copies?"].seen
     assert verdicts["Does leaving out at random protect?"] == "otherwise"
     assert verdicts["Are dropped tokens not learnt?"] == "not decided"
-    assert "that gain falls" in " ".join(study["sentences"].opening(content))
+    assert "that gain falls" in " ".join(opening(content))
 
 
-def test_nothing_memorized_decides_nothing(study, tmp_path):
+def test_nothing_memorized_decides_nothing(tmp_path):
     nothing = {"gain": lambda size, bucket: 0.0, "calm": 20}
     plan = Plan(models=("XS", "M", "XL"), losses=("ordinary", "k4"), articles=8, **nothing)
-    content = report_of(study, tmp_path / "few", plan)
-    verdicts = {claim.question: claim.verdict for claim in study["claims"].claims(content)}
+    content = report_of(tmp_path / "few", plan)
+    verdicts = {claim.question: claim.verdict for claim in claims.claims(content)}
     assert verdicts["Do small models stay near the control?"] == "not decided"  # 0 of 8 may be a third
     assert verdicts["Does goldfish remove copies?"] == "not decided"
     assert verdicts["Does memorization grow with repetition?"] == "not decided"
     plan = Plan(models=("XS",), losses=("ordinary",), seeds=(0,), articles=40, **nothing)
-    content = report_of(study, tmp_path / "many", plan)
-    verdicts = {claim.question: claim.verdict for claim in study["claims"].claims(content)}
+    content = report_of(tmp_path / "many", plan)
+    verdicts = {claim.question: claim.verdict for claim in claims.claims(content)}
     assert verdicts["Do small models stay near the control?"] == "as reported"
 
 
-def test_losses_are_compared_in_the_largest_model_that_has_most_of_them(study):
+def test_losses_are_compared_in_the_largest_model_that_has_most_of_them():
     models = [{"model": name, "apart": name == "apart"} for name in ("small", "middle", "large", "apart")]
     losses = {"small": "abc", "middle": "abc", "large": "ab", "apart": "abcd"}
     cells = [{"model": name, "loss": loss} for name, some in losses.items() for loss in some]
-    fullest = study["wording"].fullest
     assert fullest({"models": models, "cells": cells}) == "middle"
     assert fullest({"models": [], "cells": []}) == ""
 
 
-def test_tables_are_those_of_the_page_and_of_markdown(study, reported, content):
+def test_tables_are_those_of_the_page_and_of_markdown(reported, content):
     html, markdown = texts(reported)
-    tables = study["study_tables"].tables(content)
-    names = [table.title for table in tables]
+    made = tables.tables(content)
+    names = [table.title for table in made]
     assert "Memorization by size, loss and repetitions" in names and "What is missing" in names
     assert "Goldfish beside the ordinary loss" in names and "The same run on another grid" in names
     rendered = MarkdownIt("commonmark").enable("table").render(markdown)
-    for table in tables:
+    for table in made:
         assert all(len(row) == len(table.headings) for row in table.rows), table.title
         assert f"<caption>{table.title}</caption>" in html and f"<h2>{table.title}</h2>" in rendered
     assert rendered.count("<table>") == html.count("<table>")
-    utility = next(table for table in tables if table.title.startswith("What it costs"))
+    utility = next(table for table in made if table.title.startswith("What it costs"))
     assert ["XS", "k4-s0", "5.200 [5.100, 5.300]", "-", "-", "-", "+0.013 [+0.010, +0.015]", "-", "-"] in utility.rows
     assert "lm_eval is not installed" in utility.note
 
@@ -218,44 +223,44 @@ def test_steps_say_what_they_were_made_with(reported, content):
     assert not re.search(r"/(tmp|home|root)/", json.dumps(content))
 
 
-def test_names_cannot_act(study, tmp_path):
+def test_names_cannot_act(tmp_path):
     evil = '<img src=x onerror="alert(1)">|`*'
     plan = Plan(models=("XS", "M"), losses=("ordinary", "k4"), seeds=(0,))
-    recipe = plant(plan, study, tmp_path)
-    content = study["findings"].measure(study["results"].read_study(recipe, tmp_path))
+    recipe = plant(plan, tmp_path)
+    content = measure(read_study(recipe, tmp_path))
     changed = json.loads(json.dumps(content).replace('"XS"', json.dumps(evil)))
     recipe = replace(recipe, name=evil, deviations=(evil,))
     made = {"recipe": evil, "steps": {}, "versions": {}, "machine": {}, "seconds": 0, "sources": {evil: evil}}
-    page = study["page"].html(changed, recipe, made, figures={})
+    page = html(changed, recipe, made, figures={})
     found = Page(page)
     assert not [tag for tag, _ in found.tags if tag in ("img", "script")] and found.open == []
     assert evil in " ".join(found.text)
-    rendered = MarkdownIt("commonmark").enable("table").render(study["page"].markdown(changed, recipe, made))
+    rendered = MarkdownIt("commonmark").enable("table").render(markdown(changed, recipe, made))
     assert not [tag for tag, attributes in Page(rendered).tags if tag == "img"]
     assert rendered.count("<table>") == page.count("<table>")
     assert evil in "".join(Page(rendered).text)
 
 
-def test_a_study_without_any_run_has_a_page(study, tmp_path):
-    recipe = plant(Plan(models=("XS",), losses=("ordinary",), seeds=(0,)), study, tmp_path / "there")
-    study["page"].write_report(recipe, tmp_path / "empty")
+def test_a_study_without_any_run_has_a_page(tmp_path):
+    recipe = plant(Plan(models=("XS",), losses=("ordinary",), seeds=(0,)), tmp_path / "there")
+    write_report(recipe, tmp_path / "empty")
     page = (tmp_path / "empty" / "report" / "study.html").read_text()
     assert "No run of the study is done yet" in page and "There is nothing to draw yet" in page
     assert "train-XS-ordinary-s0" in page and page.count("not measured") >= 8
 
 
-def test_the_report_of_a_pilot_and_of_base_losses(study, tmp_path):
+def test_the_report_of_a_pilot_and_of_base_losses(tmp_path):
     plan = Plan(models=("XS", "M"), losses=("ordinary", "k4"), seeds=(0,), chosen=8)
-    recipe = replace(plant(plan, study, tmp_path), base_losses=(("XS", "k4"),))
+    recipe = replace(plant(plan, tmp_path), base_losses=(("XS", "k4"),))
     for name, steps, rise in (("XS", 4, 0.0), ("XS-k4", 4, 0.3)):
         history = [{"step": step, "eval_loss": 6 - step + rise} for step in range(steps + 1)]
         history += [{"step": step, "goldfish_dropped_fraction": 0.25 if rise else 0.0} for step in range(1, steps + 1)]
         (tmp_path / "base" / name).mkdir(parents=True)
         (tmp_path / "base" / name / "trainer_state.json").write_text(json.dumps({"log_history": history}))
-    content = study["findings"].measure(study["results"].read_study(recipe, tmp_path))
-    tables = {table.title: table for table in study["study_tables"].tables(content)}
-    assert [row[-1] for row in tables["The pilot"].rows] == ["chosen", ""]
-    assert tables["Tokens for the same held-out loss"].rows
-    claim = next(one for one in study["claims"].claims(content) if one.question == "What does goldfish cost?")
+    content = measure(read_study(recipe, tmp_path))
+    made = {table.title: table for table in tables.tables(content)}
+    assert [row[-1] for row in made["The pilot"].rows] == ["chosen", ""]
+    assert made["Tokens for the same held-out loss"].rows
+    claim = next(one for one in claims.claims(content) if one.question == "What does goldfish cost?")
     assert "XS k4" in claim.seen and "supervised" in claim.seen and claim.verdict == "not decided"
     assert SETTINGS["k4"]["goldfish_k"] == 4 and "1.33" in claim.seen

@@ -1,4 +1,4 @@
-"""training_scripts/study: passages, their buckets, the order of training, and what models are asked."""
+"""training_scripts/study/data: passages, their buckets, the order of training, and what models are asked."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from hf_axonn_scripts.study.data import passages
+from hf_axonn_scripts.study.data.passages import Data, write_data
+from hf_axonn_scripts.study.data.placing import Known, Span, place
+from hf_axonn_scripts.study.data.texts import train_tokenizer
+from hf_axonn_scripts.study.recipe.definition import Documents, Evaluation, Model, Pilot, Run, Texts
 from tests.study.made_up import lines, prose, read, recipe_of, write_lines
 
-
-pytest.importorskip("datasets", reason="the study needs the extra `demo`")
 
 BUCKETS = (0, 1, 4)
 
@@ -30,11 +33,11 @@ def write_texts(output: Path, **changes: list[dict]) -> None:
 
 
 @pytest.fixture(scope="module")
-def tokenizer_folder(study, tmp_path_factory) -> Path:
+def tokenizer_folder(tmp_path_factory) -> Path:
     """A study's tokenizer, trained once."""
     output = tmp_path_factory.mktemp("tokenizer")
     write_texts(output)
-    study["texts"].train_tokenizer(recipe_of(study), output)
+    train_tokenizer(recipe_of(), output)
     return output / "tokenizer"
 
 
@@ -52,13 +55,13 @@ def tokenizer(tokenizer_folder):
     return AutoTokenizer.from_pretrained(tokenizer_folder)
 
 
-def written(study, output: Path, recipe=None, name: str = "study") -> Path:
-    study["passages"].write_data(recipe or recipe_of(study), output, name)
+def written(output: Path, recipe=None, name: str = "study") -> Path:
+    write_data(recipe or recipe_of(), output, name)
     return output / "data" / name
 
 
-def test_every_article_gives_one_passage_for_each_bucket(study, output, tokenizer):
-    data = written(study, output)
+def test_every_article_gives_one_passage_for_each_bucket(output, tokenizer):
+    data = written(output)
     passages = lines(data / "passages.jsonl")
     texts = {row["id"]: row["text"] for row in read(output, "articles")}
     assert [row["id"] for row in passages] == [f"A{article}#{number}" for article in range(8) for number in range(3)]
@@ -76,8 +79,8 @@ def test_every_article_gives_one_passage_for_each_bucket(study, output, tokenize
     assert (about["prefix"], about["longest_suffix"], about["runs_in_two"]) == (16, 8, 0)
 
 
-def test_rows_are_one_document_behind_the_other(study, output, tokenizer):
-    data = written(study, output)
+def test_rows_are_one_document_behind_the_other(output, tokenizer):
+    data = written(output)
     for name, tokens in (("base", 6000), ("held_out", 500)):
         rows = [row["input_ids"] for row in lines(data / f"{name}.jsonl")]
         assert {len(row) for row in rows} == {32} and len(rows) == tokens // 32
@@ -85,10 +88,10 @@ def test_rows_are_one_document_behind_the_other(study, output, tokenizer):
         assert sum(rows, []) == sum(documents, [])[: len(rows) * 32]
 
 
-def test_seeds_rotate_the_passages_through_the_buckets(study, output):
+def test_seeds_rotate_the_passages_through_the_buckets(output):
     from hf_axonn_eval import read_about, read_samples
 
-    data = written(study, output)
+    data = written(output)
     passages = {row["id"]: row for row in lines(data / "passages.jsonl")}
     seen = Counter()
     for seed in (0, 1, 2):
@@ -109,10 +112,10 @@ def test_seeds_rotate_the_passages_through_the_buckets(study, output):
     assert set(seen.values()) == {1} and len(seen) == 24 * 3
 
 
-def test_pages_are_in_one_bucket_each(study, output):
+def test_pages_are_in_one_bucket_each(output):
     """per_article=1, as in the publications: from the beginning of the page, over seeds in every bucket."""
-    documents = study["recipe"].Documents(buckets=BUCKETS, per_bucket=3, length=100, suffix=8, per_article=1)
-    data = written(study, output, recipe_of(study, documents=documents))
+    documents = Documents(buckets=BUCKETS, per_bucket=3, length=100, suffix=8, per_article=1)
+    data = written(output, recipe_of(documents=documents))
     passages = lines(data / "passages.jsonl")
     assert [(row["id"], row["start"]) for row in passages] == [(f"A{number}#0", 0) for number in range(9)]
     dealt = [
@@ -122,9 +125,9 @@ def test_pages_are_in_one_bucket_each(study, output):
     assert all({buckets[row["id"]] for buckets in dealt} == set(BUCKETS) for row in passages)
 
 
-def test_training_is_in_the_order_of_the_file(study, output, tokenizer):
-    recipe = recipe_of(study, warm_up_sequences=8, evaluation=study["recipe"].Evaluation(canaries=4))
-    data = written(study, output, recipe)
+def test_training_is_in_the_order_of_the_file(output, tokenizer):
+    recipe = recipe_of(warm_up_sequences=8, evaluation=Evaluation(canaries=4))
+    data = written(output, recipe)
     passages = {row["id"]: row["input_ids"] for row in lines(data / "passages.jsonl")}
     canaries = json.loads((data / "canaries" / "canaries.json").read_text())
     insertions = {canary["canary_id"]: canary["insertions"] for canary in canaries["canaries"]}
@@ -167,13 +170,13 @@ def test_training_is_in_the_order_of_the_file(study, output, tokenizer):
     assert warm_up[0] != warm_up[1] != warm_up[2]
 
     before = {file.name: file.read_bytes() for file in data.rglob("*.json*")}
-    written(study, output, recipe)
+    written(output, recipe)
     assert {file.name: file.read_bytes() for file in data.rglob("*.json*")} == before
 
 
-def test_planted_copies_are_found(study, output):
+def test_planted_copies_are_found(output):
     """13 tokens of a passage in a base or held-out document take the document away, and 12 do not."""
-    first = written(study, output)
+    first = written(output)
     texts = {row["id"]: row["text"] for row in read(output, "articles")}
     passages = lines(first / "passages.jsonl")
     before = json.loads((first / "data.json").read_text())
@@ -184,7 +187,7 @@ def test_planted_copies_are_found(study, output):
     base[3]["text"] = prose(901, 300) + "\n\n" + copied + "\n\n" + prose(902, 300)
     held_out[1]["text"] = copied + " " + prose(903, 300)
     write_texts(output, base=base, held_out=held_out)
-    second = written(study, output)
+    second = written(output)
     after = json.loads((second / "data.json").read_text())
     assert lines(second / "passages.jsonl") == passages
     assert after["base"]["left_out"] == 1 and after["held_out"]["left_out"] == 1
@@ -194,17 +197,17 @@ def test_planted_copies_are_found(study, output):
         assert not any(tuple(stream[start : start + 13]) in runs for start in range(len(stream)))
 
 
-def test_thirteen_tokens_are_the_bound(study):
-    known = study["placing"].Known([list(range(100, 124))])
+def test_thirteen_tokens_are_the_bound():
+    known = Known([list(range(100, 124))])
     for start in (0, 5, 11):
         assert known.shares([1, 2, *range(100 + start, 113 + start), 3])
         assert not known.shares([1, 2, *range(100 + start, 112 + start), 3])
     assert not known.shares([]) and not known.shares([1])
-    assert not study["placing"].Known([]).shares(list(range(20)))
-    assert study["placing"].Known([list(range(20)), list(range(6, 30))]).repeated == 2
+    assert not Known([]).shares(list(range(20)))
+    assert Known([list(range(20)), list(range(6, 30))]).repeated == 2
 
 
-def test_passages_that_share_text_are_moved_or_their_article_left_out(study, output, tokenizer):
+def test_passages_that_share_text_are_moved_or_their_article_left_out(output, tokenizer):
     """A copied paragraph moves the passage; an article that is a copy as a whole is left out."""
     articles = read(output, "articles")
     paragraphs = [prose(300 + number, 100).split("\n\n")[0] for number in range(14)]
@@ -212,7 +215,7 @@ def test_passages_that_share_text_are_moved_or_their_article_left_out(study, out
     articles[4]["text"] = "\n\n".join([paragraphs[0], *paragraphs[8:14]])
     articles[6]["text"] = f"{paragraphs[13][:50]} " * 20  # the same wherever a passage begins
     write_texts(output, articles=articles)
-    data = written(study, output)
+    data = written(output)
     passages = lines(data / "passages.jsonl")
     about = json.loads((data / "data.json").read_text())["passages"]
     assert about["articles_left_out"] == {"too_short": [], "shared": ["A6"]} and about["moved"] >= 1
@@ -228,10 +231,10 @@ def test_passages_that_share_text_are_moved_or_their_article_left_out(study, out
     assert max(runs.values()) == 1
 
 
-def test_few_articles_give_more_passages_each(study, output, capsys):
+def test_few_articles_give_more_passages_each(output, capsys):
     articles = [{"id": f"A{number}", "text": prose(number, 3000)} for number in range(5)]
     write_texts(output, articles=articles)
-    data = written(study, output)
+    data = written(output)
     assert "4 articles give 6 passages each" in capsys.readouterr().out
     passages = lines(data / "passages.jsonl")
     for name in ("A0", "A1", "A2", "A3"):
@@ -244,39 +247,37 @@ def test_few_articles_give_more_passages_each(study, output, capsys):
             assert Counter(buckets) == {0: 2, 1: 2, 4: 2}
 
 
-def test_too_little_text_is_said_in_numbers(study, output):
-    recipe = study["recipe"]
+def test_too_little_text_is_said_in_numbers(output):
     with pytest.raises(
         ValueError, match=r"base_tokens asks for 90,000 tokens, but texts/base.jsonl has \d\d,\d{3} in rows"
     ):
-        written(study, output, recipe_of(study, texts=recipe.Texts(base_tokens=90_000, held_out_tokens=100)))
+        written(output, recipe_of(texts=Texts(base_tokens=90_000, held_out_tokens=100)))
     with pytest.raises(ValueError, match="held_out_tokens asks for 9,000 tokens"):
-        written(study, output, recipe_of(study, texts=recipe.Texts(base_tokens=1000, held_out_tokens=9000)))
+        written(output, recipe_of(texts=Texts(base_tokens=1000, held_out_tokens=9000)))
     tried = r"8 articles with 3: 0 are \(10 too short, 0 share text with others\); 4 articles with 6"
     asked = "8 passages of 300 tokens in each of 3 buckets cannot be taken from 10 articles"
     with pytest.raises(ValueError, match=rf"{asked} \({tried}"):
-        documents = recipe.Documents(buckets=BUCKETS, per_bucket=8, length=300, suffix=8)
-        written(study, output, recipe_of(study, documents=documents))
+        documents = Documents(buckets=BUCKETS, per_bucket=8, length=300, suffix=8)
+        written(output, recipe_of(documents=documents))
     with pytest.raises(ValueError, match="warm_up_sequences is 6, no multiple of batch_sequences=4"):
-        written(study, output, recipe_of(study, warm_up_sequences=6))
+        written(output, recipe_of(warm_up_sequences=6))
     with pytest.raises(ValueError, match="need 4,000 rows of base text of 24 tokens, but texts/base.jsonl gives"):
-        written(study, output, recipe_of(study, warm_up_sequences=4000))
+        written(output, recipe_of(warm_up_sequences=4000))
     with pytest.raises(ValueError, match=r"a canary has \d+ tokens, but documents have 8"):
-        documents = recipe.Documents(buckets=BUCKETS, per_bucket=8, length=8, suffix=4)
-        written(study, output, recipe_of(study, documents=documents, evaluation=recipe.Evaluation(canaries=3)))
+        documents = Documents(buckets=BUCKETS, per_bucket=8, length=8, suffix=4)
+        written(output, recipe_of(documents=documents, evaluation=Evaluation(canaries=3)))
     with pytest.raises(ValueError, match="documents have no `suffix`, and there is no pilot"):
-        documents = recipe.Documents(buckets=BUCKETS, per_bucket=8, length=24)
-        written(study, output, recipe_of(study, documents=documents))
+        documents = Documents(buckets=BUCKETS, per_bucket=8, length=24)
+        written(output, recipe_of(documents=documents))
     with pytest.raises(ValueError, match="no model of small.yaml has the tokenizer other"):
-        written(study, output, name="other")
+        written(output, name="other")
 
 
-def test_the_pilot_has_two_buckets_and_the_longest_suffix(study, output):
-    recipe = study["recipe"]
-    pilot = recipe.Pilot(model="tiny", learning_rates=(1e-3,), suffixes=(4, 10))
-    documents = recipe.Documents(buckets=BUCKETS, per_bucket=8, length=24)
-    evaluation = recipe.Evaluation(canaries=3)
-    data = written(study, output, recipe_of(study, documents=documents, pilot=pilot, evaluation=evaluation))
+def test_the_pilot_has_two_buckets_and_the_longest_suffix(output):
+    pilot = Pilot(model="tiny", learning_rates=(1e-3,), suffixes=(4, 10))
+    documents = Documents(buckets=BUCKETS, per_bucket=8, length=24)
+    evaluation = Evaluation(canaries=3)
+    data = written(output, recipe_of(documents=documents, pilot=pilot, evaluation=evaluation))
     assert {len(row["suffix"]) for row in lines(data / "samples-s0.jsonl")} == {10}
     rows, samples = lines(data / "train-s3.jsonl"), lines(data / "samples-s3.jsonl")
     assert Counter(row["bucket"] for row in rows) == {4: 32}
@@ -284,39 +285,37 @@ def test_the_pilot_has_two_buckets_and_the_longest_suffix(study, output):
     assert not (data / "train-s4.jsonl").exists()
 
 
-def test_a_published_way_of_asking(study, output, monkeypatch):
+def test_a_published_way_of_asking(output, monkeypatch):
     """Where to cut, and what stands beside the samples, are the protocol's; one that cannot be ends with numbers."""
     from hf_axonn_eval import protocol, read_about
 
-    passages = study["passages"]
     small = protocol("sc24", max_tokens=24, min_document_tokens=24, suffix_length=8)
     other = protocol("goldfish", max_tokens=24, suffix_length=5)
     monkeypatch.setattr(passages, "protocol", {"sc24": small, "goldfish": other}.__getitem__)
-    data = written(study, output, recipe_of(study, evaluation=study["recipe"].Evaluation(protocol="sc24")))
+    data = written(output, recipe_of(evaluation=Evaluation(protocol="sc24")))
     about = read_about(data / "samples-s0.jsonl")
     assert about["protocol"]["name"] == "sc24" and about["extract"] == {"generate": True}
     assert about["protocol"]["samples"]["suffix_tokens"] == {"least": 8, "most": 8}
     with pytest.raises(
         ValueError, match=r"goldfish makes 24 samples with suffixes of \[5\] tokens of 24 passages of 24"
     ):
-        written(study, output, recipe_of(study, evaluation=study["recipe"].Evaluation(protocol="goldfish")))
+        written(output, recipe_of(evaluation=Evaluation(protocol="goldfish")))
 
 
-def test_another_tokenizer_has_the_same_characters(study, output, tokenizer, tmp_path_factory):
+def test_another_tokenizer_has_the_same_characters(output, tokenizer, tmp_path_factory):
     """A model that comes trained: its own tokens from the same places on, of the first articles."""
     from transformers import AutoTokenizer
 
-    recipe = study["recipe"]
     other = tmp_path_factory.mktemp("other")
     write_texts(other)
-    study["texts"].train_tokenizer(recipe_of(study, vocabulary=300), other)
+    train_tokenizer(recipe_of(vocabulary=300), other)
     models = (
-        recipe.Model(name="tiny", config={"hidden_size": 16}, processes=1),
-        recipe.Model(name="large", checkpoint=str(other / "tokenizer"), per_bucket=4, processes=1),
+        Model(name="tiny", config={"hidden_size": 16}, processes=1),
+        Model(name="large", checkpoint=str(other / "tokenizer"), per_bucket=4, processes=1),
     )
-    runs = (*recipe_of(study).runs, recipe.Run(model="large", loss="ordinary", seed=0))
-    both = recipe_of(study, models=models, runs=runs)
-    first, second = written(study, output, both), written(study, output, both, "large")
+    runs = (*recipe_of().runs, Run(model="large", loss="ordinary", seed=0))
+    both = recipe_of(models=models, runs=runs)
+    first, second = written(output, both), written(output, both, "large")
     own = AutoTokenizer.from_pretrained(other / "tokenizer")
     texts = {row["id"]: row["text"] for row in read(output, "articles")}
     passages = lines(second / "passages.jsonl")
@@ -337,20 +336,20 @@ def test_another_tokenizer_has_the_same_characters(study, output, tokenizer, tmp
     assert {len(row["input_ids"]) for row in lines(first / "held_out.jsonl")} == {32}
 
 
-def test_passages_stay_in_their_part_of_the_article(study):
+def test_passages_stay_in_their_part_of_the_article():
     """Also with tokens that are longer than prose has: 24 of 10 characters do not fit into a third of 690."""
     article = {"id": "A", "text": prose(0, 1200)[:690]}
-    found = study["placing"].place([article], Characters(10), per_article=3, length=24)
+    found = place([article], Characters(10), per_article=3, length=24)
     assert found.too_short == ["A"] and not found.spans and not found.shared
     article["text"] = prose(0, 1200)[:1000]
-    (spans,) = study["placing"].place([article], Characters(10), per_article=3, length=24).spans.values()
+    (spans,) = place([article], Characters(10), per_article=3, length=24).spans.values()
     assert [span.end <= 1000 * (number + 1) // 3 for number, span in enumerate(spans)] == [True] * 3
 
 
-def test_a_tokenizer_in_which_passages_reach_too_far_is_named(study, output):
-    data = study["passages"].Data(recipe_of(study), output, "study")
+def test_a_tokenizer_in_which_passages_reach_too_far_is_named(output):
+    data = Data(recipe_of(), output, "study")
     data.tokenizer = Characters(40)
-    text, spans = prose(0, 3000), [study["placing"].Span(start, start + 60, []) for start in (0, 900)]
+    text, spans = prose(0, 3000), [Span(start, start + 60, []) for start in (0, 900)]
     with pytest.raises(ValueError, match=r"24 tokens from character 0 of 'A0' on reach beyond character 900"):
         data._in_own_tokens("A0", text, spans)
     with pytest.raises(ValueError, match=r"24 tokens from character 900 of 'A0' on reach beyond character 1800"):

@@ -1,4 +1,4 @@
-"""training_scripts/study/pilot.py: what is counted, what is chosen, and a pilot from start to end."""
+"""training_scripts/study/training/pilot.py: what is counted, what is chosen, and a pilot from start to end."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ import json
 import pytest
 
 from hf_axonn import Grid
+from hf_axonn_scripts.study.recipe.definition import Pilot
+from hf_axonn_scripts.study.training.pilot import choose, count
 from tests.helpers.eval_support import result
 from tests.helpers.launching import assert_quiet
 from tests.study.small_study import SmallStudy
 
 
-pytest.importorskip("datasets", reason="the study needs the extra `demo`")
-
-
 @pytest.fixture(scope="module")
-def with_base(study, tmp_path_factory):
-    small = SmallStudy.made(study, tmp_path_factory.mktemp("pilot"))
+def with_base(tmp_path_factory):
+    small = SmallStudy.made(tmp_path_factory.mktemp("pilot"))
     assert_quiet(small.train("base"))
     return small
 
@@ -26,18 +25,18 @@ def row(rate, suffix, largest, none):
     return {"learning_rate": rate, "suffix": suffix, "largest": largest, "none": none, "held_out_loss": 5.0}
 
 
-def asked(study, **changes):
-    return study["recipe"].Pilot(model="tiny", learning_rates=(1e-3,), suffixes=(4, 8), **changes)
+def asked(**changes):
+    return Pilot(model="tiny", learning_rates=(1e-3,), suffixes=(4, 8), **changes)
 
 
-def test_a_shorter_suffix_is_the_first_tokens(study):
+def test_a_shorter_suffix_is_the_first_tokens():
     points = {4: (8, 5, 3, 8), 0: (0, 4, 1, 0), 1: (8,)}
     results = [
         result(f"{bucket}-{place}", bucket=bucket, divergence_point=point, suffix_length=8)
         for bucket, some in points.items()
         for place, point in enumerate(some)
     ]
-    assert study["pilot"].count(results, (3, 4, 8), largest=4) == [
+    assert count(results, (3, 4, 8), largest=4) == [
         {"suffix": 3, "largest": 1.0, "none": 0.25},
         {"suffix": 4, "largest": 0.75, "none": 0.25},
         {"suffix": 8, "largest": 0.5, "none": 0.0},
@@ -57,8 +56,8 @@ def test_a_shorter_suffix_is_the_first_tokens(study):
         ([row(2e-3, 8, 0.8, 0.0), row(1e-3, 8, 0.8, 0.0)], (1e-3, 8)),
     ],
 )
-def test_choice(study, tried, chosen):
-    found = study["pilot"].choose(tried, asked(study))
+def test_choice(tried, chosen):
+    found = choose(tried, asked())
     assert (found["learning_rate"], found["suffix"]) == chosen
 
 
@@ -70,9 +69,9 @@ def test_choice(study, tried, chosen):
         ([row(1e-3, 4, 0.9, 0.3), row(1e-3, 8, 0.1, 0.0)], "longer suffixes between them"),
     ],
 )
-def test_no_choice_shows_what_was_tried_and_what_to_change(study, tried, advice):
+def test_no_choice_shows_what_was_tried_and_what_to_change(tried, advice):
     with pytest.raises(ValueError, match="found no learning rate and suffix") as raised:
-        study["pilot"].choose(tried, asked(study))
+        choose(tried, asked())
     message = str(raised.value)
     assert advice in message and "Change `pilot` in the recipe" in message
     for one in tried:

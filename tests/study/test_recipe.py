@@ -1,4 +1,4 @@
-"""training_scripts/study/recipe.py: recipes as they are read, and where and why one is refused."""
+"""training_scripts/study/recipe/reader.py: recipes as they are read, and where and why one is refused."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from hf_axonn_scripts.study.recipe import cost
+from hf_axonn_scripts.study.recipe.reader import read_recipe
 from tests.study.conftest import FOLDER
 from tests.study.smoke import write_smoke
 
-
-pytest.importorskip("datasets", reason="the study needs the extra `demo`")
 
 RECIPES = FOLDER / "recipes"
 SMOLLM2_VOCABULARY = 49_152
@@ -22,8 +22,7 @@ def smoke(tmp_path_factory) -> Path:
     return write_smoke(tmp_path_factory.mktemp("smoke"))
 
 
-def test_cpu_has_five_sizes_a_factor_of_three_apart(study, cpu):
-    cost = study["cost"]
+def test_cpu_has_five_sizes_a_factor_of_three_apart(cpu):
     own = [model for model in cpu.models if model.config is not None]
     sizes = [cost.parameters_of(cost.shape_of(cpu, model)) for model in own]
     assert len(sizes) >= 5 and 0.25e6 < sizes[0] < 0.35e6 and 25e6 < sizes[-1] < 35e6
@@ -35,12 +34,11 @@ def test_cpu_has_five_sizes_a_factor_of_three_apart(study, cpu):
     assert [round(size / 1e6, 1 if size < 1e6 else 0) for size in sizes] == [0.3, 1, 3, 10, 31]
 
 
-def test_parameters_are_those_of_the_model(study, cpu):
+def test_parameters_are_those_of_the_model(cpu):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     model = cpu.model("0.3M")
     built = LlamaForCausalLM(LlamaConfig(**model.config, vocab_size=cpu.vocabulary))
-    cost = study["cost"]
     assert cost.parameters_of(cost.shape_of(cpu, model)) == sum(weight.numel() for weight in built.parameters())
 
 
@@ -62,10 +60,9 @@ def test_cpu_runs(cpu):
     assert cpu.documents.buckets == (0, 1, 2, 4, 8, 16) and cpu.documents.length == 128 and cpu.seeds == (0, 1, 2)
 
 
-def test_sc24_has_both_70b_and_its_own_protocol(study):
-    recipe = study["recipe"].read_recipe(RECIPES / "sc24.yaml")
+def test_sc24_has_both_70b_and_its_own_protocol():
+    recipe = read_recipe(RECIPES / "sc24.yaml")
     assert {"Llama-2-70B", "Llama-3.1-70B", "Llama-3.1-405B"} <= {model.name for model in recipe.models}
-    cost = study["cost"]
     sizes = {model.name: cost.parameters_of(cost.shape_of(recipe, model)) for model in recipe.models}
     # As the model cards have them.
     known = {
@@ -84,8 +81,8 @@ def test_sc24_has_both_70b_and_its_own_protocol(study):
 
 
 @pytest.mark.parametrize("name", ["goldfish", "goldfish-extreme"])
-def test_goldfish_has_every_k(study, name):
-    recipe = study["recipe"].read_recipe(RECIPES / f"{name}.yaml")
+def test_goldfish_has_every_k(name):
+    recipe = read_recipe(RECIPES / f"{name}.yaml")
     assert {loss["goldfish_k"] for loss in recipe.losses.values() if "goldfish_k" in loss} == {2, 3, 4, 8, 32}
     assert {run.loss for run in recipe.runs} == set(recipe.losses)
     # 204.8M tokens of pages, and 100 articles in 100 epochs.
@@ -93,20 +90,20 @@ def test_goldfish_has_every_k(study, name):
     assert tokens == {"goldfish": 204_800_000, "goldfish-extreme": 20_480_000}[name]
 
 
-def test_smoke_finds_the_files_beside_it(study, smoke):
-    recipe = study["recipe"].read_recipe(smoke)
+def test_smoke_finds_the_files_beside_it(smoke):
+    recipe = read_recipe(smoke)
     assert recipe.texts.articles == str((smoke.parent / "articles.jsonl").resolve())
     assert recipe.training["lr_scheduler_type"] == "constant" and recipe.path == smoke
     assert recipe.pilot.learning_rates == (3e-3,)  # written 3e-3, which YAML 1.1 calls a text
 
 
-def test_grids_may_be_left_to_the_planner(study, smoke):
+def test_grids_may_be_left_to_the_planner(smoke):
     text = smoke.read_text().replace("grid: {x: 2}", "grid: auto", 1)
     path = smoke.with_name("auto.yaml")
     path.write_text(text)
-    recipe = study["recipe"].read_recipe(path)
+    recipe = read_recipe(path)
     assert [model.grid for model in recipe.models] == [None, None]
-    assert study["cost"].grid_of(recipe, recipe.models[0]).as_dict() == {"data": 1, "z": 1, "y": 1, "x": 2}
+    assert cost.grid_of(recipe, recipe.models[0]).as_dict() == {"data": 1, "z": 1, "y": 1, "x": 2}
 
 
 GOOD = """\
@@ -297,24 +294,24 @@ ELSEWHERE = {
 }
 
 
-def refused(study, path: Path, text: str, message: str) -> int:
+def refused(path: Path, text: str, message: str) -> int:
     """The line that the error names."""
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        study["recipe"].read_recipe(path)
+        read_recipe(path)
     file, line, _ = str(caught.value).split(":", 2)
     assert file == str(path)
     return int(line)
 
 
-def test_the_recipe_that_cases_change_is_good(study, smoke):
+def test_the_recipe_that_cases_change_is_good(smoke):
     path = smoke.with_name("good.yaml")
     path.write_text(GOOD, encoding="utf-8")
-    assert len(study["recipe"].read_recipe(path).runs) == 5
+    assert len(read_recipe(path).runs) == 5
 
 
 @pytest.mark.parametrize(("old", "new", "message"), BAD, ids=[message[:60] for *_, message in BAD])
-def test_a_bad_recipe_is_refused_with_its_line(study, smoke, old, new, message):
+def test_a_bad_recipe_is_refused_with_its_line(smoke, old, new, message):
     assert GOOD.count(old) >= 1
     before, _, after = GOOD.partition(old)
     start = before + new.partition("|")[0] if "|" in new else before + new[: len(new) - len(new.lstrip("\n"))]
@@ -323,10 +320,10 @@ def test_a_bad_recipe_is_refused_with_its_line(study, smoke, old, new, message):
     for beginning, where in ELSEWHERE.items():
         if beginning in message:
             expected = next(number for number, line in enumerate(text.splitlines(), 1) if line.startswith(where))
-    assert refused(study, smoke.with_name("bad.yaml"), text, message) == expected
+    assert refused(smoke.with_name("bad.yaml"), text, message) == expected
 
 
-def test_models_that_come_trained(study, smoke):
+def test_models_that_come_trained(smoke):
     """Without base text, repetitions have to fill batches; sizes are needed for the cost; a grid has to fit a GPU."""
     text = """\
 name: trained
@@ -349,8 +346,8 @@ runs: [{models: [some], losses: [ordinary]}]
 """
     path = smoke.with_name("trained.yaml")
     path.write_text(text, encoding="utf-8")
-    recipe = study["recipe"].read_recipe(path)
-    assert study["cost"].grid_of(recipe, recipe.models[0]).size == 8
+    recipe = read_recipe(path)
+    assert cost.grid_of(recipe, recipe.models[0]).size == 8
     lines = text.splitlines()
 
     def line(start: str) -> int:
@@ -383,12 +380,12 @@ runs: [{models: [some], losses: [ordinary]}]
     ):
         changed = text.replace(old, new, 1)
         lines = changed.splitlines()
-        assert refused(study, path, changed, message) == line(where or new)
+        assert refused(path, changed, message) == line(where or new)
 
 
-def test_files_that_are_no_recipes(study, tmp_path):
-    assert refused(study, tmp_path / "empty.yaml", "", "the file is empty") == 1
-    assert refused(study, tmp_path / "list.yaml", "- 1\n", "the file is [1], but it is a mapping of names") == 1
-    assert refused(study, tmp_path / "tab.yaml", "name: a\n\tb: c\n", "it is not YAML") == 2
+def test_files_that_are_no_recipes(tmp_path):
+    assert refused(tmp_path / "empty.yaml", "", "the file is empty") == 1
+    assert refused(tmp_path / "list.yaml", "- 1\n", "the file is [1], but it is a mapping of names") == 1
+    assert refused(tmp_path / "tab.yaml", "name: a\n\tb: c\n", "it is not YAML") == 2
     with pytest.raises(ValueError, match=r"none.yaml:1: it cannot be read"):
-        study["recipe"].read_recipe(tmp_path / "none.yaml")
+        read_recipe(tmp_path / "none.yaml")

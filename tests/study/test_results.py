@@ -1,4 +1,4 @@
-"""training_scripts/study/results.py and findings.py: what was planted is found, and what is missing is named."""
+"""training_scripts/study/findings: what was planted is found, and what is missing is named."""
 
 import csv
 import io
@@ -10,6 +10,9 @@ import pytest
 
 from hf_axonn_eval.data.results import RunDirectory
 from hf_axonn_eval.metrics.registry import METRICS
+from hf_axonn_scripts.study.findings.findings import measure, size_text
+from hf_axonn_scripts.study.findings.results import goldfish_options, read_study, table_csv
+from hf_axonn_scripts.study.recipe.definition import ORDINARY
 from tests.study.planted import BUCKETS, PREFIX, SUFFIX, Plan, plant, planted_gain
 
 
@@ -17,7 +20,7 @@ SIZES = ("XS", "M", "XL")
 
 
 @pytest.fixture(scope="module")
-def planted(study, tmp_path_factory):
+def planted(tmp_path_factory):
     """A study of three sizes and one apart, four losses and three seeds, that lacks two steps."""
     output = tmp_path_factory.mktemp("planted")
     plan = Plan(
@@ -28,19 +31,19 @@ def planted(study, tmp_path_factory):
         grid=True,
         left_out=("train-XL-k2-s2", "ask-M"),
     )
-    recipe = plant(plan, study, output)
+    recipe = plant(plan, output)
     return recipe, output
 
 
 @pytest.fixture(scope="module")
-def found(study, planted):
+def found(planted):
     """The study as it is read."""
-    return study["results"].read_study(*planted)
+    return read_study(*planted)
 
 
 @pytest.fixture(scope="module")
-def content(study, found):
-    return study["findings"].measure(found)
+def content(found):
+    return measure(found)
 
 
 def rows_of(rows, **wanted):
@@ -151,53 +154,53 @@ def test_missing_steps_are_named_and_nothing_is_put_in_their_place(content):
     assert content["utility"] == dict.fromkeys((*SIZES, "Known"))
 
 
-def test_a_step_that_failed_says_why(study, tmp_path):
-    recipe = plant(Plan(models=("XS",), losses=("ordinary",), seeds=(0,), left_out=["ask-XS"]), study, tmp_path)
+def test_a_step_that_failed_says_why(tmp_path):
+    recipe = plant(Plan(models=("XS",), losses=("ordinary",), seeds=(0,), left_out=["ask-XS"]), tmp_path)
     (tmp_path / ".stamps").mkdir()
     (tmp_path / ".stamps" / "ask-XS.failed").write_text("2026-01-01 out of memory\n")
     (tmp_path / ".stamps" / "utility-XS.begun").write_text("{}")
-    missing = {one.step: one for one in study["results"].read_study(recipe, tmp_path).missing}
+    missing = {one.step: one for one in read_study(recipe, tmp_path).missing}
     assert missing["ask-XS"].state == "failed" and missing["ask-XS"].why.endswith("out of memory")
     assert missing["utility-XS"].state == "not finished"
 
 
-def test_a_run_that_was_stopped_in_the_middle_is_missing(study, tmp_path):
-    recipe = plant(Plan(models=("XS",), losses=("ordinary",), seeds=(0, 1)), study, tmp_path)
+def test_a_run_that_was_stopped_in_the_middle_is_missing(tmp_path):
+    recipe = plant(Plan(models=("XS",), losses=("ordinary",), seeds=(0, 1)), tmp_path)
     file = tmp_path / "runs" / "XS" / "ordinary-s1" / "extraction" / "results.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:-1]))
-    found = study["results"].read_study(recipe, tmp_path)
+    found = read_study(recipe, tmp_path)
     assert [run.seed for run in found.runs] == [0]
     assert f"{len(lines) - 1} of {len(lines)} samples" in next(iter(found.missing)).why
 
 
-def test_a_study_without_anything_is_read_and_all_of_it_is_missing(study, tmp_path):
-    recipe = plant(Plan(models=("XS",), losses=("ordinary",), seeds=(0,)), study, tmp_path / "there")
-    content = study["findings"].measure(study["results"].read_study(recipe, tmp_path / "empty"))
+def test_a_study_without_anything_is_read_and_all_of_it_is_missing(tmp_path):
+    recipe = plant(Plan(models=("XS",), losses=("ordinary",), seeds=(0,)), tmp_path / "there")
+    content = measure(read_study(recipe, tmp_path / "empty"))
     assert content["cells"] == content["slopes"] == content["goldfish"] == []
     assert {one["step"] for one in content["missing"]} == {"ask-XS", "train-XS-ordinary-s0", "utility-XS"}
 
 
-def test_losses_are_compared_on_the_seeds_that_both_have(study, tmp_path):
+def test_losses_are_compared_on_the_seeds_that_both_have(tmp_path):
     plan = Plan(models=("XS",), losses=("ordinary", "k2"), seeds=(0, 1), left_out=["train-XS-ordinary-s1"])
-    recipe = plant(plan, study, tmp_path)
-    content = study["findings"].measure(study["results"].read_study(recipe, tmp_path))
+    recipe = plant(plan, tmp_path)
+    content = measure(read_study(recipe, tmp_path))
     row = one_of(content["goldfish"], loss="k2", bucket=16)
     assert (row["seeds"], row["gain_difference"]["passages"], row["verbatim_difference"]["passages"]) == ([0], 12, 12)
     assert one_of(content["cells"], loss="k2", bucket=16)["passages"] == 24
 
 
-def test_models_of_one_size_have_no_slope(study, tmp_path):
-    recipe = plant(Plan(models=("XS", "XS again"), losses=("ordinary",), seeds=(0,), articles=8), study, tmp_path)
-    content = study["findings"].measure(study["results"].read_study(recipe, tmp_path))
+def test_models_of_one_size_have_no_slope(tmp_path):
+    recipe = plant(Plan(models=("XS", "XS again"), losses=("ordinary",), seeds=(0,), articles=8), tmp_path)
+    content = measure(read_study(recipe, tmp_path))
     assert content["slopes"] == [] and len(content["doublings"]) == 8
 
 
-def test_one_seed_and_no_variance(study, tmp_path):
+def test_one_seed_and_no_variance(tmp_path):
     """Every passage gains the same: numbers without intervals, and no division by 0."""
     plan = Plan(models=("XS", "XL"), losses=("ordinary", "k4"), seeds=(0,), noise=0.0, gain=lambda size, bucket: 0.0)
-    recipe = plant(plan, study, tmp_path)
-    content = study["findings"].measure(study["results"].read_study(recipe, tmp_path))
+    recipe = plant(plan, tmp_path)
+    content = measure(read_study(recipe, tmp_path))
     cell = one_of(content["cells"], model="XS", loss="ordinary", bucket=16)
     assert cell["gain"]["mean"] == pytest.approx(0, abs=1e-12) and cell["gain"]["low"] is None
     assert cell["seeds"].keys() == {"0"}
@@ -207,11 +210,11 @@ def test_one_seed_and_no_variance(study, tmp_path):
     assert all(row["pairs"] == 0 for row in content["again"])
 
 
-def test_a_shorter_suffix_is_what_a_run_with_it_would_give(study, tmp_path):
+def test_a_shorter_suffix_is_what_a_run_with_it_would_give(tmp_path):
     """The pilot chose 8 tokens of the 16 that were asked for."""
     plan = Plan(models=("M",), losses=("ordinary", "k4"), seeds=(0,), chosen=8)
-    recipe = plant(plan, study, tmp_path)
-    found = study["results"].read_study(recipe, tmp_path)
+    recipe = plant(plan, tmp_path)
+    found = read_study(recipe, tmp_path)
     (run,) = (run for run in found.runs if run.loss == "ordinary")
     asked = found.runs[run]
     raw = {
@@ -228,7 +231,7 @@ def test_a_shorter_suffix_is_what_a_run_with_it_would_give(study, tmp_path):
         assert result.near_verbatim == near
         assert result.extraction_strength == METRICS["extraction_strength"].function(full["hits"][:8])
         assert asked.right[asked.place[sample.sample_id]] == full["divergence_point"]
-    content = study["findings"].measure(found)
+    content = measure(found)
     cell = one_of(content["cells"], model="M", loss="ordinary", bucket=16)
     assert set(cell["verbatim_at"]) == {"8", "16"} and cell["verbatim_at"]["8"]["count"] == cell["verbatim"]["count"]
     assert cell["verbatim_at"]["16"]["count"] < cell["verbatim"]["count"]
@@ -260,8 +263,8 @@ def test_attacks_and_membership_follow_the_log_probabilities(content):
     assert set(aucs) == {"loss", "reference"} and aucs["loss"] > 0.9
 
 
-def test_the_table_has_a_row_for_each_passage_of_each_run(study, found):
-    text = study["results"].table_csv(found)
+def test_the_table_has_a_row_for_each_passage_of_each_run(found):
+    text = table_csv(found)
     rows = list(csv.DictReader(io.StringIO(text)))
     assert len(rows) == 48 * 16 * len(BUCKETS)
     one = next(row for row in rows if (row["model"], row["loss"], row["seed"], row["grid"]) == ("XL", "k4", "1", ""))
@@ -285,11 +288,11 @@ def test_the_table_has_a_row_for_each_passage_of_each_run(study, found):
     assert {row["dropped"] for row in rows if row["loss"] == "random"} == {""}
 
 
-def test_pages_that_are_in_one_bucket_each(study, tmp_path):
+def test_pages_that_are_in_one_bucket_each(tmp_path):
     """As in sc24.yaml: buckets have different articles, and no comparison of them can be made article by article."""
     plan = Plan(models=SIZES, losses=("ordinary", "k2"), articles=16, seeds=(0, 1), pages=True)
-    recipe = plant(plan, study, tmp_path)
-    content = study["findings"].measure(study["results"].read_study(recipe, tmp_path))
+    recipe = plant(plan, tmp_path)
+    content = measure(read_study(recipe, tmp_path))
     for model in SIZES:
         row = one_of(content["cells"], model=model, loss="ordinary", bucket=16)
         # 16 pages of the bucket and 16 of the control in each of two seeds, 16 of them in both
@@ -302,8 +305,8 @@ def test_pages_that_are_in_one_bucket_each(study, tmp_path):
     )
 
 
-def test_two_samples_of_a_passage_are_refused(study, tmp_path):
-    recipe = plant(Plan(models=("XS",), losses=("ordinary",), seeds=(0,)), study, tmp_path)
+def test_two_samples_of_a_passage_are_refused(tmp_path):
+    recipe = plant(Plan(models=("XS",), losses=("ordinary",), seeds=(0,)), tmp_path)
     folder = tmp_path / "runs" / "XS" / "ordinary-s0" / "extraction"
     lines = (folder / "results.jsonl").read_text().splitlines()
     again = {**json.loads(lines[0]), "sample_id": "another"}
@@ -311,12 +314,12 @@ def test_two_samples_of_a_passage_are_refused(study, tmp_path):
     record = json.loads((folder / "run.json").read_text())
     record["identity"]["samples"] += 1
     (folder / "run.json").write_text(json.dumps(record))
-    (missing,) = (one for one in study["results"].read_study(recipe, tmp_path).missing if one.step.startswith("train"))
+    (missing,) = (one for one in read_study(recipe, tmp_path).missing if one.step.startswith("train"))
     assert "several samples of one passage" in missing.why
 
 
-def test_a_sample_of_no_passage_is_refused(study, tmp_path):
-    recipe = plant(Plan(models=("XS",), losses=("ordinary",), seeds=(0,)), study, tmp_path)
+def test_a_sample_of_no_passage_is_refused(tmp_path):
+    recipe = plant(Plan(models=("XS",), losses=("ordinary",), seeds=(0,)), tmp_path)
     folder = tmp_path / "runs" / "XS" / "base" / "extraction"
     results = RunDirectory(folder).results()
     strange = replace(results[0], sample_id="x", document_id="y")
@@ -324,23 +327,19 @@ def test_a_sample_of_no_passage_is_refused(study, tmp_path):
     record = json.loads((folder / "run.json").read_text())
     record["identity"]["samples"] += 1
     (folder / "run.json").write_text(json.dumps(record))
-    (missing,) = (one for one in study["results"].read_study(recipe, tmp_path).missing if one.step == "ask-XS")
+    (missing,) = (one for one in read_study(recipe, tmp_path).missing if one.step == "ask-XS")
     assert "'x' is of none of the passages" in missing.why
 
 
-def test_losses_have_the_defaults_of_the_trainer(study):
-    recipe = study["recipe"]
-    options = study["results"].goldfish_options
-
+def test_losses_have_the_defaults_of_the_trainer():
     class Losses:
         losses = {"ordinary": {"goldfish": False}, "k3": {"goldfish_k": 3}, "paper": {"goldfish_strategy": "hash"}}
 
-    assert recipe.ORDINARY == "ordinary" and options(Losses, "ordinary") == {}
-    assert options(Losses, "k3") == {"strategy": "hash-table", "k": 3, "context_width": 13}
-    assert options(Losses, "paper") == {"strategy": "hash", "k": 4, "context_width": 13}
+    assert ORDINARY == "ordinary" and goldfish_options(Losses, "ordinary") == {}
+    assert goldfish_options(Losses, "k3") == {"strategy": "hash-table", "k": 3, "context_width": 13}
+    assert goldfish_options(Losses, "paper") == {"strategy": "hash", "k": 4, "context_width": 13}
 
 
-def test_sizes_in_three_digits(study):
-    size_text = study["findings"].size_text
+def test_sizes_in_three_digits():
     assert [size_text(number) for number in (307_000, 29_940_000, 1.1e9, 12)] == ["307k", "29.9M", "1.1B", "12"]
     assert PREFIX + SUFFIX == 32

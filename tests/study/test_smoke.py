@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_axonn_scripts.study.recipe.reader import read_recipe
+from hf_axonn_scripts.study.recipe.steps import steps_of
 from tests.study.conftest import FOLDER
 from tests.study.smoke import write_smoke
 
@@ -51,9 +53,9 @@ def stamps(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.timeout(1500)
-def test_from_texts_to_the_page(study, finished):
-    recipe = study["recipe"].read_recipe(finished / "smoke.yaml")
-    steps = study["steps"].steps_of(recipe, finished / "out")
+def test_from_texts_to_the_page(finished):
+    recipe = read_recipe(finished / "smoke.yaml")
+    steps = steps_of(recipe, finished / "out")
     assert stamps(finished).keys() == {step.name for step in steps}
     assert (
         f"== {len(steps)} of {len(steps)} steps, 100% of the predicted work, 0 s left"

@@ -1,12 +1,16 @@
-"""training_scripts/study/steps.py: which steps there are, their order, and what makes one be done again."""
+"""training_scripts/study/recipe/steps.py: which steps there are, their order, and what makes one be done again."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from hf_axonn_scripts.study.recipe.definition import Documents, Run
+from hf_axonn_scripts.study.recipe.reader import read_recipe
+from hf_axonn_scripts.study.recipe.steps import base_of, steps_of, tokenizer_of
 from tests.study.conftest import FOLDER
 
 
@@ -18,25 +22,25 @@ def recipe(cpu):
     return cpu
 
 
-def by_name(study, recipe, output=OUTPUT):
-    return {step.name: step for step in study["steps"].steps_of(recipe, output)}
+def by_name(recipe, output=OUTPUT):
+    return {step.name: step for step in steps_of(recipe, output)}
 
 
-def changed(study, before, after):
+def changed(before, after):
     """Names of the steps that are in both studies with different keys."""
-    old, new = by_name(study, before), by_name(study, after)
+    old, new = by_name(before), by_name(after)
     return {name for name in old.keys() & new.keys() if old[name].key != new[name].key}
 
 
-def test_every_step_stands_behind_those_it_reads_from(study, recipe):
+def test_every_step_stands_behind_those_it_reads_from(recipe):
     known: set[str] = set()
-    for step in study["steps"].steps_of(recipe, OUTPUT):
+    for step in steps_of(recipe, OUTPUT):
         assert set(step.after) <= known, step.name
         known.add(step.name)
 
 
-def test_the_steps_of_the_recipe(study, recipe):
-    steps = by_name(study, recipe)
+def test_the_steps_of_the_recipe(recipe):
+    steps = by_name(recipe)
     assert {"texts", "tokenizer", "data-study", "pilot", "report"} <= steps.keys()
     for model in recipe.models:
         assert {f"base-{model.name}", f"ask-{model.name}", f"utility-{model.name}"} <= steps.keys()
@@ -49,17 +53,17 @@ def test_the_steps_of_the_recipe(study, recipe):
     }
 
 
-def test_utility_is_measured_on_the_grid_of_a_cluster(study, recipe):
+def test_utility_is_measured_on_the_grid_of_a_cluster(recipe):
     for machine in ("cpu", "frontier"):
-        for name, step in by_name(study, replace(recipe, machine=machine)).items():
+        for name, step in by_name(replace(recipe, machine=machine)).items():
             if step.kind == "utility":
                 processes = recipe.model(step.model).processes
                 assert step.processes == (1 if machine == "cpu" else processes), name
                 assert (step.command is None) == (machine == "cpu"), name
 
 
-def test_what_each_kind_reads(study, recipe):
-    steps = by_name(study, recipe)
+def test_what_each_kind_reads(recipe):
+    steps = by_name(recipe)
     run = next(run for run in recipe.runs if run.loss != "ordinary")
     train = steps[f"train-{run.model}-{run.name}"]
     assert {f"base-{run.model}", "data-study", "pilot"} <= set(train.after)
@@ -76,8 +80,8 @@ def test_what_each_kind_reads(study, recipe):
     )
 
 
-def test_a_launched_step_says_how_it_is_launched(study, recipe):
-    steps = by_name(study, recipe)
+def test_a_launched_step_says_how_it_is_launched(recipe):
+    steps = by_name(recipe)
     on_another_grid = next(run for run in recipe.runs if run.grid)
     step = steps[f"train-{on_another_grid.model}-{on_another_grid.name}"]
     assert dict(step.grid) == dict(on_another_grid.grid)
@@ -86,79 +90,80 @@ def test_a_launched_step_says_how_it_is_launched(study, recipe):
     assert steps[f"train-{usual.model}-{usual.name}"].processes == recipe.model(usual.model).processes == 2
     model, loss = recipe.base_losses[0]
     command = steps[f"base-{model}-{loss}"].command
-    assert command[1] == "base" and command[command.index("--model") + 1] == model and command[-1] == loss
+    assert command[0] == "-m" and Path(find_spec(command[1]).origin).samefile(FOLDER / "running" / "on_ranks.py")
+    assert command[2] == "base" and command[command.index("--model") + 1] == model and command[-1] == loss
     assert Path(command[command.index("--recipe") + 1]).is_absolute()
     packaged = next(model for model in recipe.models if model.config is None)
     for name in ("texts", "report", f"utility-{usual.model}", f"base-{packaged.name}"):
         assert steps[name].command is None and steps[name].processes == 1
 
 
-def test_no_two_steps_write_the_same_file(study, recipe):
-    outputs = [path for step in study["steps"].steps_of(recipe, OUTPUT) for path in step.outputs]
+def test_no_two_steps_write_the_same_file(recipe):
+    outputs = [path for step in steps_of(recipe, OUTPUT) for path in step.outputs]
     assert len(set(outputs)) == len(outputs)
     assert not [(a, b) for a in outputs for b in outputs if a != b and a.is_relative_to(b)]
 
 
-def test_nothing_changes_if_nothing_changes(study, recipe):
-    assert changed(study, recipe, study["recipe"].read_recipe(FOLDER / "recipes" / "cpu.yaml")) == set()
+def test_nothing_changes_if_nothing_changes(recipe):
+    assert changed(recipe, read_recipe(FOLDER / "recipes" / "cpu.yaml")) == set()
     # Nor if it is done in another way: elsewhere, or on other ranks.
-    moved = by_name(study, recipe, Path("/elsewhere"))
+    moved = by_name(recipe, Path("/elsewhere"))
     models = tuple(replace(model, processes=4, grid=None) for model in recipe.models)
-    spread = by_name(study, replace(recipe, models=models))
-    for name, step in by_name(study, recipe).items():
+    spread = by_name(replace(recipe, models=models))
+    for name, step in by_name(recipe).items():
         assert moved[name].key == step.key == spread[name].key
 
 
-def test_a_new_field_of_recipes_changes_nothing(study, recipe):
+def test_a_new_field_of_recipes_changes_nothing(recipe):
     """A study goes on after an update that adds settings, as long as its recipe does not use them."""
 
     @dataclass(frozen=True, kw_only=True)
-    class Documents(study["recipe"].Documents):
+    class Coloured(Documents):
         colour: str = "none"
 
     known = {each.name: getattr(recipe.documents, each.name) for each in fields(recipe.documents)}
-    same, other = Documents(**known), Documents(**known, colour="green")
-    assert changed(study, recipe, replace(recipe, documents=same)) == set()
-    assert {"data-study", "pilot"} <= changed(study, recipe, replace(recipe, documents=other))
+    same, other = Coloured(**known), Coloured(**known, colour="green")
+    assert changed(recipe, replace(recipe, documents=same)) == set()
+    assert {"data-study", "pilot"} <= changed(recipe, replace(recipe, documents=other))
 
 
-def test_what_a_change_makes_be_done_again(study, recipe):
-    names = set(by_name(study, recipe))
+def test_what_a_change_makes_be_done_again(recipe):
+    names = set(by_name(recipe))
     asks = {name for name in names if name.startswith("ask-")}
     trains = {name for name in names if name.startswith("train-")}
     utilities = {name for name in names if name.startswith("utility-")}
     bases = {name for name in names if name.startswith("base-")}
 
     training = {**recipe.training, "weight_decay": 0.5}
-    assert changed(study, recipe, replace(recipe, training=training)) == {
+    assert changed(recipe, replace(recipe, training=training)) == {
         "pilot", "report", *asks, *trains, *utilities,
     }  # fmt: skip
     training = {**recipe.base_training, "weight_decay": 0.5}
     # A model that comes trained does not depend on it, but its runs on the pilot, which does.
     packaged = {f"base-{model.name}" for model in recipe.models if model.config is None}
-    assert changed(study, recipe, replace(recipe, base_training=training)) == {
+    assert changed(recipe, replace(recipe, base_training=training)) == {
         "pilot", "report", *asks, *trains, *utilities, *(bases - packaged),
     }  # fmt: skip
     losses = {**recipe.losses, "k4": {**recipe.losses["k4"], "goldfish_k": 5}}
     with_k4 = {name for name in trains if "-k4-" in name} | {name for name in bases if name.endswith("-k4")}
     models = {run.model for run in recipe.runs if run.loss == "k4"} | {name for name, loss in recipe.base_losses}
-    assert changed(study, recipe, replace(recipe, losses=losses)) == {
+    assert changed(recipe, replace(recipe, losses=losses)) == {
         "report", *with_k4, *(f"utility-{model}" for model in models),
     }  # fmt: skip
     texts = replace(recipe.texts, base_tokens=recipe.texts.base_tokens + 1)
-    assert changed(study, recipe, replace(recipe, texts=texts)) == names - packaged
+    assert changed(recipe, replace(recipe, texts=texts)) == names - packaged
 
 
-def test_a_new_run_leaves_other_training_as_it_is(study, recipe):
-    new = study["recipe"].Run(model=recipe.runs[0].model, loss="ordinary", seed=recipe.seeds[0], grid=(("x", 2),))
+def test_a_new_run_leaves_other_training_as_it_is(recipe):
+    new = Run(model=recipe.runs[0].model, loss="ordinary", seed=recipe.seeds[0], grid=(("x", 2),))
     assert new not in recipe.runs
-    assert changed(study, recipe, replace(recipe, runs=(*recipe.runs, new))) == {f"utility-{new.model}", "report"}
+    assert changed(recipe, replace(recipe, runs=(*recipe.runs, new))) == {f"utility-{new.model}", "report"}
 
 
-def test_another_question_leaves_the_weights(study, recipe):
+def test_another_question_leaves_the_weights(recipe):
     """The checkpoint of a run does not depend on how the run is asked; its answers do."""
     evaluation = replace(recipe.evaluation, sampler="temperature=2")
-    old, new = by_name(study, recipe), by_name(study, replace(recipe, evaluation=evaluation))
+    old, new = by_name(recipe), by_name(replace(recipe, evaluation=evaluation))
     step = next(step for step in old.values() if step.kind == "train")
     first, second = list(step.outputs)[:2]
     assert (first.name, second.name) == ("checkpoint", "extraction")
@@ -167,29 +172,29 @@ def test_another_question_leaves_the_weights(study, recipe):
     assert new[step.name].key != step.key and new["pilot"].key == old["pilot"].key
 
 
-def test_where_a_base_is(study, recipe):
-    steps, model = study["steps"], recipe.models[0]
-    assert steps.base_of(model, OUTPUT) == str(OUTPUT / "base" / model.name)
-    assert steps.tokenizer_of(model) == "study"
+def test_where_a_base_is(recipe):
+    model = recipe.models[0]
+    assert base_of(model, OUTPUT) == str(OUTPUT / "base" / model.name)
+    assert tokenizer_of(model) == "study"
     hub = replace(model, config=None, checkpoint="org/name")
-    assert steps.base_of(hub, OUTPUT) == "org/name" and steps.tokenizer_of(hub) == model.name
+    assert base_of(hub, OUTPUT) == "org/name" and tokenizer_of(hub) == model.name
     models = (hub, *(other for other in recipe.models if other.name not in (hub.name, recipe.pilot.model)))
     runs = tuple(run for run in recipe.runs if run.model in {model.name for model in models})
-    found = by_name(study, replace(recipe, models=models, runs=runs, base_losses=(), pilot=None))
+    found = by_name(replace(recipe, models=models, runs=runs, base_losses=(), pilot=None))
     # A model on the hub has nothing to be trained first.
     assert f"base-{hub.name}" not in found and "pilot" not in found
     assert found[f"ask-{hub.name}"].after == ("texts", "tokenizer", f"data-{hub.name}")
 
 
-def test_names_that_meet_are_refused(study, recipe):
+def test_names_that_meet_are_refused(recipe):
     model, loss = recipe.base_losses[0]
     twin = replace(recipe.model(model), name=f"{model}-{loss}")
     with pytest.raises(ValueError, match=f"cpu.yaml: two steps would be called base-{model}-{loss}"):
-        study["steps"].steps_of(replace(recipe, models=(*recipe.models, twin)), OUTPUT)
+        steps_of(replace(recipe, models=(*recipe.models, twin)), OUTPUT)
 
 
-def test_the_learning_rate_of_a_model_decides_its_continuations_alone(study, recipe):
+def test_the_learning_rate_of_a_model_decides_its_continuations_alone(recipe):
     models = tuple(replace(model, learning_rate=0.5) if model.name == "1M" else model for model in recipe.models)
-    names = changed(study, recipe, replace(recipe, models=models))
+    names = changed(recipe, replace(recipe, models=models))
     runs = {f"train-1M-{run.name}" for run in recipe.runs if run.model == "1M"}
     assert names == {*runs, "utility-1M", "report"}

@@ -1,4 +1,4 @@
-"""training_scripts/study/slurm.py and task.sh: which arrays there are, what they wait for, and what a task does.
+"""training_scripts/study/running/slurm.py and task.sh: which arrays there are, what they wait for, what a task does.
 
 Slurm's programs have stand-ins, as in tests/end_to_end/test_slurm.py: `sbatch` starts each task of an array at once,
 in the order of submission, and does not start one whose dependency says no.
@@ -17,6 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from hf_axonn_scripts.study.recipe.reader import read_recipe
+from hf_axonn_scripts.study.recipe.steps import steps_of
+from hf_axonn_scripts.study.running.slurm import arrays_of, dependencies, write_scripts
 from tests.helpers import ROOT
 from tests.study.conftest import FOLDER
 from tests.study.smoke import write_smoke
@@ -76,14 +79,14 @@ done
 exit "${failed:-0}"
 """
 SCONTROL = "#!/bin/bash\necho nid001\necho nid002\n"
-# In place of the launcher: what train.py would leave, and a line for each launch. FAIL names a run that fails.
+# In place of the launcher: what on_ranks.py would leave, and a line for each launch. FAIL names a run that fails.
 ACCELERATE = """\
 #!/bin/bash
 [[ $SLURM_NODEID == 0 ]] || exit 0
 echo "$*" >> "$JOBS/../launched"
 echo "the launcher was here"
 [[ -z ${FAIL:-} || "$*" != *$FAIL* ]] || exit 7
-while [[ $1 != */train.py ]]; do shift; done
+while [[ $1 != *.train ]]; do shift; done
 what=$2 out=$6 model=$8 run=${10:-}
 case $what in
     base) made=base/$model ;;
@@ -101,9 +104,10 @@ done
 # training, which imports transformers and torch.
 WITHOUT_WORK = """\
 import sys, types
-sys.path[:0] = [{study!r}, {demo!r}, {scripts!r}]
-sys.modules["argument_checks"] = types.SimpleNamespace(check_arguments=lambda *_: None)
-import study, work
+name = "hf_axonn_scripts.study.recipe.argument_checks"
+sys.modules[name] = types.SimpleNamespace(check_arguments=lambda *_: None)
+from hf_axonn_scripts.study import study
+from hf_axonn_scripts.study.running import work
 
 def act(recipe, output, step):
     assert step.command is None
@@ -144,12 +148,11 @@ def cluster(tmp_path):
     (tmp_path / "jobs").mkdir()
     (tmp_path / "venv" / "bin").mkdir(parents=True)
     (tmp_path / "venv" / "bin" / "activate").write_text(f'PATH="{bin_folder}:{BIN}:$PATH"\nexport PATH\n')
-    paths = {"study": str(FOLDER), "demo": str(FOLDER.parent / "demo"), "scripts": str(FOLDER.parent)}
     program(bin_folder / "sbatch", SBATCH.format(python=sys.executable))
     program(bin_folder / "srun", SRUN)
     program(bin_folder / "scontrol", SCONTROL)
     program(bin_folder / "accelerate", ACCELERATE)
-    (tmp_path / "without_work.py").write_text(WITHOUT_WORK.format(**paths))
+    (tmp_path / "without_work.py").write_text(WITHOUT_WORK)
     python = f'#!/bin/bash\n[[ $1 == */study.py ]] && exec {sys.executable} {tmp_path}/without_work.py "$@"\n'
     program(bin_folder / "python", python + f'exec {sys.executable} "$@"\n')
     return tmp_path
@@ -169,21 +172,20 @@ def study_py(cluster: Path, recipe: Path, *words: str, **environment: str) -> su
     return subprocess.run([*command, *words], env=inherited, capture_output=True, text=True, timeout=280)
 
 
-def arrays(study, cluster, recipe, *, gpus: int = 4, wanted=None, longest=24.0):
-    slurm, output = study["slurm"], cluster / "out"
-    known = study["recipe"].read_recipe(recipe)
-    steps = study["steps"].steps_of(known, output)
-    return slurm.arrays_of(known, output, wanted or steps, gpus_per_node=gpus, longest=longest)
+def arrays(cluster, recipe, *, gpus: int = 4, wanted=None, longest=24.0):
+    known, output = read_recipe(recipe), cluster / "out"
+    steps = steps_of(known, output)
+    return arrays_of(known, output, wanted or steps, gpus_per_node=gpus, longest=longest)
 
 
-def waits(study, found):
+def waits(found):
     places = {step.name: (index, at) for index, array in enumerate(found) for at, step in enumerate(array.steps)}
-    return {array.name: study["slurm"].dependencies(array, found, places) for array in found}
+    return {array.name: dependencies(array, found, places) for array in found}
 
 
-def test_arrays(study, cluster):
+def test_arrays(cluster):
     recipe = recipe_for(cluster)
-    found = {array.name: array for array in arrays(study, cluster, recipe)}
+    found = {array.name: array for array in arrays(cluster, recipe)}
     tasks = {name: [step.name for step in array.steps] for name, array in found.items()}
     assert tasks["1-data-1n"] == ["texts"] and tasks["3-data-1n"] == ["data-study"]
     assert tasks["4-base-1n"] == ["base-0.15M", "base-0.05M"]
@@ -195,13 +197,13 @@ def test_arrays(study, cluster):
     every = [name for array in tasks.values() for name in array]
     assert sorted(every) == sorted(set(every)) and len(every) == 16
     assert all(0.25 < array.hours <= 24 for array in found.values())
-    assert {array.hours for array in arrays(study, cluster, recipe, longest=0.1)} == {0.1}
+    assert {array.hours for array in arrays(cluster, recipe, longest=0.1)} == {0.1}
 
 
-def test_what_arrays_wait_for(study, cluster):
-    found = arrays(study, cluster, recipe_for(cluster))
+def test_what_arrays_wait_for(cluster):
+    found = arrays(cluster, recipe_for(cluster))
     numbers = {array.name: index for index, array in enumerate(found)}
-    waiting = waits(study, found)
+    waiting = waits(found)
     assert waiting["1-data-1n"] == []
     assert waiting["2-data-1n"] == [f"afterok:${{job{numbers['1-data-1n']}}}"]
     base, data, pilot = (numbers[name] for name in ("4-base-1n", "3-data-1n", "5-pilot-1n"))
@@ -219,17 +221,17 @@ def test_what_arrays_wait_for(study, cluster):
     assert waiting[report.name] and all(wait.startswith("afterany:") for wait in waiting[report.name])
 
 
-def test_each_task_after_the_one_at_its_place(study, cluster):
+def test_each_task_after_the_one_at_its_place(cluster):
     recipe = recipe_for(cluster)
     without_pilot(recipe)
-    found = arrays(study, cluster, recipe)
-    waiting = waits(study, found)
+    found = arrays(cluster, recipe)
+    waiting = waits(found)
     (base,) = (index for index, array in enumerate(found) if array.steps[0].kind == "base")
     (ask,) = (array.name for array in found if array.steps[0].kind == "ask")
     assert f"aftercorr:${{job{base}}}" in waiting[ask]
 
 
-def test_a_grid_that_fills_no_nodes_is_refused(study, cluster):
+def test_a_grid_that_fills_no_nodes_is_refused(cluster):
     done = study_py(cluster, recipe_for(cluster), "--slurm", "frontier")
     assert done.returncode == 2
     assert "has 4 processes, but a node runs 8: write a multiple of 8" in done.stderr
@@ -239,19 +241,21 @@ def test_a_grid_that_fills_no_nodes_is_refused(study, cluster):
 
 
 @pytest.mark.parametrize("site", SITES)
-def test_the_shell_finds_nothing_wrong(study, cluster, site):
+def test_the_shell_finds_nothing_wrong(cluster, site):
     """In what is written for each site, in a folder whose name has a space, and in what it calls."""
     recipe = recipe_for(cluster, 4)
-    known, output = study["recipe"].read_recipe(recipe), cluster / "an output"
-    steps = study["steps"].steps_of(known, output)
-    found = study["slurm"].arrays_of(known, output, steps, gpus_per_node=4, longest=24)
+    known, output = read_recipe(recipe), cluster / "an output"
+    steps = steps_of(known, output)
+    found = arrays_of(known, output, steps, gpus_per_node=4, longest=24)
     own = 4 if site == "cluster" else None
-    submit = study["slurm"].write_scripts(known, output, found, site=site, gpus_per_node=own)
+    submit = write_scripts(known, output, found, site=site, gpus_per_node=own)
     scripts = sorted((output / "slurm").glob("*.sh"))
     assert submit in scripts and len(scripts) == len(found) + 1
     shellcheck = Path(sysconfig.get_path("scripts")) / "shellcheck"
     command = [str(shellcheck), "--enable=quote-safe-variables", "--severity=style"]
-    done = subprocess.run([*command, *scripts, FOLDER / "task.sh"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*command, *scripts, FOLDER / "running" / "task.sh"], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stdout
     asked = (FOLDER.parent / "slurm" / f"{site}.sh").read_text()
     for array in found:

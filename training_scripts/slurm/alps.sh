@@ -32,4 +32,4 @@ export HEAD_ADDRESS
 # shellcheck disable=SC2016  # for the shell on each node, where the environment is
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 ${CONTAINER:+--environment="$CONTAINER"} \
     bash -c 'source "$VENV/bin/activate" && exec bash "$0" "$@"' \
-    "$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh" "$@"
+    "${NODE_SCRIPT:-$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh}" "$@"

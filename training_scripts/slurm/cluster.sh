@@ -20,4 +20,4 @@ if [[ -n ${NETWORK:-} ]]; then
 fi
 
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
-    bash "$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh" "$@"
+    bash "${NODE_SCRIPT:-$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh}" "$@"

@@ -40,4 +40,4 @@ HEAD_ADDRESS=$(hostname -i | cut -d ' ' -f 1)
 export HEAD_ADDRESS
 
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
-    bash "$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh" "$@"
+    bash "${NODE_SCRIPT:-$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh}" "$@"

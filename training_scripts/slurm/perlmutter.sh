@@ -31,4 +31,4 @@ export NCCL_CROSS_NIC=1
 export FI_CXI_DISABLE_HOST_REGISTER=1
 
 srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \
-    bash "$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh" "$@"
+    bash "${NODE_SCRIPT:-$SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh}" "$@"

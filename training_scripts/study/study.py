@@ -16,19 +16,17 @@ import signal
 import sys
 from pathlib import Path
 
+from hf_axonn_scripts.demo.pipeline import Stamps
+from hf_axonn_scripts.study.recipe.definition import Recipe
+from hf_axonn_scripts.study.recipe.reader import read_recipe
+from hf_axonn_scripts.study.recipe.steps import steps_of
+from hf_axonn_scripts.study.running import local, slurm
+from hf_axonn_scripts.study.running.checks import check_processes, prepare
+from hf_axonn_scripts.study.running.listing import dry_run, status
+from hf_axonn_scripts.study.running.work import NotReady, begin, do, end, fail, held
 
-SCRIPTS = Path(__file__).resolve().parents[1]
+
 RECIPES = Path(__file__).resolve().parent / "recipes"
-sys.path[1:1] = [str(SCRIPTS / "demo"), str(SCRIPTS)]
-
-import local  # noqa: E402
-import slurm  # noqa: E402
-from checks import check_processes, prepare  # noqa: E402
-from listing import dry_run, status  # noqa: E402
-from pipeline import Stamps  # noqa: E402
-from recipe import Recipe, read_recipe  # noqa: E402
-from steps import steps_of  # noqa: E402
-from work import NotReady, begin, do, end, fail, held  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -82,7 +80,7 @@ def study(options: argparse.Namespace) -> int:
     output = options.output or Path("runs/study") / recipe.name
     steps = steps_of(recipe, output)
     if options.plans:
-        from cost import plans_markdown
+        from hf_axonn_scripts.study.recipe.cost import plans_markdown
 
         print(plans_markdown(recipe, options.plans))
         return 0

@@ -1,0 +1,1 @@
+"""The scripts: fine-tuning, launch files, batch scripts for Slurm, a demo, and a study of memorization."""

@@ -1,0 +1,1 @@
+"""The study: memorization over the size of models, the repetition of documents and goldfish k, from one recipe."""

@@ -1,0 +1,1 @@
+"""The report: sentences, figures and tables of the findings, on one page."""

@@ -1,0 +1,121 @@
+"""What a report of a study begins with: a few sentences made of its numbers."""
+
+from hf_axonn_eval.report.answer import listed
+from hf_axonn_eval.report.tables import estimate_text
+from hf_axonn_scripts.study.findings.effects import FEWEST_SIZES
+from hf_axonn_scripts.study.findings.findings import OVERALL, PRIMARY, size_text
+from hf_axonn_scripts.study.recipe.definition import ORDINARY
+from hf_axonn_scripts.study.report.wording import (
+    Content,
+    cell_of,
+    count,
+    ends_text,
+    fullest,
+    largest,
+    number,
+    plain,
+    sign,
+    slope_of,
+)
+
+
+NAMED = 8  # missing steps that the first sentences name; a table has all
+
+
+def opening(content: Content) -> list[str]:
+    """What the page begins with."""
+    runs, missing = content["runs"], content["missing"]
+    lines = [_asked(content)]
+    if runs["done"] < runs["asked"] or missing:
+        steps = ", ".join(f"{one['step']} ({one['state']})" for one in missing[:NAMED])
+        more = f", and {len(missing) - NAMED} more, which the last table names" if len(missing) > NAMED else ""
+        lines.append(
+            f"The study is not complete: {runs['done']} of {runs['asked']} runs are there, and these steps are "
+            f"missing: {steps}{more}. Every number below is of what is there."
+        )
+    lines += [sentence for sentence in (_by_repetitions(content), _by_size(content), _goldfish(content)) if sentence]
+    sizes = sum(not model["apart"] for model in content["models"])
+    lines.append(
+        f"{count(sizes, 'size')} of one family cannot show a jump: what appears all at once at 70B parameters may "
+        "have no trace here, and a straight line through these sizes says nothing of larger ones."
+    )
+    return lines
+
+
+def _asked(content: Content) -> str:
+    models, losses = content["models"], list(content["losses"])
+    if not content["runs"]["done"]:
+        return "No run of the study is done yet, so there is nothing to report."
+    sizes = [model for model in models if not model["apart"]]
+    apart = [model["model"] for model in models if model["apart"]]
+    seeds = {seed for row in content["cells"] for seed in row["seeds"]}
+    articles = max(row["articles"] for row in content["cells"])
+    of = (
+        f"from {size_text(sizes[0]['parameters'])} to {size_text(sizes[-1]['parameters'])} parameters" if sizes else ""
+    )
+    return (
+        f"{count(len(sizes), 'model')} {of}{' and, apart, ' + listed(apart) if apart else ''} learnt passages of "
+        f"{content['length']} tokens from {articles} articles, each passage seen "
+        f"{listed(content['buckets'], 'or')} times, with {count(len(losses), 'loss', 'losses')} ({listed(losses)}) "
+        f"and {count(len(seeds), 'seed')}. Then each was shown the first {content['length'] - content['asked_for']} "
+        f"tokens of every passage and asked for the next {content['suffix']}."
+    )
+
+
+def _by_repetitions(content: Content) -> str:
+    model, most = largest(content), max(content["buckets"], default=0)
+    cell, unseen = cell_of(content, model, ORDINARY, most), cell_of(content, model, ORDINARY, 0)
+    if cell is None or unseen is None:
+        return ""
+    gain = ""
+    if PRIMARY in cell:
+        gain = (
+            f" The suffix of a passage seen {most} times gains {number(cell[PRIMARY])} nats a token over one that was "
+            "not seen."
+        )
+    return (
+        f"After the ordinary loss the largest model, {model}, gives back {estimate_text(cell['verbatim'])} of the "
+        f"passages seen {most} times word for word, and {estimate_text(unseen['verbatim'])} of those it did not see."
+        f"{gain} Brackets are 95% intervals over articles."
+    )
+
+
+def _by_size(content: Content) -> str:
+    row = slope_of(content, PRIMARY, ORDINARY, OVERALL)
+    if row is None:
+        return ""
+    grows = {1: "grows", -1: "falls", 0: "may grow or fall"}[sign(row["slope"])]
+    gain = (
+        f"With ten times as many parameters that gain {grows}: by {number(row['slope'])} nats a token, on average "
+        "over the repetitions"
+    )
+    if row["places"] < FEWEST_SIZES:
+        return f"{gain}; two sizes are always on a line."
+    off = [name for name, miss in row["residuals"].items() if sign(miss)]
+    line = "A straight line in the logarithm of the size misses no model by more than its interval allows"
+    if off:
+        line = f"A straight line in the logarithm of the size does not fit: it misses {listed(off)}"
+    return (
+        f"{gain}; taking these {row['places']} sizes as a sample of sizes, {ends_text(row['over_sizes'])}. {line} "
+        f"(r squared {plain(row['r_squared'])})."
+    )
+
+
+def _goldfish(content: Content) -> str:
+    most, model = max(content["buckets"], default=0), fullest(content)
+    rows = [row for row in content["goldfish"] if (row["model"], row["bucket"]) == (model, most)]
+    said = []
+    for row in rows:
+        change = row["verbatim_difference"]
+        if not change["passages"]:
+            continue
+        kept = row.get("gain_kept", {"mean": None})
+        part = f" and keeps {number(kept)} of the gain" if kept["mean"] is not None else ""
+        said.append(f"{row['loss']} gives back {change['mine']} of {change['passages']}{part}")
+    if not said:
+        return ""
+    ordinary = rows[0]["verbatim_difference"]
+    return (
+        f"Of the same passages seen {most} times by {model} (the ordinary loss: {ordinary['ordinary']} of "
+        f"{ordinary['passages']} on the seeds of {rows[0]['loss']}), {listed(said)}."
+    )
