@@ -15,8 +15,8 @@ from hf_axonn.topology.grid import Grid
 from hf_axonn_eval.data.protocols import PROTOCOLS
 from hf_axonn_eval.metrics.discoverability import Sampler
 from hf_axonn_scripts.study.recipe.argument_checks import check_arguments
-from hf_axonn_scripts.study.recipe.cost import MACHINE, planned, shape_of
-from hf_axonn_scripts.study.recipe.definition import Model, Recipe, Run
+from hf_axonn_scripts.study.recipe.cost import planned, shape_of
+from hf_axonn_scripts.study.recipe.definition import MACHINE, Model, Recipe, Run
 from hf_axonn_scripts.study.recipe.marked_yaml import Marked, named_numbers
 from hf_axonn_scripts.study.recipe.steps import STUDY
 

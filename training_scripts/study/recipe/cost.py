@@ -24,11 +24,10 @@ from hf_axonn.planner.predict import Job, Prediction, predict
 from hf_axonn.planner.search import plan
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid, divisors
-from hf_axonn_scripts.study.recipe.definition import Model, Recipe
+from hf_axonn_scripts.study.recipe.definition import MACHINE, Model, Recipe
 from hf_axonn_scripts.study.recipe.steps import Step
 
 
-MACHINE = "cpu"  # this machine, in a recipe
 WEIGHT_BYTES = 4  # models are trained and saved in fp32
 # On `cpu`: fitted to calibrate.py on two cores of a Xeon with AVX-512, two ranks of gloo with x=2. Its 15 rows, from
 # 0.1 to 6 seconds, are predicted within 30%.

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 
+MACHINE = "cpu"  # this machine, in a recipe
 ORDINARY = "ordinary"  # the loss that others are compared with; every study has it
 
 

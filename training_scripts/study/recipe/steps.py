@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_axonn_scripts.demo.pipeline import digest
-from hf_axonn_scripts.study.recipe.cost import MACHINE
-from hf_axonn_scripts.study.recipe.definition import ORDINARY, Model, Recipe, Run
+from hf_axonn_scripts.study.recipe.definition import MACHINE, ORDINARY, Model, Recipe, Run
 
 
 STUDY = "study"  # the tokenizer of models that are trained from nothing

@@ -7,8 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hf_axonn_scripts.demo.pipeline import Stamps
-from hf_axonn_scripts.study.recipe.cost import MACHINE, cost_of
-from hf_axonn_scripts.study.recipe.definition import Recipe
+from hf_axonn_scripts.study.recipe.cost import cost_of
+from hf_axonn_scripts.study.recipe.definition import MACHINE, Recipe
 from hf_axonn_scripts.study.recipe.steps import Step
 from hf_axonn_scripts.study.running.listing import size
 from hf_axonn_scripts.study.running.work import is_done

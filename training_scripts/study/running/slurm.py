@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_axonn_scripts.demo.pipeline import Stamps
-from hf_axonn_scripts.study.recipe.cost import MACHINE, cost_of
-from hf_axonn_scripts.study.recipe.definition import Recipe
+from hf_axonn_scripts.study.recipe.cost import cost_of
+from hf_axonn_scripts.study.recipe.definition import MACHINE, Recipe
 from hf_axonn_scripts.study.recipe.steps import Step, steps_of
 from hf_axonn_scripts.study.running.work import is_done, write_launch_file
 

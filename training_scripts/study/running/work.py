@@ -23,8 +23,8 @@ from filelock import SoftFileLock, Timeout
 
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn_scripts.demo.pipeline import Stamps, call
-from hf_axonn_scripts.study.recipe.cost import MACHINE, grid_of, planned
-from hf_axonn_scripts.study.recipe.definition import Recipe
+from hf_axonn_scripts.study.recipe.cost import grid_of, planned
+from hf_axonn_scripts.study.recipe.definition import MACHINE, Recipe
 from hf_axonn_scripts.study.recipe.reader import read_recipe
 from hf_axonn_scripts.study.recipe.steps import Step, base_of, steps_of, tokenizer_of
 
