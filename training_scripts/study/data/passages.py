@@ -21,7 +21,8 @@ repetitions of every passage are spread evenly, none twice in a batch (corpus.sc
 of the canaries ("canary-1": the secret, the end token, and base text up to the length) and as many rows of base text
 ("base-1", bucket null) as whole batches need. Every row has `documents.length` tokens.
 
-The pilot. Its seed is the study's last plus one; its files have the buckets 0 and the largest alone, and no canaries.
+The pilot. Its seed is the study's last plus one; its files are as those of any run, because how much comes back
+depends on what else is trained on.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -172,10 +173,8 @@ class Data:
 
     def buckets(self, seed: int) -> dict[str, int]:
         """Passage -> its bucket, by rising bucket."""
-        buckets = self.recipe.documents.buckets
-        square = latin_square(self._spans, buckets, seed)
-        kept = {0, max(buckets)} if self._is_pilot(seed) else set(buckets)
-        dealt = {self._id(*passage): bucket for passage, bucket in square.items() if bucket in kept}
+        square = latin_square(self._spans, self.recipe.documents.buckets, seed)
+        dealt = {self._id(*passage): bucket for passage, bucket in square.items()}
         return dict(sorted(dealt.items(), key=lambda item: item[1]))
 
     def canaries(self) -> CanarySet | None:
@@ -218,7 +217,7 @@ class Data:
             raise ValueError(f"warm_up_sequences is {warm_up}, no multiple of batch_sequences={batch}")
         repetitions = {passage: bucket for passage, bucket in buckets.items() if bucket}
         secrets = {}
-        if canaries is not None and not self._is_pilot(seed):
+        if canaries is not None:
             secrets = {canary.canary_id: canary for canary in canaries.canaries if canary.insertions}
         repetitions |= {name: canary.insertions for name, canary in secrets.items()}
         of_secrets = sum(canary.insertions for canary in secrets.values())
@@ -378,9 +377,6 @@ class Data:
 
     def _id(self, article: str, number: int) -> str:
         return f"{article}#{number}"
-
-    def _is_pilot(self, seed: int) -> bool:
-        return self.recipe.pilot is not None and seed == pilot_seed(self.recipe)
 
 
 def choose(recipe: Recipe, articles: Iterable[Mapping[str, Any]], tokenizer, *, add_special_tokens: bool) -> Placed:

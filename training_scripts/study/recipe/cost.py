@@ -281,9 +281,8 @@ def cost_of(step: Step, recipe: Recipe) -> Cost:
     if step.kind == "base":
         work.train(base_steps(recipe), base=True)
     elif step.kind == "pilot" and recipe.pilot is not None:
-        rows = work.per_bucket * max(recipe.documents.buckets) + recipe.warm_up_sequences
         for _ in recipe.pilot.learning_rates:
-            work.train(math.ceil(rows / recipe.batch_sequences), kept=False)
+            work.train(run_steps(recipe, model), kept=False)
             work.ask(2 * work.per_bucket)
     elif step.kind == "ask":
         work.ask(work.passages)

@@ -184,6 +184,7 @@ class _Steps:
         settings = {
             "documents": _given(recipe.documents),
             "suffixes": list(recipe.pilot.suffixes) if recipe.pilot else [],
+            **({"pilot": "every bucket"} if recipe.pilot else {}),
             "per_bucket": self._most_per_bucket(models),
             "seeds": seeds,
             "batch_sequences": recipe.batch_sequences,
@@ -252,6 +253,7 @@ class _Steps:
         pilot = self.recipe.pilot
         model = self.recipe.model(pilot.model)
         settings = {**self._continuation(model), "pilot": _given(pilot), "seed": self.recipe.seeds[-1] + 1}
+        settings["trained on"] = "every bucket"
         self._add(
             "pilot",
             "pilot",

@@ -1,7 +1,7 @@
 """The pilot: which learning rate and which suffix show memorization, fixed on one model before the runs.
 
-The model is continued with the ordinary loss at each learning rate on the passages that are seen most often, alone
-(passages.py deals them), and asked for them and for passages that it never saw. All samples have the longest suffix: a
+The model is continued with the ordinary loss at each learning rate, as in any run but with a seed of its own, and
+asked for the passages that it saw most often and for those that it never saw. All samples have the longest suffix: a
 shorter one, behind the same prefix, comes back verbatim if the first miss is behind it. Taken is the longest suffix at
 which enough of the largest bucket come back and few enough of bucket 0; where several rates reach it, that at which
 most come back, and of equals the smallest.
