@@ -1,5 +1,6 @@
-"""`hf-axonn`: what one does with a checkpoint or a bug report, on one process.
+"""`hf-axonn`: what one does before a launch, with a checkpoint and for a bug report, on one process.
 
+    hf-axonn init                           a launch file for this machine, with the grid that a plan ranks first
     hf-axonn convert CHECKPOINT OUTPUT      a sharded checkpoint becomes an ordinary Hugging Face directory
     hf-axonn verify CHECKPOINT              compare every file with its checksum: 0 complete, 1 not
     hf-axonn env                            versions, devices and links, to paste into a bug report
@@ -17,14 +18,17 @@ import sys
 
 from hf_axonn import __version__
 from hf_axonn.cli.doctor import add_doctor, run_doctor
+from hf_axonn.cli.init import add_init, run_init
 from hf_axonn.cli.plan import add_bench_links, add_plan, run_bench_links, run_plan
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="hf-axonn", description="Checkpoints, plans and bug reports of hf_axonn.")
+    about = "Launch files, plans, checkpoints and bug reports of hf_axonn."
+    parser = argparse.ArgumentParser(prog="hf-axonn", description=about)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
+    add_init(commands)
     convert = commands.add_parser("convert", help="make an ordinary Hugging Face directory of a sharded checkpoint")
     convert.add_argument("checkpoint", help="a directory that training on a grid wrote")
     convert.add_argument("output", help="a new directory")
@@ -40,6 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         run = {
+            "init": run_init,
             "convert": _convert,
             "verify": _verify,
             "env": _env,

@@ -15,6 +15,7 @@ from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid
 
 
+NEXT = 4  # places that are named where little is said
 WORTH = 0.02  # what a dtype that rounds differently has to save to be mentioned
 # The overlaps in the order in which AxoNN's paper adds them (arXiv 2502.08145), as fields of a Job.
 OVERLAPS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -70,20 +71,17 @@ def lines(found: GridRanking, top: int, *, tokens: int | None = None, overlap: b
     text += [*_answer(found, tokens), "", *_table(found.ranked[:top]), *(["", *left_out] if left_out else [])]
     if overlap:
         text += ["", *_overlaps(found.best)]
-    return [*text, "", *_config(found.best)]
+    return [*text, "", *pasted(found.best)]
 
 
 def _answer(found: GridRanking, tokens: int | None) -> list[str]:
     """The first grid: how long, how much, with which settings, and how sure."""
     best = found.best
-    low, high = confidence.seconds(best)
-    spread = confidence.spread(best)
     chosen = settings.as_text(best.job)
     lost, waits = best.seconds["slowdown"], best.exposed
     rows = best.job.sequences // (best.grid.dp_size * best.micro_batches)
     text = [
-        f"The fastest of {number_of(len(found.ranked), 'grid')} that fit: {sizes(best.grid)}",
-        f"  {best.total:.3g} s a step ({low:.3g} to {high:.3g} by {spread.runs} published runs {spread.kind})",
+        *_first(found),
         f"  {best.tokens_per_second:,.0f} tokens/s, MFU {best.mfu:.1%}, HFU {best.hfu:.1%} "
         f"({best.flops / 1e12:.0f} TFLOP/s a GPU)",
         f"  {best.memory.total / 2**30:.1f} of {best.job.machine.memory / 2**30:.0f} GiB a GPU; checkpointing "
@@ -97,6 +95,25 @@ def _answer(found: GridRanking, tokens: int | None) -> list[str]:
         hours = days * 24 * best.grid.size
         text.append(f"  {_short(tokens)} tokens: {days:,.1f} days, {hours:,.0f} GPU hours")
     return text + [f"  {line}" for line in (*doubts(found), *_rounding(best))]
+
+
+def _first(found: GridRanking) -> list[str]:
+    """The first grid, and its time."""
+    best = found.best
+    low, high = confidence.seconds(best)
+    spread = confidence.spread(best)
+    return [
+        f"The fastest of {number_of(len(found.ranked), 'grid')} that fit: {sizes(best.grid)}",
+        f"  {best.total:.3g} s a step ({low:.3g} to {high:.3g} by {spread.runs} published runs {spread.kind})",
+    ]
+
+
+def in_short(found: GridRanking) -> list[str]:
+    """The first grid, its time and memory, and the next ones."""
+    best = found.best
+    text = [*_first(found), f"  {best.memory.total / 2**30:.1f} of {best.job.machine.memory / 2**30:.0f} GiB a GPU"]
+    behind = [f"{sizes(each.grid)} ({each.total / best.total - 1:.1%} slower)" for each in found.ranked[1:NEXT]]
+    return [*text, f"  next: {'; '.join(behind)}"] if behind else text
 
 
 def _part(seconds: float, best: Prediction) -> str:
@@ -197,8 +214,8 @@ def _overlaps(best: Prediction) -> list[str]:
     return text
 
 
-def _config(best: Prediction) -> list[str]:
-    """What to paste."""
+def pasted(best: Prediction) -> list[str]:
+    """The section of a launch file, and what Trainer needs, as a comment."""
     chosen, job = settings.as_text(best.job), best.job
     text = ["axonn_config:", f"  grid: {inline(best.grid)}"]
     if best.order != ORDER:

@@ -96,7 +96,7 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
         # For MULTI_CPU accelerate starts a single process, whatever num_processes says.
         kind = "MULTI_GPU" if kind == "MULTI_CPU" else kind
         if not os.environ.get("OMP_NUM_THREADS") and "num_cpu_threads_per_process" not in options:
-            environment["OMP_NUM_THREADS"] = str(max(1, _cores() // (num_processes // num_machines)))
+            environment["OMP_NUM_THREADS"] = str(max(1, core_count() // (num_processes // num_machines)))
     elif kind == "MULTI_GPU" and config.grid.size > 1 and has_nvidia():
         chosen, told = gpu_settings(config.grid, os.environ)
         environment |= chosen
@@ -196,7 +196,7 @@ def _use_cpu(
         return True, []
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "t", "on"):
         return True, []
-    if kind != "MULTI_GPU" or _gpus() != 0:
+    if kind != "MULTI_GPU" or gpu_count() != 0:
         return False, []
     if given is None:
         return True, [f"no GPU was found on this machine: the {num_processes} processes run on its CPU."]
@@ -206,7 +206,7 @@ def _use_cpu(
     )
 
 
-def _gpus() -> int:
+def gpu_count() -> int:
     """Number of NVIDIA or AMD GPUs that torch sees; -1 where it cannot say."""
     import torch
 
@@ -216,7 +216,7 @@ def _gpus() -> int:
         return -1
 
 
-def _cores() -> int:
+def core_count() -> int:
     """Cores this process may use, counting those that share one physical core once."""
     import psutil
 

@@ -24,6 +24,7 @@ from hf_axonn.planner.traffic.ledger import KINDS
 FOLDER = Path(__file__).with_name("machines")
 NUMBERS = ("gpus_per_node", "peak_tflops", "gemm_tflops", "memory_gib", "memory_gbs", "units", "inter_gbs")
 REQUIRED = (*NUMBERS, "intra_gbs", "latency_us")
+TEXTS = ("description", "gpu")
 OPTIONAL = ("gemm_fraction", "gemm_by_size", "memory_fraction", "kernel_us", "overlap", "slowdown", "attention_tflops")
 FACTORS = ("relative_cost", "relative_latency")  # by kind of collective; optional too
 LATENCIES = ("base", "intra", "inter")
@@ -49,6 +50,7 @@ class Machine:
 
     Args:
         name, description: for people.
+        gpu: how the name of the GPU ends by which torch knows it; empty: not known.
         gpus_per_node: ranks that the intra-node links join.
         peak_flops: advertised dense bf16 FLOP/s of a GPU; utilisation is a share of it.
         gemm_flops: FLOP/s of the best matrix product.
@@ -80,6 +82,7 @@ class Machine:
 
     name: str
     description: str = ""
+    gpu: str = ""
     gpus_per_node: int
     peak_flops: float
     gemm_flops: float
@@ -158,6 +161,18 @@ def known_machines() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
+def machine_of_gpus(gpu: str, count: int) -> str | None:
+    """The name of the machine whose nodes have these GPUs, None if there is none.
+
+    Args:
+        gpu: a GPU's name, as torch has it.
+        count: GPUs of a node. Of several machines that one is taken whose nodes have as many, else the next more.
+    """
+    machines = [load_machine(name) for name in known_machines()]
+    same = [each for each in machines if f" {gpu}".endswith(f" {each.gpu}") and each.gpus_per_node >= count]
+    return min(same, key=lambda each: (each.gpus_per_node, each.name)).name if same else None
+
+
 def load_machine(name: str) -> Machine:
     """The machine of a name or a JSON file; NAME@GBITS has as many Gb/s a node, of which LINK_FRACTION are reached.
 
@@ -187,7 +202,7 @@ def machine_from_mapping(text: Any) -> Machine:
     if not isinstance(text, dict):
         raise ValueError("it holds no keys: write the keys of hf_axonn/planner/machines/frontier.json.")
     missing = [key for key in ("name", *REQUIRED) if key not in text]
-    unknown = [key for key in text if key not in ("name", "description", "sources", *REQUIRED, *OPTIONAL, *FACTORS)]
+    unknown = [key for key in text if key not in ("name", *TEXTS, "sources", *REQUIRED, *OPTIONAL, *FACTORS)]
     if missing or unknown:
         wrong = [f"{key} is missing" for key in missing] + [f"{key} is unknown" for key in unknown]
         raise ValueError(f"{', '.join(wrong)}: it needs the keys name, {', '.join(REQUIRED)}.")
@@ -217,7 +232,7 @@ def machine_from_mapping(text: Any) -> Machine:
         raise ValueError(f"slowdown is {slowdown!r}, but it is a share from 0 to 1.")
     return Machine(
         name=str(text["name"]),
-        description=str(text.get("description", "")),
+        **{key: str(text.get(key, "")) for key in TEXTS},
         gpus_per_node=text["gpus_per_node"],
         peak_flops=text["peak_tflops"] * 1e12,
         gemm_flops=text["gemm_tflops"] * 1e12,

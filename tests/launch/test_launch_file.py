@@ -20,9 +20,9 @@ def machine(monkeypatch):
     """A machine with eight GPUs and eight cores, whatever this one has."""
     for variable in ("ACCELERATE_USE_CPU", "OMP_NUM_THREADS", *BOTH):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(launch_file, "_gpus", lambda: 8)
+    monkeypatch.setattr(launch_file, "gpu_count", lambda: 8)
     monkeypatch.setattr(launch_file, "has_nvidia", lambda: True)
-    monkeypatch.setattr(launch_file, "_cores", lambda: 8)
+    monkeypatch.setattr(launch_file, "core_count", lambda: 8)
     return monkeypatch
 
 
@@ -99,7 +99,7 @@ def test_on_cpus_every_rank_gets_its_process_and_its_share_of_cores(changes):
 def test_threads_are_per_machine_at_least_one_and_the_users_if_given(machine):
     nodes = {"num_machines": 4, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
     assert resolve(settings(use_cpu=True, **nodes), {}).environment["OMP_NUM_THREADS"] == "8"
-    machine.setattr(launch_file, "_cores", lambda: 2)
+    machine.setattr(launch_file, "core_count", lambda: 2)
     assert resolve(settings(use_cpu=True), {}).environment["OMP_NUM_THREADS"] == "1"
     options = {"num_cpu_threads_per_process": "3"}
     assert "OMP_NUM_THREADS" not in resolve(settings(use_cpu=True), options).environment
@@ -109,7 +109,7 @@ def test_threads_are_per_machine_at_least_one_and_the_users_if_given(machine):
 
 def test_without_use_cpu_the_machine_decides(machine):
     assert resolve(settings(), {}).settings["use_cpu"] is False
-    machine.setattr(launch_file, "_gpus", lambda: 0)
+    machine.setattr(launch_file, "gpu_count", lambda: 0)
     launch = resolve(settings(), {})
     assert launch.settings["use_cpu"] is True
     assert launch.notes == ("no GPU was found on this machine: the 4 processes run on its CPU.",)

@@ -158,6 +158,7 @@ def measure(local: int, device: torch.device, *, seconds: float, peak: float | N
     return {
         "name": "this",
         "description": properties.name if properties else f"CPU, {torch.get_num_threads()} thread(s) a process",
+        **({"gpu": properties.name} if properties else {}),
         "gpus_per_node": local,
         "peak_tflops": peak or best,
         "gemm_tflops": best,
