@@ -3,6 +3,8 @@
 It is registered under the entry point group `torch.backends`, and is how stock accelerate learns of our launch file:
 
 - in a process that is `accelerate launch`, the command line is rewritten before accelerate reads it (command.py);
+- in a process that is another command of accelerate, such as `accelerate env`, the key is known, too
+  (accelerate_commands.py);
 - in a process that was started with AXONN_CONFIG set, a bare `Accelerator()` or `Trainer` gets the plugin (plugin.py),
   by a hook that acts when accelerate itself is imported; and RANK becomes what the order of the axes says, where the
   launch file gives one (topology/axis_order.py), and all nodes give the same (node_check.py);
@@ -20,6 +22,9 @@ import sys
 
 LAUNCH_MODULES = {"accelerate.commands.launch": 0, "accelerate.commands.accelerate_cli": 1}
 LAUNCH_COMMANDS = {"accelerate-launch": 0, "accelerate": 1}
+# What else reads a launch file; so does `accelerate`, wherever it does not launch.
+OTHER_MODULES = ("accelerate.commands.env", "accelerate.commands.test")
+OTHER_COMMANDS = ("accelerate-config",)
 OWN_LAUNCHERS = ("axonn-launch", "hf_axonn.launch")
 
 
@@ -38,6 +43,11 @@ def autoload() -> None:
             from hf_axonn.launch.command import prepare_or_exit
 
             sys.argv[start:] = prepare_or_exit(sys.argv[start:])
+        elif program in (*LAUNCH_MODULES, *LAUNCH_COMMANDS, *OTHER_MODULES, *OTHER_COMMANDS):
+            from hf_axonn.compat.post_import import after_import
+
+            after_import("accelerate.commands.config.config_args", _keep_section)
+            after_import("accelerate.commands.test", _test_on_grid)
         elif os.environ.get("AXONN_CONFIG"):
             if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
                 from hf_axonn.launch.node_check import compare_or_exit
@@ -62,11 +72,11 @@ def _program() -> str:
         return module[2:] if module.startswith("-m") else module
     if first.endswith(os.path.join("hf_axonn", "launch", "__main__.py")):
         return "hf_axonn.launch"
-    for module in LAUNCH_MODULES:
+    for module in (*LAUNCH_MODULES, *OTHER_MODULES):
         if first.endswith(os.path.join(*module.split(".")) + ".py"):
             return module
     name = os.path.basename(first)
-    return name if name not in (*LAUNCH_COMMANDS, *OWN_LAUNCHERS) or _is_command(first) else ""
+    return name if name not in (*LAUNCH_COMMANDS, *OTHER_COMMANDS, *OWN_LAUNCHERS) or _is_command(first) else ""
 
 
 def _is_command(path: str) -> bool:
@@ -91,3 +101,15 @@ def _install_plugin() -> None:
     from hf_axonn.plugin import install_default
 
     install_default()
+
+
+def _keep_section() -> None:
+    from hf_axonn.launch.accelerate_commands import keep_section
+
+    keep_section()
+
+
+def _test_on_grid() -> None:
+    from hf_axonn.launch.accelerate_commands import test_on_grid
+
+    test_on_grid()

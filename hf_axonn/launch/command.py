@@ -63,7 +63,7 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     """
     command = Command.parse(arguments)
     given = command.value(*CONFIG_OPTIONS)
-    path = Path(given) if given else _default_file()
+    path = Path(given) if given else default_file()
     if path is None:
         return list(arguments)
     settings = read_launch_file(path)
@@ -153,7 +153,7 @@ def accelerate_options() -> dict[str, bool]:
     return options
 
 
-def _default_file() -> Path | None:
+def default_file() -> Path | None:
     """The file that accelerate takes when none is named, if there is one."""
     cache = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
     path = Path(cache).expanduser() / "accelerate" / "default_config.yaml"
