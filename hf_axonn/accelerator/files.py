@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 import re
 import shutil
@@ -55,8 +54,6 @@ from hf_axonn.compat.torch import refuse_pickle
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.engine.state import parallel_state
 
-
-logger = logging.getLogger(__name__)
 
 STATE = "accelerator.json"
 

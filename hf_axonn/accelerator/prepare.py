@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 
 import torch
 from torch import nn
 
+from hf_axonn.compat.messages import get_logger
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.state import parallel_state
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def shard_plain_model(model: nn.Module, plugin, device: torch.device) -> bool:
@@ -20,15 +21,28 @@ def shard_plain_model(model: nn.Module, plugin, device: torch.device) -> bool:
 
     if plugin.grid.size == 1 or parallel_state(model) is not None:
         return False
-    if world_rank() == 0:
-        logger.warning(
-            f"{type(model).__name__} was loaded whole on every rank and is sharded over {plugin.grid} now. "
-            "hf_axonn.from_pretrained(name, grid=...) reads only each rank's own slices."
-        )
+    if world_rank() == 0 and plugin.grid.x * plugin.grid.y * plugin.grid.z > 1 and _could_be_read_in_slices(model):
+        _advise(str(plugin.grid))
     _, report = parallelize(model.to(device), plugin.grid, config=plugin.config)
     if world_rank() == 0:
         logger.info(report)
     return True
+
+
+def _could_be_read_in_slices(model: nn.Module) -> bool:
+    """Whether `from_pretrained` takes such models; with an adapter, its base."""
+    from transformers import PreTrainedModel
+
+    return isinstance(model.get_base_model() if hasattr(model, "get_base_model") else model, PreTrainedModel)
+
+
+@functools.cache
+def _advise(grid: str) -> None:
+    """Once, however many models are prepared."""
+    logger.warning(
+        f"a model was loaded whole on every rank and is sharded over {grid} now. hf_axonn.from_pretrained(name, "
+        "grid=...) reads only each rank's own slices."
+    )
 
 
 LOW_BIT_LIBRARIES = ("bitsandbytes", "torchao")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from hf_axonn.accelerator.adafactor import follow_grid
 from hf_axonn.accelerator.prepare import point_to_shards, refuse_low_bit, shard_plain_model
 from hf_axonn.compat.accelerate import is_over, prepared_models, prepared_optimizers, without_autocast
+from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.gradient_sync import syncing
@@ -25,7 +25,7 @@ from hf_axonn.engine.state import parallel_state
 from hf_axonn.parallel.compiled import compile_regions
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 class GridScheduler(AcceleratedScheduler):

@@ -7,7 +7,6 @@ is not done by every rank, nor again in the next run. The result lies beside the
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import shutil
 import tempfile
@@ -16,8 +15,10 @@ from typing import Any
 
 from filelock import FileLock
 
+from hf_axonn.compat.messages import get_logger
 
-logger = logging.getLogger(__name__)
+
+logger = get_logger(__name__)
 
 # Options of from_pretrained that say where a file is found.
 WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import logging
 import os
 import shutil
 import threading
@@ -40,12 +39,13 @@ from hf_axonn.checkpoint.shard_files import (
     shards_to_write,
     write_shards,
 )
+from hf_axonn.compat.messages import get_logger
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
 from hf_axonn.distributed.consistency import first_problem
 from hf_axonn.topology.grid import Grid
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 PARTS = ".parts"
 LONGEST_POLL = 0.5  # seconds between two looks for the parts of other ranks

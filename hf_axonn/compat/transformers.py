@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable
 
 from torch import Tensor, nn
@@ -101,6 +102,24 @@ def pass_on_ddp_timeout() -> None:
             return original(arguments)
 
     devices.func = set_up
+
+
+def compute_where_launched() -> None:
+    """Let TrainingArguments know of `use_cpu: true` of a launch file, without which bf16 is refused. Once."""
+    from transformers import training_args
+    from transformers.utils import strtobool
+
+    original = training_args.TrainingArguments._validate_args
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def validate(arguments):
+        if strtobool(os.environ.get("ACCELERATE_USE_CPU", "false")):
+            arguments.use_cpu = True
+        return original(arguments)
+
+    training_args.TrainingArguments._validate_args = validate
 
 
 def has_causal_lm_loss(model: nn.Module) -> bool:

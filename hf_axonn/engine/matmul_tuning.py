@@ -25,7 +25,6 @@ Source: AxoNN (arXiv 2502.08145), section on BLAS kernel tuning.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import statistics
 import time
@@ -38,10 +37,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hf_axonn.compat.messages import get_logger
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 VERSION = 1  # of the text
 STEPS = 3  # steps after which new shapes are timed
@@ -153,7 +153,7 @@ class MatmulTuner:
             trials = self.time_layouts(SECONDS)
             chosen = {key: fastest(each) for key, each in trials.items()}
             if trials:
-                # A warning, because without set-up nothing less is seen, and who switches this on wants to see it.
+                # A warning, because nothing less is seen by default, and who switches this on wants to see it.
                 logger.warning(self._summary(trials, chosen, time.perf_counter() - begin))
         self._learn(_from_entries(json.loads(broadcast_text(json.dumps(_to_entries(chosen)), device))))
         self.counts.clear()

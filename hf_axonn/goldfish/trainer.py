@@ -18,7 +18,6 @@ subclass of `CausalLMLoss`.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -28,9 +27,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer, TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
+from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.goldfish.mask import HASHES, check_options, count_unprotected, find_document_ids, goldfish_mask
@@ -39,7 +39,7 @@ from hf_axonn.losses.causal_lm import IGNORE_INDEX, CausalLMLoss, install_causal
 from hf_axonn.trainer import hooks as trainer_hooks
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 UNMASKED_LABELS = "unmasked_labels"  # the private key: labels before goldfish, aligned with what the loss reads
 SAMPLE_LENGTHS = "sample_lengths"  # the private key of a collator that puts all samples into one row: their tokens
@@ -380,7 +380,16 @@ class GoldfishMixin(_MixedInto):
 
 
 class GoldfishTrainer(GoldfishMixin, Trainer):
-    """`Trainer` with the goldfish loss; takes a `GoldfishConfig` as args and is otherwise used like it."""
+    """`Trainer` with the goldfish loss; takes a `GoldfishConfig` as args and is otherwise used like it.
+
+    With a tokenizer as `processing_class`, and no `data_collator`, labels are padded with the rest of a row: the
+    collator that Trainer takes pads everything but them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if type(self.data_collator) is DataCollatorWithPadding:
+            self.data_collator = DataCollatorForSeq2Seq(self.data_collator.tokenizer)
 
 
 # Also without a launch file: a sharded checkpoint resumes on one process, too.

@@ -19,12 +19,18 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_axonn.compat.messages import get_logger
+from hf_axonn.compat.post_import import after_import
 from hf_axonn.config import PRECISIONS, VARIABLE, AxonnConfig
 from hf_axonn.launch.gpu_settings import gpu_settings, has_nvidia
 from hf_axonn.topology.grid import Grid
+
+
+logger = get_logger(__name__)
 
 
 def notebook_launcher(
@@ -46,8 +52,8 @@ def notebook_launcher(
         mixed_precision: no, bf16 or, on GPUs, fp16.
         use_cpu: whether to run on CPUs; None: where the machine has no GPU.
     Returns:
-        What the function returned on rank 0; None if that cannot be pickled. With a grid of one rank the function is
-        called in this process.
+        What the function returned on rank 0; None, with a warning, if that cannot be pickled. With a grid of one rank
+        the function is called in this process.
     Raises:
         ValueError: an argument is out of range, there are fewer GPUs than ranks, or torch.distributed is in use here.
         Exception: a process failed; the others are ended.
@@ -90,7 +96,11 @@ def notebook_launcher(
             accelerate_launcher(
                 worker, args, num_processes=ranks, mixed_precision=mixed_precision, use_port=str(_free_port())
             )
-        return pickle.loads(result.read_bytes())
+        value = pickle.loads(result.read_bytes())
+        if isinstance(value, _Lost):
+            logger.warning(f"{value.text} Return numbers, strings, tensors of the CPU, or lists and dicts of them.")
+            return None
+        return value
 
 
 class _Worker:
@@ -122,6 +132,8 @@ class _Worker:
 
         os.environ.update(self.environment)
         _use_grid()
+        if os.environ["RANK"] != "0":
+            after_import("transformers.trainer", _no_table)
         with failures_reported():
             value = self.function(*args)
         if os.environ["RANK"] == "0":
@@ -143,17 +155,32 @@ def _use_grid() -> None:
             sys.modules[name].ParallelismConfig = AxonnPlugin
 
 
+def _no_table() -> None:
+    """A Trainer made after this shows no table of its progress in the notebook, where that of rank 0 is."""
+    from transformers import trainer
+
+    trainer.DEFAULT_PROGRESS_CALLBACK = trainer.ProgressCallback
+
+
 def _config(grid: Grid | Mapping[str, int] | AxonnConfig) -> AxonnConfig:
     if isinstance(grid, AxonnConfig):
         return grid
     return AxonnConfig.from_mapping({"grid": grid.as_dict() if isinstance(grid, Grid) else grid})
 
 
+@dataclass(frozen=True)
+class _Lost:
+    """In the place of a result that cannot be pickled: what to tell the user."""
+
+    text: str
+
+
 def _pickled(value: Any) -> bytes:
     try:
         return pickle.dumps(value)
-    except (pickle.PicklingError, TypeError, AttributeError):
-        return pickle.dumps(None)
+    except Exception as problem:  # whatever a class's own __reduce__ raises
+        kind = type(value).__name__
+        return pickle.dumps(_Lost(f"the function returned a {kind}, which does not come back ({problem}): None is."))
 
 
 def _free_port() -> int:

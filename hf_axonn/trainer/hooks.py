@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hf_axonn.accelerator.prepare import shard_plain_model
 from hf_axonn.compat.peft import without_peft
 from hf_axonn.compat.post_import import after_import
-from hf_axonn.compat.transformers import pass_on_ddp_timeout
+from hf_axonn.compat.transformers import compute_where_launched, pass_on_ddp_timeout
 from hf_axonn.distributed.consistency import argument_facts, assert_same_on_all_ranks
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.state import parallel_state
@@ -34,6 +34,7 @@ OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad",
 def install_when_imported() -> None:
     """Wrap Trainer, its arguments and TRL's head, each as soon as it is imported; what has been is wrapped now."""
     after_import("transformers.training_args", pass_on_ddp_timeout)
+    after_import("transformers.training_args", compute_where_launched)
     after_import("transformers.trainer", _install_trainer)
     after_import(trl.MODULE, trl.install)
 

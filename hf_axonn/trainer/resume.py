@@ -9,7 +9,6 @@ Checked with transformers 5.23.0 (trainer.py).
 from __future__ import annotations
 
 import json
-import logging
 import os
 import pickle
 import tempfile
@@ -24,6 +23,7 @@ from hf_axonn.checkpoint.manifest import Manifest, find_problems, is_sharded_che
 from hf_axonn.checkpoint.safe_pickle import load_values
 from hf_axonn.checkpoint.sharded import load_model, load_optimizer, load_sharded, verify_together
 from hf_axonn.checkpoint.single_process import load_plain_optimizer, load_plain_weights
+from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.torch import default_device_type
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
 from hf_axonn.distributed.consistency import raise_on_all_ranks
@@ -31,7 +31,7 @@ from hf_axonn.engine.state import parallel_state
 from hf_axonn.trainer.saving import SCALER, SCHEDULER, TRAINER_STATE, checkpoints_in, rng_file, tidy
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def train(self, original: Callable, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):

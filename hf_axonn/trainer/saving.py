@@ -9,7 +9,6 @@ Checked with transformers 5.23.0 (trainer.py, `_save_checkpoint` and `rotate_che
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import shutil
@@ -22,11 +21,12 @@ from hf_axonn.checkpoint.commit import recover
 from hf_axonn.checkpoint.manifest import MANIFEST, STAGE, find_problems, read_manifest
 from hf_axonn.checkpoint.save import Save, SaveError, finish_saves
 from hf_axonn.checkpoint.sharded import add_model, begin_save
+from hf_axonn.compat.messages import get_logger
 from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.state import parallel_state
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 TRAINER_STATE = "trainer_state.json"
 SCHEDULER = "scheduler.pt"

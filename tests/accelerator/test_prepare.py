@@ -13,16 +13,38 @@ from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
 
 
-def check_plain_model() -> list[str]:
+def heard() -> list[str]:
+    """What `prepare` says from here on."""
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())
     prepare.logger.addHandler(handler)
+    return messages
+
+
+def check_plain_model() -> list[str]:
+    messages = heard()
     plugin, model = SimpleNamespace(grid=Grid(x=dist.get_world_size()), config=None), tiny_model("llama")
     assert prepare.shard_plain_model(model, plugin, torch.device("cpu"))
     assert str(parallel_state(model).grid) == str(plugin.grid)
     assert not prepare.shard_plain_model(model, plugin, torch.device("cpu")), "it is sharded already"
+    second = tiny_model("gpt2")
+    assert prepare.shard_plain_model(second, plugin, torch.device("cpu"))
     return messages
+
+
+def check_what_no_other_way_loads() -> list[str]:
+    """Copies of a model, which every rank of data has anyway, and a module that has no from_pretrained."""
+    messages = heard()
+    linear = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    for model, grid in ((tiny_model("llama"), Grid(data=2)), (linear, Grid(x=2))):
+        plugin = SimpleNamespace(grid=grid, config=None)
+        assert prepare.shard_plain_model(model, plugin, torch.device("cpu"))
+    return messages
+
+
+def test_nothing_is_advised_where_there_is_no_other_way():
+    assert run_ranks(check_what_no_other_way_loads, 2) == [[], []]
 
 
 def test_a_model_that_was_loaded_on_every_rank_is_sharded_with_one_warning():

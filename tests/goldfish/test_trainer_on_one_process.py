@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
 from torch.nn import functional as F
 from transformers import (
     BartConfig,
@@ -19,6 +20,7 @@ from transformers import (
     HfArgumentParser,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedTokenizerFast,
     Trainer,
     TrainingArguments,
 )
@@ -81,6 +83,22 @@ def trainer_for(args: GoldfishConfig, *, model: torch.nn.Module | None = None, *
     data = Dataset.from_list(samples())
     defaults = {"train_dataset": data, "eval_dataset": data, "data_collator": collate}
     return GoldfishTrainer(model=tiny_model() if model is None else model, args=args, **(defaults | options))
+
+
+def test_rows_of_any_length_need_a_tokenizer_alone(tmp_path):
+    """As the snippets of README and docs/usage.md: no data_collator, and rows with input_ids and labels."""
+    rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in samples()]
+    assert len({len(row["labels"]) for row in rows}) > 1
+    words = Tokenizer(models.WordLevel({"<pad>": PAD, "<unk>": 1}, unk_token="<unk>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
+    trainer = trainer_for(config(tmp_path), train_dataset=rows, data_collator=None, processing_class=tokenizer)
+    padded, wanted = trainer.data_collator(rows[:2]), collate(rows[:2])
+    assert padded["labels"].tolist() == wanted["labels"].tolist()
+    trainer.train()
+    by_hand = trainer_for(config(tmp_path), train_dataset=Dataset.from_list(rows))
+    by_hand.train()
+    losses, same = ([entry["loss"] for entry in steps_logged(each)] for each in (trainer, by_hand))
+    assert losses == pytest.approx(same, rel=1e-6) and losses
 
 
 def steps_logged(trainer: Trainer) -> list[dict[str, float]]:

@@ -12,6 +12,7 @@ import nbformat
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import PrinterCallback, ProgressCallback, trainer
 
 import hf_axonn
 from hf_axonn import AxonnConfig, Grid
@@ -110,9 +111,32 @@ def test_who_failed_in_a_step_is_told_as_in_a_script(capfd, how, raised, said):
     assert not multiprocessing.active_children()
 
 
-def test_one_rank_needs_no_process_and_what_cannot_be_sent_is_none():
+def test_one_rank_needs_no_process_and_what_cannot_be_sent_is_none(caplog):
     assert hf_axonn.notebook_launcher(lambda value: value + 1, (1,), grid=Grid()) == 2
     assert hf_axonn.notebook_launcher(lambda: lambda: 0, grid=Grid(data=2), use_cpu=True) is None
+    (record,) = caplog.records
+    assert re.match("the function returned a function, which does not come back .*Return numbers", record.message)
+
+
+def progress_and_precision(folder):
+    """Which progress a Trainer would show here, and whether its arguments take bf16."""
+    from transformers import TrainingArguments, trainer
+
+    arguments = TrainingArguments(str(folder), bf16=True)
+    return gathered([trainer.DEFAULT_PROGRESS_CALLBACK, arguments.use_cpu, arguments.mixed_precision])
+
+
+def gathered(own):
+    every = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return every
+
+
+def test_rank_0_alone_shows_a_table_and_bf16_needs_no_use_cpu(tmp_path, monkeypatch):
+    """In a notebook Transformers' default is a table that it would show once for each rank."""
+    monkeypatch.setattr(trainer, "DEFAULT_PROGRESS_CALLBACK", PrinterCallback)  # stands for the notebook's
+    found = hf_axonn.notebook_launcher(progress_and_precision, (tmp_path,), grid=Grid(x=2), use_cpu=True)
+    assert found == [[PrinterCallback, True, "bf16"], [ProgressCallback, True, "bf16"]]
 
 
 @pytest.mark.parametrize(
