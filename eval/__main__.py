@@ -1,10 +1,10 @@
-"""Command line: python -m hf_axonn_eval COMMAND; samples, extract and report are the way from documents to a report.
+"""Command line: hf-axonn-eval COMMAND; samples, extract and report are the way from documents to a report.
 
-    python -m hf_axonn_eval samples --documents docs.jsonl --tokenizer DIR --output samples.jsonl
-    python -m hf_axonn_eval extract --model BASE --samples samples.jsonl --output runs/base
+    hf-axonn-eval samples --documents docs.jsonl --tokenizer DIR --output samples.jsonl
+    hf-axonn-eval extract --model BASE --samples samples.jsonl --output runs/base
     accelerate launch --config axonn.yaml -m hf_axonn_eval extract \\
         --model CHECKPOINT --samples samples.jsonl --output runs/trained
-    python -m hf_axonn_eval report --runs base=runs/base trained=runs/trained --output runs/report
+    hf-axonn-eval report --runs base=runs/base trained=runs/trained --output runs/report
 """
 
 import argparse
@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from hf_axonn.compat.completion import add_completion
 from hf_axonn_eval.cli import bundle as cli_bundle
 from hf_axonn_eval.cli import canaries as cli_canaries
 from hf_axonn_eval.cli import export as cli_export
@@ -56,12 +57,13 @@ def _leave_distributed() -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m hf_axonn_eval",
+        prog="hf-axonn-eval",
         description="Measure how much of its training data a causal language model gives back verbatim.",
         epilog="docs/evaluation.md defines every metric.",
         allow_abbrev=False,
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    add_completion(parser)
     commands = parser.add_subparsers(
         required=True,
         metavar="samples | overlaps | extract | report | compare | tokens | canaries | bundle | verify | export",

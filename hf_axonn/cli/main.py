@@ -20,6 +20,7 @@ from hf_axonn import __version__
 from hf_axonn.cli.doctor import add_doctor, run_doctor
 from hf_axonn.cli.init import add_init, run_init
 from hf_axonn.cli.plan import add_bench_links, add_plan, run_bench_links, run_plan
+from hf_axonn.compat.completion import add_completion
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     about = "Launch files, plans, checkpoints and bug reports of hf_axonn."
     parser = argparse.ArgumentParser(prog="hf-axonn", description=about)
     parser.add_argument("--version", action="version", version=__version__)
+    add_completion(parser)
     commands = parser.add_subparsers(dest="command", required=True)
     add_init(commands)
     convert = commands.add_parser("convert", help="make an ordinary Hugging Face directory of a sharded checkpoint")

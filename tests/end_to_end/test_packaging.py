@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import email
 import importlib.metadata
 import os
 import re
@@ -29,7 +30,7 @@ FOLDERS = {
 SOURCES = (
     ".ci", "docs", "eval", "hf_axonn", "tests", "training_scripts", ".pre-commit-config.yaml", "CHANGELOG.md",
     "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "SECURITY.md",
-    "pyproject.toml", "setup.cfg",
+    "pyproject.toml", "setup.cfg", "setup.py",
 )  # fmt: skip
 # Libraries whose name on PyPI is not the one in an import statement, or that a declared one always brings.
 DISTRIBUTIONS = {
@@ -141,6 +142,16 @@ def test_the_wheel_holds_every_module(wheel):
         name for name in names if ".dist-info/" not in name
     }
     assert any(re.fullmatch(r"hf_axonn-.*\.dist-info/(licenses/)?LICENSE", name) for name in names)
+
+
+def test_links_of_the_index_page_are_absolute(wheel):
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    about = email.message_from_bytes(wheel.read(name))
+    assert about["Description-Content-Type"] == "text/markdown" and about["Author"] == "The hf_axonn authors"
+    page = about.get_payload()
+    assert page.startswith("# hf_axonn") and "docs/usage.md" in page
+    links = re.findall(r"\]\(([^)\s]+)\)", page)
+    assert links and all(link.startswith("https://") for link in links)
 
 
 def test_every_folder_with_modules_is_a_listed_package(configuration):

@@ -25,7 +25,7 @@ TRACKED = [
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in (".py", ".yaml", ".css", ".html")
 ]
-TRACKED += [ROOT / name for name in ("setup.cfg", "pyproject.toml", "Makefile", ".ci/run")]
+TRACKED += [ROOT / name for name in ("setup.cfg", "setup.py", "pyproject.toml", "Makefile", ".ci/run")]
 
 
 def test_every_package_is_installed():
