@@ -9,7 +9,7 @@ Installed as `hf_axonn_eval` (a top-level package called `eval` would shadow use
     results = extract(loaded.model, loaded.tokenizer, samples)
     summary = summarize(results)
 
-and from a shell `python -m hf_axonn_eval samples | overlaps | extract | report | compare | canaries |
+and from a shell `hf-axonn-eval samples | overlaps | extract | report | compare | canaries |
 bundle | verify`;
 docs/evaluation.md defines every metric.
 """

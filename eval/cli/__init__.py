@@ -1,1 +1,1 @@
-"""The commands of `python -m hf_axonn_eval`."""
+"""The commands of `hf-axonn-eval`."""

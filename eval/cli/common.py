@@ -1,4 +1,4 @@
-"""What the commands of `python -m hf_axonn_eval` share: how an option is read, and a table on the terminal.
+"""What the commands of `hf-axonn-eval` share: how an option is read, and a table on the terminal.
 
 Each command has a file of its own (samples.py, ...) with `add(commands)`, which says what it takes; what it needs
 is imported when it runs, so that --help does not wait for torch.

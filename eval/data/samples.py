@@ -190,7 +190,7 @@ def _read(path: str | os.PathLike[str]) -> Iterator[tuple[int, Sample]]:
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{path}, line {number} is not a sample: {error} A line has the fields "
-                f"{', '.join(Sample.__dataclass_fields__)}; `python -m hf_axonn_eval samples` writes such a file."
+                f"{', '.join(Sample.__dataclass_fields__)}; `hf-axonn-eval samples` writes such a file."
             ) from None
         if sample.sample_id in seen:
             raise ValueError(

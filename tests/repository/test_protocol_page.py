@@ -53,8 +53,8 @@ def test_commands_can_be_typed(name):
     parser = _parser()
     for command in PROTOCOLS[name].commands:
         words = command.split()
-        assert words[:3] == ["python", "-m", "hf_axonn_eval"]
-        parser.parse_args(words[3:])
+        assert words[0] == "hf-axonn-eval"
+        parser.parse_args(words[1:])
     assert f"--protocol {name} " in PROTOCOLS[name].commands[0]
 
 
