@@ -1,4 +1,4 @@
-"""Measure how much of its training data a causal language model gives back verbatim.
+"""Measure how much of its training data a causal language model reproduces verbatim.
 
 Installed as `hf_axonn_eval` (a top-level package called `eval` would shadow users' own). In Python:
 

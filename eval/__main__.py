@@ -58,7 +58,7 @@ def _leave_distributed() -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-axonn-eval",
-        description="Measure how much of its training data a causal language model gives back verbatim.",
+        description="Measure how much of its training data a causal language model reproduces verbatim.",
         epilog="docs/evaluation.md defines every metric.",
         allow_abbrev=False,
     )

@@ -23,7 +23,8 @@ _OF_WEIGHTS = ("grid", "dtype", "attn_implementation", "revision", "stop_early")
 
 def add(commands) -> None:
     """Say what the command takes."""
-    add = command(commands, "extract", "ask one model for the suffixes; goes on where it was stopped", run)
+    about = "prompt one model with the prefixes and score its continuations; resumes an interrupted run"
+    add = command(commands, "extract", about, run)
     add_model_options(add)
     add("--server", metavar="URL", help="ask vLLM there (http://host:8000/v1) for --model, as it calls it")
     add("--samples", required=True, metavar="FILE", help="what `samples` wrote")

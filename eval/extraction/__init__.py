@@ -1,1 +1,1 @@
-"""Asks a model for the rest of its samples: one pass, decoding, a record of the run."""
+"""Prompts a model with prefixes and scores its continuations: one pass, decoding, a record of the run."""

@@ -7,7 +7,7 @@
     between layers    in `residual_dtype`; within a layer in the widest of what is added up, as autocast has it
     decoder's output  gathered, unless the loss will take it as it is (training with labels)
 
-One token at a time without gradients (decoding) the residual stream is replicated: there is nothing to divide.
+Decoding, one token at a time without gradients, replicates the residual stream.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _layer(
         hidden, args, kwargs = split_hidden_states(args, kwargs)
         batch, seq = hidden.shape[:2]
         hidden = state.as_residual(hidden)
-        # Between one rank there is nothing to divide either.
+        # One rank replicates it, too.
         sharded = state.mesh.size("x", "y") > 1 and (torch.is_grad_enabled() or seq > 1)
         state.context.tokens = Tokens(batch, seq, sharded=sharded, features=state.features if sharded else 0)
         if state.context.tokens.sharded:

@@ -4,18 +4,18 @@ Every process has a thread that looks once a second into the store through which
 is written there while all goes well.
 
     an exception ends a script     its rank writes the cause; the others read it and end
-    a rank dies, or its script     the others' collectives fail or wait: one of them calls the roll, each rank answers
-    ends early                     where it is, who does not answer is named
+    a rank dies, or its script     the others' collectives fail or wait: one of them asks every rank where it is, and
+    ends early                     surviving ranks report the unresponsive one
     a rank hangs                   a rank whose main thread has not moved for nine tenths of the process group's
-                                   timeout calls the roll. Who issued the fewest collectives is named, with its stack,
-                                   unless it is at work and the others wait in a barrier without a limit
+                                   timeout asks. The rank that issued the fewest collectives is reported, with its
+                                   stack, unless it is at work and the others wait in a barrier without a limit
     Ctrl-C                         ends a rank that waits in a collective, too: it does not come to Python there
     a launcher is killed           its ranks see that torchrun or accelerate launch is no longer their parent, and end
 
 The timeout is the one of `init_process_group` (accelerate's InitProcessGroupKwargs, Trainer's ddp_timeout): torch's
 own watchdogs come later. Processes are ended by os._exit(1), since nothing else ends a thread that waits in a
 collective. Started by torchrun or accelerate launch, the message stands in its error report, too. They send SIGTERM to
-the others a tenth of a second after a rank has died: who gets it answers the roll first (signals.py), and ends
+the others a tenth of a second after a rank has died: who gets it answers first (signals.py), and ends
 within seconds. AXONN_WATCH=0 leaves all of this away.
 """
 
