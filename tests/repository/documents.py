@@ -7,7 +7,8 @@ from pathlib import Path
 from tests.helpers import ROOT
 
 
-DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = ("docs", "docs/tutorials", "docs/how_to", "docs/reference")
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *(path for name in FOLDERS for path in sorted((ROOT / name).glob("*.md")))]
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from tests.repository.documents import DOCUMENTS, defined_in
 
 
 PACKAGES = ("hf_axonn", "hf_axonn_eval", "hf_axonn_scripts")
-FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^( *)```([^`\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 OPTION = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
@@ -60,7 +60,7 @@ class Block:
 
 
 def blocks(*languages: str) -> list[Block]:
-    """All fenced blocks in one of the languages."""
+    """All fenced blocks in one of the languages; in any, if none is given."""
     found = []
     for document in DOCUMENTS:
         text = document.read_text(encoding="utf-8")
@@ -68,7 +68,7 @@ def blocks(*languages: str) -> list[Block]:
             line = text.count("\n", 0, match.start()) + 1
             body = textwrap.dedent(match[3]).strip("\n")  # blocks in a list are indented
             found.append(Block(f"{document.relative_to(ROOT)}:{line}", match[2], body))
-    return [block for block in found if block.language in languages]
+    return [block for block in found if not languages or block.language in languages]
 
 
 def prose(document: Path) -> str:
