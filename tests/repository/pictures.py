@@ -42,7 +42,7 @@ from hf_axonn.topology.weight_kind import SHARDED_DIMS, WeightKind
 from hf_axonn_eval import clopper_pearson
 from tests.benchmarks.planner.simulate import NoValues, faked, values_are_read, world
 from tests.helpers import ROOT
-from tests.repository.package_graph import imports, layers, reduced, short
+from tests.repository.package_graph import FOLDERS, folder_of, imports, layers, reduced, short
 
 
 FOLDER = ROOT / "docs" / "pictures"
@@ -492,20 +492,20 @@ def packages_picture() -> Drawing:
     drawing = Drawing("The packages, each of which imports only such as stand below it.")
     rows: dict[str, float] = {}
     y, left = 0.0, 270
-    for root in ("hf_axonn_eval", "hf_axonn"):
+    for root in reversed(FOLDERS):
         y += 30
-        drawing.text(left - 12, y, {"hf_axonn_eval": "eval/", "hf_axonn": "hf_axonn/"}[root], "bold", "end")
+        drawing.text(left - 12, y, f"{FOLDERS[root].relative_to(ROOT).as_posix()}/", "bold", "end")
         rows[root] = y - 5
         for name in layers():
-            if name.startswith(f"{root}."):
+            if folder_of(name) == root:
                 y += 24
                 drawing.text(left - 12, y, short(name), "", "end")
                 rows[name] = y - 5
     for name, below in graph.items():
-        for end in below:
+        for end in sorted(below):
             top, bottom = rows[name], rows[end]
             reach = left + 26 + 0.62 * (bottom - top)
-            kind = "t-x" if name.startswith("hf_axonn_eval") else "t-y"
+            kind = "t-y" if folder_of(name) == "hf_axonn" else "t-x"
             drawing.path(
                 f"M{left} {top:g}C{reach:g} {top:g} {reach:g} {bottom:g} {left + 2} {bottom:g}m7 -4l-7 4l7 4", kind
             )

@@ -11,6 +11,7 @@ from tests.helpers import ROOT
 PRINTS = (
     "hf_axonn/cli/",
     "hf_axonn/launch/",
+    "hf_axonn/compat/completion.py",
     "hf_axonn/distributed/watchdog/watchdog.py",
     "hf_axonn/goldfish/table.py",
     "hf_axonn/planner/measure/bench_links.py",
