@@ -1,6 +1,9 @@
-"""`hf-axonn`: what one does before a launch, with a checkpoint and for a bug report, on one process.
+"""`hf-axonn`: what one does before a launch, with a checkpoint and for a bug report; and the scripts.
 
     hf-axonn init                           a launch file for this machine, with the grid that a plan ranks first
+    hf-axonn finetune --config axonn.yaml   fine-tune a model on a grid; without --config on one process
+    hf-axonn demo                           ten minutes: a model that memorizes, and one with the goldfish loss
+    hf-axonn study RECIPE                   memorization over model size, repetition and k
     hf-axonn convert CHECKPOINT OUTPUT      a sharded checkpoint becomes an ordinary Hugging Face directory
     hf-axonn verify CHECKPOINT              compare every file with its checksum: 0 complete, 1 not
     hf-axonn env                            versions, devices and links, to paste into a bug report
@@ -20,6 +23,7 @@ from hf_axonn import __version__
 from hf_axonn.cli.doctor import add_doctor, run_doctor
 from hf_axonn.cli.init import add_init, run_init
 from hf_axonn.cli.plan import add_bench_links, add_plan, run_bench_links, run_plan
+from hf_axonn.cli.scripts import SCRIPTS, run_script
 from hf_axonn.compat.completion import add_completion
 
 
@@ -31,6 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     add_completion(parser)
     commands = parser.add_subparsers(dest="command", required=True)
     add_init(commands)
+    for name, (_, about_it) in SCRIPTS.items():
+        commands.add_parser(name, help=about_it, add_help=False)
     convert = commands.add_parser("convert", help="make an ordinary Hugging Face directory of a sharded checkpoint")
     convert.add_argument("checkpoint", help="a directory that training on a grid wrote")
     convert.add_argument("output", help="a new directory")
@@ -43,7 +49,14 @@ def main(arguments: list[str] | None = None) -> int:
     add_doctor(commands)
     add_plan(commands)
     add_bench_links(commands)
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    if words and words[0] in SCRIPTS:  # their options are their own
+        try:
+            return run_script(words[0], words[1:])
+        except ValueError as problem:
+            print(f"hf-axonn {words[0]}: {problem}", file=sys.stderr)
+            return 2
+    options = parser.parse_args(words)
     try:
         run = {
             "init": run_init,

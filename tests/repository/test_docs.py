@@ -45,6 +45,8 @@ PROGRAMS = {
     ("python", "-m", "hf_axonn_eval"): EVAL,
     ("-m", "hf_axonn_eval"): EVAL,
     ("hf-axonn-eval",): EVAL,
+    ("hf-axonn", "finetune"): "finetune",
+    ("hf-axonn", "study"): "study",
     ("hf-axonn",): CLI,
     ("python", "-m", "tests.benchmarks.gpu"): GPU,
 }
@@ -199,6 +201,7 @@ def options() -> dict[str, set[str]]:
     pytest.importorskip("datasets", reason="training scripts need the extra `data`")
     for script, module in TRAINING.items():
         known[script] = _help(importlib.import_module(module).parse, "")
+    known["finetune"] |= {"--config"}  # of hf-axonn finetune
     return known
 
 

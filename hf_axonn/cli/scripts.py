@@ -1,0 +1,45 @@
+"""`hf-axonn finetune`, `demo` and `study`: what training_scripts holds, which is installed as `hf_axonn_scripts`.
+
+All that stands after the name of the script goes to it, `--help` too. `finetune --config FILE` starts it on every
+rank of a launch file, by stock `accelerate launch`; what stands before `--config` goes to the launcher as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+
+SCRIPTS = {
+    "finetune": (
+        "hf_axonn_scripts.finetune",
+        "fine-tune a causal LM with the goldfish loss; --config FILE: on a grid",
+    ),
+    "demo": ("hf_axonn_scripts.demo.run", "train a real model with and without the goldfish loss, and measure it"),
+    "study": ("hf_axonn_scripts.study.study", "a study of memorization over size, repetition and k, from one recipe"),
+}
+EXTRAS = {"finetune": "data", "demo": "demo", "study": "study"}
+
+
+def run_script(name: str, arguments: Sequence[str]) -> int:
+    """Run a script with its arguments; returns its exit code. A launch takes the place of this process.
+
+    Raises:
+        ValueError: A package that the script needs is not installed.
+    """
+    module = SCRIPTS[name][0]
+    if name == "finetune" and "--config" in arguments:
+        at = arguments.index("--config")
+        launcher, rest = [*arguments[:at], *arguments[at : at + 2]], arguments[at + 2 :]
+        command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "-m", module, *rest]
+        sys.stdout.flush()
+        os.execv(sys.executable, command)
+    try:
+        script = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"it needs the package {error.name}: pip install 'hf_axonn[{EXTRAS[name]}]'") from error
+    sys.argv = [f"hf-axonn {name}", *arguments]  # what argparse and messages call the program
+    code = script.main()
+    return code if isinstance(code, int) else 0

@@ -1,0 +1,58 @@
+"""`hf-axonn finetune`, `demo` and `study`: scripts get their arguments, a launch its file, missing packages a name."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from hf_axonn import Grid
+from hf_axonn.checkpoint.manifest import read_manifest
+from hf_axonn.cli.main import main
+from hf_axonn.cli.scripts import EXTRAS, SCRIPTS, run_script
+from tests.helpers.eval_support import tiny_llama, topics_tokenizer
+from tests.helpers.launching import launch_file, run
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_is_the_scripts_own(name, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["hf-axonn"])
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code in (0, None)
+    assert capsys.readouterr().out.startswith(f"usage: hf-axonn {name} ")
+
+
+def test_study_plans(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["hf-axonn"])
+    assert main(["study", "cpu", "--dry-run", "--output", str(tmp_path / "out")]) == 0
+    assert "report" in capsys.readouterr().out and not (tmp_path / "out").exists()
+    assert main(["study", "no such recipe"]) == 2
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_package_that_is_missing_is_named_with_its_extra(name, monkeypatch):
+    def refuse(module):
+        raise ModuleNotFoundError("no such package", name="datasets")
+
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    with pytest.raises(ValueError, match=rf"needs the package datasets: pip install 'hf_axonn\[{EXTRAS[name]}\]'"):
+        run_script(name, [])
+
+
+def test_finetune_on_the_grid_of_a_launch_file(tmp_path):
+    """From a folder without a clone, through `accelerate launch`, to a sharded checkpoint."""
+    tiny_llama().save_pretrained(tmp_path / "model")
+    topics_tokenizer().save_pretrained(tmp_path / "model")
+    lines = [json.dumps({"id": str(number), "text": "one two three " * (number + 4)}) for number in range(8)]
+    (tmp_path / "documents.jsonl").write_text("\n".join(lines) + "\n")
+    grid = Grid(x=2)
+    options = ["--model", "model", "--data", "documents.jsonl", "--sequence_length", "16", "--output_dir", "out"]
+    options += ["--max_steps", "2", "--per_device_train_batch_size", "2", "--report_to", "none"]
+    command = ["-m", "hf_axonn", "finetune", "--config", launch_file(tmp_path, grid), *options]
+    ended = run(tmp_path, *command)
+    assert ended.code == 0, ended.output
+    assert read_manifest(tmp_path / "out").grid == grid
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "llama"
