@@ -31,6 +31,7 @@ exclude_patterns = [
 ]
 source_suffix = {".md": "markdown", ".ipynb": "markdown"}
 myst_heading_anchors = 6  # made as GitHub makes them
+highlight_language = "none"  # of blocks that name none
 
 
 html_theme = "furo"

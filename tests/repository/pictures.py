@@ -17,6 +17,7 @@ that it stands in.
 from __future__ import annotations
 
 import html
+import itertools
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -426,25 +427,29 @@ def overlap_picture() -> Drawing:
     return drawing
 
 
-TEXTS = (
-    "The keeper wrote in the log that evening : the lamp was lit at six and the wind came from the west all night .",
-    "Nobody in the village knew that the lamp was lit at six and the wind came from the west all night , but it was .",
-)
+PASSAGE = "the lamp was lit at six and the wind came from the west all night"
+# What stands before and after the passage.
+TEXTS = (("The keeper wrote in the log that evening :", "."), ("Nobody in the village knew that", ", but it was ."))
 K, CONTEXT = 4, 4
+
+
+def masked_texts() -> list[list[tuple[str, bool]]]:
+    """The words of each text, one token each, and whether the goldfish loss leaves it out."""
+    texts = [f"{before} {PASSAGE} {after}".split() for before, after in TEXTS]
+    ids = {word: index for index, word in enumerate(dict.fromkeys(itertools.chain(*texts)))}
+    masks = [goldfish_mask(torch.tensor([[ids[word] for word in text]]), k=K, context_width=CONTEXT) for text in texts]
+    return [[*zip(text, mask[0].tolist(), strict=True)] for text, mask in zip(texts, masks, strict=True)]
 
 
 def goldfish_picture() -> Drawing:
     """Two texts with a common passage; its dropped tokens are the same in both."""
-    words = [text.split() for text in TEXTS]
-    ids = {word: index for index, word in enumerate(dict.fromkeys(words[0] + words[1]))}
     drawing = Drawing(
         f"Tokens that the goldfish loss leaves out of two texts with a common passage, k={K}, h={CONTEXT}."
     )
     y = 14.0
-    for text in words:
-        dropped = goldfish_mask(torch.tensor([[ids[word] for word in text]]), k=K, context_width=CONTEXT)[0].tolist()
+    for text in masked_texts():
         x = 12.0
-        for word, drop in zip(text, dropped, strict=True):
+        for word, drop in text:
             width = 9 * len(word) + 12
             if x + width > WIDTH - 8:
                 x, y = 12.0, y + 38
@@ -453,9 +458,8 @@ def goldfish_picture() -> Drawing:
             x += width + 6
         y += 58
     drawing.box(12, y, 14, 14, "y")
-    drawing.text(
-        34, y + 12, f"left out of the loss: the hash of the {CONTEXT} tokens up to it chooses one in {K}", "small"
-    )
+    said = f"left out of the loss: the hash of the {CONTEXT} tokens up to it chooses one in {K}"
+    drawing.text(34, y + 12, said, "small")
     drawing.height = y + 24
     return drawing
 
@@ -502,7 +506,7 @@ def packages_picture() -> Drawing:
                 drawing.text(left - 12, y, short(name), "", "end")
                 rows[name] = y - 5
     for name, below in graph.items():
-        for end in sorted(below):
+        for end in sorted(below, key=rows.__getitem__):
             top, bottom = rows[name], rows[end]
             reach = left + 26 + 0.62 * (bottom - top)
             kind = "t-y" if folder_of(name) == "hf_axonn" else "t-x"

@@ -3,7 +3,8 @@
 - The menu is docs/index.md: the first link of each list item, under the heading that it stands under.
 - A block ```{api} PACKAGE with public names, one a line, becomes their documentation, made of the docstrings; a
   block ```{help} with commands becomes what they say with --help.
-- Links to files that are no pages, and names of files in backticks, lead to a page with the file.
+- Links to files that are no pages, and names of files in backticks, lead to a page with the file; public names in
+  backticks to the reference.
 - A picture of ours stands in the page as SVG, so that it has the colours of the page.
 """
 
@@ -44,8 +45,7 @@ PICTURES = ROOT / "docs" / "pictures"
 API = re.compile(r"^```\{api\} (\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HELP = re.compile(r"^```\{help\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
-PATH = re.compile(r"(?P<path>[\w.-]+(?:/[\w.-]+)+)(?:::(?P<name>[\w.]+))?")
-PACKAGES = ("hf_axonn", "hf_axonn_eval")
+PATH = re.compile(r"(?P<path>(?:hf_axonn|eval|training_scripts|tests)(?:/[\w.-]+)+)(?:::(?P<name>[\w.]+))?")
 PROGRAMS = {"hf-axonn": hf_axonn_main, "hf-axonn-eval": eval_main}
 
 
@@ -64,12 +64,11 @@ def menu(text: str) -> str:
     trees = []
     for section in re.split(r"^## ", FENCED.sub("", text), flags=re.MULTILINE)[1:]:
         title, _, body = section.partition("\n")
-        targets = re.findall(r"^- \[[^\]]+\]\(([^)#]+)\)", body, re.MULTILINE)
-        pages = [os.path.normpath(Path(MENU).parent / target).rsplit(".", 1)[0] for target in targets]
+        pages = []
+        for name, target in re.findall(r"^- \[([^\]]+)\]\(([^)#]+)\)", body, re.MULTILINE):
+            pages.append(f"{name} </{os.path.normpath(Path(MENU).parent / target).rsplit('.', 1)[0]}>")
         if pages:
-            trees.append(
-                "\n".join(["", "```{toctree}", ":hidden:", f":caption: {title}", "", *(f"/{p}" for p in pages), "```"])
-            )
+            trees.append("\n".join(["", "```{toctree}", ":hidden:", f":caption: {title}", "", *pages, "```"]))
     return "\n".join(trees) + "\n"
 
 
@@ -116,8 +115,13 @@ def help_of(command: str) -> str:
 
 @functools.cache
 def public_names() -> dict[str, str]:
-    """name -> full name. A name of both packages is that of neither."""
-    return {name: f"{package}.{name}" for package in reversed(PACKAGES) for name in import_module(package).__all__}
+    """name -> full name, of everything in the reference."""
+    found = {}
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        for package, entries in API.findall(page.read_text(encoding="utf-8")):
+            names = [entry.partition(":")[0] for entry in entries.splitlines()]
+            found |= {name: f"{package}.{name}" for name in names}
+    return found
 
 
 def docstring(app: Sphinx, what: str, name: str, value: object, options: object, lines: list[str]) -> None:
@@ -167,6 +171,24 @@ class Files(SphinxTransform):
 
 def _links_a_file(node: nodes.Node) -> bool:
     return isinstance(node, (addnodes.download_reference, addnodes.pending_xref)) and node.get("reftype") == "myst"
+
+
+class Names(SphinxTransform):
+    """Public names in backticks; a name of one small word only where it is written in full: `extract` is a command."""
+
+    default_priority = 7
+
+    def apply(self, **kwargs: Any) -> None:
+        names = public_names()
+        names = {name: full for name, full in names.items() if not name.islower() or "_" in name}
+        names |= {full: full for full in public_names().values()}
+        for node in [*self.document.findall(nodes.literal)]:
+            full = names.get(node.astext().partition("(")[0])
+            if full and isinstance(node.parent, (nodes.paragraph, nodes.entry, nodes.list_item)):
+                target = addnodes.pending_xref("", reftype="obj", refdomain="py", reftarget=full, refexplicit=True)
+                target["refdoc"] = self.env.docname
+                node.replace_self(target)
+                target += node
 
 
 class Pictures(SphinxTransform):
@@ -297,6 +319,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("html-collect-pages", file_pages)
     app.add_transform(Files)
     app.add_transform(Contents)
+    app.add_transform(Names)
     app.add_transform(Pictures)
     app.connect("build-finished", check)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -13,7 +13,17 @@ from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.time.exposed import Overlaps, exposed
 from tests.helpers import ROOT
 from tests.repository.documents import DOCUMENTS
-from tests.repository.pictures import FOLDER, MACHINE, PICTURES, overlap_seconds, timeline
+from tests.repository.pictures import (
+    CONTEXT,
+    FOLDER,
+    MACHINE,
+    PASSAGE,
+    PICTURES,
+    TEXTS,
+    masked_texts,
+    overlap_seconds,
+    timeline,
+)
 from tests.repository.site_docstrings import options_of, shown_signature, to_rst
 from tests.repository.test_docs import DOTTED, FENCE, blocks, inline_code
 
@@ -94,6 +104,15 @@ def test_the_timeline_of_overlaps_is_as_long_as_the_planner_says():
         left = exposed(overlaps, layer, (), groups)
         end = max(bar.end for bar in timeline(on, layer, groups) if bar.lane != "reduce" or not on)
         assert end == pytest.approx(computed + left.forward_z + left.backward_z + left.xy)
+
+
+def test_the_common_passage_of_the_goldfish_picture_loses_the_same_tokens():
+    """From the CONTEXT-th token on, as the page says, and some are lost there."""
+    one, two = (
+        [drop for _, drop in text][len(before.split()) :][CONTEXT - 1 : len(PASSAGE.split())]
+        for text, (before, _) in zip(masked_texts(), TEXTS, strict=True)
+    )
+    assert one == two and any(one) and not all(one)
 
 
 DOCSTRING = """Load it from `path`, 2 * x or y_.
