@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_axonn_eval.extraction.scoring import core, has_prompt, parameters_of
+from hf_axonn_eval.extraction.scoring import CACHE_NAMES, core, has_prompt, parameters_of
 
 
 _SPARE = 16  # columns by which a full layer grows
@@ -68,9 +68,10 @@ def empty_cache() -> Cache:
 def can_be_kept(model) -> bool:
     """Whether every layer of the model keeps keys and values, one column a token, and nothing else."""
     config = core(model).config.get_text_config()
-    if not {"past_key_values", "position_ids", "use_cache"} <= parameters_of(model) or config.is_encoder_decoder:
+    accepted = parameters_of(model)
+    if accepted.isdisjoint(CACHE_NAMES) or not {"position_ids", "use_cache"} <= accepted:
         return False
-    if has_prompt(model):
+    if config.is_encoder_decoder or has_prompt(model):
         return False
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()) or hasattr(config, "attention_chunk_size"):
         return False

@@ -208,8 +208,10 @@ def logits_after(model, tokens: Tensor, padding: Sequence[int], *, keep: int, ca
     before = cache.get_seq_length() if cache is not None else 0
     starts = torch.tensor(padding, device=tokens.device)[:, None]
     columns = torch.arange(before + tokens.shape[1], device=tokens.device)
-    options: dict[str, Any] = {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
     accepted = parameters_of(model)
+    options: dict[str, Any] = {"use_cache": cache is not None}
+    if cache is not None:
+        options |= {name: cache for name in CACHE_NAMES if name in accepted}
     if "logits_to_keep" in accepted:
         options["logits_to_keep"] = keep
     if any(padding) and "position_ids" in accepted:
@@ -297,6 +299,9 @@ def evaluating(model) -> Iterator[None]:
 def core(model):
     """The model itself, out of what PEFT wraps around it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+CACHE_NAMES = ("cache", "past_key_values")  # a forward's argument, since Transformers 5.24 and before
 
 
 def parameters_of(model) -> frozenset[str]:

@@ -1,7 +1,7 @@
 """Adapters that PEFT puts into a model after it was sharded: get_peft_model, add_adapter, PeftModel.from_pretrained.
 
 PEFT has no place to plug this in, so three methods of its classes are wrapped as soon as it is imported. For a model
-that is not sharded each calls PEFT's own and nothing else. Checked with peft 0.21.2.
+that is not sharded each calls PEFT's own and nothing else. Checked with peft 0.20 and 0.21.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from hf_axonn.adapters.checks import check_adapters, check_config, saved_modules
 from hf_axonn.adapters.files import full_tensor
 from hf_axonn.adapters.install import install_adapters
-from hf_axonn.compat.peft import after_peft, let_load_state_dict_shard
+from hf_axonn.compat.peft import after_peft, let_load_state_dict_shard, sized_by_full_weights
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.engine.linears import is_conv1d
@@ -73,6 +73,7 @@ def inject_adapter(self, original: Callable, model: nn.Module, adapter_name: str
             stack.enter_context(_copyable(part, self.peft_config[adapter_name]))
         if parts:
             stack.enter_context(_unmeasured())
+            stack.enter_context(sized_by_full_weights())
         original(model, adapter_name, *args, **kwargs)
     for part in parts:
         check_adapters(part)

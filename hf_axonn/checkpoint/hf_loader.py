@@ -1,6 +1,6 @@
 """Transformers' loader, made to read only a rank's part of each weight. Private names, as in compat/torch.py.
 
-Checked with transformers 5.23.0.
+Checked with transformers 5.20 to 5.24.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn.checkpoint.lazy_tensors import LazyTensor, Region, read, unread
 from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.transformers import collected_tensors_are_numbered
 from hf_axonn.engine.dtensors import local
 
 
@@ -50,11 +51,7 @@ def distribute_when_built(
     from transformers.distributed import mixin
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    class _NoMesh:  # from_pretrained asks its mesh manager for a mesh and passes it on; the loader does not read it
-        def get_mesh(self, names: object) -> None:
-            return None
-
-    def distribute_model(model: PreTrainedModel, distributed_config: object, mesh_manager: object) -> PreTrainedModel:
+    def distribute_model(model: PreTrainedModel, distributed_config: object, mesh_manager: None) -> PreTrainedModel:
         vars(model.config).pop("distributed_config", None)  # else it would be saved in config.json
         distribute(model)
         return model
@@ -71,7 +68,7 @@ def distribute_when_built(
         attributes = {
             (mixin, "_load_model_checkpoint_distributed"): read_shards,
             (PreTrainedModel, "prepare_distribute_model"): staticmethod(
-                lambda config, device_map=None: (config, device_map, _NoMesh())
+                lambda config, device_map=None: (config, device_map, None)
             ),
             (PreTrainedModel, "maybe_distribute_model"): staticmethod(distribute_model),
             (PreTrainedModel, "_finalize_model_loading"): staticmethod(finalize_and_note),
@@ -147,11 +144,12 @@ def _read_or_wait(
     """In place of `spawn_materialize`: read this rank's part of a tensor now, in a thread.
 
     What a converter collects (it has a `tensor_idx`) stays unread, and so does a tensor that is not of its
-    parameter's size, which the loader will report.
+    parameter's size, which the loader will report. So do all where a converter's cannot be told: `_set_part` reads.
     """
     refuse_integers("a weight", source, dtype)
     lazy = unread(source, dtype)
-    if tensor_idx is not None or (sharding_op is not None and lazy.shape != sharding_op.shape):
+    told = tensor_idx is None and collected_tensors_are_numbered()
+    if not told or (sharding_op is not None and lazy.shape != sharding_op.shape):
         return lazy
     job = partial(_read_part, lazy, sharding_op.region if sharding_op else None, device)
     return pool.submit(job) if pool is not None else job

@@ -1,6 +1,6 @@
 """Private names of accelerate, and of torch's schedulers, that its wrappers of ours need.
 
-Checked with accelerate 1.15.0, torch 2.11 and 2.13.
+Checked with accelerate 1.12 to 1.15, torch 2.11 and 2.13.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Everything of peft that is private or may change. Checked with peft 0.21.2."""
+"""Everything of peft that is private or may change. Checked with peft 0.20 and 0.21."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
@@ -9,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.compat.post_import import after_import
+from hf_axonn.compat.replaced import replaced
 
 
 def without_peft(model: nn.Module) -> nn.Module:
@@ -54,11 +56,13 @@ def after_peft(callback: Callable[[], None]) -> None:
 def let_load_state_dict_shard() -> None:
     """Keep PEFT from sharding what it loads by the names of mesh axes; `load_state_dict` does (dtensors.take_shards).
 
-    PEFT does so for Transformers' own tensor parallelism, whose meshes have names; ours have none.
+    PEFT does so since 0.21 for Transformers' own tensor parallelism, whose meshes have names; ours have none.
     """
     from peft.utils import save_and_load
 
-    original = save_and_load._reshard_dtensor_values_for_load
+    original = getattr(save_and_load, "_reshard_dtensor_values_for_load", None)
+    if original is None:
+        return
 
     def reshard(model: nn.Module, state_dict: dict) -> dict:
         sharded = {name: parameter for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
@@ -67,6 +71,20 @@ def let_load_state_dict_shard() -> None:
         return {key: loaded.get(key, value) for key, value in state_dict.items()}
 
     save_and_load._reshard_dtensor_values_for_load = reshard
+
+
+@contextlib.contextmanager
+def sized_by_full_weights() -> Iterator[None]:
+    """While inside, LoRA of a Linear has the sizes of its full weight; PEFT 0.20 takes those of a shard."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    original = LoraLayer._get_in_out_features
+
+    def sizes(self, module: nn.Module) -> tuple[int, int] | tuple[None, None]:
+        return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else original(self, module)
+
+    with replaced({(LoraLayer, "_get_in_out_features"): sizes}):
+        yield
 
 
 def output_comes_first(layer: nn.Module) -> bool:

@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable
 
+from packaging.version import Version
 from torch import Tensor, nn
 
 from hf_axonn.compat.replaced import replaced
@@ -79,12 +80,30 @@ def in_groups(experts: nn.Module, hidden: Tensor, choices: Tensor, weights: Tens
         return grouped_mm_experts_forward(experts, hidden, choices, weights)
 
 
-def checkpointed_forward(layer: nn.Module) -> Callable | None:
-    """The function, of the layer and its arguments, that a checkpoint of the layer runs; None where its class leaves
-    checkpoints to its model."""
+@functools.cache
+def checkpoints_in_forward() -> bool:
+    """Whether a layer's forward makes the checkpoint; up to 5.22 its call does, around whatever is its forward."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    return getattr(type(layer).forward, "__wrapped__", None) if isinstance(layer, GradientCheckpointingLayer) else None
+    return "__call__" not in vars(GradientCheckpointingLayer)
+
+
+def checkpointed_forward(layer: nn.Module) -> Callable | None:
+    """The function, of the layer and its arguments, that a checkpoint in the layer's forward runs; None where there
+    is none: its class leaves checkpoints to its model, or to its call."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if not (isinstance(layer, GradientCheckpointingLayer) and checkpoints_in_forward()):
+        return None
+    return getattr(type(layer).forward, "__wrapped__", None)
+
+
+@functools.cache
+def collected_tensors_are_numbered() -> bool:
+    """Whether the loader numbers every tensor that a converter collects; up to 5.20 only those that it stacks."""
+    from transformers import __version__
+
+    return Version(__version__) >= Version("5.21.dev0")
 
 
 def pass_on_ddp_timeout() -> None:
@@ -120,6 +139,13 @@ def compute_where_launched() -> None:
         return original(arguments)
 
     training_args.TrainingArguments._validate_args = validate
+
+
+def save_on_every_rank(trainer, directory: str, save_model: Callable[[], None]) -> None:
+    """Trainer's `_save`, then what else its `save_model` does, which up to 5.22 saves on one rank alone."""
+    type(trainer)._save(trainer, directory)  # not that of the instance: to push, `save_model` comes here once more
+    with replaced({(trainer, "_save"): lambda *_, **__: None}):
+        save_model()
 
 
 def has_causal_lm_loss(model: nn.Module) -> bool:

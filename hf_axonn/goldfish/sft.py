@@ -7,7 +7,7 @@
 Everything of SFTTrainer works as in TRL: chat data, packing, completion-only and assistant-only loss, `peft_config`.
 The stock SFTTrainer trains over a grid, too; what both need of a parallelized model is in trainer/trl.py.
 
-Needs the extra `trl`. Checked with trl 1.16.0.
+Needs the extra `trl`. Checked with trl 1.15 and 1.16.
 """
 
 from __future__ import annotations

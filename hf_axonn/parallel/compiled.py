@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from hf_axonn.compat.torch import in_backward
-from hf_axonn.compat.transformers import checkpointed_forward
+from hf_axonn.compat.transformers import checkpointed_forward, checkpoints_in_forward
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import Replicated, innermost, patch_innermost, replaced
 from hf_axonn.layers.dropout import dropout_names
@@ -120,7 +120,7 @@ class Region:
 
     def forward(self, original: Callable, *args, **kwargs):
         """In place of the module's own forward, which is `original`."""
-        if getattr(self.module, "gradient_checkpointing", False) and self.module.training:
+        if getattr(self.module, "gradient_checkpointing", False) and self.module.training and checkpoints_in_forward():
             return original(*args, **kwargs)  # its checkpoint calls `run`
         return self.run(*args, **kwargs)
 

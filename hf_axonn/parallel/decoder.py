@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_axonn.architectures.plan import ShardingPlan
-from hf_axonn.compat.transformers import wrap_checkpointing
+from hf_axonn.compat.transformers import checkpoints_in_forward, wrap_checkpointing
 from hf_axonn.distributed.collectives import gather_replicated
 from hf_axonn.engine.activation_layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
 from hf_axonn.engine.gradient_sync import watch_backward
@@ -102,20 +102,26 @@ def _full_sequence(state: ParallelState, original: Callable, /, *args, **kwargs)
 def install_recomputation(state: ParallelState, model: nn.Module) -> None:
     """Let every layer that can be checkpointed run again as it ran at first."""
 
-    def forward(layer: nn.Module, original: Callable, /, *args, **kwargs):
-        if layer.training and layer.gradient_checkpointing:
-            _keep_for_recomputation(state, layer)
+    def forward(checkpointed: list[nn.Module], original: Callable, /, *args, **kwargs):
+        for layer in checkpointed:
+            if layer.training and layer.gradient_checkpointing:
+                _keep_for_recomputation(state, layer)
         return original(*args, **kwargs)
 
-    for layer in model.modules():
-        if hasattr(layer, "gradient_checkpointing") and not isinstance(layer, PreTrainedModel):
-            patch_forward(layer, functools.partial(forward, layer))
+    own = (layer for layer in model.modules() if hasattr(layer, "gradient_checkpointing"))
+    layers = [layer for layer in own if not isinstance(layer, PreTrainedModel)]
+    if checkpoints_in_forward():
+        for layer in layers:
+            patch_forward(layer, functools.partial(forward, [layer]))
+    elif layers:  # their checkpoints are made before their forwards begin
+        for module in dict.fromkeys((model, getattr(model, "base_model", model))):
+            patch_forward(module, functools.partial(forward, layers))
 
 
 def _keep_for_recomputation(state: ParallelState, layer: nn.Module) -> None:
-    """A checkpointed layer runs again in backward, when another batch may have passed. What then runs is the forward
-    of its class without what was put around it, so its tokens, the seed of its dropout and its own parameters are put
-    back."""
+    """A checkpointed layer runs again in backward, when another batch may have passed, so its tokens and the seed of
+    its dropout are put back. With a checkpoint in its forward what then runs is the forward of its class without what
+    was put around it, so its own parameters are put back, too."""
 
     def wrap(checkpoint: Callable) -> Callable:
         if getattr(checkpoint, "keeps_pass", False):
@@ -135,14 +141,11 @@ def _keep_for_recomputation(state: ParallelState, layer: nn.Module) -> None:
             if first:  # all is in its place, and dropout goes on counting after the layer
                 first = False
                 return function(*inner_args, **inner_kwargs)
-            own = [
-                state.sharded_layers.get(layer),
-                *(reading for reading in state.readings if reading.module is layer),
-            ]
+            own = [state.sharded_layers.get(layer), *(its for its in state.readings if its.module is layer)]
             with contextlib.ExitStack() as stack:
                 stack.enter_context(state.context.with_tokens(tokens))
                 stack.enter_context(state.context.with_seed(seed, count))
-                for reader in own:
+                for reader in own if checkpoints_in_forward() else ():
                     if hasattr(reader, "plain_parameters"):
                         stack.enter_context(reader.plain_parameters())
                 return function(*inner_args, **inner_kwargs)

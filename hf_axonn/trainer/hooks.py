@@ -3,7 +3,7 @@
 Trainer saves and loads on rank 0 and has no place to plug this in, so a few methods of the class are wrapped. With a
 plain model and a plain checkpoint each wrapper calls the stock method and nothing else.
 
-Checked with transformers 5.23.0 (trainer.py, trainer_pt_utils.py).
+Checked with transformers 5.20 to 5.24 (trainer.py, trainer_pt_utils.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hf_axonn.accelerator.prepare import shard_plain_model
 from hf_axonn.compat.peft import without_peft
 from hf_axonn.compat.post_import import after_import
+from hf_axonn.compat.replaced import replaced
 from hf_axonn.compat.transformers import compute_where_launched, pass_on_ddp_timeout
 from hf_axonn.distributed.consistency import argument_facts, assert_same_on_all_ranks
 from hf_axonn.distributed.watchdog.progress import PROGRESS
@@ -66,8 +67,8 @@ def _install_get_last_checkpoint() -> None:
     from transformers import trainer, trainer_utils
 
     original = trainer_utils.get_last_checkpoint
-    replaced = functools.wraps(original)(functools.partial(resume.get_last_checkpoint, original))
-    trainer_utils.get_last_checkpoint = trainer.get_last_checkpoint = replaced
+    ours = functools.wraps(original)(functools.partial(resume.get_last_checkpoint, original))
+    trainer_utils.get_last_checkpoint = trainer.get_last_checkpoint = ours
 
 
 def _bound(wrapper: Callable, original: Callable) -> Callable:
@@ -148,9 +149,10 @@ def call_model_init(self, original: Callable, *args, **kwargs) -> nn.Module:
 
 
 def _get_num_items_in_batch(self, original: Callable, *args, **kwargs):
-    """Trainer divides its count by the ranks that share samples; ours are counted once by `gather` already."""
-    count = original(*args, **kwargs)
-    return count * self.get_tp_size() if torch.is_tensor(count) and _plugin(self) is not None else count
+    """Trainer divides its count by the ranks that share samples, up to 5.22 to an integer; ours are counted once by
+    `gather` already."""
+    with replaced({(self, "get_tp_size"): lambda: 1} if _plugin(self) is not None else {}):
+        return original(*args, **kwargs)
 
 
 def _get_train_sampler(self, original: Callable, *args, **kwargs):

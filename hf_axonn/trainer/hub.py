@@ -5,11 +5,12 @@ The stock methods upload the output directory. On a grid that holds shards and t
 safetensors files first, on rank 0 and tensor by tensor (checkpoint/export.py). Checkpoints beside the model, which
 `hub_strategy="checkpoint"` uploads to resume from, stay as they are.
 
-Each function wraps the method of Trainer that has its name (hooks.py). Checked with transformers 5.23.0.
+Each function wraps the method of Trainer that has its name (hooks.py). Checked with transformers 5.20 to 5.24.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -19,6 +20,7 @@ from pathlib import Path
 from hf_axonn.checkpoint.export import export_hf, remove_ordinary
 from hf_axonn.checkpoint.manifest import MANIFEST, SHARDS, is_sharded_checkpoint, read_manifest
 from hf_axonn.compat.replaced import replaced
+from hf_axonn.compat.transformers import save_on_every_rank
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.distributed.consistency import first_problem
 from hf_axonn.distributed.watchdog.progress import PROGRESS
@@ -38,15 +40,17 @@ def push_to_hub(self, original: Callable, *args, **kwargs):
 
 
 def save_model(self, original: Callable, output_dir: str | None = None, _internal_call: bool = False) -> None:
-    """As the stock method; within `push_to_hub` the shards become ordinary files.
+    """As the stock method, on every rank; within `push_to_hub` the shards become ordinary files.
 
     Raises:
         ValueError: rank 0 could not write or remove files; on every rank.
     Collectives: those of the save, and then those of `first_problem`.
     """
-    original(output_dir, _internal_call=_internal_call)
+    if parallel_state(self.model) is None:
+        return original(output_dir, _internal_call=_internal_call)
     directory = Path(output_dir or self.args.output_dir)
-    if parallel_state(self.model) is None or getattr(self, "_axonn_save", None) is not None:  # or part of a checkpoint
+    save_on_every_rank(self, str(directory), functools.partial(original, output_dir, _internal_call=_internal_call))
+    if getattr(self, "_axonn_save", None) is not None:  # part of a checkpoint
         return
     problem = ""
     if world_rank() == 0 and is_sharded_checkpoint(directory):

@@ -3,7 +3,7 @@
 Each function wraps the method of Trainer that has its name (hooks.py). With a plain model and a plain
 checkpoint the stock method does it.
 
-Checked with transformers 5.23.0 (trainer.py).
+Checked with transformers 5.20 to 5.24 (trainer.py).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ ranks: their generators part when a script draws from them on some ranks only.
 
 `batch_rebalance` divides samples among ranks by itself; on a grid it is among data-parallel ranks.
 
-Checked with transformers 5.23.0 (trainer_pt_utils.py).
+Checked with transformers 5.20 to 5.24 (trainer_pt_utils.py).
 """
 
 from __future__ import annotations

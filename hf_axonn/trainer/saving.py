@@ -4,7 +4,7 @@ Each function wraps the method of Trainer that has its name (hooks.py). Trainer'
 optimizer and scheduler, random state, its own state, then the older checkpoints are removed. But all goes into the
 stage of one `Save`, so that `checkpoint-N` is complete as soon as it has that name.
 
-Checked with transformers 5.23.0 (trainer.py, `_save_checkpoint` and `rotate_checkpoints`).
+Checked with transformers 5.20 to 5.24 (trainer.py, `_save_checkpoint` and `rotate_checkpoints`).
 """
 
 from __future__ import annotations

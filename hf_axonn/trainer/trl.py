@@ -12,7 +12,7 @@ as they are. What each label of a batch gets, without logits (TRL's FusedCausalL
 A parallelized model runs as it does for its own loss, up to the head; losses/label_statistics.py does the rest,
 without forming or gathering a full tensor. A plain model keeps TRL's own head, which is asked here for more labels.
 
-Checked with trl 1.16.0 (trainer/utils.py, trainer/sft_trainer.py).
+Checked with trl 1.15 and 1.16 (trainer/utils.py, trainer/sft_trainer.py).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.topology.grid import Grid
 from tests.helpers.devices import rank_device
 from tests.helpers.equality import Case, compare, local, too_large, worst_ratio
-from tests.helpers.float64 import recompute_in_float64, relative_errors
+from tests.helpers.float64 import checkpointed, relative_errors
 from tests.helpers.models import BLOCKWISE, tiny_batch, tiny_model
 from tests.helpers.ranks import all_grids, run_ranks
 
@@ -155,13 +155,6 @@ def packed():
 def counted(batch):
     """With num_items_in_batch, as Trainer passes it: all kept targets of the step."""
     return batch | {"num_items_in_batch": (batch["labels"][:, 1:] != -100).sum()}
-
-
-def checkpointed(model, *, reentrant):
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    for layer in model.model.layers:
-        for child in layer.children():
-            recompute_in_float64(child)
 
 
 def frozen_start(model):

@@ -46,6 +46,16 @@ def recompute_in_float64(module: torch.nn.Module) -> None:
     module.forward = with_mode
 
 
+def checkpointed(model: torch.nn.Module, *, reentrant: bool) -> None:
+    """Checkpoint the layers of a decoder, which are recomputed in float64."""
+    # the newer name since Transformers 5.23
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": reentrant})
+    for layer in model.model.layers:
+        for child in layer.children():
+            recompute_in_float64(child)
+
+
 def is_small_float(value: object) -> bool:
     # not for a tensor, which torch would try to compare with a dtype
     return isinstance(value, torch.dtype) and value in (torch.float32, torch.float16, torch.bfloat16)

@@ -25,7 +25,7 @@ from hf_axonn.engine.weight_layout import ExpertLayout, vocabulary_range
 from hf_axonn.layers.moe import Experts, is_experts
 from tests.helpers.devices import few_foreign_on_gpus, rank_device
 from tests.helpers.equality import Case, compare, exact, fit, rows_of, too_large
-from tests.helpers.float64 import recompute_in_float64, relative_errors
+from tests.helpers.float64 import checkpointed, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import fake_mesh, run_ranks
 
@@ -129,13 +129,6 @@ def counted(batch):
 
 def packed(batch):
     return {key: value for key, value in batch.items() if key != "attention_mask"}
-
-
-def checkpointed(model, *, reentrant):
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    for layer in model.model.layers:
-        for child in layer.children():
-            recompute_in_float64(child)
 
 
 def frozen_experts(model):
