@@ -3,9 +3,9 @@
 #
 #     srun --ntasks-per-node=1 training_scripts/slurm/node.sh axonn.yaml script.py --its_own options
 #
-# With `none` in place of a launch file the script runs once, as one process on node 0. In place of a script, `-m` and the
-# name of a module do as well. The scripts of the sites find this file by NODE_SCRIPT, by default
-# $SLURM_SUBMIT_DIR/training_scripts/slurm/node.sh.
+# With `none` in place of a launch file the script runs once, as one process on node 0. In place of a script, `-m` and
+# the name of a module do as well. The scripts of the sites find this file by NODE_SCRIPT, by default in
+# training_scripts/slurm of the folder that the job was submitted from.
 #
 # Read from the environment, beside Slurm's own variables:
 #     GPUS_PER_NODE   processes of a node; checked against num_processes of the launch file (optional)

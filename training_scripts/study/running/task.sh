@@ -3,8 +3,8 @@
 #
 #     task.sh SITE RECIPE OUTPUT STEP
 #
-# SITE names the script in the folder slurm that sets up this cluster's environment and starts processes. A step that is
-# done costs seconds; one whose earlier steps are not done says which, and ends with code 1.
+# SITE names the script in the folder slurm that sets up this cluster's environment and starts processes. A step that
+# is done costs seconds; one whose earlier steps are not done says which, and ends with code 1.
 set -euo pipefail
 
 site=${1:?which cluster: task.sh SITE RECIPE OUTPUT STEP}
