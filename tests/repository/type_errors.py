@@ -18,29 +18,32 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 ALLOWED = Path(__file__).with_name("type_errors.json")
 PACKAGES = ROOT / ".mypy_cache" / "packages"  # mypy_path in pyproject.toml
+MAPPED = {"hf_axonn_eval": "eval", "hf_axonn_scripts": "training_scripts"}
 SUMMARY = ("Found ", "Success: ")
 
 
 def mypy(*arguments: str) -> list[str]:
     """What mypy prints, one message an item, with paths that begin at the root of the repository.
 
-    It finds packages by their folder's name and knows nothing of what an editable install maps, so hf_axonn_eval
-    needs a folder of that name: a link.
+    It finds packages by their folder's name and knows nothing of what an editable install maps, so those of MAPPED
+    need a folder of their name: a link.
 
     Raises:
         RuntimeError: mypy did not come to an end.
     """
     PACKAGES.mkdir(parents=True, exist_ok=True)
-    link = PACKAGES / "hf_axonn_eval"
-    if not link.is_symlink():
-        link.symlink_to(Path("..", "..", "eval"))
+    for name, folder in MAPPED.items():
+        if not (PACKAGES / name).is_symlink():
+            (PACKAGES / name).symlink_to(Path("..", "..", folder))
     command = [sys.executable, "-m", "mypy", "--show-error-codes", "--no-pretty", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     if done.returncode not in (0, 1) or not lines or not lines[-1].startswith(SUMMARY):
         raise RuntimeError(f"mypy ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
-    mapped = link.relative_to(ROOT).as_posix()
-    return [line.replace(mapped, "eval", 1) if line.startswith(mapped) else line for line in lines[:-1]]
+    links = {f"{(PACKAGES / name).relative_to(ROOT).as_posix()}/": f"{folder}/" for name, folder in MAPPED.items()}
+    for link, folder in links.items():
+        lines = [line.replace(link, folder, 1) if line.startswith(link) else line for line in lines]
+    return lines[:-1]
 
 
 def package_of(message: str) -> str:

@@ -105,7 +105,7 @@ def study(options: argparse.Namespace) -> int:
     return local.run(recipe, output, minutes=options.minutes, only=options.only)
 
 
-def interrupt(*_) -> None:
+def interrupt(*_: object) -> None:
     """Ends the step's program as well. Not by SIGINT, which is ignored where a shell started this in the background.
 
     Raises:

@@ -255,8 +255,8 @@ def write_launch_file(recipe: Recipe, output: Path, step: Step) -> Path:
 
 def main() -> None:
     """The work of a step of one process."""
-    path, output, name = sys.argv[1:]
-    recipe, output = read_recipe(Path(path)), Path(output)
+    path, folder, name = sys.argv[1:]
+    recipe, output = read_recipe(Path(path)), Path(folder)
     step = next(step for step in steps_of(recipe, output) if step.name == name)
     if name == "texts":
         from hf_axonn_scripts.study.data.texts import write_texts
