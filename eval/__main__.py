@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    add_completion(parser)
+    add_completion(parser, "--print_completion")
     commands = parser.add_subparsers(
         required=True,
         metavar="samples | overlaps | extract | report | compare | tokens | canaries | bundle | verify | export",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -33,7 +34,8 @@ def _could_be_read_in_slices(model: nn.Module) -> bool:
     """Whether `from_pretrained` takes such models; with an adapter, its base."""
     from transformers import PreTrainedModel
 
-    return isinstance(model.get_base_model() if hasattr(model, "get_base_model") else model, PreTrainedModel)
+    base: Callable[[], nn.Module] = getattr(model, "get_base_model", lambda: model)
+    return isinstance(base(), PreTrainedModel)
 
 
 @functools.cache

@@ -115,23 +115,13 @@ def run_init(options: argparse.Namespace) -> int:
     said = [f"{batch.note}."] if batch.note else []
     if devices.machine and model:
         found = planned(model, devices.machine, batch.sequences, seq, processes, precision)
-        per_node, joined = processes // nodes, found.job.machine.gpus_per_node
-        if per_node > joined or (nodes > 1 and per_node < joined):
-            said.append(f"planned as if every {joined} neighbours were a node of {devices.machine}, not {per_node}.")
-        said += in_short(found)
+        said += [*unlike(found, devices.machine, processes // nodes, nodes), *in_short(found)]
         section = pasted(found.best)
         about = f"{model} on {number_of(processes, 'GPU')} of {found.job.machine.name}"
     else:
         grid = default_grid(processes, nodes, batch.sequences)
-        why = "no model was named" if devices.machine else "the planner knows no such machine"
-        said.append(f"the default grid, {sizes(grid)}, as {why}")
-        if not devices.machine:
-            local = processes // nodes
-            said.append(
-                f"  to plan, measure it: torchrun --nproc-per-node {local} -m hf_axonn bench-links --output this.json"
-            )
-            said.append("  and repeat this with --machine this.json --model MODEL --force")
-        section, about = ["axonn_config:", f"  grid: {inline(grid)}"], f"the default grid, as {why}"
+        section, about = ["axonn_config:", f"  grid: {inline(grid)}"], why_default(grid, devices)
+        said += [about, *([] if devices.machine else how_to_measure(processes // nodes))]
     about = f"# By hf-axonn init: {about}, {number_of(batch.sequences, 'sequence')} of {seq:,} tokens a step."
     text = "\n".join([about, *_settings(processes, nodes, precision, devices.use_cpu), *section]) + "\n"
     try:
@@ -202,6 +192,26 @@ def default_grid(processes: int, nodes: int, sequences: int) -> Grid:
     return Grid(data=data, z=z, x=processes // (data * z))
 
 
+def why_default(grid: Grid, devices: Devices) -> str:
+    """That the grid is not planned, and why."""
+    why = "no model was named" if devices.machine else "the planner knows no such machine"
+    return f"the default grid, {sizes(grid)}, as {why}"
+
+
+def how_to_measure(local: int) -> list[str]:
+    """What to do for a plan on a machine of which nothing is known, with so many processes on a node."""
+    measure = f"torchrun --nproc-per-node {local} -m hf_axonn bench-links --output this.json"
+    return [f"  to plan, measure it: {measure}", "  and repeat this with --machine this.json --model MODEL --force"]
+
+
+def unlike(found: GridRanking, machine: str, per_node: int, nodes: int) -> list[str]:
+    """A line where the processes of a node are not those of a node of the plan."""
+    joined = found.job.machine.gpus_per_node
+    if per_node <= joined and (nodes == 1 or per_node == joined):
+        return []
+    return [f"planned as if every {joined} neighbours were a node of {machine}, not {per_node}."]
+
+
 def launch_lines(output: Path, nodes: int) -> list[str]:
     """The command that starts a script, one line for each node."""
     start = f"accelerate launch --config {shlex.quote(str(output))}"
@@ -242,7 +252,7 @@ def _answer(given: Any, question: str, default: Any, read: Callable[[str], Any],
         try:
             text = input(f"{question} [{'none' if default is None else default}]: ").strip()
             return read(text) if text else default
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
             raise ValueError("the answers ended before the questions: --yes asks nothing.") from None
         except ValueError as problem:
             print(problem)

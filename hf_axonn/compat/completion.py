@@ -1,4 +1,4 @@
-"""`--print-completion`: what a shell reads to complete a command, made by shtab of argparse's parsers.
+"""`--print-completion SHELL`: what a shell reads to complete a command, made by shtab of argparse's parsers.
 
 shtab is the extra `completion`. It completes names of commands, options and choices; where an option or argument is a
 text, as paths are, it is told here to complete files, for which argparse's private classes are looked at.
@@ -14,10 +14,10 @@ from typing import Any
 SHELLS = ("bash", "zsh", "fish")
 
 
-def add_completion(parser: argparse.ArgumentParser) -> None:
-    """Give the parser of a command the option `--print-completion`. Its `prog` is the command's name."""
+def add_completion(parser: argparse.ArgumentParser, option: str = "--print-completion") -> None:
+    """Give the parser of a command the option that prints its script. Its `prog` is the command's name."""
     parser.add_argument(
-        "--print-completion",
+        option,
         choices=SHELLS,
         action=_PrintCompletion,
         help="print a script for this shell that completes the command, and end",
@@ -31,7 +31,7 @@ class _PrintCompletion(argparse.Action):
         try:
             import shtab
         except ImportError:
-            parser.exit(2, f"{parser.prog}: --print-completion needs shtab: pip install 'hf_axonn[completion]'.\n")
+            parser.exit(2, f"{parser.prog}: {option} needs shtab: pip install 'hf_axonn[completion]'.\n")
         _complete_files(parser, shtab.FILE)
         print(shtab.complete(parser, shell=values))
         parser.exit()

@@ -23,7 +23,7 @@ class _Follower(logging.Logger):
     """A logger whose level is that of others where nobody has set its own."""
 
     @property
-    def level(self) -> int:  # type: ignore[override]
+    def level(self) -> int:
         return self.__dict__["level"] or _followed()
 
     @level.setter

@@ -126,7 +126,7 @@ def pass_on_ddp_timeout() -> None:
 def compute_where_launched() -> None:
     """Let TrainingArguments know of `use_cpu: true` of a launch file, without which bf16 is refused. Once."""
     from transformers import training_args
-    from transformers.utils import strtobool
+    from transformers.utils.generic import strtobool
 
     original = training_args.TrainingArguments._validate_args
     if hasattr(original, "__wrapped__"):
@@ -138,7 +138,7 @@ def compute_where_launched() -> None:
             arguments.use_cpu = True
         return original(arguments)
 
-    training_args.TrainingArguments._validate_args = validate
+    training_args.TrainingArguments._validate_args = validate  # type: ignore[method-assign]
 
 
 def save_on_every_rank(trainer, directory: str, save_model: Callable[[], None]) -> None:

@@ -27,7 +27,7 @@ def keep_section() -> None:
     stock = module.ClusterConfig
 
     @dataclass
-    class ClusterConfig(stock):
+    class ClusterConfig(module.ClusterConfig):
         axonn_config: Any = None
 
         @staticmethod

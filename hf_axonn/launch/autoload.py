@@ -23,7 +23,7 @@ import sys
 LAUNCH_MODULES = {"accelerate.commands.launch": 0, "accelerate.commands.accelerate_cli": 1}
 LAUNCH_COMMANDS = {"accelerate-launch": 0, "accelerate": 1}
 # What else reads a launch file; so does `accelerate`, wherever it does not launch.
-OTHER_MODULES = ("accelerate.commands.env", "accelerate.commands.test")
+OTHER_MODULES = ("accelerate.commands.env",)
 OTHER_COMMANDS = ("accelerate-config",)
 OWN_LAUNCHERS = ("axonn-launch", "hf_axonn.launch")
 

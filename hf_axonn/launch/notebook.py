@@ -157,9 +157,9 @@ def _use_grid() -> None:
 
 def _no_table() -> None:
     """A Trainer made after this shows no table of its progress in the notebook, where that of rank 0 is."""
-    from transformers import trainer
+    from transformers import ProgressCallback, trainer
 
-    trainer.DEFAULT_PROGRESS_CALLBACK = trainer.ProgressCallback
+    trainer.DEFAULT_PROGRESS_CALLBACK = ProgressCallback
 
 
 def _config(grid: Grid | Mapping[str, int] | AxonnConfig) -> AxonnConfig:

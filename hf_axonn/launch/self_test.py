@@ -9,6 +9,8 @@ compared with the same steps on one process. Any part that is wrong ends the run
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import gather_object
@@ -55,7 +57,7 @@ def check(right: bool, what: str) -> None:
 def check_loader(accelerator: Accelerator) -> None:
     """Rows that a prepared loader gives, over all ranks. Collective over the world."""
     positions = accelerator.num_processes
-    rows = [{"row": row} for row in range(4 * positions + 1)]
+    rows: Any = [{"row": row} for row in range(4 * positions + 1)]
     counted, own = [], []
     for batch in accelerator.prepare(DataLoader(rows, batch_size=2, shuffle=True)):
         own += batch["row"].tolist()
@@ -93,7 +95,8 @@ def check_training(accelerator: Accelerator, plugin: AxonnPlugin) -> list[float]
     model, _ = new_model(accelerator.device)
     model, _ = parallelize(model, plugin.grid, config=plugin.config)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(list(rows), batch_size=1))
+    each: Any = list(rows)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(each, batch_size=1))
     found = []
     for ids in loader:
         loss = model(input_ids=ids, labels=ids).loss
@@ -109,11 +112,11 @@ def check_training(accelerator: Accelerator, plugin: AxonnPlugin) -> list[float]
     return found
 
 
-def new_model(device: torch.device) -> tuple[LlamaForCausalLM, torch.optim.Optimizer]:
+def new_model(device: torch.device) -> tuple[Any, torch.optim.Optimizer]:
     """A small Llama with the same weights on every rank, and its optimizer."""
     torch.manual_seed(0)
-    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=TOKENS, **sizes))
+    sizes: dict[str, Any] = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8)
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=TOKENS, **sizes))
     model = model.to(device).train()
     return model, torch.optim.SGD(model.parameters(), lr=0.5)
 

@@ -232,7 +232,8 @@ def machine_from_mapping(text: Any) -> Machine:
         raise ValueError(f"slowdown is {slowdown!r}, but it is a share from 0 to 1.")
     return Machine(
         name=str(text["name"]),
-        **{key: str(text.get(key, "")) for key in TEXTS},
+        description=str(text.get("description", "")),
+        gpu=str(text.get("gpu", "")),
         gpus_per_node=text["gpus_per_node"],
         peak_flops=text["peak_tflops"] * 1e12,
         gemm_flops=text["gemm_tflops"] * 1e12,

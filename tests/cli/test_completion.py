@@ -16,6 +16,7 @@ from hf_axonn_eval.__main__ import main as eval_main
 
 
 MAINS = {"hf-axonn": main, "hf-axonn-eval": eval_main}
+OPTIONS = {"hf-axonn": "--print-completion", "hf-axonn-eval": "--print_completion"}  # as their other options are spelt
 
 
 def script(command: str, shell: str) -> str:
@@ -23,7 +24,7 @@ def script(command: str, shell: str) -> str:
     pytest.importorskip("shtab", reason="completion needs the extra `completion`")
     text = io.StringIO()
     with contextlib.redirect_stdout(text), pytest.raises(SystemExit) as end:
-        MAINS[command](["--print-completion", shell])
+        MAINS[command]([OPTIONS[command], shell])
     assert not end.value.code
     return text.getvalue()
 

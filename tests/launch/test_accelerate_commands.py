@@ -61,7 +61,6 @@ def test_accelerate_test_says_what_is_wrong_in_a_sentence(tmp_path):
         (["/usr/bin/accelerate", "env"], "accelerate"),
         (["/usr/bin/accelerate-config", "update"], "accelerate-config"),
         (["/site/accelerate/commands/env.py"], "accelerate.commands.env"),
-        (["/site/accelerate/commands/test.py"], "accelerate.commands.test"),
     ],
 )
 def test_the_commands_are_known_and_start_nothing(monkeypatch, words, program):
@@ -94,4 +93,4 @@ def wrong_losses():
 
 
 def test_the_self_test_sees_wrong_losses():
-    run_ranks(2, wrong_losses)
+    run_ranks(wrong_losses, 2)

@@ -19,7 +19,6 @@ from tests.helpers import ROOT
 TEXT = (ROOT / "docs" / "evaluation.md").read_text(encoding="utf-8")
 PROTOCOLS = (ROOT / "docs" / "protocols.md").read_text(encoding="utf-8").partition("<!-- begin")[0]
 PAGES = TEXT + (ROOT / "docs" / "attacks.md").read_text(encoding="utf-8") + PROTOCOLS
-OF_BOTH = {"-h", "--help", "--print-completion"}  # of hf-axonn, too: docs/usage.md
 LINES = (TEXT + PROTOCOLS).splitlines()
 ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in LINES if line.startswith("| ")]
 NAMED = {name: cells for cells in ROWS for name in re.findall(r"`(\w+)`", cells[0])}
@@ -51,7 +50,7 @@ def test_every_option_is_named():
     found = dict.fromkeys(options(_parser()))
     assert ("extract", "--sampler") in found and ("canaries make", "--candidates") in found
     words = set(re.findall(r"--\w+", PAGES))
-    unnamed = [pair for pair in found if pair[1] not in words | OF_BOTH and not pair[1].startswith("--no-")]
+    unnamed = [pair for pair in found if pair[1] not in words | {"-h", "--help"} and not pair[1].startswith("--no-")]
     assert unnamed == []
 
 
