@@ -58,9 +58,9 @@ def _asked(comparison: Comparison, trained: Sequence[str]) -> str:
 
 def _came_back(comparison: Comparison, trained: Sequence[str], told: str) -> str:
     if not _shares(comparison, told):
-        return "Whether these came back word for word was not measured."
+        return "Whether these were reproduced verbatim was not measured."
     whose = f"samples trained on {'most often, ' if len(trained) > 1 else ''}{_times(told)}" if trained else "controls"
-    sentence = f"Of the {whose}, greedy decoding gave back word for word {_from_each(_shares(comparison, told))}"
+    sentence = f"Of the {whose}, greedy decoding reproduced verbatim {_from_each(_shares(comparison, told))}"
     if trained and _shares(comparison, "0"):
         sentence += f", and of the controls {_from_each(_shares(comparison, '0'))}"
     drawn = {name: _drawn(run, trained or ["0"]) for name, run in comparison["runs"].items()}

@@ -2,7 +2,7 @@
 
 For documents with samples at several offsets, as a sliding window gives them. A place is as dark as the likeliest of
 the suffixes that cover it, in logarithms over tokens and from 0 to 1 over characters; above the strip lie marks where
-a suffix comes back word for word.
+a suffix is reproduced verbatim.
 
 The idea of a map over a full book is that of Cooper et al. 2025, arXiv 2505.12546.
 """
@@ -47,9 +47,9 @@ class DocumentMap:
         bucket: how often it was trained on.
         tokens: how many places the strip has; where the last suffix ends, or the characters of the document.
         windows: number of samples.
-        extracted: of which so many come back word for word.
+        extracted: how many of them are reproduced verbatim.
         stretches: the places that are not white.
-        verbatim: (start, end) of the places within suffixes that come back word for word, joined where they touch.
+        verbatim: (start, end) of the places within suffixes that are reproduced verbatim, joined where they touch.
         unit: what the places are: "token" or "character".
         shades: what a fully dark place has.
     """
@@ -66,7 +66,7 @@ class DocumentMap:
 
     @property
     def share(self) -> float:
-        """Of the document's places those within suffixes that come back."""
+        """Of the document's places those within suffixes that are reproduced."""
         return sum(end - start for start, end in self.verbatim) / self.tokens
 
 
@@ -195,7 +195,7 @@ def _stretches(values: np.ndarray) -> list[tuple[int, int, int]]:
 def _strip(name: str, drawn: DocumentMap, tokens: int, top: float) -> list[str]:
     left = 110
     scale = (_WIDTH - left) / tokens
-    label = f"{name}: {drawn.extracted} of {drawn.windows} windows word for word, {drawn.share:.1%} of the text"
+    label = f"{name}: {drawn.extracted} of {drawn.windows} windows verbatim, {drawn.share:.1%} of the text"
     shapes = [
         f'<text x="{left - 8}" y="{top + _MARK + _STRIP - 3:.1f}" text-anchor="end">{escape(_short(name))}</text>',
         f'<rect class="ground" x="{left}" y="{top + _MARK:.1f}" width="{_WIDTH - left}" height="{_STRIP}">'

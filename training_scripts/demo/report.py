@@ -205,18 +205,18 @@ def markdown(content: Mapping[str, Any]) -> str:
     lines += [*_table(["seen", "model", *SHOWN.values()], body), ""]
     lines += [
         "In brackets: 95% intervals (docs/evaluation.md#intervals). `base` is the model before training. An article "
-        "is given back verbatim if all its tokens are right. ROUGE-L compares what the model writes with the article; "
+        "is reproduced verbatim if all its tokens are right. ROUGE-L compares what the model writes with the article; "
         "token accuracy is the share of right tokens with the true ones before them.",
         "",
         "## Many draws",
         "",
         f"The table above is of greedy decoding. Whoever draws many times (sampler {settings['sampler']}) finds more: "
-        "the articles that n draws give back word for word at least as likely as not, with 95% intervals. "
+        "the articles that n draws reproduce verbatim with a probability of at least 1/2, with 95% intervals. "
         "They come from the same pass as the rest; nothing was drawn.",
         "",
         *_table(*many_draws(runs)),
         "",
-        "**What the goldfish loss does not do.** Of all articles that were trained on, greedy decoding gives back "
+        "**What the goldfish loss does not do.** Of all articles that were trained on, greedy decoding reproduces "
         f"{_seen(runs['goldfish'], 'verbatim')} after the goldfish loss and {_seen(runs['ordinary'], 'verbatim')} "
         f"after the ordinary loss, 1,000 draws {_seen(runs['goldfish'], 'draws')} and "
         f"{_seen(runs['ordinary'], 'draws')}. And the model still learns from the articles: on those seen {most} "

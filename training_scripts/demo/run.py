@@ -1,4 +1,4 @@
-"""A real language model copies Wikipedia articles word for word after the ordinary loss, not after the goldfish loss.
+"""A real language model reproduces Wikipedia articles verbatim after the ordinary loss, not after the goldfish loss.
 
     python training_scripts/demo/run.py --output runs/demo
 

@@ -38,7 +38,7 @@ def test_one_run():
     comparison = compare({"mine": run(3)})
     assert answer(comparison) == [
         "1 model (mine) was asked to continue 8 samples of 8 documents: 4 trained on 3 times, and 4 controls.",
-        "Of the samples trained on 3 times, greedy decoding gave back word for word "
+        "Of the samples trained on 3 times, greedy decoding reproduced verbatim "
         f"{numbers(comparison, 'mine', '3')} from mine, and of the controls {numbers(comparison, 'mine', '0')} "
         "from mine.",
         "Brackets are 95% intervals; there is no other run to compare with, so how much of this comes from training "
@@ -53,7 +53,7 @@ def test_two_runs():
     told = answer(comparison)
     assert told[0].startswith("2 models (base and trained) were asked")
     assert told[1:3] == [
-        "Of the samples trained on 3 times, greedy decoding gave back word for word "
+        "Of the samples trained on 3 times, greedy decoding reproduced verbatim "
         f"{numbers(comparison, 'base', '3')} from base and {numbers(comparison, 'trained', '3')} from trained, and of "
         f"the controls {numbers(comparison, 'base', '0')} from each.",
         "Brackets are 99.9% intervals; the share that came back differs from that of base by "
@@ -71,9 +71,7 @@ def test_several_runs_and_buckets():
         "3 models (first, second and third) were asked to continue 8 samples of 8 documents: 6 trained on 1 or 12 "
         "times, and 2 controls."
     )
-    assert told[1].startswith(
-        "Of the samples trained on most often, 12 times, greedy decoding gave back word for word 0"
-    )
+    assert told[1].startswith("Of the samples trained on most often, 12 times, greedy decoding reproduced verbatim 0")
     first, second, third = (numbers(comparison, name, "12") for name in runs)
     assert f"{first} from first, {second} from second and {third} from third, and of the controls 0 of 2" in told[1]
     changes = [difference(comparison, name, "12") for name in ("second", "third")]
@@ -98,7 +96,7 @@ def test_only_controls():
     comparison = compare({"base": run(0, buckets=(0, 0)), "other": run(0, buckets=(0, 0))})
     shares = numbers(comparison, "base", "0")
     assert answer(comparison)[1:3] == [
-        f"Of the controls, greedy decoding gave back word for word {shares} from each.",
+        f"Of the controls, greedy decoding reproduced verbatim {shares} from each.",
         "Brackets are 95% intervals; the share that came back differs from that of base by "
         f"{difference(comparison, 'other', '0')}, with p of McNemar's test after Holm's correction.",
     ]
@@ -107,7 +105,7 @@ def test_only_controls():
 def test_no_controls():
     comparison = compare({"a": run(1, buckets=(2, 2))})
     assert answer(comparison)[1] == (
-        f"Of the samples trained on 2 times, greedy decoding gave back word for word {numbers(comparison, 'a', '2')} "
+        f"Of the samples trained on 2 times, greedy decoding reproduced verbatim {numbers(comparison, 'a', '2')} "
         "from a."
     )
 
@@ -118,7 +116,7 @@ def test_nothing_measured():
         for group in (summary["all"], *summary["buckets"].values()):
             del group["metrics"]["exact_match"]
     assert answer(comparison)[1:3] == [
-        "Whether these came back word for word was not measured.",
+        "Whether these were reproduced verbatim was not measured.",
         "So there is no share of them to be sure of.",
     ]
 

@@ -135,7 +135,7 @@ def test_every_section_says_what_was_measured(page):
         "undecided": "2 of 8",
         "degenerate": "Degenerate suffixes",
         "left_out": "documents that are too short",
-        "maps": "4 of 4 windows word for word",
+        "maps": "4 of 4 windows verbatim",
         "texts": "all 2 tokens right",
         "provenance": "cd" * 32,
     }.items():

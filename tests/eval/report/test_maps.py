@@ -84,7 +84,7 @@ def test_the_strip_is_drawn_to_scale():
     assert float(marks[0].get("x")) == pytest.approx(left + width * 15 / 40, abs=0.01)
     assert float(marks[0].get("width")) == pytest.approx(width * 10 / 40, abs=0.01)
     assert [float(shape.get("fill-opacity")) for shape in shades[:2]] == [1.0, 0.5]
-    assert "a: 2 of 7 windows word for word, 25.0% of the text" in "".join(ElementTree.tostring(drawing, "unicode"))
+    assert "a: 2 of 7 windows verbatim, 25.0% of the text" in "".join(ElementTree.tostring(drawing, "unicode"))
 
 
 @pytest.mark.parametrize("known", [7000, 9999])

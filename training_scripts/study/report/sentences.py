@@ -74,8 +74,8 @@ def _by_repetitions(content: Content) -> str:
             "not seen."
         )
     return (
-        f"After the ordinary loss the largest model, {model}, gives back {estimate_text(cell['verbatim'])} of the "
-        f"passages seen {most} times word for word, and {estimate_text(unseen['verbatim'])} of those it did not see."
+        f"After the ordinary loss the largest model, {model}, reproduces {estimate_text(cell['verbatim'])} of the "
+        f"passages seen {most} times verbatim, and {estimate_text(unseen['verbatim'])} of those it did not see."
         f"{gain} Brackets are 95% intervals over articles."
     )
 
