@@ -234,9 +234,12 @@ def recorded(config: LlamaConfig, grid: Grid, tokens: int, layout: str) -> list[
             faked(model)
             ids = torch.zeros(1, tokens, dtype=torch.int64)
 
+            count = torch.ones((), dtype=torch.int64)
+
             def run() -> None:
                 with torch.autocast("cpu", torch.bfloat16):
-                    model(input_ids=ids, labels=ids, use_cache=False)
+                    loss = model(input_ids=ids, labels=ids, num_items_in_batch=count, use_cache=False).loss
+                loss.backward()
 
             run()  # learns what to gather ahead
             _watch(model.model.layers[1], see, sent.clear)
@@ -260,7 +263,12 @@ def layer_picture() -> Drawing:
     """The stations of a decoder layer, and the collectives between them."""
     grid, tokens = Grid(z=2, y=2, x=2), 8192
     config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=3, num_attention_heads=32, num_key_value_heads=8
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=3,  # of 32, which are alike
+        num_attention_heads=32,
+        num_key_value_heads=8,
     )
     ways = [(layout, recorded(config, grid, tokens, layout)) for layout in ("token", "feature")]
     drawing = Drawing(f"A decoder layer of Llama 3 8B on one rank of the grid {grid}: local shapes and collectives.")
