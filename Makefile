@@ -21,12 +21,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # the module: spread over both workers they would be made twice.
 SIDE_BY_SIDE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo install test test-slow test-gpu gpu mutants lint format docs picture wheel clean
+.PHONY: help demo install test test-slow test-gpu test-versions gpu mutants lint format docs picture wheel clean
 
 help:
 	@echo "make demo       train a language model on Wikipedia articles over a 4D grid, with and without the goldfish"
 	@echo "                loss, and measure what it memorized; the reports are runs/demo/report.md and report.html"
 	@echo "make test       the tests; make test-slow and make test-gpu run those that it leaves out"
+	@echo "make test-versions   a short suite with other releases of the libraries, an environment each (docs/versions.md)"
 	@echo "make gpu        everything that only GPUs can tell, tested and measured, in one page (docs/gpu.md)"
 	@echo "make mutants    how many small random changes to the code the tests notice; hours, goes on where it stopped"
 	@echo "make lint       ruff, import-linter and mypy; make format rewrites the files"
@@ -52,6 +53,10 @@ test-slow: $(STAMPS)/dev
 test-gpu: $(STAMPS)/dev
 	$(PYTEST) -m gpu $(ARGS)
 	HF_AXONN_TEST_DEVICE=cuda $(PYTEST) -m "on_device and not slow and not gpu" $(ARGS)
+
+# Goes on where it stopped; ARGS=oldest runs one environment, ARGS=--lend installs nothing but the releases that differ.
+test-versions: $(STAMPS)/dev
+	$(BIN)/python -m tests.versions.environments $(addprefix --pip=,$(PIP_ARGS)) $(ARGS)
 
 # Goes on where it stopped. ARGS="--parts links,grids" runs some of the parts, ARGS="--size smoke" all of them, tiny.
 gpu: $(STAMPS)/dev

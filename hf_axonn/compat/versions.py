@@ -52,12 +52,15 @@ def refusal(*libraries: str) -> str:
 
 
 def requirements(*libraries: str) -> list[Requirement]:
-    """What the metadata of this package requires of these libraries, in extras, too.
+    """What the metadata of this package requires of these libraries, of peft and trl in extras.
+
+    An extra may ask for less of a needed library, by what can be installed with it; that refuses nothing.
 
     Raises:
         PackageNotFoundError: it is not installed.
     """
-    return [item for item in map(Requirement, requires("hf_axonn") or ()) if item.name in libraries]
+    found = [item for item in map(Requirement, requires("hf_axonn") or ()) if item.name in libraries]
+    return [item for item in found if item.marker is None or item.name not in NEEDED]
 
 
 def outside(requirement: Requirement) -> str:

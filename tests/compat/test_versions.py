@@ -68,6 +68,14 @@ def test_the_message_has_the_remedies_and_the_setting_makes_it_a_warning(monkeyp
         versions.check_versions()
 
 
+def test_an_extra_that_asks_for_less_of_a_needed_library_refuses_nothing(monkeypatch):
+    monkeypatch.delenv(versions.SWITCH, raising=False)
+    wanted = ["transformers>=5", 'peft>=0; extra == "peft"', 'transformers<5; extra == "peft"']
+    monkeypatch.setattr(versions, "requires", lambda _: wanted)
+    assert versions.refusal("transformers", "peft") == ""
+    assert [str(item.specifier) for item in versions.requirements("transformers")] == [">=5"]
+
+
 def test_what_cannot_be_known_is_refused(monkeypatch):
     def no_metadata(name):
         raise PackageNotFoundError(name)

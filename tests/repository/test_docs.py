@@ -24,6 +24,7 @@ from hf_axonn_eval.__main__ import main as eval_main
 from tests.benchmarks.gpu.__main__ import main as gpu_main
 from tests.helpers import ROOT
 from tests.repository.documents import DOCUMENTS, defined_in
+from tests.versions.environments import main as versions_main
 
 
 PACKAGES = ("hf_axonn", "hf_axonn_eval", "hf_axonn_scripts")
@@ -36,7 +37,7 @@ SHELL = ("bash", "console", "sh")
 # Programs by the words that begin them in a command line; the longest that fits counts.
 TRAINING = {name: f"hf_axonn_scripts.{name}" for name in ("finetune", "finetune_no_trainer", "finetune_chat")}
 TRAINING["study"] = "hf_axonn_scripts.study.study"
-EVAL, LAUNCH, CLI, GPU = "hf_axonn_eval", "launch", "hf-axonn", "gpu"
+EVAL, LAUNCH, CLI, GPU, VERSIONS = "hf_axonn_eval", "launch", "hf-axonn", "gpu", "versions"
 PROGRAMS = {
     ("accelerate", "launch"): LAUNCH,
     ("accelerate-launch",): LAUNCH,
@@ -49,6 +50,7 @@ PROGRAMS = {
     ("hf-axonn", "study"): "study",
     ("hf-axonn",): CLI,
     ("python", "-m", "tests.benchmarks.gpu"): GPU,
+    ("python", "-m", "tests.versions.environments"): VERSIONS,
 }
 
 
@@ -197,6 +199,7 @@ def options() -> dict[str, set[str]]:
     names += ("bundle", "verify", "export")
     known[EVAL] = _help(eval_main, "", *names)
     known[GPU] = _help(gpu_main, "")
+    known[VERSIONS] = _help(versions_main, "")
     known[LAUNCH] = options_in(" ".join(accelerate_options())) | {"--config"}
     pytest.importorskip("datasets", reason="training scripts need the extra `data`")
     for script, module in TRAINING.items():
