@@ -376,7 +376,7 @@ def timeline(on: bool, layer: LayerSeconds, groups: list[Group]) -> list[Bar]:
         group = groups[index]
         if not on:
             now = add("gather", layer.gathers[index], GROUPS[index])
-        now = add("compute", group.after_backward + group.input_gradient, f"{GROUPS[index]}: dI")
+        now = add("compute", group.after_backward + group.input_gradient, "dI")
         hidden = layer.hidden[index]
         if on:
             add("x", hidden, "")
@@ -392,7 +392,7 @@ def timeline(on: bool, layer: LayerSeconds, groups: list[Group]) -> list[Bar]:
     return bars
 
 
-GROUPS = ("q, k, v", "o", "up", "down")
+GROUPS = ("qkv", "o", "up", "down")
 LANES = {
     "compute": ("compute", "work"),
     "gather": ("gather over z", "z"),
