@@ -18,21 +18,11 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "tests.repository.site_pages"
 # Sources are those of the repository, so that links between the files in docs and beside it are the same on GitHub.
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/*.md", "docs/*/*.md", "docs/*.ipynb", "tests/benchmarks/README.md"]
-exclude_patterns = [
-    ".*",
-    "build",
-    "dist",
-    "runs",
-    "*.egg-info",
-    "hf_axonn",
-    "eval",
-    "training_scripts",
-    "docs/pictures",
-]
+exclude_patterns = [".*", "build", "dist", "runs", "*.egg-info", "hf_axonn", "eval", "training_scripts"]
 source_suffix = {".md": "markdown", ".ipynb": "markdown"}
 myst_heading_anchors = 6  # made as GitHub makes them
 highlight_language = "none"  # of blocks that name none
-
+smartquotes = False  # quotes and -- are those of code
 
 html_theme = "furo"
 html_title = f"hf_axonn {version}"
