@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
+from packaging.version import Version
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -58,11 +59,12 @@ def let_load_state_dict_shard() -> None:
 
     PEFT does so since 0.21 for Transformers' own tensor parallelism, whose meshes have names; ours have none.
     """
+    from peft import __version__
     from peft.utils import save_and_load
 
-    original = getattr(save_and_load, "_reshard_dtensor_values_for_load", None)
-    if original is None:
+    if Version(__version__) < Version("0.21.dev0"):
         return
+    original = save_and_load._reshard_dtensor_values_for_load
 
     def reshard(model: nn.Module, state_dict: dict) -> dict:
         sharded = {name: parameter for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
