@@ -193,8 +193,7 @@ def main(argv: Sequence[str] | None = None) -> GoldfishTrainer:
         processing_class=tokenizer,
         data_collator=default_data_collator if data_args.packing else DataCollatorForSeq2Seq(tokenizer),
     )
-    resume = args.resume_from_checkpoint
-    result = trainer.train(resume_from_checkpoint=True if resume == "last" else resume)
+    result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_metrics("train", result.metrics)
     if held_out_rows is not None:
         trainer.save_metrics("eval", trainer.evaluate())

@@ -66,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> GoldfishSFTTrainer:
         processing_class=AutoTokenizer.from_pretrained(model_args.model_name_or_path),
         peft_config=get_peft_config(model_args),
     )
-    resume = args.resume_from_checkpoint
-    result = trainer.train(resume_from_checkpoint=True if resume == "last" else resume)
+    result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_metrics("train", result.metrics)
     if data_args.held_out:
         trainer.save_metrics("eval", trainer.evaluate())

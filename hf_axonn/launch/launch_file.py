@@ -91,6 +91,8 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
     if use_cpu and precision == "fp16":
         raise ValueError("mixed_precision is 'fp16', which accelerate leaves away on CPUs: write bf16, or 'no'.")
     environment = {VARIABLE: config.to_json()}
+    if _restarts(options, num_machines):
+        environment["PET_STANDALONE"] = environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if use_cpu:
         environment["ACCELERATE_USE_CPU"] = "true"
         # For MULTI_CPU accelerate starts a single process, whatever num_processes says.
@@ -164,6 +166,22 @@ def _integer(
     if number < least:
         raise ValueError(f"{name} is {value!r}, but it is a whole number of at least {least}.")
     return number
+
+
+def _restarts(options: Mapping[str, str | None], num_machines: int) -> bool:
+    """Whether torchrun starts the processes again after a failure, and needs a store for each start.
+
+    By default it keeps one store, in which new processes find what the former ones wrote: addresses at which nobody
+    listens, and who failed. Without the static rendezvous and without sharing, rank 0 makes one at each start.
+    """
+    restarts = _integer("max_restarts", {}, options, default=0, least=0)
+    if restarts and num_machines > 1:
+        raise ValueError(
+            f"max_restarts is {restarts} on {num_machines} machines, where restarted processes find the addresses of "
+            "the former ones: leave it away and start the launchers of all machines again, with "
+            "--resume_from_checkpoint last."
+        )
+    return bool(restarts)
 
 
 def _distributed_type(settings: Mapping[str, Any], options: Mapping[str, str | None], num_processes: int) -> str:

@@ -32,18 +32,23 @@ from hf_axonn.trainer.saving import SCALER, SCHEDULER, TRAINER_STATE, checkpoint
 
 
 logger = get_logger(__name__)
+LAST = "last"
 
 
 def train(self, original: Callable, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-    """`resume_from_checkpoint=True` is the newest checkpoint that is complete; others are skipped, with a warning."""
-    if parallel_state(self.model) is not None or resume_from_checkpoint is True:
+    """`resume_from_checkpoint=True` is the newest checkpoint that is complete; others are skipped, with a warning.
+
+    "last" is the same, and starts at step 0 where `output_dir` has no checkpoint: a job that is restarted by the
+    command that started it has none the first time.
+    """
+    if parallel_state(self.model) is not None or resume_from_checkpoint in (True, LAST):
         resume_from_checkpoint = _choose(self, resume_from_checkpoint)
     return original(resume_from_checkpoint, *args, **kwargs)
 
 
 def _choose(self, wanted: str | bool | None) -> str | bool | None:
-    """What to resume from. Collectives: a broadcast over the world, and for True those of `verify_together`."""
-    folder = Path(self.args.output_dir)
+    """What to resume from. Collectives: a broadcast over the world, for True and "last" those of `verify_together`."""
+    folder, newest = Path(self.args.output_dir), wanted in (True, LAST)
     plan = {"problem": "", "candidates": []}
     if world_rank() == 0:
         try:
@@ -51,12 +56,18 @@ def _choose(self, wanted: str | bool | None) -> str | bool | None:
                 tidy(folder)
         except (OSError, ValueError) as problem:
             logger.warning(f"{folder} cannot be tidied up: {problem}")
-        if wanted is True and folder.is_dir():
+        if newest and folder.is_dir():
             plan["candidates"] = [(str(path), is_sharded_checkpoint(path)) for path in checkpoints_in(folder)]
     if dist.is_initialized():
         plan = json.loads(broadcast_text(json.dumps(plan), torch.device(default_device_type())))
-    if wanted is not True or not any(sharded for _, sharded in plan["candidates"]):
+    if not newest:
         return wanted
+    if wanted == LAST and not plan["candidates"]:
+        if world_rank() == 0:
+            logger.warning(f"{folder} has no checkpoint: training starts at step 0.")
+        return None
+    if not any(sharded for _, sharded in plan["candidates"]):
+        return True
     for path, sharded in plan["candidates"]:
         try:
             if sharded:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -132,6 +133,41 @@ def test_a_run_killed_after_a_save_resumes_on_another_grid(folder, one_process):
     resume = folder / "killed" / "checkpoint-3"
     run(launch(folder / "y2.yaml", arguments(folder, "resumed", rows=8, resume_from_checkpoint=resume)), folder)
     assert worst_difference(history(folder, "resumed"), one_process) < TOLERANCE
+
+
+# Rank 1 is killed in the fifth step, the first time.
+DIES = """
+import functools, os, signal
+from transformers import TrainerCallback
+from hf_axonn_scripts import finetune
+
+class Dies(TrainerCallback):
+    start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        print(f"start {self.start}, rank {os.environ['RANK']}: step {state.global_step}", flush=True)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if (self.start, os.environ["RANK"], state.global_step) == ("0", "1", 4):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+finetune.GoldfishTrainer = functools.partial(finetune.GoldfishTrainer, callbacks=[Dies()])
+finetune.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_anew_and_the_run_goes_on(folder, one_process):
+    """`--max_restarts` of the launcher, and one command for both starts."""
+    script = folder / "dies.py"
+    script.write_text(DIES)
+    _, *options = arguments(folder, "restarted", rows=8, resume_from_checkpoint="last")
+    grid = ROOT / "training_scripts" / "grids" / "cpu_2_x2.yaml"
+    done = run(launch(grid, ["--max_restarts", "1", str(script), *options]), folder)
+    began = sorted(re.findall(r"start (\d), rank (\d): step (\d)", done.stdout))  # two ranks may write on one line
+    assert began == [("0", "0", "0"), ("0", "1", "0"), ("1", "0", "3"), ("1", "1", "3")]
+    assert worst_difference(history(folder, "restarted"), one_process) < TOLERANCE
+    assert done.stderr.count("has no checkpoint: training starts at step 0") == 1
 
 
 STOCK = """

@@ -236,16 +236,18 @@ def test_lora_trains_adapters_alone(model_directory, tmp_path, cache):
     assert all(entry["goldfish_dropped_fraction"] == 0 for entry in trainer.state.log_history if "loss_all" in entry)
 
 
-def test_an_interrupted_run_goes_on(model_directory, tmp_path, cache):
+def test_an_interrupted_run_goes_on_by_the_command_that_started_it(model_directory, tmp_path, cache, caplog):
     options = command(model_directory, tmp_path, "--save_strategy", "steps", "--save_steps", "1", "--max_steps", "3")
-    options += ["--lr_scheduler_type", "constant"]
+    options += ["--lr_scheduler_type", "constant", "--resume_from_checkpoint", "last"]
     unbroken = finetune.main(options).state.log_history
     for step in (2, 3):
         checkpoint = tmp_path / "out" / f"checkpoint-{step}"
         checkpoint.rename(tmp_path / f"gone-{step}")
-    again = finetune.main([*options, "--resume_from_checkpoint", "last"]).state.log_history
+    again = finetune.main(options).state.log_history
     losses = [[entry["loss"] for entry in history if "loss" in entry] for history in (unbroken, again)]
     assert len(losses[0]) == 3 and losses[0] == pytest.approx(losses[1])
+    (said,) = [record.message for record in caplog.records if "no checkpoint" in record.message]
+    assert said == f"{tmp_path / 'out'} has no checkpoint: training starts at step 0."
 
 
 @pytest.mark.slow

@@ -43,6 +43,8 @@ DISTRIBUTIONS = {
     "grimp": "import-linter",
     "cosmic_ray": "cosmic-ray",
     "markdown_it": "markdown-it-py",
+    "jsonschema": "nbformat",
+    "docutils": "sphinx",
 }
 
 

@@ -209,11 +209,24 @@ def test_other_ways_to_split_a_model_are_refused_by_name(section):
         ),
         ({"num_machines": 2}, {}, "num_machines is 2, but main_process_ip is missing"),
         ({"num_machines": 2, "main_process_ip": "a"}, {}, "num_machines is 2, but main_process_port is missing"),
+        (
+            {"num_machines": 2, "main_process_ip": "a", "main_process_port": 1},
+            {"max_restarts": "3"},
+            "max_restarts is 3 on 2 machines, where restarted processes find the addresses of the former ones",
+        ),
+        ({}, {"max_restarts": "-1"}, "max_restarts is '-1', but it is a whole number of at least 0."),
     ],
 )
 def test_what_is_refused(changes, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         resolve(settings(**changes), options)
+
+
+def test_processes_that_are_started_again_meet_in_a_store_of_their_own():
+    names = {"PET_STANDALONE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
+    assert names <= resolve(settings(), {"max_restarts": "3"}).environment.keys()
+    for options in ({}, {"max_restarts": "0"}):
+        assert not names & resolve(settings(), options).environment.keys()
 
 
 def test_a_misspelt_section_is_not_left_to_accelerate():

@@ -147,7 +147,10 @@ def test_nothing_is_trained_from_a_damaged_checkpoint(whole, tmp_path):
     run_ranks(refused, 2, folder, str(folder / "checkpoint-4"), "optimizer/shard-00002.* has other content")
     (folder / "checkpoint-3" / MANIFEST).unlink()
     run_ranks(refused, 2, folder, str(folder / "checkpoint-3"), "not a complete checkpoint")
-    run_ranks(refused, 2, folder, True, "has no complete checkpoint to resume from; .*checkpoint-4, .*checkpoint-3")
+    for wanted in (True, "last"):
+        run_ranks(
+            refused, 2, folder, wanted, "has no complete checkpoint to resume from; .*checkpoint-4, .*checkpoint-3"
+        )
     assert names(folder) == ["checkpoint-3", "checkpoint-4"]
 
 
