@@ -118,6 +118,7 @@ def _make_ready(self) -> None:
         "fp16 on CPUs": self.args.fp16 and self.args.device.type == "cpu",  # accelerate would leave it away
         "use_liger_kernel": self.args.use_liger_kernel,
         "auto_find_batch_size": self.args.auto_find_batch_size,
+        "enable_jit_checkpoint": self.args.enable_jit_checkpoint,  # each rank would save at a step of its own
         "fp16_full_eval": self.args.fp16_full_eval,
         "bf16_full_eval": self.args.bf16_full_eval,
         "fsdp": bool(self.args.fsdp),

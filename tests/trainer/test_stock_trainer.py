@@ -391,11 +391,14 @@ def assert_ordinary(hub: Path, parameters: dict) -> None:
 
 
 def refused(folder: Path) -> str:
+    # A rank would save when the signal comes to it, in the middle of what the others do.
+    with pytest.raises(ValueError, match="enable_jit_checkpoint is not supported over a grid"):
+        stock_trainer(folder / "refused", Grid(x=2), enable_jit_checkpoint=True)
     with pytest.raises(ValueError, match="optim=galore_adamw is not supported over a grid") as problem:
         stock_trainer(folder / "refused", Grid(x=2), optim="galore_adamw", optim_target_modules=["q_proj"])
     return str(problem.value)
 
 
-def test_an_optimizer_that_needs_whole_tensors_is_refused(folder):
+def test_what_a_grid_cannot_do_is_refused(folder):
     for message in run_ranks(refused, 2, folder):
         assert "adamw_torch, adamw_torch_fused, adafactor, sgd" in message
