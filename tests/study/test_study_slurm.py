@@ -264,8 +264,9 @@ def test_the_shell_finds_nothing_wrong(cluster, site):
         heads = [line.split("=")[0] for line in lines]
         assert len(set(heads)) == len(heads)
         assert {f"--nodes={array.nodes}", f"--array=0-{len(array.steps) - 1}"} <= set(lines)
-        # All that the site's script asks for, but a name, an output and a time of its own.
-        assert set(re.findall(r"^#SBATCH (--[\w-]+)", asked, flags=re.MULTILINE)) <= set(heads)
+        # All that the site's script asks for, but a name, an output and a time of its own; and to be requeued.
+        wanted = set(re.findall(r"^#SBATCH (--[\w-]+)", asked, flags=re.MULTILINE))
+        assert wanted - {"--no-requeue"} <= set(heads) and "--requeue" in heads and "--no-requeue" not in heads
         assert "set -euo pipefail" in text and max(map(len, text.split("steps=(")[0].splitlines())) < 300
     assert len({array.name for array in found}) == len(found)
 

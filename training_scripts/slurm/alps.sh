@@ -8,6 +8,7 @@
 # --uenv=NAME --view=default. VENV is made inside of it, with access to its packages.
 #SBATCH --job-name=hf-axonn
 #SBATCH --output=%x-%j.out
+#SBATCH --open-mode=append
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=288

@@ -7,6 +7,7 @@
 # NETWORK names the interface between nodes (ib0, hsn, eth0) where the libraries do not find the right one.
 #SBATCH --job-name=hf-axonn
 #SBATCH --output=%x-%j.out
+#SBATCH --open-mode=append
 #SBATCH --ntasks-per-node=1
 #SBATCH --exclusive
 #SBATCH --time=02:00:00

@@ -8,6 +8,7 @@
 # plug-in (aws-ofi-rccl).
 #SBATCH --job-name=hf-axonn
 #SBATCH --output=%x-%j.out
+#SBATCH --open-mode=append
 #SBATCH --partition=batch
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8

@@ -7,6 +7,7 @@
 # For the A100 with 80 GB: --constraint='gpu&hbm80g'.
 #SBATCH --job-name=hf-axonn
 #SBATCH --output=%x-%j.out
+#SBATCH --open-mode=append
 #SBATCH --constraint=gpu
 #SBATCH --qos=regular
 #SBATCH --ntasks-per-node=1

@@ -176,7 +176,8 @@ def write_scripts(
 def batch_script(recipe: Recipe, output: Path, array: Array, *, site: str, gpus_per_node: int | None = None) -> str:
     """The batch script of an array: what the site's script asks of Slurm, with this array's nodes and time."""
     asked = re.findall(r"^(#SBATCH .*)$", (SCRIPTS / f"{site}.sh").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    lines = [line for line in asked if not re.match(r"#SBATCH --(job-name|output|time)=", line)]
+    lines = [line for line in asked if not re.match(r"#SBATCH --(job-name=|output=|time=|no-requeue$)", line)]
+    lines.append("#SBATCH --requeue")  # a step goes on from what its first attempt left
     own = {
         "job-name": f"{recipe.name}-{array.name}",
         "output": f"{output}/slurm/%x-%A_%a.out",
