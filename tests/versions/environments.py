@@ -173,6 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run the short suite with other releases of other libraries.")
     parser.add_argument("names", nargs="*", metavar="ENVIRONMENT", help=f"of {', '.join(ENVIRONMENTS)}")
     parser.add_argument("--lend", action="store_true", help="install only what is asked for, and lend the rest")
+    parser.add_argument("--check", action="store_true", help="keep no result: only the exit code says how it went")
     parser.add_argument("--page", action="store_true", help="only write docs/versions.md")
     parser.add_argument(
         "--pip", action="append", default=[], metavar="ARGUMENT", help="for pip, as an index; repeatable"
@@ -193,11 +194,14 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             result = tried(python, Path(scratch))
         wrong |= bool(result["failed"])
+        if options.check:
+            continue
         # Another run may have added to it.
         results = read() | {name: {**result, "lent": options.lend, "date": date.today().isoformat()}}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
         write_page()
-    write_page()
+    if not options.check:
+        write_page()
     return int(wrong)
 
 
