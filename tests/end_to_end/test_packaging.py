@@ -28,9 +28,9 @@ FOLDERS = {
 }
 # What a clone has and a source archive must have.
 SOURCES = (
-    ".ci", "docs", "eval", "hf_axonn", "tests", "training_scripts", ".dockerignore", ".pre-commit-config.yaml",
-    "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Dockerfile", "LICENSE", "MANIFEST.in", "Makefile", "README.md",
-    "SECURITY.md", "pyproject.toml", "setup.cfg", "setup.py",
+    ".ci", "conda", "docs", "eval", "hf_axonn", "tests", "training_scripts", ".dockerignore",
+    ".pre-commit-config.yaml", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Dockerfile", "LICENSE",
+    "MANIFEST.in", "Makefile", "README.md", "SECURITY.md", "pyproject.toml", "setup.cfg", "setup.py",
 )  # fmt: skip
 # Libraries whose name on PyPI is not the one in an import statement, or that a declared one always brings.
 DISTRIBUTIONS = {
