@@ -86,7 +86,7 @@ ACCELERATE = """\
 echo "$*" >> "$JOBS/../launched"
 echo "the launcher was here"
 [[ -z ${FAIL:-} || "$*" != *$FAIL* ]] || exit 7
-while [[ $1 != *.train ]]; do shift; done
+while [[ $1 != *.on_ranks ]]; do shift; done
 what=$2 out=$6 model=$8 run=${10:-}
 case $what in
     base) made=base/$model ;;
