@@ -55,7 +55,7 @@ def test_cpu_runs(cpu):
     on_four = [run for run in cpu.runs if run.grid]
     assert [run.model for run in on_four] == ["0.3M", "1M", "3M", "10M", "30M"]
     assert {run.name for run in on_four} == {"ordinary-s0-z2x2"}
-    assert all(model.processes == 2 and model.grid == {"data": 1, "z": 1, "y": 1, "x": 2} for model in cpu.models)
+    assert all(model.processes == 2 and model.grid == {"data": 2, "z": 1, "y": 1, "x": 1} for model in cpu.models)
     assert cpu.model("smollm2-135m").apart and cpu.model("smollm2-135m").per_bucket == 16
     assert cpu.documents.buckets == (0, 1, 2, 4, 8, 16) and cpu.documents.length == 128 and cpu.seeds == (0, 1, 2)
 
@@ -103,7 +103,7 @@ def test_grids_may_be_left_to_the_planner(smoke):
     path.write_text(text)
     recipe = read_recipe(path)
     assert [model.grid for model in recipe.models] == [None, None]
-    assert cost.grid_of(recipe, recipe.models[0]).as_dict() == {"data": 1, "z": 1, "y": 1, "x": 2}
+    assert cost.grid_of(recipe, recipe.models[0]).as_dict() == {"data": 2, "z": 1, "y": 1, "x": 1}
 
 
 GOOD = """\
