@@ -44,6 +44,7 @@ DISTRIBUTIONS = {
     "cosmic_ray": "cosmic-ray",
     "markdown_it": "markdown-it-py",
     "jsonschema": "nbformat",
+    "IPython": "ipykernel",
     "docutils": "sphinx",
     "pygments": "sphinx",
 }

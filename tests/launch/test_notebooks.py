@@ -1,4 +1,4 @@
-"""`notebook_launcher`, and the notebook of docs/ from its first cell to its last."""
+"""`notebook_launcher`, and the notebooks of docs/ from their first cell to their last."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -21,33 +22,93 @@ from tests.helpers import ROOT
 from tests.helpers.models import tiny_batch, tiny_model
 
 
-NOTEBOOK = ROOT / "docs" / "goldfish_in_ten_minutes.ipynb"
-
-
-def shows_what_it_says(cells_of) -> None:
-    code = [cell for cell in cells_of.cells if cell.cell_type == "code"]
-    assert all(cell.execution_count for cell in code)
-    printed = "".join(output["text"] for cell in code for output in cell.outputs if output.get("name") == "stdout")
+def goldfish(printed: str) -> None:
     table = dict(re.findall(r"^ *(ordinary +40|ordinary +0|goldfish +40|goldfish +0) +(\d+) of 6", printed, re.M))
     counts = {" ".join(key.split()): int(value) for key, value in table.items()}
     assert counts["ordinary 40"] >= 4 and counts["goldfish 40"] <= 1, printed
     assert counts["ordinary 0"] == counts["goldfish 0"] == 0, printed
 
 
-def test_what_is_stored_in_the_notebook_of_the_documents():
-    shows_what_it_says(nbformat.read(NOTEBOOK, as_version=4))
-    assert not re.search(r"/(tmp|home|root|work)/", NOTEBOOK.read_text(encoding="utf-8"))
+def over_a_grid(printed: str) -> None:
+    """The same losses, every Linear sharded, half of the parameters on each rank, and the same model afterwards."""
+    losses = re.findall(r"^ +\d+ +(\d+\.\d+) +(\d+\.\d+)$", printed, re.M)
+    assert len(losses) == 3 and float(losses[0][0]) > float(losses[-1][0]), printed
+    assert all(abs(float(two) - float(one)) < 1e-3 for two, one in losses), printed
+    assert "grid data=1,z=1,y=1,x=2: 2 decoder layers sharded as 4 blocks" in printed
+    (whole,) = (int(text.replace(",", "")) for text in re.findall(r"^one process: (\S+) parameters$", printed, re.M))
+    held = [int(text.replace(",", "")) for text in re.findall(r"^rank \d of two: (\S+)$", printed, re.M)]
+    assert len(held) == 2 and whole <= sum(held) < 1.01 * whole, printed
+    assert len(re.findall(r"^shard-\S+\.safetensors$", printed, re.M)) == 2
+    shared, alone = (float(loss) for loss in re.findall(r"^(?:shared|alone): +loss (\S+)$", printed, re.M))
+    assert abs(shared - alone) < 2e-3, printed
+
+
+def measured(printed: str) -> None:
+    found = re.findall(r"^ *(base|trained) +(30|0) +(\d) of 6 +\S+ +(\S+)$", printed, re.M)
+    counts = {(name, int(bucket)): int(exact) for name, bucket, exact, _ in found}
+    assert counts["trained", 30] >= 5 and len(counts) == 4, printed
+    assert counts["trained", 0] == counts["base", 30] == counts["base", 0] == 0, printed
+    likely = {(name, int(bucket)): float(most) for name, bucket, _, most in found}
+    assert likely["trained", 30] > 0.1 and likely["trained", 0] < 1e-6, printed
+    assert f"{counts['trained', 30]} of 6 texts: the 95% interval" in printed and "report.html" in printed
+    assert f"| 30x | trained | {counts['trained', 30]} of 6 [" in printed
+
+
+# What the output of each has to say.
+NOTEBOOKS = {"goldfish_in_ten_minutes": goldfish, "train_over_a_grid": over_a_grid, "measure_memorization": measured}
+
+
+def shows_what_it_says(name: str, cells_of) -> None:
+    code = [cell for cell in cells_of.cells if cell.cell_type == "code"]
+    assert all(cell.execution_count for cell in code)
+    printed = "".join(output["text"] for cell in code for output in cell.outputs if output.get("name") == "stdout")
+    NOTEBOOKS[name](printed)
+
+
+def path_of(name: str) -> Path:
+    return ROOT / "docs" / f"{name}.ipynb"
+
+
+def test_every_notebook_is_tested():
+    assert {path.stem for path in (ROOT / "docs").glob("*.ipynb")} == set(NOTEBOOKS)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_what_is_stored_in_the_notebooks_of_the_documents(name):
+    shows_what_it_says(name, nbformat.read(path_of(name), as_version=4))
+    assert not re.search(r"/(tmp|home|root|work)/", path_of(name).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", [name for name in NOTEBOOKS if name != "goldfish_in_ten_minutes"])
+def test_the_first_cell_installs_the_package_where_it_is_not(name, monkeypatch):
+    """As on Colab; the extra is one that setup.cfg has."""
+    from importlib import metadata, util
+
+    from IPython.core.inputtransformer2 import TransformerManager
+
+    first = next(cell for cell in nbformat.read(path_of(name), as_version=4).cells if cell.cell_type == "code")
+    ran = []
+    shell = SimpleNamespace(run_line_magic=lambda magic, line: ran.append((magic, line)))
+    code = compile(TransformerManager().transform_cell(first.source), name, "exec")
+    exec(code, {"get_ipython": lambda: shell})
+    assert not ran
+    monkeypatch.setattr(util, "find_spec", lambda package: None)
+    exec(code, {"get_ipython": lambda: shell})
+    ((magic, line),) = ran
+    (extra,) = re.findall(r'"hf_axonn\[(\w+)\]"', line)
+    assert magic == "pip" and extra in metadata.metadata("hf_axonn").get_all("Provides-Extra")
 
 
 @pytest.mark.slow
-def test_the_notebook_of_the_documents_runs(tmp_path):
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_notebooks_of_the_documents_run(tmp_path, name):
     from nbclient import NotebookClient
 
-    fresh = nbformat.read(NOTEBOOK, as_version=4)
+    fresh = nbformat.read(path_of(name), as_version=4)
     NotebookClient(
         fresh, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
-    shows_what_it_says(fresh)
+    shows_what_it_says(name, fresh)
 
 
 def what_is_there(folder, word):
