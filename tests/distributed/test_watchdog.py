@@ -398,14 +398,27 @@ def _terminated(pipe) -> None:
     pipe.send((child.exitcode, unseen, seen == [signal.SIGTERM], signal.getsignal(signal.SIGTERM) is signal.SIG_DFL))
 
 
-def test_a_thread_notices_sigterm_and_child_processes_end_by_theirs():
+def _handled(pipe) -> None:
+    termination = Termination()
+    seen = []
+    signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    os.kill(os.getpid(), signal.SIGTERM)
+    noticed = termination.wait(0.1)  # the byte is in the socket already
+    termination.close()
+    pipe.send((seen == [signal.SIGTERM], noticed))
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"), [(_terminated, (-signal.SIGTERM, True, True, True)), (_handled, (True, 0))]
+)
+def test_a_thread_notices_sigterm_but_child_processes_and_later_handlers_have_theirs(what, expected):
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_terminated, args=(theirs,))
+    process = context.Process(target=what, args=(theirs,))
     process.start()
     try:
         assert ours.poll(60)
-        assert ours.recv() == (-signal.SIGTERM, True, True, True)
+        assert ours.recv() == expected
     finally:
         process.kill()
         process.join()

@@ -2,7 +2,8 @@
 run.
 
 The handler that C runs at once writes a byte into a socket (signal.set_wakeup_fd); a thread waits at its other end. A
-program that has a handler or a wakeup socket of its own keeps it, and then nothing is noticed here.
+program that has a handler or a wakeup socket of its own keeps it, and then nothing is noticed here; so does one that
+sets its handler later, to save a checkpoint before a time limit.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Termination:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             came = self._reader.recv(64) if select.select([self._reader], [], [], left)[0] else b""
-            if signal.SIGTERM in came:
+            if signal.SIGTERM in came and signal.getsignal(signal.SIGTERM) == self._handler:
                 return signal.SIGTERM
             if signal.SIGINT in came and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
                 return signal.SIGINT
