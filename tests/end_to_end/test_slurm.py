@@ -132,9 +132,10 @@ def test_every_node_runs_the_launcher_with_its_number(cluster, site):
     assert "--ntasks-per-node=1" in srun and "--kill-on-bad-exit=1" in srun
     assert ("--environment=pytorch" in srun) == (site == "alps")
     settings = dict(line.split("=", 1) for line in given if re.match("[A-Z_]+=", line))
-    network = {"perlmutter": "hsn", "frontier": "hsn0", "cluster": "ib0"}
+    network = {"perlmutter": "hsn", "cluster": "ib0"}  # on Frontier the module says it
     assert settings.get("NCCL_SOCKET_IFNAME") == network.get(site)
     assert ("rocm" in settings.get("MODULES", "")) == (site == "frontier")
+    assert settings.get("MODULES", "").endswith("rccl-net-plugin ") == (site == "frontier")  # after rocm
     assert settings.get("NCCL_NET") == ("AWS Libfabric" if site in ("perlmutter", "alps") else None)
 
 

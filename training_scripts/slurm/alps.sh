@@ -5,28 +5,38 @@
 #         training_scripts/slurm/alps.sh axonn.yaml training_scripts/finetune.py --model MODEL ...
 #
 # PyTorch comes from a container or a uenv: CONTAINER names an environment file of the container engine, or give sbatch
-# --uenv=NAME --view=default. VENV is made inside of it, with access to its packages.
+# --uenv=NAME --view=default. VENV is made inside of it, with access to its packages:
+# https://docs.cscs.ch/software/ml/pytorch
 #SBATCH --job-name=hf-axonn
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
-#SBATCH --ntasks-per-node=1
+# A node has four GH200, each with 72 cores: https://docs.cscs.ch/running/slurm
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=288
+# Ours: one task a node, which has all GPUs and cores.
+#SBATCH --ntasks-per-node=1
 #SBATCH --time=02:00:00
 #SBATCH --no-requeue
 set -euo pipefail
 
 : "${VENV:?the Python environment that has hf_axonn: VENV=path sbatch ...}"
 export GPUS_PER_NODE=4
+# Of 72 cores some belong to the system: https://docs.cscs.ch/software/sciapps/gromacs
 export OMP_NUM_THREADS=64
+# The container engine's hook aws_ofi_nccl sets these as well, a uenv does not:
+# https://docs.cscs.ch/software/communication/nccl
 export NCCL_NET="AWS Libfabric"
 export NCCL_NET_GDR_LEVEL=PHB
 export NCCL_CROSS_NIC=1
+export NCCL_PROTO=^LL128
 export FI_CXI_DISABLE_HOST_REGISTER=1
 export FI_CXI_DEFAULT_CQ_SIZE=131072
+export FI_CXI_DEFAULT_TX_SIZE=16384
+export FI_CXI_RX_MATCH_MODE=software
 export FI_MR_CACHE_MONITOR=userfaultfd
+# GPU-aware MPI beside NCCL can deadlock: https://docs.cscs.ch/software/ml/pytorch
 export MPICH_GPU_SUPPORT_ENABLED=0
-# scontrol is not in a container, so the name of node 0 is found here, where the script runs.
+# A container has no scontrol unless it is mounted (the same page), so node 0 is found here, where the script runs.
 HEAD_ADDRESS=$(hostname)
 export HEAD_ADDRESS
 

@@ -8,23 +8,31 @@
 #SBATCH --job-name=hf-axonn
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
-#SBATCH --constraint=gpu
+# A queue is a QOS, of which regular is the usual one: https://docs.nersc.gov/jobs/policy
 #SBATCH --qos=regular
-#SBATCH --ntasks-per-node=1
+# A node has one EPYC 7763, 64 cores of two threads, and four A100: https://docs.nersc.gov/beginner-guide/nodetypesfig
 #SBATCH --gpus-per-node=4
 #SBATCH --cpus-per-task=128
+# Not confirmed by NERSC's pages, but in many public job scripts: the constraint, and the one for 80 GB.
+#SBATCH --constraint=gpu
+# Ours: one task a node, which has all GPUs and cores.
+#SBATCH --ntasks-per-node=1
 #SBATCH --gpu-bind=none
 #SBATCH --time=02:00:00
 #SBATCH --no-requeue
 set -euo pipefail
 
-# NCCL needs the libfabric plug-in to use Slingshot; without it, it falls back to sockets.
-module load nccl-plugin
+# libfabric's plug-in for NCCL, which falls back to sockets without it; PyTorch brings its own NCCL. The name of the
+# module is not confirmed by NERSC's pages; public job scripts load it.
+module load nccl
 # shellcheck source=/dev/null
 source "${VENV:?the Python environment that has hf_axonn: VENV=path sbatch ...}/bin/activate"
 
 export GPUS_PER_NODE=4
 export OMP_NUM_THREADS=16
+# What NERSC's containers set with this plug-in:
+# https://github.com/NERSC/podman-hpc/blob/main/etc/modules.d/nccl.yaml
+# (it misspells the third: https://github.com/NERSC/podman-hpc/issues/136).
 export NCCL_NET="AWS Libfabric"
 export NCCL_SOCKET_IFNAME=hsn
 export NCCL_NET_GDR_LEVEL=PHB
