@@ -151,7 +151,7 @@ def test_a_run_that_is_requeued_signalled_and_submitted_again_goes_on(cluster, t
 
     job = submit()
     at(2)
-    assert "has no checkpoint: training starts from the beginning" in log()
+    assert "has no checkpoint: training starts at step 0" in log()
     cluster("scontrol", "requeue", job)
     wait_for(lambda: requeued(1), "the job to be requeued")
     begin()
@@ -168,7 +168,7 @@ def test_a_run_that_is_requeued_signalled_and_submitted_again_goes_on(cluster, t
     job = submit()
     cluster.wait_for_state(job, "COMPLETED")
     # What the starts before printed is still there.
-    assert log().count("has no checkpoint: training starts from the beginning") == 1, log()
+    assert log().count("has no checkpoint: training starts at step 0") == 1, log()
     histories = [
         json.loads((folder / "trainer_state.json").read_text())["log_history"] for folder in (tmp_path / "alone", out)
     ]
