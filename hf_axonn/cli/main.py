@@ -51,11 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     add_bench_links(commands)
     words = sys.argv[1:] if arguments is None else arguments
     if words and words[0] in SCRIPTS:  # their options are their own
-        try:
-            return run_script(words[0], words[1:])
-        except ValueError as problem:
-            print(f"hf-axonn {words[0]}: {problem}", file=sys.stderr)
-            return 2
+        return run_script(words[0], words[1:])
     options = parser.parse_args(words)
     try:
         run = {

@@ -24,10 +24,9 @@ EXTRAS = {"finetune": "data", "demo": "demo", "study": "study"}
 
 
 def run_script(name: str, arguments: Sequence[str]) -> int:
-    """Run a script with its arguments; returns its exit code. A launch takes the place of this process.
+    """Run a script with its arguments; returns its exit code, 2 where a package that it needs is not installed.
 
-    Raises:
-        ValueError: A package that the script needs is not installed.
+    A launch takes the place of this process. What a script raises is its own, and ends with its traceback.
     """
     module = SCRIPTS[name][0]
     if name == "finetune" and "--config" in arguments:
@@ -39,7 +38,9 @@ def run_script(name: str, arguments: Sequence[str]) -> int:
     try:
         script = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ValueError(f"it needs the package {error.name}: pip install 'hf_axonn[{EXTRAS[name]}]'") from error
+        needs = f"it needs the package {error.name}: pip install 'hf_axonn[{EXTRAS[name]}]'"
+        print(f"hf-axonn {name}: {needs}", file=sys.stderr)
+        return 2
     sys.argv = [f"hf-axonn {name}", *arguments]  # what argparse and messages call the program
     code = script.main()
     return code if isinstance(code, int) else 0

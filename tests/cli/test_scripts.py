@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import json
+from types import SimpleNamespace
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid
 from hf_axonn.checkpoint.manifest import read_manifest
+from hf_axonn.cli import scripts
 from hf_axonn.cli.main import main
 from hf_axonn.cli.scripts import EXTRAS, SCRIPTS, run_script
 from tests.helpers.eval_support import tiny_llama, topics_tokenizer
@@ -33,13 +35,23 @@ def test_study_plans(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_package_that_is_missing_is_named_with_its_extra(name, monkeypatch):
+def test_a_package_that_is_missing_is_named_with_its_extra(name, monkeypatch, capsys):
     def refuse(module):
         raise ModuleNotFoundError("no such package", name="datasets")
 
     monkeypatch.setattr(importlib, "import_module", refuse)
-    with pytest.raises(ValueError, match=rf"needs the package datasets: pip install 'hf_axonn\[{EXTRAS[name]}\]'"):
-        run_script(name, [])
+    assert run_script(name, []) == 2
+    assert f"needs the package datasets: pip install 'hf_axonn[{EXTRAS[name]}]'" in capsys.readouterr().err
+
+
+def test_what_a_script_raises_keeps_its_traceback(monkeypatch):
+    def fail():
+        raise ValueError("of the training")
+
+    monkeypatch.setattr("sys.argv", ["hf-axonn"])
+    monkeypatch.setattr(scripts, "importlib", SimpleNamespace(import_module=lambda module: SimpleNamespace(main=fail)))
+    with pytest.raises(ValueError, match="of the training"):
+        main(["finetune"])
 
 
 def test_finetune_on_the_grid_of_a_launch_file(tmp_path):
