@@ -1,10 +1,10 @@
-"""Ask several models for the same samples in one launch: to start the processes takes longer than to ask.
+"""Ask several models for the same samples, one after the other.
 
-    accelerate launch --config grid.yaml ask.py --samples samples.jsonl --output runs --batch_size 20 --top_k 40 \\
-        base=model ordinary=checkpoints/ordinary
+    python ask.py --samples samples.jsonl --output runs --batch_size 20 --top_k 40 base=model ordinary=checkpoint
 
 gives runs/base and runs/ordinary, each what `python -m hf_axonn_eval extract --model DIR --sampler
-temperature=1,top_k=40` writes. The grid is that of the launch file.
+temperature=1,top_k=40` writes. One process reads each model whole, also from the shards of a grid: a model that fits
+is asked faster so than over the grid that trained it, and to start Python for each takes longer than to ask.
 """
 
 import argparse
@@ -12,7 +12,6 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from hf_axonn import AxonnConfig
 from hf_axonn_eval import SampleFile, Sampler, extract, load_model, read_about
 from hf_axonn_eval.data.samples import counts
 
@@ -30,7 +29,7 @@ def main() -> None:
     samples = SampleFile(options.samples)
     left_out = counts(read_about(options.samples) or {})
     for name, directory in options.models:
-        loaded = load_model(directory, grid=AxonnConfig.from_env().grid)
+        loaded = load_model(directory)
         extract(
             loaded.model,
             loaded.tokenizer,

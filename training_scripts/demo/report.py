@@ -191,7 +191,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         f"Wikipedia articles, once with the ordinary loss and once with the goldfish loss, over the grid "
         f"{', '.join(f'{axis}={size}' for axis, size in settings['grid'].items())}. Then each model was shown the "
         f"first {settings['prefix_tokens']} tokens of every article and asked for the next "
-        f"{settings['suffix_tokens']}, read from the checkpoint as training left it, over the same grid.",
+        f"{settings['suffix_tokens']}, read by one process from the checkpoint as training left it.",
         "",
     ]
     for claim in content["claims"]:

@@ -3,9 +3,9 @@
     python training_scripts/demo/run.py --output runs/demo
 
 fetches SmolLM2-135M and 96 Wikipedia articles, trains the model on some of them 0, 1, 4 or 12 times with either loss,
-both by `accelerate launch` over a grid of processes, asks the sharded checkpoints to continue the articles, and writes
-report.html, report.md, report.json and plot.png. A second call does only what is missing. The exit code is 1 if the
-result is not what is claimed.
+both by `accelerate launch` over a grid of processes, asks the sharded checkpoints, which one process reads, to
+continue the articles, and writes report.html, report.md, report.json and plot.png. A second call does only what is
+missing. The exit code is 1 if the result is not what is claimed.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main() -> int:
         "--launch_file",
         type=Path,
         default=SCRIPTS / "grids" / "cpu_4_z2_x2.yaml",
-        help="grid of the training runs and the extraction (default: 4 processes, z=2 and x=2, on CPU)",
+        help="grid of the training runs (default: 4 processes, z=2 and x=2, on CPU)",
     )
     options = parser.parse_args()
     # Set before anything imports transformers: every input is on this machine once it is fetched.
@@ -127,12 +127,12 @@ def demo(output: Path, launch_file: Path) -> int:
             after=["model", "data"],
         )
     extraction = output / "extraction"
-    command = [SCRIPTS / "demo" / "ask.py", "--samples", files["samples"], "--output", extraction]
+    command = [sys.executable, SCRIPTS / "demo" / "ask.py", "--samples", files["samples"], "--output", extraction]
     command += ["--batch_size", EXTRACTION_BATCH, "--top_k", TOP_K]
     command += [f"{name}={checkpoint}" for name, checkpoint in checkpoints.items()]
     pipeline.step(
         "extract",
-        lambda: launch(launch_file, command, log=output / "logs" / "extract.log"),
+        lambda: call([str(part) for part in command], log=output / "logs" / "extract.log"),
         doing=f"asking {len(checkpoints)} models to continue every article",
         outputs=[extraction],
         settings={**shared, "sampler": SAMPLER, "code": digest("demo/ask.py")},
