@@ -212,10 +212,12 @@ def jackknife_interval(estimate: float, changes: np.ndarray, freedom: float, *, 
     if freedom < 2:
         return Found(None, "none: few documents have nearly all samples")
     z = count * changes
+    largest = float(np.abs(z).max())
+    z = z / (largest or 1.0)  # powers of probabilities near 1e-150 would be 0
     moment = float((z**2).mean())
-    if moment <= (1e-12 * abs(estimate)) ** 2:  # equal up to rounding
+    if sqrt(moment) * largest <= 1e-12 * abs(estimate):  # equal up to rounding
         return Found(None, "none: all documents have the same")
-    error = sqrt(moment * (count - 1)) / count
+    error = sqrt(moment * (count - 1)) / count * largest
     bend = float((z**3).mean()) / moment**1.5 / sqrt(count)
     quantile = float(stdtrit(freedom, 0.5 + confidence / 2))
 

@@ -80,6 +80,14 @@ def test_a_mean_of_skewed_values_reaches_further_to_their_long_side():
     assert z + a * z**2 / 3 + a**2 * z**3 / 27 + a / 6 == pytest.approx(-t.ppf(0.975, 7))
 
 
+def test_an_interval_does_not_depend_on_the_unit():
+    """Probabilities of long suffixes are near 1e-150, and their third powers are not."""
+    values = np.array([0.1, 0.1, 0.2, 0.2, 0.3, 0.4, 0.9, 3.0])
+    low, high = interval(values, range(8))
+    for unit in (1e-150, 1e-300, 1e150):
+        assert interval(values * unit, range(8)) == pytest.approx((low * unit, high * unit), rel=1e-9)
+
+
 def test_documents_are_counted_and_not_samples():
     values = np.random.default_rng(2).normal(size=20)
     alone = interval(values, range(20))
