@@ -23,11 +23,13 @@ SAVE_FAILURES = ("stop", "continue")
 PRECISIONS = ("bf16", "fp16", "no")  # of accelerate, its mixed_precision
 KEPT = ("none", "recomputed", "all")
 RESIDUAL_DTYPES = ("model", "bfloat16")
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 CHOICES = {
     "reduce_dtype": REDUCE_DTYPES,
     "residual_dtype": RESIDUAL_DTYPES,
     "layout": LAYOUTS,
     "save_failure": SAVE_FAILURES,
+    "schedule": SCHEDULES,
 }
 GRID_EXAMPLE = "grid: {data: 1, z: 2, y: 1, x: 2}"
 
@@ -75,6 +77,8 @@ class Settings:
             (y > 1, norms that are RMSNorm or LayerNorm), else token.
         async_save: whether Trainer's checkpoints are written while training goes on.
         save_failure: what a Trainer does when a checkpoint cannot be saved (a full disk), one of SAVE_FAILURES.
+        schedule: when a rank of pipe runs which micro-batch forward and backward, one of SCHEDULES.
+        stages_per_rank: into how many stages the layers of a rank of pipe are divided.
     Raises:
         ValueError: a value is not of its kind; the message says what to write.
     """
@@ -88,6 +92,8 @@ class Settings:
     layout: str = "auto"
     async_save: bool = False
     save_failure: str = "stop"
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.overlap, Overlap):
@@ -104,6 +110,14 @@ class Settings:
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name} is {value!r}, but it is one of {', '.join(choices)}.")
+        stages = self.stages_per_rank
+        if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
+            raise ValueError(f"stages_per_rank is {stages!r}, but it is a whole number of at least 1.")
+        if (self.schedule == "interleaved") != (stages > 1) and self.schedule != "zero_bubble":
+            raise ValueError(
+                f"schedule is {self.schedule} and stages_per_rank {stages}: write schedule: interleaved (or "
+                "zero_bubble) with stages_per_rank: 2 or more, gpipe and 1f1b with stages_per_rank: 1."
+            )
         for name in ("tune_matmuls", "async_save"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -115,7 +129,7 @@ class AxonnConfig(Settings):
     """The settings under `axonn_config`: the grid, its order, and `Settings`.
 
     Args:
-        grid: sizes of the four axes.
+        grid: sizes of the axes.
         order: the axes as they lie on the machine, the one with the fastest links first; read where processes start
             (topology/axis_order.py), it changes nothing in a running one.
     Raises:
@@ -143,7 +157,8 @@ class AxonnConfig(Settings):
 
         Args:
             section: keys grid (required; a mapping from axis to size), overlap (a mapping of switches), reduce_dtype,
-                residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, async_save, save_failure, order.
+                residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, async_save, save_failure, schedule,
+                stages_per_rank, order.
             num_processes: number of processes on all machines together, which the grid must have; None: not checked.
         Raises:
             ValueError: an unknown key, a value of the wrong kind, or a grid of another size than `num_processes`.
@@ -173,7 +188,7 @@ class AxonnConfig(Settings):
 
     def to_json(self) -> str:
         """The section as one line of JSON, which `from_env` reads back."""
-        values = {"grid": self.grid.as_dict(), **asdict(self)}  # the grid first
+        values = {"grid": None, **asdict(self)} | {"grid": self.grid.as_dict()}  # the grid first
         if self.order == ORDER:  # then there is nothing to do at the start
             del values["order"]
         return json.dumps(values)
@@ -205,7 +220,7 @@ def _grid(sizes: Any) -> Grid:
         )
     if not isinstance(sizes, Mapping):
         raise ValueError(f"axonn_config.grid is {sizes!r}, but it maps axes to sizes: write {GRID_EXAMPLE}.")
-    _check_keys("axonn_config.grid", sizes, ["data", "z", "y", "x"])
+    _check_keys("axonn_config.grid", sizes, ["data", "pipe", "z", "y", "x"])
     return Grid(**sizes)
 
 

@@ -3,7 +3,7 @@
     accelerator = Accelerator(parallelism_config=AxonnPlugin(grid=Grid(z=2, x=2)))
     accelerator = Accelerator()                        # under `accelerate launch --config axonn.yaml`
 
-To Accelerate, x * y is its tensor-parallel size (ranks that get the same samples) and data * z its sharded
+To Accelerate, pipe * x * y is its tensor-parallel size (ranks that get the same samples) and data * z its sharded
 data-parallel size (ranks that get different ones). No class of Accelerate is changed: `_validate_accelerator` gets the
 live object, and turns that one into a `GridAccelerator` (accelerator/accelerator.py).
 """
@@ -57,13 +57,13 @@ class AxonnPlugin(ParallelismConfig):
     Args:
         grid: sizes of the axes; None takes the grid and all settings of the launch file (the environment variable
             AXONN_CONFIG).
-        overlap, reduce_dtype, residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, async_save, save_failure:
-            see `config.Settings`.
+        overlap, reduce_dtype, residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, async_save, save_failure,
+            schedule, stages_per_rank: see `config.Settings`.
     Raises:
         ValueError: no grid is given and none was launched, or there are settings without a grid, or a library has a
             release that is not proven (`check_versions`); later, when the Accelerator is made: the grid is not the
-            number of processes, or residual_dtype is given without bf16, or fp8 or a communication hook of
-            DistributedDataParallel is asked for.
+            number of processes, or residual_dtype is given without bf16, or fp8, fp16 with pipe, or a communication
+            hook of DistributedDataParallel is asked for.
     """
 
     @_arguments_of(_Arguments)
@@ -98,7 +98,7 @@ class AxonnPlugin(ParallelismConfig):
         super().__init__(
             dp_replicate_size=1,
             dp_shard_size=config.grid.dp_size,
-            tp_size=config.grid.x * config.grid.y,
+            tp_size=config.grid.pipe * config.grid.x * config.grid.y,
             cp_size=1,
             sp_size=1,
         )
@@ -152,6 +152,11 @@ class AxonnPlugin(ParallelismConfig):
             raise ValueError(
                 f"mixed_precision={accelerator.state.mixed_precision} is not supported over a grid: use "
                 f"{', '.join(PRECISIONS)}."
+            )
+        if self.grid.pipe > 1 and accelerator.state.mixed_precision == "fp16":
+            raise ValueError(
+                f"mixed_precision=fp16 is not possible over a grid with pipe ({self.grid}): a pipeline makes its "
+                "gradients in the forward pass, before the scale of fp16 is known. Use bf16."
             )
         if self.config.residual_dtype == "bfloat16" and accelerator.state.mixed_precision != "bf16":
             raise ValueError(

@@ -1,8 +1,8 @@
 """Who has which samples: data loaders, gather and reduce of accelerate over a grid.
 
-Ranks of x and y share samples, those of data and z have their own: there are dp_size = data * z *data-parallel ranks*,
-and what accelerate does for each process is done here for each of them. The functions of `accelerate.utils` know of
-no grid: `gather` there gives a copy for each process.
+Ranks of pipe, x and y share samples, those of data and z have their own: there are dp_size = data * z *data-parallel
+ranks*, and what accelerate does for each process is done here for each of them. The functions of `accelerate.utils`
+know of no grid: `gather` there gives a copy for each process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_axonn.accelerator.shuffling import SampleOrder
 from hf_axonn.compat.accelerate import is_prepared, prepared_loaders, prepared_models
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, loader_facts
-from hf_axonn.distributed.mesh import GridMesh, grid_mesh
+from hf_axonn.distributed.mesh import SAME_SAMPLES, GridMesh, grid_mesh
 from hf_axonn.engine.state import parallel_state
 
 
@@ -30,8 +30,8 @@ class DataMethods:
     """Methods of Accelerator.
 
     Attributes:
-        counts_processes: whether `num_processes` and `process_index` are those of the stock class: for its own code,
-            and for Trainer, which divides them by the size of a tensor-parallel group itself.
+        counts_processes: whether `num_processes` and `process_index` count processes: for accelerate's own code, and
+            for Trainer, which divide them by the size of a tensor-parallel group themselves.
     """
 
     counts_processes = False
@@ -49,8 +49,13 @@ class DataMethods:
 
     @property
     def process_index(self) -> int:
-        """Which of the data-parallel ranks this is; ranks that differ only in x or y have the same."""
-        return PartialState().process_index if self.counts_processes else self.axonn_mesh.index("data", "z")
+        """Which of the data-parallel ranks this is; ranks that share samples have the same.
+
+        With `counts_processes` a number of its own for each rank, in an order in which those that share samples are
+        neighbours, as ranks along pipe are not.
+        """
+        dp_rank, copies = self.axonn_mesh.index("data", "z"), self.axonn_mesh.size(*SAME_SAMPLES)
+        return dp_rank * copies + self.axonn_mesh.index(*SAME_SAMPLES) if self.counts_processes else dp_rank
 
     @property
     def is_last_process(self) -> bool:
@@ -71,7 +76,7 @@ class DataMethods:
 
         Raises:
             ValueError: ranks would get unequal numbers of batches, and there is a model over the grid; a stateful
-                loader is to dispatch its batches over x or y; ranks have other data sets or batch sizes.
+                loader is to dispatch its batches over pipe, x or y; ranks have other data sets or batch sizes.
         """
         if is_prepared(data_loader):
             return super().prepare_data_loader(data_loader)
@@ -85,7 +90,7 @@ class DataMethods:
             )
         settings, generator = self.dataloader_config, None
         own = torch.Generator().manual_seed(torch.initial_seed())
-        if not dispatch or self.axonn_mesh.size("x", "y") == 1:
+        if not dispatch or self.axonn_mesh.size(*SAME_SAMPLES) == 1:
             sampler = random_sampler(data_loader)
             stock = not settings.use_seedable_sampler and not settings.use_stateful_dataloader
             alone = stock and (dispatch or self.axonn_mesh.size("data", "z") == 1)  # accelerate reads as one process
@@ -145,11 +150,12 @@ class DataMethods:
 
     def gather(self, tensor):
         """As the stock method, with one block for each data-parallel rank."""
-        samples, copies = self.axonn_mesh.size("data", "z"), self.axonn_mesh.size("x", "y")
+        grid = self.axonn_mesh.grid
 
         def distinct(gathered: torch.Tensor) -> torch.Tensor:
-            rows = gathered.shape[0] // (samples * copies)
-            return gathered.view(samples, copies, rows, *gathered.shape[1:])[:, 0].flatten(0, 1)
+            rows = len(gathered) // grid.size
+            by_rank = gathered.view(grid.data, grid.pipe, grid.z, grid.x * grid.y, rows, *gathered.shape[1:])
+            return by_rank[:, 0, :, 0].flatten(0, 2)
 
         return recursively_apply(distinct, super().gather(tensor))
 
@@ -165,7 +171,7 @@ class DataMethods:
 
     def _is_copy(self) -> bool:
         """Whether another rank has the same samples, and speaks for this one."""
-        return self.axonn_mesh.index("x", "y") != 0
+        return self.axonn_mesh.index(*SAME_SAMPLES) != 0
 
     def reduce(self, tensor, reduction: str = "sum", scale: float = 1.0):
         """As the stock method, each data-parallel rank counted once; a mean is over them.

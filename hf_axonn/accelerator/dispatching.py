@@ -1,4 +1,4 @@
-"""dispatch_batches over x and y: rank 0 reads, every rank gets the part of its data-parallel rank.
+"""dispatch_batches over pipe, x and y: rank 0 reads, every rank gets the part of its data-parallel rank.
 
 accelerate's own dispatcher knows data parallelism or tensor parallelism, not both. Here the dispatching is a data set
 of whole batches, so that accelerate's ordinary loader, `skip_first_batches` and everything else work with it as it is.

@@ -22,7 +22,7 @@ def shard_plain_model(model: nn.Module, plugin, device: torch.device) -> bool:
 
     if plugin.grid.size == 1 or parallel_state(model) is not None:
         return False
-    if world_rank() == 0 and plugin.grid.x * plugin.grid.y * plugin.grid.z > 1 and _could_be_read_in_slices(model):
+    if world_rank() == 0 and plugin.grid.size > plugin.grid.data and _could_be_read_in_slices(model):
         _advise(str(plugin.grid))
     _, report = parallelize(model.to(device), plugin.grid, config=plugin.config)
     if world_rank() == 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,11 @@ class LayoutChoice:
     reason: str
     features: int = 0
     norms: dict[nn.Module, NormKind] = field(default_factory=dict)
+
+    def of(self, model: nn.Module) -> LayoutChoice:
+        """The same for what a stage of a pipeline has of the model."""
+        there = set(model.modules())
+        return replace(self, norms={norm: kind for norm, kind in self.norms.items() if norm in there})
 
 
 def choose_layout(model: nn.Module, plan: ShardingPlan, *, y: int, wanted: str) -> LayoutChoice:

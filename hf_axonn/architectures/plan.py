@@ -72,6 +72,8 @@ class ShardingPlan:
         blocks: the attention and MLP blocks.
         full_sequence: names of modules in the layers that get the full sequence, with the reason.
         reason: why the model is sharded Linear by Linear; None where it is not.
+        begins, ends: whether the first and the last of `layers` are those of the model; not so on some stages of a
+            pipeline.
     """
 
     decoder: str | None = None
@@ -80,6 +82,8 @@ class ShardingPlan:
     blocks: list[BlockPlan] = field(default_factory=list)
     full_sequence: dict[str, str] = field(default_factory=dict)
     reason: str | None = None
+    begins: bool = True
+    ends: bool = True
 
     def is_full(self, name: str) -> bool:
         """Whether a module sees full activations, the same on every rank of (x, y)."""

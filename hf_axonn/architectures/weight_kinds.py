@@ -61,6 +61,8 @@ def vocabulary_modules(model: nn.Module, plan: ShardingPlan) -> list[nn.Module]:
     """
     owners: dict[int, list[nn.Module]] = {}
     for module in model.modules():
+        if getattr(module, "elsewhere", False):  # of another stage of a pipeline
+            continue
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(module)
     head = output_embedding(model)

@@ -6,13 +6,18 @@ For a model that one machine can hold. Checkpoints (sharded.py) never gather any
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.distributed.collectives import world_rank
+from hf_axonn.checkpoint.shard_files import DTYPES, NAMES
+from hf_axonn.distributed.collectives import receive_, send_, world_rank
+from hf_axonn.distributed.consistency import gather_texts
+from hf_axonn.engine.state import ParallelState, parallel_state
 
 
 def full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -24,9 +29,13 @@ def full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = Non
         model: parallelized, or a wrapper of such a model.
         state_dict: its state dict or a part of it; all of it if None.
     Memory: the full model on the CPU of rank 0, one full tensor at a time on the others.
-    Collectives: one gather of each sharded tensor over (y, x, z).
+    Collectives: one gather of each sharded tensor over (y, x, z); with pipe `gather_texts` over it, and each full
+        tensor of another stage is sent to the first.
     """
     state_dict = model.state_dict() if state_dict is None else state_dict
+    state = parallel_state(model)
+    if state is not None and state.pipeline is not None:
+        return _of_all_stages(state, state_dict)
     first = world_rank() == 0
     owners = owners_of(model)
     result: dict[str, Any] = {}
@@ -37,11 +46,40 @@ def full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = Non
             continue
         owner = owners.get(name, name)
         if owner not in gathered:
-            full = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+            full = full_of(tensor)
             gathered[owner] = full.cpu().contiguous() if first else None
             del full
         result[name] = gathered[owner]
     return result if first else {}
+
+
+def _of_all_stages(state: ParallelState, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As `full_state_dict`, of a model that is divided into stages: each sends what it has to the first."""
+    mesh, group = state.mesh, state.mesh.group("pipe")
+    facts = [[name, list(tensor.shape), NAMES[tensor.dtype]] for name, tensor in state_dict.items()]
+    there = [json.loads(text) for text in gather_texts(json.dumps(facts), mesh.device, group)]
+    here, result = mesh.index("pipe"), {}
+    for stage, own in enumerate(there):
+        for name, shape, dtype in own:
+            if any(name == other for before in there[:stage] for other, *_ in before):
+                continue
+            full = None
+            if here == stage:
+                full = full_of(state_dict[name]).to(mesh.device).contiguous()
+                if stage > 0:
+                    send_(full, 0, group)
+            elif here == 0:
+                full = receive_(torch.empty(shape, dtype=DTYPES[dtype], device=mesh.device), stage, group)
+            if mesh.rank == 0:
+                assert full is not None
+                result[name] = full.cpu()
+            del full
+    return result
+
+
+def full_of(tensor: Tensor) -> Tensor:
+    """The whole of a DTensor, outside of the graph; a gather over (y, x, z)."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def owners_of(model: nn.Module) -> dict[str, int]:

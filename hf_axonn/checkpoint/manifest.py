@@ -3,7 +3,7 @@
     version, save       of the format; which save this was, a random id
     grid, tied          on what it was written; names that are second names of a tied tensor
     files               bytes and SHA-256 of every other file of the checkpoint, by its name in the directory
-    model, optimizer    shape, dtype and sharded dims of every tensor (partition.py)
+    model, optimizer    dtype, shape and sharded dims of every tensor, and its place on pipe if not 0 (partition.py)
     supersedes          other weights that the directory held and that make place for these; may be absent
     checksum            SHA-256 of all of the above
 
@@ -100,15 +100,18 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 
 def _tensors_out(tensors: Mapping[str, SavedTensor]) -> dict[str, list[Any]]:
-    return {name: [tensor.dtype, list(tensor.shape), list(tensor.sharded_dims)] for name, tensor in tensors.items()}
+    return {
+        name: [tensor.dtype, list(tensor.shape), list(tensor.sharded_dims), *([tensor.pipe] if tensor.pipe else [])]
+        for name, tensor in tensors.items()
+    }
 
 
 def _tensors_in(section: Mapping[str, Any]) -> dict[str, SavedTensor]:
     tensors = {}
-    for name, (dtype, shape, sharded_dims) in section.items():
+    for name, (dtype, shape, sharded_dims, *pipe) in section.items():
         if dtype not in DTYPES:
             raise ValueError(f"{name} has the unknown dtype {dtype!r}")
-        tensors[str(name)] = SavedTensor(tuple(shape), dtype, tuple(sharded_dims))
+        tensors[str(name)] = SavedTensor(tuple(shape), dtype, tuple(sharded_dims), *pipe)
     return tensors
 
 

@@ -33,11 +33,13 @@ class SavedTensor:
         shape: of the global tensor.
         dtype: its name in safetensors, such as BF16.
         sharded_dims: for each axis of WEIGHT_AXES (y, x, z) the dim that it shards, None where its ranks are replicas.
+        pipe: the place on that axis of the ranks that have it; of a weight that two stages have, the first.
     """
 
     shape: tuple[int, ...]
     dtype: str
     sharded_dims: tuple[int | None, ...]
+    pipe: int = 0
 
     def __post_init__(self) -> None:
         dims = range(len(self.shape))
@@ -45,6 +47,8 @@ class SavedTensor:
             raise ValueError(f"no tensor has the shape {self.shape} and the sharded dims {self.sharded_dims}")
         if any(dim is not None and not (_is_count(dim) and dim in dims) for dim in self.sharded_dims):
             raise ValueError(f"a tensor of shape {self.shape} cannot be sharded along the dims {self.sharded_dims}")
+        if not _is_count(self.pipe):
+            raise ValueError(f"no tensor lies at pipe={self.pipe!r}")
 
     @property
     def numel(self) -> int:
@@ -61,7 +65,7 @@ class SavedTensor:
     def copy_axes(self) -> tuple[str, ...]:
         """The axes along which ranks hold the same shard."""
         sharding = {axis for axis, dim in zip(WEIGHT_AXES, self.sharded_dims, strict=True) if dim is not None}
-        return tuple(axis for axis in AXES if axis not in sharding)
+        return tuple(axis for axis in AXES if axis not in sharding and axis != "pipe")
 
 
 def _is_count(value: object) -> bool:
@@ -122,17 +126,20 @@ class Writers:
         """`bytes_of` is the size of each global tensor."""
         self.grid = grid
         self._copy_of: dict[str, dict[str, int]] = {}
-        loads: dict[tuple[str, ...], list[int]] = {}
+        loads: dict[tuple[int, tuple[str, ...]], list[int]] = {}
         for name in sorted(tensors):
             axes = tensors[name].copy_axes()
             copies = 1
             for axis in axes:
                 copies *= getattr(grid, axis)
-            load = loads.setdefault(axes, [0] * min(copies, MOST_WRITERS))
+            pipe = tensors[name].pipe
+            if pipe >= grid.pipe:
+                raise ValueError(f"{name} lies at pipe={pipe}, but the grid {grid} has no such ranks")
+            load = loads.setdefault((pipe, axes), [0] * min(copies, MOST_WRITERS))
             chosen = 0 if bytes_of[name] < SMALL_BYTES else load.index(min(load))
             load[chosen] += bytes_of[name]
             # Far apart: neighbours are likely to share a machine, and its way to the disks.
-            self._copy_of[name] = self._position(axes, chosen * copies // len(load))
+            self._copy_of[name] = {"pipe": pipe, **self._position(axes, chosen * copies // len(load))}
 
     def _position(self, axes: Sequence[str], index: int) -> dict[str, int]:
         position = {}

@@ -22,6 +22,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,8 @@ from hf_axonn.checkpoint.shard_files import (
 )
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
-from hf_axonn.distributed.consistency import first_problem
+from hf_axonn.distributed.consistency import first_problem, gather_texts
+from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.topology.grid import Grid
 
 
@@ -106,12 +108,13 @@ class Save:
             self.problem = self.problem or _words(problem)
 
     def add(self, folder: str, tensors: Mapping[str, Tensor]) -> None:
-        """Let each rank write its shards of a state, under `folder` ("" is the checkpoint itself). No communication.
+        """Let each rank write its shards of a state, under `folder` ("" is the checkpoint itself).
 
-        All ranks give the same names. Without `background` the tensors must stay as they are until `close`.
+        All ranks of a stage give the same names. Without `background` the tensors must stay as they are until
+        `close`. Collectives: with pipe, `gather_texts` over it.
         """
-        self._states[folder] = {name: describe(tensor) for name, tensor in tensors.items()}
-        self._shards[folder] = shards_to_write(tensors, self.grid, self.rank)
+        self._states[folder] = self._of_all_stages({name: describe(tensor) for name, tensor in tensors.items()})
+        self._shards[folder] = shards_to_write(tensors, self._states[folder], self.grid, self.rank)
         if self.background:
             with self.writing():
                 copies = {
@@ -119,6 +122,15 @@ class Save:
                     for name, (tensor, box) in self._shards[folder].items()
                 }
                 self._shards[folder] = copies
+
+    def _of_all_stages(self, own: dict[str, SavedTensor]) -> dict[str, SavedTensor]:
+        """What is saved of all stages of a pipeline."""
+        states = over_stages([_facts(name, tensor) for name, tensor in own.items()], self.grid, self.device)
+        return {
+            name: SavedTensor(tuple(shape), dtype, tuple(dims), pipe)
+            for pipe, state in reversed(list(enumerate(states)))  # of a weight that two have, the first counts
+            for name, dtype, shape, dims in state
+        }
 
     def claim(self, name: str) -> None:
         """Let this rank, and not rank 0, take the checksum of a file that it has written itself."""
@@ -284,6 +296,18 @@ def _settle(path: Path) -> FileRecord:
 
 def _words(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {problem}"
+
+
+def _facts(name: str, tensor: SavedTensor) -> list[Any]:
+    return [name, tensor.dtype, tensor.shape, tensor.sharded_dims]
+
+
+def over_stages(value: Any, grid: Grid, device: torch.device) -> list[Any]:
+    """What the rank of each place on pipe has as `value`, which is JSON, in order. `gather_texts` over pipe."""
+    if grid.pipe == 1:
+        return [value]
+    group = grid_mesh(grid, device.type).group("pipe")
+    return [json.loads(text) for text in gather_texts(json.dumps(value), device, group)]
 
 
 # The save in the background; at most one in a process.

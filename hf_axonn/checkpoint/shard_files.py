@@ -86,9 +86,15 @@ def shards_of(tensors: Mapping[str, SavedTensor], writers: Writers, rank: int) -
     }
 
 
-def shards_to_write(tensors: Mapping[str, Tensor], grid: Grid, rank: int) -> dict[str, tuple[Tensor, Box]]:
-    """What a rank writes of a state that all ranks hold together: its own parts, and where they lie. No copies."""
-    saved = {name: describe(tensor) for name, tensor in tensors.items()}
+def shards_to_write(
+    tensors: Mapping[str, Tensor], saved: Mapping[str, SavedTensor], grid: Grid, rank: int
+) -> dict[str, tuple[Tensor, Box]]:
+    """What a rank writes of a state that all ranks hold together: its own parts, and where they lie. No copies.
+
+    Args:
+        tensors: of this rank.
+        saved: of all ranks.
+    """
     boxes = shards_of(saved, Writers(saved, grid, byte_sizes(saved)), rank)
     return {name: (local_of(tensors[name]), box) for name, box in boxes.items()}
 

@@ -13,7 +13,9 @@ written. Nothing here is a pickle.
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from torch import nn
 from hf_axonn.adapters.files import load_adapters, save_adapters
 from hf_axonn.checkpoint.commit import OPTIMIZER, recover
 from hf_axonn.checkpoint.manifest import Manifest, find_problems, read_manifest, refuse
-from hf_axonn.checkpoint.save import Save, finish_saves
+from hf_axonn.checkpoint.save import Save, finish_saves, over_stages
 from hf_axonn.checkpoint.shard_files import ShardReader
 from hf_axonn.checkpoint.state_dicts import (
     flat_optimizer_state,
@@ -93,10 +95,12 @@ def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer 
             if adapters_problem is not None:
                 raise adapters_problem
     else:
-        tensors, save.tied = model_tensors(model)
+        tensors, tied = model_tensors(model)
+        save.tied = [name for names in over_stages(tied, save.grid, save.device) for name in names]
         save.add("", tensors)
     if optimizer is not None:
         tensors, values = flat_optimizer_state(model, optimizer)
+        values = functools.reduce(operator.or_, over_stages(values, save.grid, save.device))
         save.add(OPTIMIZER, tensors)
     if save.rank != 0:
         return

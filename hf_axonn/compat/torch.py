@@ -398,3 +398,61 @@ def fake_world(size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def pipeline_schedule(
+    name: str,
+    stages: Sequence[tuple[torch.nn.Module, tuple[int, tuple, tuple]]],
+    total: int,
+    micro_batches: int,
+    device: torch.device,
+    group: ProcessGroup,
+    weight_gradients: Callable[[], Callable[[], None]],
+) -> Any:
+    """A schedule of torch.distributed.pipelining over this rank's stages, whose last one returns a loss.
+
+    Args:
+        name: one of config.SCHEDULES.
+        stages: (module, (index, tensors that it gets, tensors that it gives)), of which only the metadata counts.
+        total: the number of all stages.
+        weight_gradients: called after a backward pass of zero_bubble; gives what computes what that has left.
+    """
+    from torch.distributed import pipelining
+
+    def loss_of(output: torch.Tensor, _: None) -> torch.Tensor:
+        return output
+
+    made = [
+        pipelining.PipelineStage(
+            module,
+            index,
+            total,
+            device,
+            input_args=given,
+            output_args=handed,
+            group=group,
+            dw_builder=weight_gradients if name == "zero_bubble" else None,
+        )
+        for module, (index, given, handed) in stages
+    ]
+    classes: dict[str, Any] = {
+        "gpipe": pipelining.ScheduleGPipe,
+        "1f1b": pipelining.Schedule1F1B,
+        "interleaved": pipelining.ScheduleInterleaved1F1B,
+        "zero_bubble": pipelining.ScheduleInterleavedZeroBubble,
+    }
+    single = name in ("gpipe", "1f1b")
+    schedule = classes[name](made[0] if single else made, micro_batches, loss_fn=loss_of, scale_grads=False)
+    schedule.of_grid = made
+    return schedule
+
+
+def run_schedule(schedule: Any, micro_batches: int) -> list[torch.Tensor]:
+    """Run it; modules are called with `micro_batch`. Returns the losses where the last stage is."""
+    losses: list[torch.Tensor] = []
+    for stage in schedule.of_grid:
+        stage.clear_runtime_states()
+        stage.has_backward = True
+    calls = [{"micro_batch": number} for number in range(micro_batches)]
+    schedule._step_microbatches([()] * micro_batches, calls, [None] * micro_batches, losses, return_outputs=False)
+    return losses

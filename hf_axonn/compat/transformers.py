@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Callable
 
 from packaging.version import Version
@@ -52,6 +53,18 @@ def configured_head_counts(config, attention: nn.Module) -> tuple[int, int]:
     if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return query, 1
     return query, first("num_key_value_heads", "num_kv_heads") or query
+
+
+def without_report(model: nn.Module, elsewhere: set[str]) -> None:
+    """Let the loader pass over the weights of modules that a stage of a pipeline does not have: a checkpoint of the
+    whole model holds them, and would be reported to have them in excess; nor are they tied to others here."""
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    model._keys_to_ignore_on_load_unexpected = {*ignored, *map(re.escape, elsewhere)}  # type: ignore[assignment]
+    tied = getattr(model, "all_tied_weights_keys", {})
+    here = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    model.all_tied_weights_keys = {  # type: ignore[assignment]
+        name: other for name, other in tied.items() if name in here and other in here
+    }
 
 
 def wrap_checkpointing(layer: nn.Module, wrap: Callable[[Callable], Callable]) -> None:

@@ -223,6 +223,42 @@ def reduce_(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> Tensor:
     return start_all_reduce(value, group, op=op).wait()
 
 
+def broadcast_over(value: Tensor, source: int, group: ProcessGroup) -> Tensor:
+    """Overwrite a contiguous `value` with that of rank `source` of `group` and return it. One broadcast."""
+    if group.size() > 1:
+        if _observers:
+            _report("broadcast", value.nbytes, group)
+        dist.broadcast(value, group=group, group_src=source)
+    return value
+
+
+def send_(value: Tensor, peer: int, group: ProcessGroup) -> None:
+    """Send to rank `peer` of `group`, point to point."""
+    if _observers:
+        _report("send", value.nbytes, group)
+    dist.send(value.contiguous(), group=group, group_dst=peer)
+
+
+def receive_(value: Tensor, peer: int, group: ProcessGroup) -> Tensor:
+    """Overwrite `value` with what rank `peer` of `group` sends, point to point, and return it."""
+    dist.recv(value, group=group, group_src=peer)
+    return value
+
+
+def swap(value: Tensor, peer: int, group: ProcessGroup) -> Tensor:
+    """What rank `peer` of `group` has in place of `value`; it calls this with this rank. Point to point, both ways."""
+    if _observers:
+        _report("send", value.nbytes, group)
+    value, received = value.contiguous(), torch.empty_like(value, memory_format=torch.contiguous_format)
+    both = [
+        dist.P2POp(dist.isend, value, group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(both):
+        work.wait()
+    return received
+
+
 def broadcast_(value: Tensor) -> Tensor:
     """Overwrite `value` with that of rank 0 of the world and return it. One broadcast over the world."""
     if _observers:

@@ -13,10 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_axonn.compat.torch import backend_of, bind_world, high_priority, make_group, unnamed_mesh, world_timeout
 from hf_axonn.distributed.collectives import reduce_
-from hf_axonn.topology.grid import AXES, WEIGHT_AXES, Grid, GridPosition
+from hf_axonn.topology.grid import WEIGHT_AXES, Grid, GridPosition
 
 
-GROUPS = (*((axis,) for axis in AXES), ("x", "y"), ("data", "z"))  # in the order in which all ranks make them
+STAGE = ("data", "z", "x", "y")  # the ranks that have the same layers
+SAME_SAMPLES = ("pipe", "x", "y")
+# In the order in which all ranks make them.
+GROUPS = (("data",), ("z",), ("x",), ("y",), ("x", "y"), ("data", "z"), ("pipe",), STAGE, SAME_SAMPLES)
 
 
 class GridMesh(GridPosition):
@@ -24,8 +27,9 @@ class GridMesh(GridPosition):
 
     Building it is collective over the world: every rank must call it, with the same grid. On NCCL the world gets the
     device of this rank, if `init_process_group` was not told (one all-reduce over the world). Groups are made once
-    for each axis and for the two products that the algorithm uses, ("x", "y") and ("data", "z"). A rank makes its own
-    groups and does not name those of others, so that the cost does not grow with the world.
+    for each axis and for the products that the algorithm uses: ("x", "y"), ("data", "z"), and with pipelines the ranks
+    of a stage and those that share samples. A rank makes its own groups and does not name those of others, so that
+    the cost does not grow with the world.
 
     NCCL runs the collectives of a communicator one after the other: the gather of the next weights would wait for the
     reduction of gradients. So there are two communicators over z there, and streams of high priority for all. On gloo,
@@ -55,7 +59,8 @@ class GridMesh(GridPosition):
             bind_world(self.device)
         self._groups: dict[tuple[str, ...], ProcessGroup] = {}
         for axes in GROUPS:
-            self._groups[axes] = self._shared(axes) or self._made(axes)
+            whole = axes == STAGE and grid.pipe == 1 and dist.group.WORLD is not None
+            self._groups[axes] = dist.group.WORLD if whole else self._shared(axes) or self._made(axes)
         self.reductions = self._made(("z",), "_reductions") if self._nccl and grid.z > 1 else self._groups[("z",)]
 
     def _shared(self, axes: tuple[str, ...]) -> ProcessGroup | None:
@@ -87,12 +92,14 @@ class GridMesh(GridPosition):
     def sample_mesh(self) -> DeviceMesh:
         """The mesh (dp_shard, tp) by which Accelerate tells who gets which samples; no communicator of its own.
 
-        Without x and y it is (dp_shard) alone: Accelerate looks for tp by its name.
+        Without x, y and pipe it is (dp_shard) alone: Accelerate looks for tp by its name.
         """
-        if self.size("x", "y") == 1:
+        if self.size(*SAME_SAMPLES) == 1:
             return DeviceMesh.from_group(self.group("data", "z"), self.device_type, mesh_dim_names=("dp_shard",))
-        ranks = torch.arange(self.grid.size).view(self.size("data", "z"), self.size("x", "y"))
-        groups = [self.group("data", "z"), self.group("x", "y")]
+        grid = self.grid
+        ranks = torch.arange(grid.size).view(grid.data, grid.pipe, grid.z, -1).transpose(1, 2)
+        ranks = ranks.reshape(self.size("data", "z"), self.size(*SAME_SAMPLES))
+        groups = [self.group("data", "z"), self.group(*SAME_SAMPLES)]
         return DeviceMesh.from_group(groups, self.device_type, mesh=ranks, mesh_dim_names=("dp_shard", "tp"))
 
     @cached_property
@@ -106,7 +113,7 @@ class GridMesh(GridPosition):
         ranks = torch.tensor(
             [
                 [
-                    [self.grid.rank(data=here["data"], z=z, y=y, x=x) for z in range(self.grid.z)]
+                    [self.grid.rank(**{**here, "z": z, "y": y, "x": x}) for z in range(self.grid.z)]
                     for x in range(self.grid.x)
                 ]
                 for y in range(self.grid.y)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import GridMesh
@@ -15,6 +17,21 @@ from hf_axonn.engine.gather_cache import GatherCache
 from hf_axonn.engine.gathering import start_gathers
 from hf_axonn.engine.overlap import GatherAhead, GradientSchedule, ReductionQueue, in_backward
 from hf_axonn.engine.sharded_weight import ShardedWeight
+
+
+@dataclass
+class StagePass:
+    """A stage of a pipeline that is running.
+
+    Args:
+        received: the residual stream as the stage before has sent it, None in the first.
+        last: whether it is the last stage, which has the head and the loss.
+        handed: the residual stream for the next stage, when the stage has come to its end.
+    """
+
+    received: Tensor | None
+    last: bool
+    handed: Tensor | None = None
 
 
 class PassContext:
@@ -34,6 +51,9 @@ class PassContext:
         will_average: whether the backward pass that is under way will do so.
         defer_head: whether the head leaves its logits to the loss in this pass (training with labels).
         random_seed, random_count: of the `keyed_random` that is open (layers/dropout.py).
+        stage: of a pipeline that is running (pipeline/); None outside of them.
+        deferred: where backward passes leave the computation of weight gradients (`matmul3d.finish_deferred`); None:
+            they compute them.
         gather_cache: gathered weights that outlive their multiplication.
         gather_ahead: gathers that begin before they are needed.
         gradient_schedule: when finished weight gradients are handed to autograd.
@@ -50,6 +70,8 @@ class PassContext:
         self.averages_itself = False
         self.will_average = False
         self.defer_head = False
+        self.stage: StagePass | None = None
+        self.deferred: list[partial[list[Tensor]]] | None = None
         self.random_seed: int | None = None
         self.random_count = 0
         self.gather_cache = GatherCache()

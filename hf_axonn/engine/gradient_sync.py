@@ -25,13 +25,13 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_axonn.compat.torch import at_end_of_backward, backward_pass
 from hf_axonn.distributed.collectives import Pending, send_unfused, start_all_reduce, together
+from hf_axonn.distributed.mesh import STAGE
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.dtensors import local
 from hf_axonn.engine.state import ParallelState, parallel_state
@@ -202,19 +202,20 @@ class _Average:
         self.state = state
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.over_data: list[_Bucket] = []
-        self.over_world: list[_Bucket] = []
+        self.over_stage: list[_Bucket] = []
         self._of: dict[int, _Bucket] = {}
         self._stale: set[_Bucket] = set()
         self._launched = 0  # of `over_data`
         self._passes: set[int] = set()  # of autograd, which brought gradients
         self._in_flight: deque[_Bucket] = deque()
+        stage = state.mesh.group(*STAGE)
         # Backward comes to the last parameters first. Sorting is stable: the same order on all ranks.
         for parameter in sorted(reversed(self.trained), key=lambda parameter: str(parameter.dtype)):
             placements = parameter.placements if isinstance(parameter, DTensor) else ()
             if any(isinstance(placement, Shard) for placement in placements):
                 self._place(parameter, self.over_data, state.mesh.group("data"))
             else:
-                self._place(parameter, self.over_world, dist.group.WORLD)
+                self._place(parameter, self.over_stage, stage)
 
     def _place(self, parameter: nn.Parameter, buckets: list[_Bucket], group) -> None:
         if group.size() == 1:
@@ -270,7 +271,7 @@ class _Average:
                 self._launch(bucket)
             self._launched = len(self.over_data)
             agreement = self._start_agreement()
-            for bucket in self.over_world:
+            for bucket in self.over_stage:
                 self._launch(bucket)
             while self._in_flight:
                 self._in_flight.popleft().finish()
@@ -287,7 +288,7 @@ class _Average:
         told = torch.ones(len(flags), dtype=torch.int32, device=self.state.mesh.device)
         for start, stop in _runs_of_false(flags):
             told[start:stop].zero_()
-        return start_all_reduce(told, dist.group.WORLD, op="max")
+        return start_all_reduce(told, self.state.mesh.group(*STAGE), op="max")
 
     def _end_agreement(self, agreement: Pending) -> None:
         """Wait for the answer only where it can change something here.

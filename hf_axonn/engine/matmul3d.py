@@ -28,7 +28,7 @@ Source: AxoNN (arXiv 2502.08145), algorithm for one layer; AxoNN, 2305.13525.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -338,7 +338,10 @@ class _Multiply(torch.autograd.Function):
         if needs_input and entry is not None:
             pending = entry.start_reduction(dinput)
         of_leaves: list[Tensor | None] = [None] * (len(ctx.needs_input_grad) - 4)
-        if chosen:
+        deferred = product.state.context.deferred
+        if chosen and deferred is not None:
+            deferred.append(partial(_weight_gradients, product, chosen, grads, input_))
+        elif chosen:
             for i, grad in zip(chosen, _weight_gradients(product, chosen, grads, input_), strict=True):
                 of_leaves[i] = grad
         if pending is not None:
@@ -373,6 +376,26 @@ def _weight_gradients(product: Product, chosen: list[int], grads: list[Tensor], 
     if state.mesh.size("z") > 1:
         return found
     return [weight.as_parameter(grad) for weight, grad in zip(weights, found, strict=True)]
+
+
+@torch.no_grad()
+def finish_deferred(state: ParallelState, deferred: Sequence[Callable[[], list[Tensor]]]) -> None:
+    """Compute the weight gradients that a backward pass has left for later (`PassContext.deferred`), and add them to
+    those of the parameters. Collectives: those of the products, reduce-scatters over z.
+
+    Source: zero bubble pipelines, Qi et al. 2023 (arXiv 2401.10241), section 2.
+    """
+    products = [(work.args[0], work.args[1], work()) for work in deferred]
+    added = set()
+    for product, chosen, found in products:
+        for i, grad in zip(chosen, found, strict=True):
+            weight = product.weights[i]
+            if state.mesh.size("z") > 1:  # its slot has the sum of what all products have left there
+                if weight in added:
+                    continue
+                added.add(weight)
+                grad = weight.as_parameter(weight.slot.finished(grad))
+            weight.add_gradient(grad)
 
 
 def as_matrix(block: Tensor) -> Tensor:

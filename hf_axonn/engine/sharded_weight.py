@@ -92,6 +92,14 @@ class ShardedWeight:
         parameter = cast(DTensor, self.parameter)
         return like_dtensor(_as_stored(grad, shard_in(parameter).shape, self._transposed), placement_of(parameter))
 
+    def add_gradient(self, grad: Tensor) -> None:
+        """Add a gradient, as the parameter is stored, to that of the parameter, as a backward pass does."""
+        parameter = self.parameter
+        if parameter.grad is None:
+            parameter.grad = grad
+        else:
+            shard_in(cast(DTensor, parameter.grad)).add_(shard_in(cast(DTensor, grad)))
+
     def placeholder(self) -> Tensor:
         """A gradient of the shard that holds no memory, see overlap.py."""
         local = shard_in(cast(DTensor, self.parameter))

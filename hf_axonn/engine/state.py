@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_axonn.config import KEPT, AxonnConfig
 from hf_axonn.distributed.mesh import GridMesh
+from hf_axonn.engine.activation_layouts import Tokens
 from hf_axonn.engine.context import PassContext
 from hf_axonn.engine.gather_cache import GatherCache
 from hf_axonn.engine.linears import is_conv1d
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from hf_axonn.layers.base import Reading
     from hf_axonn.layers.block import Block
     from hf_axonn.parallel.compiled import Region
+    from hf_axonn.pipeline.pipeline import Pipeline
 
 
 class ParallelState:
@@ -59,6 +61,8 @@ class ParallelState:
             cannot be copied.
         work_axes: name of a module -> on which of (x, y) ranks do different work inside of it.
         full_sequence: names of the modules that get the full sequence.
+        pipeline: the stages of a model that is divided over pipe (pipeline/); None of others.
+        check_batch: compares what a pass is given over the ranks that share samples (parallel/batch_check.py).
         adapted: modules of PEFT that have their sharded layers (adapters/install.py).
     """
 
@@ -89,8 +93,17 @@ class ParallelState:
         self.installers: dict[nn.Module, list[Callable[[nn.Module], object]] | None] = {}
         self.work_axes: dict[str, tuple[str, ...]] = {}
         self.full_sequence: set[str] = set()
+        self.pipeline: Pipeline | None = None
+        self.check_batch: Callable[[tuple, dict[str, Any]], None] = lambda args, kwargs: None
         self.adapted: WeakSet[nn.Module] = WeakSet()
         self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def tokens_of(self, hidden: Tensor) -> Tokens:
+        """The batch whose hidden states [B, S, H] come to the decoder layers, and how those take it."""
+        batch, seq = hidden.shape[:2]
+        # One rank replicates it, too.
+        sharded = self.mesh.size("x", "y") > 1 and (torch.is_grad_enabled() or seq > 1)
+        return Tokens(batch, seq, sharded=sharded, features=self.features if sharded else 0)
 
     @property
     def grid(self) -> Grid:

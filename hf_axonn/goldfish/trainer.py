@@ -216,10 +216,13 @@ class GoldfishMixin(_MixedInto):
         loss = self._token_loss()
         with loss.capture(inputs.get(SAMPLE_LENGTHS)) as rows, loss.alone() if prediction_loss_only else nullcontext():
             result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        if rows and self._eval_totals is not None:
+        own = torch.cat([part.to(self.args.device) for part in rows]) if rows else None
+        axonn = parallel_state(self.model)
+        if axonn is not None and axonn.pipeline is not None:
+            own = axonn.pipeline.from_last(own)
+        if own is not None and self._eval_totals is not None:
             # One row a sample: like the Trainer's own gathering of losses, gather_for_metrics leaves out the samples
             # that the data loader repeated to fill the last batch. Rows of a short batch are filled with zeros.
-            own = torch.cat([part.to(self.args.device) for part in rows])
             every = self.accelerator.gather_for_metrics(self.accelerator.pad_across_processes(own))
             self._eval_totals[: every.shape[1]] += every.to(self._eval_totals.dtype).sum(dim=0)
         return result
@@ -331,14 +334,14 @@ class GoldfishMixin(_MixedInto):
 
     def _world_sums(self) -> dict[str, float]:
         """Sum the record and the counts of documents over ranks with different samples, and reset the record."""
-        sums = self._token_loss().record.pop()
+        sums, axonn = self._token_loss().record.pop(), parallel_state(self.model)
         unprotected, documents = (0, 0) if self._documents is None else self._documents.tolist()
         sums |= {"unprotected": unprotected, "documents": documents}
-        axonn = parallel_state(self.model)
-        speaks = axonn is None or (axonn.coordinates["x"] == 0 and axonn.coordinates["y"] == 0)
-        own = [value if speaks else 0.0 for value in sums.values()]
         device = self.accelerator.device
-        world = self.accelerator.reduce(torch.tensor(own, dtype=widest_float(device), device=device), reduction="sum")
+        own: Tensor | None = torch.tensor(list(sums.values()), dtype=widest_float(device), device=device)
+        if axonn is not None and axonn.pipeline is not None:  # whose last stage has the record
+            own = axonn.pipeline.from_last(own)
+        world = self.accelerator.reduce(own, reduction="sum")
         return dict(zip(sums, world.tolist(), strict=True))
 
     def _warn_unprotected(self, unprotected: float, documents: float) -> None:

@@ -58,7 +58,8 @@ def compare(environ: MutableMapping[str, str]) -> None:
     environ[MET] = job
     section = json.loads(environ["AXONN_CONFIG"])
     grid, order = Grid(**section["grid"]), check_order(section.get("order") or ORDER)
-    says = {"grid": str(grid), "order": f"[{', '.join(order)}]", "node": int(environ["GROUP_RANK"])}
+    axes = [axis for axis in order if axis != "pipe" or grid.pipe > 1]
+    says = {"grid": str(grid), "order": f"[{', '.join(axes)}]", "node": int(environ["GROUP_RANK"])}
     with contextlib.suppress(RuntimeError):  # a store that is gone is told by init_process_group
         found = _difference(environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), nodes, says)
         if found:

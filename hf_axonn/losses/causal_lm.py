@@ -246,6 +246,16 @@ class CausalLMLoss:
             self._unmasked = None
 
     @contextmanager
+    def watch_rows(self, start: int, stop: int) -> Iterator[None]:
+        """Within `watch`, calls inside are given these rows of the batch."""
+        whole = self._unmasked
+        self._unmasked = None if whole is None else whole[start:stop]
+        try:
+            yield
+        finally:
+            self._unmasked = whole
+
+    @contextmanager
     def capture(self, sample_lengths: Tensor | None = None) -> Iterator[list[Tensor]]:
         """Collect [samples, 2] (sum of nll, number of kept tokens) of each sample, one tensor for each call inside.
 
@@ -303,6 +313,11 @@ def install_causal_lm_loss(model: nn.Module) -> CausalLMLoss:
         )
     model.loss_function = loss = CausalLMLoss()
     return loss
+
+
+def kept_labels(labels: Tensor, *, shifted: bool) -> Tensor:
+    """How many labels count, as a number on their device."""
+    return (_targets(labels, IGNORE_INDEX, shifted=shifted) != IGNORE_INDEX).sum()
 
 
 def _targets(labels: Tensor, ignore_index: int, *, shifted: bool) -> Tensor:

@@ -49,6 +49,15 @@ class ShardedCausalLMLoss(CausalLMLoss):
         self.state = state
         self.vocabulary = vocabulary
         self._smoothing = 0.0
+        self._kept_of_batch: Tensor | None = None
+
+    def __call__(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """As the base class; 0 in the stages of a pipeline that have no head."""
+        stage = self.state.context.stage
+        if stage is not None and not stage.last:
+            self.calls += 1
+            return logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
+        return super().__call__(logits, *args, **kwargs)
 
     def targets(self, labels: Tensor | None, shift_labels: Tensor | None = None, **options: Any) -> Targets:
         """As the base class.
@@ -74,6 +83,15 @@ class ShardedCausalLMLoss(CausalLMLoss):
             yield
         finally:
             self._smoothing = 0.0
+
+    @contextmanager
+    def part_of(self, kept_count: Tensor) -> Iterator[None]:
+        """Inside, calls are given parts of a batch that has so many kept tokens: their losses add up to its loss."""
+        self._kept_of_batch = kept_count
+        try:
+            yield
+        finally:
+            self._kept_of_batch = None
 
     def note(self, nll: Tensor, targets: Targets, *more: Tensor) -> None:
         """As the base class."""
@@ -116,6 +134,7 @@ class ShardedCausalLMLoss(CausalLMLoss):
         if num_items_in_batch is not None or not torch.is_grad_enabled():
             return super().normalize(weighted_sum, kept_count, num_items_in_batch)
         mesh = self.state.mesh
+        kept_count = kept_count if self._kept_of_batch is None else self._kept_of_batch
         count = reduce_(kept_count.to(weighted_sum.device, torch.float64, copy=True), mesh.group("data", "z"))
         return weighted_sum * (mesh.size("data", "z") / count.clamp(min=1)).to(weighted_sum.dtype)
 

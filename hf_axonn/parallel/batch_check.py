@@ -1,5 +1,7 @@
 """Ranks that share samples must be given the same batch, and stand at the same random number.
 
+Of ranks along pipe only the batches are compared: not all stages have something that draws.
+
 Checked at the first passes, at every 32nd after them and at the first of each epoch of a prepared data loader,
 training and evaluation each for itself: other batches would not always fail, but train on nonsense. Each pass adds its
 batch to a checksum, which is what is compared, so that a single batch that differs is found at the next check. A check
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from hf_axonn.compat.accelerate import epoch_being_read
 from hf_axonn.distributed.collectives import gather_quietly
 from hf_axonn.distributed.consistency import differences, digest_number, gather_texts
+from hf_axonn.distributed.mesh import SAME_SAMPLES
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward
@@ -36,22 +39,23 @@ _ODD = 0x9E3779B97F4A7C1
 
 
 def install_batch_check(state: ParallelState, model: nn.Module) -> None:
-    """Check what the model is called with."""
-    check = BatchCheck(state, model)
+    """Check what the model is called with; what its stages are called with has been. The last patch of its forward."""
+    check = state.check_batch = BatchCheck(state, model)
 
     def forward(original: Callable, *args, **kwargs):
-        check(args, kwargs)
+        if state.context.stage is None:
+            check(args, kwargs)
         return original(*args, **kwargs)
 
     patch_forward(model, forward)
 
 
 class BatchCheck:
-    """Compares the arguments of a call over the ranks of (x, y).
+    """Compares the arguments of a call over the ranks of (pipe, x, y).
 
     Raises:
         ValueError: they differ; on all ranks of this (data, z).
-    Collectives: where it checks, an all-gather over (x, y) of three numbers; where they differ, `gather_texts`.
+    Collectives: where it checks, an all-gather over them of three numbers; where they differ, `gather_texts`.
     """
 
     def __init__(self, state: ParallelState, model: nn.Module) -> None:
@@ -70,7 +74,7 @@ class BatchCheck:
         training = self.model.training
         number = self._passes[training]
         self._passes[training] = number + 1
-        if self.mesh.size("x", "y") == 1:
+        if self.mesh.size(*SAME_SAMPLES) == 1:
             return
         self._since[training].add(tensors)
         before, self._read[training] = self._read[training], epoch_being_read()
@@ -79,17 +83,21 @@ class BatchCheck:
             self._compare(tensors, since)
 
     def _compare(self, tensors: dict[str, Tensor], since: _Sum) -> None:
-        group, device = self.mesh.group("x", "y"), self.mesh.device
+        group, device = self.mesh.group(*SAME_SAMPLES), self.mesh.device
         random = digest_number(torch.random.get_rng_state().numpy().tobytes().hex()) if self._uses_random() else 0
         numbers = torch.tensor([since.shapes, random], device=device)
         own = torch.cat([numbers, since.content.view(1)])
         every = gather_quietly(own, group).tolist()
-        if all(numbers == every[0] for numbers in every):
+        size = self.mesh.size("x", "y")
+        in_step = [every[first : first + size] for first in range(0, len(every), size)]  # by their random states
+        strayed = any(numbers[1] != block[0][1] for block in in_step for numbers in block)
+        differ = any((numbers[0], numbers[2]) != (every[0][0], every[0][2]) for numbers in every)
+        if not (strayed or differ):
             return
         facts = {name: _in_words(value) for name, value in tensors.items()}
-        if any(numbers[1] != every[0][1] for numbers in every):
+        if strayed:
             facts["the random state"] = f"number {random % 10**6} (of seed {torch.initial_seed()})"
-        if any((numbers[0], numbers[2]) != (every[0][0], every[0][2]) for numbers in every):
+        if differ:
             facts[EARLIER.format(since.batches)] = f"of checksum {(int(since.content) ^ since.shapes) % 10**6}"
         ranks = dist.get_process_group_ranks(group)
         by_rank = dict(zip(ranks, map(json.loads, gather_texts(json.dumps(facts), device, group)), strict=True))

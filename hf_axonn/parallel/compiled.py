@@ -50,10 +50,15 @@ def compile_regions(state: ParallelState, model: nn.Module, **options: Any) -> N
         options: of `torch.compile`: backend, mode, dynamic, options, disable.
     Raises:
         ValueError: fullgraph, a mode with CUDA graphs, a model without blocks (it is sharded Linear by Linear, so no
-            region is known), or a second call with other options.
+            region is known), a model that is divided over pipe, or a second call with other options.
     """
     if options.get("disable"):
         return
+    if state.pipeline is not None:
+        raise ValueError(
+            f"torch.compile over a grid with pipe ({state.grid}) is not supported: leave torch_compile and the dynamo "
+            "settings away, or use a grid without pipe."
+        )
     if options.get("fullgraph"):
         raise ValueError(
             "torch.compile with fullgraph=True over a grid: the graph has to end at every collective, so leave "

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from hf_axonn.architectures.plan import ShardingPlan
 from hf_axonn.compat.transformers import checkpoints_in_forward, wrap_checkpointing
 from hf_axonn.distributed.collectives import gather_replicated
-from hf_axonn.engine.activation_layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
+from hf_axonn.engine.activation_layouts import features_to_tokens, gather_tokens, take_tokens
 from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward, split_hidden_states
@@ -37,8 +37,9 @@ def install_decoder(state: ParallelState, model: nn.Module, plan: ShardingPlan) 
     where something other than a norm follows."""
     layers = state.layers = [model.get_submodule(name) for name in plan.layers]
     for layer in layers:
-        end = None if layer is not layers[-1] else "tokens" if plan.final is not None else "full"
-        patch_forward(layer, functools.partial(_layer, state, layer, layer is layers[0], end))
+        last = plan.ends and layer is layers[-1]
+        end = None if not last else "tokens" if plan.final is not None else "full"
+        patch_forward(layer, functools.partial(_layer, state, layer, plan.begins and layer is layers[0], end))
     for name in plan.full_sequence:
         state.install(
             model.get_submodule(name),
@@ -55,11 +56,8 @@ def _layer(
     """A decoder layer: the first takes this rank's tokens, the last hands on `tokens` or gathers the `full` ones."""
     if first:
         hidden, args, kwargs = split_hidden_states(args, kwargs)
-        batch, seq = hidden.shape[:2]
         hidden = state.as_residual(hidden)
-        # One rank replicates it, too.
-        sharded = state.mesh.size("x", "y") > 1 and (torch.is_grad_enabled() or seq > 1)
-        state.context.tokens = Tokens(batch, seq, sharded=sharded, features=state.features if sharded else 0)
+        state.context.tokens = state.tokens_of(hidden)
         if state.context.tokens.sharded:
             hidden = take_tokens(hidden, state.context.tokens, state.mesh)
         args = (hidden, *args)
@@ -218,7 +216,8 @@ def install_causal_lm(state: ParallelState, model: nn.Module) -> None:
             output = original(*args, **kwargs)
         finally:
             state.context.end_forward()
-        watch_backward(model, state, output)
+        if state.context.stage is None:
+            watch_backward(model, state, output)
         return output
 
     patch_forward(model, forward)

@@ -1,6 +1,6 @@
 """From a plan to a sharded model: DTensors for parameters, and a sharded layer for every module that has some.
 
-`parallelize` calls `shard_parameters`, then `install_layers`. Only the first communicates (the values of rank 0).
+`parallelize` calls `shard_parameters`, then `install_layers`. Neither communicates.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from hf_axonn.architectures.parameter_reads import find_readers
 from hf_axonn.architectures.plan import BlockPlan, ShardingPlan
 from hf_axonn.architectures.weight_kinds import vocabulary_modules
 from hf_axonn.compat.transformers import has_causal_lm_loss, output_embedding, text_config
-from hf_axonn.distributed.collectives import broadcast_all
 from hf_axonn.engine.dtensors import distributed, shard_placements
 from hf_axonn.engine.linears import is_conv1d, is_linear
 from hf_axonn.engine.report import Entry
@@ -31,21 +30,17 @@ from hf_axonn.layers.norms import FeatureNorm, HeadNorm
 from hf_axonn.layers.vocabulary import Embedding, Head
 from hf_axonn.losses.router_aux import install_router_loss
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
-from hf_axonn.parallel.batch_check import install_batch_check
 from hf_axonn.parallel.decoder import install_causal_lm, install_decoder, install_recomputation
 from hf_axonn.topology.heads import Heads, feature_slice
 from hf_axonn.topology.weight_kind import WeightKind
 
 
 def shard_parameters(model: nn.Module, kinds: dict[int, WeightKind], state: ParallelState) -> None:
-    """Replace every parameter by a DTensor; a parameter that several modules share stays shared.
+    """Replace every parameter by a DTensor; a parameter that several modules share stays shared. No communication.
 
     A model of which nothing is sharded keeps its parameters as they are, as under DistributedDataParallel.
-
-    Collectives: `broadcast_all` of the parameters and buffers of rank 0.
     """
     mesh = state.mesh
-    broadcast_all([*model.parameters(), *model.buffers()])
     if {kinds.get(id(parameter), WeightKind.REPLICATED) for parameter in model.parameters()} <= {
         WeightKind.REPLICATED
     }:
@@ -91,7 +86,6 @@ def install_layers(
     for reader in find_readers(model)[0]:
         Reading(state, reader)
     install_causal_lm(state, model)
-    install_batch_check(state, model)
     install_router_loss(state, model)
     if has_causal_lm_loss(model):
         vocabulary = getattr(output_embedding(model), "out_features", text_config(model).vocab_size)
@@ -107,6 +101,8 @@ def _note(state: ParallelState, name: str, module: nn.Module, kind: WeightKind, 
 def _remaining(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, nn.Module]]:
     """Modules with parameters that no step has taken yet."""
     for name, module in model.named_modules():
+        if getattr(module, "elsewhere", False):  # of another stage of a pipeline
+            continue
         if module not in state.sharded_layers and any(
             parameter is not None for parameter in module._parameters.values()
         ):

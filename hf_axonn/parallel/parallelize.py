@@ -19,17 +19,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.adapters.checks import check_adapters, check_plan
+from hf_axonn.adapters.checks import OVER_PIPE, check_adapters, check_plan
 from hf_axonn.adapters.install import install_adapters, without_wrappers
 from hf_axonn.adapters.peft_hooks import watch_peft
 from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.plan import plan_for
 from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.checkpoint.full_state import install_save_pretrained
-from hf_axonn.compat.peft import without_peft
+from hf_axonn.compat.peft import adapter_layers, without_peft
 from hf_axonn.compat.torch import backend_of, default_device_type, quiet_redistribution, read_whole_values
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.config import AxonnConfig
+from hf_axonn.distributed.collectives import broadcast_all
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, model_facts, versions
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
@@ -38,8 +39,12 @@ from hf_axonn.engine.loss_scaling import check_gradients_together
 from hf_axonn.engine.optimizer_steps import step_on_shards
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ParallelState, is_parallelized
+from hf_axonn.parallel.batch_check import install_batch_check
 from hf_axonn.parallel.compiled import compile_regions
 from hf_axonn.parallel.install import install_layers, shard_parameters
+from hf_axonn.pipeline.forward import install_pipeline
+from hf_axonn.pipeline.pipeline import Pipeline
+from hf_axonn.pipeline.stages import divide
 from hf_axonn.topology.grid import Grid
 
 
@@ -80,6 +85,8 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     if _is_quantized(inner):
         raise ValueError("a quantized model cannot be sharded over a grid: load it without quantization_config.")
     check_adapters(model)
+    if grid.pipe > 1:
+        _check_pipe(model, grid)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     device_type = default_device_type() if device.type == "meta" else device.type
     if dist.is_initialized():
@@ -103,8 +110,18 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
         layout = choose_layout(inner, plan, y=grid.y, wanted=config.layout)
         report = state.report = Report(str(grid), plan.summary(), layout.reason)
         kinds = weight_kinds(inner, plan)
+        broadcast_all([*inner.parameters(), *inner.buffers()])
+        if grid.pipe > 1:
+            state.features = layout.features
+            plan, stages = divide(inner, plan, state)
+            layout = layout.of(inner)
+            kinds = {id(each): kinds[id(each)] for each in inner.parameters() if id(each) in kinds}
         shard_parameters(inner, kinds, state)
         install_layers(inner, plan, kinds, state, layout)
+        if grid.pipe > 1:
+            state.pipeline = Pipeline(state, stages, inner)
+            install_pipeline(inner, state.pipeline)
+        install_batch_check(state, inner)
     inner.axonn = state
     step_on_shards()
     install_adapters(state, inner)
@@ -135,6 +152,24 @@ def _check_device(device_type: str, backend: str) -> None:
             f"this model is on the CPU, but the process trains on {here}, by {other}: move the model first, with "
             f"model.to('{here}'), or read it with hf_axonn.from_pretrained(name, grid=...). To train on CPUs call "
             "torch.distributed.init_process_group('gloo'), or Accelerator(cpu=True), before."
+        )
+
+
+def _check_pipe(model: nn.Module, grid: Grid) -> None:
+    """Refuse what a pipeline cannot have. Changes nothing.
+
+    Raises:
+        ValueError: the model has adapters, or its training loss has a part that needs the routers of all layers.
+    """
+    if any(True for _ in adapter_layers(model)):
+        raise ValueError(OVER_PIPE.format(grid))
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "output_router_logits", False):
+        raise ValueError(
+            f"output_router_logits=True is not possible over a grid with pipe ({grid}), on which no rank has the "
+            "routers of all layers: set it to False in the model's config, which leaves the auxiliary loss away, or "
+            "use a grid without pipe."
         )
 
 

@@ -1,8 +1,9 @@
 """Which process is which rank: the order in which the axes of a grid lie on the machine.
 
-The engine numbers ranks with y innermost, then x, z, data (grid.py). Launchers number processes machine by machine, so
-the ranks of y are neighbours and have the fastest links. Where another axis is to have them, `axonn_config.order` says
-so, and every process takes, before anything reads it, the rank that lies at its place in that order:
+The engine numbers ranks with y innermost, then x, z, pipe, data (grid.py). Launchers number processes machine by
+machine, so the ranks of y are neighbours and have the fastest links. Where another axis is to have them,
+`axonn_config.order` says so, and every process takes, before anything reads it, the rank that lies at its place in
+that order:
 
     order: [z, y, x, data]      innermost first, on the grid data=1,z=4,y=2,x=1:
     place    0  1  2  3  4  5  6  7
@@ -27,11 +28,14 @@ PLACED = "AXONN_PLACED"  # set in a process that has taken its rank, for those t
 
 
 def check_order(order: object) -> tuple[str, ...]:
-    """An order as a tuple.
+    """An order as a tuple. One without pipe is the order of the other axes; pipe is then the slowest but data.
 
     Raises:
         ValueError: it does not name each axis once.
     """
+    if isinstance(order, Sequence) and not isinstance(order, str) and "pipe" not in order and "data" in order:
+        order = list(order)
+        order.insert(order.index("data"), "pipe")
     if isinstance(order, str) or not isinstance(order, Sequence) or sorted(map(str, order)) != sorted(AXES):
         raise ValueError(
             f"order is {order!r}, but it names each axis once, the one with the fastest links first: write order: "

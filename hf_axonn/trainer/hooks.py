@@ -12,21 +12,19 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_axonn.accelerator.prepare import shard_plain_model
-from hf_axonn.compat.peft import without_peft
 from hf_axonn.compat.post_import import after_import
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.compat.transformers import compute_where_launched, pass_on_ddp_timeout
 from hf_axonn.distributed.consistency import argument_facts, assert_same_on_all_ranks
+from hf_axonn.distributed.mesh import SAME_SAMPLES
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
-from hf_axonn.trainer import hub, resume, saving, trl
+from hf_axonn.trainer import accumulation, hub, resume, saving, smoothing, trl
 
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
@@ -171,7 +169,7 @@ def floating_point_ops(self, original: Callable, *args, **kwargs) -> int:
     """Trainer adds these up over all ranks: one of those that share samples speaks for them."""
     plugin = _plugin(self)
     here = plugin.grid.coordinates(self.args.process_index) if plugin else {}
-    return 0 if here.get("x") or here.get("y") else original(*args, **kwargs)
+    return 0 if any(here.get(axis) for axis in SAME_SAMPLES) else original(*args, **kwargs)
 
 
 def train(self, original: Callable, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
@@ -188,52 +186,6 @@ def training_step(self, original: Callable, *args, **kwargs):
     return original(*args, **kwargs)
 
 
-def compute_loss(
-    self,
-    original: Callable,
-    model: nn.Module,
-    inputs: dict[str, Any],
-    return_outputs: bool = False,
-    num_items_in_batch: Tensor | int | None = None,
-) -> Tensor | tuple[Tensor, Any]:
-    """`label_smoothing_factor` without logits.
-
-    Trainer keeps the labels from the model and smooths a loss of its own from the logits, which every rank would hold
-    whole. Here the model gets the labels, and its loss (losses/vocab_parallel.py) is the smoothed one: the same
-    number.
-    """
-    loss = _loss_to_smooth(self, model, inputs)
-    if loss is None:
-        return original(model, inputs, return_outputs, num_items_in_batch)
-    smoother, self.label_smoother = self.label_smoother, None
-    try:
-        with loss.smoothed(smoother.epsilon):
-            return original(model, inputs, return_outputs, num_items_in_batch)
-    finally:
-        self.label_smoother = smoother
-
-
-def _loss_to_smooth(trainer, model: nn.Module, inputs: dict[str, Any]) -> ShardedCausalLMLoss | None:
-    """The loss of a model in training that can be smoothed chunk by chunk and is Trainer's own; None of others."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    from transformers.trainer_pt_utils import LabelSmoother
-
-    smoother = getattr(trainer, "label_smoother", None)
-    if type(smoother) is not LabelSmoother or smoother.ignore_index != -100 or trainer.compute_loss_func is not None:
-        return None
-    if not (model.training and torch.is_grad_enabled()) or "labels" not in inputs or "shift_labels" in inputs:
-        return None
-    state = parallel_state(trainer.accelerator.unwrap_model(model))
-    if state is None or not state.has_head:
-        return None
-    inner = without_peft(trainer.accelerator.unwrap_model(model))
-    loss, config = getattr(inner, "loss_function", None), inner.config.get_text_config()
-    # Trainer shifts the labels of these only. Its loss has no auxiliary loss of routers, which a model would add.
-    shifted = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    routers = inputs.get("output_router_logits", getattr(config, "output_router_logits", False))
-    return loss if shifted and not routers and isinstance(loss, ShardedCausalLMLoss) else None
-
-
 WRAPPERS = (
     create_accelerator_and_postprocess,
     _move_model_to_device,
@@ -245,7 +197,8 @@ WRAPPERS = (
     *saving.WRAPPERS,
     *resume.WRAPPERS,
     train,
+    *accumulation.WRAPPERS,
     training_step,
-    compute_loss,
+    *smoothing.WRAPPERS,
     *hub.WRAPPERS,
 )

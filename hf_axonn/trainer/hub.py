@@ -23,6 +23,7 @@ from hf_axonn.compat.replaced import replaced
 from hf_axonn.compat.transformers import save_on_every_rank
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.distributed.consistency import first_problem
+from hf_axonn.distributed.mesh import SAME_SAMPLES
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.state import parallel_state
 
@@ -75,7 +76,7 @@ def create_model_card(self, original: Callable, *args, **kwargs) -> None:
     card = Path(self.args.output_dir, "README.md")
     if state is None or not self.is_world_process_zero() or not card.is_file():
         return
-    copies = state.mesh.size("x", "y")
+    copies = state.mesh.size(*SAME_SAMPLES)
     text = TOTAL.sub(lambda found: f"{found[1]}{int(found[2]) // copies}", card.read_text(encoding="utf-8"))
     card.write_text(text, encoding="utf-8")
 

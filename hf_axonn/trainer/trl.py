@@ -56,12 +56,17 @@ def check_trainer(trainer: object, grid: Grid) -> None:
     """Refuse a trainer of TRL, over a grid, that nobody has compared with one process. Nothing for others.
 
     Raises:
-        ValueError: it is not SFTTrainer, or the release of TRL is not proven.
+        ValueError: it is not SFTTrainer, the grid has pipe, or the release of TRL is not proven.
     """
     names = [base.__name__ for base in type(trainer).__mro__ if base.__module__.partition(".")[0] == "trl"]
     for name in names:
         if name not in TRAINERS:
             raise ValueError(f"{name} of TRL is not supported over a grid ({grid}): of its trainers SFTTrainer is.")
+    if names and grid.pipe > 1:
+        raise ValueError(
+            f"{names[0]} of TRL is not supported over a grid with pipe ({grid}): it gathers what it logs "
+            "in the middle of a pass. Use Transformers' Trainer or GoldfishTrainer, or a grid without pipe."
+        )
     if names:
         check_versions("trl")
 

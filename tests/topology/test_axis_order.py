@@ -75,7 +75,7 @@ def test_ranks_stay_where_there_is_nothing_to_order():
 
 @pytest.mark.parametrize("order", ["yxzd", ["y", "x"], ["y", "x", "z", "z"], 3, {"y": 1}, ["y", "x", "z", "Data"]])
 def test_an_order_names_each_axis_once(order):
-    with pytest.raises(ValueError, match=r"names each axis once.*write order: \[y, x, z, data\]"):
+    with pytest.raises(ValueError, match=r"names each axis once.*write order: \[y, x, z, pipe, data\]"):
         check_order(order)
     with pytest.raises(ValueError, match="axonn_config: order is"):
         AxonnConfig.from_mapping({"grid": {"x": 2}, "order": order})
@@ -133,7 +133,7 @@ def launched(tmp_path, script):
     assert done.returncode == 0, done.stderr[-3000:]
     found = [json.loads((tmp_path / str(place)).read_text()) for place in range(4)]
     for place, process in enumerate(found):
-        assert process["here"] == {"data": 0, "z": place % 2, "x": 0, "y": place // 2}
+        assert process["here"] == {"data": 0, "pipe": 0, "z": place % 2, "x": 0, "y": place // 2}
         assert process["rank"] == GRID.rank(**process["here"]) == rank_at(GRID, ORDERED, place)
     return found
 

@@ -27,7 +27,7 @@ def test_ranks_and_coordinates_are_a_bijection():
 def test_y_varies_fastest_then_x_then_z_then_data():
     grid = Grid(data=2, z=3, y=4, x=5)
     assert [grid.rank(**{axis: 1}) for axis in ("y", "x", "z", "data")] == [1, 4, 20, 60]
-    assert grid.coordinates(60 + 40 + 4 * 3 + 2) == {"data": 1, "z": 2, "x": 3, "y": 2}
+    assert grid.coordinates(60 + 40 + 4 * 3 + 2) == {"data": 1, "pipe": 0, "z": 2, "x": 3, "y": 2}
 
 
 @pytest.mark.parametrize("axes", [("y",), ("x", "y"), ("data", "z"), AXES], ids="-".join)
@@ -138,3 +138,13 @@ def groups_are_right():
 
 def test_groups_on_four_ranks():
     run_ranks(groups_are_right, 4)
+
+
+def test_pipe_is_the_slowest_axis_but_data_and_is_not_written_where_it_is_one():
+    grid = Grid(data=2, pipe=3, z=2, x=2)
+    assert [grid.rank(**{axis: 1}) for axis in ("y", "x", "z", "pipe", "data")] == [1, 1, 2, 4, 12]
+    assert all(grid.rank(**grid.coordinates(rank)) == rank for rank in range(grid.size))
+    assert grid.ranks_along(("pipe", "x", "y"), 2) == [2, 3, 6, 7, 10, 11], "these share samples"
+    assert grid.dp_size == 4 and str(grid) == "data=2,pipe=3,z=2,y=1,x=2"
+    assert str(Grid(data=2)) == "data=2,z=1,y=1,x=1" and "pipe" not in Grid(z=2).as_dict()
+    assert "data=1 pipe=2 z=0" in grid.picture()

@@ -1,0 +1,1 @@
+"""Pipelines: the layers of a model divided into stages over the axis pipe."""

@@ -1,0 +1,153 @@
+"""The forward of a model that is divided into stages, as scripts call it.
+
+in training with labels   a schedule: the rows of the batch are its micro-batches
+else                      one stage after another
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_axonn.engine.gradient_sync import watch_backward
+from hf_axonn.layers.base import patch_forward
+from hf_axonn.layers.vocabulary import check_vocabulary
+from hf_axonn.losses.causal_lm import IGNORE_INDEX, kept_labels
+from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
+from hf_axonn.pipeline.pipeline import Pipeline
+
+
+ROUNDS = 4  # micro-batches for each stage, from which on a fifth of a step or less is waiting
+REFUSED = ("inputs_embeds", "past_key_values", "output_hidden_states", "output_attentions", "output_router_logits")
+
+
+def install_pipeline(model: nn.Module, pipeline: Pipeline) -> None:
+    """Let a model's forward pass go through all of its stages. The last patch of its forward."""
+    signature = inspect.signature(model.forward)
+
+    def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if pipeline.state.context.stage is not None:
+            return original(*args, **kwargs)
+        given = _arguments(signature, args, kwargs)
+        _check_tokens(model, pipeline, given)
+        if model.training and torch.is_grad_enabled() and _labels(given) is not None:
+            return _scheduled(model, pipeline, original, given)
+        return pipeline.one_after_another(functools.partial(original, **given))
+
+    patch_forward(model, forward)
+    if hasattr(model, "generate"):
+        vars(model)["generate"] = _refuse_generate
+
+
+def _refuse_generate(*_: Any, **__: Any) -> None:
+    raise ValueError(
+        "generate is not possible over a grid with pipe: each stage would need the caches of the others. Write the "
+        "model with save_pretrained, and generate from that on one process or on a grid without pipe."
+    )
+
+
+def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What the model is called with, by name.
+
+    Raises:
+        ValueError: something that a pipeline cannot have.
+    """
+    given = signature.bind(*args, **kwargs).arguments
+    for parameter in signature.parameters.values():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            given |= given.pop(parameter.name, {})
+    for name in REFUSED:
+        if given.get(name) is not None and given[name] is not False:
+            raise ValueError(f"{name} is not possible over a grid with pipe: leave it away.")
+    if given.get("return_dict") is False:
+        raise ValueError("return_dict=False is not possible over a grid with pipe: leave it away.")
+    if not isinstance(given.get("input_ids"), Tensor):
+        raise ValueError("over a grid with pipe a model is called with input_ids, which its stages all read.")
+    return {**given, "use_cache": False}
+
+
+def _check_tokens(model: nn.Module, pipeline: Pipeline, given: dict[str, Any]) -> None:
+    """Refuse on every stage what only the first or the last would: the others would wait for it.
+
+    Raises and communicates as `check_vocabulary`.
+    """
+    size, mesh = pipeline.stages.vocabulary, pipeline.state.mesh
+    check_vocabulary(given["input_ids"], size, "token id", mesh, training=model.training)
+    labels = _labels(given)
+    if labels is not None:
+        check_vocabulary(labels, size, "label", mesh, training=model.training, ignored=IGNORE_INDEX)
+
+
+def _labels(given: dict[str, Any]) -> Tensor | None:
+    return given.get("labels") if given.get("shift_labels") is None else given["shift_labels"]
+
+
+def _scheduled(
+    model: nn.Module, pipeline: Pipeline, original: Callable[..., Any], given: dict[str, Any]
+) -> CausalLMOutputWithPast:
+    """The loss of a batch whose rows are the micro-batches.
+
+    Raises:
+        ValueError: fewer rows than stages; a model whose loss is not a sum over tokens that is known.
+    """
+    loss_function = getattr(model, "loss_function", None)
+    if not isinstance(loss_function, ShardedCausalLMLoss):
+        raise ValueError(
+            f"{type(model).__name__} has a loss of its own, of which it is not known how the losses of micro-batches "
+            "make that of a batch: use a grid without pipe, or compute the loss from the logits."
+        )
+    rows, seq = given["input_ids"].shape
+    parts = micro_batches(rows, pipeline)
+    size, labels = rows // parts, _labels(given)
+    assert labels is not None
+
+    def run(index: int) -> Tensor:
+        with loss_function.watch_rows(index * size, (index + 1) * size):
+            return cast(Tensor, original(**part_of(given, rows, parts, index)).loss)
+
+    calls = [functools.partial(run, index) for index in range(parts)]
+    with loss_function.part_of(kept_labels(labels, shifted=given.get("shift_labels") is not None)):
+        losses, gradients = pipeline.train(calls, size, seq)
+    loss = gradients.loss(losses.sum())
+    watch_backward(model, pipeline.state, loss)
+    return CausalLMOutputWithPast(loss=loss)
+
+
+def micro_batches(rows: int, pipeline: Pipeline) -> int:
+    """Into how many micro-batches a batch of so many rows is divided: `ROUNDS` for each stage if it has rows enough.
+
+    Raises:
+        ValueError: it has too few rows.
+    """
+    stages = pipeline.state.grid.pipe
+    possible = divisions(rows, pipeline)
+    enough = [parts for parts in possible if parts >= ROUNDS * stages]
+    if not possible:
+        raise ValueError(
+            f"a batch of {rows} rows cannot be divided into micro-batches for pipe={stages} and schedule "
+            f"{pipeline.state.config.schedule}: give each (data, z) position a multiple of {stages} rows, "
+            "and leave out what is left of an epoch (drop_last=True)."
+        )
+    return enough[0] if enough else possible[-1]
+
+
+def divisions(rows: int, pipeline: Pipeline) -> list[int]:
+    """Into how many micro-batches a batch of so many rows can be divided, in ascending order."""
+    return [parts for parts in range(1, rows + 1) if rows % parts == 0 and pipeline.takes(parts)]
+
+
+def part_of(given: dict[str, Any], rows: int, parts: int, index: int) -> dict[str, Any]:
+    """The rows of one of `parts` micro-batches; what has no row for each of the batch's stays whole."""
+    size = rows // parts
+    return {
+        name: value[index * size : (index + 1) * size]
+        if isinstance(value, Tensor) and value.dim() and len(value) == rows
+        else value
+        for name, value in given.items()
+    }

@@ -1,0 +1,336 @@
+"""A model's pass through all of its stages.
+
+    schedule            training with labels: micro-batches, forward and backward, in an order of
+                        torch.distributed.pipelining; the gradients wait until backward is called on the loss
+    one after another   anything else: each stage waits for the one before, and all ranks of pipe have the output.
+                        Right for any use of the logits, with gradients too; P times slower than a full pipeline
+
+Stages hand on the residual stream in its own layout, point to point between equal coordinates: nothing is gathered.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hf_axonn.compat.torch import at_end_of_backward, pipeline_schedule, run_schedule
+from hf_axonn.distributed.collectives import broadcast_over, reduce_, swap
+from hf_axonn.distributed.consistency import gather_texts
+from hf_axonn.engine.dtensors import local
+from hf_axonn.engine.gradient_sync import watch_backward
+from hf_axonn.engine.matmul3d import finish_deferred
+from hf_axonn.engine.state import ParallelState
+from hf_axonn.pipeline.stages import Stage, Stages
+from hf_axonn.pipeline.transfers import receive, send, share
+
+
+SHARED = ("loss", "logits")  # of an output, which all ranks of pipe have
+
+
+class Pipeline:
+    """The pipeline of one model.
+
+    Args:
+        state: of the model.
+        stages: of this rank.
+        model: with the parameters of this rank.
+    """
+
+    def __init__(self, state: ParallelState, stages: Stages, model: nn.Module) -> None:
+        self.state = state
+        self.stages = stages
+        self.model = model
+        self.parameters = list(model.parameters())
+        self.group = state.mesh.group("pipe")
+        self._schedules: dict[tuple[Any, ...], tuple[Any, list[_StageModule]]] = {}
+
+    @torch.no_grad()
+    def _add_up_tied(self) -> None:
+        """Let the first and the last stage have the sum of their gradients of a weight that both have."""
+        if self.stages.tied is None or not self.stages.tied.weight.requires_grad:
+            return
+        parameter = cast(nn.Parameter, self.stages.tied.weight)
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        own = local(parameter.grad)
+        own.add_(swap(own, self.state.mesh.size("pipe") - 1 - self.here, self.group))
+
+    def _watch_tied(self, output: Any) -> None:
+        """Let a backward pass through an output end with `_add_up_tied`, of what it has brought."""
+        if self.stages.tied is None:
+            return
+        parameter = cast(nn.Parameter, self.stages.tied.weight)
+        before: list[Tensor | None] = []
+
+        def begins(_: Tensor) -> None:
+            if not before:
+                before.append(parameter.grad)
+                parameter.grad = None
+                at_end_of_backward(ends)
+
+        @torch.no_grad()
+        def ends() -> None:
+            self._add_up_tied()
+            grad = before.pop()
+            if grad is not None:
+                assert parameter.grad is not None
+                local(grad).add_(local(parameter.grad))
+                parameter.grad = grad
+
+        for name in SHARED:
+            if isinstance(output.get(name), Tensor) and output[name].requires_grad:
+                output[name].register_hook(begins)
+
+    def counted_elsewhere(self) -> list[nn.Parameter]:
+        """Parameters of this rank's last stage that the first one has, too."""
+        if self.stages.tied is None or self.here != self.source:
+            return []
+        return [cast(nn.Parameter, self.stages.tied.weight)]
+
+    def takes(self, micro_batches: int) -> bool:
+        """Whether the schedule can run so many micro-batches."""
+        pipe = self.state.mesh.size("pipe")
+        if self.state.config.schedule == "gpipe":
+            return True
+        return micro_batches >= pipe and micro_batches % max(1, micro_batches // pipe) == 0
+
+    @property
+    def here(self) -> int:
+        """This rank's place on pipe."""
+        return self.state.mesh.index("pipe")
+
+    @property
+    def source(self) -> int:
+        """The place on pipe of the last stage."""
+        return (self.stages.total - 1) % self.state.mesh.size("pipe")
+
+    def train(self, calls: Sequence[Callable[[], Tensor]], batch: int, seq: int) -> tuple[Tensor, Gradients]:
+        """Run micro-batches forward and backward.
+
+        Args:
+            calls: one for each micro-batch, which calls the model with it and returns its loss, or anything in stages
+                that have none. All of [batch, seq] tokens; as many on every rank.
+        Returns:
+            (the losses of the micro-batches [m] on all ranks of pipe, the gradients of their sum on this rank).
+        Raises:
+            ValueError: under autocast in float16.
+        Collectives: those of the stages; point to point between neighbours of pipe the residual stream of each
+            micro-batch and its gradient; one all-reduce of the losses over pipe.
+        """
+        device_type = self.state.mesh.device.type
+        if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.float16:
+            raise ValueError(
+                "autocast in float16 is not possible over a grid with pipe: a pipeline makes its gradients in the "
+                "forward pass, before a GradScaler has scaled the loss. Use bfloat16."
+            )
+        schedule, modules = self._schedule(len(calls), batch, seq)
+        autocast = _autocast(device_type)
+        seeds = self.stages.seeds(training=True)
+        for module in modules:
+            module.calls, module.autocast, module.seeds = calls, autocast, seeds
+        if self.state.config.schedule == "zero_bubble":
+            self.state.context.deferred = []
+        before = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        try:
+            with torch.autocast(self.state.mesh.device.type, enabled=False):
+                losses = run_schedule(schedule, len(calls))
+            self._add_up_tied()
+            found = [parameter.grad for parameter in self.parameters]
+        except RuntimeError as error:  # torch wraps what a stage raises
+            cause = error.__cause__
+            if isinstance(cause, Exception) and hasattr(cause, "__notes__"):
+                raise cause from None
+            raise
+        finally:
+            for parameter, grad in zip(self.parameters, before, strict=True):
+                parameter.grad = grad
+            for module in modules:
+                module.calls = ()
+            self.state.context.deferred = None
+        shared = torch.zeros(len(calls), dtype=torch.float64, device=self.state.mesh.device)
+        if losses:
+            shared += torch.stack([loss.detach() for loss in losses])
+        reduce_(shared, self.group)
+        dtype = torch.promote_types(self.stages.dtype, torch.float32)
+        return shared.to(dtype), Gradients(self.parameters, found)
+
+    def _schedule(self, micro_batches: int, batch: int, seq: int) -> tuple[Any, list[_StageModule]]:
+        key = micro_batches, batch, seq, self.stages.stream_dtype()
+        if key not in self._schedules:
+            stream = torch.empty(self.stages.block_shape(batch, seq), dtype=key[-1], device="meta", requires_grad=True)
+            loss = torch.empty((), dtype=torch.promote_types(self.stages.dtype, torch.float32), device="meta")
+            modules = [_StageModule(self.stages, stage) for stage in self.stages.own]
+            ends = [
+                ((stage.index), () if stage.first else (stream,), (loss,) if stage.last else (stream,))
+                for stage in self.stages.own
+            ]
+            self._schedules[key] = (
+                pipeline_schedule(
+                    self.state.config.schedule,
+                    list(zip(modules, ends, strict=True)),
+                    self.stages.total,
+                    micro_batches,
+                    self.state.mesh.device,
+                    self.group,
+                    self._left_for_later,
+                ),
+                modules,
+            )
+        return self._schedules[key]
+
+    def _left_for_later(self) -> Callable[[], None]:
+        """Computes the weight gradients that the backward pass before has left."""
+        context = self.state.context
+        deferred, context.deferred = context.deferred, []
+        assert deferred is not None
+        return functools.partial(finish_deferred, self.state, deferred)
+
+    def one_after_another(self, call: functools.partial[Any]) -> Any:
+        """Call the model, one stage after the other. The loss and the logits of its output are on all ranks of pipe.
+
+        Collectives: those of the stages; point to point between neighbours of pipe the residual stream, and in
+        backward its gradient; broadcasts over pipe of loss and logits.
+        """
+        sent: list[Tensor] = []
+        output, seeds = None, self.stages.seeds(training=self.model.training)
+        for stage in self.stages.own:
+            received = None
+            if not stage.first:
+                shape = self.stages.block_shape(*self._shape_of(call))
+                received = receive(shape, self.stages.stream_dtype(), self.state.mesh, stage.index - 1)
+            with self.stages.running(stage, received, seeds(stage, 0)) as passing:
+                output = call()
+            if not stage.last:
+                sent.append(send(self.stages.checked(passing.handed), self.state.mesh, stage.index + 1))
+        return self._shared(output, sent)
+
+    def from_last(self, value: Tensor | None) -> Tensor | None:
+        """What the ranks with the last stage have, on all ranks of pipe.
+
+        Collectives over pipe: those of `gather_texts`, and a broadcast.
+        """
+        facts = self._facts_of_last({"value": value})
+        if not facts:
+            return None
+        return broadcast_over(self._like_last(value, facts["value"]).detach().contiguous(), self.source, self.group)
+
+    def _shape_of(self, call: functools.partial[Any]) -> tuple[int, int]:
+        ids = call.keywords["input_ids"]
+        return ids.shape[0], ids.shape[1]
+
+    def _shared(self, output: Any, sent: list[Tensor]) -> Any:
+        """The output of the last stage, on all ranks of pipe."""
+        values, source = {name: output.get(name) for name in SHARED}, self.source
+        facts = self._facts_of_last(values)
+        for name, value in values.items():
+            if name not in facts:
+                if value is not None and self.here != source:
+                    output[name] = None
+                continue
+            value = self._like_last(value, facts[name])
+            if facts[name][2]:
+                output[name] = share(value, self.group, self.source, sent)
+            else:
+                output[name] = broadcast_over(value.detach().contiguous(), source, self.group)
+        self._watch_tied(output)
+        watch_backward(self.model, self.state, output)
+        return output
+
+    def _facts_of_last(self, values: dict[str, Any]) -> dict[str, tuple[list[int], str, bool]]:
+        """Shape, dtype and requires_grad of each tensor that the ranks with the last stage have."""
+        facts = {
+            name: (list(value.shape), str(value.dtype).removeprefix("torch."), value.requires_grad)
+            for name, value in values.items()
+            if isinstance(value, Tensor)
+        }
+        texts = gather_texts(json.dumps(facts), self.state.mesh.device, self.group)
+        return cast("dict[str, tuple[list[int], str, bool]]", json.loads(texts[self.source]))
+
+    def _like_last(self, value: Any, facts: tuple[list[int], str, bool]) -> Tensor:
+        """The value where the last stage is, elsewhere room for it."""
+        shape, dtype, _ = facts
+        if self.here != self.source:
+            return torch.empty(shape, dtype=getattr(torch, dtype), device=self.state.mesh.device)
+        assert isinstance(value, Tensor)
+        return value
+
+
+class Gradients:
+    """The gradients of a step that has run, which wait for backward."""
+
+    def __init__(self, parameters: list[nn.Parameter], values: list[Tensor | None]) -> None:
+        self._parameters = parameters
+        self._values: list[Tensor | None] | None = values
+
+    def add(self, factor: Tensor) -> None:
+        """Add them, times `factor`, to those of the parameters.
+
+        Raises:
+            RuntimeError: they were added before.
+        """
+        values, self._values = self._values, None
+        if values is None:
+            raise RuntimeError(
+                "backward through the loss of a pipeline a second time: its gradients were made in the forward pass, "
+                "and have been added. Call the model again."
+            )
+        with torch.no_grad():
+            for parameter, value in zip(self._parameters, values, strict=True):
+                if value is not None:
+                    local(value).mul_(factor)
+                    if parameter.grad is None:
+                        parameter.grad = value
+                    else:
+                        local(parameter.grad).add_(local(value))
+
+    def loss(self, total: Tensor) -> Tensor:
+        """A loss of this value, whose backward adds the gradients."""
+        anchor = torch.zeros((), device=total.device, requires_grad=True)
+        return cast(Tensor, _Loss.apply(anchor, total, self))  # type: ignore[no-untyped-call]
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, total: Tensor, gradients: Gradients) -> Tensor:
+        ctx.gradients = gradients
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.gradients.add(grad)
+        return None, None, None
+
+
+class _StageModule(nn.Module):
+    """What torch's schedules call for a stage: with a micro-batch's number, after what the stage before has sent."""
+
+    def __init__(self, stages: Stages, stage: Stage) -> None:
+        super().__init__()
+        self._stages = stages
+        self._stage = stage
+        self.calls: Sequence[Callable[[], Tensor]] = ()
+        self.autocast: torch.autocast
+        self.seeds: Callable[[Stage, int], int | None]
+
+    def forward(self, *received: Tensor, micro_batch: int) -> Tensor:
+        seed, sent = self.seeds(self._stage, micro_batch), received[0] if received else None
+        with self.autocast, self._stages.running(self._stage, sent, seed) as passing:
+            try:
+                loss = self.calls[micro_batch]()
+            except Exception as error:
+                error.add_note(f"in stage {self._stage.index} of {self._stages.total}, micro-batch {micro_batch}")
+                raise
+            return loss if self._stage.last else self._stages.checked(passing.handed)
+
+
+def _autocast(device_type: str) -> torch.autocast:
+    """The autocast that is on, for a block inside of one in which it is off."""
+    enabled = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type), enabled=enabled)

@@ -1,0 +1,264 @@
+"""A model divided into stages: what a rank keeps, and how the model's own forward runs one of its stages.
+
+Stage s lies on the ranks with pipe = s % P; with several stages a rank they go around. The first has the embeddings,
+the last one the final norm and the head. A weight that embedding and head share lies on both.
+
+A list of layers has all of its places on every rank, under the numbers of the whole model: those of other stages hold
+stand-ins (stand_ins.py). So names in a state dict are those of the whole model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hf_axonn.architectures.plan import ShardingPlan, is_inside
+from hf_axonn.compat.transformers import input_embedding, output_embedding, without_report
+from hf_axonn.engine.context import StagePass
+from hf_axonn.engine.state import ParallelState
+from hf_axonn.layers.dropout import dropout_names, mix, probability
+from hf_axonn.pipeline.stand_ins import Arrival, Departure, ElsewhereEmbedding, ElsewhereHead, ElsewhereLayer
+from hf_axonn.topology.stages import divide_layers
+
+
+@dataclass
+class Stage:
+    """One stage of this rank.
+
+    Args:
+        index: among all stages.
+        layers: numbers of its layers.
+        first, last: whether it is the first or the last of all.
+        places: the list of layers as the model's forward sees it while the stage runs.
+    """
+
+    index: int
+    layers: range
+    first: bool
+    last: bool
+    places: list[nn.Module]
+
+
+class Stages:
+    """The stages of this rank.
+
+    Attributes:
+        own: this rank's, in order.
+        total: the number of all stages.
+        hidden: H.
+        vocabulary: number of tokens that the embedding knows.
+        dtype: of what the embedding gives.
+        drops: whether any module of the whole model had dropout when it was divided.
+        tied: the embedding, where this rank has the first or the last stage, which both have its weight.
+    """
+
+    def __init__(
+        self,
+        state: ParallelState,
+        layers: nn.ModuleList,
+        own: list[Stage],
+        total: int,
+        *,
+        hidden: int,
+        vocabulary: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.state = state
+        self.own = own
+        self.total = total
+        self.hidden = hidden
+        self.vocabulary = vocabulary
+        self.dtype = dtype
+        self.drops = False
+        self.tied: nn.Module | None = None
+        self._layers = layers
+
+    @contextlib.contextmanager
+    def running(self, stage: Stage, received: Tensor | None, seed: int | None = None) -> Iterator[StagePass]:
+        """Inside, the forward of the model is that of a stage, and gets `received` from the one before.
+
+        `seed`: of what is dropped inside, one of `seeds`.
+        """
+        context, modules = self.state.context, self._layers._modules
+        before = dict(modules)
+        modules.update(zip(before, stage.places, strict=True))
+        context.stage = StagePass(received, last=stage.last)
+        try:
+            with context.with_seed(seed, 0):
+                yield context.stage
+        finally:
+            context.stage = None
+            modules.update(before)
+
+    def seeds(self, *, training: bool) -> Callable[[Stage, int], int | None]:
+        """For a pass that begins now a seed for each stage and micro-batch.
+
+        All stages draw the same number from their global generators, which stay alike although stages have other
+        layers. A model without dropout draws nothing.
+        """
+        if not (self.drops and training):
+            return lambda stage, micro_batch: None
+        drawn = int(torch.randint(2**62, ()))
+        return lambda stage, micro_batch: mix(drawn, stage.index, micro_batch)
+
+    def stream_dtype(self) -> torch.dtype:
+        """The dtype of the residual stream between two stages in a pass that begins now."""
+        return self.state.as_residual(torch.empty((), dtype=self.dtype, device=self.state.mesh.device)).dtype
+
+    def checked(self, handed: Tensor | None) -> Tensor:
+        """What a stage hands on, contiguous.
+
+        Raises:
+            ValueError: it has another dtype than the next stage expects.
+        """
+        assert handed is not None, "the model's forward has not come to the end of its stage"
+        if handed.dtype != self.stream_dtype():
+            raise ValueError(
+                f"a stage hands on {handed.dtype}, but its embedding gives {self.stream_dtype()}: give all parameters "
+                "of the model one dtype."
+            )
+        return handed.contiguous()
+
+    def block_shape(self, batch: int, seq: int) -> tuple[int, ...]:
+        """The local shape of the residual stream of [B, S, H] between two stages, in training."""
+        tokens, mesh = self.state.tokens_of(torch.empty(batch, seq, self.hidden, device="meta")), self.state.mesh
+        if not tokens.sharded:
+            return batch, seq, self.hidden
+        padded, x, y = tokens.padded(mesh), mesh.size("x"), mesh.size("y")
+        if tokens.features:
+            return 1, padded // x, -(-self.hidden // y)
+        return 1, padded // (x * y), self.hidden
+
+
+def divide(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> tuple[ShardingPlan, Stages]:
+    """Replace what other stages have by stand-ins, in place; returns the plan of what is left. No communication.
+
+    Raises:
+        ValueError: the layers of the model are not known, or fewer than stages; or a module before or after them
+            cannot be given to one stage.
+    """
+    mesh, grid = state.mesh, state.mesh.grid
+    count = grid.pipe * state.config.stages_per_rank
+    if plan.decoder is None:
+        raise ValueError(
+            f"pipe={grid.pipe} divides the decoder layers of a model, but {type(model).__name__} is sharded Linear by "
+            f"Linear, and its layers are not known ({plan.reason}): use a grid without pipe."
+        )
+    costs = _costs(model, plan)
+    ranges = divide_layers(*costs[:1], count, first=costs[1], last=costs[2])
+    decoder = model.get_submodule(plan.decoder) if plan.decoder else model
+    layers = model.get_submodule(plan.layers[0].rpartition(".")[0])
+    assert isinstance(layers, nn.ModuleList)
+    mine = range(mesh.index("pipe"), count, grid.pipe)
+    if hasattr(model, "tie_weights"):
+        cast(Any, model).tie_weights()  # which the loader does later on the meta device
+    drops = any(probability(module, *dropout_names(module))() for module in model.modules())
+    embedding = cast(nn.Embedding, input_embedding(model))
+    hidden, vocabulary, dtype = embedding.embedding_dim, embedding.num_embeddings, embedding.weight.dtype
+    head = output_embedding(model)
+    tied = head is not None and head.weight is embedding.weight
+    before = {name.rpartition(".")[0] for name in model.state_dict()}
+    _keep_ends(model, decoder, layers, plan, first=0 in mine, last=count - 1 in mine, tied=tied)
+    kept = {index for number in mine for index in ranges[number]}
+    originals = list(layers)
+    for index in range(len(originals)):
+        if index not in kept:
+            layers[index] = ElsewhereLayer(originals[index])
+    after = {name.rpartition(".")[0] for name in model.state_dict()}
+    without_report(model, before - after)
+    own = []
+    for number in mine:
+        its = ranges[number]
+        places = [each if index in its else ElsewhereLayer(each) for index, each in enumerate(originals)]
+        if its.start > 0:
+            places[its.start - 1] = Arrival(originals[its.start - 1], state)
+        if its.stop < len(places):
+            places[its.stop] = Departure(originals[its.stop], state)
+        own.append(Stage(number, its, first=number == 0, last=number == count - 1, places=places))
+    stages = Stages(state, layers, own, count, hidden=hidden, vocabulary=vocabulary, dtype=dtype)
+    stages.drops = drops
+    if tied and (0 in mine or count - 1 in mine):
+        stages.tied = input_embedding(model)
+    return _own_plan(plan, kept, first=0 in mine, last=count - 1 in mine), stages
+
+
+def _own_plan(plan: ShardingPlan, kept: set[int], *, first: bool, last: bool) -> ShardingPlan:
+    """The plan of the layers of this rank."""
+    names = [plan.layers[index] for index in sorted(kept)]
+    return replace(
+        plan,
+        layers=names,
+        blocks=[block for block in plan.blocks if is_inside(block.row, names)],
+        full_sequence={name: why for name, why in plan.full_sequence.items() if is_inside(name, names)},
+        final=plan.final if last or plan.final is None else [],
+        begins=first,
+        ends=last,
+    )
+
+
+def _costs(model: nn.Module, plan: ShardingPlan) -> tuple[list[float], float, float]:
+    """What each layer, what comes before them and what comes after costs, in multiplications a token."""
+    layers = [
+        sum(_products(parameter) for parameter in model.get_submodule(name).parameters()) for name in plan.layers
+    ]
+    head = cast("nn.Linear | None", output_embedding(model))
+    return layers, 0.0, 0.0 if head is None else float(head.weight.numel())
+
+
+def _products(parameter: nn.Parameter) -> float:
+    return float(parameter.numel()) if parameter.dim() > 1 else 0.0
+
+
+def _keep_ends(
+    model: nn.Module,
+    decoder: nn.Module,
+    layers: nn.ModuleList,
+    plan: ShardingPlan,
+    *,
+    first: bool,
+    last: bool,
+    tied: bool,
+) -> None:
+    """Replace what stands before the layers, unless this rank has the first stage, and what comes after them, unless
+    it has the last one."""
+    names = {module: name for name, module in model.named_modules()}
+    head, embedding = cast("nn.Linear | None", output_embedding(model)), input_embedding(model)
+    final = {model.get_submodule(name) for name in plan.final or ()}
+    inside = {names[decoder]} if names[decoder] else {name for name, _ in model.named_children()}
+    others = [
+        names[module]
+        for module in model.modules()
+        if module is not head and any(True for _ in module.parameters(recurse=False))
+        if not is_inside(names[module], inside)
+    ]
+    if others:
+        raise ValueError(
+            f"{others[0]} has parameters outside of the decoder, so it is not known to which stage of a pipeline it "
+            f"belongs: use a grid without pipe for {type(model).__name__}."
+        )
+    after = False
+    for module in decoder.children():
+        if module is layers:
+            after = True
+        elif not any(True for _ in module.parameters()) or module is head:
+            continue
+        elif isinstance(module, nn.Embedding) and not after:
+            if not first:
+                shared = cast(nn.Parameter, module.weight) if tied and last and module is embedding else None
+                stand_in = ElsewhereEmbedding(module.embedding_dim, module.weight.dtype, shared)
+                model.set_submodule(names[module], stand_in)
+        elif "Norm" in type(module).__name__:
+            if not (last if after or module in final else first):
+                model.set_submodule(names[module], ElsewhereLayer(module))
+        else:
+            raise ValueError(
+                f"{names[module]}, a {type(module).__name__}, is neither an embedding nor a norm, so it is not known "
+                f"to which stage of a pipeline it belongs: use a grid without pipe for {type(model).__name__}."
+            )
+    if head is not None and not last:
+        model.set_submodule(names[head], ElsewhereHead(head.weight.shape[0]))

@@ -1,0 +1,110 @@
+"""What stands where modules of another stage would: a model's own forward runs on every stage.
+
+So each stage computes its own rotary embeddings, positions and masks, which no pipeline plan of Transformers names,
+and no modelling code is copied. Hidden states that nobody reads are zeros that hold no memory.
+
+    embedding   zeros [B, S, H]
+    layer       what it got; the last one before a stage's layers (`Arrival`) gives what the stage before has sent, the
+                first one after them (`Departure`) takes what is sent to the next and goes on with zeros
+    norm        what it got
+    head        zeros [B, S, 1]
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_axonn.layers.base import split_hidden_states
+
+
+if TYPE_CHECKING:
+    from hf_axonn.engine.state import ParallelState
+
+
+def zeros(*shape: int, like: Tensor) -> Tensor:
+    """Zeros in the memory of one number."""
+    return like.new_zeros(()).expand(shape)
+
+
+class ElsewhereEmbedding(nn.Module):
+    """An embedding of another stage. Ids [B, S] -> zeros [B, S, H].
+
+    Args:
+        size: H.
+        dtype: of the embedding.
+        weight: the parameter, where the head of this stage has it too.
+    """
+
+    elsewhere = True  # so it is no other use of its weight
+
+    def __init__(self, size: int, dtype: torch.dtype, weight: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.embedding_dim = size
+        self.dtype = dtype
+        self.weight = weight  # under its name, so that it is saved and loaded as in the whole model
+
+    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        like = torch.empty((), dtype=self.dtype, device=ids.device)
+        return zeros(*ids.shape, self.embedding_dim, like=like)
+
+
+class ElsewhereLayer(nn.Module):
+    """A layer or norm of another stage: hands on what it got.
+
+    Args:
+        original: whose attributes of plain kinds models read from their layers, such as `attention_type`.
+    """
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        for name, value in vars(original).items():
+            if isinstance(value, bool | int | float | str) and name not in ("training", "gradient_checkpointing"):
+                setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return split_hidden_states(args, kwargs)[0]
+
+
+class Arrival(ElsewhereLayer):
+    """The layer before a stage's first. [B, S, H], of which only the shape counts -> what the stage before has sent,
+    in the layout of the residual stream."""
+
+    def __init__(self, original: nn.Module, state: ParallelState) -> None:
+        super().__init__(original)
+        self._context = state.context
+        self._state = state
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        hidden = super().forward(*args, **kwargs)
+        assert self._context.stage is not None and self._context.stage.received is not None
+        self._context.tokens = self._state.tokens_of(hidden)
+        return self._context.stage.received
+
+
+class Departure(ElsewhereLayer):
+    """The layer after a stage's last: takes the residual stream for the next stage. -> zeros [B, S, H]."""
+
+    def __init__(self, original: nn.Module, state: ParallelState) -> None:
+        super().__init__(original)
+        self._context = state.context
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        hidden = super().forward(*args, **kwargs)
+        tokens, stage = self._context.tokens, self._context.stage
+        assert tokens is not None and stage is not None
+        stage.handed, self._context.tokens = hidden, None
+        return zeros(tokens.batch, tokens.seq, tokens.features or hidden.shape[-1], like=hidden)
+
+
+class ElsewhereHead(nn.Module):
+    """The head of the last stage. [B, S, H] -> zeros [B, S, 1]."""
+
+    def __init__(self, out_features: int) -> None:
+        super().__init__()
+        self.out_features = out_features
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return zeros(*hidden.shape[:-1], 1, like=hidden)

@@ -1,0 +1,139 @@
+"""Pipelines against one process, in float64: losses, gradients, steps of AdamW, and any use of the logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_axonn import Grid, parallelize, sync_gradients
+from hf_axonn.config import AxonnConfig
+from hf_axonn.engine.dtensors import local
+from tests.helpers.equality import rows_of
+from tests.helpers.float64 import Float64, relative_errors
+from tests.helpers.models import tiny_batch, tiny_model
+from tests.helpers.ranks import run_ranks
+
+
+BOUND = 1e-10
+LAYERS = 4
+SIZES = dict(vocab_size=131, hidden_size=24, intermediate_size=20, num_attention_heads=6, head_dim=4, pad_token_id=0)
+GRIDS = {
+    2: [Grid(pipe=2)],
+    4: [Grid(pipe=4), Grid(pipe=2, x=2), Grid(pipe=2, y=2), Grid(pipe=2, z=2), Grid(pipe=2, data=2)],
+    8: [Grid(pipe=2, y=2, x=2), Grid(pipe=2, data=2, z=2), Grid(pipe=4, x=2), Grid(pipe=2, z=2, y=2)],
+}
+SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2)]
+
+
+def make(kind: str) -> nn.Module:
+    """The same numbers each time."""
+    if kind == "gpt2":
+        return tiny_model(kind, num_hidden_layers=LAYERS, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0).train()
+    if kind in ("gemma2", "mixtral"):
+        torch.manual_seed(0)
+        more = {"mixtral": dict(num_local_experts=3, num_experts_per_tok=2), "gemma2": dict(sliding_window=4)}[kind]
+        config = AutoConfig.for_model(kind, num_key_value_heads=2, num_hidden_layers=LAYERS, **SIZES, **more)
+        experts = {"experts_implementation": "eager"} if kind == "mixtral" else {}
+        return AutoModelForCausalLM.from_config(config, attn_implementation="eager", **experts).double().train()
+    return tiny_model(kind, num_hidden_layers=LAYERS).train()
+
+
+def logits_loss(model: nn.Module, batch: dict[str, Tensor], kept: Tensor) -> Tensor:
+    """The same loss of a script that computes it from the logits."""
+    logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
+    targets = batch["labels"][:, 1:].reshape(-1)
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="sum") / kept
+
+
+def steps(model: nn.Module, batch: dict[str, Tensor], *, grid: Grid | None = None, of_logits: bool = False) -> dict:
+    """Two micro-batches, one after the other, into one step of AdamW, then a third alone."""
+    axonn = getattr(model, "axonn", None)
+    own = [nn.Parameter(local(its).detach()) for its in model.parameters()] if axonn else list(model.parameters())
+    optimizer = torch.optim.AdamW(own, lr=1e-2, fused=False)
+    losses, gradients = [], {}
+    for step in range(2):
+        for _ in range(2 - step):
+            with Float64():
+                if of_logits:
+                    kept = (batch["labels"][:, 1:] != -100).sum()
+                    if axonn:
+                        dist.all_reduce(kept, group=axonn.mesh.group("data", "z"))
+                    loss = logits_loss(model, batch, kept) * (grid.dp_size if grid else 1)
+                else:
+                    loss = model(**batch).loss
+                (loss / 2).backward()
+            losses.append(loss.detach())
+        sync_gradients(model)
+        if not gradients:
+            gradients = {name: its.grad.clone() for name, its in model.named_parameters() if its.grad is not None}
+        for parameter, mine in zip(model.parameters(), own, strict=True):
+            if axonn:
+                mine.grad = None if parameter.grad is None else local(parameter.grad)
+        optimizer.step()
+        model.zero_grad()
+    parameters = {name: its.detach().clone() for name, its in model.named_parameters()}
+    return {"losses": torch.stack(losses), "gradients": gradients, "parameters": parameters}
+
+
+def _compare(cases: list, truths: dict) -> list[str]:
+    wrong, lines = [], 0
+    for kind, grid, (schedule, stages), of_logits in cases:
+        config = AxonnConfig(grid=grid, schedule=schedule, stages_per_rank=stages)
+        model, _ = parallelize(make(kind), grid, config=config)
+        batch = rows_of(tiny_batch(16, 7), grid, dist.get_rank())
+        ours, truth = steps(model, batch, grid=grid, of_logits=of_logits), truths[kind]
+        losses = ours["losses"].clone()
+        dist.all_reduce(losses)
+        errors = {"loss": float(((losses / grid.size - truth["losses"]) / truth["losses"]).abs().max())}
+        for what in ("gradients", "parameters"):
+            assert ours[what], "no rank is without a stage"
+            its = relative_errors(ours[what], {name: truth[what][name] for name in ours[what]})
+            worst = max(its, key=its.get)
+            errors[f"{what} {worst}"] = its[worst]
+        wrong += [f"{kind} {grid} {schedule} {what}: {error:.1e}" for what, error in errors.items() if error > BOUND]
+        there = [set() for _ in range(grid.size)]
+        dist.all_gather_object(there, set(ours["parameters"]))
+        assert set().union(*there) == set(truth["parameters"]), "each layer has its stage, under its own name"
+        lines += 1
+    assert lines == len(cases)
+    return wrong
+
+
+def check(world: int, cases: list) -> None:
+    truths = {kind: steps(make(kind), tiny_batch(16, 7)) for kind in {kind for kind, *_ in cases}}
+    for wrong in run_ranks(_compare, world, cases, truths, timeout=600):
+        assert not wrong
+
+
+def test_pipe_alone() -> None:
+    """Each model, each schedule; tied weights lie on both ends."""
+    cases = [(kind, Grid(pipe=2), ("1f1b", 1), False) for kind in ("qwen3", "gpt2", "gemma2", "mixtral")]
+    cases += [("smollm2", Grid(pipe=2), schedule, False) for schedule in SCHEDULES]
+    cases += [(kind, Grid(pipe=2), ("1f1b", 1), True) for kind in ("smollm2", "gemma2")]
+    check(2, cases)
+
+
+def test_pipe_with_other_axes() -> None:
+    cases = [("smollm2", grid, ("1f1b", 1), False) for grid in GRIDS[4]]
+    cases += [("qwen3", Grid(pipe=2, z=2), ("interleaved", 2), False), ("gpt2", Grid(pipe=2, x=2), ("1f1b", 1), True)]
+    check(4, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["smollm2", "qwen3", "gpt2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("world", [4, 8])
+def test_every_model_on_every_grid(world: int, kind: str) -> None:
+    check(world, [(kind, grid, ("1f1b", 1), False) for grid in GRIDS[world]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [4, 8])
+def test_every_schedule_on_every_grid(world: int) -> None:
+    fitting = [
+        (grid, schedule) for grid in GRIDS[world] for schedule in SCHEDULES if schedule[1] * grid.pipe <= LAYERS
+    ]
+    check(world, [("smollm2", grid, schedule, False) for grid, schedule in fitting])

@@ -1,0 +1,71 @@
+"""What a pipeline cannot do ends with a sentence, on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_axonn import Grid, parallelize
+from hf_axonn.config import AxonnConfig
+from tests.helpers.models import tiny_batch, tiny_model, unplanned_model
+from tests.helpers.ranks import refused, run_ranks
+
+
+def test_settings() -> None:
+    with pytest.raises(ValueError, match="schedule is 1f1b and stages_per_rank 2: write schedule: interleaved"):
+        AxonnConfig(grid=Grid(pipe=2), stages_per_rank=2)
+    with pytest.raises(ValueError, match="schedule is interleaved and stages_per_rank 1"):
+        AxonnConfig(grid=Grid(pipe=2), schedule="interleaved")
+    with pytest.raises(ValueError, match="schedule is 'gPipe', but it is one of 1f1b, gpipe"):
+        AxonnConfig(grid=Grid(pipe=2), schedule="gPipe")
+    with pytest.raises(ValueError, match="stages_per_rank is 0, but it is a whole number of at least 1"):
+        AxonnConfig(grid=Grid(pipe=2), stages_per_rank=0)
+    config = AxonnConfig.from_mapping({"grid": {"pipe": 2, "x": 2}, "schedule": "zero_bubble"}, num_processes=4)
+    assert AxonnConfig.from_env({"AXONN_CONFIG": config.to_json()}) == config
+
+
+def _refusals() -> dict[str, str]:
+    grid, found = Grid(pipe=2), {}
+    found["no plan"] = refused(parallelize, unplanned_model(), grid)
+    found["layers"] = refused(parallelize, tiny_model("llama", num_hidden_layers=1), grid)
+    model, _ = parallelize(tiny_model("llama", num_hidden_layers=4).train(), grid)
+    batch = tiny_batch(4, 7)
+    found["rows"] = refused(model, **{name: value[:1] for name, value in batch.items()})
+    found["token"] = refused(model, **{**batch, "input_ids": batch["input_ids"] + 200})
+    found["label"] = refused(model, **{**batch, "labels": batch["labels"] + 200})
+    found["generate"] = refused(model.generate, batch["input_ids"])
+    found["hidden"] = refused(model, **batch, output_hidden_states=True)
+    found["embeds"] = refused(model, inputs_embeds=torch.zeros(4, 7, 48), labels=batch["labels"])
+    loss = model(**batch).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+    model.zero_grad()
+
+    def broken(*args, **kwargs):
+        raise OSError("no such kernel")
+
+    if dist.get_rank() == 0:  # before it has sent anything
+        model.model.layers[0].mlp.forward = broken
+        with pytest.raises(OSError, match="no such kernel") as error:
+            model(**batch)
+        found["stage"] = " ".join(error.value.__notes__)
+    return found
+
+
+def test_refusals() -> None:
+    first, _ = run_ranks(_refusals, 2, timeout=60)
+    wanted = {
+        "no plan": "pipe=2 divides the decoder layers of a model, but BitNetForCausalLM is sharded Linear by Linear",
+        "layers": "1 layers cannot be divided over 2 stages",
+        "rows": "a batch of 1 rows cannot be divided into micro-batches for pipe=2",
+        "token": "outside of the vocabulary of 131",
+        "label": "outside of the vocabulary of 131",
+        "generate": "Write the model with save_pretrained",
+        "hidden": "output_hidden_states is not possible over a grid with pipe",
+        "embeds": "inputs_embeds is not possible over a grid with pipe",
+    }
+    for name, text in wanted.items():
+        assert text in first[name], first[name]
+    assert first["stage"].startswith("in stage 0 of 2, micro-batch 0")
