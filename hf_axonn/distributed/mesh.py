@@ -59,8 +59,11 @@ class GridMesh(GridPosition):
             bind_world(self.device)
         self._groups: dict[tuple[str, ...], ProcessGroup] = {}
         for axes in GROUPS:
-            whole = axes == STAGE and grid.pipe == 1 and dist.group.WORLD is not None
-            self._groups[axes] = dist.group.WORLD if whole else self._shared(axes) or self._made(axes)
+            if axes == STAGE and grid.pipe == 1 and dist.group.WORLD is not None:
+                continue
+            self._groups[axes] = self._shared(axes) or self._made(axes)
+        if STAGE not in self._groups and dist.group.WORLD is not None:
+            self._groups[STAGE] = dist.group.WORLD  # as it was without pipelines, on NCCL too
         self.reductions = self._made(("z",), "_reductions") if self._nccl and grid.z > 1 else self._groups[("z",)]
 
     def _shared(self, axes: tuple[str, ...]) -> ProcessGroup | None:
