@@ -1,8 +1,9 @@
 """Which process is which rank: the order in which the axes of a grid lie on the machine.
 
-The engine numbers ranks with y innermost, then x, z, data (grid.py). Launchers number processes machine by machine, so
-the ranks of y are neighbours and have the fastest links. Where another axis is to have them, `axonn_config.order` says
-so, and every process takes, before anything reads it, the rank that lies at its place in that order:
+The engine numbers ranks with y innermost, then x, z, pipe, data (grid.py). Launchers number processes machine by
+machine, so the ranks of y are neighbours and have the fastest links. Where another axis is to have them,
+`axonn_config.order` says so, and every process takes, before anything reads it, the rank that lies at its place in
+that order:
 
     order: [z, y, x, data]      innermost first, on the grid data=1,z=4,y=2,x=1:
     place    0  1  2  3  4  5  6  7
@@ -11,7 +12,8 @@ so, and every process takes, before anything reads it, the rank that lies at its
     rank     0  2  4  6  1  3  5  7
 
 So an order changes where ranks run and nothing else: what a rank computes, sends and writes stays the same. The first
-process is rank 0 in every order. Plain arithmetic, no torch.
+process is rank 0 in every order. An order that does not name pipe has it next to data, on its inner side. Plain
+arithmetic, no torch.
 """
 
 from __future__ import annotations
@@ -27,17 +29,25 @@ PLACED = "AXONN_PLACED"  # set in a process that has taken its rank, for those t
 
 
 def check_order(order: object) -> tuple[str, ...]:
-    """An order as a tuple.
+    """An order as a tuple, with pipe in it.
 
     Raises:
         ValueError: it does not name each axis once.
     """
-    if isinstance(order, str) or not isinstance(order, Sequence) or sorted(map(str, order)) != sorted(AXES):
+    axes = list(map(str, order)) if isinstance(order, Sequence) and not isinstance(order, str) else []
+    if "pipe" not in axes and "data" in axes:
+        axes.insert(axes.index("data"), "pipe")
+    if sorted(axes) != sorted(AXES):
         raise ValueError(
             f"order is {order!r}, but it names each axis once, the one with the fastest links first: write order: "
-            f"[{', '.join(ORDER)}], or leave it out."
+            f"[{', '.join(written(ORDER, Grid()))}], or leave it out."
         )
-    return tuple(map(str, order))
+    return tuple(axes)
+
+
+def written(order: Sequence[str], grid: Grid) -> list[str]:
+    """An order as it is written: without pipe where the grid has no pipeline."""
+    return [axis for axis in order if axis != "pipe" or grid.pipe > 1]
 
 
 def rank_at(grid: Grid, order: Sequence[str], place: int) -> int:

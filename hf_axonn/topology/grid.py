@@ -1,13 +1,14 @@
-"""The grid of ranks: four axes, and who sits where.
+"""The grid of ranks: five axes, and who sits where.
 
-Axes, from the slowest to the fastest varying rank: data, z, x, y. So
+Axes, from the slowest to the fastest varying rank: data, pipe, z, x, y. So
 
-    rank = ((data * Z + z) * X + x) * Y + y
+    rank = (((data * P + pipe) * Z + z) * X + x) * Y + y
 
 y is innermost because it carries about three times the traffic of x and so belongs on the fastest links. We say
 *axis* for the grid and *dim* for a tensor. What each axis splits (docs/algorithm.md has the picture):
 
     data   samples; weights repeated
+    pipe   layers: stages of a pipeline, each with its own weights; the same samples
     z      samples; every weight once more, gathered for use and freed again
     x      out_features of a column layer, in_features of a row layer
     y      in_features of a column layer, out_features of a row layer
@@ -23,7 +24,7 @@ import math
 from dataclasses import asdict, dataclass
 
 
-AXES = ("data", "z", "x", "y")
+AXES = ("data", "pipe", "z", "x", "y")
 WEIGHT_AXES = ("y", "x", "z")  # the order in which a weight is sharded: rectangles over y and x, then z inside each
 
 
@@ -40,10 +41,11 @@ def bounds(size: int, parts: int, index: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Sizes of the four axes; their product is the number of ranks.
+    """Sizes of the axes; their product is the number of ranks.
 
     Args:
         data: copies of the full model, each with its own samples.
+        pipe: ranks that divide the layers, one after the other; written only where it is not 1.
         z: ranks among which every weight is divided once more, each with its own samples.
         y: ranks that divide the contraction of a column layer and the output of a row layer.
         x: ranks that divide the output of a column layer and the contraction of a row layer.
@@ -52,12 +54,13 @@ class Grid:
     """
 
     data: int = 1
+    pipe: int = 1
     z: int = 1
     y: int = 1
     x: int = 1
 
     def __post_init__(self) -> None:
-        for axis, size in self.as_dict().items():
+        for axis, size in asdict(self).items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(
                     f"grid axis {axis} is {size!r}, but the size of an axis is a whole number of ranks: write "
@@ -69,8 +72,8 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """Number of ranks, data * z * y * x."""
-        return self.data * self.z * self.y * self.x
+        """Number of ranks, data * pipe * z * y * x."""
+        return self.data * self.pipe * self.z * self.y * self.x
 
     @property
     def dp_size(self) -> int:
@@ -78,8 +81,9 @@ class Grid:
         return self.data * self.z
 
     def as_dict(self) -> dict[str, int]:
-        """Sizes in the order in which they are written: data, z, y, x."""
-        return asdict(self)
+        """Sizes in the order in which they are written: data, pipe, z, y, x; pipe only where it is not 1."""
+        sizes = asdict(self)
+        return {axis: size for axis, size in sizes.items() if axis != "pipe" or size != 1}
 
     def check(self, num_processes: int) -> None:
         """Raise unless the grid has exactly `num_processes` ranks.
@@ -104,9 +108,9 @@ class Grid:
             rank, coordinates[axis] = divmod(rank, getattr(self, axis))
         return {axis: coordinates[axis] for axis in AXES}
 
-    def rank(self, *, data: int = 0, z: int = 0, y: int = 0, x: int = 0) -> int:
+    def rank(self, *, data: int = 0, pipe: int = 0, z: int = 0, y: int = 0, x: int = 0) -> int:
         """The rank at a position; the inverse of `coordinates`."""
-        return ((data * self.z + z) * self.x + x) * self.y + y
+        return (((data * self.pipe + pipe) * self.z + z) * self.x + x) * self.y + y
 
     def ranks_along(self, axes: tuple[str, ...], rank: int) -> list[int]:
         """Ranks that share every coordinate with `rank` except those of `axes`, in ascending order."""
@@ -115,13 +119,14 @@ class Grid:
         return [self.rank(**dict(zip(AXES, position, strict=True))) for position in itertools.product(*spans)]
 
     def picture(self) -> str:
-        """The grid as text: for each (data, z) one table of ranks, x down and y across."""
+        """The grid as text: for each (data, pipe, z) one table of ranks, x down and y across."""
         lines = [f"grid {self}: {self.size} rank(s)"]
         width = len(str(self.size - 1))
-        for data, z in itertools.product(range(self.data), range(self.z)):
-            lines.append(f"data={data} z={z}   (x down, y across)")
+        for data, pipe, z in itertools.product(range(self.data), range(self.pipe), range(self.z)):
+            stage = f" pipe={pipe}" if self.pipe > 1 else ""
+            lines.append(f"data={data}{stage} z={z}   (x down, y across)")
             for x in range(self.x):
-                row = (f"{self.rank(data=data, z=z, y=y, x=x):>{width}}" for y in range(self.y))
+                row = (f"{self.rank(data=data, pipe=pipe, z=z, y=y, x=x):>{width}}" for y in range(self.y))
                 lines.append("    " + " ".join(row))
         return "\n".join(lines)
 

@@ -27,7 +27,25 @@ def test_ranks_and_coordinates_are_a_bijection():
 def test_y_varies_fastest_then_x_then_z_then_data():
     grid = Grid(data=2, z=3, y=4, x=5)
     assert [grid.rank(**{axis: 1}) for axis in ("y", "x", "z", "data")] == [1, 4, 20, 60]
-    assert grid.coordinates(60 + 40 + 4 * 3 + 2) == {"data": 1, "z": 2, "x": 3, "y": 2}
+    assert grid.coordinates(60 + 40 + 4 * 3 + 2) == {"data": 1, "pipe": 0, "z": 2, "x": 3, "y": 2}
+
+
+def test_pipe_lies_between_data_and_z_and_is_written_only_where_it_is():
+    grid = Grid(data=2, pipe=3, z=2, y=2, x=2)
+    assert [grid.rank(**{axis: 1}) for axis in ("y", "x", "z", "pipe", "data")] == [1, 2, 4, 8, 24]
+    assert grid.size == 48 and grid.dp_size == 4
+    assert grid.coordinates(24 + 16 + 5) == {"data": 1, "pipe": 2, "z": 1, "x": 0, "y": 1}
+    assert grid.ranks_along(("pipe",), 25) == [25, 33, 41]
+    assert str(grid) == "data=2,pipe=3,z=2,y=2,x=2"
+    assert list(grid.as_dict()) == ["data", "pipe", "z", "y", "x"]
+    assert list(Grid(data=2).as_dict()) == ["data", "z", "y", "x"]
+    assert Grid(pipe=2, x=2).picture().splitlines()[1:4] == [
+        "data=0 pipe=0 z=0   (x down, y across)",
+        "    0",
+        "    1",
+    ]
+    with pytest.raises(ValueError, match="grid axis pipe is 0.*write pipe=1"):
+        Grid(pipe=0)
 
 
 @pytest.mark.parametrize("axes", [("y",), ("x", "y"), ("data", "z"), AXES], ids="-".join)
