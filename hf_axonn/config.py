@@ -173,7 +173,7 @@ class AxonnConfig(Settings):
 
     def to_json(self) -> str:
         """The section as one line of JSON, which `from_env` reads back."""
-        values = {"grid": self.grid.as_dict(), **asdict(self)}  # the grid first
+        values = asdict(self) | {"grid": self.grid.as_dict()}
         if self.order == ORDER:  # then there is nothing to do at the start
             del values["order"]
         return json.dumps(values)
