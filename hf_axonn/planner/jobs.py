@@ -19,7 +19,7 @@ from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.predict import Job
 from hf_axonn.planner.search import plan
-from hf_axonn.topology.axis_order import ORDER, check_order
+from hf_axonn.topology.axis_order import ORDER, check_order, written
 from hf_axonn.topology.grid import divisors
 
 
@@ -174,11 +174,11 @@ def resolve_auto(
     resolved = {key: value for key, value in section.items() if key != "plan"}
     resolved["grid"] = best.grid.as_dict()
     if best.order != ORDER:
-        resolved["order"] = list(best.order)
+        resolved["order"] = written(best.order, best.grid)
     if best.job.keep_gathered != job.keep_gathered:
         resolved["keep_gathered"] = best.job.keep_gathered
     kept = f", keep_gathered {best.job.keep_gathered}" if "keep_gathered" in resolved else ""
-    lying = "" if best.order == ORDER else f" with its axes in the order {', '.join(best.order)}"
+    lying = "" if best.order == ORDER else f" with its axes in the order {', '.join(written(best.order, best.grid))}"
     notes = [
         f"grid: auto is {best.grid}{lying}{kept}, {best.total:.3g} s a step predicted, micro-batches: "
         f"{best.micro_batches}."

@@ -74,7 +74,7 @@ def test_equation_6_sums_layers_and_equation_7_gives_bandwidths():
     shape = ModelShape(layers=3, hidden=8, heads=2, intermediate=32, vocab=9, gated=False)
     weights = 8 * 24 + 8 * 8 + 2 * 8 * 32
     assert network_time(shape, TOY, Grid(z=8), 1024) == pytest.approx(3 * 2 * 2 * 7 * weights / 8 / 40e9)
-    assert strides(Grid(y=2, x=4, z=8, data=3)) == {"y": 1, "x": 2, "z": 8, "data": 64}
+    assert strides(Grid(y=2, x=4, z=8, data=3)) == {"y": 1, "x": 2, "z": 8, "pipe": 64, "data": 64}
     assert TOY.bandwidth(1, 2) == 50e9 and TOY.bandwidth(2, 2) == 25e9 and TOY.bandwidth(1, 4) == 100e9
     assert [TOY.bandwidth(stride, 8) for stride in (1, 2, 4, 64)] == [40e9, 20e9, 10e9, 10e9]
     assert TOY.bandwidth(1, 3) == 40e9  # three ranks do not fill nodes of four: some of the rings cross
@@ -124,7 +124,7 @@ def test_the_order_of_axes_decides_which_links_they_use():
     assert inner.ring("x").bandwidth == outer.ring("z").bandwidth == 100e9
     assert inner.ring("z").bandwidth == outer.ring("x").bandwidth == 10e9
     assert outer.ring("x").nodes == 4 and inner.ring("x").nodes == 1
-    with pytest.raises(ValueError, match="names each of"):
+    with pytest.raises(ValueError, match="names each axis once"):
         Links(TOY, grid, ("x", "y", "z"))
 
 
