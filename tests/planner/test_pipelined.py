@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -16,6 +17,7 @@ from hf_axonn.planner.settings import EXACT, fixed, keeping
 from hf_axonn.planner.stages import layer_costs, stages_of
 from hf_axonn.planner.time.links import Links
 from hf_axonn.topology.grid import Grid
+from tests.helpers.calls import calls_of
 
 
 LLAMA = ModelShape(layers=16, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocab=32000)
@@ -170,6 +172,15 @@ def test_many_gpus_are_faster_with_a_pipeline():
     job = Job(shape=load_shape("gpt-175b"), machine=load_machine("dgx-a100"), sequences=1536, seq=2048)
     with_stages, without = plan(job, 1536, free=EXACT, pipes=[1, 8, 16]).best, plan(job, 1536, free=EXACT).best
     assert with_stages.grid.pipe > 1 and with_stages.total < 0.85 * without.total
+
+
+def test_all_grids_with_any_pipeline_are_ranked_with_little_work():
+    """Under five seconds on one core (docs/planning.md); here counted in calls, which no load changes."""
+    job = Job(shape=load_shape("gpt-320b"), machine=load_machine("frontier"), sequences=8192, seq=2048)
+    plan(job, 64, pipes=None)  # imports, tables
+    calls, found = calls_of(partial(plan, free=EXACT, pipes=None), job, 32768)
+    assert found.best.grid.pipe > 1 and len(found.ranked) > 1000
+    assert calls < 15_000_000  # 12.4 million when this was written
 
 
 def test_the_command_says_how_the_pipeline_lies(capsys):

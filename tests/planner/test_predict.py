@@ -598,11 +598,16 @@ def test_published_runs_are_predicted():
         "FSDP, up to 8,192 tokens": 174,
         "FSDP, beyond 8,192 tokens": 43,
         "FSDP and TP, up to 8,192 tokens": 18,
+        "with pipelines": 18,
     }
     errors = {kind: statistics.mean(abs(each.error) for each in found) for kind, found in by_kind.items()}
     assert errors["FSDP, up to 8,192 tokens"] < 0.10
     assert errors["FSDP, beyond 8,192 tokens"] < 0.15
     assert errors["FSDP and TP, up to 8,192 tokens"] < 0.15
+    assert errors["with pipelines"] < 0.15
+    # Table 1 of arXiv 2104.04473, whose micro-batches and stages are known.
+    exact = [abs(each.error) for each in by_kind["with pipelines"] if each.run.source == "megatron-2021"]
+    assert len(exact) == 6 and max(exact) < 0.08 and statistics.mean(exact) < 0.03
     # What a plan says of how far it may be off.
     found = published.spreads(outcomes).items()
     spreads = {key: (round(low, 2), round(high, 2), count) for key, (low, high, count) in found}
