@@ -18,13 +18,15 @@ from typing import Any
 
 from hf_axonn.cli.plan_report import doubts, header, lines, number_of, sweep_lines
 from hf_axonn.planner import confidence, settings
-from hf_axonn.planner.jobs import PRECISION_BYTES, batch_of, make_job, number
+from hf_axonn.planner.jobs import PRECISION_BYTES, batch_of, make_job, number, pipe_sizes
 from hf_axonn.planner.machine import known_machines
 from hf_axonn.planner.model.catalog import GPTS
+from hf_axonn.planner.pipelined import Pipelined
 from hf_axonn.planner.predict import Job, Prediction
 from hf_axonn.planner.search import GridRanking, grids, plan, sweep
 from hf_axonn.planner.time.paper import rank_grids
 from hf_axonn.planner.tracing.read_shape import read_shape
+from hf_axonn.topology.axis_order import written
 
 
 # Parts of a step in the order in which they are stacked: compute in blues, communication in reds, else grey.
@@ -39,6 +41,7 @@ PARTS = {
     "exposed z": "#ed7d31",
     "exposed data": "#ffc000",
     "other": "#7f6000",
+    "bubble": "#d9d9d9",
 }
 
 
@@ -70,6 +73,9 @@ def add_plan(commands) -> None:
     )
     parser.add_argument(
         "--free", nargs="+", default=[], choices=settings.ROUNDING, help="dtypes that may be chosen, too"
+    )
+    parser.add_argument(
+        "--pipe", default="1", metavar="1,2,4", help="sizes of the axis pipe to plan with, or any; by default 1"
     )
     parser.add_argument("--lora", type=number, default=0, metavar="RANK", help="train adapters of this rank alone")
     parser.add_argument("--attention", help="attention kernel of the machine's file; by default its first")
@@ -109,6 +115,9 @@ def run_plan(options: argparse.Namespace) -> int:
     options.free = [name for name in (*settings.EXACT, *options.free) if name not in given]
     if options.lora and (options.schedule != "hf_axonn" or options.paper):
         raise ValueError("--lora is planned for this engine alone: leave out --schedule axonn and --paper.")
+    if options.pipe != "1" and (options.schedule != "hf_axonn" or options.paper or options.lora):
+        raise ValueError("--pipe is planned for this engine's schedule, and without --paper and --lora.")
+    options.pipes = pipe_sizes(options.pipe, "--pipe")
     job = _job(options, batch.sequences, fixed)
     if options.sweep:
         return _sweep(options, job, counts)
@@ -133,7 +142,7 @@ def _job(options: argparse.Namespace, sequences: int, fixed: dict[str, Any]) -> 
 
 def _plan(options: argparse.Namespace, job: Job) -> int:
     """The grids of one number of GPUs."""
-    found = plan(job, options.gpus, free=options.free)
+    found = plan(job, options.gpus, free=options.free, pipes=options.pipes)
     if options.json:
         print(json.dumps(as_json(found, options.top), indent=2))
     else:
@@ -145,7 +154,7 @@ def _plan(options: argparse.Namespace, job: Job) -> int:
 
 def _sweep(options: argparse.Namespace, job: Job, counts: list[int]) -> int:
     """The best grid of each of several numbers of GPUs."""
-    plans = sweep(job, counts, weak=options.weak, free=options.free)
+    plans = sweep(job, counts, weak=options.weak, free=options.free, pipes=options.pipes)
     if options.json:
         print(json.dumps([as_json(found, 1) for found in plans], indent=2))
     else:
@@ -202,7 +211,7 @@ def entry_json(entry: Prediction) -> dict[str, Any]:
     """A prediction as JSON: seconds, bytes, FLOP/s."""
     return {
         "grid": entry.grid.as_dict(),
-        "order": list(entry.order),
+        "order": written(entry.order, entry.grid),
         "settings": settings.as_text(entry.job),
         "micro_batches": entry.micro_batches,
         "step_seconds": entry.total,
@@ -216,6 +225,20 @@ def entry_json(entry: Prediction) -> dict[str, Any]:
         "hfu": entry.hfu,
         "memory_bytes": entry.memory.by_kind(),
         "fits": entry.fits,
+        **({"pipeline": pipeline_json(entry.pipelined)} if entry.pipelined else {}),
+    }
+
+
+def pipeline_json(found: Pipelined) -> dict[str, Any]:
+    """How a pipeline lies, as JSON: layers of each stage, shares, seconds."""
+    return {
+        "stages_per_rank": found.stages.per_rank,
+        "layers": [len(stage) for stage in found.stages.layers],
+        "bubble": found.bubble,
+        "imbalance": found.imbalance,
+        "in_flight": list(found.in_flight),
+        "hop_seconds": found.hop,
+        "simulated": found.simulated,
     }
 
 
@@ -223,7 +246,8 @@ def plot_plan(found: GridRanking, file: str, top: int) -> None:
     """Stacked bars: what the step of each of the first grids is made of."""
     pyplot = _pyplot()
     entries = found.ranked[:top]
-    names = [",".join(map(str, entry.grid.as_dict().values())) for entry in entries]
+    piped = any(entry.pipelined for entry in entries)
+    names = [str(entry.grid) if piped else ",".join(map(str, entry.grid.as_dict().values())) for entry in entries]
     figure, axes = pyplot.subplots(figsize=(9, 1.6 + 0.42 * len(entries)))
     left = [0.0] * len(entries)
     for part, color in PARTS.items():
@@ -234,7 +258,7 @@ def plot_plan(found: GridRanking, file: str, top: int) -> None:
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel("seconds of a step (communication: what nothing hides)")
-    axes.set_ylabel("grid: data, z, y, x")
+    axes.set_ylabel("grid" if piped else "grid: data, z, y, x")
     axes.set_title(f"{found.job.machine.name}, {found.gpus:,} GPUs")
     axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     _save(figure, file)

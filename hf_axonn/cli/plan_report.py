@@ -11,7 +11,7 @@ from hf_axonn.planner.memory import RESERVE
 from hf_axonn.planner.predict import Job, Prediction, predict, reorder
 from hf_axonn.planner.search import GridRanking, alternatives
 from hf_axonn.planner.traffic.shares import heads_repeat
-from hf_axonn.topology.axis_order import ORDER
+from hf_axonn.topology.axis_order import ORDER, written
 from hf_axonn.topology.grid import Grid
 
 
@@ -87,14 +87,32 @@ def _answer(found: GridRanking, tokens: int | None) -> list[str]:
         f"  {best.memory.total / 2**30:.1f} of {best.job.machine.memory / 2**30:.0f} GiB a GPU; checkpointing "
         f"{chosen['checkpointing']}, keep_gathered {chosen['keep_gathered']}, "
         f"{number_of(best.micro_batches, 'micro-batch', 'micro-batches')} of {number_of(rows, 'sequence')}",
-        f"  {best.total - lost - waits:.3g} s compute, {_part(lost, best)} s lost to communication beside it, "
-        f"{_part(waits, best)} s waiting for communication",
+        f"  {best.total - lost - waits - best.seconds['bubble']:.3g} s compute, {_part(lost, best)} s lost to "
+        f"communication beside it, {_part(waits, best)} s waiting for communication"
+        + (f", {_part(best.seconds['bubble'], best)} s for other stages" if best.pipelined else ""),
+        *_stages(best),
     ]
     if tokens:
         days = tokens / best.tokens_per_second / 86400
         hours = days * 24 * best.grid.size
         text.append(f"  {_short(tokens)} tokens: {days:,.1f} days, {hours:,.0f} GPU hours")
     return text + [f"  {line}" for line in (*doubts(found), *_rounding(best))]
+
+
+def _stages(best: Prediction) -> list[str]:
+    """How the pipeline of the first grid lies, if it has one."""
+    found = best.pipelined
+    if found is None:
+        return []
+    lengths = [len(stage) for stage in found.stages.layers]
+    layers = f"{min(lengths)} to {max(lengths)}" if min(lengths) < max(lengths) else f"{lengths[0]}"
+    inside = f"{max(found.in_flight)} to {min(found.in_flight)}"
+    return [
+        f"  pipeline {best.job.pipeline}, {number_of(best.grid.pipe, 'rank')} of "
+        f"{number_of(found.stages.per_rank, 'stage')} of {layers} layers",
+        f"  bubble {found.bubble:.1%}, the busiest rank {found.imbalance:.1%} above the mean, {inside} activations of "
+        "a stage and micro-batch in flight",
+    ]
 
 
 def _first(found: GridRanking) -> list[str]:
@@ -146,8 +164,8 @@ def doubts(found: GridRanking) -> list[str]:
     if best.order != ORDER:
         gain = 1 - best.total / reorder(best, ORDER).total
         text.append(
-            f"its axes lie on the machine in the order {', '.join(best.order)} (the fastest links first), which takes "
-            f"{gain:.0%} less than the engine's own, {', '.join(ORDER)}"
+            f"its axes lie on the machine in the order {', '.join(written(best.order, best.grid))} (the fastest links "
+            f"first), which takes {gain:.0%} less than the engine's own, {', '.join(written(ORDER, best.grid))}"
         )
     return text
 
@@ -173,16 +191,21 @@ def _rounding(best: Prediction) -> list[str]:
 
 
 def _table(entries: Iterable[Prediction]) -> list[str]:
+    entries = list(entries)
+    pipes = any(entry.pipelined for entry in entries)
     text = [
-        f"{'':>3} {'data':>5} {'z':>5} {'y':>4} {'x':>4}  {'checkpointing':<13} {'keep_gathered':<13} "
-        f"{'micro-batches':>13} {'step s':>8} {'waiting':>8} {'tokens/s':>11} {'MFU':>6} {'GiB':>6}"
+        f"{'':>3} {'data':>5}{' pipe' if pipes else ''} {'z':>5} {'y':>4} {'x':>4}  {'checkpointing':<13} "
+        f"{'keep_gathered':<13} {'micro-batches':>13} {'step s':>8} {'waiting':>8} {'tokens/s':>11} {'MFU':>6} "
+        f"{'GiB':>6}{'  pipeline' if pipes else ''}"
     ]
     for place, entry in enumerate(entries, start=1):
         grid, chosen = entry.grid, settings.as_text(entry.job)
+        pipe = f" {grid.pipe:>4}" if pipes else ""
+        way = f"  {entry.job.pipeline} {entry.job.stages_per_rank}" if entry.pipelined else ""
         text.append(
-            f"{place:>3} {grid.data:>5} {grid.z:>5} {grid.y:>4} {grid.x:>4}  {chosen['checkpointing']:<13} "
+            f"{place:>3} {grid.data:>5}{pipe} {grid.z:>5} {grid.y:>4} {grid.x:>4}  {chosen['checkpointing']:<13} "
             f"{chosen['keep_gathered']:<13} {entry.micro_batches:>13} {entry.total:>8.3f} {entry.exposed:>8.3f} "
-            f"{entry.tokens_per_second:>11,.0f} {entry.mfu:>6.1%} {entry.memory.total / 2**30:>6.1f}"
+            f"{entry.tokens_per_second:>11,.0f} {entry.mfu:>6.1%} {entry.memory.total / 2**30:>6.1f}{way}"
         )
     return text
 
@@ -219,10 +242,12 @@ def pasted(best: Prediction) -> list[str]:
     chosen, job = settings.as_text(best.job), best.job
     text = ["axonn_config:", f"  grid: {inline(best.grid)}"]
     if best.order != ORDER:
-        text.append(f"  order: [{', '.join(best.order)}]")
+        text.append(f"  order: [{', '.join(written(best.order, best.grid))}]")
     if job.keep_gathered != "recomputed":
         text.append(f"  keep_gathered: {job.keep_gathered}")
     text += [f"  {name}: bfloat16" for name in settings.ROUNDING if chosen[name] == "bf16"]
+    if best.pipelined:
+        text += [f"  schedule: {job.pipeline}", f"  stages_per_rank: {job.stages_per_rank}"]
     rows = job.sequences // (best.grid.dp_size * best.micro_batches)
     return [
         *text,

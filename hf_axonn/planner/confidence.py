@@ -31,6 +31,7 @@ SPREADS = {
     "short": Spread(0.86, 1.01, 174, f"without tensor parallelism, sequences of up to {LONG:,} tokens"),
     "long": Spread(0.91, 1.00, 43, f"without tensor parallelism, sequences of more than {LONG:,} tokens"),
     "tensor": Spread(0.92, 1.13, 18, "with tensor parallelism"),
+    "pipeline": Spread(0.83, 1.20, 18, "with pipelines"),
     "many": Spread(0.82, 1.20, 7, f"of AxoNN, on {MANY} GPUs or more"),
 }
 # By how much the errors of two predictions differ at most, in 80% of the pairs of published runs of one model on one
@@ -40,6 +41,8 @@ MARGIN_SAME, MARGIN_OTHER = 0.09, 0.44
 
 def spread(entry: Prediction) -> Spread:
     """What published runs like this one were off."""
+    if entry.grid.pipe > 1:
+        return SPREADS["pipeline"]
     if entry.grid.size >= MANY:
         return SPREADS["many"]
     if entry.grid.x * entry.grid.y > 1:

@@ -19,7 +19,7 @@ from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.predict import Job
 from hf_axonn.planner.search import plan
-from hf_axonn.topology.axis_order import ORDER, check_order
+from hf_axonn.topology.axis_order import ORDER, check_order, written
 from hf_axonn.topology.grid import divisors
 
 
@@ -27,7 +27,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 PRECISION_BYTES = {"fp32": 4, "bf16": 2}
 SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 NEEDED = ("model", "machine", "batch_tokens", "seq")
-OPTIONAL = ("checkpointing", "weights")
+OPTIONAL = ("checkpointing", "weights", "pipe")
 PLAN_EXAMPLE = "plan: {model: DIRECTORY, machine: dgx-h100, batch_tokens: 4M, seq: 4096}"
 NEAR = 0.05  # a batch may be changed by so much, to divide among more grids
 SAID = 0.01  # and by so much without a word
@@ -87,6 +87,23 @@ def _divides_best(asked: float, gpus: int) -> int | None:
         if count and abs(count - asked) <= NEAR * asked:
             return count
     return max(1, round(asked)) if asked >= 1 else None
+
+
+def pipe_sizes(given: Any, where: str) -> list[int] | None:
+    """Sizes of the axis pipe to plan with, ascending; None: any.
+
+    Args:
+        given: a size, a list of them, `1,2,4`, or any.
+        where: what holds it, for the error.
+    Raises:
+        ValueError: it is nothing of this.
+    """
+    if given == "any":
+        return None
+    sizes = list(map(str, given)) if isinstance(given, list) else str(given).split(",")
+    if not sizes or not all(size.isdigit() and int(size) for size in sizes):
+        raise ValueError(f"{where} is {given!r}: write sizes such as 1,2,4,8, or any.")
+    return sorted(set(map(int, sizes)))
 
 
 def make_job(
@@ -164,21 +181,32 @@ def resolve_auto(
             residual_bytes=DTYPE_BYTES.get(str(section.get("residual_dtype", "model"))),
             checkpointing=checkpointing,
             keep_gathered=section.get("keep_gathered", "recomputed"),
+            pipeline=section.get("schedule"),
+            stages_per_rank=section.get("stages_per_rank"),
         )
         order = check_order(section["order"]) if "order" in section else None
         # What the launch file does not say may be chosen; checkpointing is the script's.
-        found = plan(job, num_processes, order=order, free=() if "keep_gathered" in section else ("keep_gathered",))
+        pipes = pipe_sizes(given.get("pipe", 1), "pipe")
+        found = plan(
+            job,
+            num_processes,
+            order=order,
+            free=() if "keep_gathered" in section else ("keep_gathered",),
+            pipes=pipes,
+        )
         best = found.best
     except (ValueError, OSError) as error:  # OSError: of a name that no file can have
         raise ValueError(f"axonn_config.plan: {error}") from None
     resolved = {key: value for key, value in section.items() if key != "plan"}
     resolved["grid"] = best.grid.as_dict()
     if best.order != ORDER:
-        resolved["order"] = list(best.order)
+        resolved["order"] = written(best.order, best.grid)
     if best.job.keep_gathered != job.keep_gathered:
         resolved["keep_gathered"] = best.job.keep_gathered
+    if best.pipelined:
+        resolved["schedule"], resolved["stages_per_rank"] = best.job.pipeline, best.job.stages_per_rank
     kept = f", keep_gathered {best.job.keep_gathered}" if "keep_gathered" in resolved else ""
-    lying = "" if best.order == ORDER else f" with its axes in the order {', '.join(best.order)}"
+    lying = "" if best.order == ORDER else f" with its axes in the order {', '.join(written(best.order, best.grid))}"
     notes = [
         f"grid: auto is {best.grid}{lying}{kept}, {best.total:.3g} s a step predicted, micro-batches: "
         f"{best.micro_batches}."

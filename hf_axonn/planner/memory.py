@@ -94,9 +94,11 @@ class Memory(NamedTuple):
 def local_parameters(shape: Stack, grid: Grid) -> int:
     """Elements of parameters on rank 0."""
     layers = sum(count * _sharded(layer.weights, grid) for layer, count in shape.everything)
-    rest = [_vocabulary(shape)] * (1 if shape.tied else 2)
+    rest = [_vocabulary(shape)] * (shape.begins + shape.has_head)
     rest += [
-        Weight(table.kind, table.rows, shape.hidden) for table in shape.tables if table.kind != WeightKind.REPLICATED
+        Weight(table.kind, table.rows, shape.hidden)
+        for table in shape.tables
+        if shape.begins and table.kind != WeightKind.REPLICATED
     ]
     idle = ceil_div(sum(shape.idle), grid.x * grid.y * grid.z)
     return layers + _sharded(rest, grid) + sum(shape.replicated) + idle
@@ -125,11 +127,12 @@ def memory(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", gloo:
     adapters = sum(shape.adapters(step.lora))
     trained, size = (adapters, ADAPTER_BYTES) if step.lora else (base, step.param_bytes)
     gradients = trained * size
-    last = _sharded([*shape.runs[0][0].weights, *([] if shape.tied else [_vocabulary(shape)])], grid)
+    embedding = [_vocabulary(shape)] if shape.begins and not shape.tied else []
+    last = _sharded([*shape.runs[0][0].weights, *embedding], grid)
     last *= 0 if step.lora else step.param_bytes
     saved, layer, reduced = _activations(shape, grid, step, layout, gloo)
     layer += reduced * (2 if gloo else 1)
-    saved += _kept(shape, grid, step)
+    saved += kept_bytes(shape, grid, step)
     logits, head = _logits(shape, grid, step)
     return Memory(
         parameters=base + adapters,
@@ -166,10 +169,10 @@ def _groups(layer: Layer, grid: Grid) -> list[int]:
     return groups
 
 
-def _kept(shape: Stack, grid: Grid, step: Step) -> int:
+def kept_bytes(shape: Stack, grid: Grid, step: Step) -> int:
     """Bytes of gathered weights that are kept from forward to backward, of the last layers."""
     kept, total = step.kept_layers, 0
-    for layer, count in reversed(shape.runs) if grid.z > 1 else ():
+    for layer, count in reversed(shape.runs) if kept and grid.z > 1 else ():
         held = min(max(kept, 0), count)
         total += held * sum(_groups(layer, grid)) * step.compute_bytes
         kept -= held
@@ -202,7 +205,7 @@ def _activations(shape: Stack, grid: Grid, step: Step, layout: str, gloo: bool) 
     """What forward saves, what one layer makes again in backward, and the largest that is reduced meanwhile."""
     parts = 1 if shape.loose else grid.x * grid.y
     own = step.padded(grid) * shape.hidden / parts
-    last = _saved_by_norm(shape, step) * own  # the norm before the head
+    last = _saved_by_norm(shape, step) * own if shape.ends else 0.0  # the norm before the head
     if step.lora:  # PEFT makes the embedding's output a leaf, which lives
         last += step.tokens * shape.hidden * step.param_bytes
     saved = {layer: _saved(shape, layer, grid, step, layout, gloo) for layer, _ in shape.kinds}
@@ -324,6 +327,8 @@ def _at_work(shape: Stack, part: Block | Experts | UnshardedModule, grid: Grid, 
 def _embedding(shape: Stack, grid: Grid, step: Step) -> float:
     """At the end of backward: the full gradient of the embedding's output, twice; and over z that of its weight, and
     what is made of it for the reduction."""
+    if not shape.begins:
+        return 0.0
     tokens, size = step.padded(grid), step.param_bytes
     vocab = ceil_div(ceil_div(shape.vocab, grid.y), grid.x)
     weight = vocab * shape.hidden * (size + max(size, step.reduce_bytes)) if grid.z > 1 and not step.lora else 0
@@ -332,6 +337,8 @@ def _embedding(shape: Stack, grid: Grid, step: Step) -> float:
 
 def _logits(shape: Stack, grid: Grid, step: Step) -> tuple[float, float]:
     """What the loss needs while it is computed, and what it leaves for backward: the gradients of the head."""
+    if not shape.ends:
+        return 0.0, 0.0
     tokens, parts, compute = step.padded(grid), grid.x * grid.y, step.compute_bytes
     wide, casts = max(4, compute), compute != step.param_bytes
     vocab = ceil_div(ceil_div(shape.vocab, grid.y), grid.x)

@@ -2,6 +2,9 @@
 
     time of a step = micro_batches * (forward + backward + head) + averages over data that nothing hides + optimizer
 
+On a grid with a pipeline it is that of the rank that ends last, and `bubble`: what it waits for others
+(planner/pipelined.py).
+
 What overlaps hide of a layer's communication is in planner/time/exposed.py. Averages over data hide behind what is
 left of the last backward pass. What is hidden slows the computation beside it (`Machine.slowdown`).
 
@@ -13,17 +16,22 @@ repeat norms.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from hf_axonn.planner.machine import Machine
-from hf_axonn.planner.memory import Memory, memory
+from hf_axonn.planner.memory import RESERVE, Memory, memory
 from hf_axonn.planner.model.shapes import Step
 from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.pipelined import Pipelined, held_by_ranks, least, pipelined
 from hf_axonn.planner.time.compute import Compute
-from hf_axonn.planner.time.exposed import Overlaps, exposed
+from hf_axonn.planner.time.exposed import Overlaps, behind_backward
+from hf_axonn.planner.time.layer_time import layer_time
 from hf_axonn.planner.time.links import Links
+from hf_axonn.planner.time.pipeline import PIPELINES
 from hf_axonn.planner.time.schedules import LayerSeconds, Traffic, of_axonn, of_engine
-from hf_axonn.planner.traffic.ledger import Ledger
+from hf_axonn.planner.ways import no_way, ways
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid, divisors
 
@@ -47,8 +55,9 @@ class Job:
         attention: name of the attention kernel, of those of the machine; None: its first.
         all_gather, reduce_scatter, all_reduce: the three overlaps.
         schedule: one of SCHEDULES.
+        pipeline, stages_per_rank: on grids with a pipeline one of PIPELINES, and V; None: the fastest of TRIED.
     Raises:
-        ValueError: a size below 1, or an unknown schedule.
+        ValueError: a size below 1, or an unknown schedule or pipeline.
     """
 
     shape: Stack
@@ -68,6 +77,8 @@ class Job:
     reduce_scatter: bool = True
     all_reduce: bool = True
     schedule: str = "hf_axonn"
+    pipeline: str | None = None
+    stages_per_rank: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("sequences", "seq"):
@@ -79,6 +90,10 @@ class Job:
             raise ValueError(f"micro_batches is {self.micro_batches}, but a step has at least 1.")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}, but it is one of {', '.join(SCHEDULES)}.")
+        if self.pipeline not in (None, *PIPELINES):
+            raise ValueError(f"pipeline is {self.pipeline!r}, but it is one of {', '.join(PIPELINES)}.")
+        if self.stages_per_rank is not None and self.stages_per_rank < 1:
+            raise ValueError(f"stages_per_rank is {self.stages_per_rank}, but a rank has at least 1 stage.")
 
     @property
     def tokens(self) -> int:
@@ -120,9 +135,10 @@ class Prediction:
         job, grid, order, micro_batches: of what.
         seconds: parts of the step: gemm, attention, elementwise, head, optimizer, slowdown (compute; the last: what
             communication beside it costs); exposed x/y, exposed z, exposed data, other (communication that nothing
-            hides; other: embedding, head and loss).
+            hides; other: embedding, head and loss); bubble (what a rank of a pipeline waits for others).
         memory: bytes of a rank; fits: whether it fits the machine's GPU.
-        travels: the payloads of what travels.
+        travels: the payloads of what travels; None with a pipeline, where `payloads` makes it when it is asked for.
+        pipelined: how the stages lie; None without a pipeline.
     """
 
     job: Job
@@ -132,19 +148,30 @@ class Prediction:
     seconds: dict[str, float]
     memory: Memory
     fits: bool
-    travels: Traffic = field(repr=False)
+    travels: Traffic | None = field(repr=False)
+    pipelined: Pipelined | None = None
 
     @property
     def traffic(self) -> dict[str, float]:
-        """Seconds of all communication, hidden or not, by axes ("y", "x", "z", "data", "x+y", ...)."""
+        """Seconds of all communication, hidden or not, by axes ("y", "x", "z", "data", "x+y", ...); what goes from
+        stage to stage is not in it."""
         links = Links(self.job.machine, self.grid, self.order)
-        return self.travels.by_axes(links, self.micro_batches)
+        return self.payloads.by_axes(links, self.micro_batches)
+
+    @property
+    def payloads(self) -> Traffic:
+        """The payloads of what travels, with a pipeline for the rank that ends last."""
+        if self.travels is not None:
+            return self.travels
+        assert self.pipelined is not None
+        step = step_of(self.job, self.grid, self.micro_batches)
+        return of_engine(self.pipelined.held, self.grid, step, layout_of(self.job.shape, self.grid))
 
     @property
     def layers(self) -> list[tuple[LayerSeconds, int]]:
         """Seconds of the collectives of one decoder layer and micro-batch, hidden or not, and how many such layers."""
         links = Links(self.job.machine, self.grid, self.order)
-        return [(traffic.seconds(links), count) for _, traffic, count in self.travels.layers]
+        return [(traffic.seconds(links), count) for _, traffic, count in self.payloads.layers]
 
     @property
     def total(self) -> float:
@@ -201,10 +228,16 @@ def refusal(job: Job, grid: Grid) -> str:
         return f"{job.sequences} sequences are not divisible by data * z = {grid.dp_size}"
     if grid.x * grid.y > job.sequences // grid.dp_size * job.seq:
         return f"a (data, z) position has fewer tokens than x * y = {grid.x * grid.y}"
-    if job.micro_batches and job.sequences // grid.dp_size % job.micro_batches:
-        rows = job.sequences // grid.dp_size
+    rows = job.sequences // grid.dp_size
+    if job.micro_batches and rows % job.micro_batches:
         return f"{rows} sequences of a (data, z) position do not make {job.micro_batches} micro-batches of one size"
-    return ""
+    if grid.pipe == 1:
+        return ""
+    if job.schedule != "hf_axonn" or job.lora:
+        return "pipelines are planned for this engine, and not with adapters alone"
+    if isinstance(job.keep_gathered, int):
+        return f"keep_gathered is {job.keep_gathered}: with a pipeline it is all, none or recomputed"
+    return "" if ways(job, grid) else no_way(job, grid)
 
 
 def fewest_micro_batches(job: Job, grid: Grid) -> tuple[int, Memory]:
@@ -238,6 +271,10 @@ def predict(job: Job, grid: Grid, *, order: tuple[str, ...] = ORDER) -> Predicti
     why = refusal(job, grid)
     if why:
         raise ValueError(f"grid {grid}: {why}.")
+    if grid.pipe > 1:
+        found = fastest_way([job], grid, order)
+        assert found is not None, "there is no limit"
+        return played(found)
     return predict_with(job, grid, *fewest_micro_batches(job, grid), order=order)
 
 
@@ -254,11 +291,97 @@ def predict_with(
     return _assemble(job, grid, order, traffic, compute, needed)
 
 
+def fastest_way(
+    jobs: Sequence[Job], grid: Grid, order: tuple[str, ...] = ORDER, *, limit: float = math.inf
+) -> Prediction | None:
+    """The fastest of several jobs on a grid with a pipeline by the closed forms, of those that fit; of the smallest
+    where none fits; None where all take longer than `limit`.
+
+    Args:
+        jobs: the same with other settings.
+        grid, order: as `predict`.
+        limit: seconds.
+    """
+    quick = _by_time([job for job in jobs if not job.checkpointing], grid, order)
+    if not quick or quick[0][0] <= limit and not _fits(*quick[0][1:], grid):
+        # To compute the same again only takes time, unless without it not even the fastest fits.
+        quick = sorted(quick + _by_time([job for job in jobs if job.checkpointing], grid, order), key=itemgetter(0))
+    if quick[0][0] > limit:
+        return None
+    _, job, count = next((each for each in quick if _fits(*each[1:], grid)), None) or min(
+        quick, key=lambda each: _most(*each[1:], grid)
+    )
+    return with_pipeline(job, grid, order, count)
+
+
+def _by_time(jobs: Sequence[Job], grid: Grid, order: tuple[str, ...]) -> list[tuple[float, Job, int]]:
+    """Seconds by the closed form, a job with one of its ways, and micro-batches: the fastest first."""
+    found = []
+    for each in jobs:
+        overlaps, layout = overlaps_of(each), layout_of(each.shape, grid)
+        for pipeline, per_rank, count in ways(each, grid):
+            job = replace(each, pipeline=pipeline, stages_per_rank=per_rank)
+            found.append((least(job, grid, step_of(job, grid, count), order, overlaps, layout), job, count))
+    return sorted(found, key=itemgetter(0))
+
+
+def _most(job: Job, micro_batches: int, grid: Grid) -> float:
+    """Bytes of the rank that needs most."""
+    step = step_of(job, grid, micro_batches)
+    return max(needed.total for needed in held_by_ranks(job, grid, step, layout_of(job.shape, grid)))
+
+
+def _fits(job: Job, micro_batches: int, grid: Grid) -> bool:
+    return _most(job, micro_batches, grid) <= (1 - RESERVE) * job.machine.memory
+
+
+def with_pipeline(
+    job: Job, grid: Grid, order: tuple[str, ...], micro_batches: int, *, play: bool = False
+) -> Prediction:
+    """A job, which says which pipeline, on a grid with one."""
+    step, layout = step_of(job, grid, micro_batches), layout_of(job.shape, grid)
+    found = pipelined(job, grid, step, order, overlaps_of(job), layout, play=play)
+    return Prediction(
+        job=job,
+        grid=grid,
+        order=tuple(order),
+        micro_batches=micro_batches,
+        seconds=found.seconds,
+        memory=found.memory,
+        fits=found.memory.fits(job.machine.memory),
+        travels=None,
+        pipelined=found,
+    )
+
+
+def played(entry: Prediction) -> Prediction:
+    """The same, with the schedule of its pipeline played action by action."""
+    if entry.pipelined is None or entry.pipelined.simulated:
+        return entry
+    return with_pipeline(entry.job, entry.grid, entry.order, entry.micro_batches, play=True)
+
+
 def reorder(prediction: Prediction, order: tuple[str, ...]) -> Prediction:
     """The same grid with its axes in another order on the machine."""
     job, grid = prediction.job, prediction.grid
+    if prediction.pipelined is not None:
+        return with_pipeline(job, grid, order, prediction.micro_batches, play=prediction.pipelined.simulated)
     compute = _compute(job, grid, step_of(job, grid, prediction.micro_batches))
-    return _assemble(job, grid, order, prediction.travels, compute, prediction.memory)
+    return _assemble(job, grid, order, prediction.payloads, compute, prediction.memory)
+
+
+def overlaps_of(job: Job) -> Overlaps:
+    """What overlaps a job has."""
+    return Overlaps(
+        all_gather=job.all_gather,
+        reduce_scatter=job.reduce_scatter,
+        all_reduce=job.all_reduce,
+        checkpointing=job.checkpointing,
+        share=job.machine.overlap,
+        # On GPUs, where moving data takes nothing from computing; the paper's code has one group over z.
+        apart=job.schedule == "hf_axonn" and job.machine.overlap == 1,
+        layer_ahead=job.schedule == "hf_axonn",
+    )
 
 
 def _compute(job: Job, grid: Grid, step: Step) -> Compute:
@@ -269,46 +392,23 @@ def _assemble(
     job: Job, grid: Grid, order: tuple[str, ...], traffic: Traffic, compute: Compute, needed: Memory
 ) -> Prediction:
     links = Links(job.machine, grid, order)
-    times, passes = compute.step.micro_batches, 2 if job.checkpointing else 1
-    overlaps = Overlaps(
-        all_gather=job.all_gather,
-        reduce_scatter=job.reduce_scatter,
-        all_reduce=job.all_reduce,
-        checkpointing=job.checkpointing,
-        share=job.machine.overlap,
-        # On GPUs, where moving data takes nothing from computing; the paper's code has one group over z.
-        apart=job.schedule == "hf_axonn" and job.machine.overlap == 1,
-        layer_ahead=job.schedule == "hf_axonn",
-    )
-    seconds = dict.fromkeys(("gemm", "attention", "elementwise"), 0.0)
-    exposed_xy = exposed_z = slack = beside = 0.0
+    times, overlaps = compute.step.micro_batches, overlaps_of(job)
+    seconds: dict[str, float] = {}
+    slack = 0.0
     for layer, travels, count in traffic.layers:
-        groups = compute.groups(layer)
-        hidden = exposed(overlaps, travels.seconds(links), travels.once, groups)
-        exposed_z += times * count * (hidden.forward_z + hidden.backward_z)
-        exposed_xy += times * count * hidden.xy
-        slack += count * hidden.slack
-        beside += times * count * hidden.hidden
-        for group in groups:
-            products = group.forward * passes + group.input_gradient + group.weight_gradient
-            seconds["gemm"] += times * count * products
-            between = group.after_forward * passes + group.after_backward
-            seconds["attention" if group.attends else "elementwise"] += times * count * between
-        forward, backward = compute.router(layer)
-        seconds["elementwise"] += times * count * (forward * passes + backward)
-    data = _sum(traffic.gradients, links)
-    # AxoNN averages after the last backward pass is over: sync_gradients waits for one all-reduce a parameter.
-    room = slack if job.all_gather and job.reduce_scatter and job.schedule == "hf_axonn" else 0.0
-    behind_backward = overlaps.share * min(data, room)
-    products, rest = compute.head()
+        each = layer_time(layer, travels, compute, overlaps, links)
+        for part, of_part in each.parts.items():
+            seconds[part] = seconds.get(part, 0.0) + times * count * of_part
+        slack += count * each.slack
+    data = links.all_of(traffic.gradients)
+    hidden = behind_backward(overlaps, data, slack)
+    seconds["slowdown"] += job.machine.slowdown * hidden
     seconds |= {
-        "head": times * (products + rest),
+        "head": times * sum(compute.head()),
         "optimizer": compute.optimizer(needed.trained),
-        "slowdown": job.machine.slowdown * (beside + behind_backward),
-        "exposed x/y": exposed_xy,
-        "exposed z": exposed_z,
-        "exposed data": data - behind_backward,
-        "other": times * _sum(traffic.rest, links),
+        "exposed data": data - hidden,
+        "other": times * links.all_of(traffic.rest),
+        "bubble": 0.0,
     }
     return Prediction(
         job=job,
@@ -320,7 +420,3 @@ def _assemble(
         fits=needed.fits(job.machine.memory),
         travels=traffic,
     )
-
-
-def _sum(ledger: Ledger, links: Links) -> float:
-    return math.fsum(links.of(key, volume) for key, volume in ledger.entries.items())

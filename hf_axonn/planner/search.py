@@ -4,25 +4,42 @@
     sweep(job, counts)   -> the best grid of each number of GPUs: strong or weak scaling
 
 A grid is legal if its sizes multiply to the number of GPUs and data * z divides the batch. All are ranked with y
-innermost, then x, z, data, as the engine numbers ranks (topology/grid.py); the CONTENDERS first then get the order of
-axes that is fastest for them, if it gains GAIN, and are ranked again (topology/axis_order.py brings it about). Where
-settings are free (planner/settings.py), each grid has those that are fastest on it.
+innermost, then x, z, pipe, data, as the engine numbers ranks (topology/grid.py); the CONTENDERS first then get the
+order of axes that is fastest for them, if it gains GAIN, and are ranked again (topology/axis_order.py brings it
+about). Where settings are free (planner/settings.py), each grid has those that are fastest on it.
+
+Pipelines are ranked by the closed forms of their schedules, and those of the first places are then played. Beside a
+pipeline x * y stays inside a node: tensor parallelism beyond it is slower than more stages (Narayanan et al., arXiv
+2104.04473, takeaway 1). Grids with a pipeline that take FAR times as long as the fastest so far are passed over.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from hf_axonn.planner.predict import Job, Prediction, fewest_micro_batches, predict, predict_with, refusal, reorder
+from hf_axonn.planner.predict import (
+    Job,
+    Prediction,
+    fastest_way,
+    fewest_micro_batches,
+    played,
+    predict,
+    predict_with,
+    refusal,
+    reorder,
+)
 from hf_axonn.planner.settings import keeping, variants
-from hf_axonn.topology.axis_order import ORDER
+from hf_axonn.topology.axis_order import ORDER, check_order, written
 from hf_axonn.topology.grid import Grid, divisors
 
 
 OFF = 0.2  # how far bandwidth or the speed of products may be off, when the first two places are compared
 CONTENDERS = 10  # places that get an order of their own, and among which a slower or faster machine may choose anew
+PIPES = (1,)  # sizes of the axis pipe that are planned unless others are asked for
+FAR = 1.5
 GAIN = 0.01  # what another order of axes than the engine's own has to save
 
 
@@ -32,7 +49,7 @@ class GridRanking:
 
     Args:
         job, gpus: of what.
-        ranked: grids that fit, the fastest first.
+        ranked: grids that fit, the fastest first; of those with a pipeline the ones that are not FAR behind.
         too_big: grids that do not fit a GPU's memory, the smallest first.
         impossible: grids over which the batch cannot be divided, with the reason.
     """
@@ -77,40 +94,66 @@ def factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def grids(gpus: int) -> list[Grid]:
-    """Every grid of so many ranks."""
-    return [Grid(data=data, z=z, y=y, x=x) for data, z, y, x in factorizations(gpus, 4)]
+def grids(gpus: int, pipes: Iterable[int] = (1,)) -> list[Grid]:
+    """Every grid of so many ranks with these sizes of pipe."""
+    return [
+        Grid(data=data, pipe=pipe, z=z, y=y, x=x)
+        for pipe in pipes
+        if gpus % pipe == 0
+        for data, z, y, x in factorizations(gpus // pipe, 4)
+    ]
 
 
-def plan(job: Job, gpus: int, *, order: tuple[str, ...] | None = None, free: Collection[str] = ()) -> GridRanking:
+def plan(
+    job: Job,
+    gpus: int,
+    *,
+    order: tuple[str, ...] | None = None,
+    free: Collection[str] = (),
+    pipes: Collection[int] | None = PIPES,
+) -> GridRanking:
     """Rank all grids of `gpus` ranks.
 
     Args:
         job, gpus: of what.
         order: of the axes on the machine, from the innermost on, for all grids; None: chosen for the first ones.
         free: settings of the job that each grid may choose (planner/settings.py).
+        pipes: sizes of the axis pipe; None: any.
     Raises:
         ValueError: gpus is below 1.
     """
     if gpus < 1:
         raise ValueError(f"gpus is {gpus}, but a job needs at least 1.")
+    if pipes is None:
+        pipes = [pipe for pipe in divisors(gpus) if pipe <= job.shape.depth]
     jobs = variants(job, free)
     ranked: list[Prediction] = []
     too_big: list[Prediction] = []
     impossible: list[tuple[Grid, str]] = []
-    for grid in grids(gpus):
+    least = math.inf
+    for grid in grids(gpus, pipes):
+        if grid.pipe > 1 and grid.x * grid.y > job.machine.gpus_per_node:
+            continue
         why = refusal(job, grid)
         if why:
             impossible.append((grid, why))
             continue
-        prediction = _fastest(jobs, grid, order or ORDER)
+        if grid.pipe == 1:
+            prediction = _fastest(jobs, grid, order or ORDER)
+        else:
+            found = fastest_way(jobs, grid, order or ORDER, limit=FAR * least)
+            if found is None:
+                continue
+            prediction = found
         (ranked if prediction.fits else too_big).append(prediction)
+        least = min(least, prediction.total) if prediction.fits else least
     ranked.sort(key=lambda entry: (entry.total, str(entry.grid)))
     ranked = [keeping(entry, free) for entry in ranked[: 3 * CONTENDERS]] + ranked[3 * CONTENDERS :]
     ranked.sort(key=lambda entry: (entry.total, str(entry.grid)))
     if order is None:
         ranked[:CONTENDERS] = map(in_best_order, ranked[:CONTENDERS])
-        ranked[:CONTENDERS] = sorted(ranked[:CONTENDERS], key=lambda entry: entry.total)
+    ranked[: 2 * CONTENDERS] = map(played, ranked[: 2 * CONTENDERS])
+    ranked[: 2 * CONTENDERS] = sorted(ranked[: 2 * CONTENDERS], key=lambda entry: entry.total)
     too_big.sort(key=lambda entry: (entry.memory.total, str(entry.grid)))
     return GridRanking(job=job, gpus=gpus, ranked=tuple(ranked), too_big=tuple(too_big), impossible=tuple(impossible))
 
@@ -136,7 +179,12 @@ def other_order(prediction: Prediction) -> Prediction:
     """The same grid with its axes in the order that is fastest on the machine; the engine's own where none is."""
     long_axes = [axis for axis in ORDER if getattr(prediction.grid, axis) > 1]
     short = [axis for axis in ORDER if axis not in long_axes]
-    orders = (tuple([*order, *short]) for order in itertools.permutations(long_axes))
+    orders: Iterable[tuple[str, ...]] = (
+        check_order(written([*order, *short], prediction.grid)) for order in itertools.permutations(long_axes)
+    )
+    if prediction.grid.pipe > 1:  # what travels along pipe and data is little, or once a step
+        ends = (("pipe", "data"), ("data", "pipe"))
+        orders = ((*inner, *outer) for inner in itertools.permutations(("y", "x", "z")) for outer in ends)
     return min([prediction, *(reorder(prediction, order) for order in orders)], key=lambda entry: entry.total)
 
 
@@ -169,17 +217,24 @@ def alternatives(found: GridRanking) -> list[tuple[str, Prediction]]:
     return answers
 
 
-def sweep(job: Job, counts: Iterable[int], *, weak: bool = False, free: Collection[str] = ()) -> list[GridRanking]:
+def sweep(
+    job: Job,
+    counts: Iterable[int],
+    *,
+    weak: bool = False,
+    free: Collection[str] = (),
+    pipes: Collection[int] | None = PIPES,
+) -> list[GridRanking]:
     """Plans for several numbers of GPUs.
 
     Args:
         job: the batch is that of every plan; with `weak`, that of the first one, and grows with the GPUs.
         counts: numbers of GPUs, ascending.
-        free: as `plan`.
+        free, pipes: as `plan`.
     """
     counts = list(counts)
     plans = []
     for gpus in counts:
         sequences = max(1, job.sequences * gpus // counts[0]) if weak else job.sequences
-        plans.append(plan(replace(job, sequences=sequences), gpus, free=free))
+        plans.append(plan(replace(job, sequences=sequences), gpus, free=free, pipes=pipes))
     return plans

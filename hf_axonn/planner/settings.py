@@ -2,11 +2,13 @@
 
     checkpointing     on, off: whether layers run again in backward
     keep_gathered     recomputed, none, all or a number of layers (config.py)
-    micro_batches     a number; otherwise the fewest that fit
+    micro_batches     a number; otherwise the fewest that fit, with a pipeline the fastest of the most
+    pipeline          with a pipeline its schedule (time/pipeline.py)
+    stages_per_rank   with a pipeline a number
     reduce_dtype      fp32, bf16: of sums of gradients
     residual_dtype    model, bf16: of the residual stream
 
-The first three change nothing of what is computed, so they are chosen unless they are fixed. The dtypes round
+The first five change nothing of what is computed, so they are chosen unless they are fixed. The dtypes round
 differently, so they are chosen only where a job says that they may be.
 """
 
@@ -20,10 +22,11 @@ from difflib import get_close_matches
 from typing import Any
 
 from hf_axonn.planner.memory import RESERVE, memory
-from hf_axonn.planner.predict import Job, Prediction, layout_of, predict, step_of
+from hf_axonn.planner.predict import Job, Prediction, layout_of, predict, step_of, with_pipeline
+from hf_axonn.planner.time.pipeline import PIPELINES
 
 
-EXACT = ("checkpointing", "keep_gathered", "micro_batches")
+EXACT = ("checkpointing", "keep_gathered", "micro_batches", "pipeline", "stages_per_rank")
 ROUNDING = ("reduce_dtype", "residual_dtype")
 GAIN = 0.01  # what keeping gathered weights has to save, as it takes memory
 BF16 = 2
@@ -46,6 +49,10 @@ def keeping(entry: Prediction, free: Collection[str]) -> Prediction:
         return entry
     if entry.seconds["exposed z"] + entry.seconds["slowdown"] < GAIN * entry.total:
         return entry
+    if entry.pipelined is not None:  # all of a rank's layers, and then once a step
+        every = replace(job, keep_gathered="all")
+        kept = with_pipeline(every, grid, entry.order, entry.micro_batches, play=entry.pipelined.simulated)
+        return kept if kept.fits and kept.total < (1 - GAIN) * entry.total else entry
     one = replace(job, keep_gathered=1, micro_batches=entry.micro_batches)
     step = step_of(one, grid, entry.micro_batches)
     layer = memory(job.shape, grid, step, layout=layout_of(job.shape, grid)).total - entry.memory.total
@@ -64,6 +71,7 @@ def as_text(job: Job) -> dict[str, str]:
         "keep_gathered": str(job.keep_gathered),
         "reduce_dtype": "bf16" if job.reduce_bytes == BF16 else "fp32",
         "residual_dtype": "bf16" if job.residual_bytes == BF16 else "model",
+        **({"pipeline": job.pipeline, "stages_per_rank": str(job.stages_per_rank)} if job.pipeline else {}),
     }
 
 
@@ -92,11 +100,13 @@ def fixed(texts: Iterable[str]) -> dict[str, Any]:
     return fields
 
 
-COUNTED = ("keep_gathered", "micro_batches")
+COUNTED = ("keep_gathered", "micro_batches", "stages_per_rank")
 VALUES: dict[str, tuple[str, dict[str, Any]]] = {
     "checkpointing": ("checkpointing", {"on": True, "off": False}),
     "keep_gathered": ("keep_gathered", {value: value for value in ("recomputed", "none", "all")}),
     "micro_batches": ("micro_batches", {}),
+    "pipeline": ("pipeline", {name: name for name in PIPELINES}),
+    "stages_per_rank": ("stages_per_rank", {}),
     "reduce_dtype": ("reduce_bytes", {"fp32": 4, "bf16": BF16}),
     "residual_dtype": ("residual_bytes", {"model": None, "bf16": BF16}),
 }

@@ -12,7 +12,8 @@ that order:
     rank     0  2  4  6  1  3  5  7
 
 So an order changes where ranks run and nothing else: what a rank computes, sends and writes stays the same. The first
-process is rank 0 in every order. Plain arithmetic, no torch.
+process is rank 0 in every order. An order that does not name pipe has it next to data, on its inner side. Plain
+arithmetic, no torch.
 """
 
 from __future__ import annotations
@@ -33,15 +34,20 @@ def check_order(order: object) -> tuple[str, ...]:
     Raises:
         ValueError: it does not name each axis once.
     """
-    if isinstance(order, Sequence) and not isinstance(order, str) and "pipe" not in order and "data" in order:
-        order = list(order)
-        order.insert(order.index("data"), "pipe")
-    if isinstance(order, str) or not isinstance(order, Sequence) or sorted(map(str, order)) != sorted(AXES):
+    axes = list(map(str, order)) if isinstance(order, Sequence) and not isinstance(order, str) else []
+    if "pipe" not in axes and "data" in axes:
+        axes.insert(axes.index("data"), "pipe")
+    if sorted(axes) != sorted(AXES):
         raise ValueError(
             f"order is {order!r}, but it names each axis once, the one with the fastest links first: write order: "
             f"[{', '.join(ORDER)}], or leave it out."
         )
-    return tuple(map(str, order))
+    return tuple(axes)
+
+
+def written(order: Sequence[str], grid: Grid) -> list[str]:
+    """An order as it is written: without pipe where the grid has no pipeline."""
+    return [axis for axis in order if axis != "pipe" or grid.pipe > 1]
 
 
 def rank_at(grid: Grid, order: Sequence[str], place: int) -> int:

@@ -24,7 +24,7 @@ from hf_axonn.planner.predict import Job, predict
 from hf_axonn.planner.search import alternatives, divisors, factorizations, grids, other_order, plan, sweep
 from hf_axonn.planner.settings import EXACT, GAIN, ROUNDING, as_text, keeping
 from hf_axonn.planner.tracing.read_shape import read_shape, shape_of
-from hf_axonn.topology.axis_order import ORDER
+from hf_axonn.topology.axis_order import ORDER, written
 from hf_axonn.topology.grid import Grid
 from tests.helpers import ROOT
 from tests.helpers.calls import calls_of
@@ -90,7 +90,7 @@ def test_all_grids_of_32768_gpus_are_ranked_with_little_work():
 def test_another_order_of_axes_is_never_slower_and_is_found():
     entry = predict(replace(JOB, machine=load_machine("frontier")), Grid(data=8, z=8))
     better = other_order(entry)
-    assert better.total <= entry.total and sorted(better.order) == ["data", "x", "y", "z"]
+    assert better.total <= entry.total and sorted(better.order) == ["data", "pipe", "x", "y", "z"]
     assert better.total == predict(entry.job, entry.grid, order=better.order).total
     # With y = x = 1 z is a ring inside a node (135 GB/s); with data inside of it, one between nodes (5 GB/s).
     inside = predict(entry.job, entry.grid, order=("data", "z", "x", "y"))
@@ -110,7 +110,7 @@ def test_the_first_places_get_the_order_that_is_fastest_for_them(capsys):
     command = "plan --model gpt-40b --machine perlmutter --gpus 256 --batch-tokens 4.2M --seq 2048".split()
     assert main([*command, "--no-checkpointing"]) == 0
     pasted = capsys.readouterr().out.partition("axonn_config:\n")[2]
-    assert f"  order: [{', '.join(free.best.order)}]" in pasted
+    assert f"  order: [{', '.join(written(free.best.order, free.best.grid))}]" in pasted
     auto = {
         "grid": "auto",
         "plan": AUTO | {"model": "gpt-40b", "machine": "perlmutter", "batch_tokens": "4.2M", "checkpointing": False},
@@ -118,7 +118,7 @@ def test_the_first_places_get_the_order_that_is_fastest_for_them(capsys):
     section, notes = resolve_auto(auto, 256, mixed_precision="bf16")
     config = AxonnConfig.from_mapping(section)
     assert (config.grid, config.order) == (free.best.grid, free.best.order)
-    assert f"with its axes in the order {', '.join(free.best.order)}" in notes[0]
+    assert f"with its axes in the order {', '.join(written(free.best.order, free.best.grid))}" in notes[0]
     section, _ = resolve_auto(auto | {"order": list(ORDER)}, 256, mixed_precision="bf16")
     assert AxonnConfig.from_mapping(section) == AxonnConfig(grid=plain.best.grid)
 
@@ -405,6 +405,20 @@ def test_grid_auto_keeps_gathered_weights_where_that_helps(tmp_path):
     assert fixed["keep_gathered"] == "none"
 
 
+def test_grid_auto_takes_a_pipeline_where_the_file_asks_for_one():
+    slow = replace(JOB, shape=load_shape("gpt-40b"), sequences=512)
+    plans = AUTO | {"model": "gpt-40b", "pipe": [2, 4]}
+    section, notes = resolve_auto({"grid": "auto", "plan": plans}, 64, mixed_precision="bf16")
+    best = plan(slow, 64, free=("keep_gathered",), pipes=[2, 4]).best
+    config = AxonnConfig.from_mapping(section)
+    assert config.grid == best.grid and config.grid.pipe in (2, 4)
+    assert (config.schedule, config.stages_per_rank) == (best.job.pipeline, best.job.stages_per_rank)
+    assert f"micro-batches: {best.micro_batches}." in notes[0]
+    asked = {"grid": "auto", "plan": plans, "schedule": "zero_bubble", "stages_per_rank": 1}
+    section, _ = resolve_auto(asked, 64, mixed_precision="bf16")
+    assert (section["schedule"], section["stages_per_rank"]) == ("zero_bubble", 1)
+
+
 @pytest.mark.parametrize(
     ("section", "message"),
     [
@@ -415,6 +429,7 @@ def test_grid_auto_keeps_gathered_weights_where_that_helps(tmp_path):
         ({"grid": "auto", "plan": {**AUTO, "seq": "long"}}, "'long' is not a number"),
         ({"grid": "auto", "plan": {**AUTO, "machine": "here"}}, "there is no machine 'here'"),
         ({"grid": "auto", "plan": {**AUTO, "weights": "fp8"}}, "weights is 'fp8'"),
+        ({"grid": "auto", "plan": {**AUTO, "pipe": "two"}}, "pipe is 'two': write sizes"),
         ({"grid": "auto", "plan": {**AUTO, "checkpointing": 1}}, "checkpointing is 1"),
         ({"grid": "auto", "plan": {**AUTO, "model": "gpt-640b"}}, "no grid of 2 GPUs fits"),
     ],

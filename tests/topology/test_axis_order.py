@@ -16,7 +16,7 @@ import yaml
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.planner.time.paper import strides
-from hf_axonn.topology.axis_order import ORDER, PLACED, check_order, rank_at, take_rank
+from hf_axonn.topology.axis_order import ORDER, PLACED, check_order, rank_at, take_rank, written
 from hf_axonn.topology.grid import AXES, Grid
 from tests.helpers import ROOT
 from tests.helpers.float64 import Float64
@@ -25,7 +25,13 @@ from tests.helpers.ranks import run_ranks
 
 
 ORDERS = list(itertools.permutations(AXES))
-GRIDS = [Grid(data=2, z=3, y=4, x=5), Grid(z=2, y=2), Grid(x=4), Grid(data=2, z=2, y=2, x=2)]
+GRIDS = [
+    Grid(data=2, z=3, y=4, x=5),
+    Grid(z=2, y=2),
+    Grid(x=4),
+    Grid(data=2, z=2, y=2, x=2),
+    Grid(data=2, pipe=3, z=2, x=2),
+]
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -79,6 +85,14 @@ def test_an_order_names_each_axis_once(order):
         check_order(order)
     with pytest.raises(ValueError, match="axonn_config: order is"):
         AxonnConfig.from_mapping({"grid": {"x": 2}, "order": order})
+
+
+def test_an_order_without_pipe_has_it_inside_of_data():
+    assert check_order(["y", "x", "z", "data"]) == ORDER == ("y", "x", "z", "pipe", "data")
+    assert check_order(["z", "data", "y", "x"]) == ("z", "pipe", "data", "y", "x")
+    assert check_order(["pipe", "z", "x", "data", "y"]) == ("pipe", "z", "x", "data", "y")
+    assert written(ORDER, Grid(z=2)) == ["y", "x", "z", "data"]
+    assert written(ORDER, Grid(pipe=2)) == list(ORDER)
 
 
 # Each process writes its rank and where it is. More is not imported in it, which takes seconds of each.

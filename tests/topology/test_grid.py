@@ -30,6 +30,27 @@ def test_y_varies_fastest_then_x_then_z_then_data():
     assert grid.coordinates(60 + 40 + 4 * 3 + 2) == {"data": 1, "pipe": 0, "z": 2, "x": 3, "y": 2}
 
 
+def test_pipe_lies_between_data_and_z_and_is_written_only_where_it_is():
+    grid = Grid(data=2, pipe=3, z=2, y=2, x=2)
+    assert [grid.rank(**{axis: 1}) for axis in ("y", "x", "z", "pipe", "data")] == [1, 2, 4, 8, 24]
+    assert grid.size == 48 and grid.dp_size == 4
+    assert grid.coordinates(24 + 16 + 5) == {"data": 1, "pipe": 2, "z": 1, "x": 0, "y": 1}
+    assert grid.ranks_along(("pipe",), 25) == [25, 33, 41]
+    assert Grid(data=2, pipe=3, z=2, x=2).ranks_along(("pipe", "x", "y"), 2) == [2, 3, 6, 7, 10, 11], (
+        "these share samples"
+    )
+    assert str(grid) == "data=2,pipe=3,z=2,y=2,x=2"
+    assert list(grid.as_dict()) == ["data", "pipe", "z", "y", "x"]
+    assert list(Grid(data=2).as_dict()) == ["data", "z", "y", "x"]
+    assert Grid(pipe=2, x=2).picture().splitlines()[1:4] == [
+        "data=0 pipe=0 z=0   (x down, y across)",
+        "    0",
+        "    1",
+    ]
+    with pytest.raises(ValueError, match="grid axis pipe is 0.*write pipe=1"):
+        Grid(pipe=0)
+
+
 @pytest.mark.parametrize("axes", [("y",), ("x", "y"), ("data", "z"), AXES], ids="-".join)
 def test_groups_part_the_ranks(axes):
     for grid in GRIDS:
@@ -138,13 +159,3 @@ def groups_are_right():
 
 def test_groups_on_four_ranks():
     run_ranks(groups_are_right, 4)
-
-
-def test_pipe_is_the_slowest_axis_but_data_and_is_not_written_where_it_is_one():
-    grid = Grid(data=2, pipe=3, z=2, x=2)
-    assert [grid.rank(**{axis: 1}) for axis in ("y", "x", "z", "pipe", "data")] == [1, 1, 2, 4, 12]
-    assert all(grid.rank(**grid.coordinates(rank)) == rank for rank in range(grid.size))
-    assert grid.ranks_along(("pipe", "x", "y"), 2) == [2, 3, 6, 7, 10, 11], "these share samples"
-    assert grid.dp_size == 4 and str(grid) == "data=2,pipe=3,z=2,y=1,x=2"
-    assert str(Grid(data=2)) == "data=2,z=1,y=1,x=1" and "pipe" not in Grid(z=2).as_dict()
-    assert "data=1 pipe=2 z=0" in grid.picture()

@@ -232,6 +232,8 @@ class Stack:
         loose: whether activations are full everywhere, Linear by Linear
         outside: what runs after the layers, once
         idle: elements of each parameter that is sharded and gets no gradient
+        begins, ends: whether it has the embeddings; whether it has the last norm, head and loss. What a rank of a
+            pipeline has is a Stack of its own (planner/stages.py)
         context: tokens of a sequence that the config allows; 0: not said
         notes: what a plan leaves out or only estimates, for its reader
     """
@@ -250,6 +252,8 @@ class Stack:
     loose: bool = False
     outside: Layer | None = None
     idle: tuple[int, ...] = ()
+    begins: bool = True
+    ends: bool = True
     context: int = 0
     notes: tuple[str, ...] = ()
 
@@ -277,9 +281,10 @@ class Stack:
     def replicated(self) -> list[int]:
         """Elements of every parameter that all ranks hold in full, in the order of the model."""
         found = [table.rows * self.hidden for table in self.tables if table.kind == WeightKind.REPLICATED]
+        found = found if self.begins else []
         for layer, count in self.everything:
             found += count * layer.replicated
-        return [*found, *self.final, *([self.vocab] if self.head_bias else [])]
+        return [*found, *self.final, *([self.vocab] if self.head_bias else [])] if self.ends else found
 
     @cached_property
     def weights(self) -> list[Weight]:
@@ -289,9 +294,15 @@ class Stack:
         found += [
             Weight(table.kind, table.rows, self.hidden) for table in self.tables if table.kind != WeightKind.REPLICATED
         ]
+        found = found if self.begins else []
         for layer, count in self.everything:
             found += count * layer.weights
-        return found if self.tied else [*found, vocabulary]
+        return [*found, vocabulary] if self.has_head else found
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it has a weight for the head, beside that of the embedding."""
+        return self.ends and not (self.tied and self.begins)
 
     def parameters(self) -> int:
         """Elements of all parameters; tied ones once."""

@@ -243,6 +243,11 @@ class Compute:
         seconds = self.moved(2 * self.step.tokens * features * self.step.compute_bytes, 2)
         return seconds, 2 * seconds
 
+    def embedding(self) -> float:
+        """What `head` counts for the embedding: its output is written."""
+        parts = self.grid.x * self.grid.y
+        return self.moved(self.step.tokens * self.shape.hidden / parts * self.step.param_bytes)
+
     def head(self) -> tuple[float, float]:
         """Embedding, head and loss of all tokens on the own share of the vocabulary: products, the rest.
 

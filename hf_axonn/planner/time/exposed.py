@@ -43,13 +43,16 @@ class Overlaps:
 
 class Exposed(NamedTuple):
     """Seconds of one layer that nothing hides: over z in forward, over z in backward, over x and y; the compute of
-    backward behind which nothing over z travels; and the seconds of communication that are hidden."""
+    backward behind which nothing over z travels; the seconds of communication that are hidden; and what of forward_z
+    and of xy belongs to the first forward pass."""
 
     forward_z: float
     backward_z: float
     xy: float
     slack: float
     hidden: float
+    first_z: float
+    first_xy: float
 
 
 def exposed(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ...], groups: list[Group]) -> Exposed:
@@ -68,7 +71,7 @@ def exposed(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ...], grou
         following = gathers[1:] + gathers[:1]
         return sum(travel - beside * min(travel, room) for travel, room in zip(following, forward, strict=True))
 
-    forward_z = gathered_ahead(layer.gathers)
+    first_z = forward_z = gathered_ahead(layer.gathers)
     travels = sum(layer.gathers) + sum(layer.reduces)
     again = layer.gathers
     if layer.kept:
@@ -100,7 +103,14 @@ def exposed(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ...], grou
         room = share * min(layer.hidden[index], group.weight_gradient) if overlaps.all_reduce else 0.0
         exposed_xy += layer.hidden[index] - room
         hidden += room
-    return Exposed(forward_z, backward_z, exposed_xy, slack, hidden)
+    return Exposed(forward_z, backward_z, exposed_xy, slack, hidden, first_z, layer.forward)
+
+
+def behind_backward(overlaps: Overlaps, averages: float, slack: float) -> float:
+    """Seconds of the averages over data that hide behind the last backward pass, of which `slack` has nothing beside
+    it. AxoNN averages after that pass: sync_gradients waits for one all-reduce a parameter."""
+    early = overlaps.all_gather and overlaps.reduce_scatter and overlaps.layer_ahead
+    return overlaps.share * min(averages, slack) if early else 0.0
 
 
 def _backward_apart(windows: list[tuple[float, float, float]]) -> tuple[float, float]:

@@ -24,9 +24,9 @@ from typing import NamedTuple
 
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.time.paper import strides
-from hf_axonn.planner.traffic.ledger import Key, Volume
-from hf_axonn.topology.axis_order import ORDER
-from hf_axonn.topology.grid import AXES, Grid
+from hf_axonn.planner.traffic.ledger import Key, Ledger, Volume
+from hf_axonn.topology.axis_order import ORDER, check_order
+from hf_axonn.topology.grid import Grid
 
 
 class Ring(NamedTuple):
@@ -54,9 +54,7 @@ class Links:
     """
 
     def __init__(self, machine: Machine, grid: Grid, order: tuple[str, ...] = ORDER) -> None:
-        if sorted(order) != sorted(AXES):
-            raise ValueError(f"the order is {', '.join(order)}, but it names each of {', '.join(AXES)} once.")
-        self.machine, self.grid, self.order = machine, grid, tuple(order)
+        self.machine, self.grid, self.order = machine, grid, check_order(order)
         self._rings: dict[tuple[str, ...], Ring] = {}
 
     @cached_property
@@ -96,6 +94,20 @@ class Links:
     def _slowest(self, axes: list[str]) -> float:
         return min(self.machine.bandwidth(self.strides[axis], getattr(self.grid, axis)) for axis in axes)
 
+    def hops(self, axis: str, payload: float) -> list[float]:
+        """Seconds in which `payload` bytes go from each rank along an axis to the next one, and from the last one to
+        the first, while all ranks do so."""
+        machine, stride, size = self.machine, self.strides[axis], getattr(self.grid, axis)
+        node, found = machine.gpus_per_node, []
+        outside = min(machine.inter / min(node, stride), machine.fastest_link)
+        for index in range(size):
+            here, there = index * stride // node, (index + 1) % size * stride // node
+            inside = here == there and node % stride == 0
+            bandwidth = machine.bandwidth(stride, 2) if inside and machine.within(stride, 2) else outside
+            step = machine.intra_step if inside else machine.inter_step
+            found.append(machine.base + step + payload / bandwidth)
+        return found
+
     def seconds(self, kind: str, axes: Iterable[str], payload: float, calls: int = 1) -> float:
         """Seconds of `calls` collectives whose payloads are `payload` bytes in all; kinds and payloads:
         planner/traffic/ledger.py."""
@@ -122,3 +134,7 @@ class Links:
     def of(self, key: Key, volume: Volume) -> float:
         """Seconds of an entry of a ledger."""
         return self.seconds(key.kind, key.axes, float(volume.payload), volume.calls)
+
+    def all_of(self, ledger: Ledger, phase: str | None = None) -> float:
+        """Seconds of all entries of a ledger, or of those of one phase."""
+        return math.fsum(self.of(key, volume) for key, volume in ledger.chosen(phase=phase))

@@ -128,7 +128,7 @@ def of_engine(shape: Stack, grid: Grid, step: Step, layout: str) -> Traffic:
         kept -= held
         for keeps, number in ((True, held), (False, count - held)):
             if number:
-                layers.append((layer, _layer_of_engine(account, layer, kept=keeps), number))
+                layers.append((layer, layer_of_engine(account, layer, kept=keeps), number))
     rest = account.embedding()
     if shape.outside is not None:
         rest.include(account.layer(shape.outside, once=True))
@@ -136,7 +136,8 @@ def of_engine(shape: Stack, grid: Grid, step: Step, layout: str) -> Traffic:
     return Traffic(tuple(layers), rest, account.gradients(), step.checkpointing)
 
 
-def _layer_of_engine(account: Account, layer: Layer, *, kept: bool) -> LayerTraffic:
+def layer_of_engine(account: Account, layer: Layer, *, kept: bool) -> LayerTraffic:
+    """What the engine sends for one decoder layer and micro-batch. `kept`: as of `LayerTraffic`."""
     step, grid = account.step, account.grid
     ledger = account.layer(layer)
     elements: list[int] = []

@@ -65,6 +65,8 @@ class Account(LayerAccount):
     def embedding(self) -> Ledger:
         """Embedding, and the first layer's taking of its tokens. In the dtype of the parameters."""
         ledger, size = Ledger(self.grid), self.step.param_bytes
+        if not self.shape.begins:
+            return ledger
         weight = self.travels(WeightKind.VOCABULARY, [LinearShape(self.shape.vocab, self.shape.hidden)])
         ledger.add("forward", "all_gather", ("z",), weight * size)
         self.reduces(ledger, weight, size)
@@ -88,6 +90,8 @@ class Account(LayerAccount):
         """Last norm, head and loss: chunk by chunk, gradients formed in the forward pass."""
         shape, grid, step = self.shape, self.grid, self.step
         ledger, size = Ledger(grid), step.compute_bytes
+        if not shape.ends:
+            return ledger
         if shape.ends_full:  # the loss then takes its tokens again
             tokens = self.padded // grid.x // grid.y
             stream = self.padded // grid.x * self.hidden_y if self.by_features else tokens * shape.hidden

@@ -34,7 +34,7 @@ from tests.benchmarks.planner import planning
 RUNS = Path(__file__).with_suffix(".csv")
 BYTES = {"fp32": 4, "bf16": 2}
 
-CHOSEN = {"apertus": "gemm_fraction of alps"}
+CHOSEN = {"apertus": "gemm_fraction of alps", "megatron-2022": "gemm_fraction of all other machines"}
 SOURCES = {
     "llm-foundry": "mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48: MPT under FSDP, attention "
     "attn_impl: triton (submit_benchmarks.py's default)",
@@ -48,13 +48,28 @@ SOURCES = {
     "apertus": "Apertus (arXiv 2509.14233), table 5: Megatron-LM, data and tensor parallelism; gradients taken to be "
     "reduced in bf16, as in fp32 they alone would need the time of a step",
     "megatron-2021": "NVIDIA/Megatron-LM, images/cases_april2021.png at 50a4b5f and run_table_1.sh of "
-    "examples/academic_paper_scripts/sc21 at 9375718: the four without pipelines. Tokens by equation (3) of arXiv "
-    "2104.04473, 96 * layers * hidden^2 * (1 + seq / (6 * hidden) + vocab / (16 * layers * hidden)) a token",
-    "megatron-2024": "NVIDIA/Megatron-LM, images/model_table.png and README.md at 9375718: the four without "
-    "pipelines. Tokens by num_floating_point_operations of its training.py, 12 * layers * hidden^2 * (6 + seq / "
-    "hidden + vocab / (2 * layers * hidden)) a token. Assumed, as it is not said: the four sequences of a GPU "
-    "are one micro-batch, nothing is recomputed, FlashAttention-2; z stands for its distributed optimizer. It "
-    "hides tensor-parallel communication behind products (--tp-comm-overlap), which this engine does not",
+    "examples/academic_paper_scripts/sc21 at 9375718, which is table 1 of arXiv 2104.04473: micro-batches and stages "
+    "of a rank are the script's. Tokens by equation (3) of the paper, 96 * layers * hidden^2 * (1 + seq / (6 * "
+    "hidden) + vocab / (16 * layers * hidden)) a token",
+    "megatron-2022": "Korthikanti et al., arXiv 2205.05198, tables 3 and 5: seconds of an iteration with full "
+    "recomputation and with the paper's, which makes attention's scores again and is planned without recomputation; "
+    "recalled",
+    "mt-nlg": "Smith et al., arXiv 2201.11990, section 2.4: seconds of an iteration on 280, 350 and 420 nodes. "
+    "Assumed: micro-batches of one sequence, 1f1b as in DeepSpeed, all recomputed",
+    "llama-3": "arXiv 2407.21783, table 4: 430 and 400 TFLOP/s of a GPU, recalled; 6 FLOP a weight and token and full "
+    "squares of attention. The third row divides sequences over 16 GPUs, which is not planned. Assumed, as it is not "
+    "said: micro-batches of one sequence, interleaved with 4 stages a rank, averages of fp32 once a step, nothing "
+    "recomputed",
+    "bloom": "arXiv 2211.05100: the fastest, 156 TFLOP/s of a GPU, recalled, by the formula of "
+    "megatron-2021; four links of 100 Gb/s a node",
+    "gpt-neox": "GPT-NeoX-20B, arXiv 2204.06745: 117 TFLOP/s of a GPU, recalled, by the formula of "
+    "megatron-2021. Its attention and MLP run side by side, which is not planned",
+    "megatron-2024": "NVIDIA/Megatron-LM, images/model_table.png and README.md at 9375718. Tokens by "
+    "num_floating_point_operations of its training.py, 12 * layers * hidden^2 * (6 + seq / hidden + vocab / (2 * "
+    "layers * hidden)) a token. Assumed, as it is not said: the four sequences of a GPU are one micro-batch, nothing "
+    "is recomputed, FlashAttention-2; z stands for its distributed optimizer. With pipelines micro-batches of one "
+    "sequence, interleaved with 4 stages a rank, averages once a step. It hides tensor-parallel communication behind "
+    "products (--tp-comm-overlap), which this engine does not",
     "axonn": "AxoNN (arXiv 2502.08145): see planning.py",
 }
 
@@ -70,23 +85,39 @@ MPT = {
     "30b": (48, 7168, 56),
     "70b": (80, 8192, 64),
 }
-# layers, hidden, heads, vocabulary of Megatron-LM's GPTs, see SOURCES; with a head of their own those of 2024 have the
-# size that is given.
+# layers, hidden, heads, vocabulary of Megatron-LM's GPTs and of others like them, see SOURCES; with a head of their
+# own those of 2024 have the size that is given. GPT-NeoX-20B has one, too.
 GPT = {
     "gpt-1.7b": (24, 2304, 24, 51200),
     "gpt-3.6b": (30, 3072, 32, 51200),
     "gpt-7.5b": (36, 4096, 32, 51200),
     "gpt-18b": (40, 6144, 48, 51200),
+    "gpt-22b": (48, 6144, 64, 51200),
+    "gpt-39b": (48, 8192, 64, 51200),
+    "gpt-76b": (60, 10240, 80, 51200),
+    "gpt-145b": (80, 12288, 96, 51200),
+    "gpt-175b": (96, 12288, 96, 51200),
+    "gpt-310b": (96, 16384, 128, 51200),
+    "gpt-530b": (105, 20480, 128, 51200),
+    "gpt-1008b": (128, 25600, 160, 51200),
+    "bloom-176b": (70, 14336, 112, 250880),
+    "neox-20b": (44, 6144, 64, 50432),
     "megatron-1.7b": (24, 2048, 16, 131072),
     "megatron-7.1b": (30, 4096, 32, 131072),
     "megatron-16b": (32, 6144, 48, 131072),
     "megatron-32b": (48, 7168, 56, 131072),
+    "megatron-70b": (84, 8192, 64, 131072),
+    "megatron-119b": (92, 10240, 80, 131072),
+    "megatron-177b": (96, 12288, 96, 131072),
+    "megatron-314b": (96, 16384, 128, 131072),
+    "megatron-462b": (112, 18432, 144, 131072),
 }
 # layers, hidden, heads, MLP: Llama 3 (arXiv 2407.21783); 7b and 13b of KempnerForge have an MLP of 1.3 * 8/3 * hidden,
 # rounded up to 256.
 LLAMA = {
     "llama-3-8b": (32, 4096, 32, 14336),
     "llama-3-70b": (80, 8192, 64, 28672),
+    "llama-3-405b": (126, 16384, 128, 53248),
     "llama-7b": (32, 4096, 32, 14336),
     "llama-13b": (40, 5120, 40, 17920),
     "llama-70b": (80, 8192, 64, 28672),
@@ -109,10 +140,14 @@ class Run(NamedTuple):
     kept: str
     attention: str
     tokens: float
+    pipeline: str
+    stages_per_rank: int | None
 
     @property
     def kind(self) -> str:
         """The class that its error belongs to."""
+        if self.grid.pipe > 1:
+            return "with pipelines"
         parallel = "FSDP and TP" if self.grid.x > 1 else "FSDP"
         return f"{parallel}, {'up to' if self.seq <= confidence.LONG else 'beyond'} {confidence.LONG:,} tokens"
 
@@ -138,7 +173,9 @@ def runs() -> list[Run]:
 
 def _run(line: dict[str, str]) -> Run:
     numbers = {key: int(line[key]) for key in ("seq", "sequences", "micro_batches")}
-    return Run(**line | numbers | {"grid": parse_grid(line["grid"]), "tokens": float(line["tokens"])})  # type: ignore[arg-type]
+    others = {"grid": parse_grid(line["grid"]), "tokens": float(line["tokens"])}
+    stages = int(line["stages_per_rank"]) if line["stages_per_rank"] else None
+    return Run(**line | numbers | others | {"stages_per_rank": stages})  # type: ignore[arg-type]
 
 
 @cache
@@ -152,10 +189,10 @@ def shape(model: str, seq: int) -> ModelShape:
             **sizes,
             **biases,
             gated=False,
-            tied=not model.startswith("megatron"),
+            tied=not model.startswith(("megatron", "neox")),
             layer_norm=True,
             packed_qkv=True,
-            positions=seq,
+            positions=0 if model.startswith(("bloom", "neox")) else seq,
         )
     if model == "apertus-8b":
         return ModelShape(
@@ -181,6 +218,8 @@ def outcome(run: Run) -> Outcome:
             keep_gathered="all" if run.kept == "all" else "recomputed",
             micro_batches=run.micro_batches,
             attention=run.attention,
+            pipeline=run.pipeline or None,
+            stages_per_rank=run.stages_per_rank,
         )
         return predict(job, run.grid).total
 
@@ -209,7 +248,15 @@ def spreads(outcomes: list[Outcome]) -> dict[str, tuple[float, float, int]]:
     found: dict[str, list[float]] = {key: [] for key in confidence.SPREADS}
     for each in outcomes:
         if each.run.source not in CHOSEN:
-            key = "tensor" if each.run.grid.x > 1 else "long" if each.run.seq > confidence.LONG else "short"
+            key = (
+                "pipeline"
+                if each.run.grid.pipe > 1
+                else "tensor"
+                if each.run.grid.x > 1
+                else "long"
+                if each.run.seq > confidence.LONG
+                else "short"
+            )
             found[key].append(1 + each.error)
     found["many"] = [1 + error for _, error in axonn()]
     return {key: (*_middle(values), len(values)) for key, values in found.items()}
@@ -222,9 +269,10 @@ def _middle(values: list[float]) -> tuple[float, float]:
 
 def margins(outcomes: list[Outcome]) -> tuple[float, float]:
     """By how much 80% of pairs of runs of one model on one machine differ in their errors, at most: those of the same
-    tensor degree, and the others."""
+    tensor degree, and the others. Without pipelines: the same model has no two grids that differ in more than data."""
     same, other = [], []
-    for one, two in itertools.combinations([each for each in outcomes if each.run.source not in CHOSEN], 2):
+    counted = [each for each in outcomes if each.run.source not in CHOSEN and each.run.grid.pipe == 1]
+    for one, two in itertools.combinations(counted, 2):
         alike = all(getattr(one.run, key) == getattr(two.run, key) for key in ("source", "model", "machine", "seq"))
         if alike and one.run.grid != two.run.grid:
             ratio = (1 + one.error) / (1 + two.error)
@@ -252,13 +300,18 @@ def classes(outcomes: list[Outcome]) -> list[str]:
 
 def every_run(outcomes: list[Outcome]) -> list[str]:
     """Lines of the table of runs."""
-    titles = ("source", "model", "machine", "grid", "sequence", "batch", "micro-batches", "recomputed", "attention")
+    titles = (
+        *("source", "model", "machine", "grid", "pipeline", "sequence", "batch", "micro-batches"),
+        *("recomputed", "attention"),
+    )
     lines = [f"| {' | '.join(titles)} | published | predicted | error |"]
-    lines.append("| --- | --- | --- | --- | --: | --: | --: | --- | --- | --: | --: | --: |")
+    lines.append("| --- | --- | --- | --- | --- | --: | --: | --: | --- | --- | --: | --: | --: |")
     for each in outcomes:
         run = each.run
         lines.append(
-            f"| {run.source} | {run.model} | {run.machine} | {grid_name(run.grid) or 'one GPU'} | {run.seq:,} | "
+            f"| {run.source} | {run.model} | {run.machine} | {grid_name(run.grid) or 'one GPU'} | "
+            f"{run.pipeline} {run.stages_per_rank if run.pipeline == 'interleaved' else ''}".rstrip()
+            + f" | {run.seq:,} | "
             f"{run.sequences:,} | {run.micro_batches} | {run.checkpointing} | {run.attention} | "
             f"{run.tokens:,.0f} | {each.tokens:,.0f} | {each.error:+.1%} |"
         )
@@ -275,7 +328,8 @@ def page(outcomes: list[Outcome]) -> str:
         lines.append(f"- {source}: {where}{chosen}.")
     lines += [
         "",
-        "Tokens of a GPU in a second; recomputed: layers whose activations are; batch: sequences of a step.",
+        "Tokens of a GPU in a second; pipeline: its schedule, and stages of a rank; recomputed: layers whose "
+        "activations are; batch: sequences of a step.",
         "",
     ]
     lines += every_run(outcomes)
