@@ -79,6 +79,7 @@ class Settings:
         save_failure: what a Trainer does when a checkpoint cannot be saved (a full disk), one of SAVE_FAILURES.
         schedule: when a rank of pipe runs which micro-batch forward and backward, one of SCHEDULES.
         stages_per_rank: into how many stages the layers of a rank of pipe are divided.
+        stage_layers: how many layers each stage has, the first one first; None: divided by what they cost.
     Raises:
         ValueError: a value is not of its kind; the message says what to write.
     """
@@ -94,6 +95,7 @@ class Settings:
     save_failure: str = "stop"
     schedule: str = "1f1b"
     stages_per_rank: int = 1
+    stage_layers: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.overlap, Overlap):
@@ -110,14 +112,20 @@ class Settings:
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"{name} is {value!r}, but it is one of {', '.join(choices)}.")
-        stages = self.stages_per_rank
-        if isinstance(stages, bool) or not isinstance(stages, int) or stages < 1:
+        stages, listed = self.stages_per_rank, self.stage_layers
+        if not _counts(stages):
             raise ValueError(f"stages_per_rank is {stages!r}, but it is a whole number of at least 1.")
         if (self.schedule == "interleaved") != (stages > 1) and self.schedule != "zero_bubble":
             raise ValueError(
                 f"schedule is {self.schedule} and stages_per_rank {stages}: write schedule: interleaved (or "
                 "zero_bubble) with stages_per_rank: 2 or more, gpipe and 1f1b with stages_per_rank: 1."
             )
+        if listed is not None:
+            if not (isinstance(listed, list | tuple) and listed and all(map(_counts, listed))):
+                raise ValueError(
+                    f"stage_layers is {listed!r}, but it lists how many layers each stage has: [7, 8, 7]."
+                )
+            object.__setattr__(self, "stage_layers", tuple(listed))
         for name in ("tune_matmuls", "async_save"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -149,6 +157,12 @@ class AxonnConfig(Settings):
                 f"residual_dtype is {self.residual_dtype}, but a model on a grid of one rank stays as it is: leave "
                 "residual_dtype away."
             )
+        stages = self.grid.pipe * self.stages_per_rank
+        if self.stage_layers is not None and len(self.stage_layers) != stages:
+            raise ValueError(
+                f"stage_layers lists {len(self.stage_layers)} stages, but there are {stages}: pipe={self.grid.pipe} "
+                f"times stages_per_rank={self.stages_per_rank}."
+            )
         object.__setattr__(self, "order", check_order(self.order))
 
     @classmethod
@@ -158,7 +172,7 @@ class AxonnConfig(Settings):
         Args:
             section: keys grid (required; a mapping from axis to size), overlap (a mapping of switches), reduce_dtype,
                 residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, async_save, save_failure, schedule,
-                stages_per_rank, order.
+                stages_per_rank, stage_layers, order.
             num_processes: number of processes on all machines together, which the grid must have; None: not checked.
         Raises:
             ValueError: an unknown key, a value of the wrong kind, or a grid of another size than `num_processes`.
@@ -210,6 +224,11 @@ class AxonnConfig(Settings):
                 f"the environment variable {VARIABLE} cannot be used: {error} It is set by the launcher from the "
                 f'launch file; written by hand it looks like {{"grid": {{"z": 2, "x": 2}}}}.'
             ) from None
+
+
+def _counts(value: Any) -> bool:
+    """Whether it is a whole number of at least 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _grid(sizes: Any) -> Grid:

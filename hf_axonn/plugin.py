@@ -58,7 +58,7 @@ class AxonnPlugin(ParallelismConfig):
         grid: sizes of the axes; None takes the grid and all settings of the launch file (the environment variable
             AXONN_CONFIG).
         overlap, reduce_dtype, residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, async_save, save_failure,
-            schedule, stages_per_rank: see `config.Settings`.
+            schedule, stages_per_rank, stage_layers: see `config.Settings`.
     Raises:
         ValueError: no grid is given and none was launched, or there are settings without a grid, or a library has a
             release that is not proven (`check_versions`); later, when the Accelerator is made: the grid is not the

@@ -54,11 +54,6 @@ def compile_regions(state: ParallelState, model: nn.Module, **options: Any) -> N
     """
     if options.get("disable"):
         return
-    if state.pipeline is not None:
-        raise ValueError(
-            f"torch.compile over a grid with pipe ({state.grid}) is not supported: leave torch_compile and the dynamo "
-            "settings away, or use a grid without pipe."
-        )
     if options.get("fullgraph"):
         raise ValueError(
             "torch.compile with fullgraph=True over a grid: the graph has to end at every collective, so leave "
@@ -68,6 +63,11 @@ def compile_regions(state: ParallelState, model: nn.Module, **options: Any) -> N
         raise ValueError(
             f"torch.compile with mode={options['mode']!r} over a grid: its CUDA graphs overwrite what backward still "
             "needs. Use the default mode, or 'max-autotune-no-cudagraphs'."
+        )
+    if state.pipeline is not None:
+        raise ValueError(
+            f"torch.compile over a grid with pipe ({state.grid}) is not supported: leave torch_compile and the dynamo "
+            "settings away, or use a grid without pipe."
         )
     if state.regions:
         if options != state.compile_options:

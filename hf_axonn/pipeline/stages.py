@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn.architectures.plan import ShardingPlan, is_inside
-from hf_axonn.compat.transformers import input_embedding, output_embedding, without_report
+from hf_axonn.compat.transformers import input_embedding, output_embedding, text_config, without_report
 from hf_axonn.engine.context import StagePass
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.dropout import dropout_names, mix, probability
+from hf_axonn.layers.moe import is_experts
 from hf_axonn.pipeline.stand_ins import Arrival, Departure, ElsewhereEmbedding, ElsewhereHead, ElsewhereLayer
-from hf_axonn.topology.stages import divide_layers
+from hf_axonn.topology.stages import as_listed, divide_layers
 
 
 @dataclass
@@ -149,8 +150,9 @@ def divide(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> tuple[
             f"pipe={grid.pipe} divides the decoder layers of a model, but {type(model).__name__} is sharded Linear by "
             f"Linear, and its layers are not known ({plan.reason}): use a grid without pipe."
         )
-    costs = _costs(model, plan)
-    ranges = divide_layers(*costs[:1], count, first=costs[1], last=costs[2])
+    listed = state.config.stage_layers
+    costs, head_cost = _costs(model, plan)
+    ranges = as_listed(listed, len(costs)) if listed else divide_layers(costs, count, last=head_cost)
     decoder = model.get_submodule(plan.decoder) if plan.decoder else model
     layers = model.get_submodule(plan.layers[0].rpartition(".")[0])
     assert isinstance(layers, nn.ModuleList)
@@ -201,17 +203,22 @@ def _own_plan(plan: ShardingPlan, kept: set[int], *, first: bool, last: bool) ->
     )
 
 
-def _costs(model: nn.Module, plan: ShardingPlan) -> tuple[list[float], float, float]:
-    """What each layer, what comes before them and what comes after costs, in multiplications a token."""
+def _costs(model: nn.Module, plan: ShardingPlan) -> tuple[list[float], float]:
+    """What each layer and what the head costs, in multiplications a token; attention, which is alike in all layers of
+    most models, is not counted.
+    """
+    chosen = getattr(text_config(model), "num_experts_per_tok", 1)
     layers = [
-        sum(_products(parameter) for parameter in model.get_submodule(name).parameters()) for name in plan.layers
+        sum(_multiplications(module, chosen) for module in model.get_submodule(name).modules()) for name in plan.layers
     ]
     head = cast("nn.Linear | None", output_embedding(model))
-    return layers, 0.0, 0.0 if head is None else float(head.weight.numel())
+    return layers, 0.0 if head is None else float(head.weight.numel())
 
 
-def _products(parameter: nn.Parameter) -> float:
-    return float(parameter.numel()) if parameter.dim() > 1 else 0.0
+def _multiplications(module: nn.Module, chosen: int) -> float:
+    """Of a token with the module's own weights; of experts it uses `chosen`."""
+    matrices = sum(parameter.numel() for parameter in module.parameters(recurse=False) if parameter.dim() > 1)
+    return matrices * chosen / module.num_experts if is_experts(module) else float(matrices)
 
 
 def _keep_ends(

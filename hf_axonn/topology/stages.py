@@ -54,6 +54,19 @@ def divide_layers(costs: Sequence[float], stages: int, *, first: float = 0.0, la
     return _most_even(weights, stages, low)
 
 
+def as_listed(counts: Sequence[int], layers: int) -> list[range]:
+    """The layers of each stage, of which `counts` says how many each has.
+
+    Raises:
+        ValueError: they are not all layers.
+    """
+    if sum(counts) != layers:
+        raise ValueError(
+            f"stage_layers lists {' + '.join(map(str, counts))} = {sum(counts)} layers, but the model has {layers}."
+        )
+    return [range(stop - count, stop) for count, stop in zip(counts, accumulate(counts), strict=True)]
+
+
 def _integers(costs: Sequence[float]) -> list[int]:
     """The costs in a unit of which each is a multiple: sums of floats would depend on their order."""
     exact = [Fraction(cost) for cost in costs]

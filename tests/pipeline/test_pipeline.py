@@ -26,7 +26,13 @@ GRIDS = {
     4: [Grid(pipe=4), Grid(pipe=2, x=2), Grid(pipe=2, y=2), Grid(pipe=2, z=2), Grid(pipe=2, data=2)],
     8: [Grid(pipe=2, y=2, x=2), Grid(pipe=2, data=2, z=2), Grid(pipe=4, x=2), Grid(pipe=2, z=2, y=2)],
 }
-SCHEDULES = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero_bubble", 1), ("zero_bubble", 2)]
+SCHEDULES = [
+    {"schedule": "1f1b"},
+    {"schedule": "gpipe"},
+    {"schedule": "interleaved", "stages_per_rank": 2},
+    {"schedule": "zero_bubble"},
+    {"schedule": "zero_bubble", "stages_per_rank": 2},
+]
 
 
 def make(kind: str) -> nn.Module:
@@ -81,8 +87,8 @@ def steps(model: nn.Module, batch: dict[str, Tensor], *, grid: Grid | None = Non
 
 def _compare(cases: list, truths: dict) -> list[str]:
     wrong, lines = [], 0
-    for kind, grid, (schedule, stages), of_logits in cases:
-        config = AxonnConfig(grid=grid, schedule=schedule, stages_per_rank=stages)
+    for kind, grid, settings, of_logits in cases:
+        config = AxonnConfig(grid=grid, **settings)
         model, _ = parallelize(make(kind), grid, config=config)
         batch = rows_of(tiny_batch(16, 7), grid, dist.get_rank())
         ours, truth = steps(model, batch, grid=grid, of_logits=of_logits), truths[kind]
@@ -94,7 +100,7 @@ def _compare(cases: list, truths: dict) -> list[str]:
             its = relative_errors(ours[what], {name: truth[what][name] for name in ours[what]})
             worst = max(its, key=its.get)
             errors[f"{what} {worst}"] = its[worst]
-        wrong += [f"{kind} {grid} {schedule} {what}: {error:.1e}" for what, error in errors.items() if error > BOUND]
+        wrong += [f"{kind} {grid} {settings} {what}: {error:.1e}" for what, error in errors.items() if error > BOUND]
         there = [set() for _ in range(grid.size)]
         dist.all_gather_object(there, set(ours["parameters"]))
         assert set().union(*there) == set(truth["parameters"]), "each layer has its stage, under its own name"
@@ -111,15 +117,16 @@ def check(world: int, cases: list) -> None:
 
 def test_pipe_alone() -> None:
     """Each model, each schedule; tied weights lie on both ends."""
-    cases = [(kind, Grid(pipe=2), ("1f1b", 1), False) for kind in ("qwen3", "gpt2", "gemma2", "mixtral")]
+    cases = [(kind, Grid(pipe=2), {}, False) for kind in ("qwen3", "gpt2", "gemma2", "mixtral")]
     cases += [("smollm2", Grid(pipe=2), schedule, False) for schedule in SCHEDULES]
-    cases += [(kind, Grid(pipe=2), ("1f1b", 1), True) for kind in ("smollm2", "gemma2")]
+    cases += [(kind, Grid(pipe=2), {}, True) for kind in ("smollm2", "gemma2")]
+    cases += [("qwen3", Grid(pipe=2), {"stage_layers": [1, 3]}, False)]
     check(2, cases)
 
 
 def test_pipe_with_other_axes() -> None:
-    cases = [("smollm2", grid, ("1f1b", 1), False) for grid in GRIDS[4]]
-    cases += [("qwen3", Grid(pipe=2, z=2), ("interleaved", 2), False), ("gpt2", Grid(pipe=2, x=2), ("1f1b", 1), True)]
+    cases = [("smollm2", grid, {}, False) for grid in GRIDS[4]]
+    cases += [("qwen3", Grid(pipe=2, z=2), SCHEDULES[2], False), ("gpt2", Grid(pipe=2, x=2), {}, True)]
     check(4, cases)
 
 
@@ -127,13 +134,16 @@ def test_pipe_with_other_axes() -> None:
 @pytest.mark.parametrize("kind", ["smollm2", "qwen3", "gpt2", "gemma2", "mixtral"])
 @pytest.mark.parametrize("world", [4, 8])
 def test_every_model_on_every_grid(world: int, kind: str) -> None:
-    check(world, [(kind, grid, ("1f1b", 1), False) for grid in GRIDS[world]])
+    check(world, [(kind, grid, {}, False) for grid in GRIDS[world]])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [4, 8])
 def test_every_schedule_on_every_grid(world: int) -> None:
     fitting = [
-        (grid, schedule) for grid in GRIDS[world] for schedule in SCHEDULES if schedule[1] * grid.pipe <= LAYERS
+        (grid, schedule)
+        for grid in GRIDS[world]
+        for schedule in SCHEDULES
+        if schedule.get("stages_per_rank", 1) * grid.pipe <= LAYERS
     ]
     check(world, [("smollm2", grid, schedule, False) for grid, schedule in fitting])

@@ -21,7 +21,15 @@ def test_settings() -> None:
         AxonnConfig(grid=Grid(pipe=2), schedule="gPipe")
     with pytest.raises(ValueError, match="stages_per_rank is 0, but it is a whole number of at least 1"):
         AxonnConfig(grid=Grid(pipe=2), stages_per_rank=0)
-    config = AxonnConfig.from_mapping({"grid": {"pipe": 2, "x": 2}, "schedule": "zero_bubble"}, num_processes=4)
+    with pytest.raises(ValueError, match=r"stage_layers is \[2, 0\], but it lists how many layers each stage has"):
+        AxonnConfig(grid=Grid(pipe=2), stage_layers=[2, 0])
+    with pytest.raises(
+        ValueError, match="stage_layers lists 3 stages, but there are 2: pipe=2 times stages_per_rank=1"
+    ):
+        AxonnConfig(grid=Grid(pipe=2), stage_layers=[2, 1, 1])
+    section = {"grid": {"pipe": 2, "x": 2}, "schedule": "zero_bubble", "stage_layers": [1, 3]}
+    config = AxonnConfig.from_mapping(section, num_processes=4)
+    assert config.stage_layers == (1, 3)
     assert AxonnConfig.from_env({"AXONN_CONFIG": config.to_json()}) == config
 
 
@@ -29,6 +37,8 @@ def _refusals() -> dict[str, str]:
     grid, found = Grid(pipe=2), {}
     found["no plan"] = refused(parallelize, unplanned_model(), grid)
     found["layers"] = refused(parallelize, tiny_model("llama", num_hidden_layers=1), grid)
+    listed = AxonnConfig(grid=grid, stage_layers=[1, 2])
+    found["list"] = refused(parallelize, tiny_model("llama", num_hidden_layers=4), grid, config=listed)
     model, _ = parallelize(tiny_model("llama", num_hidden_layers=4).train(), grid)
     batch = tiny_batch(4, 7)
     found["rows"] = refused(model, **{name: value[:1] for name, value in batch.items()})
@@ -57,6 +67,7 @@ def _refusals() -> dict[str, str]:
 def test_refusals() -> None:
     first, _ = run_ranks(_refusals, 2, timeout=60)
     wanted = {
+        "list": "stage_layers lists 1 + 2 = 3 layers, but the model has 4",
         "no plan": "pipe=2 divides the decoder layers of a model, but BitNetForCausalLM is sharded Linear by Linear",
         "layers": "1 layers cannot be divided over 2 stages",
         "rows": "a batch of 1 rows cannot be divided into micro-batches for pipe=2",

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from hf_axonn.topology.stages import divide_layers
+from hf_axonn.topology.stages import as_listed, divide_layers
 
 
 def every_division(layers: int, stages: int):
@@ -84,3 +84,9 @@ def test_what_is_refused():
             divide_layers([1.0, wrong], 1)
         with pytest.raises(ValueError, match="a cost is .*finite"):
             divide_layers([1.0, 1.0], 1, last=wrong)
+
+
+def test_a_list_of_layers_is_taken_as_it_is():
+    assert as_listed([1, 3, 2], 6) == [range(0, 1), range(1, 4), range(4, 6)]
+    with pytest.raises(ValueError, match=r"lists 1 \+ 3 = 4 layers, but the model has 6"):
+        as_listed([1, 3], 6)
