@@ -217,8 +217,10 @@ def _costs(model: nn.Module, plan: ShardingPlan) -> tuple[list[float], float]:
 
 def _multiplications(module: nn.Module, chosen: int) -> float:
     """Of a token with the module's own weights; of experts it uses `chosen`."""
-    matrices = sum(parameter.numel() for parameter in module.parameters(recurse=False) if parameter.dim() > 1)
-    return matrices * chosen / module.num_experts if is_experts(module) else float(matrices)
+    matrices = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1]
+    if is_experts(module):
+        return float(sum(chosen * matrix.numel() / len(matrix) for matrix in matrices))
+    return float(sum(matrix.numel() for matrix in matrices))
 
 
 def _keep_ends(

@@ -122,7 +122,7 @@ class Passes(NamedTuple):
 
 def passes(job: Job, grid: Grid, step: Step, order: tuple[str, ...], overlaps: Overlaps, layout: str) -> Passes:
     """Seconds of a micro-batch. Arguments as `pipelined`."""
-    stages = stages_of(job.shape, grid.pipe, job.stages_per_rank, job.seq)
+    stages = stages_of(job.shape, grid.pipe, job.way[1], job.seq)
     if job.pipeline == "zero_bubble":  # the weight gradient beside which the sum over x or y would travel comes later
         overlaps = replace(overlaps, all_reduce=False)
     inside = {"x", "y", "z"} == set(order[:3])  # then pipe and data do not change where their ranks are
@@ -139,7 +139,7 @@ def passes(job: Job, grid: Grid, step: Step, order: tuple[str, ...], overlaps: O
 def least(job: Job, grid: Grid, step: Step, order: tuple[str, ...], overlaps: Overlaps, layout: str) -> float:
     """Seconds of the micro-batches of a step by the closed form. Arguments as `pipelined`."""
     _, stages, hops = passes(job, grid, step, order, overlaps, layout)
-    return estimate(job.pipeline, stages, grid.pipe, step.micro_batches, hops)
+    return estimate(job.way[0], stages, grid.pipe, step.micro_batches, hops)
 
 
 def pipelined(
@@ -162,13 +162,13 @@ def pipelined(
         play: whether the schedule is played, or the closed form taken.
     """
     shape, times, ranks = job.shape, step.micro_batches, grid.pipe
-    stages = stages_of(shape, ranks, job.stages_per_rank, job.seq)
+    stages = stages_of(shape, ranks, job.way[1], job.seq)
     each, of_stages, hops = passes(job, grid, step, order, overlaps, layout)
     if play:
-        line = pipeline_time(job.pipeline, of_stages, ranks, times, hops)
+        line = pipeline_time(job.way[0], of_stages, ranks, times, hops)
     else:
         busy = [times * sum(map(sum, of_stages[rank::ranks])) for rank in range(ranks)]
-        line = Timeline([estimate(job.pipeline, of_stages, ranks, times, hops)] * ranks, busy)
+        line = Timeline([estimate(job.way[0], of_stages, ranks, times, hops)] * ranks, busy)
     links = Links(job.machine, grid, order)
     tied = links.hops("pipe", _tied(shape, grid, step))[-1] if shape.tied else 0.0
     averages, hidden, gathers = {}, {}, {}
@@ -195,7 +195,7 @@ def pipelined(
         memory=max(held, key=lambda needed: needed.total),
         bubble=line.bubble,
         imbalance=max(line.busy) * ranks / sum(line.busy) - 1,
-        in_flight=tuple(in_flight(job.pipeline, ranks, rank, job.stages_per_rank, times)[0] for rank in range(ranks)),
+        in_flight=tuple(in_flight(job.way[0], ranks, rank, job.way[1], times)[0] for rank in range(ranks)),
         hop=max(hops),
         simulated=play,
     )
@@ -242,7 +242,7 @@ def _tied(shape: Stack, grid: Grid, step: Step) -> float:
 
 def held_by_ranks(job: Job, grid: Grid, step: Step, layout: str) -> list[Memory]:
     """What ranks hold, of those of a kind the first and the last one: what is in flight grows or falls along them."""
-    stages = stages_of(job.shape, grid.pipe, job.stages_per_rank, job.seq)
+    stages = stages_of(job.shape, grid.pipe, job.way[1], job.seq)
     return [
         _memory(job, grid, step, layout, stack, rank)
         for stack, ranks in stages.distinct
@@ -258,16 +258,17 @@ def _alone(stack: Stack, grid: Grid, step: Step, layout: str) -> Memory:
 
 def _memory(job: Job, grid: Grid, step: Step, layout: str, stack: Stack, rank: int) -> Memory:
     """What a rank holds that has this part of the model."""
-    forward, waiting = in_flight(job.pipeline, grid.pipe, rank, job.stages_per_rank, step.micro_batches)
+    pipeline, per_rank = job.way
+    forward, waiting = in_flight(pipeline, grid.pipe, rank, per_rank, step.micro_batches)
     # Equal on all grids with averages over data, and with micro-batches.
     grid = Grid(data=min(grid.data, 2), z=grid.z, y=grid.y, x=grid.x)
     step = replace(step, micro_batches=min(step.micro_batches, 2))
     needed = _alone(stack, grid, step, layout)
     kept = kept_bytes(stack, grid, step)
-    activations = kept + (needed.activations - kept) * forward / job.stages_per_rank
-    if job.pipeline == "zero_bubble":
+    activations = kept + (needed.activations - kept) * forward / per_rank
+    if pipeline == "zero_bubble":
         everything = needed
         if step.checkpointing:  # the stage whose weight gradients follow has made everything again
             everything, waiting = _alone(stack, grid, replace(step, checkpointing=False), layout), waiting + 1
-        activations += (everything.activations - kept) * waiting / job.stages_per_rank
+        activations += (everything.activations - kept) * waiting / per_rank
     return Memory(**needed._asdict() | {"activations": activations})

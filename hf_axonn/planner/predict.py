@@ -96,6 +96,12 @@ class Job:
             raise ValueError(f"stages_per_rank is {self.stages_per_rank}, but a rank has at least 1 stage.")
 
     @property
+    def way(self) -> tuple[str, int]:
+        """The pipeline and stages of a rank, of a job that names both."""
+        assert self.pipeline is not None and self.stages_per_rank is not None
+        return self.pipeline, self.stages_per_rank
+
+    @property
     def tokens(self) -> int:
         """Tokens of the full batch."""
         return self.sequences * self.seq
@@ -309,7 +315,7 @@ def fastest_way(
     if quick[0][0] > limit:
         return None
     _, job, count = next((each for each in quick if _fits(*each[1:], grid)), None) or min(
-        quick, key=lambda each: _most(*each[1:], grid)
+        quick, key=lambda each: _most(each[1], each[2], grid)
     )
     return with_pipeline(job, grid, order, count)
 

@@ -83,7 +83,7 @@ def stages_of(shape: Stack, ranks: int, per_rank: int, seq: int) -> Stages:
     costs, head = layer_costs(shape, seq)
     layers = divide_layers(costs, ranks * per_rank, last=head)
     each = [layer for layer, count in shape.runs for _ in range(count)]
-    held: dict[tuple, Stack] = {}
+    held: dict[tuple[object, ...], Stack] = {}
     for rank in range(ranks):
         own = [each[index] for stage in layers[rank::ranks] for index in stage]
         runs = tuple((layer, len(list(run))) for layer, run in groupby(own))
