@@ -65,13 +65,15 @@ def refuse_low_bit(optimizer: torch.optim.Optimizer) -> None:
 
 
 def point_to_shards(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that was made on full parameters have the sharded ones; its groups and settings stay.
+    """Let an optimizer that was made on full parameters have the sharded ones, and none of other stages of a pipeline;
+    its groups and settings stay.
 
     Raises:
         ValueError: it has taken steps, so its state is of the full parameters.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(hasattr(parameter, "sharded_as") for parameter in parameters):  # install.distributed
+    # Left by install.distributed and by pipeline.stages.
+    if not any(hasattr(each, "sharded_as") or hasattr(each, "of_other_stage") for each in parameters):
         return
     if optimizer.state:
         raise ValueError(
@@ -79,4 +81,8 @@ def point_to_shards(optimizer: torch.optim.Optimizer) -> None:
             "before the optimizer is made."
         )
     for group in optimizer.param_groups:
-        group["params"] = [getattr(parameter, "sharded_as", parameter) for parameter in group["params"]]
+        group["params"] = [
+            getattr(parameter, "sharded_as", parameter)
+            for parameter in group["params"]
+            if not hasattr(parameter, "of_other_stage")
+        ]

@@ -164,6 +164,7 @@ def divide(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> tuple[
     hidden, vocabulary, dtype = embedding.embedding_dim, embedding.num_embeddings, embedding.weight.dtype
     head = output_embedding(model)
     tied = head is not None and head.weight is embedding.weight
+    whole = list(model.parameters())
     before = {name.rpartition(".")[0] for name in model.state_dict()}
     _keep_ends(model, decoder, layers, plan, first=0 in mine, last=count - 1 in mine, tied=tied)
     kept = {index for number in mine for index in ranges[number]}
@@ -173,6 +174,8 @@ def divide(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> tuple[
             layers[index] = ElsewhereLayer(originals[index])
     after = {name.rpartition(".")[0] for name in model.state_dict()}
     without_report(model, before - after)
+    for parameter in set(whole) - set(model.parameters()):
+        cast(Any, parameter).of_other_stage = True  # for an optimizer that has it already
     own = []
     for number in mine:
         its = ranges[number]

@@ -9,8 +9,8 @@ done before the caller goes on.
     with backend("nccl", late=True) as it:  the same by the worst order; `it.issued` is what this rank issued
     problems_of_order([issued of rank 0, issued of rank 1, ...])
 
-It stands in for what hf_axonn/distributed calls, the only place of collectives, and for the functional collectives of
-torch that DTensor calls (`full_tensor`, a norm over all ranks). What Accelerate gathers by itself goes past it.
+It stands in for what hf_axonn/distributed calls, the only place of collectives, for the messages of torch's pipeline
+schedules, and for the functional collectives of torch that DTensor calls (`full_tensor`, a norm over all ranks). What Accelerate gathers by itself goes past it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.pipelining import schedules
 
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed import collectives, gloo, mesh
@@ -124,6 +125,30 @@ class HeldMessages(gloo.Messages):
         super().wait()
 
 
+class HeldBatch:
+    """Messages between stages that have not been begun. Whoever waits for some begins all that were issued before.
+
+    torch's schedules wait for what they have sent long after, when others have waited for it: of a GPU that is on its
+    stream by then, but nothing says that it was read before.
+    """
+
+    def __init__(self, earlier: list[HeldBatch], begin: Callable[[], list[dist.Work]], arriving: list[Tensor]) -> None:
+        self._begin = begin
+        self._earlier = earlier
+        self._works: list[dist.Work] | None = None
+        earlier.append(self)
+        for tensor in arriving:
+            poison(tensor)
+
+    def wait(self, timeout: object = None) -> bool:
+        while self._earlier:
+            batch = self._earlier.pop(0)
+            batch._works = batch._begin()
+        for work in self._works:
+            work.wait()
+        return True
+
+
 class Backend:
     """The `dist` that hf_axonn/distributed sees, and torch's functional collectives.
 
@@ -133,13 +158,16 @@ class Backend:
 
     Attributes:
         issued: what this rank issued, in order.
+        between_stages: how many messages of torch's schedules it issued besides; their order differs by stage.
     """
 
     def __init__(self, like: str, *, late: bool) -> None:
         self.like = like
         self.late = late
         self.issued: list[Issued] = []
+        self.between_stages = 0
         self._functional: dict[int, Held] = {}
+        self._batches: list[HeldBatch] = []
 
     def note(self, op: str, group: ProcessGroup | None, shape: Sequence[int], dtype: object) -> None:
         group = group or dist.group.WORLD
@@ -199,9 +227,17 @@ class Backend:
 
         return issue
 
-    def broadcast(self, value, src=0, **options):
-        self.note(f"broadcast from {src}", options.get("group"), value.shape, value.dtype)
-        return dist.broadcast(value, src=src, **options)
+    def batch_p2p(self, ops, desc=None):
+        self.between_stages += len(ops)
+        if not (self.late and ops):
+            return _batch_p2p(ops, desc)
+        arriving = [op.tensor for op in ops if op.op is dist.irecv]
+        return [HeldBatch(self._batches, functools.partial(_batch_p2p, ops, desc), arriving)]
+
+    def broadcast(self, value, **options):
+        source = options.get("src", options.get("group_src", 0))
+        self.note(f"broadcast from {source}", options.get("group"), value.shape, value.dtype)
+        return dist.broadcast(value, **options)
 
     def broadcast_coalesced(self, tensors, buffer_bytes):
         sizes = [tensor.numel() for tensor in tensors]
@@ -252,14 +288,18 @@ class Backend:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """In the place of what hf_axonn/distributed calls. Sizes from which it takes another way are small here."""
+        isend, irecv = self._message("isend", dist.isend, "group_dst"), self._message("irecv", dist.irecv, "group_src")
+        real = {isend: dist.isend, irecv: dist.irecv}
         stand_in = types.SimpleNamespace(
             **vars(dist)
             | {
                 "all_reduce": self.all_reduce,
                 "all_to_all_single": self._out_of_place("all_to_all", dist.all_to_all_single),
-                "irecv": self._message("irecv", dist.irecv, "group_src"),
-                "isend": self._message("isend", dist.isend, "group_dst"),
+                "irecv": irecv,
+                "isend": isend,
                 "broadcast": self.broadcast,
+                # Of messages that are waited for at once, and made of the functions themselves.
+                "P2POp": lambda op, *args, **opts: dist.P2POp(real[op], *args, **opts),
             }
         )
         values = {
@@ -272,6 +312,7 @@ class Backend:
             (collectives, "backend_of"): lambda group=None, device=None: self.like,
             (collectives, "broadcast_coalesced"): self.broadcast_coalesced,
             (dist.ProcessGroup, "barrier"): lambda *args, **opts: self.barrier(*args, **opts),
+            (schedules, "_batch_p2p"): self.batch_p2p,
             (gloo, "LARGE_BYTES"): 3_000,
             (collectives, "ALONE_BYTES"): 1_500,
             (gradient_sync, "BUCKET_BYTES"): 20_000,
@@ -292,6 +333,7 @@ class Backend:
 # The functions themselves, before anything stands in for them.
 _all_gather, _reduce_scatter = collectives._all_gather_single, collectives._reduce_scatter_single
 _all_gathers, _reduce_scatters = collectives._all_gathers, collectives._reduce_scatters
+_batch_p2p = schedules._batch_p2p
 _broadcast_coalesced, _barrier = collectives.broadcast_coalesced, dist.ProcessGroup.barrier
 
 

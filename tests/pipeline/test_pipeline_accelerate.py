@@ -36,6 +36,8 @@ def loop(grid: Grid | None, kind: str) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     loader = DataLoader(token_data(ROWS, seed=2), batch_size=4 // samples, collate_fn=collate)
     optimizer, model, loader = accelerator.prepare(optimizer, model, loader)
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    assert trained == {id(parameter) for parameter in model.parameters()}, "nothing of other stages"
     losses, norms = [], []
     with Float64():
         for batch in loader:
