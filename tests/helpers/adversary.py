@@ -10,7 +10,8 @@ done before the caller goes on.
     problems_of_order([issued of rank 0, issued of rank 1, ...])
 
 It stands in for what hf_axonn/distributed calls, the only place of collectives, for the messages of torch's pipeline
-schedules, and for the functional collectives of torch that DTensor calls (`full_tensor`, a norm over all ranks). What Accelerate gathers by itself goes past it.
+schedules, and for the functional collectives of torch that DTensor calls (`full_tensor`, a norm over all ranks). What
+Accelerate gathers by itself goes past it.
 """
 
 from __future__ import annotations
