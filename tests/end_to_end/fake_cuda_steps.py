@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn import Grid, parallelize
+from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.layers import moe
 from hf_axonn.parallel import batch_check
@@ -32,6 +33,7 @@ from tests.helpers.operators import Operators
 
 
 GRID = Grid(data=2, z=2, y=2, x=2)
+PIPED = Grid(pipe=2, z=2, y=2, x=2)
 ROWS, SEQ = 4, 16
 EXPERTS = dict(num_experts=8, num_local_experts=8, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
 LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8)
@@ -73,6 +75,15 @@ def train(model, reads: HostReads, fault=lambda: None) -> None:
 
 def plain(kind: str, reads: HostReads) -> None:
     train(parallelize(make(kind), GRID)[0], reads)
+
+
+def stage(kind: str, reads: HostReads, schedule: str = "1f1b") -> None:
+    model, _ = parallelize(make(kind), PIPED, config=AxonnConfig(grid=PIPED, schedule=schedule))
+    train(model, reads)
+
+
+def zero_bubble(kind: str, reads: HostReads) -> None:
+    stage(kind, reads, "zero_bubble")
 
 
 def products(kind: str, reads: HostReads) -> None:
@@ -267,6 +278,9 @@ def nothing_read(_: str, reads: HostReads) -> None:
 
 
 SITUATIONS = dict(
+    first_stage=stage,
+    last_stage=stage,
+    zero_bubble=zero_bubble,
     products=products,
     reentrant=reentrant,
     checkpointed=checkpointed,
@@ -285,6 +299,11 @@ SITUATIONS = dict(
     nothing_read=nothing_read,
     two_devices=two_devices,
 )
+PLACES = {
+    "first_stage": (PIPED, 0),
+    "last_stage": (PIPED, PIPED.rank(pipe=1)),
+    "zero_bubble": (PIPED, PIPED.rank(pipe=1)),
+}
 
 
 def main(names: list[str]) -> None:
@@ -295,7 +314,7 @@ def main(names: list[str]) -> None:
         kind, _, situation = name.partition("-")
         problem, found = "", {}
         try:
-            with fake_gpu(GRID) as reads:
+            with fake_gpu(*PLACES.get(situation, (GRID, 0))) as reads:
                 found = reads.found
                 SITUATIONS.get(situation, plain)(kind, reads)
         except Exception:

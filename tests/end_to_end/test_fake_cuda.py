@@ -16,6 +16,7 @@ from tests.helpers import fake_cuda
 
 STEPS = "tests.end_to_end.fake_cuda_steps"
 QUICK = ["llama", "gpt2-dropout", "mixtral", "llama-reentrant", "llama-lora"]
+QUICK += ["llama-first_stage", "mixtral-zero_bubble"]
 QUICK += ["llama-accelerate", "llama-fp16", "llama-trainer", "llama-evaluate", "qwen3_moe-sample"]
 SLOW = ["gpt2", "starcoder2", "gemma2", "olmo2", "phi3", "mamba", "qwen3_moe", "deepseek_v3"]
 # Of checkpoints the reentrant ones are those that the host reads for, so one of them is quick.
@@ -28,6 +29,7 @@ SLOW += [
     "gpt2-lora",
 ]
 SLOW += ["mixtral-accelerate", "mixtral-trainer", "gpt2-trainer", "mixtral-evaluate"]
+SLOW += ["mixtral-first_stage", "gpt2-last_stage", "gemma2-zero_bubble"]
 SLOW += ["mixtral-many_foreign", "qwen3_moe-one_expert", "llama-generate", "qwen3_moe-generate", "mamba-generate"]
 FAULTS = ["llama-host_read", "llama-two_devices", "-one_of_each", "-nothing_read"]
 ALSO = ["llama-products"]
