@@ -408,6 +408,7 @@ def pipeline_schedule(
     device: torch.device,
     group: ProcessGroup,
     weight_gradients: Callable[[], Callable[[], None]],
+    begins: Callable[[str, int, int], None],
 ) -> Any:
     """A schedule of torch.distributed.pipelining over this rank's stages, whose last one returns a loss.
 
@@ -416,14 +417,28 @@ def pipeline_schedule(
         stages: (module, (index, tensors that it gets, tensors that it gives)), of which only the metadata counts.
         total: the number of all stages.
         weight_gradients: called after a backward pass of zero_bubble; gives what computes what that has left.
+        begins: called before each pass with its kind, the index of the stage and the micro-batch.
     """
     from torch.distributed import pipelining
+
+    class Stage(pipelining.PipelineStage):
+        def forward_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> Any:
+            begins("forward", self.stage_index, chunk)
+            return super().forward_one_chunk(chunk, *args, **kwargs)
+
+        def backward_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> Any:
+            begins("backward", self.stage_index, chunk)
+            return super().backward_one_chunk(chunk, *args, **kwargs)
+
+        def backward_weight_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> Any:
+            begins("weight gradients", self.stage_index, chunk)
+            return super().backward_weight_one_chunk(chunk, *args, **kwargs)
 
     def loss_of(output: torch.Tensor, _: None) -> torch.Tensor:
         return output
 
     made = [
-        pipelining.PipelineStage(
+        Stage(
             module,
             index,
             total,

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from hf_axonn.compat.torch import at_end_of_backward, pipeline_schedule, run_schedule
 from hf_axonn.distributed.collectives import broadcast_over, reduce_, swap
 from hf_axonn.distributed.consistency import gather_texts
+from hf_axonn.distributed.watchdog.progress import PROGRESS
+from hf_axonn.distributed.watchdog.watchdog import has_stages
 from hf_axonn.engine.dtensors import local
 from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.engine.matmul3d import finish_deferred
@@ -48,6 +50,10 @@ class Pipeline:
         self.parameters = list(model.parameters())
         self.group = state.mesh.group("pipe")
         self._schedules: dict[tuple[Any, ...], tuple[Any, list[_StageModule]]] = {}
+        PROGRESS.pipe = self.here
+        has_stages(
+            f"pipe={self.here}, stage {' and '.join(str(stage.index) for stage in stages.own)} of {stages.total}"
+        )
 
     @torch.no_grad()
     def _add_up_tied(self) -> None:
@@ -141,6 +147,7 @@ class Pipeline:
         try:
             with torch.autocast(self.state.mesh.device.type, enabled=False):
                 losses = run_schedule(schedule, len(calls))
+            PROGRESS.passing = ""
             self._add_up_tied()
             found = [parameter.grad for parameter in self.parameters]
         except RuntimeError as error:  # torch wraps what a stage raises
@@ -180,6 +187,7 @@ class Pipeline:
                     self.state.mesh.device,
                     self.group,
                     self._left_for_later,
+                    PROGRESS.enters,
                 ),
                 modules,
             )
@@ -205,10 +213,12 @@ class Pipeline:
             if not stage.first:
                 shape = self.stages.block_shape(*self._shape_of(call))
                 received = receive(shape, self.stages.stream_dtype(), self.state.mesh, stage.index - 1)
+            PROGRESS.enters("forward", stage.index, 0)
             with self.stages.running(stage, received, seeds(stage, 0)) as passing:
                 output = call()
             if not stage.last:
                 sent.append(send(self.stages.checked(passing.handed), self.state.mesh, stage.index + 1))
+        PROGRESS.passing = ""
         return self._shared(output, sent)
 
     def from_last(self, value: Tensor | None) -> Tensor | None:

@@ -30,6 +30,7 @@ from tests.helpers.models import tiny_batch, tiny_model
 
 
 WORLD = 4
+GRID = Grid(z=2, x=2)
 # Of the process group, in seconds: how long the others wait for such a rank.
 TIMEOUTS = {"hangs": 8, "frozen": 8, "works": 8}
 LONG = 3600  # where nobody has to wait for the timeout: a run that did so would not end before the limit of `run`
@@ -53,16 +54,16 @@ def fail(how: str):
         raise FloatingPointError("the loss is nan")
 
 
-def loop(how: str, failing: list[int], step: int) -> None:
-    """A bare training loop on four ranks (z=2, x=2), in which ranks fail in a step."""
+def loop(how: str, failing: list[int], step: int, grid: Grid = GRID) -> None:
+    """A bare training loop on four ranks, in which ranks fail in a step."""
     torch.set_num_threads(1)
-    model, _ = hf_axonn.parallelize(tiny_model("llama"), Grid(z=2, x=2))
+    model, _ = hf_axonn.parallelize(tiny_model("llama"), grid)
     model.train()
     me = dist.get_rank()
     for number in range(1, 1000):
         if me in failing and number == step:
             model.model.layers[1].mlp.act_fn.register_forward_pre_hook(lambda *_: fail(how))
-        batch = tiny_batch(2, 8, seed=number + 1000 * (me // 2))
+        batch = tiny_batch(2, 8, seed=number + 1000 * grid.coordinates(me)["z"])
         if how == "sample" and me in failing and number == step:
             batch["input_ids"][0, 3] = 131
         if how == "alone" and number == step:
@@ -79,7 +80,7 @@ def loop(how: str, failing: list[int], step: int) -> None:
         hf_axonn.sync_gradients(model)
 
 
-def _rank(rank: int, port, listening, log: str, how: str, failing: list[int], step: int) -> None:
+def _rank(rank: int, port, listening, log: str, how: str, failing: list[int], step: int, grid: Grid) -> None:
     """A process as torchrun would start it: its store lives elsewhere, and exceptions come to sys.excepthook."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(descriptor, 1)
@@ -96,7 +97,7 @@ def _rank(rank: int, port, listening, log: str, how: str, failing: list[int], st
     )
     code = 0
     try:
-        loop(how, failing, step)
+        loop(how, failing, step, grid)
     except SystemExit as exit_:
         code = exit_.code
         atexit._run_exitfuncs()
@@ -107,12 +108,12 @@ def _rank(rank: int, port, listening, log: str, how: str, failing: list[int], st
     os._exit(code)
 
 
-def run(tmp_path: Path, how: str, *failing: int, step: int = 3) -> tuple[list[int | None], str]:
+def run(tmp_path: Path, how: str, *failing: int, step: int = 3, grid: Grid = GRID) -> tuple[list[int | None], str]:
     """Exit codes (None of one that had to be killed) and all output."""
     log = tmp_path / "log"
     context = multiprocessing.get_context("fork")
     port, listening = context.Value("i", 0), context.Event()
-    arguments = (port, listening, str(log), how, list(failing), step)
+    arguments = (port, listening, str(log), how, list(failing), step, grid)
     ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(WORLD)]
     with pytest.MonkeyPatch.context() as patch:  # as in a notebook that has trained before
         patch.setattr(PROGRESS, "done", 4)
@@ -183,6 +184,34 @@ def test_a_rank_that_fails_in_a_step_is_named_and_all_end(tmp_path, how, failing
     # What torchrun prints at the end: every rank that ended by an error knows the cause.
     told = [(tmp_path / f"log-{rank}.json").is_file() for rank in range(WORLD)]
     assert sum(told) >= WORLD - len(failing) - 1, told
+
+
+@pytest.mark.parametrize(
+    ("how", "failing", "said"),
+    [
+        (
+            "nan",
+            2,
+            r"rank 2 \(.*stage 1 of 2\) raised in step 3, forward of micro-batch 0 in stage 1: FloatingPointError",
+        ),
+        (
+            "killed",
+            3,
+            r"rank 3 \(.*pipe=1, stage 1 of 2\) died or froze in step 3: .* ranks 0, 1 and 2 waited for it .*"
+            r"ranks 0 and 1 after forward of micro-batch 1 in stage 0; rank 2 after forward of micro-batch 0 in stage",
+        ),
+        pytest.param(
+            "hangs",
+            3,
+            r"(?s)rank 3 .* hangs in step 3, forward of micro-batch 0 in stage 1: .* ranks 0, 1 and 2 waited .*"
+            r"ranks 0 and 1 after forward of micro-batch 1 in stage 0.* in fail: time.sleep\(1000\)",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_stage_that_fails_is_named_with_the_micro_batch(tmp_path, how, failing, said):
+    _, output = run(tmp_path, how, failing, grid=Grid(pipe=2, x=2))
+    assert re.search(said, message(output)), message(output)
 
 
 LAUNCHED = """
@@ -323,6 +352,15 @@ def test_who_is_to_blame():
     assert "waited 27 s for it at a.py:9 `save()`." in _judge(saving, _account(1, collectives=99))
     assert "rank 1 left. Waiting at a.py:9 `save()`: rank 0. Every rank" in _judge(saving, ended={1: "left"})
     assert "rank 1 left" in _judge(_account(0), ended={1: "left"})
+
+
+def test_of_a_pipeline_ranks_of_one_stage_are_compared():
+    stages = [_account(0, collectives=70), _account(1, collectives=70)]
+    behind = [_account(2, pipe=1), _account(3, pipe=1, collectives=99, passing="backward of micro-batch 2 in stage 1")]
+    said = _judge(*stages, *behind)
+    assert said.startswith("rank 3 (host a) hangs in step 5, backward of micro-batch 2 in stage 1: it waits elsewhere")
+    busy = _account(2, pipe=1, waiting=False, stack=("data.py:7 in load: read()",))
+    assert _judge(*stages, busy, _account(3, pipe=1)).startswith("rank 2 (host a) hangs in step 5: it goes no further")
 
 
 def test_a_run_that_only_takes_long_is_let_go_on():

@@ -30,8 +30,8 @@ def diagnose(
 ) -> str | None:
     """Find who holds the others up.
 
-    All ranks run one program, so who has issued the fewest collectives is the one that is missing in the next. Where
-    that does not tell them apart, it is who does not wait for others.
+    All ranks of a stage run one program, so whoever of them has issued the fewest collectives is missing in the next
+    one. Where that does not tell them apart, it is who does not wait for others.
 
     Args:
         accounts: of the ranks that answered.
@@ -47,7 +47,7 @@ def diagnose(
     """
     when = max(accounts, key=lambda account: account.done).when if accounts else "at an unknown step"
     others = (
-        f"{ranks_in_words([account.rank for account in accounts])} waited for it{_calls(accounts)}"
+        f"{ranks_in_words([account.rank for account in accounts])} waited for it{_calls(accounts)}{_passes(accounts)}"
         if accounts
         else "nobody else answers"
     )
@@ -65,8 +65,7 @@ def diagnose(
             "number of steps and leave a script at the same place."
         )
     waited = max(account.still for account in accounts)
-    least = min((account.done, account.collectives) for account in accounts)
-    behind = [account for account in accounts if (account.done, account.collectives) == least]
+    behind = _behind(accounts)
     if len(behind) == len(accounts) and not any(account.waiting for account in accounts):
         if broken:
             return f"a connection between ranks broke {when}, and no rank knows why."
@@ -87,11 +86,25 @@ def diagnose(
             "(ddp_timeout, InitProcessGroupKwargs; `accelerator.wait_for_everyone()` waits without a limit)"
         )
     return (
-        f"{ranks_in_words([account.rank for account in busy])} ({first.place}) hangs {first.when}: it {doing}, while "
-        f"{ranks_in_words([account.rank for account in waiting])} waited {waited:.0f} s for it{_calls(waiting)}."
+        f"{ranks_in_words([account.rank for account in busy])} ({first.place}) hangs {first.when}"
+        f"{first.passing and f', {first.passing}'}: it {doing}, while "
+        f"{ranks_in_words([account.rank for account in waiting])} waited {waited:.0f} s for it{_calls(waiting)}"
+        f"{_passes(waiting)}."
         f"{_batches(accounts)} Where rank {first.rank} is:\n"
         f"{stack}"
     )
+
+
+def _behind(accounts: Sequence[Account]) -> list[Account]:
+    """Who has issued fewer collectives than others of the same stage; all, where nobody has."""
+    stages: dict[int, list[Account]] = {}
+    for account in accounts:
+        stages.setdefault(account.pipe, []).append(account)
+    behind = []
+    for members in stages.values():
+        counts = [(account.done, account.collectives) for account in members]
+        behind += [members[i] for i, count in enumerate(counts) if count == min(counts) < max(counts)]
+    return behind or list(accounts)
 
 
 def who_works(accounts: Sequence[Account]) -> str:
@@ -122,6 +135,16 @@ def _calls(accounts: Sequence[Account]) -> str:
     """Where the user's program stands on these ranks: " at train.py:7 `save()`"; empty if unknown."""
     calls = "; ".join(sorted({account.call for account in accounts if account.call})[:REPORTED])
     return calls and f" at {calls}"
+
+
+def _passes(accounts: Sequence[Account]) -> str:
+    """Which passes of a pipeline these ranks have begun last; empty without one."""
+    passes: dict[str, list[int]] = {}
+    for account in accounts:
+        if account.passing:
+            passes.setdefault(account.passing, []).append(account.rank)
+    told = "; ".join(f"{ranks_in_words(ranks)} after {what}" for what, ranks in list(passes.items())[:REPORTED])
+    return told and f" ({told})"
 
 
 def _lone_call(accounts: Sequence[Account]) -> str:

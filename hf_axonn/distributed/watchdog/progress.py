@@ -23,6 +23,7 @@ WAITING = tuple(f"hf_axonn/distributed/{name}.py" for name in ("collectives", "g
 WAITING += ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 # Where files are that the user has not written; others are the program's.
 LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[2]), "<frozen")
+WAITING_FUNCTION = "_wait_batch_p2p"  # of torch's pipeline schedules, which compute in the same file
 FRAMES = 12  # of a stack are reported, the innermost
 
 
@@ -37,6 +38,8 @@ class Progress:
         last: the kind of the last one.
         batch: names and shapes of the last batch.
         work: what other code does for long in the main thread, which stands meanwhile: an upload, in words.
+        pipe: this rank's place on the axis pipe.
+        passing: the pass of a stage that is under way, or was the last to begin, in words; empty without a pipeline.
     """
 
     passes: int = 0
@@ -45,6 +48,8 @@ class Progress:
     last: str = ""
     batch: dict[str, tuple[int, ...]] = field(default_factory=dict)
     work: str = ""
+    pipe: int = 0
+    passing: str = ""
 
     def begin(self) -> None:
         """A run begins; an earlier one of this process, or of the one that it was forked from, is over."""
@@ -59,6 +64,10 @@ class Progress:
     def when(self) -> str:
         """The step under way, in words."""
         return f"in step {self.done + 1}" if self.passes or self.done else "before the first step"
+
+    def enters(self, kind: str, stage: int, micro_batch: int) -> None:
+        """A pass of a stage begins: forward, backward or weight gradient."""
+        self.passing = f"{kind} of micro-batch {micro_batch} in stage {stage}"
 
 
 PROGRESS = Progress()
@@ -79,7 +88,7 @@ class Account:
         idle: for how long its main thread has not used the processor, in seconds; 0 while `work` is under way.
         stack: the innermost frames of its main thread, the innermost last.
         call: the line of the user's program on which that is, empty if there is none.
-        work: as in Progress.
+        work, pipe, passing: as in Progress.
     """
 
     rank: int
@@ -96,6 +105,8 @@ class Account:
     stack: tuple[str, ...]
     call: str = ""
     work: str = ""
+    pipe: int = 0
+    passing: str = ""
 
     def to_dict(self) -> dict:
         """For JSON; `Account(**...)` reads it back."""
@@ -138,7 +149,8 @@ def used_seconds() -> float:
 
 
 def _is_waiting(frame: FrameType, files: tuple[str, ...] = WAITING) -> bool:
-    return PurePath(frame.f_code.co_filename).as_posix().endswith(files)
+    code = frame.f_code
+    return code.co_name == WAITING_FUNCTION or PurePath(code.co_filename).as_posix().endswith(files)
 
 
 def waits_for_others() -> bool:
@@ -184,4 +196,6 @@ def account(rank: int, place: str, still: float, idle: float, raised: BaseExcept
         stack=tuple(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in reversed(summary)),
         call=program_line(lines),
         work=PROGRESS.work,
+        pipe=PROGRESS.pipe,
+        passing=PROGRESS.passing,
     )

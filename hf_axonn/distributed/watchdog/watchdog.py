@@ -104,6 +104,12 @@ def ended() -> None:
         _watch.at_exit()
 
 
+def has_stages(text: str) -> None:
+    """This rank has these stages of a pipeline, in words."""
+    if _watch is not None and _watch.process == os.getpid():
+        _watch.has_stages(text)
+
+
 class Watchdog:
     """The thread of this rank and what it shares with the others."""
 
@@ -112,7 +118,7 @@ class Watchdog:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.process = os.getpid()
         self.limit = SHARE * world_timeout()
-        self.place = f"host {socket.gethostname()}, process {os.getpid()}"
+        self.place = self._here = f"host {socket.gethostname()}, process {os.getpid()}"
         self.round = 0  # of roll calls
         # Other parents, such as a shell, may go before their children.
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
@@ -139,6 +145,10 @@ class Watchdog:
         self._termination = Termination()
         self._store.set(f"place/{self.rank}", self.place)
         threading.Thread(target=self._run, name="hf_axonn-watch", daemon=True).start()
+
+    def has_stages(self, text: str) -> None:
+        self.place = f"{self._here}, {text}"
+        self._store.set(f"place/{self.rank}", self.place)
 
     def stop(self) -> None:
         """Watch no longer."""
@@ -324,7 +334,8 @@ class Watchdog:
                 known = bool(result and result["text"])
                 _record(RuntimeError(result["text"]) if known else error)
                 return not known
-            text = f"rank {self.rank} ({self.place}) raised {PROGRESS.when}: {cause[:LONGEST_CAUSE]}"
+            text = f"rank {self.rank} ({self.place}) raised {PROGRESS.when}"
+            text += f"{PROGRESS.passing and f', {PROGRESS.passing}'}: {cause[:LONGEST_CAUSE]}"
             first = self._decide(text, cause)
             _record(error)
             if first:
