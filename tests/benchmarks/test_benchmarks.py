@@ -34,6 +34,16 @@ def test_all_contenders_train_the_same_model(tmp_path):
     assert "at most the allowed" in report.read_text()
 
 
+@pytest.mark.slow
+def test_stages_train_the_same_model_as_torchs_own(tmp_path):
+    report = tmp_path / "peers.md"
+    sizes = "--size tiny --sequence 32 --rounds 1 --ranks 4".split()
+    contenders = ["--others", "plain", "FSDP2 in 2 stages", "--grids", "pipe=2,data=2", "pipe=2,x=2"]
+    done = run("-m", "tests.benchmarks.peers.peers", *sizes, *contenders, "--output", str(report))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"| {name} |" in report.read_text() for name in ("FSDP2 in 2 stages", "data=2 pipe=2", "pipe=2 x=2"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

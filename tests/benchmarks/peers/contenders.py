@@ -5,6 +5,7 @@
     floor width     every rank takes its share of the heads, features and vocabulary, and communicates nothing
     DDP             torch's DistributedDataParallel
     FSDP2           torch's fully_shard, layer by layer and around the rest
+    FSDP2 in 2 stages   torchtitan's way: torch's 1F1B over two stages, each of them FSDP2 (stages.py)
     native TP       Transformers' own tensor parallelism, from_pretrained(distributed_config=...)
     a grid          hf_axonn.from_pretrained(grid=...)
     AxoNN auto ...  AxoNN's own source on the same grid, by its auto_parallelize (axonn_models.py, axonn_on_cpus.py)
@@ -34,10 +35,12 @@ from hf_axonn.config import AxonnConfig, Overlap
 from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.planner.measure.traffic_counter import TrafficCounter, count_traffic
 from tests.benchmarks.peers.axonn_models import axonn_llama, one_pass
+from tests.benchmarks.peers.stages import InStages
 
 
 FLOORS = ("floor tokens", "floor width")
 PEERS = ("DDP", "FSDP2", "native TP")
+STAGES = "FSDP2 in 2 stages"
 AXONN = ("AxoNN auto", "AxoNN by hand")
 LEARNING_RATE = 3e-4
 
@@ -53,6 +56,7 @@ class Training:
         around_pass, around_forward, around_backward: what both, or forward, or backward, has to run inside of.
         vocabulary: ids are taken modulo this number (only the narrow floor has fewer than the text).
         counting: counts the collectives that run inside, where they can be counted.
+        in_stages: runs forward and backward in their place.
     """
 
     model: nn.Module
@@ -64,6 +68,7 @@ class Training:
     around_backward: Callable[[], AbstractContextManager] = nullcontext
     vocabulary: int | None = None
     counting: Callable[[], AbstractContextManager[TrafficCounter]] | None = None
+    in_stages: InStages | None = None
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,11 +84,14 @@ class Training:
         rows = batch.chunk(self.parts)[self.part]
         if self.vocabulary is not None:
             rows = rows % self.vocabulary
-        with self.around_pass():
-            with self.around_forward():
-                loss = self.model(input_ids=rows, labels=rows).loss
-            with self.around_backward():
-                loss.backward()
+        if self.in_stages is not None:
+            loss = self.in_stages.loss(rows)
+        else:
+            with self.around_pass():
+                with self.around_forward():
+                    loss = self.model(input_ids=rows, labels=rows).loss
+                with self.around_backward():
+                    loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -93,8 +101,8 @@ def build(name: str, folder: Path) -> Training:
     """Make a contender on this rank.
 
     Args:
-        name: one of FLOORS, PEERS, "plain", or a grid as `Grid.__str__` writes it without the axes of size 1 ("x=2"),
-            alone or after one of AXONN; or before overlaps that are off ("z=2 without all_gather").
+        name: one of FLOORS, PEERS, STAGES, "plain", or a grid as `Grid.__str__` writes it without the axes of size 1
+            ("x=2"), alone or after one of AXONN; or before overlaps that are off ("z=2 without all_gather").
         folder: the initial weights, saved by Transformers.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -111,6 +119,9 @@ def build(name: str, folder: Path) -> Training:
         return Training(model, parts=world, part=rank)
     if name == "FSDP2":
         return Training(fully_sharded(AutoModelForCausalLM.from_pretrained(folder)), parts=world, part=rank)
+    if name == STAGES:
+        stages = InStages(AutoModelForCausalLM.from_pretrained(folder), 2)
+        return Training(stages.model, parts=stages.parts, part=stages.part, in_stages=stages)
     if name == "native TP":
         from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -129,7 +140,7 @@ def build(name: str, folder: Path) -> Training:
         parts=grid.dp_size,
         part=mesh.index("data", "z"),
         around_backward=partial(syncing, model),  # as accelerator.backward does
-        counting=partial(count_traffic, grid),
+        counting=None if grid.pipe > 1 else partial(count_traffic, grid),  # torch's schedules send by themselves
     )
 
 

@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from hf_axonn import Grid  # noqa: E402
 from tests.benchmarks.peers import axonn_on_cpus  # noqa: E402
-from tests.benchmarks.peers.contenders import FLOORS, PEERS, axonn_names, grid_name, parse_grid  # noqa: E402
+from tests.benchmarks.peers.contenders import FLOORS, PEERS, STAGES, axonn_names, grid_name, parse_grid  # noqa: E402
 from tests.benchmarks.peers.ranks import Ranks, Traffic, Turn, wait_for_quiet  # noqa: E402
 from tests.benchmarks.peers.report import QUIET, description, loss_difference, table, traffic_table  # noqa: E402
 
@@ -96,7 +96,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=256, help="tokens of a row (256)")
     parser.add_argument("--kv-heads", type=int, help="kv heads (as many as query heads)")
     parser.add_argument("--grids", nargs="*", help='ours, as "x=2" "data=2,z=2" (every grid of --ranks ranks)')
-    parser.add_argument("--others", nargs="*", default=["plain", *FLOORS, *PEERS], help="the others (all)")
+    parser.add_argument(
+        "--others", nargs="*", default=["plain", *FLOORS, *PEERS], help="the others (all without pipelines)"
+    )
     parser.add_argument("--axonn", type=Path, metavar="FOLDER", help="AxoNN's source: it runs on the same grids")
     parser.add_argument("--together", type=int, default=4, help="grids in one heat, for the sake of memory (4)")
     parser.add_argument(
@@ -118,8 +120,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
             parse_grid(name).check(args.ranks)
     except (TypeError, ValueError) as error:
         parser.error(f"--grids: {error}")
-    if unknown := set(args.others) - {"plain", *FLOORS, *PEERS}:
-        parser.error(f"--others: {', '.join(sorted(unknown))}: there are plain, {', '.join(FLOORS + PEERS)}.")
+    if unknown := set(args.others) - {"plain", *FLOORS, *PEERS, STAGES}:
+        there = ", ".join((*FLOORS, *PEERS, STAGES))
+        parser.error(f"--others: {', '.join(sorted(unknown))}: there are plain, {there}.")
     if args.axonn is not None:
         try:
             axonn_on_cpus.load(args.axonn)
