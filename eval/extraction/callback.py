@@ -86,7 +86,12 @@ class ExtractionCallback(TrainerCallback):
         self._measured: tuple[int, dict[str, float]] | None = None  # step, and what was measured with its evaluation
 
     def on_train_begin(self, args, state, control, **kwargs: Any) -> None:
-        """Measure before the first step, if asked."""
+        """Measure before the first step, if asked.
+
+        Raises:
+            ValueError: the grid has stages.
+        """
+        WorkSplit.of(self.trainer.model)
         if self.at_start and state.global_step == 0:
             self._log(control)
 

@@ -37,12 +37,20 @@ class WorkSplit:
         """The split for a model: by (data, z) if it is parallelized, else every process is on its own.
 
         No communication.
+
+        Raises:
+            ValueError: its grid has stages.
         """
         rank, world_size = _world()
         parallel = hf_axonn.parallel_state(model)
         if parallel is None:
             return cls(index=rank, count=world_size, rank=rank, world_size=world_size)
         grid, here = parallel.grid, parallel.coordinates
+        if grid.pipe > 1:
+            raise ValueError(
+                f"extraction over a grid with pipe ({grid}) is not possible: decoding needs the caches of all layers. "
+                "A checkpoint that stages wrote can be measured on one process or on any grid without pipe."
+            )
         return cls(
             index=here["data"] * grid.z + here["z"],
             count=grid.data * grid.z,

@@ -219,7 +219,7 @@ class Product:
         if found is None:
             gathering = Gathering(self.weights, self.layouts, dtype)
             found = GatheredBlocks(context.gather_ahead.take(key, gathering, version), version)
-            if context.gather_cache.everything:
+            if context.gather_cache.everything or (context.gather_cache.through and self.keeps):
                 context.gather_cache.add(key, found)
         return found
 

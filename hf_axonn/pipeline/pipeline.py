@@ -10,6 +10,7 @@ Stages hand on the residual stream in its own layout, point to point between equ
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -144,8 +145,11 @@ class Pipeline:
         before = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
+        # What a layer that runs again has gathered is let go in backward; other kept weights serve all micro-batches.
+        cache = self.state.context.gather_cache
+        kept = contextlib.nullcontext() if self.state.keeps_recomputed else cache.through_passes()
         try:
-            with torch.autocast(self.state.mesh.device.type, enabled=False):
+            with kept, torch.autocast(self.state.mesh.device.type, enabled=False):
                 losses = run_schedule(schedule, len(calls))
             PROGRESS.passing = ""
             self._add_up_tied()

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.config import AxonnConfig
+from hf_axonn.distributed.collectives import observe
 from hf_axonn.engine.dtensors import local
 from tests.helpers.equality import rows_of
 from tests.helpers.float64 import Float64, relative_errors
@@ -126,8 +127,38 @@ def test_pipe_alone() -> None:
 
 def test_pipe_with_other_axes() -> None:
     cases = [("smollm2", grid, {}, False) for grid in GRIDS[4]]
+    cases += [("qwen3", Grid(pipe=2, z=2), {"schedule": "zero_bubble", "keep_gathered": "all"}, False)]
     cases += [("qwen3", Grid(pipe=2, z=2), SCHEDULES[2], False), ("gpt2", Grid(pipe=2, x=2), {}, True)]
     check(4, cases)
+
+
+def _weights_gathered(keep: str | int) -> list[int]:
+    """Bytes of a rank's shards that are gathered over z in a step of 2 and of 4 micro-batches."""
+    grid, found = Grid(pipe=2, z=2), []
+    model, _ = parallelize(make("qwen3"), grid, config=AxonnConfig(grid=grid, keep_gathered=keep))
+    weights = {weight.shard.nbytes for weight in model.axonn.weights}
+
+    def count(kind: str, payload: int, group: dist.ProcessGroup) -> None:
+        if kind == "all_gather" and group.size() == 2 and payload >= min(weights):
+            found[-1] += payload
+
+    for rows in (4, 4, 8):  # the first step learns the order of gathers
+        found.append(0)
+        with observe(count):
+            model(**rows_of(tiny_batch(rows, 7), grid, dist.get_rank())).loss.backward()
+        sync_gradients(model)
+        model.zero_grad()
+    return found[1:]
+
+
+def _weights_gathered_by(keeps: list[str | int]) -> list[list[int]]:
+    return [_weights_gathered(keep) for keep in keeps]
+
+
+def test_kept_weights_are_gathered_once_for_all_micro_batches() -> None:
+    for every, none in run_ranks(_weights_gathered_by, 4, ["all", "none"]):
+        assert none[1] > 1.9 * none[0]
+        assert every[0] == every[1] < none[0] / 3
 
 
 @pytest.mark.slow

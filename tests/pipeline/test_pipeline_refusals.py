@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from hf_axonn import Grid, parallelize
 from hf_axonn.config import AxonnConfig
+from hf_axonn_eval.extraction.work_split import WorkSplit
 from tests.helpers.models import tiny_batch, tiny_model, unplanned_model
 from tests.helpers.ranks import refused, run_ranks
 
@@ -45,6 +46,7 @@ def _refusals() -> dict[str, str]:
     found["token"] = refused(model, **{**batch, "input_ids": batch["input_ids"] + 200})
     found["label"] = refused(model, **{**batch, "labels": batch["labels"] + 200})
     found["generate"] = refused(model.generate, batch["input_ids"])
+    found["measured"] = refused(WorkSplit.of, model)
     found["hidden"] = refused(model, **batch, output_hidden_states=True)
     found["embeds"] = refused(model, inputs_embeds=torch.zeros(4, 7, 48), labels=batch["labels"])
     loss = model(**batch).loss
@@ -74,6 +76,7 @@ def test_refusals() -> None:
         "token": "outside of the vocabulary of 131",
         "label": "outside of the vocabulary of 131",
         "generate": "Write the model with save_pretrained",
+        "measured": "can be measured on one process or on any grid without pipe",
         "hidden": "output_hidden_states is not possible over a grid with pipe",
         "embeds": "inputs_embeds is not possible over a grid with pipe",
     }
