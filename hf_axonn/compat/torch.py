@@ -421,24 +421,18 @@ def pipeline_schedule(
     """
     from torch.distributed import pipelining
 
-    class Stage(pipelining.PipelineStage):
-        def forward_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> Any:
-            begins("forward", self.stage_index, chunk)
-            return super().forward_one_chunk(chunk, *args, **kwargs)
+    def told(method: Callable[..., Any], kind: str, index: int) -> Callable[..., Any]:
+        def call(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+            begins(kind, index, micro_batch)
+            return method(micro_batch, *args, **kwargs)
 
-        def backward_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> Any:
-            begins("backward", self.stage_index, chunk)
-            return super().backward_one_chunk(chunk, *args, **kwargs)
-
-        def backward_weight_one_chunk(self, chunk: int, *args: Any, **kwargs: Any) -> Any:
-            begins("weight gradients", self.stage_index, chunk)
-            return super().backward_weight_one_chunk(chunk, *args, **kwargs)
+        return call
 
     def loss_of(output: torch.Tensor, _: None) -> torch.Tensor:
         return output
 
     made = [
-        Stage(
+        pipelining.PipelineStage(
             module,
             index,
             total,
@@ -450,6 +444,10 @@ def pipeline_schedule(
         )
         for module, (index, given, handed) in stages
     ]
+    for stage in made:
+        for method in ("forward", "backward", "backward_weight"):
+            original = getattr(stage, f"{method}_one_chunk")
+            setattr(stage, f"{method}_one_chunk", told(original, method, stage.stage_index))
     classes: dict[str, Any] = {
         "gpipe": pipelining.ScheduleGPipe,
         "1f1b": pipelining.Schedule1F1B,

@@ -33,8 +33,8 @@ class GatheredBlocks:
 class GatherCache:
     """What of one model is kept. A graph holds what its own backward pass needs, this finds it and holds the rest.
 
-    The rest: everything under `keep_everything`; under `through_passes` what is kept; in training what a layer gathers without a graph, until backward runs
-    it again (reentrant gradient checkpointing).
+    The rest: everything under `keep_everything`; under `through_passes` what is kept; in training what a layer gathers
+    without a graph, until backward runs it again (reentrant gradient checkpointing).
 
     Attributes:
         everything: whether a `keep_everything` is under way.

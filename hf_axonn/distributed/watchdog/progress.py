@@ -66,7 +66,7 @@ class Progress:
         return f"in step {self.done + 1}" if self.passes or self.done else "before the first step"
 
     def enters(self, kind: str, stage: int, micro_batch: int) -> None:
-        """A pass of a stage begins: forward, backward or weight gradient."""
+        """A pass of a stage begins: forward, backward or backward_weight."""
         self.passing = f"{kind} of micro-batch {micro_batch} in stage {stage}"
 
 
