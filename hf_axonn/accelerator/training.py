@@ -19,11 +19,11 @@ from hf_axonn.accelerator.prepare import point_to_shards, refuse_low_bit, shard_
 from hf_axonn.compat.accelerate import is_over, prepared_models, prepared_optimizers, without_autocast
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.replaced import replaced
-from hf_axonn.distributed.collectives import gather_quietly, world_rank
-from hf_axonn.distributed.mesh import GridMesh
+from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.parallel.compiled import compile_regions
+from hf_axonn.pipeline.norms import norm_over_stages
 
 
 logger = get_logger(__name__)
@@ -42,41 +42,6 @@ class GridScheduler(AcceleratedScheduler):
             for _ in range(self.dp_size):
                 if not is_over(self.scheduler):
                     self.scheduler.step(*args, **kwargs)
-
-
-def _norm_over_pipe(
-    parameters: list[torch.Tensor], models: list[nn.Module], mesh: GridMesh, norm_type: float
-) -> torch.Tensor:
-    """The norm of the gradients of all stages, a plain tensor. A weight that the first and the last stage have counts
-    once, and so does what is in no stage, as of another model.
-
-    Raises:
-        ValueError: a norm that is not that of its parts' norms.
-    Collectives: those of norms of DTensors; an all-gather over pipe.
-    """
-    if norm_type <= 0:
-        raise ValueError(f"norm_type={norm_type} is not possible over a grid with pipe: use a positive one, or inf.")
-    states = [state for model in models if (state := parallel_state(model)) is not None]
-    pipelines = [state.pipeline for state in states if state.pipeline is not None]
-    twice = {id(weight) for pipeline in pipelines for weight in pipeline.counted_elsewhere()}
-    staged = {id(each) for pipeline in pipelines for each in pipeline.parameters}
-    own: list[torch.Tensor] = []
-    rest: list[torch.Tensor] = []
-    for each in parameters:
-        if id(each) not in twice:
-            (own if id(each) in staged or isinstance(each, DTensor) else rest).append(each)
-    of_stage, of_rest = (_norm(each, norm_type, mesh.device) for each in (own, rest))
-    norms = torch.cat([gather_quietly(of_stage, mesh.group("pipe")), of_rest.view(1)])
-    return torch.linalg.vector_norm(norms, norm_type)
-
-
-def _norm(parameters: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Of their gradients, in the widest of dtypes, the same on all ranks of a stage."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    kinds = ([each for each in gradients if isinstance(each, DTensor) is sharded] for sharded in (True, False))
-    norms = [_whole(torch.nn.utils.get_total_norm(each, norm_type)).double() for each in kinds if each]
-    nothing = torch.zeros((), dtype=torch.float64, device=device)
-    return torch.linalg.vector_norm(torch.stack([nothing, *norms]), norm_type)
 
 
 def _whole(norm: torch.Tensor) -> torch.Tensor:
@@ -197,12 +162,13 @@ class TrainingMethods:
         What is scaled are the local tensors: DTensor would think about each gradient for some 10 ms in the first step.
         """
         parameters = list(parameters)
-        mesh = self.axonn_mesh
-        if mesh.size("pipe") > 1:
-            norm = _norm_over_pipe(parameters, prepared_models(self), mesh, norm_type)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self.axonn_mesh.size("pipe") > 1:
+            states = [state for model in prepared_models(self) if (state := parallel_state(model)) is not None]
+            pipelines = [state.pipeline for state in states if state.pipeline is not None]
+            norm = norm_over_stages(gradients, pipelines, self.axonn_mesh, norm_type)
             _clip(parameters, max_norm, norm)
             return norm
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         meshes = {grad.device_mesh if isinstance(grad, DTensor) else None for grad in gradients}
         if len(meshes) != 1 or None in meshes:
             norm = super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)

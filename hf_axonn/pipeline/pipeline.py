@@ -28,6 +28,7 @@ from hf_axonn.engine.dtensors import local
 from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.engine.matmul3d import finish_deferred
 from hf_axonn.engine.state import ParallelState
+from hf_axonn.pipeline.norms import watch_norms
 from hf_axonn.pipeline.stages import Stage, Stages
 from hf_axonn.pipeline.transfers import receive, send, share
 
@@ -51,6 +52,7 @@ class Pipeline:
         self.parameters = list(model.parameters())
         self.group = state.mesh.group("pipe")
         self._schedules: dict[tuple[Any, ...], tuple[Any, list[_StageModule]]] = {}
+        watch_norms(self)
         PROGRESS.pipe = self.here
         has_stages(
             f"pipe={self.here}, stage {' and '.join(str(stage.index) for stage in stages.own)} of {stages.total}"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
-from hf_axonn import AxonnPlugin, Grid, parallelize
+from hf_axonn import AxonnPlugin, Grid, parallelize, sync_gradients
 from hf_axonn.config import AxonnConfig
+from hf_axonn.engine.dtensors import local
 from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import refused, run_ranks
@@ -70,6 +74,46 @@ def _loops(grids: list[Grid], truths: dict[str, dict]) -> None:
 @pytest.fixture(scope="module")
 def truths() -> dict[str, dict]:
     return {kind: loop(None, kind) for kind in CLIPS}
+
+
+def _norms_of_a_bare_loop(truth: dict[str, float]) -> None:
+    """`clip_grad_norm_` that a loop without Accelerate has imported before there was a pipeline."""
+    batch = collate([token_data(4, seed=4)[row] for row in range(4)])
+    for kind, norm_type in (("smollm2", 2.0), ("llama", float("inf"))):
+        model, _ = parallelize(tiny_model(kind).train(), Grid(pipe=2))
+        with Float64():
+            model(**batch).loss.backward()
+        sync_gradients(model)
+        norm = clip_grad_norm_(model.parameters(), truth[kind] / 2, norm_type)
+        assert float(norm) == pytest.approx(truth[kind], rel=1e-10)
+        assert float(clip_grad_norm_(model.parameters(), 1e9, norm_type)) == pytest.approx(truth[kind] / 2, rel=1e-4)
+        embedding = model.get_input_embeddings().weight  # of the first stage; the other one has nothing to give
+        part = torch.nn.utils.get_total_norm([embedding.grad] if mesh_place(model) == 0 and kind == "llama" else [])
+        assert (float(part) > 0) == (kind == "llama")
+        broken = list(model.parameters())[-1]
+        if mesh_place(model) == 1:
+            local(broken.grad).fill_(float("nan"))
+        with pytest.raises(RuntimeError, match="non-finite"):
+            clip_grad_norm_(model.parameters(), 1.0, norm_type, error_if_nonfinite=True)
+        del model
+        gc.collect()
+    plain = torch.nn.Linear(2, 2)
+    plain(torch.ones(1, 2)).sum().backward()
+    assert float(clip_grad_norm_(plain.parameters(), 1e9)) == pytest.approx(6**0.5)
+
+
+def mesh_place(model) -> int:
+    return model.axonn.mesh.index("pipe")
+
+
+def test_the_norm_of_a_bare_loop_is_of_all_stages():
+    truth, batch = {}, collate([token_data(4, seed=4)[row] for row in range(4)])
+    for kind, norm_type in (("smollm2", 2.0), ("llama", float("inf"))):
+        model = tiny_model(kind).train()
+        with Float64():
+            model(**batch).loss.backward()
+        truth[kind] = float(clip_grad_norm_(model.parameters(), 1e9, norm_type))
+    run_ranks(_norms_of_a_bare_loop, 2, truth)
 
 
 def _two(truths: dict[str, dict]) -> None:

@@ -1,0 +1,72 @@
+"""The norm of gradients over all stages: of `accelerator.clip_grad_norm_`, of Trainer, and of a loop's own
+`torch.nn.utils.clip_grad_norm_`, which would take that of the stage alone."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hf_axonn.compat.torch import total_norm, total_norm_by
+from hf_axonn.distributed.collectives import gather_quietly
+from hf_axonn.distributed.mesh import GridMesh
+
+
+if TYPE_CHECKING:
+    from hf_axonn.pipeline.pipeline import Pipeline
+
+
+_alive: WeakSet[Pipeline] = WeakSet()
+
+
+def watch_norms(pipeline: Pipeline) -> None:
+    """Let norms that torch takes of gradients of this pipeline's model be those of all of its stages."""
+    _alive.add(pipeline)
+    total_norm_by(_of_all_stages)
+
+
+def norm_over_stages(
+    gradients: Sequence[Tensor], pipelines: Collection[Pipeline], mesh: GridMesh, norm_type: float
+) -> Tensor:
+    """The norm of the gradients of all stages, a plain tensor, the same on every rank. A weight that the first and the
+    last stage have counts once, and so does what is in no stage, as of another model.
+
+    Raises:
+        ValueError: a norm that is not that of its parts' norms.
+    Collectives: those of norms of DTensors; an all-gather over pipe.
+    """
+    if norm_type <= 0:
+        raise ValueError(f"norm_type={norm_type} is not possible over a grid with pipe: use a positive one, or inf.")
+    twice = {id(weight.grad) for pipeline in pipelines for weight in pipeline.counted_elsewhere()}
+    staged = {id(each.grad) for pipeline in pipelines for each in pipeline.parameters}
+    own: list[Tensor] = []
+    rest: list[Tensor] = []
+    for each in gradients:
+        if id(each) not in twice:
+            (own if id(each) in staged or isinstance(each, DTensor) else rest).append(each)
+    of_stage, of_rest = (_norm(each, norm_type, mesh.device) for each in (own, rest))
+    norms = torch.cat([gather_quietly(of_stage, mesh.group("pipe")), of_rest.view(1)])
+    return torch.linalg.vector_norm(norms, norm_type)
+
+
+def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """In the widest of dtypes, the same on all ranks of a stage."""
+    kinds = ([each for each in gradients if isinstance(each, DTensor) is sharded] for sharded in (True, False))
+    norms = [total_norm(each, norm_type) for each in kinds if each]
+    plain = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.linalg.vector_norm(torch.stack([nothing, *(norm.double() for norm in plain)]), norm_type)
+
+
+def _of_all_stages(gradients: list[Tensor], norm_type: float) -> Tensor | None:
+    """The norm where gradients are of a pipeline that is alive, else None. A stage that has none of them, as of frozen
+    layers, takes part in that of the others."""
+    given = {id(each) for each in gradients}
+    meant = [each for each in _alive if any(id(parameter.grad) in given for parameter in each.parameters)]
+    if not gradients and len(_alive) == 1:
+        meant = list(_alive)
+    return norm_over_stages(gradients, meant, meant[0].state.mesh, norm_type) if meant else None
