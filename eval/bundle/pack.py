@@ -13,7 +13,6 @@ The folder of a run is one that `data.results.read_run` reads, and so every comm
 """
 
 import json
-import logging
 import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from hf_axonn.compat.messages import get_logger
 from hf_axonn_eval.bundle.anonymous import Anonymous, texts_of
 from hf_axonn_eval.bundle.archive import is_name, pack
 from hf_axonn_eval.bundle.checks import listed
@@ -33,7 +33,7 @@ from hf_axonn_eval.data.samples import SampleFile, samples_digest
 from hf_axonn_eval.metrics.discoverability import TRIES
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 ABOUT, SAMPLES = "about.json", "samples.jsonl"
 _AT_ONCE = 1000  # results in memory
 

@@ -6,7 +6,6 @@ what its authors did.) Documents are taken one after the other and samples come 
 """
 
 import hashlib
-import logging
 from array import array
 from bisect import bisect_right
 from collections import Counter
@@ -14,12 +13,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_axonn.compat.messages import get_logger
 from hf_axonn_eval.data.jsonl import is_count
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.data.windows import Sampling
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 _SLICES_AT_ONCE = 256
 _CHARACTERS_A_TOKEN = 8  # that are tokenized for a window of so many tokens; more are tried if they are too few

@@ -7,11 +7,11 @@ rows of all of them together. Units are dealt to the ranks, so what comes out of
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from hf_axonn.compat.messages import get_logger
 from hf_axonn_eval.extraction.scoring import core, device_of
 from hf_axonn_eval.extraction.work_split import WorkSplit
 
@@ -19,7 +19,7 @@ from hf_axonn_eval.extraction.work_split import WorkSplit
 if TYPE_CHECKING:
     import torch
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 T = TypeVar("T")
 
 PADDING = (8, 4)  # one column in so many may be padding, and one place of which logits are computed

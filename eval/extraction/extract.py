@@ -6,7 +6,6 @@ and values that the pass left behind. Samples are dealt to the ranks in units (b
 written before the next one begins.
 """
 
-import logging
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from hf_axonn.compat.messages import get_logger
 from hf_axonn_eval.analysis.intervals import check_confidence
 from hf_axonn_eval.analysis.summary import summarize
 from hf_axonn_eval.data.jsonl import is_count
@@ -31,7 +31,7 @@ from hf_axonn_eval.extraction.work_split import WorkSplit
 from hf_axonn_eval.metrics.discoverability import Sampler
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 
 def extract(

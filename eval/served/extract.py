@@ -7,7 +7,6 @@ sent.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -16,6 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from hf_axonn.compat.messages import get_logger
 from hf_axonn_eval.analysis.intervals import check_confidence
 from hf_axonn_eval.analysis.summary import summarize
 from hf_axonn_eval.data.jsonl import is_count
@@ -32,7 +32,7 @@ from hf_axonn_eval.metrics.discoverability import Sampler
 from hf_axonn_eval.served.backend import UNKNOWN_SCORES, Backend, alternatives_needed, score_of
 
 
-logger = logging.getLogger(__name__)
+logger = get_logger(__name__)
 
 REQUESTS = 8  # under way at once, unless another number is given
 _BOUND = max(BOUNDS.values())  # the server does not say what it computes in

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 import threading
 import urllib.error
@@ -12,8 +11,10 @@ from http.client import HTTPException
 from typing import Any
 from urllib.parse import urlsplit
 
+from hf_axonn.compat.messages import get_logger
 
-logger = logging.getLogger(__name__)
+
+logger = get_logger(__name__)
 
 ATTEMPTS = 7
 FIRST_WAIT = 1.0  # seconds; each wait is twice the last one

@@ -1,12 +1,12 @@
-"""What hf_axonn says in a run, at the level that Transformers and Accelerate are set to.
+"""What hf_axonn and hf_axonn_eval say in a run, at the level that Transformers and Accelerate are set to.
 
     logger = get_logger(__name__)
 
-Every message of a run is one of a logger of `hf_axonn`, as loud as ACCELERATE_LOG_LEVEL says, else as Transformers is
-(`transformers.logging.set_verbosity`, TRANSFORMERS_VERBOSITY, `log_level` of Trainer), unless the program has set a
-level of its own: `logging.getLogger("hf_axonn").setLevel(...)`. It goes to the handlers that the program has set up
-for `logging`, else to stderr. Not here are what a launcher says before a script begins, the results of a command, and
-why a run ends (distributed/watchdog): these are printed, and no level silences them.
+Every message of a run is one of a logger of `hf_axonn` or of `hf_axonn_eval`, as loud as ACCELERATE_LOG_LEVEL says,
+else as Transformers is (`transformers.logging.set_verbosity`, TRANSFORMERS_VERBOSITY, `log_level` of Trainer), unless
+the program has set a level of its own: `logging.getLogger("hf_axonn").setLevel(...)`. It goes to the handlers that the
+program has set up for `logging`, else to stderr. Not here are what a launcher says before a script begins, the results
+of a command, and why a run ends (distributed/watchdog): these are printed, and no level silences them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-
-
-ROOT = "hf_axonn"
 
 
 class _Follower(logging.Logger):
@@ -41,12 +38,13 @@ class _Stderr(logging.StreamHandler):
 
 
 def get_logger(name: str) -> logging.Logger:
-    """The logger of a module of this package."""
-    root = logging.getLogger(ROOT)
+    """The logger of a module of one of our packages."""
+    package = name.partition(".")[0]
+    root = logging.getLogger(package)
     if not isinstance(root, _Follower):
         root.__class__ = _Follower
         handler = _Stderr()
-        handler.setFormatter(logging.Formatter(f"[{ROOT}] %(message)s"))
+        handler.setFormatter(logging.Formatter(f"[{package}] %(message)s"))
         root.addHandler(handler)
     return logging.getLogger(name)
 
