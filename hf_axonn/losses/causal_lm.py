@@ -247,9 +247,12 @@ class CausalLMLoss:
 
     @contextmanager
     def watch_rows(self, start: int, stop: int) -> Iterator[None]:
-        """Within `watch`, calls inside are given these rows of the batch."""
+        """Within `watch`, calls inside are given these rows of the batch; rows beyond its last one count nothing."""
         whole = self._unmasked
-        self._unmasked = None if whole is None else whole[start:stop]
+        if whole is not None:
+            part = whole[start:stop]
+            missing = stop - start - len(part)
+            self._unmasked = torch.cat([part, part.new_full((missing, *part.shape[1:]), IGNORE_INDEX)])
         try:
             yield
         finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hf_axonn.compat.messages import get_logger
+from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.layers.base import patch_forward
 from hf_axonn.layers.vocabulary import check_vocabulary
@@ -23,6 +26,8 @@ from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.pipeline.pipeline import Pipeline
 
 
+logger = get_logger(__name__)
+LABELS = ("labels", "shift_labels")
 ROUNDS = 4  # micro-batches for each stage, from which on a fifth of a step or less is waiting
 REFUSED = ("inputs_embeds", "past_key_values", "output_hidden_states", "output_attentions", "output_router_logits")
 
@@ -91,10 +96,10 @@ def _labels(given: dict[str, Any]) -> Tensor | None:
 def _scheduled(
     model: nn.Module, pipeline: Pipeline, original: Callable[..., Any], given: dict[str, Any]
 ) -> CausalLMOutputWithPast:
-    """The loss of a batch whose rows are the micro-batches.
+    """The loss of a batch whose rows are the micro-batches. One of too few is filled up with rows that count nothing.
 
     Raises:
-        ValueError: fewer rows than stages; a model whose loss is not a sum over tokens that is known.
+        ValueError: a model whose loss is not a sum over tokens that is known.
     """
     loss_function = getattr(model, "loss_function", None)
     if not isinstance(loss_function, ShardedCausalLMLoss):
@@ -102,39 +107,54 @@ def _scheduled(
             f"{type(model).__name__} has a loss of its own, of which it is not known how the losses of micro-batches "
             "make that of a batch: use a grid without pipe, or compute the loss from the logits."
         )
+    labels = _labels(given)
+    assert labels is not None
+    kept = kept_labels(labels, shifted=given.get("shift_labels") is not None)
+    given = _filled(given, pipeline)
     rows, seq = given["input_ids"].shape
     parts = micro_batches(rows, pipeline)
-    size, labels = rows // parts, _labels(given)
-    assert labels is not None
+    size = rows // parts
 
     def run(index: int) -> Tensor:
         with loss_function.watch_rows(index * size, (index + 1) * size):
             return cast(Tensor, original(**part_of(given, rows, parts, index)).loss)
 
     calls = [functools.partial(run, index) for index in range(parts)]
-    with loss_function.part_of(kept_labels(labels, shifted=given.get("shift_labels") is not None)):
+    with loss_function.part_of(kept):
         losses, gradients = pipeline.train(calls, size, seq)
     loss = gradients.loss(losses.sum())
     watch_backward(model, pipeline.state, loss)
     return CausalLMOutputWithPast(loss=loss)
 
 
-def micro_batches(rows: int, pipeline: Pipeline) -> int:
-    """Into how many micro-batches a batch of so many rows is divided: `ROUNDS` for each stage if it has rows enough.
+def _filled(given: dict[str, Any], pipeline: Pipeline) -> dict[str, Any]:
+    """A batch with as many rows more, without labels, as the schedule wants: the last one of an epoch may be small."""
+    rows = len(given["input_ids"])
+    wanted = next(number for number in itertools.count(rows) if divisions(number, pipeline))
+    if wanted == rows:
+        return given
+    if world_rank() == 0:
+        _warn(rows, wanted, pipeline.state.grid.pipe, pipeline.state.config.schedule)
+    filled = dict(given)
+    for name, value in given.items():
+        if isinstance(value, Tensor) and value.dim() and len(value) == rows:
+            more = value[:1].expand(wanted - rows, *value.shape[1:])
+            filled[name] = torch.cat([value, torch.full_like(more, IGNORE_INDEX) if name in LABELS else more])
+    return filled
 
-    Raises:
-        ValueError: it has too few rows.
-    """
-    stages = pipeline.state.grid.pipe
+
+@functools.cache
+def _warn(rows: int, wanted: int, pipe: int, schedule: str) -> None:
+    logger.warning(
+        f"a batch of {rows} row(s) is too short for pipe={pipe} and schedule {schedule} and was filled up to {wanted} "
+        "with rows that count nothing. Unless this was the end of an epoch, give each (data, z) position more."
+    )
+
+
+def micro_batches(rows: int, pipeline: Pipeline) -> int:
+    """Into how many micro-batches a batch of so many rows is divided: `ROUNDS` for each stage if there are enough."""
     possible = divisions(rows, pipeline)
-    enough = [parts for parts in possible if parts >= ROUNDS * stages]
-    if not possible:
-        raise ValueError(
-            f"a batch of {rows} rows cannot be divided into micro-batches for pipe={stages} and schedule "
-            f"{pipeline.state.config.schedule}: give each (data, z) position a multiple of {stages} rows, "
-            "and leave out what is left of an epoch (drop_last=True)."
-        )
-    return enough[0] if enough else possible[-1]
+    return next((parts for parts in possible if parts >= ROUNDS * pipeline.state.grid.pipe), possible[-1])
 
 
 def divisions(rows: int, pipeline: Pipeline) -> list[int]:

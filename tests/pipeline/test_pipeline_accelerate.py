@@ -116,8 +116,24 @@ def test_the_norm_of_a_bare_loop_is_of_all_stages():
     run_ranks(_norms_of_a_bare_loop, 2, truth)
 
 
+def _few_rows() -> None:
+    """Batches that have fewer rows than stages, or a number that the schedule cannot divide."""
+    for kind, rows in (("llama", 1), ("smollm2", 5)):
+        batch = collate([token_data(rows, seed=4)[row] for row in range(rows)])
+        plain, (model, _) = tiny_model(kind).train(), parallelize(tiny_model(kind).train(), Grid(pipe=2))
+        with Float64():
+            losses = [each(**batch).loss for each in (plain, model)]
+            for loss in losses:
+                loss.backward()
+        assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-12)
+        truth = dict(plain.named_parameters())
+        ours = {name: its.grad for name, its in model.named_parameters()}
+        assert max(relative_errors(ours, {name: truth[name].grad for name in ours}).values()) < 1e-10
+
+
 def _two(truths: dict[str, dict]) -> None:
     _loops([Grid(pipe=2)], truths)
+    _few_rows()
     _refusals()
 
 

@@ -42,7 +42,6 @@ def _refusals() -> dict[str, str]:
     found["list"] = refused(parallelize, tiny_model("llama", num_hidden_layers=4), grid, config=listed)
     model, _ = parallelize(tiny_model("llama", num_hidden_layers=4).train(), grid)
     batch = tiny_batch(4, 7)
-    found["rows"] = refused(model, **{name: value[:1] for name, value in batch.items()})
     found["token"] = refused(model, **{**batch, "input_ids": batch["input_ids"] + 200})
     found["label"] = refused(model, **{**batch, "labels": batch["labels"] + 200})
     found["generate"] = refused(model.generate, batch["input_ids"])
@@ -72,7 +71,6 @@ def test_refusals() -> None:
         "list": "stage_layers lists 1 + 2 = 3 layers, but the model has 4",
         "no plan": "pipe=2 divides the decoder layers of a model, but BitNetForCausalLM is sharded Linear by Linear",
         "layers": "1 layers cannot be divided over 2 stages",
-        "rows": "a batch of 1 rows cannot be divided into micro-batches for pipe=2",
         "token": "outside of the vocabulary of 131",
         "label": "outside of the vocabulary of 131",
         "generate": "Write the model with save_pretrained",
