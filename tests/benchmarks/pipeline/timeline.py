@@ -227,42 +227,42 @@ def table(found: dict[Run, Measured]) -> list[str]:
     return lines
 
 
-def draw(found: dict[Run, Measured], file: Path) -> None:
-    """Of each run its last step: a line for each rank, a box for each pass, with the micro-batch in it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # letters stay letters
-    matplotlib.rcParams["svg.hashsalt"] = "pipelines"
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
-
-    figure, every = pyplot.subplots(len(found), 1, figsize=(10, 1.5 * len(found)), squeeze=False)
-    for axes, (run, measured) in zip(every[:, 0], found.items(), strict=True):
+def draw(found: dict[Run, Measured]) -> str:
+    """An SVG picture of the last step of each run, all on one scale: a line for each rank, a box with the micro-batch for
+    each pass."""
+    width, lane, left = 960, 16, 50
+    begins = {run: min(each.begin for own in its.steps[-1] for each in own) for run, its in found.items()}
+    longest = max(each.end - begins[run] for run, its in found.items() for own in its.steps[-1] for each in own)
+    scale = (width - left - 5) / longest
+    legend = "".join(
+        f'<rect class="{kind}" x="{left + 130 * place}" y="4" width="12" height="12"/>'
+        f'<text class="left" x="{left + 130 * place + 17}" y="14">{NAMES[kind]}</text>'
+        for place, kind in enumerate((FORWARD, BACKWARD, WEIGHT))
+    )
+    lines, top = [legend], 34
+    for run, measured in found.items():
         step = measured.steps[-1]
-        start = min(each.begin for own in step for each in own)
+        many = f", {run.per_rank} stages a rank, the second one pale" if run.per_rank > 1 else ""
+        title = f"{run.schedule}{many}: {bubble(step):.0%} of the time is bubble"
+        lines.append(f'<text class="left" x="{left}" y="{top}">{title}</text>')
         for rank, own in enumerate(step):
+            y = top + 6 + lane * rank
+            lines.append(f'<text class="left" x="0" y="{y + 12}">rank {rank}</text>')
             for each in own:
-                shade = 0.55 if each.stage >= run.pipe else 1.0
-                axes.barh(
-                    rank, each.end - each.begin, left=each.begin - start, height=0.9, color=COLORS[each.kind],
-                    edgecolor="white", linewidth=0.3, alpha=shade,
-                )  # fmt: skip
-                middle = (each.begin + each.end) / 2 - start
-                axes.text(middle, rank, str(each.micro_batch), ha="center", va="center", fontsize=5)
-        axes.set_yticks(range(run.pipe), [f"rank {rank}" for rank in range(run.pipe)], fontsize=7)
-        axes.invert_yaxis()
-        axes.tick_params(axis="x", labelsize=7)
-        many = f", {run.per_rank} stages a rank (the second one pale)" if run.per_rank > 1 else ""
-        axes.set_title(f"{run.schedule}{many}: bubble {bubble(step):.0%}", fontsize=8, loc="left")
-    every[-1, 0].set_xlabel("seconds", fontsize=8)
-    every[0, 0].legend(
-        handles=[Patch(color=COLORS[kind], label=NAMES[kind]) for kind in (FORWARD, BACKWARD, WEIGHT)],
-        loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=3, fontsize=7, frameon=False,
-    )  # fmt: skip
-    figure.tight_layout()
-    figure.savefig(file, metadata={"Date": None})
-    pyplot.close(figure)
+                x, wide = left + scale * (each.begin - begins[run]), scale * (each.end - each.begin)
+                pale = ' opacity=".6"' if each.stage >= run.pipe else ""
+                lines.append(
+                    f'<rect class="{each.kind}"{pale} x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{lane - 2}"/>'
+                    f'<text x="{x + wide / 2:.1f}" y="{y + 10}">{each.micro_batch}</text>'
+                )
+        top += lane * run.pipe + 30
+    style = "".join(f".{kind}{{fill:{color}}}" for kind, color in COLORS.items())
+    style += "rect{stroke:#fff;stroke-width:.4}text{font:7px sans-serif;text-anchor:middle}"
+    style += ".FB+text,.I+text{fill:#fff}.left{font-size:12px;text-anchor:start}"
+    size = f'viewBox="0 0 {width} {top - 20}" width="{width}" height="{top - 20}"'
+    return "\n".join(
+        [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{style}</style>", RECT, *lines, "</svg>", ""]
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -285,11 +285,12 @@ def main(arguments: list[str] | None = None) -> int:
     if options.output:
         drawn = {run: measured for run, measured in found.items() if run.pipe == PICTURED}
         picture = options.output.with_suffix(".svg")
-        draw(drawn, picture)
+        picture.write_text(draw(drawn))
         options.output.write_text("\n".join([*PAGE, *lines, "", *UNDER, f"![{ALT}]({picture.name})"]) + "\n")
     return 0
 
 
+RECT = '<path fill="#fff" d="M0 0H2000V2000H0z"/>'  # behind, for dark pages
 ALT = "For each schedule the passes of four ranks in one step, on a line of time"
 PAGE = [
     "# Pipelines: the bubble, measured and predicted",
