@@ -228,8 +228,7 @@ def table(found: dict[Run, Measured]) -> list[str]:
 
 
 def draw(found: dict[Run, Measured]) -> str:
-    """An SVG picture of the last step of each run, all on one scale: a line for each rank, a box for each pass, and the
-    micro-batch in it."""
+    """An SVG picture of the last step of each run, all on one scale: a line for each rank, a box for each pass."""
     width, lane, left = 960, 16, 50
     begins = {run: min(each.begin for own in its.steps[-1] for each in own) for run, its in found.items()}
     longest = max(each.end - begins[run] for run, its in found.items() for own in its.steps[-1] for each in own)
