@@ -163,10 +163,11 @@ class TrainingMethods:
         """
         parameters = list(parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if self.axonn_mesh.size("pipe") > 1:
+        mesh = self.axonn_mesh
+        if mesh.size("pipe") > 1:
             states = [state for model in prepared_models(self) if (state := parallel_state(model)) is not None]
             pipelines = [state.pipeline for state in states if state.pipeline is not None]
-            norm = norm_over_stages(gradients, pipelines, self.axonn_mesh, norm_type)
+            norm = norm_over_stages(gradients, pipelines, mesh, norm_type)
             _clip(parameters, max_norm, norm)
             return norm
         meshes = {grad.device_mesh if isinstance(grad, DTensor) else None for grad in gradients}

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from weakref import WeakSet
 
 import torch
@@ -50,7 +50,7 @@ def norm_over_stages(
             (own if id(each) in staged or isinstance(each, DTensor) else rest).append(each)
     of_stage, of_rest = (_norm(each, norm_type, mesh.device) for each in (own, rest))
     norms = torch.cat([gather_quietly(of_stage, mesh.group("pipe")), of_rest.view(1)])
-    return torch.linalg.vector_norm(norms, norm_type)
+    return cast(Tensor, torch.linalg.vector_norm(norms, norm_type))
 
 
 def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
@@ -59,7 +59,8 @@ def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -
     norms = [total_norm(each, norm_type) for each in kinds if each]
     plain = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     nothing = torch.zeros((), dtype=torch.float64, device=device)
-    return torch.linalg.vector_norm(torch.stack([nothing, *(norm.double() for norm in plain)]), norm_type)
+    every = torch.stack([nothing, *(norm.double() for norm in plain)])
+    return cast(Tensor, torch.linalg.vector_norm(every, norm_type))
 
 
 def _of_all_stages(gradients: list[Tensor], norm_type: float) -> Tensor | None:
