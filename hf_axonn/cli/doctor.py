@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hf_axonn.compat.versions import NEEDED, OPTIONAL, bounds, check_versions, outside, requirements
@@ -21,9 +21,11 @@ from hf_axonn.launch.command import read_launch_file, write_temporary
 from hf_axonn.launch.launch_file import SECTION, Launch, check_spelling, resolve
 from hf_axonn.planner.jobs import DTYPE_BYTES
 from hf_axonn.planner.machine import known_machines, load_machine
-from hf_axonn.planner.memory import MOMENT_BYTES, RESERVE, memory
+from hf_axonn.planner.memory import MOMENT_BYTES, RESERVE, Memory, memory
 from hf_axonn.planner.model.shapes import Step
 from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.pipelined import memory_of_rank
+from hf_axonn.planner.stages import stages_of
 from hf_axonn.planner.tracing.read_shape import shape_of
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.weight_kind import WeightKind
@@ -284,7 +286,7 @@ def _examine_memory(
             checkpointing=options.checkpointing,
             kept_layers=_kept_layers(launch.config, shape),
         )
-        parts = memory(shape, launch.config.grid, step, layout=layout)
+        parts = _memory_of_first(shape, launch.config, step, layout, options.accumulation)
         total = parts.total - parts.states + states
         more = ", ".join(
             f"{getattr(parts, name) / GIB:.2f} {what}"
@@ -308,6 +310,16 @@ def _examine_memory(
             f"about {total / GIB:.2f} GiB do not fit into {capacity / GIB:.0f} GiB with {RESERVE:.0%} left free: take "
             "a larger x * y * z, fewer rows (--batch), or activation checkpointing (--checkpointing)."
         )
+
+
+def _memory_of_first(shape: Stack, config: AxonnConfig, step: Step, layout: str, accumulation: int) -> Memory:
+    """What rank 0 holds; of a pipeline its stages, and what of them is in flight."""
+    grid = config.grid
+    if grid.pipe == 1:
+        return memory(shape, grid, step, layout=layout)
+    step = replace(step, micro_batches=max(accumulation, grid.pipe))  # too few are filled up
+    held = stages_of(shape, grid.pipe, config.stages_per_rank, step.seq).held[0]
+    return memory_of_rank((config.schedule, config.stages_per_rank), grid, step, layout, held, 0)
 
 
 def _kept_layers(config: AxonnConfig, shape: Stack) -> int:

@@ -248,6 +248,7 @@ def pasted(best: Prediction) -> list[str]:
     text += [f"  {name}: bfloat16" for name in settings.ROUNDING if chosen[name] == "bf16"]
     if best.pipelined:
         text += [f"  schedule: {job.pipeline}", f"  stages_per_rank: {job.stages_per_rank}"]
+        text += [f"  stage_layers: [{', '.join(str(len(layers)) for layers in best.pipelined.stages.layers)}]"]
     rows = job.sequences // (best.grid.dp_size * best.micro_batches)
     return [
         *text,

@@ -244,7 +244,7 @@ def held_by_ranks(job: Job, grid: Grid, step: Step, layout: str) -> list[Memory]
     """What ranks hold, of those of a kind the first and the last one: what is in flight grows or falls along them."""
     stages = stages_of(job.shape, grid.pipe, job.way[1], job.seq)
     return [
-        _memory(job, grid, step, layout, stack, rank)
+        memory_of_rank(job.way, grid, step, layout, stack, rank)
         for stack, ranks in stages.distinct
         for rank in sorted({ranks[0], ranks[-1]})
     ]
@@ -256,9 +256,16 @@ def _alone(stack: Stack, grid: Grid, step: Step, layout: str) -> Memory:
     return memory(stack, grid, step, layout=layout)
 
 
-def _memory(job: Job, grid: Grid, step: Step, layout: str, stack: Stack, rank: int) -> Memory:
-    """What a rank holds that has this part of the model."""
-    pipeline, per_rank = job.way
+def memory_of_rank(way: tuple[str, int], grid: Grid, step: Step, layout: str, stack: Stack, rank: int) -> Memory:
+    """What a rank holds.
+
+    Args:
+        way: the pipeline, and stages of a rank.
+        grid, step, layout: as `pipelined`.
+        stack: the part of the model that it has (`stages_of`).
+        rank: which one of pipe.
+    """
+    pipeline, per_rank = way
     forward, waiting = in_flight(pipeline, grid.pipe, rank, per_rank, step.micro_batches)
     # Equal on all grids with averages over data, and with micro-batches.
     grid = Grid(data=min(grid.data, 2), z=grid.z, y=grid.y, x=grid.x)

@@ -3,7 +3,7 @@
 What stands before the layers (the embedding) belongs to the first stage, what stands after them (the last norm, the
 head and the loss) to the last one. Both weigh, so those stages get fewer layers: of the 126 layers of Llama 3 405B the
 first and the last of 16 pipeline ranks have 7, each other one has 8 (arXiv 2407.21783, section 3.3.2). Plain
-arithmetic, no torch: the engine and the planner divide alike.
+arithmetic, no torch, for the engine and the planner, which also counts attention; what it plans can be listed.
 """
 
 from __future__ import annotations

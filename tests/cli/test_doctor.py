@@ -115,6 +115,18 @@ def test_every_reason_to_look_again(tmp_path, capsys):
     assert "do not fit into" in found and "--checkpointing" in found
 
 
+def test_of_a_pipeline_the_first_rank_holds_its_stages_and_what_is_in_flight(tmp_path, capsys):
+    found = {}
+    for grid in ({"x": 2, "z": 2}, {"x": 2, "pipe": 2}):
+        command = write(tmp_path, even_llama(num_hidden_layers=8), grid=grid)
+        main([*command, "--batch", "16", "--seq", "1024", "--accumulation", "8", "--weights", "float32"])
+        printed = capsys.readouterr().out
+        found["pipe" in grid] = float(re.search(r"([\d.]+) saved activations", printed)[1])
+    assert "grid data=1,pipe=2,z=1,y=1,x=2" in printed
+    # Half of the layers, for two micro-batches.
+    assert found[True] == pytest.approx(found[False], rel=0.1)
+
+
 def test_linear_by_linear_and_types_that_the_formula_does_not_know(tmp_path, capsys):
     config = tiny_config("bitnet", num_attention_heads=3, num_key_value_heads=3, hidden_size=24, head_dim=8)
     assert main(write(tmp_path, config, grid={"x": 2}, processes=2)) == 1

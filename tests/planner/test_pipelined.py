@@ -1,12 +1,15 @@
 """Steps on grids with a pipeline: what ranks have, what that takes and needs, and which pipelines a search finds."""
 
+import itertools
 import json
 from dataclasses import replace
 from functools import partial
 
 import pytest
+import yaml
 
 from hf_axonn.cli.main import main
+from hf_axonn.config import AxonnConfig
 from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.memory import kept_bytes, memory
 from hf_axonn.planner.model.catalog import load_shape
@@ -187,6 +190,11 @@ def test_the_command_says_how_the_pipeline_lies(capsys):
     assert main([*COMMAND, "--pipe", "4"]) == 0
     printed = capsys.readouterr().out
     assert "pipe=4" in printed and "s for other stages" in printed and "\n  bubble " in printed
+    lines = itertools.takewhile(
+        lambda line: line[:1] in (" ", "#"), printed.partition("axonn_config:\n")[2].splitlines()
+    )
+    config = AxonnConfig.from_mapping(yaml.safe_load("\n".join(lines)))
+    assert config.grid.pipe == 4 and sum(config.stage_layers) == 38
     assert " data pipe     z" in printed and "grid: {data: " in printed and "pipe: 4, z: " in printed
     assert main([*COMMAND, "--pipe", "4", "--json", "--fix", "pipeline=interleaved", "stages_per_rank=2"]) == 0
     first = json.loads(capsys.readouterr().out)["ranked"][0]

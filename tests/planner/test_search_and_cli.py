@@ -413,6 +413,7 @@ def test_grid_auto_takes_a_pipeline_where_the_file_asks_for_one():
     config = AxonnConfig.from_mapping(section)
     assert config.grid == best.grid and config.grid.pipe in (2, 4)
     assert (config.schedule, config.stages_per_rank) == (best.job.pipeline, best.job.stages_per_rank)
+    assert list(config.stage_layers) == [len(layers) for layers in best.pipelined.stages.layers]
     assert f"micro-batches: {best.micro_batches}." in notes[0]
     asked = {"grid": "auto", "plan": plans, "schedule": "zero_bubble", "stages_per_rank": 1}
     section, _ = resolve_auto(asked, 64, mixed_precision="bf16")
