@@ -20,6 +20,7 @@ from hf_axonn.compat.accelerate import is_over, prepared_models, prepared_optimi
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.collectives import world_rank
+from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.parallel.compiled import compile_regions
@@ -42,10 +43,6 @@ class GridScheduler(AcceleratedScheduler):
             for _ in range(self.dp_size):
                 if not is_over(self.scheduler):
                     self.scheduler.step(*args, **kwargs)
-
-
-def _whole(norm: torch.Tensor) -> torch.Tensor:
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 @torch.no_grad()
@@ -173,9 +170,9 @@ class TrainingMethods:
         meshes = {grad.device_mesh if isinstance(grad, DTensor) else None for grad in gradients}
         if len(meshes) != 1 or None in meshes:
             norm = super().clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-            return _whole(norm)
+            return whole(norm)
         self.unscale_gradients()
-        norm = _whole(torch.nn.utils.get_total_norm(gradients, norm_type))
+        norm = whole(torch.nn.utils.get_total_norm(gradients, norm_type))
         _clip(parameters, max_norm, norm)
         return norm
 

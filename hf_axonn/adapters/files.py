@@ -10,13 +10,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.distributed.collectives import world_rank
-from hf_axonn.engine.dtensors import shard_of
+from hf_axonn.engine.dtensors import shard_of, whole
 from hf_axonn.engine.state import parallel_state
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the CPU, all of it. An all-gather where it is sharded."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
+    return whole(tensor).detach().cpu()
 
 
 def adapter_base(directory: str | Path) -> str | None:

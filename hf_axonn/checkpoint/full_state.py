@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from hf_axonn.checkpoint.shard_files import DTYPES, NAMES
 from hf_axonn.distributed.collectives import receive_, send_, world_rank
 from hf_axonn.distributed.consistency import gather_texts
+from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.state import ParallelState, parallel_state
 
 
@@ -46,7 +47,7 @@ def full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = Non
             continue
         owner = owners.get(name, name)
         if owner not in gathered:
-            full = full_of(tensor)
+            full = whole(tensor).detach()
             gathered[owner] = full.cpu().contiguous() if first else None
             del full
         result[name] = gathered[owner]
@@ -65,7 +66,7 @@ def _of_all_stages(state: ParallelState, state_dict: dict[str, Tensor]) -> dict[
                 continue
             full = None
             if here == stage:
-                full = full_of(state_dict[name]).to(mesh.device).contiguous()
+                full = whole(state_dict[name]).detach().to(mesh.device).contiguous()
                 if stage > 0:
                     send_(full, 0, group)
             elif here == 0:
@@ -75,11 +76,6 @@ def _of_all_stages(state: ParallelState, state_dict: dict[str, Tensor]) -> dict[
                 result[name] = full.cpu()
             del full
     return result
-
-
-def full_of(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor, outside of the graph; a gather over (y, x, z)."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def owners_of(model: nn.Module) -> dict[str, int]:

@@ -41,6 +41,11 @@ def shard_of(tensor: Tensor, placements: Sequence[Placement], mesh: GridMesh) ->
     return tensor[local_slices(tensor.shape, placements, mesh)]
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor: of a DTensor what all ranks of its mesh have together, by its gather or reduction."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def distributed(parameter: nn.Parameter, placements: Sequence[Placement], mesh: GridMesh) -> nn.Parameter:
     """A full parameter, the same on all ranks, as a DTensor. No communication."""
     full = parameter.detach().contiguous()

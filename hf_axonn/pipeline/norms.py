@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from hf_axonn.compat.torch import total_norm, total_norm_by
 from hf_axonn.distributed.collectives import gather_quietly
 from hf_axonn.distributed.mesh import GridMesh
+from hf_axonn.engine.dtensors import whole
 
 
 if TYPE_CHECKING:
@@ -56,10 +57,9 @@ def norm_over_stages(
 def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """In the widest of dtypes, the same on all ranks of a stage."""
     kinds = ([each for each in gradients if isinstance(each, DTensor) is sharded] for sharded in (True, False))
-    norms = [total_norm(each, norm_type) for each in kinds if each]
-    plain = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norms = [whole(total_norm(each, norm_type)).double() for each in kinds if each]
     nothing = torch.zeros((), dtype=torch.float64, device=device)
-    every = torch.stack([nothing, *(norm.double() for norm in plain)])
+    every = torch.stack([nothing, *norms])
     return cast(Tensor, torch.linalg.vector_norm(every, norm_type))
 
 
