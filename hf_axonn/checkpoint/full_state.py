@@ -6,7 +6,6 @@ For a model that one machine can hold. Checkpoints (sharded.py) never gather any
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn.checkpoint.shard_files import DTYPES, NAMES
 from hf_axonn.distributed.collectives import receive_, send_, world_rank
-from hf_axonn.distributed.consistency import gather_texts
+from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.state import ParallelState, parallel_state
 
@@ -58,12 +57,13 @@ def _of_all_stages(state: ParallelState, state_dict: dict[str, Tensor]) -> dict[
     """As `full_state_dict`, of a model that is divided into stages: each sends what it has to the first."""
     mesh, group = state.mesh, state.mesh.group("pipe")
     facts = [[name, list(tensor.shape), NAMES[tensor.dtype]] for name, tensor in state_dict.items()]
-    there = [json.loads(text) for text in gather_texts(json.dumps(facts), mesh.device, group)]
     here, result = mesh.index("pipe"), {}
-    for stage, own in enumerate(there):
+    sent: set[str] = set()
+    for stage, own in enumerate(gather_json(facts, mesh.device, group)):
         for name, shape, dtype in own:
-            if any(name == other for before in there[:stage] for other, *_ in before):
+            if name in sent:
                 continue
+            sent.add(name)
             full = None
             if here == stage:
                 full = whole(state_dict[name]).detach().to(mesh.device).contiguous()

@@ -42,7 +42,7 @@ from hf_axonn.checkpoint.shard_files import (
 )
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
-from hf_axonn.distributed.consistency import first_problem, gather_texts
+from hf_axonn.distributed.consistency import first_problem, gather_json
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.topology.grid import Grid
 
@@ -307,7 +307,7 @@ def over_stages(value: Any, grid: Grid, device: torch.device) -> list[Any]:
     if grid.pipe == 1:
         return [value]
     group = grid_mesh(grid, device.type).group("pipe")
-    return [json.loads(text) for text in gather_texts(json.dumps(value), device, group)]
+    return gather_json(value, device, group)
 
 
 # The save in the background; at most one in a process.

@@ -66,6 +66,11 @@ def gather_texts(text: str, device: torch.device | str, group: ProcessGroup | No
     ]
 
 
+def gather_json(value: Any, device: torch.device | str, group: ProcessGroup | None = None) -> list[Any]:
+    """What all ranks of a group have as `value`, which is JSON, by rank. Collectives: `gather_texts`."""
+    return [json.loads(text) for text in gather_texts(json.dumps(value), device, group)]
+
+
 def first_problem(problem: str, device: torch.device) -> str:
     """The problem of the lowest rank that has one, with its rank; empty if none has.
 

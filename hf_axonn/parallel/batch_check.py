@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from hf_axonn.compat.accelerate import epoch_being_read
 from hf_axonn.distributed.collectives import gather_quietly
-from hf_axonn.distributed.consistency import differences, digest_number, gather_texts
+from hf_axonn.distributed.consistency import differences, digest_number, gather_json
 from hf_axonn.distributed.mesh import SAME_SAMPLES
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.state import ParallelState
@@ -100,7 +100,7 @@ class BatchCheck:
         if differ:
             facts[EARLIER.format(since.batches)] = f"of checksum {(int(since.content) ^ since.shapes) % 10**6}"
         ranks = dist.get_process_group_ranks(group)
-        by_rank = dict(zip(ranks, map(json.loads, gather_texts(json.dumps(facts), device, group)), strict=True))
+        by_rank = dict(zip(ranks, gather_json(facts, device, group), strict=True))
         self._refuse(by_rank)
 
     def _refuse(self, facts: dict[int, dict[str, str]]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from hf_axonn.compat.torch import at_end_of_backward, pipeline_schedule, run_schedule
 from hf_axonn.distributed.collectives import broadcast_over, reduce_, swap
-from hf_axonn.distributed.consistency import gather_texts
+from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.distributed.watchdog.watchdog import has_stages
 from hf_axonn.engine.dtensors import local
@@ -266,8 +265,8 @@ class Pipeline:
             for name, value in values.items()
             if isinstance(value, Tensor)
         }
-        texts = gather_texts(json.dumps(facts), self.state.mesh.device, self.group)
-        return cast("dict[str, tuple[list[int], str, bool]]", json.loads(texts[self.source]))
+        every = gather_json(facts, self.state.mesh.device, self.group)
+        return cast("dict[str, tuple[list[int], str, bool]]", every[self.source])
 
     def _like_last(self, value: Any, facts: tuple[list[int], str, bool]) -> Tensor:
         """The value where the last stage is, elsewhere room for it."""
