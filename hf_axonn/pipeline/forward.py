@@ -27,7 +27,6 @@ from hf_axonn.pipeline.pipeline import Pipeline
 
 
 logger = get_logger(__name__)
-LABELS = ("labels", "shift_labels")
 ROUNDS = 4  # micro-batches for each stage, from which on a fifth of a step or less is waiting
 REFUSED = ("inputs_embeds", "past_key_values", "output_hidden_states", "output_attentions", "output_router_logits")
 
@@ -135,12 +134,23 @@ def _filled(given: dict[str, Any], pipeline: Pipeline) -> dict[str, Any]:
         return given
     if world_rank() == 0:
         _warn(rows, wanted, pipeline.state.grid.pipe, pipeline.state.config.schedule)
-    filled = dict(given)
-    for name, value in given.items():
-        if isinstance(value, Tensor) and value.dim() and len(value) == rows:
-            more = value[:1].expand(wanted - rows, *value.shape[1:])
-            filled[name] = torch.cat([value, torch.full_like(more, IGNORE_INDEX) if name in LABELS else more])
-    return filled
+    return {name: with_rows(name, value, wanted) if _by_row(value, rows) else value for name, value in given.items()}
+
+
+def with_rows(name: str, value: Tensor, wanted: int) -> Tensor:
+    """A part of a batch with so many rows: the first one again, as labels such that count nothing."""
+    more = value[:1].expand(wanted - len(value), *value.shape[1:])
+    return torch.cat([value, torch.full_like(more, IGNORE_INDEX) if is_labels(name) else more])
+
+
+def is_labels(name: str) -> bool:
+    """Whether an argument of a model is labels or shift_labels."""
+    return name.endswith("labels")
+
+
+def _by_row(value: Any, rows: int) -> bool:
+    """Whether an argument of a model has something for each row of its batch."""
+    return isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
 
 
 @functools.cache
@@ -166,8 +176,6 @@ def part_of(given: dict[str, Any], rows: int, parts: int, index: int) -> dict[st
     """The rows of one of `parts` micro-batches; what has no row for each of the batch's stays whole."""
     size = rows // parts
     return {
-        name: value[index * size : (index + 1) * size]
-        if isinstance(value, Tensor) and value.dim() and len(value) == rows
-        else value
+        name: value[index * size : (index + 1) * size] if _by_row(value, rows) else value
         for name, value in given.items()
     }

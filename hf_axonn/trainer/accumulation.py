@@ -27,15 +27,15 @@ from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.engine.state import ParallelState, parallel_state
+from hf_axonn.losses.causal_lm import IGNORE_INDEX
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
-from hf_axonn.pipeline.forward import divisions
+from hf_axonn.pipeline.forward import divisions, is_labels, with_rows
 from hf_axonn.trainer.smoothing import loss_to_smooth
 
 
 logger = get_logger(__name__)
 Batch = dict[str, Any]
 
-IGNORED = -100  # a label
 PADS = {"attention_mask": 0, "position_ids": 0, "token_type_ids": 0}  # of keys with a value for each token
 
 
@@ -131,7 +131,7 @@ class AccumulatedStep:
         if world_rank() == 0:
             _warn(len(batches), len(batches[0]["input_ids"]), wanted, self.state.grid.pipe)
         nothing = {
-            name: torch.full_like(value, IGNORED) if name.endswith("labels") else value
+            name: torch.full_like(value, IGNORE_INDEX) if is_labels(name) else value
             for name, value in batches[0].items()
         }
         return batches + [nothing] * (wanted - len(batches))
@@ -185,9 +185,8 @@ def _padded(
 ) -> Any:
     if not isinstance(value, Tensor) or not value.dim() or len(value) != shape[0]:
         return value
-    labels = name.endswith("labels")
     if shape[1] < wanted[1] and value.dim() > 1 and shape[1] in value.shape[1:]:
-        pad = pad_token if name == "input_ids" else IGNORED if labels else PADS.get(name)
+        pad = pad_token if name == "input_ids" else IGNORE_INDEX if is_labels(name) else PADS.get(name)
         if pad is None or value.dim() > 2:
             raise ValueError(
                 f"{name} of shape {list(value.shape)} cannot be padded: over a grid with pipe the batches of a step "
@@ -195,10 +194,7 @@ def _padded(
                 "Let the data collator pad all of them to one length (padding='max_length')."
             )
         value = F.pad(value, (0, wanted[1] - shape[1]), value=pad)
-    if shape[0] < wanted[0]:
-        more = value[:1].expand(wanted[0] - shape[0], *value.shape[1:])
-        value = torch.cat([value, torch.full_like(more, IGNORED) if labels else more])
-    return value
+    return with_rows(name, value, wanted[0]) if shape[0] < wanted[0] else value
 
 
 WRAPPERS = (get_batch_samples, training_step)
