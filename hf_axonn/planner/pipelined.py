@@ -162,13 +162,14 @@ def pipelined(
         play: whether the schedule is played, or the closed form taken.
     """
     shape, times, ranks = job.shape, step.micro_batches, grid.pipe
-    stages = stages_of(shape, ranks, job.way[1], job.seq)
+    pipeline, per_rank = job.way
+    stages = stages_of(shape, ranks, per_rank, job.seq)
     each, of_stages, hops = passes(job, grid, step, order, overlaps, layout)
     if play:
-        line = pipeline_time(job.way[0], of_stages, ranks, times, hops)
+        line = pipeline_time(pipeline, of_stages, ranks, times, hops)
     else:
         busy = [times * sum(map(sum, of_stages[rank::ranks])) for rank in range(ranks)]
-        line = Timeline([estimate(job.way[0], of_stages, ranks, times, hops)] * ranks, busy)
+        line = Timeline([estimate(pipeline, of_stages, ranks, times, hops)] * ranks, busy)
     links = Links(job.machine, grid, order)
     tied = links.hops("pipe", _tied(shape, grid, step))[-1] if shape.tied else 0.0
     averages, hidden, gathers = {}, {}, {}
@@ -195,7 +196,7 @@ def pipelined(
         memory=max(held, key=lambda needed: needed.total),
         bubble=line.bubble,
         imbalance=max(line.busy) * ranks / sum(line.busy) - 1,
-        in_flight=tuple(in_flight(job.way[0], ranks, rank, job.way[1], times)[0] for rank in range(ranks)),
+        in_flight=tuple(in_flight(pipeline, ranks, rank, per_rank, times)[0] for rank in range(ranks)),
         hop=max(hops),
         simulated=play,
     )
