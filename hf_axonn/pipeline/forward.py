@@ -134,7 +134,7 @@ def _filled(given: dict[str, Any], pipeline: Pipeline) -> dict[str, Any]:
         return given
     if world_rank() == 0:
         _warn(rows, wanted, pipeline.state.grid.pipe, pipeline.state.config.schedule)
-    return {name: with_rows(name, value, wanted) if _by_row(value, rows) else value for name, value in given.items()}
+    return {name: with_rows(name, value, wanted) if by_row(value, rows) else value for name, value in given.items()}
 
 
 def with_rows(name: str, value: Tensor, wanted: int) -> Tensor:
@@ -148,7 +148,7 @@ def is_labels(name: str) -> bool:
     return name.endswith("labels")
 
 
-def _by_row(value: Any, rows: int) -> bool:
+def by_row(value: Any, rows: int) -> bool:
     """Whether an argument of a model has something for each row of its batch."""
     return isinstance(value, Tensor) and value.dim() > 0 and len(value) == rows
 
@@ -176,6 +176,6 @@ def part_of(given: dict[str, Any], rows: int, parts: int, index: int) -> dict[st
     """The rows of one of `parts` micro-batches; what has no row for each of the batch's stays whole."""
     size = rows // parts
     return {
-        name: value[index * size : (index + 1) * size] if _by_row(value, rows) else value
+        name: value[index * size : (index + 1) * size] if by_row(value, rows) else value
         for name, value in given.items()
     }

@@ -29,7 +29,7 @@ from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.engine.state import ParallelState, parallel_state
 from hf_axonn.losses.causal_lm import IGNORE_INDEX
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
-from hf_axonn.pipeline.forward import divisions, is_labels, with_rows
+from hf_axonn.pipeline.forward import by_row, divisions, is_labels, with_rows
 from hf_axonn.trainer.smoothing import loss_to_smooth
 
 
@@ -183,7 +183,7 @@ def pad_alike(batches: list[Batch], pad_token: int) -> list[Batch]:
 def _padded(
     name: str, value: Any, shape: tuple[int, ...], wanted: tuple[int, int], pad_token: int, shapes: list[tuple]
 ) -> Any:
-    if not isinstance(value, Tensor) or not value.dim() or len(value) != shape[0]:
+    if not by_row(value, shape[0]):
         return value
     if shape[1] < wanted[1] and value.dim() > 1 and shape[1] in value.shape[1:]:
         pad = pad_token if name == "input_ids" else IGNORE_INDEX if is_labels(name) else PADS.get(name)
