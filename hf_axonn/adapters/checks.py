@@ -68,7 +68,6 @@ def check_plan(model: nn.Module, plan: ShardingPlan) -> None:
             raise ValueError(LINEAR.format(name, wrapper.parameter_name))
 
 
-OVER_PIPE = "PEFT's adapters are not possible over a grid with pipe ({}): use a grid without pipe."
 SEVERAL = (
     "modules_to_save: {} consists of several modules that work together on a grid, so it cannot be copied: name its "
     "Linears, norms or embeddings."
@@ -100,12 +99,9 @@ def check_config(state: ParallelState, model: nn.Module, config) -> None:
         config: PEFT's, of the new adapter.
     Raises:
         ValueError: another method than LoRA, one of its variants but DoRA, a way to fill new adapters that needs full
-            weights, or modules_to_save that consist of several modules; the model is divided over pipe; the release of
-            PEFT is not proven.
+            weights, or modules_to_save that consist of several modules; the release of PEFT is not proven.
     """
     check_versions("peft")
-    if state.pipeline is not None:
-        raise ValueError(OVER_PIPE.format(state.grid))
     kind = getattr(config.peft_type, "value", config.peft_type)
     if kind != "LORA":
         raise ValueError(f"PEFT's {kind} is not supported on a model that is sharded over a grid: {WHAT_WORKS}.")

@@ -6,17 +6,25 @@ import json
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.distributed.collectives import world_rank
+from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.engine.dtensors import shard_of, whole
+from hf_axonn.engine.stage_tensors import whole_of_all_stages
 from hf_axonn.engine.state import parallel_state
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the CPU, all of it. An all-gather where it is sharded."""
-    return whole(tensor).detach().cpu()
+def full_tensors(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Tensors of a model with adapters on the CPU, all of each; of a pipeline those of all stages, on rank 0.
+
+    Collectives: an all-gather of each that is sharded; with pipe those of `whole_of_all_stages`.
+    """
+    state = parallel_state(model)
+    if state is not None and state.pipeline is not None:
+        return whole_of_all_stages(tensors, state.mesh)
+    return {name: whole(tensor).detach().cpu() for name, tensor in tensors.items()}
 
 
 def adapter_base(directory: str | Path) -> str | None:
@@ -41,16 +49,13 @@ def adapter_base(directory: str | Path) -> str | None:
 def save_adapters(model: nn.Module, directory: Path) -> None:
     """Write every adapter of a PeftModel, the one named default into `directory` itself, as PEFT does.
 
-    Collectives: all-gathers of what is sharded among what is saved.
+    Collectives: those of `full_tensors`, for each adapter.
     """
     from peft import get_peft_model_state_dict
 
-    adapters = {}
-    for name in model.peft_config:
-        # Adapters are replicated, so nothing is gathered here.
-        adapters[name] = {
-            key: full_tensor(value) for key, value in get_peft_model_state_dict(model, adapter_name=name).items()
-        }
+    adapters = {
+        name: full_tensors(get_peft_model_state_dict(model, adapter_name=name), model) for name in model.peft_config
+    }
     if world_rank() == 0:
         from safetensors.torch import save_file
 
@@ -62,22 +67,31 @@ def save_adapters(model: nn.Module, directory: Path) -> None:
 
 
 def load_adapters(model: nn.Module, directory: Path) -> None:
-    """Fill PEFT adapters, and modules saved with them, from the files that PEFT itself writes. No communication."""
+    """Fill PEFT adapters, and modules saved with them, from the files that PEFT itself writes.
+
+    Raises:
+        ValueError: a file cannot be read, or holds other adapters than the model has.
+    Collectives: with pipe one `gather_texts` over it, of names; else none.
+    """
     from peft import get_peft_model_state_dict
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    for name in model.peft_config:
+    of_each = {name: get_peft_model_state_dict(model, adapter_name=name) for name in model.peft_config}
+    names = {name: set(own) for name, own in of_each.items()}
+    state = parallel_state(model)
+    if state is not None and state.pipeline is not None:
+        keys = {name: sorted(own) for name, own in of_each.items()}
+        stages = gather_json(keys, state.mesh.device, state.mesh.group("pipe"))
+        names = {name: {key for stage in stages for key in stage[name]} for name in keys}
+    for name, own in of_each.items():
         source = directory if name == "default" else directory / name
         try:
             weights = load_file(source / "adapter_model.safetensors")
         except SafetensorError as problem:
             raise ValueError(f"{source / 'adapter_model.safetensors'} cannot be read: {problem}") from None
-        own = get_peft_model_state_dict(model, adapter_name=name)
-        if own.keys() != weights.keys():
-            raise ValueError(
-                f"{source} holds other adapters than the model has: {sorted(own.keys() ^ weights.keys())[:3]}"
-            )
+        if other := names[name] ^ weights.keys():
+            raise ValueError(f"{source} holds other adapters than the model has: {sorted(other)[:3]}")
         with torch.no_grad():
             for key, value in own.items():
                 if isinstance(value, DTensor):  # adapters are replicated, what is saved beside them may not be

@@ -25,6 +25,7 @@ from hf_axonn.adapters.merge import Merging, ParameterMerging
 from hf_axonn.adapters.parameter_lora import ParameterLora
 from hf_axonn.compat.peft import MIXED_BATCH, wrapped_modules
 from hf_axonn.distributed.collectives import broadcast_all
+from hf_axonn.distributed.mesh import STAGE
 from hf_axonn.engine.dtensors import distributed, shard_placements
 from hf_axonn.engine.report import Entry
 from hf_axonn.engine.state import ParallelState
@@ -37,7 +38,10 @@ from hf_axonn.topology.weight_kind import WeightKind
 
 @contextlib.contextmanager
 def without_wrappers(model: nn.Module) -> Iterator[None]:
-    """While inside, every module that PEFT has wrapped stands in the model in place of its wrapper."""
+    """While inside, every module that PEFT has wrapped stands in the model in place of its wrapper.
+
+    A module that was replaced inside, as one of another stage of a pipeline, does not get its wrapper back.
+    """
     bases = {wrapper: base for _, wrapper, base in wrapped_modules(model)}
     places = [
         (parent, child, module)
@@ -51,7 +55,8 @@ def without_wrappers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for parent, child, wrapper in places:
-            parent._modules[child] = wrapper
+            if parent._modules[child] is bases[wrapper]:
+                parent._modules[child] = wrapper
 
 
 def install_adapters(state: ParallelState, model: nn.Module) -> None:
@@ -171,7 +176,7 @@ def _copies(
     for adapter, copy in wrapper.modules_to_save.items():
         if not _is_new(state, copy):
             continue
-        broadcast_all(filter(_is_plain, copy.parameters()))
+        broadcast_all(filter(_is_plain, copy.parameters()), state.mesh.group(*STAGE))
         for (path, module), like in zip(copy.named_modules(), original.modules(), strict=True):
             for name, parameter in list(module._parameters.items()):
                 if _is_plain(parameter):
@@ -196,9 +201,11 @@ def _is_plain(parameter: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
 
 
 def _replicate(state: ParallelState, names: dict, *modules: nn.Module) -> None:
-    """Replicate the parameters of small modules with the values of rank 0. Collectives: `broadcast_all`."""
+    """Replicate the parameters of small modules with the values of a stage's first rank. Collectives:
+    `broadcast_all`."""
     placements = shard_placements(WeightKind.ADAPTER)
-    broadcast_all(parameter for module in modules for parameter in module._parameters.values() if _is_plain(parameter))
+    new_ones = (each for module in modules for each in module._parameters.values() if _is_plain(each))
+    broadcast_all(new_ones, state.mesh.group(*STAGE))
     for module in modules:
         new = {name: parameter for name, parameter in module._parameters.items() if _is_plain(parameter)}
         module._parameters.update(

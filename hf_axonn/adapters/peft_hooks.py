@@ -11,18 +11,21 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import torch
 from torch import nn
 
 from hf_axonn.adapters.checks import check_adapters, check_config, saved_modules
-from hf_axonn.adapters.files import full_tensor
+from hf_axonn.adapters.files import full_tensors
 from hf_axonn.adapters.install import install_adapters
 from hf_axonn.compat.peft import after_peft, let_load_state_dict_shard, sized_by_full_weights
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.collectives import barrier, world_rank
+from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.engine.linears import is_conv1d
-from hf_axonn.engine.state import is_parallelized
+from hf_axonn.engine.state import ParallelState, is_parallelized
+from hf_axonn.layers.dropout import mix
 
 
 def watch_peft() -> None:
@@ -58,26 +61,36 @@ def _method(wrapper: Callable, original: Callable) -> Callable:
     return method
 
 
-def sharded_parts(model: nn.Module) -> list[nn.Module]:
-    """The parallelized models in a module: itself, or some of its children."""
-    return [module for module in model.modules() if is_parallelized(module)]
+def sharded_parts(model: nn.Module) -> list[tuple[nn.Module, ParallelState]]:
+    """The parallelized models in a module, itself or some of its children, with how each lies on the grid."""
+    return [(module, cast(ParallelState, module.axonn)) for module in model.modules() if is_parallelized(module)]
 
 
 def inject_adapter(self, original: Callable, model: nn.Module, adapter_name: str, *args, **kwargs) -> None:
-    """As PEFT's; then the new adapters are sharded. Collectives: those of `install_adapters`."""
+    """As PEFT's; then the new adapters are sharded. Over pipe each stage fills its own, of other numbers than one
+    process would.
+
+    Raises:
+        ValueError: one of `check_config`, or over pipe a stage has no module that is to be adapted; on every rank.
+    Collectives: those of `install_adapters`; with pipe those of `Pipeline.know_modules` and one before.
+    """
     parts = sharded_parts(model)
-    for part in parts:
-        check_config(part.axonn, part, self.peft_config[adapter_name])
+    for part, state in parts:
+        check_config(state, part, self.peft_config[adapter_name])
     with contextlib.ExitStack() as stack:
-        for part in parts:
+        for part, state in parts:
             stack.enter_context(_copyable(part, self.peft_config[adapter_name]))
+            if state.pipeline is not None:
+                stack.enter_context(_of_stage(state, part))
         if parts:
             stack.enter_context(_unmeasured())
             stack.enter_context(sized_by_full_weights())
         original(model, adapter_name, *args, **kwargs)
-    for part in parts:
+    for part, state in parts:
         check_adapters(part)
-        install_adapters(part.axonn, part)
+        install_adapters(state, part)
+        if state.pipeline is not None:
+            state.pipeline.know_modules()
     if parts and hasattr(type(self), "add_weighted_adapter"):
         self.add_weighted_adapter = _refuse_weighted
 
@@ -107,6 +120,38 @@ def _copyable(model: nn.Module, config) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _of_stage(state: ParallelState, model: nn.Module) -> Iterator[None]:
+    """While inside, a model on pipe has no modules but those of this stage, and new numbers are the stage's own: the
+    generators of all ranks have drawn the same afterwards.
+
+    Raises:
+        ValueError: PEFT refuses the adapters of any stage; on every rank.
+    Collectives: one of `gather_texts` over pipe.
+    """
+    mesh, problem = state.mesh, ""
+
+    def named_modules(*args, **kwargs):  # where PEFT looks for what to adapt
+        named = type(model).named_modules(model, *args, **kwargs)
+        return ((name, module) for name, module in named if not getattr(module, "elsewhere", False))
+
+    seed = int(torch.randint(2**62, ()))
+    devices = [mesh.device] if mesh.device.type != "cpu" else []
+    vars(model)["named_modules"] = named_modules
+    try:
+        with torch.random.fork_rng(devices, device_type=mesh.device.type if devices else "cuda"):
+            torch.manual_seed(mix(seed, mesh.index("pipe"), 0))
+            yield
+    except ValueError as error:
+        problem = str(error)
+    finally:
+        del vars(model)["named_modules"]
+    problems = gather_json(problem, mesh.device, mesh.group("pipe"))
+    for pipe, its in enumerate(problems):
+        if its:
+            raise ValueError(f"at pipe={pipe} of {state.grid}: {its}")
+
+
+@contextlib.contextmanager
 def _unmeasured() -> Iterator[None]:
     """While inside, new DoRA layers are not measured by PEFT, which would need full weights, but marked."""
     from peft.tuners.lora import dora
@@ -123,21 +168,21 @@ def _unmeasured() -> Iterator[None]:
 
 def add_adapter(self, original: Callable, adapter_name: str, peft_config, *args, **kwargs) -> None:
     """As PEFT's, which does not come by `inject_adapter` for what lies outside of the model."""
-    for part in sharded_parts(self):
-        check_config(part.axonn, part, peft_config)
+    for part, state in sharded_parts(self):
+        check_config(state, part, peft_config)
     return original(adapter_name, peft_config, *args, **kwargs)
 
 
 def save_pretrained(self, original: Callable, *args, **kwargs) -> None:
-    """As PEFT's, with full tensors; rank 0 writes. Every rank must call it. Collectives: all-gathers of what is
-    sharded among what is saved, and a barrier."""
+    """As PEFT's, with full tensors; rank 0 writes. Every rank must call it. Collectives: `full_tensors` of what is
+    saved, and a barrier."""
     if not sharded_parts(self):
         return original(*args, **kwargs)
     module = sys.modules["peft.peft_model"]
     select = module.get_peft_model_state_dict
 
     def gathered(*inner, **options):
-        return {name: full_tensor(value) for name, value in select(*inner, **options).items()}
+        return full_tensors(select(*inner, **options), self)
 
     kwargs.setdefault("is_main_process", world_rank() == 0)
     with replaced({(module, "get_peft_model_state_dict"): gathered}):

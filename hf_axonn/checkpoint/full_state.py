@@ -9,15 +9,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.checkpoint.shard_files import DTYPES, NAMES
-from hf_axonn.distributed.collectives import receive_, send_, world_rank
-from hf_axonn.distributed.consistency import gather_json
+from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.dtensors import whole
-from hf_axonn.engine.state import ParallelState, parallel_state
+from hf_axonn.engine.stage_tensors import whole_of_all_stages
+from hf_axonn.engine.state import parallel_state
 
 
 def full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -29,13 +27,12 @@ def full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = Non
         model: parallelized, or a wrapper of such a model.
         state_dict: its state dict or a part of it; all of it if None.
     Memory: the full model on the CPU of rank 0, one full tensor at a time on the others.
-    Collectives: one gather of each sharded tensor over (y, x, z); with pipe `gather_texts` over it, and each full
-        tensor of another stage is sent to the first.
+    Collectives: one gather of each sharded tensor over (y, x, z); with pipe those of `whole_of_all_stages`.
     """
     state_dict = model.state_dict() if state_dict is None else state_dict
     state = parallel_state(model)
     if state is not None and state.pipeline is not None:
-        return _of_all_stages(state, state_dict)
+        return whole_of_all_stages(state_dict, state.mesh)
     first = world_rank() == 0
     owners = owners_of(model)
     result: dict[str, Any] = {}
@@ -51,31 +48,6 @@ def full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = Non
             del full
         result[name] = gathered[owner]
     return result if first else {}
-
-
-def _of_all_stages(state: ParallelState, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As `full_state_dict`, of a model that is divided into stages: each sends what it has to the first."""
-    mesh, group = state.mesh, state.mesh.group("pipe")
-    facts = [[name, list(tensor.shape), NAMES[tensor.dtype]] for name, tensor in state_dict.items()]
-    here, result = mesh.index("pipe"), {}
-    sent: set[str] = set()
-    for stage, own in enumerate(gather_json(facts, mesh.device, group)):
-        for name, shape, dtype in own:
-            if name in sent:
-                continue
-            sent.add(name)
-            full = None
-            if here == stage:
-                full = whole(state_dict[name]).detach().to(mesh.device).contiguous()
-                if stage > 0:
-                    send_(full, 0, group)
-            elif here == 0:
-                full = receive_(torch.empty(shape, dtype=DTYPES[dtype], device=mesh.device), stage, group)
-            if mesh.rank == 0:
-                assert full is not None
-                result[name] = full.cpu()
-            del full
-    return result
 
 
 def owners_of(model: nn.Module) -> dict[str, int]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn.adapters.files import load_adapters
 from hf_axonn.checkpoint.hf_loader import fill, refuse_integers
+from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import local, local_slices, shard_of
 from hf_axonn.engine.state import parallel_state
@@ -74,27 +75,53 @@ def _fill_by_name(model: nn.Module, stored: dict[str, Any], mesh: GridMesh) -> s
 def load_plain_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, directory: str | Path, *, name: str = OPTIMIZER
 ) -> None:
-    """Give the optimizer of a parallelized model the state that one process saved. No communication.
+    """Give the optimizer of a parallelized model the state that one process saved.
 
     `name` is that of the file: Trainer's, or another one.
 
     Raises:
         ValueError: there is none, or it is of other parameters.
+    Collectives: with pipe one of `gather_texts` over it; else none.
     """
+    groups = getattr(optimizer, "optimizer", optimizer).param_groups
+    counts, places = _places(model, groups)
     file = Path(directory) / name
     if not file.is_file():
         raise ValueError(f"{directory} has no optimizer state: it was saved without (save_only_model?).")
     mesh = _mesh_of(model)
     optimizer = getattr(optimizer, "optimizer", optimizer)
     saved = torch.load(file, map_location="cpu", weights_only=True)
-    groups = optimizer.param_groups
-    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved["param_groups"]]:
+    if counts != [len(group["params"]) for group in saved["param_groups"]]:
         raise ValueError(f"{file} is of other parameters than this run trains.")
-    for group, before in zip(groups, saved["param_groups"], strict=True):
+    for group, before, own in zip(groups, saved["param_groups"], places, strict=True):
         group.update({key: value for key, value in before.items() if key != "params"})
-        for parameter, index in zip(group["params"], before["params"], strict=True):
-            state = saved["state"].get(index, {})
+        for parameter, place in zip(group["params"], own, strict=True):
+            state = saved["state"].get(before["params"][place], {})
             optimizer.state[parameter] = {key: _like(value, parameter, mesh) for key, value in state.items()}
+
+
+def _places(model: nn.Module, groups: list[dict[str, Any]]) -> tuple[list[int], list[list[int]]]:
+    """How many parameters each group of one process's optimizer has, and where those of this rank are among them.
+
+    Raises:
+        ValueError: over pipe, the order of one process is not known.
+    """
+    state = parallel_state(model)
+    if state is None or state.pipeline is None:
+        counts = [len(group["params"]) for group in groups]
+        return counts, [list(range(count)) for count in counts]
+    name_of = {id(parameter): name for name, parameter in state.pipeline.model.named_parameters()}
+    own = [[name_of[id(parameter)] for parameter in group["params"]] for group in groups]
+    known = {name: place for place, name in enumerate(state.pipeline.names)}
+    every = gather_json(own, state.mesh.device, state.mesh.group("pipe"))
+    whole = [sorted({name for stage in every for name in stage[group]}) for group in range(len(groups))]
+    if unknown := [name for of_group in whole for name in of_group if name not in known]:
+        raise ValueError(
+            "over a grid with pipe the optimizer of one process can only be read for what the model had before it was "
+            f"divided, and {unknown[0]} came later: give the model its adapters before it is prepared."
+        )
+    order = [{name: place for place, name in enumerate(sorted(its, key=known.__getitem__))} for its in whole]
+    return [len(its) for its in whole], [[order[group][name] for name in its] for group, its in enumerate(own)]
 
 
 def _like(value: object, parameter: Tensor, mesh: GridMesh) -> object:

@@ -6,17 +6,16 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
-from hf_axonn.adapters.files import full_tensor
 from hf_axonn.checkpoint.export import remove_ordinary, write_index
 from hf_axonn.checkpoint.full_state import owners_of
 from hf_axonn.checkpoint.save import SaveError
 from hf_axonn.checkpoint.shard_files import describe, order_in_file, write_safetensors
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.distributed.consistency import first_problem
+from hf_axonn.engine.stage_tensors import of_all_stages, whole_at_first
 from hf_axonn.engine.state import parallel_state
 
 
@@ -36,20 +35,22 @@ def save_whole(model: nn.Module, directory: str | os.PathLike[str], max_shard_si
     Raises:
         SaveError: rank 0 cannot write; on every rank.
         ValueError: safetensors has no such dtype.
-    Collectives: one gather of each sharded tensor over (y, x, z), and `first_problem`.
+    Collectives: those of `of_all_stages`; one gather of each sharded tensor over (y, x, z), which another stage than
+        the first sends there; and `first_problem`.
     """
     state = parallel_state(model)
     assert state is not None, "of a parallelized model"
     tensors = _once_each(model)
-    outlines = {name: torch.empty(its.shape, dtype=its.dtype, device="meta") for name, its in tensors.items()}
+    staged = of_all_stages(tensors, state.mesh)
+    outlines = {name: its.outline for name, its in staged.items()}
     plan = split_torch_state_dict_into_shards(outlines, filename_pattern=PATTERN, max_shard_size=max_shard_size)
-    shapes = {name: (describe(its).dtype, tuple(its.shape)) for name, its in tensors.items()}
+    shapes = {name: (describe(its).dtype, tuple(its.shape)) for name, its in outlines.items()}
     files = {file: {name: shapes[name] for name in names} for file, names in plan.filename_to_tensors.items()}
     left = [name for of_file in files.values() for name in order_in_file(of_file)]
 
     def full(name: str) -> Tensor:
         left.remove(name)
-        return full_tensor(tensors[name])
+        return whole_at_first(name, tensors, staged[name], state.mesh)
 
     problem = ""
     if world_rank() == 0:

@@ -290,12 +290,11 @@ def groups_with_timeout(seconds: float) -> Iterator[None]:
         yield
 
 
-def broadcast_coalesced(tensors: list[torch.Tensor], buffer_bytes: int) -> None:
-    """Overwrite tensors with those of rank 0 of the world, as DistributedDataParallel does: in fused broadcasts."""
+def broadcast_coalesced(tensors: list[torch.Tensor], buffer_bytes: int, group: torch.distributed.ProcessGroup) -> None:
+    """Overwrite tensors with those of a group's first rank, as DistributedDataParallel does: in fused broadcasts."""
     from torch._C._distributed_c10d import _broadcast_coalesced
-    from torch.distributed.distributed_c10d import _get_default_group
 
-    _broadcast_coalesced(_get_default_group(), tensors, buffer_bytes, 0)
+    _broadcast_coalesced(group, tensors, buffer_bytes, 0)
 
 
 def watch_store() -> torch.distributed.Store:

@@ -267,22 +267,27 @@ def broadcast_(value: Tensor) -> Tensor:
     return value
 
 
-def broadcast_all(tensors: Iterable[Tensor]) -> None:
-    """Overwrite each tensor with that of rank 0 of the world; tensors on the meta device are left out.
+def broadcast_all(tensors: Iterable[Tensor], group: ProcessGroup | None = None) -> None:
+    """Overwrite each tensor with that of the first rank of a group; tensors on the meta device are left out.
 
-    Collectives: broadcasts over the world. Small tensors share one, up to FUSED_BYTES: a message for each parameter
-    would make the start of a model with thousands of them wait for as many latencies.
+    Args:
+        group: of the ranks that have these tensors; the world if None.
+    Collectives: broadcasts over the group. Small tensors share one, up to FUSED_BYTES: a message for each parameter
+        would make the start of a model with thousands of them wait for as many latencies.
     """
+    group = _world() if group is None else group
+    if group.size() == 1:
+        return
     fused = []
     for tensor in (tensor.detach() for tensor in tensors if not tensor.is_meta):
         if tensor.nbytes < FUSED_BYTES or not tensor.is_contiguous():
             fused.append(tensor)
         else:
-            broadcast_(tensor)
+            broadcast_over(tensor, 0, group)
     if _observers and fused:
-        _report("broadcast", sum(tensor.nbytes for tensor in fused), _world())
+        _report("broadcast", sum(tensor.nbytes for tensor in fused), group)
     if fused:
-        broadcast_coalesced(fused, FUSED_BYTES)
+        broadcast_coalesced(fused, FUSED_BYTES, group)
 
 
 def broadcast_text(text: str, device: torch.device) -> str:

@@ -11,22 +11,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.adapters.checks import OVER_PIPE, check_adapters, check_plan
+from hf_axonn.adapters.checks import check_adapters, check_plan
 from hf_axonn.adapters.install import install_adapters, without_wrappers
 from hf_axonn.adapters.peft_hooks import watch_peft
 from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.plan import plan_for
 from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.checkpoint.full_state import install_save_pretrained
-from hf_axonn.compat.peft import adapter_layers, without_peft
+from hf_axonn.compat.peft import without_peft
 from hf_axonn.compat.torch import backend_of, default_device_type, quiet_redistribution, read_whole_values
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.config import AxonnConfig
@@ -106,11 +107,12 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
             f"residual_dtype is {config.residual_dtype}, but {type(inner).__name__} is sharded Linear by Linear, and "
             f"its layers are not known ({plan.reason}): leave residual_dtype away."
         )
+    broadcast_all([*inner.parameters(), *inner.buffers()])
+    before = {name: weakref.ref(parameter) for name, parameter in inner.named_parameters()}
     with without_wrappers(inner):
         layout = choose_layout(inner, plan, y=grid.y, wanted=config.layout)
         report = state.report = Report(str(grid), plan.summary(), layout.reason)
         kinds = weight_kinds(inner, plan)
-        broadcast_all([*inner.parameters(), *inner.buffers()])
         if grid.pipe > 1:
             state.features = layout.features
             plan, stages = divide(inner, plan, state)
@@ -119,12 +121,18 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
         shard_parameters(inner, kinds, state)
         install_layers(inner, plan, kinds, state, layout)
         if grid.pipe > 1:
-            state.pipeline = Pipeline(state, stages, inner)
+            state.pipeline = Pipeline(state, stages, inner, list(before))
             install_pipeline(inner, state.pipeline)
         install_batch_check(state, inner)
     inner.axonn = state
     step_on_shards()
+    after = set(inner.parameters())
+    for parameter in [reference() for reference in before.values()]:
+        if parameter is not None and parameter not in after and not hasattr(parameter, "sharded_as"):
+            cast(Any, parameter).of_other_stage = True  # for an optimizer that has it already
     install_adapters(state, inner)
+    if state.pipeline is not None:
+        state.pipeline.know_modules()
     inner.register_load_state_dict_pre_hook(take_shards)
     if hasattr(inner, "resize_token_embeddings"):
         inner.resize_token_embeddings = functools.partial(_refuse_resize, inner)
@@ -159,10 +167,8 @@ def _check_pipe(model: nn.Module, grid: Grid) -> None:
     """Refuse what a pipeline cannot have. Changes nothing.
 
     Raises:
-        ValueError: the model has adapters, or its training loss has a part that needs the routers of all layers.
+        ValueError: its training loss has a part that needs the routers of all layers.
     """
-    if any(True for _ in adapter_layers(model)):
-        raise ValueError(OVER_PIPE.format(grid))
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "output_router_logits", False):

@@ -27,6 +27,7 @@ from hf_axonn.engine.dtensors import local
 from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.engine.matmul3d import finish_deferred
 from hf_axonn.engine.state import ParallelState
+from hf_axonn.layers.dropout import dropout_names, probability
 from hf_axonn.pipeline.norms import watch_norms
 from hf_axonn.pipeline.stages import Stage, Stages
 from hf_axonn.pipeline.transfers import receive, send, share
@@ -41,14 +42,15 @@ class Pipeline:
     Args:
         state: of the model.
         stages: of this rank.
-        model: with the parameters of this rank.
+        model: with the modules of this rank.
+        names: of the parameters of the whole model, before it was divided, in order.
     """
 
-    def __init__(self, state: ParallelState, stages: Stages, model: nn.Module) -> None:
+    def __init__(self, state: ParallelState, stages: Stages, model: nn.Module, names: Sequence[str]) -> None:
         self.state = state
         self.stages = stages
         self.model = model
-        self.parameters = list(model.parameters())
+        self.names = names
         self.group = state.mesh.group("pipe")
         self._schedules: dict[tuple[Any, ...], tuple[Any, list[_StageModule]]] = {}
         watch_norms(self)
@@ -56,6 +58,33 @@ class Pipeline:
         has_stages(
             f"pipe={self.here}, stage {' and '.join(str(stage.index) for stage in stages.own)} of {stages.total}"
         )
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Of this rank's stages, with those of adapters."""
+        return list(self.model.parameters())
+
+    def know_modules(self) -> None:
+        """Look at the model once it has its modules, and again when adapters have come. Collectives over pipe: those
+        of `gather_texts`.
+
+        Raises:
+            ValueError: some stages have parameters to train, and others none; on every rank.
+        """
+        facts = [
+            any(parameter.requires_grad for parameter in self.parameters),
+            any(probability(module, *dropout_names(module))() for module in self.model.modules()),
+            [stage.index for stage in self.stages.own],
+        ]
+        every = gather_json(facts, self.state.mesh.device, self.group)
+        self.stages.drops = any(drops for _, drops, _ in every)
+        idle = sorted(stage for trains, _, its in every for stage in its if not trains)
+        if idle and len(idle) < self.stages.total:
+            raise ValueError(
+                f"of {self.stages.total} stages over pipe, {', '.join(map(str, idle))} would have nothing to train, "
+                "and an optimizer wants parameters: let each stage train some (stage_layers says which layers it "
+                "has), or use a grid without pipe."
+            )
 
     @torch.no_grad()
     def _add_up_tied(self) -> None:
@@ -143,8 +172,9 @@ class Pipeline:
             module.calls, module.autocast, module.seeds = calls, autocast, seeds
         if self.state.config.schedule == "zero_bubble":
             self.state.context.deferred = []
-        before = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
+        parameters = self.parameters
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
             parameter.grad = None
         # What a layer that runs again has gathered is let go in backward; other kept weights serve all micro-batches.
         cache = self.state.context.gather_cache
@@ -154,14 +184,14 @@ class Pipeline:
                 losses = run_schedule(schedule, len(calls))
             PROGRESS.passing = ""
             self._add_up_tied()
-            found = [parameter.grad for parameter in self.parameters]
+            found = [parameter.grad for parameter in parameters]
         except RuntimeError as error:  # torch wraps what a stage raises
             cause = error.__cause__
             if isinstance(cause, Exception) and hasattr(cause, "__notes__"):
                 raise cause from None
             raise
         finally:
-            for parameter, grad in zip(self.parameters, before, strict=True):
+            for parameter, grad in zip(parameters, before, strict=True):
                 parameter.grad = grad
             for module in modules:
                 module.calls = ()
@@ -171,7 +201,7 @@ class Pipeline:
             shared += torch.stack([loss.detach() for loss in losses])
         reduce_(shared, self.group)
         dtype = torch.promote_types(self.stages.dtype, torch.float32)
-        return shared.to(dtype), Gradients(self.parameters, found)
+        return shared.to(dtype), Gradients(parameters, found)
 
     def _schedule(self, micro_batches: int, batch: int, seq: int) -> tuple[Any, list[_StageModule]]:
         key = micro_batches, batch, seq, self.stages.stream_dtype()

@@ -21,7 +21,7 @@ from hf_axonn.architectures.plan import ShardingPlan, is_inside
 from hf_axonn.compat.transformers import input_embedding, output_embedding, text_config, without_report
 from hf_axonn.engine.context import StagePass
 from hf_axonn.engine.state import ParallelState
-from hf_axonn.layers.dropout import dropout_names, mix, probability
+from hf_axonn.layers.dropout import mix
 from hf_axonn.layers.moe import is_experts
 from hf_axonn.pipeline.stand_ins import Arrival, Departure, ElsewhereEmbedding, ElsewhereHead, ElsewhereLayer
 from hf_axonn.topology.stages import as_listed, divide_layers
@@ -54,7 +54,7 @@ class Stages:
         hidden: H.
         vocabulary: number of tokens that the embedding knows.
         dtype: of what the embedding gives.
-        drops: whether any module of the whole model had dropout when it was divided.
+        drops: whether any module of the whole model has dropout.
         tied: the embedding, where this rank has the first or the last stage, which both have its weight.
     """
 
@@ -159,12 +159,10 @@ def divide(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> tuple[
     mine = range(mesh.index("pipe"), count, grid.pipe)
     if hasattr(model, "tie_weights"):
         cast(Any, model).tie_weights()  # which the loader does later on the meta device
-    drops = any(probability(module, *dropout_names(module))() for module in model.modules())
     embedding = cast(nn.Embedding, input_embedding(model))
     hidden, vocabulary, dtype = embedding.embedding_dim, embedding.num_embeddings, embedding.weight.dtype
     head = output_embedding(model)
     tied = head is not None and head.weight is embedding.weight
-    whole = list(model.parameters())
     before = {name.rpartition(".")[0] for name in model.state_dict()}
     _keep_ends(model, decoder, layers, plan, first=0 in mine, last=count - 1 in mine, tied=tied)
     kept = {index for number in mine for index in ranges[number]}
@@ -174,8 +172,6 @@ def divide(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> tuple[
             layers[index] = ElsewhereLayer(originals[index])
     after = {name.rpartition(".")[0] for name in model.state_dict()}
     without_report(model, before - after)
-    for parameter in set(whole) - set(model.parameters()):
-        cast(Any, parameter).of_other_stage = True  # for an optimizer that has it already
     own = []
     for number in mine:
         its = ranges[number]
@@ -186,7 +182,6 @@ def divide(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> tuple[
             places[its.stop] = Departure(originals[its.stop], state)
         own.append(Stage(number, its, first=number == 0, last=number == count - 1, places=places))
     stages = Stages(state, layers, own, count, hidden=hidden, vocabulary=vocabulary, dtype=dtype)
-    stages.drops = drops
     if tied and (0 in mine or count - 1 in mine):
         stages.tied = input_embedding(model)
     return _own_plan(plan, kept, first=0 in mine, last=count - 1 in mine), stages

@@ -38,7 +38,7 @@ class ElsewhereEmbedding(nn.Module):
         weight: the parameter, where the head of this stage has it too.
     """
 
-    elsewhere = True  # so it is no other use of its weight
+    elsewhere = True  # so that nobody takes it, and its weight, for a module of this stage
 
     def __init__(self, size: int, dtype: torch.dtype, weight: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -57,6 +57,8 @@ class ElsewhereLayer(nn.Module):
     Args:
         original: whose attributes of plain kinds models read from their layers, such as `attention_type`.
     """
+
+    elsewhere = True
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -101,6 +103,8 @@ class Departure(ElsewhereLayer):
 
 class ElsewhereHead(nn.Module):
     """The head of the last stage. [B, S, H] -> zeros [B, S, 1]."""
+
+    elsewhere = True
 
     def __init__(self, out_features: int) -> None:
         super().__init__()

@@ -155,11 +155,6 @@ def _refusals() -> None:
     batch = collate([token_data(4, seed=4)[row] for row in range(4)])
     with torch.autocast("cpu", torch.float16):
         assert "Use bfloat16" in refused(model.train(), **batch)
-    from peft import LoraConfig, get_peft_model
-
-    lora = LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
-    assert "adapters" in refused(get_peft_model, model, lora)
-    assert "adapters" in refused(parallelize, get_peft_model(tiny_model("llama"), lora), grid, config=config)
 
 
 def _shares(grid: Grid) -> None:

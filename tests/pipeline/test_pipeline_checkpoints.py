@@ -10,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid, from_pretrained, load_sharded, parallelize, save_sharded, sync_gradients
+from hf_axonn.checkpoint.whole_files import save_whole
 from tests.helpers.equality import rows_of
 from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_batch, tiny_model
@@ -67,8 +68,11 @@ def _go_around(folder: Path, pairs: list[tuple[Grid, Grid]], once: dict, twice: 
                 loaded = from_pretrained(str(folder / place), grid=grid, dtype=torch.float64)
                 found[f"from_pretrained {place} on {grid}"] = error(loaded, truth)
         loaded.save_pretrained(folder / f"{first} {second} whole")
+        save_whole(other, folder / f"{first} {second} files", max_shard_size=9000)
+        if dist.get_rank() == 0:
+            other.config.save_pretrained(folder / f"{first} {second} files")
         dist.barrier()
-        for place in (f"{first} {second} whole", b):
+        for place in (f"{first} {second} whole", f"{first} {second} files", b):
             plain = AutoModelForCausalLM.from_pretrained(folder / place, dtype=torch.float64)
             found[f"one process reads {place}"] = error(plain, twice)
     return found
