@@ -68,7 +68,10 @@ def fresh_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     if any(parameter.requires_grad and parameter not in inner.state for parameter in parameters):
-        inner.state.clear()  # torch makes all of it or nothing
+        inner.state.clear()  # torch makes all of it or nothing, by a step
+        for group in inner.param_groups:
+            if "train_mode" in group:  # schedule-free optimizers refuse a step without
+                group["train_mode"] = True
     for parameter in parameters:
         parameter.grad = None  # torch makes no state beside gradients
     tensors, _ = flat_optimizer_state(model, optimizer)

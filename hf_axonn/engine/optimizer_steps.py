@@ -15,12 +15,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from hf_axonn.compat.torch import around_step, like_dtensor, placement_of, shard_in
 
 
-ELEMENTWISE = (Adagrad, Adam, AdamW, RMSprop, SGD)
+ELEMENTWISE = (ASGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop, SGD)
 
 
 def step_on_shards() -> None:

@@ -27,7 +27,8 @@ from hf_axonn.engine.state import parallel_state
 from hf_axonn.trainer import accumulation, hub, resume, saving, smoothing, trl
 
 
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
+SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop", *SCHEDULE_FREE)
 
 
 def install_when_imported() -> None:
@@ -114,8 +115,8 @@ def _make_ready(self) -> None:
         return
     refused = {
         "fp16 on CPUs": self.args.fp16 and self.args.device.type == "cpu",  # accelerate would leave it away
-        "use_liger_kernel": self.args.use_liger_kernel,
-        "auto_find_batch_size": self.args.auto_find_batch_size,
+        "use_liger_kernel": self.args.use_liger_kernel,  # its loss multiplies the full head
+        "auto_find_batch_size": self.args.auto_find_batch_size,  # a rank without memory leaves others in a collective
         "enable_jit_checkpoint": self.args.enable_jit_checkpoint,  # each rank would save at a step of its own
         "fp16_full_eval": self.args.fp16_full_eval,
         "bf16_full_eval": self.args.bf16_full_eval,

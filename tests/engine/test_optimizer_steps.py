@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop
 from torch.optim.lr_scheduler import ConstantLR
 
 from hf_axonn import AxonnPlugin, Grid, parallelize
@@ -30,6 +30,11 @@ KINDS = (
     (SGD, {"momentum": 0.9, "nesterov": True, "foreach": True}),
     (Adagrad, {"lr_decay": 0.1}),
     (RMSprop, {"momentum": 0.9, "centered": True}),
+    (NAdam, {}),
+    (RAdam, {}),
+    (Adamax, {}),
+    (ASGD, {}),
+    (Adadelta, {}),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -129,6 +130,7 @@ def _four(folder: Path, truths: dict) -> None:
     _after(folder, Grid(pipe=2, x=2))
 
 
+@pytest.mark.slow
 def test_adapters_with_other_axes(tmp_path) -> None:
     run_ranks(_four, 4, tmp_path, truths_of(CASES[-2:]), timeout=300)
 

@@ -1,8 +1,8 @@
 """What the steps of a study cost, before anything runs: FLOPs, seconds, GPU hours, bytes on disk; and plans.
 
 On `cpu` the seconds of a step are those of its launch, of its optimizer steps and of its FLOPs, at the speed that this
-machine has in their precision: a fraction of a second of matrix products measures it. On a machine of the planner they
-are those of `hf-axonn plan`, on the model's grid or on the best one.
+machine has in their precision: a fraction of a second of one MLP, forward and backward, measures it. On a machine of
+the planner they are those of `hf-axonn plan`, on the model's grid or on the best one.
 
 FLOPs: 6 a weight and token in training, 2 in asking, and full squares of attention (PaLM, arXiv 2204.02311,
 appendix B).
@@ -31,7 +31,7 @@ from hf_axonn_scripts.study.recipe.steps import Step
 WEIGHT_BYTES = 4  # models are trained and saved in fp32
 # On `cpu`: fitted to calibrate.py on two cores of a Xeon with AVX-512, two ranks of gloo with x=2. Its 15 rows, from
 # 0.1 to 6 seconds, are predicted within 30%.
-EFFICIENCY = 0.6  # of the speed of products, by the products of a pass, with all that comes between them
+EFFICIENCY = 0.6  # of the speed of an MLP, by the products of a pass, with attention, norms and the head
 LAYER_SECONDS = 0.0046  # of one decoder layer in one pass: Python, small kernels, two collectives
 STEP_SECONDS = 0.058  # of an optimizer step, without its passes
 LAUNCH_SECONDS = 20.0  # of `accelerate launch` until the first step, and of saving and leaving
@@ -171,28 +171,39 @@ def grid_of(recipe: Recipe, model: Model) -> Grid:
 
 @lru_cache(maxsize=2)
 def cpu_speed(precision: str, seconds: float = 0.4) -> float:
-    """FLOP/s of matrix products on all cores that this process may use: that of the fastest of many products on one
-    core, which other programs disturb least, times the cores.
+    """FLOP/s of training on all cores that this process may use: those of an MLP, forward and backward, in the fastest
+    of many passes on one core, which other programs disturb least, times the cores.
+
+    Products alone would say too much: with matrix units (AMX) those in bfloat16 are 8 times as fast as in float32, and
+    an MLP with the casts and sums between them is 2.7 times as fast.
 
     Args:
-        precision: `float32` or `bfloat16`.
+        precision: `float32`, or `bfloat16` by autocast.
         seconds: To measure for.
     """
     import torch
+    from torch.nn import functional
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        size = 768
-        left, right = torch.rand(2, size, size, dtype=getattr(torch, precision))
+        rows, hidden, intermediate = 1024, 512, 1376
+        tokens = torch.rand(rows, hidden, requires_grad=True)
+        gate, up, down = (
+            torch.rand(shape, requires_grad=True)
+            for shape in ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate))
+        )
         fastest, end = float("inf"), time.perf_counter() + seconds
         while time.perf_counter() < end:
             start = time.perf_counter()
-            left @ right
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
+                between = functional.silu(functional.linear(tokens, gate)) * functional.linear(tokens, up)
+                output = functional.linear(between, down)
+            output.float().mean().backward()
             fastest = min(fastest, time.perf_counter() - start)
     finally:
         torch.set_num_threads(threads)
-    return 2 * size**3 / fastest * len(os.sched_getaffinity(0))
+    return 3 * 6 * rows * hidden * intermediate / fastest * len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True, kw_only=True)

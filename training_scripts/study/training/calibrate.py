@@ -129,8 +129,7 @@ def main() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     speeds = {work.precision: cpu_speed(work.precision) for *_, work, _ in rows}
     print(
-        "\nproducts on all cores: "
-        + ", ".join(f"{speed / 1e9:.0f} GFLOP/s in {name}" for name, speed in speeds.items())
+        "\nan MLP on all cores: " + ", ".join(f"{speed / 1e9:.0f} GFLOP/s in {name}" for name, speed in speeds.items())
     )
     print()
     print("| model | what | GFLOP | layer passes | seconds | predicted | share |")
