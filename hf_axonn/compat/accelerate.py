@@ -68,6 +68,13 @@ def epoch_being_read() -> tuple[int, int] | None:
     return None if loader is None else (id(loader), getattr(loader, "iteration", 0))
 
 
+def parallelism_in_use() -> tuple[object | None, torch.device | None]:
+    """The ParallelismConfig of this process and its device; None before an Accelerator was made."""
+    state = sys.modules.get("accelerate.state")
+    shared = state.AcceleratorState._shared_state if state is not None else {}
+    return shared.get("parallelism_config"), shared.get("device")
+
+
 def forget_state() -> None:
     """Forget what accelerate knew of the process that this one was forked from: that it was alone."""
     from accelerate.state import AcceleratorState, GradientState

@@ -72,10 +72,12 @@ class ExactLogProbs:
         logits = F.linear(hidden, weight, bias) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        log_softmax = F.log_softmax(logits / temperature, dim=-1)
+        logits = logits / temperature
+        log_softmax = F.log_softmax(logits, dim=-1)
         entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
         of_target = log_softmax.gather(1, targets.unsqueeze(1)).squeeze(1)
-        return of_target, entropy, None, None, logits.argmax(dim=-1) == targets
+        more = (log_softmax.detach() * 2).logsumexp(dim=-1), logits.detach().mean(dim=-1)
+        return of_target, entropy, *more, logits.argmax(dim=-1) == targets
 
 
 class FirstGradients(TrainerCallback):
@@ -113,7 +115,8 @@ def make_sft(output: Path, grid: Grid | None, *, goldfish: bool = True, kind: st
 
 def logged(history: list[dict]) -> list[dict[str, float]]:
     """Of a log history what must not depend on the grid."""
-    kept = ("loss", "grad_norm", "entropy", "accuracy", "num_tokens", "fraction", "learning_rate", "step")
+    kept = ("loss", "grad_norm", "entropy", "accurac", "num_tokens", "fraction", "learning_rate", "step")
+    kept += ("reward", "margin", "logps", "logits", "kl")
     return [
         {key: value for key, value in entry.items() if any(its in key for its in kept) and "per_second" not in key}
         for entry in history
