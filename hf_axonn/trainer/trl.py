@@ -46,7 +46,7 @@ from hf_axonn.topology.grid import Grid
 
 
 MODULE = "trl.trainer.utils"
-TRAINERS = ("SFTTrainer", "DPOTrainer")  # of TRL, that train over a grid
+TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer")  # of TRL, that train over a grid
 
 
 def install() -> None:

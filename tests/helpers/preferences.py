@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_axonn import Grid
 from tests.helpers.chats import FirstGradients, chat_tokenizer, logged
 from tests.helpers.float64 import Float64
-from tests.helpers.models import tiny_model
+from tests.helpers.models import tiny_config, tiny_model
 from tests.helpers.training import training_options
 
 
@@ -42,6 +43,11 @@ def write_preferences(folder: Path) -> None:
     tiny_model("llama").save_pretrained(folder / "model")
     preferences(41, seed=0).save_to_disk(folder / "train")  # the last batch of which is short
     preferences(8, seed=1).save_to_disk(folder / "eval")
+    rows = [
+        {"prompt": row["prompt"], "completion": row["chosen" if index % 3 else "rejected"], "label": bool(index % 3)}
+        for index, row in enumerate(preferences(41, seed=2))
+    ]
+    Dataset.from_list(rows).save_to_disk(folder / "marked")
 
 
 def lora(**changes) -> LoraConfig:
@@ -49,30 +55,79 @@ def lora(**changes) -> LoraConfig:
     return LoraConfig(**(options | changes))
 
 
-def make_dpo(folder: Path, output: Path, grid: Grid | None, *, model=None, reference=False, adapted=False, **changes):
-    """A DPOTrainer whose global batch is 8 pairs in two micro-batches.
+def arguments(config: type, output: Path, grid: Grid | None, **changes):
+    """Arguments of a run whose global batch is 8 samples in two micro-batches, also in evaluation one of these."""
+    own = dict(gradient_checkpointing=False, bf16=False, max_steps=3, save_strategy="no")
+    options = training_options(output, grid, **own | changes)
+    return config(**dict(per_device_eval_batch_size=options["per_device_train_batch_size"]) | options)
 
-    Args:
-        folder: of `write_preferences`.
-        reference: whether it is given a reference model, which is another one.
-        adapted: whether the model has an adapter already.
-    """
+
+def policy(folder: Path, *, adapted: bool = False) -> nn.Module:
+    """The model of `write_preferences`, `adapted` with an adapter."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
+    if not adapted:
+        return model
+    torch.manual_seed(3)
+    return get_peft_model(model, lora())
+
+
+def _trainer_options(changes: dict[str, Any]) -> dict[str, Any]:
+    """What is not for the arguments of a run; a `reference` is another model."""
+    if changes.pop("reference", False):
+        changes["ref_model"] = tiny_model("llama", seed=5)
+    return {key: changes.pop(key) for key in ("peft_config", "callbacks", "ref_model") if key in changes}
+
+
+def make_dpo(folder: Path, output: Path, grid: Grid | None, *, model=None, adapted: bool = False, **changes):
+    """A DPOTrainer with the model and the data of `write_preferences`."""
     from trl import DPOConfig, DPOTrainer
 
-    given: dict[str, Any] = {key: changes.pop(key) for key in ("peft_config", "callbacks") if key in changes}
-    if reference:
-        given["ref_model"] = tiny_model("llama", seed=5)
-    if model is None:
-        model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
-    if adapted:
-        torch.manual_seed(3)
-        model = get_peft_model(model, lora())
-    own = dict(max_length=29, gradient_checkpointing=False, bf16=False, max_steps=3, save_strategy="no", beta=0.5)
-    options = training_options(output, grid, **own | changes)
-    options["per_device_eval_batch_size"] = options["per_device_train_batch_size"]
+    given = _trainer_options(changes)
     return DPOTrainer(
+        model=policy(folder, adapted=adapted) if model is None else model,
+        args=arguments(DPOConfig, output, grid, **dict(max_length=29, beta=0.5) | changes),
+        train_dataset=load_from_disk(folder / "train"),
+        eval_dataset=load_from_disk(folder / "eval"),
+        processing_class=chat_tokenizer(),
+        **given,
+    )
+
+
+def make_kto(folder: Path, output: Path, grid: Grid | None, *, pairs_of: int | None = None, **changes):
+    """A KTOTrainer with the model and the data of `write_preferences`.
+
+    Args:
+        pairs_of: rows within which TRL pairs prompts and answers for the KL term: those of the batch of a process,
+            where None.
+    """
+    from trl import KTOConfig, KTOTrainer
+
+    given = _trainer_options(changes)
+    args = arguments(KTOConfig, output, grid, **dict(max_length=29, beta=0.5) | changes)
+    rows = args.per_device_train_batch_size
+    args.per_device_train_batch_size = pairs_of or rows
+    trainer = KTOTrainer(
+        model=policy(folder),
+        args=args,
+        train_dataset=load_from_disk(folder / "marked"),
+        eval_dataset=load_from_disk(folder / "marked").select(range(8)),
+        processing_class=chat_tokenizer(),
+        **given,
+    )
+    trainer.args.per_device_train_batch_size = trainer._train_batch_size = rows
+    return trainer
+
+
+def make_reward(folder: Path, output: Path, grid: Grid | None, **changes):
+    """A RewardTrainer with the data of `write_preferences`."""
+    from trl import RewardConfig, RewardTrainer
+
+    given = _trainer_options(changes)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(tiny_config("llama", num_labels=1)).double()
+    return RewardTrainer(
         model=model,
-        args=DPOConfig(**options),
+        args=arguments(RewardConfig, output, grid, **changes),
         train_dataset=load_from_disk(folder / "train"),
         eval_dataset=load_from_disk(folder / "eval"),
         processing_class=chat_tokenizer(),
@@ -83,10 +138,14 @@ def make_dpo(folder: Path, output: Path, grid: Grid | None, *, model=None, refer
 def fit(make, *args, evaluate: bool = False, **options):
     """(what was logged, gradients of the first step, parameters at the end) of a trainer, in float64."""
     watch = FirstGradients()
-    with Float64():
-        trainer = make(*args, callbacks=[watch], **options)
-        trainer.train()
-        if evaluate:
-            trainer.evaluate()
+    torch.set_default_dtype(torch.float64)  # of a batch without rejected answers TRL makes `torch.Tensor([])`
+    try:
+        with Float64():
+            trainer = make(*args, callbacks=[watch], **options)
+            trainer.train()
+            if evaluate:
+                trainer.evaluate()
+    finally:
+        torch.set_default_dtype(torch.float32)
     parameters = {name: its.detach().clone() for name, its in trainer.model.named_parameters() if its.requires_grad}
     return logged(trainer.state.log_history), watch.gradients, parameters

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,7 @@ import pytest
 from hf_axonn import Grid
 from tests.helpers.chats import ExactLogProbs
 from tests.helpers.float64 import relative_errors
-from tests.helpers.models import tiny_model
-from tests.helpers.preferences import fit, lora, make_dpo, write_preferences
+from tests.helpers.preferences import fit, lora, make_dpo, make_kto, make_reward, write_preferences
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import worst_difference
 
@@ -19,14 +20,17 @@ TOLERANCE = 1e-10
 # Rewards of a model that is its own reference begin at 0: a difference counts relative to a thousandth.
 FLOOR = 1e-3
 
-DPO = {
-    "a reference model": dict(reference=True, evaluate=True),
-    "adapters": dict(peft_config=lora()),
-    "precomputed": dict(precompute_ref_log_probs=True, evaluate=True),
-    "a reference that follows": dict(sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.6),
-    "a copied adapter": dict(adapted=True),
-    "precomputed by the base of adapters": dict(peft_config=lora(), precompute_ref_log_probs=True),
+CASES = {
+    "a reference model": dict(make=make_dpo, reference=True, evaluate=True),
+    "adapters": dict(make=make_dpo, peft_config=lora()),
+    "precomputed": dict(make=make_dpo, precompute_ref_log_probs=True, evaluate=True),
+    "a reference that follows": dict(
+        make=make_dpo, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.6
+    ),
+    "a copied adapter": dict(make=make_dpo, adapted=True),
+    "precomputed by the base of adapters": dict(make=make_dpo, peft_config=lora(), precompute_ref_log_probs=True),
     "several losses, weighted": dict(
+        make=make_dpo,
         reference=True,
         loss_type=["ipo", "robust", "discopop"],
         loss_weights=[0.2, 0.5, 0.7],
@@ -35,7 +39,14 @@ DPO = {
         ld_alpha=0.6,
         f_divergence_type="js_divergence",
     ),
+    "KTO": dict(make=make_kto, reference=True, desirable_weight=0.7, evaluate=True),
+    "KTO, adapters": dict(make=make_kto, peft_config=lora()),
+    "KTO, precomputed": dict(make=make_kto, precompute_ref_log_probs=True),
+    "KTO without KL": dict(make=make_kto, loss_type="apo_zero_unpaired"),
+    "rewards": dict(make=make_reward, center_rewards_coefficient=0.1, evaluate=True),
+    "rewards, adapters": dict(make=make_reward, peft_config=lora(task_type="SEQ_CLS", modules_to_save=["score"])),
 }
+KL = ("KTO", "KTO, adapters", "KTO, precomputed")  # TRL pairs prompts and answers within the batch of a process
 
 
 @pytest.fixture(scope="module")
@@ -46,29 +57,41 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def truths(folder) -> dict:
-    """Each case on one process, with TRL's own head."""
+def truths(folder) -> Callable:
+    """What a case is on one process, with TRL's own head; with KL terms it depends on the data-parallel ranks."""
     import trl.trainer.utils as utils
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utils, "_ChunkedLogProbFunction", ExactLogProbs)
-        return {case: fit(make_dpo, folder, folder / "one", None, **options) for case, options in DPO.items()}
+    @functools.cache
+    def truth(case: str, dp_size: int) -> tuple:
+        options = dict(CASES[case])
+        if case in KL:
+            options["pairs_of"] = 4 // dp_size
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(utils, "_ChunkedLogProbFunction", ExactLogProbs)
+            return fit(options.pop("make"), folder, folder / "one", None, **options)
+
+    return lambda case, grid: truth(case, grid.dp_size if case in KL else 1)
 
 
 def test_the_runs_are_worth_comparing(truths):
-    for history, gradients, parameters in truths.values():
+    for case in CASES:
+        history, gradients, parameters = truths(case, Grid())
         steps = [entry for entry in history if "loss" in entry]
-        assert len(steps) == 3 and steps[0]["entropy"] > 1 and steps[-1]["logps/chosen"] < -1
+        assert len(steps) == 3 and gradients and set(gradients) <= set(parameters)
+        if "rewards" in case:
+            assert abs(steps[-1]["margin"]) > 1e-2 and steps[-1]["min_reward"] < steps[-1]["max_reward"]
+            continue
+        assert steps[0]["entropy"] > 1 and steps[-1]["logps/chosen"] < -1
         assert abs(steps[-1]["rewards/margins"]) > 1e-2 and steps[-1]["logits/chosen"] != steps[-1]["logits/rejected"]
-        assert gradients and set(gradients) <= set(parameters)
-    history = truths["a reference model"][0]
+    history = truths("a reference model", Grid())[0]
     assert 0 < history[0]["rewards/accuracies"] < 1 and "eval_rewards/margins" in history[-1]
+    assert max(entry.get("kl", 0) for entry in truths("KTO", Grid())[0]) > 0
 
 
-def _equal(folder: Path, pairs: list[tuple[Grid, str]], truths: dict) -> None:
-    for grid, case in pairs:
-        history, gradients, parameters = fit(make_dpo, folder, folder / f"{grid} {case}", grid, **DPO[case])
-        expected = truths[case]
+def _equal(folder: Path, wanted: list[tuple[Grid, str, tuple]]) -> None:
+    for grid, case, expected in wanted:
+        options = dict(CASES[case])
+        history, gradients, parameters = fit(options.pop("make"), folder, folder / f"{grid} {case}", grid, **options)
         assert worst_difference(history, expected[0], floor=FLOOR) < TOLERANCE, (grid, case, history, expected[0])
         for ours, theirs in ((gradients, expected[1]), (parameters, expected[2])):
             errors = relative_errors(ours, theirs)
@@ -76,17 +99,27 @@ def _equal(folder: Path, pairs: list[tuple[Grid, str]], truths: dict) -> None:
             assert errors[worst] < TOLERANCE, (grid, case, worst, errors[worst])
 
 
+def check(folder: Path, truths: Callable, pairs: list[tuple[Grid, str]]) -> None:
+    """Each case on its grid, in one start of the ranks."""
+    wanted = [(grid, case, truths(case, grid)) for grid, case in pairs]
+    run_ranks(_equal, pairs[0][0].size, folder, wanted, timeout=600)
+
+
 def test_two_ranks_equal_one_process(folder, truths):
-    reference, adapters, precomputed = list(DPO)[:3]
-    pairs = [(Grid(x=2), reference), (Grid(z=2), adapters), (Grid(data=2), precomputed)]
-    run_ranks(_equal, 2, folder, pairs, truths)
+    quick = {
+        Grid(x=2): ("a reference model", "KTO, adapters"),
+        Grid(z=2): ("adapters", "rewards"),
+        Grid(data=2): ("precomputed", "KTO"),
+    }
+    check(folder, truths, [(grid, case) for grid, cases in quick.items() for case in cases])
 
 
 def test_four_ranks_equal_one_process(folder, truths):
-    run_ranks(_equal, 4, folder, [(Grid(z=2, x=2), case) for case in list(DPO)[2:]], truths)
+    quick = ("a reference that follows", "a copied adapter", "several losses, weighted", "KTO", "rewards, adapters")
+    check(folder, truths, [(Grid(z=2, x=2), case) for case in quick])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2), Grid(data=2, y=2)], ids=str)
+@pytest.mark.parametrize("grid", [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2), Grid(z=2, x=2)], ids=str)
 def test_every_case_equals_one_process(folder, truths, grid):
-    run_ranks(_equal, grid.size, folder, [(grid, case) for case in DPO], truths)
+    check(folder, truths, [(grid, case) for case in CASES])
