@@ -1,6 +1,6 @@
 """What TRL's trainers must do otherwise for a parallelized model, or with the goldfish loss, and not else.
 
-SFTTrainer, DPOTrainer and KTOTrainer replace `model.forward` by one that multiplies the full `lm_head.weight` itself
+All of them but RewardTrainer replace `model.forward` by one that multiplies the full `lm_head.weight` itself
 (`add_fused_lm_head`). For a DTensor it takes `full_tensor()`, a weight that is full on every rank and whose gradient is
 not summed over z. Here that function puts our statistics in the place of its own wherever the model's loss is ours, and
 leaves all others as they are. What each label of a batch gets, without logits (TRL's FusedCausalLMOutput):
@@ -15,7 +15,7 @@ A parallelized model runs as it does for its own loss, up to the head; losses/la
 without forming or gathering a full tensor. A plain model keeps TRL's own head, which is asked here for more labels.
 A reference model is sharded before it gets the head, which then stands around the sharded forward.
 
-Checked with trl 1.15 and 1.16 (trainer/utils.py, sft_trainer.py, dpo_trainer.py, kto_trainer.py, reward_trainer.py).
+Checked with trl 1.15 and 1.16 (trainer/utils.py, sft_trainer.py, dpo_trainer.py, kto_trainer.py, reward_trainer.py; others: rollouts.py).
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ from hf_axonn.losses.causal_lm import CausalLMLoss, Targets
 from hf_axonn.losses.label_statistics import ALWAYS, MORE, label_statistics
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.topology.grid import Grid
+from hf_axonn.trainer import rollouts
 
 
 MODULE = "trl.trainer.utils"
-TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer")  # of TRL, that train over a grid
+TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", *rollouts.TRAINERS)  # that train over a grid
 
 
 def install() -> None:
@@ -80,6 +81,7 @@ def check_trainer(trainer: object, grid: Grid) -> None:
         )
     if names:
         check_versions("trl")
+        rollouts.check_rollouts(trainer, grid)
 
 
 def freeze_reference(trainer: object) -> None:

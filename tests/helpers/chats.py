@@ -116,9 +116,9 @@ def make_sft(output: Path, grid: Grid | None, *, goldfish: bool = True, kind: st
 def logged(history: list[dict]) -> list[dict[str, float]]:
     """Of a log history what must not depend on the grid."""
     kept = ("loss", "grad_norm", "entropy", "accurac", "num_tokens", "fraction", "learning_rate", "step")
-    kept += ("reward", "margin", "logps", "logits", "kl")
+    kept += ("reward", "margin", "logps", "logits", "kl", "clip", "length")
     return [
-        {key: value for key, value in entry.items() if any(its in key for its in kept) and "per_second" not in key}
+        {key: value for key, value in entry.items() if any(its in key for its in kept) and not key.endswith(("per_second", "step_time"))}
         for entry in history
     ]
 

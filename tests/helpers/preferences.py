@@ -1,12 +1,15 @@
-"""Runs of TRL's DPOTrainer, KTOTrainer and RewardTrainer on a tiny model, the same on one process and on any grid."""
+"""Runs of TRL's trainers of preferences and rewards on a tiny model, the same on one process and on any grid."""
 
 from __future__ import annotations
 
 import random
+import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from datasets import Dataset, load_from_disk
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -41,6 +44,7 @@ def preferences(rows: int, seed: int) -> Dataset:
 def write_preferences(folder: Path) -> None:
     """A model and data on disk, where TRL looks for reference models and for what it has computed before."""
     tiny_model("llama").save_pretrained(folder / "model")
+    tiny_model("llama", vocab_size=33).save_pretrained(folder / "speaker")  # of which some completions end
     preferences(41, seed=0).save_to_disk(folder / "train")  # the last batch of which is short
     preferences(8, seed=1).save_to_disk(folder / "eval")
     rows = [
@@ -133,6 +137,69 @@ def make_reward(folder: Path, output: Path, grid: Grid | None, **changes):
         processing_class=chat_tokenizer(),
         **given,
     )
+
+
+class Quantiles:
+    """In the place of torch.multinomial: each row takes a quantile of its own, which depends on its place among the
+    completions of all data-parallel ranks, on the token's place and on the step. So the grid does not count."""
+
+    def __init__(self, dp_rank: int) -> None:
+        self.dp_rank, self.step, self.place = dp_rank, 0, 0
+
+    def begin(self) -> None:
+        """Completions are generated from here on."""
+        self.step, self.place = self.step + 1, 0
+
+    def __call__(self, probabilities, num_samples: int = 1):
+        self.place += 1
+        rows = len(probabilities) * self.dp_rank + torch.arange(len(probabilities))
+        wanted = (0.137 + 0.618 * (rows + 1) + 0.4142 * self.place * (rows + 3) + 0.2773 * self.step) % 1
+        below = probabilities.cumsum(dim=-1) < wanted.unsqueeze(1)
+        return below.sum(dim=-1, keepdim=True).clamp(max=probabilities.shape[1] - 1)
+
+
+def make_groups(folder: Path, output: Path, grid: Grid | None, *, kind: str = "GRPO", **changes):
+    """A GRPOTrainer or RLOOTrainer that samples by `Quantiles`, with the prompts of `write_preferences`."""
+    import trl
+
+    def some_letters(completion_ids, **_) -> list[float]:
+        return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+    def length(completion_ids, **_) -> list[float]:
+        return [len(ids) / 4 for ids in completion_ids]
+
+    given = _trainer_options(changes)
+    own = dict(max_completion_length=5, num_generations=4, beta=0.3, temperature=0.8, learning_rate=1e-3)
+    # Of two micro-batches each data-parallel rank takes its own completions, so that not the same ones meet.
+    # Transformers' rotary angles are float32, so that how far a prompt is padded would count.
+    own |= dict(pad_to_multiple_of=16, gradient_accumulation_steps=1)
+    own |= dict(per_device_train_batch_size=8 // (grid.dp_size if grid else 1))
+    args = arguments(getattr(trl, f"{kind}Config"), output, grid, **own | changes)
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model=AutoModelForCausalLM.from_pretrained(folder / "speaker", dtype=torch.float64),
+        args=args,
+        reward_funcs=[some_letters, length],
+        train_dataset=load_from_disk(folder / "train").select_columns(["prompt"]),
+        processing_class=chat_tokenizer(),
+        **given,
+    )
+    dp_rank = 0
+    if grid is not None:
+        here = grid.coordinates(dist.get_rank())
+        dp_rank = here["data"] * grid.z + here["z"]
+    sampling, generate, prepare = Quantiles(dp_rank), trainer._generate_single_turn, trainer._prepare_inputs
+
+    def by_quantiles(*args):
+        sampling.begin()
+        with mock.patch.object(torch, "multinomial", sampling):
+            return generate(*args)
+
+    def in_order(*args):
+        with mock.patch.object(sys.modules[type(trainer).__module__], "shuffle_sequence_dict", lambda rows: rows):
+            return prepare(*args)
+
+    trainer._generate_single_turn, trainer._prepare_inputs = by_quantiles, in_order
+    return trainer
 
 
 def fit(make, *args, evaluate: bool = False, **options):

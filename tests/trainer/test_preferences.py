@@ -11,7 +11,7 @@ import pytest
 from hf_axonn import Grid
 from tests.helpers.chats import ExactLogProbs
 from tests.helpers.float64 import relative_errors
-from tests.helpers.preferences import fit, lora, make_dpo, make_kto, make_reward, write_preferences
+from tests.helpers.preferences import fit, lora, make_dpo, make_groups, make_kto, make_reward, write_preferences
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import worst_difference
 
@@ -44,8 +44,19 @@ CASES = {
     "KTO, precomputed": dict(make=make_kto, precompute_ref_log_probs=True),
     "KTO without KL": dict(make=make_kto, loss_type="apo_zero_unpaired"),
     "rewards": dict(make=make_reward, center_rewards_coefficient=0.1, evaluate=True),
+    "GRPO": dict(make=make_groups),
+    "GRPO, adapters, twice": dict(
+        make=make_groups,
+        peft_config=lora(),
+        loss_type="grpo",
+        num_iterations=2,
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=4,
+    ),
+    "RLOO": dict(make=make_groups, kind="RLOO"),
     "rewards, adapters": dict(make=make_reward, peft_config=lora(task_type="SEQ_CLS", modules_to_save=["score"])),
 }
+TWICE = "GRPO, adapters, twice"  # what is in a micro-batch depends on the data-parallel ranks, also in TRL
 KL = ("KTO", "KTO, adapters", "KTO, precomputed")  # TRL pairs prompts and answers within the batch of a process
 
 
@@ -78,6 +89,10 @@ def test_the_runs_are_worth_comparing(truths):
         history, gradients, parameters = truths(case, Grid())
         steps = [entry for entry in history if "loss" in entry]
         assert len(steps) == 3 and gradients and set(gradients) <= set(parameters)
+        if "GRPO" in case or "RLOO" in case:
+            assert steps[0]["reward_std"] > 0.05 and abs(steps[-1]["kl"]) > 1e-4
+            assert 0 < sum(entry["completions/clipped_ratio"] for entry in steps) < 3
+            continue
         if "rewards" in case:
             assert abs(steps[-1]["margin"]) > 1e-2 and steps[-1]["min_reward"] < steps[-1]["max_reward"]
             continue
@@ -119,7 +134,13 @@ def test_four_ranks_equal_one_process(folder, truths):
     check(folder, truths, [(Grid(z=2, x=2), case) for case in quick])
 
 
+def test_groups_of_completions_equal_one_process(folder, truths):
+    pairs = [(Grid(x=2), TWICE), (Grid(z=2), "GRPO"), (Grid(data=2), "RLOO")]
+    check(folder, truths, pairs)
+    check(folder, truths, [(Grid(z=2, x=2), "GRPO")])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2), Grid(z=2, x=2)], ids=str)
 def test_every_case_equals_one_process(folder, truths, grid):
-    check(folder, truths, [(grid, case) for case in CASES])
+    check(folder, truths, [(grid, case) for case in CASES if case != TWICE or grid.dp_size == 1])
