@@ -1,4 +1,4 @@
-"""What GRPOTrainer and RLOOTrainer of TRL must do otherwise over a grid: who samples what, and whose rewards are compared.
+"""What GRPOTrainer and RLOOTrainer of TRL must do otherwise over a grid: who samples, and whose rewards are compared.
 
 They generate completions, reward them and compare the rewards of a prompt's completions, which may lie on several
 processes. For that they count processes; here they count data-parallel ranks:

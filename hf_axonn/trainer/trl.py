@@ -1,9 +1,9 @@
 """What TRL's trainers must do otherwise for a parallelized model, or with the goldfish loss, and not else.
 
 All of them but RewardTrainer replace `model.forward` by one that multiplies the full `lm_head.weight` itself
-(`add_fused_lm_head`). For a DTensor it takes `full_tensor()`, a weight that is full on every rank and whose gradient is
-not summed over z. Here that function puts our statistics in the place of its own wherever the model's loss is ours, and
-leaves all others as they are. What each label of a batch gets, without logits (TRL's FusedCausalLMOutput):
+(`add_fused_lm_head`). For a DTensor it takes `full_tensor()`, a weight that is full on every rank and whose gradient
+is not summed over z. Here that function puts our statistics in the place of its own wherever the model's loss is ours,
+and leaves all others as they are. What each label of a batch gets, without logits (TRL's FusedCausalLMOutput):
 
     log_probs          log-probability of the label, differentiable
     entropy            entropy of the distribution that the label is drawn from, differentiable
@@ -15,7 +15,9 @@ A parallelized model runs as it does for its own loss, up to the head; losses/la
 without forming or gathering a full tensor. A plain model keeps TRL's own head, which is asked here for more labels.
 A reference model is sharded before it gets the head, which then stands around the sharded forward.
 
-Checked with trl 1.15 and 1.16 (trainer/utils.py, sft_trainer.py, dpo_trainer.py, kto_trainer.py, reward_trainer.py; others: rollouts.py).
+Trainers that generate need more than the head (rollouts.py).
+
+Checked with trl 1.15 and 1.16 (trainer/utils.py, sft_trainer.py, dpo_trainer.py, kto_trainer.py, reward_trainer.py).
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ from hf_axonn.trainer import rollouts
 MODULE = "trl.trainer.utils"
 TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", *rollouts.TRAINERS)  # that train over a grid
 
+REFUSED = {"DistillationTrainer": "it multiplies by the whole heads of student and teacher"}
+
 
 def install() -> None:
     """Wrap two functions in all modules of TRL that have them, once. TRL has been imported."""
@@ -71,8 +75,10 @@ def check_trainer(trainer: object, grid: Grid) -> None:
     names = [base.__name__ for base in type(trainer).__mro__ if base.__module__.partition(".")[0] == "trl"]
     for name in names:
         if name not in (*TRAINERS, "_BaseTrainer"):
+            why = REFUSED.get(name, "nobody has compared it with one process")
             raise ValueError(
-                f"{name} of TRL is not supported over a grid ({grid}): of its trainers {', '.join(TRAINERS)} are."
+                f"{name} of TRL is not supported over a grid ({grid}): {why}. Of its trainers "
+                f"{', '.join(TRAINERS)} are."
             )
     if names and grid.pipe > 1:
         raise ValueError(
@@ -149,7 +155,8 @@ def _check(model: nn.Module, cast_lm_head_to_fp32: bool, outputs: tuple[str, ...
     for name, refused in {f"outputs={more}": more, "cast_lm_head_to_fp32=True": cast_lm_head_to_fp32}.items():
         if refused:
             raise ValueError(
-                f"TRL's fused head with {name} is not supported for a model that is sharded over a grid: leave it away."
+                f"TRL's fused head with {name} is not supported for a model that is sharded over a grid: leave it "
+                "away."
             )
     if not isinstance(getattr(model, "loss_function", None), ShardedCausalLMLoss):
         raise ValueError(

@@ -118,9 +118,18 @@ def logged(history: list[dict]) -> list[dict[str, float]]:
     kept = ("loss", "grad_norm", "entropy", "accurac", "num_tokens", "fraction", "learning_rate", "step")
     kept += ("reward", "margin", "logps", "logits", "kl", "clip", "length")
     return [
-        {key: value for key, value in entry.items() if any(its in key for its in kept) and not key.endswith(("per_second", "step_time"))}
+        {
+            key: value
+            for key, value in entry.items()
+            if any(its in key for its in kept) and not key.endswith(("per_second", "step_time"))
+        }
         for entry in history
     ]
+
+
+def without_counts(history: list[dict]) -> list[dict]:
+    """TRL's count of tokens begins again in a resumed run; the last entry sums up the run's own steps."""
+    return [{key: value for key, value in entry.items() if "num_tokens" not in key} for entry in history[:-1]]
 
 
 def fine_tune(output: Path, grid: Grid | None, *, resume: Path | None = None, evaluate: bool = False, **options):

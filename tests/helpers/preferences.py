@@ -202,14 +202,14 @@ def make_groups(folder: Path, output: Path, grid: Grid | None, *, kind: str = "G
     return trainer
 
 
-def fit(make, *args, evaluate: bool = False, **options):
+def fit(make, *args, evaluate: bool = False, resume: Path | None = None, **options):
     """(what was logged, gradients of the first step, parameters at the end) of a trainer, in float64."""
     watch = FirstGradients()
     torch.set_default_dtype(torch.float64)  # of a batch without rejected answers TRL makes `torch.Tensor([])`
     try:
         with Float64():
             trainer = make(*args, callbacks=[watch], **options)
-            trainer.train()
+            trainer.train(resume_from_checkpoint=str(resume) if resume else None)
             if evaluate:
                 trainer.evaluate()
     finally:

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.tensor import DTensor
 
-from hf_axonn import Grid
-from tests.helpers.chats import ExactLogProbs
+from hf_axonn import AxonnPlugin, Grid, parallelize
+from hf_axonn.distributed.collectives import observe
+from hf_axonn.distributed.consistency import gather_texts
+from tests.helpers.chats import ExactLogProbs, without_counts
 from tests.helpers.float64 import relative_errors
+from tests.helpers.models import tiny_model
 from tests.helpers.preferences import fit, lora, make_dpo, make_groups, make_kto, make_reward, write_preferences
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import worst_difference
 
 
 TOLERANCE = 1e-10
-# Rewards of a model that is its own reference begin at 0: a difference counts relative to a thousandth.
+# A mean logit or a reward may be next to 0: a difference counts relative to a thousandth.
 FLOOR = 1e-3
+RESUMED = 1e-9  # after more AdamW steps, which carry the rounding of two orders of summation on
 
 CASES = {
     "a reference model": dict(make=make_dpo, reference=True, evaluate=True),
     "adapters": dict(make=make_dpo, peft_config=lora()),
-    "precomputed": dict(make=make_dpo, precompute_ref_log_probs=True, evaluate=True),
+    "precomputed": dict(make=make_dpo, reference=True, precompute_ref_log_probs=True, evaluate=True),
     "a reference that follows": dict(
-        make=make_dpo, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.6
+        make=make_dpo, reference=True, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.6
     ),
     "a copied adapter": dict(make=make_dpo, adapted=True),
     "precomputed by the base of adapters": dict(make=make_dpo, peft_config=lora(), precompute_ref_log_probs=True),
@@ -144,3 +151,104 @@ def test_groups_of_completions_equal_one_process(folder, truths):
 @pytest.mark.parametrize("grid", [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2), Grid(z=2, x=2)], ids=str)
 def test_every_case_equals_one_process(folder, truths, grid):
     check(folder, truths, [(grid, case) for case in CASES if case != TWICE or grid.dp_size == 1])
+
+
+def _nothing_whole_travels(folder: Path) -> None:
+    vocabulary, whole, totals = 4001, DTensor.full_tensor, Counter()
+
+    def note_whole(tensor, **options):
+        totals["whole"] = max(totals["whole"], tensor.numel())
+        return whole(tensor, **options)
+
+    def note(kind, payload, group):
+        totals[kind] += payload // 8
+        totals["largest " + kind] = max(totals["largest " + kind], payload // 8)
+
+    head = vocabulary * 48
+    for grid in (Grid(z=2, x=2), Grid(data=2, z=2)):
+        models = [tiny_model("llama", vocab_size=vocabulary, seed=seed) for seed in (0, 5)]
+        trainer = make_dpo(folder, folder / "whole", grid, model=models[0], ref_model=models[1], max_steps=1)
+        with pytest.MonkeyPatch.context() as patch, observe(note):
+            patch.setattr(DTensor, "full_tensor", note_whole)
+            totals.clear()
+            trainer.train()
+        own = sum(parameter.to_local().numel() for parameter in trainer.model.parameters())
+        assert trainer.ref_model.axonn.grid == grid
+        # Neither logits nor a head: over z the shards of a part of the vocabulary are gathered.
+        assert totals["whole"] < 48 and totals["largest all_gather"] <= head // (2 * grid.x) + 48
+        if grid.data > 1:  # gradients of the policy alone are averaged
+            assert own <= totals["all_reduce"] < 1.1 * own
+        else:
+            assert totals["largest all_reduce"] < head // 4
+
+
+def test_no_head_is_gathered_and_no_reference_is_averaged(folder):
+    run_ranks(_nothing_whole_travels, 4, folder)
+
+
+def _hashes() -> None:
+    grid = Grid(x=2)
+    AxonnPlugin(grid=grid)  # which wraps TRL's functions
+    from trl.trainer.utils import hash_module
+
+    found = []
+    for place in (None, None, 0, -1):
+        model = tiny_model("llama")
+        if place is not None:
+            with torch.no_grad():
+                model.lm_head.weight.view(-1)[place] += 1  # which one rank has
+        parallelize(model, grid)
+        found.append(hash_module(model))
+    assert found[0] == found[1] and len(set(found)) == 3
+    assert len(set(gather_texts(" ".join(found), "cpu"))) == 1
+
+
+def test_log_probabilities_of_another_reference_are_not_taken(folder):
+    """TRL finds what it has computed before by a hash of all weights, of which each rank has some."""
+    run_ranks(_hashes, 2)
+
+
+def saved(folder: Path, output: Path, grid: Grid | None, **options):
+    return fit(
+        make_dpo, folder, output, grid, reference=True, max_steps=4, save_strategy="steps", save_steps=2, **options
+    )
+
+
+def _resumed(folder: Path, truth: list[dict]) -> None:
+    history, _, _ = saved(folder, folder / "z2x2", Grid(z=2, x=2))
+    assert worst_difference(history, truth, floor=FLOOR) < TOLERANCE
+    history, _, _ = saved(folder, folder / "y2", Grid(data=2, y=2), resume=folder / "z2x2" / "checkpoint-2")
+    assert worst_difference(without_counts(history), without_counts(truth), floor=FLOOR) < RESUMED
+
+
+@pytest.mark.slow
+def test_a_checkpoint_resumes_on_another_grid(folder, tmp_path):
+    import trl.trainer.utils as utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "_ChunkedLogProbFunction", ExactLogProbs)
+        truth, _, _ = saved(folder, tmp_path / "one", None)
+    run_ranks(_resumed, 4, folder, truth)
+
+
+def _defaults(output: Path, folder: Path, make: Callable, grid: Grid | None) -> list[dict]:
+    """As TRL starts by itself: bf16 and gradient checkpointing."""
+    trainer = make(folder, output, grid, bf16=None, gradient_checkpointing=True, reference=True, max_steps=2)
+    trainer.model.float()
+    trainer.ref_model.float()
+    trainer.train()
+    return trainer.state.log_history
+
+
+def _as_trl_starts(folder: Path, truths: dict) -> None:
+    for make, truth in truths.items():
+        history = _defaults(folder / f"defaults {make.__name__}", folder, make, Grid(z=2, x=2))
+        for key in ("loss", "entropy", "logps/chosen"):  # 8 bits: a few parts in 1e3
+            mine, true = ([entry[key] for entry in its if key in entry] for its in (history, truth))
+            assert len(mine) == 2 and mine == pytest.approx(true, rel=2e-2), (make, key)
+
+
+@pytest.mark.slow
+def test_as_trl_starts_by_itself(folder, tmp_path):
+    truths = {make: _defaults(tmp_path / make.__name__, folder, make, None) for make in (make_dpo, make_kto)}
+    run_ranks(_as_trl_starts, 4, folder, truths)
