@@ -61,7 +61,7 @@ def _install_config(module: str) -> None:
         if f"{name.removesuffix('Config')}Trainer" in TRAINERS:
             original = config.__post_init__
             if not hasattr(original, "of_trl"):
-                wrapped = functools.wraps(original)(lambda self, original=original: _post_init(self, original))
+                wrapped: Any = functools.wraps(original)(lambda self, original=original: _post_init(self, original))
                 wrapped.of_trl = original
                 config.__post_init__ = wrapped
 
@@ -69,19 +69,21 @@ def _install_config(module: str) -> None:
 def _post_init(self: Any, original: Callable) -> None:
     """TRL counts what all processes generate together by `world_size`."""
     grid = getattr(self.parallelism_config or AxonnConfig.from_env(), "grid", None)
-    counted = {} if grid is None or grid.size == 1 else {(type(self), "world_size"): property(lambda _: grid.dp_size)}
+    counted: dict[tuple[Any, str], Any] = {}
+    if grid is not None and grid.size > 1:
+        counted[type(self), "world_size"] = property(lambda _: grid.dp_size)
     with replaced(counted):
         original(self)
 
 
 def _install_trainer(module: str, name: str) -> None:
-    owner = sys.modules[module]
+    owner: Any = sys.modules[module]
     trainer = getattr(owner, name)
     if hasattr(owner.set_seed, "of_trl"):
         return
     for method in METHODS:
         setattr(trainer, method, _among_dp_ranks(owner, getattr(trainer, method)))
-    seeded = functools.wraps(owner.set_seed)(functools.partial(_set_seed, owner.set_seed))
+    seeded: Any = functools.wraps(owner.set_seed)(functools.partial(_set_seed, owner.set_seed))
     seeded.of_trl = owner.set_seed
     owner.set_seed = seeded
 
@@ -95,7 +97,8 @@ def _among_dp_ranks(module: Any, original: Callable) -> Callable:
         plugin = getattr(accelerator, "axonn_plugin", None)
         if plugin is None or plugin.grid.size == 1:
             return original(self, *args, **kwargs)
-        values = {(accelerator, "counts_processes"): False, (module, "gather"): accelerator.gather}
+        values: dict[tuple[Any, str], Any] = {(accelerator, "counts_processes"): False}
+        values[module, "gather"] = accelerator.gather
         values[module, "gather_object"] = lambda objects: gather_object(accelerator.own_objects(objects))
         with replaced(values):
             return original(self, *args, **kwargs)

@@ -50,7 +50,6 @@ from hf_axonn.trainer import rollouts
 
 MODULE = "trl.trainer.utils"
 TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", *rollouts.TRAINERS)  # that train over a grid
-
 REFUSED = {"DistillationTrainer": "it multiplies by the whole heads of student and teacher"}
 
 
@@ -59,7 +58,7 @@ def install() -> None:
     for name, ours in {"add_fused_lm_head": _add_fused_lm_head, "hash_module": _hash_module}.items():
         original = getattr(sys.modules[MODULE], name, None)
         if original is not None and not hasattr(original, "of_trl"):
-            wrapped = functools.wraps(original)(functools.partial(ours, original))
+            wrapped: Any = functools.wraps(original)(functools.partial(ours, original))
             wrapped.of_trl = original
             for path, module in list(sys.modules.items()):
                 if path.partition(".")[0] == "trl" and vars(module).get(name) is original:
@@ -93,7 +92,7 @@ def check_trainer(trainer: object, grid: Grid) -> None:
 def freeze_reference(trainer: object) -> None:
     """Of a parallelized reference model no gradients are averaged: TRL leaves its parameters trainable, and never
     trains them. No communication."""
-    reference = getattr(trainer, "ref_model", None)
+    reference: Any = getattr(trainer, "ref_model", None)
     if parallel_state(reference) is not None:
         reference.requires_grad_(False)
 

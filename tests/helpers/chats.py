@@ -29,6 +29,17 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
 
+EXPERTS = dict(
+    experts_implementation="eager",
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=20,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+    output_router_logits=True,
+    router_aux_loss_coef=0.3,
+)
+
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Regex, Tokenizer

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_axonn import Grid
-from tests.helpers.chats import FirstGradients, chat_tokenizer, logged
+from tests.helpers.chats import EXPERTS, FirstGradients, chat_tokenizer, logged
 from tests.helpers.float64 import Float64
 from tests.helpers.models import tiny_config, tiny_model
 from tests.helpers.training import training_options
@@ -87,6 +87,8 @@ def make_dpo(folder: Path, output: Path, grid: Grid | None, *, model=None, adapt
     from trl import DPOConfig, DPOTrainer
 
     given = _trainer_options(changes)
+    if model == "experts":
+        model = tiny_model("qwen3_moe", **EXPERTS)
     return DPOTrainer(
         model=policy(folder, adapted=adapted) if model is None else model,
         args=arguments(DPOConfig, output, grid, **dict(max_length=29, beta=0.5) | changes),

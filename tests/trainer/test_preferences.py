@@ -46,6 +46,7 @@ CASES = {
         ld_alpha=0.6,
         f_divergence_type="js_divergence",
     ),
+    "experts with auxiliary loss": dict(make=make_dpo, model="experts", peft_config=lora(target_modules=["q_proj"])),
     "KTO": dict(make=make_kto, reference=True, desirable_weight=0.7, evaluate=True),
     "KTO, adapters": dict(make=make_kto, peft_config=lora()),
     "KTO, precomputed": dict(make=make_kto, precompute_ref_log_probs=True),
@@ -130,7 +131,7 @@ def check(folder: Path, truths: Callable, pairs: list[tuple[Grid, str]]) -> None
 def test_two_ranks_equal_one_process(folder, truths):
     quick = {
         Grid(x=2): ("a reference model", "KTO, adapters"),
-        Grid(z=2): ("adapters", "rewards"),
+        Grid(z=2): ("adapters", "rewards", "experts with auxiliary loss"),
         Grid(data=2): ("precomputed", "KTO"),
     }
     check(folder, truths, [(grid, case) for grid, cases in quick.items() for case in cases])

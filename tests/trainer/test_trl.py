@@ -22,7 +22,16 @@ from hf_axonn import GoldfishConfig, GoldfishSFTConfig, GoldfishSFTTrainer, Grid
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.trainer.trl import check_trainer
 from tests.helpers import ROOT
-from tests.helpers.chats import ExactLogProbs, chat_tokenizer, chats, fine_tune, logged, make_sft, without_counts
+from tests.helpers.chats import (
+    EXPERTS,
+    ExactLogProbs,
+    chat_tokenizer,
+    chats,
+    fine_tune,
+    logged,
+    make_sft,
+    without_counts,
+)
 from tests.helpers.float64 import relative_errors
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
@@ -32,16 +41,6 @@ from tests.helpers.training import worst_difference
 TOLERANCE = 1e-10
 # Three AdamW steps carry the rounding of two orders of summation to 1e-12; resumed runs take more of them.
 RESUMED = 1e-9
-MOE = dict(
-    experts_implementation="eager",
-    num_experts=6,
-    num_experts_per_tok=2,
-    moe_intermediate_size=20,
-    decoder_sparse_step=1,
-    mlp_only_layers=[],
-    output_router_logits=True,
-    router_aux_loss_coef=0.3,
-)
 
 
 def lora(**changes) -> LoraConfig:
@@ -61,7 +60,7 @@ CASES = {
     "wrapped goldfish, full sequences": dict(packing=True, packing_strategy="wrapped", completions=False),
     # Both need whole logits for the loss, and have a second pass for the metrics.
     "stock with label smoothing": dict(goldfish=False, label_smoothing_factor=0.1),
-    "experts with auxiliary loss": dict(goldfish=False, kind="qwen3_moe", sizes=MOE, packing=True),
+    "experts with auxiliary loss": dict(goldfish=False, kind="qwen3_moe", sizes=EXPERTS, packing=True),
     # The head is then one that PEFT has wrapped, and whose logits are formed.
     "a saved head beside LoRA": dict(packing=True, peft_config=lora(modules_to_save=["lm_head"])),
 }
