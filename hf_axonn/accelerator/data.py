@@ -165,9 +165,13 @@ class DataMethods:
             recursively_apply(lambda value: value, input_data, error_on_other_type=True)
         except TypeError:
             use_gather_object = True
-        if use_gather_object and self._is_copy():
-            input_data = []
+        if use_gather_object:
+            input_data = self.own_objects(input_data)
         return super().gather_for_metrics(input_data, use_gather_object=use_gather_object)
+
+    def own_objects(self, objects):
+        """What this rank hands to `accelerate.utils.gather_object`: nothing, where another one speaks for it."""
+        return [] if self._is_copy() else objects
 
     def _is_copy(self) -> bool:
         """Whether another rank has the same samples, and speaks for this one."""

@@ -6,6 +6,7 @@ Checked with accelerate 1.12 to 1.15, torch 2.11 and 2.13.
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 
@@ -66,6 +67,13 @@ def epoch_being_read() -> tuple[int, int] | None:
         return None
     loader = state.GradientState().active_dataloader
     return None if loader is None else (id(loader), getattr(loader, "iteration", 0))
+
+
+def parallelism_in_use() -> tuple[Any, Any]:
+    """The ParallelismConfig of this process and its device; None before an Accelerator was made."""
+    state = sys.modules.get("accelerate.state")
+    shared = state.AcceleratorState._shared_state if state is not None else {}
+    return shared.get("parallelism_config"), shared.get("device")
 
 
 def forget_state() -> None:

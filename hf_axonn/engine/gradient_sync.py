@@ -65,6 +65,7 @@ def syncing(*models: nn.Module) -> Iterator[None]:
     could then get out of order between ranks that reach different parameters.
     """
     averages = [_Average(model, state) for model in models if (state := parallel_state(model)) is not None]
+    averages = [average for average in averages if average.trained]  # not of a frozen reference model
     if len(averages) == 1 and averages[0].state.config.overlap.reduce_scatter:
         with averages[0].watching():
             yield

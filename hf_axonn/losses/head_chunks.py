@@ -39,12 +39,14 @@ class HeadChunks:
     Args:
         product: of the head's weight.
         own: ids of this rank's part of the vocabulary.
+        vocabulary: how many ids there are.
         targets: [x*y, T/(x*y)], IGNORE_INDEX where ignored.
         steps: what the model does elementwise to logits, such as a soft cap; None for nothing.
     """
 
     product: Product
     own: range
+    vocabulary: int
     targets: Tensor
     steps: Callable[[Tensor], Tensor] | None
 
@@ -67,6 +69,7 @@ class HeadChunks:
         return cls(
             head.product(),
             vocabulary_range(head.linear.out_features, mesh),
+            head.linear.out_features,
             targets.view(mesh.size("x", "y"), -1),
             logits.apply_steps if logits.steps else None,
         )

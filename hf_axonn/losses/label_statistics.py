@@ -7,6 +7,7 @@ the gradient of each token is known in backward only, so the logits of a chunk a
     logits[chunk, V/(x*y)] = h @ W.T
     max                                                     reduced over (x, y)
     sum exp, target logit, sum exp * logit, earlier maxima  reduced over (x, y)
+    where asked for, sum of logits, sum of exp squared      with them
     backward: dlogits = g_p * (one-hot - softmax) - g_e * softmax * (log softmax + entropy)
               dh[chunk/(x*y)] reduce-scattered over (x, y), dW[V/(x*y)] kept for the reduction over z
 
@@ -28,35 +29,55 @@ from hf_axonn.losses.causal_lm import IGNORE_INDEX
 from hf_axonn.losses.head_chunks import HeadChunks, HeadGradients
 
 
-def label_statistics(logits: Tensor | DeferredLogits, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-probability, entropy, whether it is the most likely) of each target, 0 where ignored.
+ALWAYS = ("log_probs", "entropy", "is_top1")
+MORE = ("mean_logits", "log_sum_sq_probs")
+
+
+def label_statistics(
+    logits: Tensor | DeferredLogits, targets: Tensor, *, temperature: float = 1.0, more: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    """What is known of each target, by name; 0 where it is ignored.
 
     Args:
         logits: [B, S, V], or those that a sharded head has left to be formed.
         targets: [B * S] int64, IGNORE_INDEX where ignored.
+        temperature: logits are divided by it first.
+        more: which of `MORE` are asked for.
+    Returns:
+        [B * S] each: `log_probs` and `entropy` in nats, differentiable; `is_top1`, whether the target is the first of
+        the most likely tokens; of `more`, without gradient, `mean_logits`, the mean over the vocabulary, and
+        `log_sum_sq_probs`, the logarithm of the sum of squared probabilities.
     Collectives: those of `_ShardedStatistics` for deferred logits, none for others.
     """
+    if temperature != 1.0:
+        logits = logits / temperature
     if isinstance(logits, DeferredLogits) and logits.beside:
         logits = logits.full()
     if not isinstance(logits, DeferredLogits):
-        return _full_statistics(logits.reshape(-1, logits.shape[-1]), targets.to(logits.device))
+        return _full_statistics(logits.reshape(-1, logits.shape[-1]), targets.to(logits.device), more)
     head, hidden = logits.head, logits.hidden.squeeze(0)
     chunks = HeadChunks.of(logits, targets)
     dtype = head.state.compute_dtype(hidden)
-    found = _ShardedStatistics.apply(hidden.to(dtype), chunks.product.shards()[0], head.local_bias(), chunks)
-    log_probs, entropy, is_top1 = (value.flatten()[: len(targets)] for value in found)
-    return log_probs, entropy, is_top1
+    found = _ShardedStatistics.apply(hidden.to(dtype), chunks.product.shards()[0], head.local_bias(), chunks, more)
+    return {name: value.flatten()[: len(targets)] for name, value in zip((*ALWAYS, *more), found, strict=True)}
 
 
-def _full_statistics(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _full_statistics(logits: Tensor, targets: Tensor, more: tuple[str, ...]) -> dict[str, Tensor]:
     """As `label_statistics`, for [T, V]."""
     rows = (targets != IGNORE_INDEX).nonzero().squeeze(-1)
     logits, labels = logits[rows], targets[rows]
-    log_softmax = F.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
-    of_label = log_softmax.gather(1, labels.unsqueeze(1)).squeeze(1)
-    entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
-    found = (of_label, entropy, logits.argmax(dim=-1) == labels)
-    return tuple(value.new_zeros(targets.shape).index_put((rows,), value) for value in found)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_softmax = F.log_softmax(logits, dim=-1)
+    found = {
+        "log_probs": log_softmax.gather(1, labels.unsqueeze(1)).squeeze(1),
+        "entropy": -(log_softmax.exp() * log_softmax).sum(dim=-1),
+        "is_top1": logits.argmax(dim=-1) == labels,
+    }
+    if "mean_logits" in more:
+        found["mean_logits"] = logits.detach().mean(dim=-1)
+    if "log_sum_sq_probs" in more:
+        found["log_sum_sq_probs"] = (2 * log_softmax.detach()).logsumexp(dim=-1)
+    return {name: value.new_zeros(targets.shape).index_put((rows,), value) for name, value in found.items()}
 
 
 def _labelled(chunks: HeadChunks, columns: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -73,39 +94,41 @@ class _ShardedStatistics(torch.autograd.Function):
     """Head and statistics of this (data, z) position's tokens, [x*y, T/(x*y)] each on every rank of (x, y).
 
     Global: hidden [T, H], weight [V, H]. Local: hidden [T/(x*y), H], weight's z shard. The gradients that come back
-    are the same on all (x, y), which repeat the same work with the result.
-    Collectives, for each chunk: all-gather of tokens, all-reduce of max, all-reduce of four sums, all over (x, y);
+    are the same on all (x, y), which repeat the same work with the result. `more` is that of `label_statistics`.
+    Collectives, for each chunk: all-gather of tokens, all-reduce of max, all-reduce of four to six sums, all over
+    (x, y);
     all-gather of the weight over z. Backward: the gathers again (the weight's unless it is kept), reduce-scatter of
     dh over (x, y) for each chunk, reduce-scatter of dW over z.
     """
 
     @staticmethod
-    def forward(ctx, hidden, shard, bias, chunks):
+    def forward(ctx, hidden, shard, bias, chunks, more):
         ctx.set_materialize_grads(False)
         gathered = chunks.product.gathered(hidden.dtype)
         weight = chunks.weight_of(gathered)
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        log_probs, entropy, log_total = (hidden.new_zeros(chunks.targets.shape, dtype=wide) for _ in range(3))
-        is_top1 = torch.zeros_like(chunks.targets, dtype=torch.bool)
+        values = {name: hidden.new_zeros(chunks.targets.shape, dtype=wide) for name in (*ALWAYS, *more, "log_total")}
+        values["is_top1"] = values["is_top1"].bool()
         with torch.autocast(hidden.device.type, enabled=False):
             for span, rows, target in _labelled(chunks, weight.shape[0]):
                 tokens = chunks.gather(hidden, span)[rows]
                 logits = chunks.logits_of(tokens, weight, bias)
                 if chunks.steps is not None:
                     logits = chunks.steps(logits).clone()
-                found = _statistics(logits, target, chunks)
-                for full, part in zip((log_probs, entropy, is_top1, log_total), found, strict=True):
-                    chunk = full[:, span].reshape(-1).index_put((rows,), part)
+                found = _statistics(logits, target, chunks, more)
+                for name, full in values.items():
+                    chunk = full[:, span].reshape(-1).index_put((rows,), found[name])
                     full[:, span] = chunk.view(len(full), -1)
                 del tokens, logits
+        log_total = values.pop("log_total")
         ctx.chunks, ctx.version = chunks, chunks.product.version
         ctx.gathered = gathered if chunks.product.keeps and any(ctx.needs_input_grad) else None
-        ctx.save_for_backward(hidden, bias, entropy, log_total)
-        ctx.mark_non_differentiable(is_top1)
-        return log_probs, entropy, is_top1
+        ctx.save_for_backward(hidden, bias, values["entropy"], log_total)
+        ctx.mark_non_differentiable(*(values[name] for name in ("is_top1", *more)))
+        return tuple(values[name] for name in (*ALWAYS, *more))
 
     @staticmethod
-    def backward(ctx, grad_log_probs, grad_entropy, _):
+    def backward(ctx, grad_log_probs, grad_entropy, *_):
         hidden, bias, entropy, log_total = ctx.saved_tensors
         chunks = ctx.chunks
         chunks.product.check_unchanged(ctx.version)
@@ -128,11 +151,12 @@ class _ShardedStatistics(torch.autograd.Function):
                 gradients.add(span, dlogits, tokens, weight, rows)
                 del dlogits, tokens
         dbias = None if gradients.bias is None else gradients.bias.to(bias.dtype)
-        return gradients.hidden, gradients.of_shard(), dbias, None
+        return gradients.hidden, gradients.of_shard(), dbias, None, None
 
 
-def _statistics(logits: Tensor, target: Tensor, chunks: HeadChunks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of [T, v]: log-probability, entropy, whether most likely, and log sum exp of the full row (overwrites logits).
+def _statistics(logits: Tensor, target: Tensor, chunks: HeadChunks, more: tuple[str, ...]) -> dict[str, Tensor]:
+    """Of [T, v] what `label_statistics` says of a target, and `log_total`, log sum exp of the full row (overwrites
+    logits).
 
     Two all-reduces over (x, y).
     """
@@ -145,14 +169,30 @@ def _statistics(logits: Tensor, target: Tensor, chunks: HeadChunks) -> tuple[Ten
     earlier = (best == peak) & (first.squeeze(1) + chunks.own.start < target)
     mine, column = chunks.columns_of(target)
     logits.sub_(peak.unsqueeze(1))
-    of_target = torch.where(mine, logits.gather(1, column.unsqueeze(1)).squeeze(1), 0)
+    sums = {
+        "of_target": torch.where(mine, logits.gather(1, column.unsqueeze(1)).squeeze(1), 0),
+        "earlier": earlier.to(logits.dtype),
+    }
+    if "mean_logits" in more:  # while the logits are still there
+        sums["logits"] = logits[:, :own].sum(dim=-1)
     exponentials = logits.exp()
-    weighted = logits[:, :own].mul_(exponentials[:, :own]).sum(dim=-1)
-    total, of_target, weighted, earlier = reduce_(
-        torch.stack([exponentials.sum(dim=-1), of_target, weighted, earlier.to(logits.dtype)]), chunks.group
-    )
-    log_total = total.log()
-    return of_target - log_total, log_total - weighted / total, (of_target == 0) & (earlier == 0), peak + log_total
+    sums["weighted"] = logits[:, :own].mul_(exponentials[:, :own]).sum(dim=-1)
+    sums["total"] = exponentials.sum(dim=-1)
+    if "log_sum_sq_probs" in more:
+        sums["squares"] = exponentials.square_().sum(dim=-1)
+    sums = dict(zip(sums, reduce_(torch.stack([*sums.values()]), chunks.group), strict=True))
+    log_total = sums["total"].log()
+    found = {
+        "log_probs": sums["of_target"] - log_total,
+        "entropy": log_total - sums["weighted"] / sums["total"],
+        "is_top1": (sums["of_target"] == 0) & (sums["earlier"] == 0),
+        "log_total": peak + log_total,
+    }
+    if "mean_logits" in more:
+        found["mean_logits"] = peak + sums["logits"] / chunks.vocabulary
+    if "log_sum_sq_probs" in more:
+        found["log_sum_sq_probs"] = sums["squares"].log() - 2 * log_total
+    return found
 
 
 def _gradient(

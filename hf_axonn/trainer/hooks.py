@@ -24,7 +24,7 @@ from hf_axonn.distributed.consistency import argument_facts, assert_same_on_all_
 from hf_axonn.distributed.mesh import SAME_SAMPLES
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.trainer import accumulation, hub, resume, saving, smoothing, trl
+from hf_axonn.trainer import accumulation, hub, resume, rollouts, saving, smoothing, trl
 
 
 SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")
@@ -37,6 +37,7 @@ def install_when_imported() -> None:
     after_import("transformers.training_args", compute_where_launched)
     after_import("transformers.trainer", _install_trainer)
     after_import(trl.MODULE, trl.install)
+    rollouts.install_when_imported()
 
 
 def _install_trainer() -> None:
@@ -93,6 +94,7 @@ def _prepare_for_training(self, original: Callable, *args, **kwargs):
     """TRL divides what it gathers by `_tp_size`; ours are counted once by `gather` already."""
     if _plugin(self) is not None and hasattr(self, "_tp_size"):
         self._tp_size = 1
+        trl.freeze_reference(self)
     return original(*args, **kwargs)
 
 
@@ -123,6 +125,9 @@ def _make_ready(self) -> None:
         "fsdp": bool(self.args.fsdp),
         "deepspeed": bool(self.args.deepspeed),
         "activation_offloading": getattr(self.args, "activation_offloading", False),
+        # Other engines, which hold the whole model on each rank.
+        "use_vllm": getattr(self.args, "use_vllm", False),
+        "use_transformers_continuous_batching": getattr(self.args, "use_transformers_continuous_batching", False),
     }
     for name, asked in refused.items():
         if asked:

@@ -1,23 +1,30 @@
 """What TRL's trainers must do otherwise for a parallelized model, or with the goldfish loss, and not else.
 
-SFTTrainer replaces `model.forward` by one that multiplies the full `lm_head.weight` itself (`add_fused_lm_head`).
-For a DTensor it takes `full_tensor()`, a weight that is full on every rank and whose gradient is not summed over z.
-Here that function puts our statistics in the place of its own wherever the model's loss is ours, and leaves all others
-as they are. What each label of a batch gets, without logits (TRL's FusedCausalLMOutput):
+All of them but RewardTrainer replace `model.forward` by one that multiplies the full `lm_head.weight` itself
+(`add_fused_lm_head`). For a DTensor it takes `full_tensor()`, a weight that is full on every rank and whose gradient
+is not summed over z. Here that function puts our statistics in the place of its own wherever the model's loss is ours,
+and leaves all others as they are. What each label of a batch gets, without logits (TRL's FusedCausalLMOutput):
 
-    log_probs     log-probability of the label, differentiable
-    entropy       entropy of the distribution that the label is drawn from, differentiable
-    is_top1       whether the label is the first of the most likely tokens
+    log_probs          log-probability of the label, differentiable
+    entropy            entropy of the distribution that the label is drawn from, differentiable
+    is_top1            whether the label is the first of the most likely tokens
+    mean_logits        mean of the logits over the vocabulary
+    log_sum_sq_probs   logarithm of the sum of squared probabilities
 
 A parallelized model runs as it does for its own loss, up to the head; losses/label_statistics.py does the rest,
 without forming or gathering a full tensor. A plain model keeps TRL's own head, which is asked here for more labels.
+A reference model is sharded before it gets the head, which then stands around the sharded forward.
 
-Checked with trl 1.15 and 1.16 (trainer/utils.py, trainer/sft_trainer.py).
+Trainers that generate need more than the head (rollouts.py).
+
+Checked with trl 1.15 and 1.16 (trainer/utils.py, sft_trainer.py, dpo_trainer.py, kto_trainer.py, reward_trainer.py).
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import sys
 import types
 from collections.abc import Callable
@@ -28,40 +35,50 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from hf_axonn.accelerator.prepare import shard_plain_model
+from hf_axonn.compat.accelerate import parallelism_in_use
 from hf_axonn.compat.versions import check_versions
-from hf_axonn.engine.state import is_parallelized
+from hf_axonn.distributed.consistency import gather_texts
+from hf_axonn.engine.dtensors import local
+from hf_axonn.engine.state import is_parallelized, parallel_state
 from hf_axonn.losses.causal_lm import CausalLMLoss, Targets
-from hf_axonn.losses.label_statistics import label_statistics
+from hf_axonn.losses.label_statistics import ALWAYS, MORE, label_statistics
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.topology.grid import Grid
+from hf_axonn.trainer import rollouts
 
 
 MODULE = "trl.trainer.utils"
-SERVED = ("log_probs", "entropy", "is_top1")
-TRAINERS = ("SFTTrainer", "_BaseTrainer")  # of TRL, that train over a grid
+TRAINERS = ("SFTTrainer", "DPOTrainer", "KTOTrainer", "RewardTrainer", *rollouts.TRAINERS)  # that train over a grid
+REFUSED = {"DistillationTrainer": "it multiplies by the whole heads of student and teacher"}
 
 
 def install() -> None:
-    """Wrap `add_fused_lm_head` in all modules of TRL that have it, once. TRL has been imported."""
-    original = getattr(sys.modules[MODULE], "add_fused_lm_head", None)
-    if original is not None and not hasattr(original, "of_trl"):
-        wrapped = functools.wraps(original)(functools.partial(_add_fused_lm_head, original))
-        wrapped.of_trl = original
-        for name, module in list(sys.modules.items()):
-            if name.partition(".")[0] == "trl" and vars(module).get("add_fused_lm_head") is original:
-                module.add_fused_lm_head = wrapped
+    """Wrap two functions in all modules of TRL that have them, once. TRL has been imported."""
+    for name, ours in {"add_fused_lm_head": _add_fused_lm_head, "hash_module": _hash_module}.items():
+        original = getattr(sys.modules[MODULE], name, None)
+        if original is not None and not hasattr(original, "of_trl"):
+            wrapped: Any = functools.wraps(original)(functools.partial(ours, original))
+            wrapped.of_trl = original
+            for path, module in list(sys.modules.items()):
+                if path.partition(".")[0] == "trl" and vars(module).get(name) is original:
+                    setattr(module, name, wrapped)
 
 
 def check_trainer(trainer: object, grid: Grid) -> None:
     """Refuse a trainer of TRL, over a grid, that nobody has compared with one process. Nothing for others.
 
     Raises:
-        ValueError: it is not SFTTrainer, the grid has pipe, or the release of TRL is not proven.
+        ValueError: it is not one of `TRAINERS`, the grid has pipe, or the release of TRL is not proven.
     """
     names = [base.__name__ for base in type(trainer).__mro__ if base.__module__.partition(".")[0] == "trl"]
     for name in names:
-        if name not in TRAINERS:
-            raise ValueError(f"{name} of TRL is not supported over a grid ({grid}): of its trainers SFTTrainer is.")
+        if name not in (*TRAINERS, "_BaseTrainer"):
+            why = REFUSED.get(name, "nobody has compared it with one process")
+            raise ValueError(
+                f"{name} of TRL is not supported over a grid ({grid}): {why}. Of its trainers "
+                f"{', '.join(TRAINERS)} are."
+            )
     if names and grid.pipe > 1:
         raise ValueError(
             f"{names[0]} of TRL is not supported over a grid with pipe ({grid}): it gathers what it logs "
@@ -69,6 +86,28 @@ def check_trainer(trainer: object, grid: Grid) -> None:
         )
     if names:
         check_versions("trl")
+        rollouts.check_rollouts(trainer, grid)
+
+
+def freeze_reference(trainer: object) -> None:
+    """Of a parallelized reference model no gradients are averaged: TRL leaves its parameters trainable, and never
+    trains them. No communication."""
+    reference: Any = getattr(trainer, "ref_model", None)
+    if parallel_state(reference) is not None:
+        reference.requires_grad_(False)
+
+
+def _hash_module(original: Callable, module: nn.Module) -> str:
+    """TRL's function, by which it finds log-probabilities of a reference model that it has computed before.
+
+    Of a parallelized model every rank hashes its shards, and all have the hash of these. Collectives: `gather_texts`.
+    """
+    state = parallel_state(module)
+    if state is None:
+        return original(module)
+    shards = {name: local(value.detach()) for name, value in module.state_dict().items()}
+    of_rank = original(types.SimpleNamespace(state_dict=lambda: shards))
+    return hashlib.sha256(json.dumps(gather_texts(of_rank, state.mesh.device)).encode()).hexdigest()
 
 
 def _add_fused_lm_head(
@@ -80,11 +119,17 @@ def _add_fused_lm_head(
 ) -> None:
     """TRL's function; the forward it leaves on the model asks at each call whose loss the model has.
 
+    In a process that trains over a grid, a model that is still plain is sharded first: a reference model, which TRL
+    prepares when it has the head. Collectives: those of `parallelize` then.
+
     Raises:
         ValueError: the model is parallelized and something is asked for that is not served.
     """
+    plugin, device = parallelism_in_use()
+    if hasattr(plugin, "grid"):
+        shard_plain_model(model, plugin, device)
     if is_parallelized(model):
-        _check(model, temperature, cast_lm_head_to_fp32, outputs)
+        _check(model, cast_lm_head_to_fp32, outputs)
     own = model.forward
     original(model, temperature=temperature, cast_lm_head_to_fp32=cast_lm_head_to_fp32, outputs=outputs)
     theirs = model.forward
@@ -94,24 +139,23 @@ def _add_fused_lm_head(
     def forward(self, *args, fused_lm_head: bool = False, **kwargs):
         loss = getattr(self, "loss_function", None) if fused_lm_head else None
         if fused_lm_head and is_parallelized(self):
-            _check(self, temperature, cast_lm_head_to_fp32, outputs)
-            return _output(self, kwargs, functools.partial(_sharded, self, own, args))
-        if isinstance(loss, CausalLMLoss) and set(SERVED) <= set(outputs):
+            _check(self, cast_lm_head_to_fp32, outputs)
+            more = tuple(name for name in MORE if name in outputs)
+            return _output(self, kwargs, functools.partial(_sharded, self, own, args, temperature, more))
+        if isinstance(loss, CausalLMLoss) and set(ALWAYS) == set(outputs):
             return _output(self, kwargs, functools.partial(_plain, loss, theirs, args))
         return theirs(*args, fused_lm_head=fused_lm_head, **kwargs)
 
     model.forward = types.MethodType(forward, model)
 
 
-def _check(model: nn.Module, temperature: float, cast_lm_head_to_fp32: bool, outputs: tuple[str, ...]) -> None:
-    more = sorted(set(outputs) - set(SERVED))
-    asked = {f"outputs={more}": more, f"temperature={temperature}": temperature != 1.0}
-    asked["cast_lm_head_to_fp32=True"] = cast_lm_head_to_fp32
-    for name, refused in asked.items():
+def _check(model: nn.Module, cast_lm_head_to_fp32: bool, outputs: tuple[str, ...]) -> None:
+    more = sorted(set(outputs) - {*ALWAYS, *MORE})
+    for name, refused in {f"outputs={more}": more, "cast_lm_head_to_fp32=True": cast_lm_head_to_fp32}.items():
         if refused:
             raise ValueError(
-                f"TRL's fused head with {name} is not supported for a model that is sharded over a grid: of TRL's "
-                "trainers only SFTTrainer is."
+                f"TRL's fused head with {name} is not supported for a model that is sharded over a grid: leave it "
+                "away."
             )
     if not isinstance(getattr(model, "loss_function", None), ShardedCausalLMLoss):
         raise ValueError(
@@ -120,8 +164,18 @@ def _check(model: nn.Module, temperature: float, cast_lm_head_to_fp32: bool, out
         )
 
 
-def _sharded(model: nn.Module, forward: Callable, args: tuple, labels, shift_labels, **inputs: Any):
-    return sharded_label_statistics(model, functools.partial(forward, *args), labels, shift_labels, **inputs)
+def _sharded(
+    model: nn.Module,
+    forward: Callable,
+    args: tuple,
+    temperature: float,
+    more: tuple[str, ...],
+    labels,
+    shift_labels,
+    **inputs: Any,
+):
+    ask = functools.partial(forward, *args)
+    return sharded_label_statistics(model, ask, labels, shift_labels, temperature=temperature, more=more, **inputs)
 
 
 def _plain(loss: CausalLMLoss, fused: Callable, args: tuple, labels, shift_labels, **inputs: Any):
@@ -152,6 +206,7 @@ def _output(model: nn.Module, inputs: dict[str, Any], statistics: Callable):
         log_probs=found.log_probs,
         entropy=found.entropy,
         is_top1=found.is_top1,
+        **found.more,
         label_mask=found.mask,
         aux_loss=found.aux_loss if wants_aux else None,
     )
@@ -166,6 +221,7 @@ class LabelStatistics:
         entropy: nats.
         is_top1: bool; of equally likely tokens the first counts, as with argmax.
         mask: bool, whether there is a label.
+        more: by name what else was asked for (`label_statistics`).
         aux_loss: 0-d, of a mixture of experts that was asked for it.
     """
 
@@ -173,11 +229,19 @@ class LabelStatistics:
     entropy: Tensor
     is_top1: Tensor
     mask: Tensor
+    more: dict[str, Tensor]
     aux_loss: Tensor | None = None
 
 
 def sharded_label_statistics(
-    model: nn.Module, forward: Callable[..., Any], labels: Tensor | None, shift_labels: Tensor | None, **inputs: Any
+    model: nn.Module,
+    forward: Callable[..., Any],
+    labels: Tensor | None,
+    shift_labels: Tensor | None,
+    *,
+    temperature: float = 1.0,
+    more: tuple[str, ...] = (),
+    **inputs: Any,
 ) -> LabelStatistics:
     """Statistics of a parallelized model, whose own forward pass runs up to the head.
 
@@ -186,6 +250,7 @@ def sharded_label_statistics(
         forward: the model's forward.
         labels: [B, S], -100 where ignored; or
         shift_labels: [B, S], shifted already.
+        temperature, more: as `label_statistics`.
         inputs: whatever else the model takes.
     Returns:
         [B, S-1] of what labels[:, 1:] are, or [B, S] of shift_labels; the same on all ranks of (x, y).
@@ -202,7 +267,7 @@ def sharded_label_statistics(
             "train it over a grid."
         )
     targets = loss.targets(labels, shift_labels)
-    found = label_statistics(handed[0], targets.tokens)
+    found = label_statistics(handed[0], targets.tokens, temperature=temperature, more=more)
     return _noted(loss, targets, found, output.get("aux_loss"), shifted=shift_labels is not None)
 
 
@@ -226,19 +291,23 @@ def plain_label_statistics(
     tokens = targets.tokens.view(targets.rows, -1)
     # A head that shifts labels reads no first one; what it shifts is `tokens` again.
     output = fused({"shift_labels": tokens} if shifted else {"labels": F.pad(tokens[:, :-1], (1, 0))})
-    found = (getattr(output, name) for name in ("log_probs", "entropy", "is_top1"))
-    found = tuple((value if shifted else F.pad(value, (0, 1))).reshape(-1) for value in found)
+    found = {name: getattr(output, name) for name in ALWAYS}
+    found = {name: (value if shifted else F.pad(value, (0, 1))).reshape(-1) for name, value in found.items()}
     return _noted(loss, targets, found, output.aux_loss, shifted=shifted)
 
 
 def _noted(
-    loss: CausalLMLoss, targets: Targets, found: tuple[Tensor, ...], aux_loss: Tensor | None, *, shifted: bool
+    loss: CausalLMLoss, targets: Targets, found: dict[str, Tensor], aux_loss: Tensor | None, *, shifted: bool
 ) -> LabelStatistics:
     """Tell the loss what tokens [B * S] cost, and put those of kept labels into rows."""
-    log_probs, entropy, is_top1 = found
-    loss.note(-log_probs.detach(), targets, entropy, is_top1)
+    log_probs = found["log_probs"]
+    loss.note(-log_probs.detach(), targets, found["entropy"], found["is_top1"])
     mask = targets.weights.bool().to(log_probs.device)
-    kept = (torch.where(mask, log_probs, 0), torch.where(mask, entropy, 0), is_top1 & mask, mask)
     # Unless labels are shifted already, the last of a row predicts nothing. Contiguous, so that sums round as TRL's.
     end = None if shifted else -1
-    return LabelStatistics(*(value.view(targets.rows, -1)[:, :end].contiguous() for value in kept), aux_loss)
+    kept = {
+        name: torch.where(mask, value, 0).to(value.dtype).view(targets.rows, -1)[:, :end].contiguous()
+        for name, value in {**found, "mask": mask}.items()
+    }
+    own = {name: kept.pop(name) for name in (*ALWAYS, "mask")}
+    return LabelStatistics(**own, more=kept, aux_loss=aux_loss)

@@ -29,6 +29,17 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
 
+EXPERTS = dict(
+    experts_implementation="eager",
+    num_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=20,
+    decoder_sparse_step=1,
+    mlp_only_layers=[],
+    output_router_logits=True,
+    router_aux_loss_coef=0.3,
+)
+
 
 def chat_tokenizer() -> PreTrainedTokenizerFast:
     from tokenizers import Regex, Tokenizer
@@ -72,10 +83,12 @@ class ExactLogProbs:
         logits = F.linear(hidden, weight, bias) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        log_softmax = F.log_softmax(logits / temperature, dim=-1)
+        logits = logits / temperature
+        log_softmax = F.log_softmax(logits, dim=-1)
         entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1)
         of_target = log_softmax.gather(1, targets.unsqueeze(1)).squeeze(1)
-        return of_target, entropy, None, None, logits.argmax(dim=-1) == targets
+        more = (log_softmax.detach() * 2).logsumexp(dim=-1), logits.detach().mean(dim=-1)
+        return of_target, entropy, *more, logits.argmax(dim=-1) == targets
 
 
 class FirstGradients(TrainerCallback):
@@ -113,11 +126,21 @@ def make_sft(output: Path, grid: Grid | None, *, goldfish: bool = True, kind: st
 
 def logged(history: list[dict]) -> list[dict[str, float]]:
     """Of a log history what must not depend on the grid."""
-    kept = ("loss", "grad_norm", "entropy", "accuracy", "num_tokens", "fraction", "learning_rate", "step")
+    kept = ("loss", "grad_norm", "entropy", "accurac", "num_tokens", "fraction", "learning_rate", "step")
+    kept += ("reward", "margin", "logps", "logits", "kl", "clip", "length")
     return [
-        {key: value for key, value in entry.items() if any(its in key for its in kept) and "per_second" not in key}
+        {
+            key: value
+            for key, value in entry.items()
+            if any(its in key for its in kept) and not key.endswith(("per_second", "step_time"))
+        }
         for entry in history
     ]
+
+
+def without_counts(history: list[dict]) -> list[dict]:
+    """TRL's count of tokens begins again in a resumed run; the last entry sums up the run's own steps."""
+    return [{key: value for key, value in entry.items() if "num_tokens" not in key} for entry in history[:-1]]
 
 
 def fine_tune(output: Path, grid: Grid | None, *, resume: Path | None = None, evaluate: bool = False, **options):

@@ -88,14 +88,15 @@ def numbers(history: list[dict]) -> list[dict[str, float]]:
     ]
 
 
-def worst_difference(ours: list[dict], truth: list[dict]) -> float:
-    """Largest relative difference of two histories, which must have the same entries.
+def worst_difference(ours: list[dict], truth: list[dict], floor: float = 1e-12) -> float:
+    """Largest relative difference of two histories, which must have the same entries; of what is below `floor`,
+    relative to that.
 
     Trainer adds up `loss` in float32 whatever the model's dtype, so of it 3e-7 is allowed before anything counts.
     """
     assert [set(entry) for entry in ours] == [set(entry) for entry in truth]
     return max(
-        abs(mine[key] - true[key]) / max(abs(true[key]), 1e-12) - (3e-7 if key in ("loss", "train_loss") else 0)
+        abs(mine[key] - true[key]) / max(abs(true[key]), floor) - (3e-7 if key in ("loss", "train_loss") else 0)
         if math.isfinite(true[key])
         else math.inf
         for mine, true in zip(ours, truth, strict=True)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from hf_axonn import AxonnConfig, Grid, parallelize, sync_gradients
 from hf_axonn.losses import head_chunks
+from hf_axonn.losses.label_statistics import ALWAYS, MORE
 from hf_axonn.trainer.trl import sharded_label_statistics
 from tests.helpers.chats import ExactLogProbs
 from tests.helpers.devices import seeded
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("device")
 
 
 GRIDS = [Grid(x=4), Grid(y=2, x=2), Grid(z=2, y=2), Grid(data=2, x=2), Grid(z=2, x=2)]
+TEMPERATURE = 0.7
 MODELS = {
     "llama": {},
     "bias": {},
@@ -61,6 +63,7 @@ def objective(log_probs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
 def truth(model: torch.nn.Module, batch: dict) -> dict:
     with Float64():
         logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+        logits = logits / TEMPERATURE
         labels = batch["labels"][:, 1:]
         log_softmax = F.log_softmax(logits, dim=-1)
         mask = labels != -100
@@ -68,6 +71,8 @@ def truth(model: torch.nn.Module, batch: dict) -> dict:
         entropy = -(log_softmax.exp() * log_softmax).sum(dim=-1) * mask
         objective(log_probs, entropy).backward()
     values = {"log_probs": log_probs.detach(), "entropy": entropy.detach(), "mask": mask}
+    values["mean_logits"] = logits.detach().mean(dim=-1) * mask
+    values["log_sum_sq_probs"] = log_softmax.detach().exp().square().sum(dim=-1).log() * mask
     values["is_top1"] = (logits.argmax(dim=-1) == labels) & mask
     values["gradients"] = {name: its.grad for name, its in model.named_parameters()}
     return values
@@ -82,12 +87,16 @@ def _equal(name: str, expected: dict, batch: dict) -> None:
             model, _ = parallelize(make(name), grid, config=config)
             mine = rows_of(batch, grid, dist.get_rank())
             with Float64():
-                its = sharded_label_statistics(model, model.forward, mine.pop("labels"), None, **mine)
+                its = sharded_label_statistics(
+                    model, model.forward, mine.pop("labels"), None, temperature=TEMPERATURE, more=MORE, **mine
+                )
+                assert not any(value.requires_grad for value in its.more.values())
                 (objective(its.log_probs, its.entropy) * grid.dp_size).backward()
             sync_gradients(model)
             wanted = rows_of({key: expected[key] for key in expected if key != "gradients"}, grid, dist.get_rank())
+            found = {**vars(its), **its.more}
             for key, value in wanted.items():
-                torch.testing.assert_close(getattr(its, key).detach(), value, rtol=1e-10, atol=1e-11, msg=key)
+                torch.testing.assert_close(found[key].detach(), value, rtol=1e-10, atol=1e-11, msg=key)
             gradients = {key: parameter.grad for key, parameter in model.named_parameters()}
             errors = relative_errors(gradients, expected["gradients"])
             assert max(errors.values()) < 1e-10, (grid, limit, max(errors, key=errors.get), max(errors.values()))
@@ -143,13 +152,13 @@ def test_the_reference_of_the_tests_is_what_trl_computes():
     generator = seeded(0)
     hidden, weight = torch.randn(11, 8, generator=generator), torch.randn(29, 8, generator=generator)
     targets = torch.randint(0, 29, (11,), generator=generator)
-    for softcap, scale in ((None, 1.0), (3.0, 0.7)):
+    for softcap, scale, temperature in ((None, 1.0, 1.0), (3.0, 0.7, 0.6)):
         found = []
         for function in (ChunkedLogProbFunction, ExactLogProbs):
             leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-            outputs = ("log_probs", "entropy", "is_top1")
-            log_probs, entropy, _, _, is_top1 = function.apply(*leaves, None, targets, 1.0, 7, softcap, scale, outputs)
-            (log_probs**2 + entropy).sum().backward()
-            found.append((log_probs, entropy, is_top1.float(), *(leaf.grad for leaf in leaves)))
+            outputs = (*ALWAYS, *MORE)
+            its = function.apply(*leaves, None, targets, temperature, 7, softcap, scale, outputs)
+            (its[0] ** 2 + its[1]).sum().backward()
+            found.append((*its[:-1], its[-1].float(), *(leaf.grad for leaf in leaves)))
         for theirs, ours in zip(*found, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)

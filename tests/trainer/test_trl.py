@@ -13,16 +13,25 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, HfArgumentParser
 from trl import SFTConfig
 
-from hf_axonn import AxonnPlugin, GoldfishConfig, GoldfishSFTConfig, GoldfishSFTTrainer, Grid, from_pretrained
+from hf_axonn import GoldfishConfig, GoldfishSFTConfig, GoldfishSFTTrainer, Grid, from_pretrained
 from hf_axonn.distributed.collectives import observe
+from hf_axonn.trainer.trl import check_trainer
 from tests.helpers import ROOT
-from tests.helpers.chats import ExactLogProbs, chat_tokenizer, chats, fine_tune, logged, make_sft
+from tests.helpers.chats import (
+    EXPERTS,
+    ExactLogProbs,
+    chat_tokenizer,
+    chats,
+    fine_tune,
+    logged,
+    make_sft,
+    without_counts,
+)
 from tests.helpers.float64 import relative_errors
 from tests.helpers.models import tiny_model
 from tests.helpers.ranks import run_ranks
@@ -32,16 +41,6 @@ from tests.helpers.training import worst_difference
 TOLERANCE = 1e-10
 # Three AdamW steps carry the rounding of two orders of summation to 1e-12; resumed runs take more of them.
 RESUMED = 1e-9
-MOE = dict(
-    experts_implementation="eager",
-    num_experts=6,
-    num_experts_per_tok=2,
-    moe_intermediate_size=20,
-    decoder_sparse_step=1,
-    mlp_only_layers=[],
-    output_router_logits=True,
-    router_aux_loss_coef=0.3,
-)
 
 
 def lora(**changes) -> LoraConfig:
@@ -61,7 +60,7 @@ CASES = {
     "wrapped goldfish, full sequences": dict(packing=True, packing_strategy="wrapped", completions=False),
     # Both need whole logits for the loss, and have a second pass for the metrics.
     "stock with label smoothing": dict(goldfish=False, label_smoothing_factor=0.1),
-    "experts with auxiliary loss": dict(goldfish=False, kind="qwen3_moe", sizes=MOE, packing=True),
+    "experts with auxiliary loss": dict(goldfish=False, kind="qwen3_moe", sizes=EXPERTS, packing=True),
     # The head is then one that PEFT has wrapped, and whose logits are formed.
     "a saved head beside LoRA": dict(packing=True, peft_config=lora(modules_to_save=["lm_head"])),
 }
@@ -167,11 +166,6 @@ def test_the_head_is_never_gathered(tmp_path):
 
 def saved_run(output: Path, grid: Grid | None, *, resume: Path | None = None, **options):
     return fine_tune(output, grid, resume=resume, max_steps=4, save_strategy="steps", save_steps=2, **options)
-
-
-def without_counts(history: list[dict]) -> list[dict]:
-    """TRL's count of tokens begins again in a resumed run; the last entry sums up the run's own steps."""
-    return [{key: value for key, value in entry.items() if "num_tokens" not in key} for entry in history[:-1]]
 
 
 def _resumed(folder: Path, truth: list[dict], adapters: list[dict]) -> None:
@@ -304,27 +298,21 @@ def test_the_arguments_are_those_of_trl_and_of_goldfish(tmp_path, caplog):
 
 
 def _refused(folder: Path) -> None:
-    from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+    import trl
     from trl.trainer.utils import add_fused_lm_head
 
     from hf_axonn import parallelize
 
     grid = Grid(z=2)
-    plugin = AxonnPlugin(grid=grid)
-    common = dict(report_to="none", use_cpu=True, bf16=False, parallelism_config=plugin)
-    pairs = Dataset.from_list([{"prompt": "ab", "chosen": "cd", "rejected": "ef"}] * 4)
-    marked = Dataset.from_list([{"prompt": "ab", "completion": "cd", "label": bool(index % 2)} for index in range(4)])
-    for name, trainer, config, rows in (
-        ("DPOTrainer", DPOTrainer, DPOConfig, pairs),
-        ("KTOTrainer", KTOTrainer, KTOConfig, marked),
-    ):
-        with pytest.raises(ValueError, match=f"{name} of TRL is not supported over a grid .*SFTTrainer is"):
-            trainer(
-                model=tiny_model("llama"),
-                args=config(str(folder), **common),
-                train_dataset=rows,
-                processing_class=chat_tokenizer(),
-            )
+    other = type("Other", (trl.RLOOTrainer,), {"__module__": "trl"})
+    for trainer, reason in ((trl.DistillationTrainer, "it multiplies by the whole heads"), (other, "nobody has")):
+        message = f"{trainer.__name__} of TRL is not supported over a grid .*: {reason}.* Of its trainers SFTTrainer"
+        with pytest.raises(ValueError, match=message):
+            check_trainer(object.__new__(trainer), grid)
+    rollouts = object.__new__(trl.GRPOTrainer)
+    rollouts.tools = [print]
+    with pytest.raises(ValueError, match="tools of GRPOTrainer is not supported over a grid"):
+        check_trainer(rollouts, grid)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trl.__version__", "1.0.0")
         with pytest.raises(ValueError, match="trl 1.0.0 is installed, proven is "):
@@ -336,10 +324,10 @@ def _refused(folder: Path) -> None:
         with pytest.raises(ValueError, match=message):
             make_sft(folder, grid, goldfish=False, **options)
     model, _ = parallelize(tiny_model("llama"), grid)
-    with pytest.raises(ValueError, match="TRL's fused head with temperature=0.5 is not supported"):
-        add_fused_lm_head(model, temperature=0.5)
-    with pytest.raises(ValueError, match="mean_logits"):
-        add_fused_lm_head(model, outputs=("log_probs", "mean_logits"))
+    with pytest.raises(ValueError, match="TRL's fused head with cast_lm_head_to_fp32=True is not supported"):
+        add_fused_lm_head(model, cast_lm_head_to_fp32=True)
+    with pytest.raises(ValueError, match="median_logits"):
+        add_fused_lm_head(model, outputs=("log_probs", "median_logits"))
 
 
 def test_what_is_not_served_is_refused(tmp_path):

@@ -1,0 +1,115 @@
+"""What GRPOTrainer and RLOOTrainer of TRL must do otherwise over a grid: who samples, and whose rewards are compared.
+
+They generate completions, reward them and compare the rewards of a prompt's completions, which may lie on several
+processes. For that they count processes; here they count data-parallel ranks:
+
+    generation_batch_size   completions of all data-parallel ranks, of which ranks of (x, y) have the same
+    set_seed                another seed for each data-parallel rank, so that ranks of (x, y) sample the same tokens
+    gather, gather_object   one block for each data-parallel rank; rewards are those of its first rank
+    process_index, num_processes   inside the two methods that cut out a rank's own advantages and average a loss
+
+Checked with trl 1.15 and 1.16 (trainer/grpo_config.py, grpo_trainer.py, rloo_config.py, rloo_trainer.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from accelerate.utils import gather_object
+
+from hf_axonn.compat.accelerate import parallelism_in_use
+from hf_axonn.compat.post_import import after_import
+from hf_axonn.compat.replaced import replaced
+from hf_axonn.config import AxonnConfig
+from hf_axonn.distributed.collectives import world_rank
+from hf_axonn.topology.grid import Grid
+
+
+TRAINERS = ("GRPOTrainer", "RLOOTrainer")
+METHODS = ("_generate_and_score_completions", "_compute_loss")
+OWN_ROLLOUTS = ("tools", "environment_factories", "rollout_func")  # attributes of such a trainer
+
+
+def install_when_imported() -> None:
+    """Wrap methods of both trainers and of their arguments, each as soon as it is imported."""
+    for name in TRAINERS:
+        module = f"trl.trainer.{name.removesuffix('Trainer').lower()}"
+        after_import(f"{module}_config", functools.partial(_install_config, f"{module}_config"))
+        after_import(f"{module}_trainer", functools.partial(_install_trainer, f"{module}_trainer", name))
+
+
+def check_rollouts(trainer: object, grid: Grid) -> None:
+    """Refuse completions that come of code that every rank would run for itself. Nothing for other trainers.
+
+    Raises:
+        ValueError: the trainer was given tools, environments or a rollout function.
+    """
+    if any(base.__name__ in TRAINERS for base in type(trainer).__mro__):
+        for name in OWN_ROLLOUTS:
+            if getattr(trainer, name, None):
+                raise ValueError(
+                    f"{name} of {type(trainer).__name__} is not supported over a grid ({grid}): ranks that share "
+                    "samples would each run it, and go on with what it tells each of them. Leave it away."
+                )
+
+
+def _install_config(module: str) -> None:
+    for name, config in list(vars(sys.modules[module]).items()):
+        if f"{name.removesuffix('Config')}Trainer" in TRAINERS:
+            original = config.__post_init__
+            if not hasattr(original, "of_trl"):
+                wrapped: Any = functools.wraps(original)(lambda self, original=original: _post_init(self, original))
+                wrapped.of_trl = original
+                config.__post_init__ = wrapped
+
+
+def _post_init(self: Any, original: Callable) -> None:
+    """TRL counts what all processes generate together by `world_size`."""
+    grid = getattr(self.parallelism_config or AxonnConfig.from_env(), "grid", None)
+    counted: dict[tuple[Any, str], Any] = {}
+    if grid is not None and grid.size > 1:
+        counted[type(self), "world_size"] = property(lambda _: grid.dp_size)
+    with replaced(counted):
+        original(self)
+
+
+def _install_trainer(module: str, name: str) -> None:
+    owner: Any = sys.modules[module]
+    trainer = getattr(owner, name)
+    if hasattr(owner.set_seed, "of_trl"):
+        return
+    for method in METHODS:
+        setattr(trainer, method, _among_dp_ranks(owner, getattr(trainer, method)))
+    seeded: Any = functools.wraps(owner.set_seed)(functools.partial(_set_seed, owner.set_seed))
+    seeded.of_trl = owner.set_seed
+    owner.set_seed = seeded
+
+
+def _among_dp_ranks(module: Any, original: Callable) -> Callable:
+    """A method inside of which processes are data-parallel ranks."""
+
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        accelerator = self.accelerator
+        plugin = getattr(accelerator, "axonn_plugin", None)
+        if plugin is None or plugin.grid.size == 1:
+            return original(self, *args, **kwargs)
+        values: dict[tuple[Any, str], Any] = {(accelerator, "counts_processes"): False}
+        values[module, "gather"] = accelerator.gather
+        values[module, "gather_object"] = lambda objects: gather_object(accelerator.own_objects(objects))
+        with replaced(values):
+            return original(self, *args, **kwargs)
+
+    return method
+
+
+def _set_seed(original: Callable, seed: int, device_specific: bool = False, **options: Any) -> None:
+    """accelerate's function, which adds the number of a process where each is to have a seed of its own."""
+    grid = getattr(parallelism_in_use()[0], "grid", None)
+    if device_specific and grid is not None and grid.size > 1:
+        here = grid.coordinates(world_rank())
+        seed, device_specific = seed + here["data"] * grid.z + here["z"], False
+    original(seed, device_specific=device_specific, **options)

@@ -1,0 +1,255 @@
+"""TRL's trainers of preferences over a grid: every logged number, gradient and weight equals one process."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from hf_axonn import AxonnPlugin, Grid, parallelize
+from hf_axonn.distributed.collectives import observe
+from hf_axonn.distributed.consistency import gather_texts
+from tests.helpers.chats import ExactLogProbs, without_counts
+from tests.helpers.float64 import relative_errors
+from tests.helpers.models import tiny_model
+from tests.helpers.preferences import fit, lora, make_dpo, make_groups, make_kto, make_reward, write_preferences
+from tests.helpers.ranks import run_ranks
+from tests.helpers.training import worst_difference
+
+
+TOLERANCE = 1e-10
+# A mean logit or a reward may be next to 0: a difference counts relative to a thousandth.
+FLOOR = 1e-3
+RESUMED = 1e-9  # after more AdamW steps, which carry the rounding of two orders of summation on
+
+CASES = {
+    "a reference model": dict(make=make_dpo, reference=True, evaluate=True),
+    "adapters": dict(make=make_dpo, peft_config=lora()),
+    "precomputed": dict(make=make_dpo, reference=True, precompute_ref_log_probs=True, evaluate=True),
+    "a reference that follows": dict(
+        make=make_dpo, reference=True, sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.6
+    ),
+    "a copied adapter": dict(make=make_dpo, adapted=True),
+    "precomputed by the base of adapters": dict(make=make_dpo, peft_config=lora(), precompute_ref_log_probs=True),
+    "several losses, weighted": dict(
+        make=make_dpo,
+        reference=True,
+        loss_type=["ipo", "robust", "discopop"],
+        loss_weights=[0.2, 0.5, 0.7],
+        label_smoothing=0.1,
+        use_weighting=True,
+        ld_alpha=0.6,
+        f_divergence_type="js_divergence",
+    ),
+    "experts with auxiliary loss": dict(make=make_dpo, model="experts", peft_config=lora(target_modules=["q_proj"])),
+    "KTO": dict(make=make_kto, reference=True, desirable_weight=0.7, evaluate=True),
+    "KTO, adapters": dict(make=make_kto, peft_config=lora()),
+    "KTO, precomputed": dict(make=make_kto, precompute_ref_log_probs=True),
+    "KTO without KL": dict(make=make_kto, loss_type="apo_zero_unpaired"),
+    "rewards": dict(make=make_reward, center_rewards_coefficient=0.1, evaluate=True),
+    "GRPO": dict(make=make_groups),
+    "GRPO, adapters, twice": dict(
+        make=make_groups,
+        peft_config=lora(),
+        loss_type="grpo",
+        num_iterations=2,
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=4,
+    ),
+    "RLOO": dict(make=make_groups, kind="RLOO"),
+    "rewards, adapters": dict(make=make_reward, peft_config=lora(task_type="SEQ_CLS", modules_to_save=["score"])),
+}
+TWICE = "GRPO, adapters, twice"  # what is in a micro-batch depends on the data-parallel ranks, also in TRL
+KL = ("KTO", "KTO, adapters", "KTO, precomputed")  # TRL pairs prompts and answers within the batch of a process
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("preferences")
+    write_preferences(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def truths(folder) -> Callable:
+    """What a case is on one process, with TRL's own head; with KL terms it depends on the data-parallel ranks."""
+    import trl.trainer.utils as utils
+
+    @functools.cache
+    def truth(case: str, dp_size: int) -> tuple:
+        options = dict(CASES[case])
+        if case in KL:
+            options["pairs_of"] = 4 // dp_size
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(utils, "_ChunkedLogProbFunction", ExactLogProbs)
+            return fit(options.pop("make"), folder, folder / "one", None, **options)
+
+    return lambda case, grid: truth(case, grid.dp_size if case in KL else 1)
+
+
+def test_the_runs_are_worth_comparing(truths):
+    for case in CASES:
+        history, gradients, parameters = truths(case, Grid())
+        steps = [entry for entry in history if "loss" in entry]
+        assert len(steps) == 3 and gradients and set(gradients) <= set(parameters)
+        if "GRPO" in case or "RLOO" in case:
+            assert steps[0]["reward_std"] > 0.05 and abs(steps[-1]["kl"]) > 1e-4
+            assert 0 < sum(entry["completions/clipped_ratio"] for entry in steps) < 3
+            continue
+        if "rewards" in case:
+            assert abs(steps[-1]["margin"]) > 1e-2 and steps[-1]["min_reward"] < steps[-1]["max_reward"]
+            continue
+        assert steps[0]["entropy"] > 1 and steps[-1]["logps/chosen"] < -1
+        assert abs(steps[-1]["rewards/margins"]) > 1e-2 and steps[-1]["logits/chosen"] != steps[-1]["logits/rejected"]
+    history = truths("a reference model", Grid())[0]
+    assert 0 < history[0]["rewards/accuracies"] < 1 and "eval_rewards/margins" in history[-1]
+    assert max(entry.get("kl", 0) for entry in truths("KTO", Grid())[0]) > 0
+
+
+def _equal(folder: Path, wanted: list[tuple[Grid, str, tuple]]) -> None:
+    for grid, case, expected in wanted:
+        options = dict(CASES[case])
+        history, gradients, parameters = fit(options.pop("make"), folder, folder / f"{grid} {case}", grid, **options)
+        assert worst_difference(history, expected[0], floor=FLOOR) < TOLERANCE, (grid, case, history, expected[0])
+        for ours, theirs in ((gradients, expected[1]), (parameters, expected[2])):
+            errors = relative_errors(ours, theirs)
+            worst = max(errors, key=errors.get)
+            assert errors[worst] < TOLERANCE, (grid, case, worst, errors[worst])
+
+
+def check(folder: Path, truths: Callable, pairs: list[tuple[Grid, str]]) -> None:
+    """Each case on its grid, in one start of the ranks."""
+    wanted = [(grid, case, truths(case, grid)) for grid, case in pairs]
+    run_ranks(_equal, pairs[0][0].size, folder, wanted, timeout=600)
+
+
+def test_two_ranks_equal_one_process(folder, truths):
+    quick = {
+        Grid(x=2): ("a reference model", "KTO, adapters"),
+        Grid(z=2): ("adapters", "rewards", "experts with auxiliary loss"),
+        Grid(data=2): ("precomputed", "KTO"),
+    }
+    check(folder, truths, [(grid, case) for grid, cases in quick.items() for case in cases])
+
+
+def test_four_ranks_equal_one_process(folder, truths):
+    quick = ("a reference that follows", "a copied adapter", "several losses, weighted", "KTO", "rewards, adapters")
+    check(folder, truths, [(Grid(z=2, x=2), case) for case in quick])
+
+
+def test_groups_of_completions_equal_one_process(folder, truths):
+    pairs = [(Grid(x=2), TWICE), (Grid(z=2), "GRPO"), (Grid(data=2), "RLOO")]
+    check(folder, truths, pairs)
+    check(folder, truths, [(Grid(z=2, x=2), "GRPO")])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2), Grid(z=2, x=2)], ids=str)
+def test_every_case_equals_one_process(folder, truths, grid):
+    check(folder, truths, [(grid, case) for case in CASES if case != TWICE or grid.dp_size == 1])
+
+
+def _nothing_whole_travels(folder: Path) -> None:
+    vocabulary, whole, totals = 4001, DTensor.full_tensor, Counter()
+
+    def note_whole(tensor, **options):
+        totals["whole"] = max(totals["whole"], tensor.numel())
+        return whole(tensor, **options)
+
+    def note(kind, payload, group):
+        totals[kind] += payload // 8
+        totals["largest " + kind] = max(totals["largest " + kind], payload // 8)
+
+    head = vocabulary * 48
+    for grid in (Grid(z=2, x=2), Grid(data=2, z=2)):
+        models = [tiny_model("llama", vocab_size=vocabulary, seed=seed) for seed in (0, 5)]
+        trainer = make_dpo(folder, folder / "whole", grid, model=models[0], ref_model=models[1], max_steps=1)
+        with pytest.MonkeyPatch.context() as patch, observe(note):
+            patch.setattr(DTensor, "full_tensor", note_whole)
+            totals.clear()
+            trainer.train()
+        own = sum(parameter.to_local().numel() for parameter in trainer.model.parameters())
+        assert trainer.ref_model.axonn.grid == grid
+        # Neither logits nor a head: over z the shards of a part of the vocabulary are gathered.
+        assert totals["whole"] < 48 and totals["largest all_gather"] <= head // (2 * grid.x) + 48
+        if grid.data > 1:  # gradients of the policy alone are averaged
+            assert own <= totals["all_reduce"] < 1.1 * own
+        else:
+            assert totals["largest all_reduce"] < head // 4
+
+
+def test_no_head_is_gathered_and_no_reference_is_averaged(folder):
+    run_ranks(_nothing_whole_travels, 4, folder)
+
+
+def _hashes() -> None:
+    grid = Grid(x=2)
+    AxonnPlugin(grid=grid)  # which wraps TRL's functions
+    from trl.trainer.utils import hash_module
+
+    found = []
+    for place in (None, None, 0, -1):
+        model = tiny_model("llama")
+        if place is not None:
+            with torch.no_grad():
+                model.lm_head.weight.view(-1)[place] += 1  # which one rank has
+        parallelize(model, grid)
+        found.append(hash_module(model))
+    assert found[0] == found[1] and len(set(found)) == 3
+    assert len(set(gather_texts(" ".join(found), "cpu"))) == 1
+
+
+def test_log_probabilities_of_another_reference_are_not_taken(folder):
+    """TRL finds what it has computed before by a hash of all weights, of which each rank has some."""
+    run_ranks(_hashes, 2)
+
+
+def saved(folder: Path, output: Path, grid: Grid | None, **options):
+    return fit(
+        make_dpo, folder, output, grid, reference=True, max_steps=4, save_strategy="steps", save_steps=2, **options
+    )
+
+
+def _resumed(folder: Path, truth: list[dict]) -> None:
+    history, _, _ = saved(folder, folder / "z2x2", Grid(z=2, x=2))
+    assert worst_difference(history, truth, floor=FLOOR) < TOLERANCE
+    history, _, _ = saved(folder, folder / "y2", Grid(data=2, y=2), resume=folder / "z2x2" / "checkpoint-2")
+    assert worst_difference(without_counts(history), without_counts(truth), floor=FLOOR) < RESUMED
+
+
+@pytest.mark.slow
+def test_a_checkpoint_resumes_on_another_grid(folder, tmp_path):
+    import trl.trainer.utils as utils
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(utils, "_ChunkedLogProbFunction", ExactLogProbs)
+        truth, _, _ = saved(folder, tmp_path / "one", None)
+    run_ranks(_resumed, 4, folder, truth)
+
+
+def _defaults(output: Path, folder: Path, make: Callable, grid: Grid | None) -> list[dict]:
+    """As TRL starts by itself: bf16 and gradient checkpointing."""
+    trainer = make(folder, output, grid, bf16=None, gradient_checkpointing=True, reference=True, max_steps=2)
+    trainer.model.float()
+    trainer.ref_model.float()
+    trainer.train()
+    return trainer.state.log_history
+
+
+def _as_trl_starts(folder: Path, truths: dict) -> None:
+    for make, truth in truths.items():
+        history = _defaults(folder / f"defaults {make.__name__}", folder, make, Grid(z=2, x=2))
+        for key in ("loss", "entropy", "logps/chosen"):  # 8 bits: a few parts in 1e3
+            mine, true = ([entry[key] for entry in its if key in entry] for its in (history, truth))
+            assert len(mine) == 2 and mine == pytest.approx(true, rel=2e-2), (make, key)
+
+
+@pytest.mark.slow
+def test_as_trl_starts_by_itself(folder, tmp_path):
+    truths = {make: _defaults(tmp_path / make.__name__, folder, make, None) for make in (make_dpo, make_kto)}
+    run_ranks(_as_trl_starts, 4, folder, truths)
