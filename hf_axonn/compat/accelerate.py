@@ -68,6 +68,14 @@ def epoch_being_read() -> tuple[int, int] | None:
     return None if loader is None else (id(loader), getattr(loader, "iteration", 0))
 
 
+def ranks_sharing_samples() -> int:
+    """How many ranks have the same samples, by Accelerate's parallelism_config: its own tensor, context and sequence
+    parallelism, or a grid's pipe, x and y."""
+    state = sys.modules.get("accelerate.state")
+    config = None if state is None else state.AcceleratorState._shared_state.get("parallelism_config")
+    return 1 if config is None else config.non_data_parallel_size
+
+
 def forget_state() -> None:
     """Forget what accelerate knew of the process that this one was forked from: that it was alone."""
     from accelerate.state import AcceleratorState, GradientState

@@ -24,7 +24,7 @@ from hf_axonn.distributed.consistency import argument_facts, assert_same_on_all_
 from hf_axonn.distributed.mesh import SAME_SAMPLES
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.trainer import accumulation, hub, resume, saving, smoothing, trl
+from hf_axonn.trainer import accumulation, hub, resume, saving, smoothing, trl, watching
 
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "adafactor", "sgd", "adagrad", "rmsprop")
@@ -201,4 +201,5 @@ WRAPPERS = (
     training_step,
     *smoothing.WRAPPERS,
     *hub.WRAPPERS,
+    *watching.WRAPPERS,
 )
