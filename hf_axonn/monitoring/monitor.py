@@ -131,7 +131,7 @@ class Monitor:
     def log(self) -> dict[str, float]:
         """The numbers since the last log; those that are not known are absent.
 
-        Every rank must call it. Collectives: two all-reduces over the world, of four numbers and of two.
+        Every rank must call it. Collectives: two all-reduces over the world, of four numbers and of one or two.
         """
         self._notice_end()
         waits = self._waits.take() if self._waits is not None else (0.0, 0.0)
