@@ -23,6 +23,9 @@ _EXPORTS = {
     "GoldfishSFTTrainer": "goldfish.sft",
     "GoldfishTrainer": "goldfish.trainer",
     "Grid": "topology.grid",
+    "Monitor": "monitoring.monitor",
+    "MonitorCallback": "trainer.callbacks",
+    "ProfilerCallback": "trainer.callbacks",
     "SaveError": "checkpoint.save",
     "adapter_base": "adapters.files",
     "auto_parallelize": "parallel.parallelize",
@@ -31,6 +34,8 @@ _EXPORTS = {
     "from_pretrained": "parallel.from_pretrained",
     "goldfish_mask": "goldfish.mask",
     "load_sharded": "checkpoint.sharded",
+    "memory_snapshots": "monitoring.memory_snapshots",
+    "named_ranges": "monitoring.ranges",
     "notebook_launcher": "launch.notebook",
     "parallel_state": "engine.state",
     "parallelize": "parallel.parallelize",
@@ -67,11 +72,16 @@ if TYPE_CHECKING:
     from hf_axonn.goldfish.trainer import GoldfishMixin as GoldfishMixin
     from hf_axonn.goldfish.trainer import GoldfishTrainer as GoldfishTrainer
     from hf_axonn.launch.notebook import notebook_launcher as notebook_launcher
+    from hf_axonn.monitoring.memory_snapshots import memory_snapshots as memory_snapshots
+    from hf_axonn.monitoring.monitor import Monitor as Monitor
+    from hf_axonn.monitoring.ranges import named_ranges as named_ranges
     from hf_axonn.parallel.from_pretrained import from_pretrained as from_pretrained
     from hf_axonn.parallel.parallelize import auto_parallelize as auto_parallelize
     from hf_axonn.parallel.parallelize import parallelize as parallelize
     from hf_axonn.plugin import AxonnPlugin as AxonnPlugin
     from hf_axonn.topology.grid import Grid as Grid
+    from hf_axonn.trainer.callbacks import MonitorCallback as MonitorCallback
+    from hf_axonn.trainer.callbacks import ProfilerCallback as ProfilerCallback
 else:  # hidden from type checkers, to which it would make every name exist
 
     def __getattr__(name):

@@ -76,6 +76,13 @@ def parallelism_in_use() -> tuple[Any, Any]:
     return shared.get("parallelism_config"), shared.get("device")
 
 
+def ranks_sharing_samples() -> int:
+    """How many ranks have the same samples, by Accelerate's parallelism_config: its own tensor, context and sequence
+    parallelism, or a grid's pipe, x and y."""
+    config = parallelism_in_use()[0]
+    return 1 if config is None else int(config.non_data_parallel_size)
+
+
 def forget_state() -> None:
     """Forget what accelerate knew of the process that this one was forked from: that it was alone."""
     from accelerate.state import AcceleratorState, GradientState

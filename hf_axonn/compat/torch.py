@@ -106,6 +106,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors in lists, tuples, dictionaries and outputs of Transformers, in their order."""
+    leaves = torch.utils._pytree.tree_leaves(values)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
 def backward_pass() -> int:
     """A number of the pass of autograd that is under way on this thread; a reentrant checkpoint begins one in one."""
     return torch._C._current_graph_task_id()
@@ -399,6 +405,21 @@ def fake_world(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def record_allocations() -> None:
+    """Begin to keep the last allocations of CUDA's allocator, with the stack of each, for `write_allocations`."""
+    torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+
+def write_allocations(path: str) -> None:
+    """Write what `record_allocations` has kept, for https://pytorch.org/memory_viz."""
+    torch.cuda.memory._dump_snapshot(path)
+
+
+def when_out_of_memory(function: Callable[[], object]) -> None:
+    """Call a function when CUDA's allocator finds no memory, before the error is raised."""
+    torch._C._cuda_attach_out_of_memory_observer(lambda device, asked, total, free: function())
+
+
 total_norm = torch.nn.utils.get_total_norm  # torch's own, whatever `total_norm_by` has put in its place
 
 
@@ -484,12 +505,27 @@ def pipeline_schedule(
     return schedule
 
 
-def run_schedule(schedule: Any, micro_batches: int) -> list[torch.Tensor]:
-    """Run it; modules are called with `micro_batch`. Returns the losses where the last stage is."""
+def run_schedule(
+    schedule: Any, micro_batches: int, waiting: Callable[[], contextlib.AbstractContextManager]
+) -> list[torch.Tensor]:
+    """Run it; modules are called with `micro_batch`. Returns the losses where the last stage is.
+
+    Args:
+        waiting: what stands around waits for messages of other stages.
+    """
+    from torch.distributed.pipelining import schedules
+
+    wait = schedules._wait_batch_p2p
+
+    def wait_inside(work: list[torch.distributed.Work]) -> None:
+        with waiting():
+            wait(work)
+
     losses: list[torch.Tensor] = []
     for stage in schedule.of_grid:
         stage.clear_runtime_states()
         stage.has_backward = True
     calls = [{"micro_batch": number} for number in range(micro_batches)]
-    schedule._step_microbatches([()] * micro_batches, calls, [None] * micro_batches, losses, return_outputs=False)
+    with replaced({(schedules, "_wait_batch_p2p"): wait_inside}):
+        schedule._step_microbatches([()] * micro_batches, calls, [None] * micro_batches, losses, return_outputs=False)
     return losses

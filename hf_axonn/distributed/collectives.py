@@ -20,13 +20,14 @@ Two meanings of "the same on every rank" keep the backward passes right:
     take_replicated      own block        all-gather        of this rank's block
 
 `observe` tells a callback of every collective that this process issues (planner/measure/traffic_counter.py counts
-bytes with it).
+bytes with it). `watch_waits` puts a context around everything in which this process waits for one
+(monitoring/waits.py measures it).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -56,6 +57,9 @@ FOREVER = timedelta(days=1000)
 
 # Called with (kind, payload bytes, group) before each collective; see `observe`.
 _observers: list[Callable[[str, int, ProcessGroup], None]] = []
+# Called with (kind, group); see `watch_waits`.
+_watches: list[Callable[[str, ProcessGroup], AbstractContextManager]] = []
+_NOTHING = nullcontext()
 _REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "mean": dist.ReduceOp.AVG}
 
 
@@ -77,6 +81,45 @@ def observe(callback: Callable[[str, int, ProcessGroup], None]) -> Iterator[None
 def _report(kind: str, payload: int, group: ProcessGroup) -> None:
     for callback in _observers:
         callback(kind, payload, group)
+
+
+@contextmanager
+def watch_waits(watch: Callable[[str, ProcessGroup], AbstractContextManager]) -> Iterator[None]:
+    """Be inside of the context `watch(kind, group)` wherever this process waits for a collective that begins inside.
+
+    On CUDA what waits is the stream, and the host goes on. A backward pass may call it on a thread of autograd.
+    """
+    _watches.append(watch)
+    try:
+        yield
+    finally:
+        _watches.remove(watch)
+
+
+def waiting(kind: str, group: ProcessGroup) -> AbstractContextManager:
+    """Around a wait, or a collective that ends with one."""
+    if not _watches:
+        return _NOTHING
+    stack = ExitStack()
+    for watch in _watches:
+        stack.enter_context(watch(kind, group))
+    return stack
+
+
+def _watched(work: Any, kind: str, group: ProcessGroup) -> Any:
+    """The work of a collective that was begun, as `Pending` waits for it."""
+    return _Watched(work, kind, group) if _watches else work
+
+
+class _Watched:
+    """Work under way, whose wait is watched."""
+
+    def __init__(self, work: Any, kind: str, group: ProcessGroup) -> None:
+        self._work, self._kind, self._group = work, kind, group
+
+    def wait(self) -> None:
+        with waiting(self._kind, self._group):
+            self._work.wait()
 
 
 def _world() -> ProcessGroup:
@@ -116,6 +159,7 @@ def _start_in_one_call(blocks: list[Tensor], group: ProcessGroup) -> list[Pendin
     if backend_of(group, blocks[0].device) != "gloo":
         results = [block.new_empty(group.size(), len(block)) for block in blocks]
         work = _all_gathers(group, [result.view(-1) for result in results], blocks)
+        work = _watched(work, "all_gather", group)
         return [Pending(result, work) for result in results]
     # Not gloo's own gather of several, see gloo.py.
     joined = _start_all_gather(torch.cat(blocks) if len(blocks) > 1 else blocks[0], group)
@@ -134,7 +178,8 @@ def start_reduce_scatters(every: Sequence[Tensor], group: ProcessGroup) -> Pendi
             _report("reduce_scatter", sum([blocks.nbytes for blocks in every]) // group.size(), group)
         sent = [blocks.reshape(-1) for blocks in every]
         results = [blocks.new_empty(blocks.shape[1:]) for blocks in every]
-        return Pending((results, sent), _reduce_scatters(group, results, sent), lambda both: both[0])
+        work = _watched(_reduce_scatters(group, results, sent), "reduce_scatter", group)
+        return Pending((results, sent), work, lambda both: both[0])
     if all(send_unfused(blocks[0], group) for blocks in every):
         return together([start_reduce_scatter(blocks, group) for blocks in every])
     sizes = [blocks.shape[1] for blocks in every]
@@ -153,10 +198,10 @@ def _start_all_gather(block: Tensor, group: ProcessGroup) -> Pending:
         return Pending(block.unsqueeze(0))
     result = block.new_empty((size, *block.shape))
     if block.nbytes >= gloo.LARGE_BYTES and backend_of(group, block.device) == "gloo":
-        return Pending(result, gloo.start_all_gather(block, result, group))
+        return Pending(result, _watched(gloo.start_all_gather(block, result, group), "all_gather", group))
     flat = block.contiguous().view(-1)
     work = _all_gather_single(result.view(-1), flat, group=group, async_op=True)
-    return Pending(result, work)
+    return Pending(result, _watched(work, "all_gather", group))
 
 
 def start_reduce_scatter(blocks: Tensor, group: ProcessGroup) -> Pending:
@@ -171,12 +216,12 @@ def start_reduce_scatter(blocks: Tensor, group: ProcessGroup) -> Pending:
         _report("reduce_scatter", blocks.nbytes // group.size(), group)
     if backend_of(group, blocks.device) == "gloo":
         received = torch.empty_like(blocks)
-        work = dist.all_to_all_single(received, blocks, group=group, async_op=True)
+        work = _watched(dist.all_to_all_single(received, blocks, group=group, async_op=True), "reduce_scatter", group)
         # The closure keeps `blocks` alive until the send is over.
         return Pending(received, work, lambda received, _sent=blocks: gloo.sum_blocks(received))
     result = blocks.new_empty(blocks.shape[1:])
     work = _reduce_scatter_single(result, blocks.flatten(0, 1), group=group, async_op=True)
-    return Pending(result, work, lambda result, _sent=blocks: result)
+    return Pending(result, _watched(work, "reduce_scatter", group), lambda result, _sent=blocks: result)
 
 
 def send_unfused(block: Tensor, group: ProcessGroup) -> bool:
@@ -195,7 +240,8 @@ def exchange(blocks: Tensor, group: ProcessGroup) -> Tensor:
     if _observers:
         _report("all_to_all", blocks.nbytes, group)
     received = torch.empty_like(blocks)
-    dist.all_to_all_single(received, blocks, group=group)
+    with waiting("all_to_all", group):
+        dist.all_to_all_single(received, blocks, group=group)
     return received
 
 
@@ -205,7 +251,8 @@ def _exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: Pro
         own = send[dist.get_group_rank(group, dist.get_rank())]
         _report("exchange", (sum(send) - own) * rows[:1].nbytes, group)
     arrived = rows.new_empty(sum(receive), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows, receive, send, group=group)
+    with waiting("exchange", group):
+        dist.all_to_all_single(arrived, rows, receive, send, group=group)
     return arrived
 
 
@@ -215,7 +262,8 @@ def start_all_reduce(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> 
         return Pending(value)
     if _observers:
         _report("all_reduce", value.nbytes, group)
-    return Pending(value, dist.all_reduce(value, op=_REDUCE_OPS[op], group=group, async_op=True))
+    work = dist.all_reduce(value, op=_REDUCE_OPS[op], group=group, async_op=True)
+    return Pending(value, _watched(work, "all_reduce", group))
 
 
 def reduce_(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> Tensor:
@@ -228,7 +276,8 @@ def broadcast_over(value: Tensor, source: int, group: ProcessGroup) -> Tensor:
     if group.size() > 1:
         if _observers:
             _report("broadcast", value.nbytes, group)
-        dist.broadcast(value, group=group, group_src=source)
+        with waiting("broadcast", group):
+            dist.broadcast(value, group=group, group_src=source)
     return value
 
 
@@ -236,12 +285,14 @@ def send_(value: Tensor, peer: int, group: ProcessGroup) -> None:
     """Send to rank `peer` of `group`, point to point."""
     if _observers:
         _report("send", value.nbytes, group)
-    dist.send(value.contiguous(), group=group, group_dst=peer)
+    with waiting("send", group):
+        dist.send(value.contiguous(), group=group, group_dst=peer)
 
 
 def receive_(value: Tensor, peer: int, group: ProcessGroup) -> Tensor:
     """Overwrite `value` with what rank `peer` of `group` sends, point to point, and return it."""
-    dist.recv(value, group=group, group_src=peer)
+    with waiting("send", group):
+        dist.recv(value, group=group, group_src=peer)
     return value
 
 
@@ -254,8 +305,10 @@ def swap(value: Tensor, peer: int, group: ProcessGroup) -> Tensor:
         dist.P2POp(dist.isend, value, group=group, group_peer=peer),
         dist.P2POp(dist.irecv, received, group=group, group_peer=peer),
     ]
-    for work in dist.batch_isend_irecv(both):
-        work.wait()
+    works = dist.batch_isend_irecv(both)
+    with waiting("send", group):
+        for work in works:
+            work.wait()
     return received
 
 

@@ -37,6 +37,7 @@ from hf_axonn.goldfish.mask import HASHES, check_options, count_unprotected, fin
 from hf_axonn.goldfish.table import load_table, table_sha256
 from hf_axonn.losses.causal_lm import IGNORE_INDEX, CausalLMLoss, install_causal_lm_loss, mean_losses, widest_float
 from hf_axonn.trainer import hooks as trainer_hooks
+from hf_axonn.trainer.watching import is_training_log
 
 
 logger = get_logger(__name__)
@@ -276,7 +277,7 @@ class GoldfishMixin(_MixedInto):
         Every rank calls this for the losses of training (with a start_time) and at its end; a call of a user's own on
         one rank alone issues no collective.
         """
-        if self.is_in_train and (("loss" in logs and start_time is not None) or "train_loss" in logs):
+        if is_training_log(self, logs, start_time):
             sums = self._world_sums()
             if "train_loss" not in logs:
                 logs.update(mean_losses(sums))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn.compat.torch import at_end_of_backward, pipeline_schedule, run_schedule
-from hf_axonn.distributed.collectives import broadcast_over, reduce_, swap
+from hf_axonn.distributed.collectives import broadcast_over, reduce_, swap, waiting
 from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.distributed.watchdog.watchdog import has_stages
@@ -181,7 +181,7 @@ class Pipeline:
         kept = contextlib.nullcontext() if self.state.keeps_recomputed else cache.through_passes()
         try:
             with kept, torch.autocast(self.state.mesh.device.type, enabled=False):
-                losses = run_schedule(schedule, len(calls))
+                losses = run_schedule(schedule, len(calls), functools.partial(waiting, "send", self.group))
             PROGRESS.passing = ""
             self._add_up_tied()
             found = [parameter.grad for parameter in parameters]

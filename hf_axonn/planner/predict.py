@@ -114,14 +114,8 @@ class Job:
         return self.shape.depth if self.keep_gathered == "all" else 0
 
     def model_flops(self) -> float:
-        """FLOP of one step that the model asks for: 6 a weight and token, or 4 where weights are not trained, and full
-        squares of attention. Adapters are not counted.
-
-        Source: PaLM (arXiv 2204.02311), appendix B; embedding rows are looked up and not counted.
-        """
-        passes, shape = 2 if self.lora else 3, self.shape
-        weights = passes * (shape.weight_flops + 2 * shape.vocab * shape.hidden)
-        return self.tokens * (weights + 3 * shape.attention_flops(self.seq))
+        """FLOP of one step that the model asks for, as `Stack.model_flops`. Adapters are not counted."""
+        return self.tokens * self.shape.model_flops(self.seq, trained=0 if self.lora else 1)
 
     def hardware_flops(self) -> float:
         """`model_flops`, and those of layers that run again. For a GPT under checkpointing this is the formula of the

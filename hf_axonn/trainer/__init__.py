@@ -1,4 +1,4 @@
-"""What Transformers' Trainer needs on a grid: saving, resuming, the Hub, samplers, TRL."""
+"""What Transformers' Trainer needs on a grid: saving, resuming, the Hub, samplers, TRL, callbacks."""
 
 from importlib import import_module
 

@@ -24,7 +24,7 @@ from hf_axonn.distributed.consistency import argument_facts, assert_same_on_all_
 from hf_axonn.distributed.mesh import SAME_SAMPLES
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.trainer import accumulation, hub, resume, rollouts, saving, smoothing, trl
+from hf_axonn.trainer import accumulation, hub, resume, rollouts, saving, smoothing, trl, watching
 
 
 SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")
@@ -207,4 +207,5 @@ WRAPPERS = (
     training_step,
     *smoothing.WRAPPERS,
     *hub.WRAPPERS,
+    *watching.WRAPPERS,
 )

@@ -6,15 +6,14 @@ The quick test starts it in forks of this process. A quick launch, of another sc
 from __future__ import annotations
 
 import json
-import struct
 from pathlib import Path
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event
 
 from hf_axonn import Grid
 from tests.helpers import ROOT
 from tests.helpers.eval_support import documents, tiny_llama, topics_tokenizer
+from tests.helpers.event_files import scalars
 from tests.helpers.launching import Ended, assert_quiet, forked, launch
 
 
@@ -54,14 +53,7 @@ def arguments(folder: Path, output: str, rows: int, *more: str) -> list[str]:
 def logged(folder: Path) -> dict[str, list[tuple[int, float]]]:
     """(step, value) of every scalar in the one event file of a folder, which tensorboard would show."""
     (path,) = (path for path in folder.rglob("events.out.tfevents.*") if path.parent.name == "finetune")
-    content, found = path.read_bytes(), {}
-    while content:  # records: length, its checksum, an event, its checksum
-        (length,) = struct.unpack("<Q", content[:8])
-        event = Event.FromString(content[12 : 12 + length])
-        content = content[16 + length :]
-        for value in event.summary.value:
-            found.setdefault(value.tag, []).append((event.step, value.simple_value))
-    return found
+    return scalars(path.parent)
 
 
 def printed(ended: Ended) -> list[str]:

@@ -9,6 +9,7 @@ overlap      a layer's forward and backward pass with and without the overlaps: 
 goldfish     which tokens of two texts with a common passage are left out of the loss: `goldfish_mask`
 intervals    the interval of a share, for few and for many documents: `clopper_pearson`
 packages     who imports whom: the graph of package_graph.py
+monitoring   what tensorboard has of a run with MonitorCallback: monitoring.json, of tests/benchmarks/monitoring.py
 
 Each is an SVG file with colours for light and for dark pages: by the system's setting, or by `data-theme` of the page
 that it stands in.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import html
 import itertools
+import json
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -525,6 +527,48 @@ def packages_picture() -> Drawing:
     return drawing
 
 
+# name in the log -> title, factor, unit
+CHARTS = {
+    "tokens_per_second": ("tokens_per_second", 1.0, ""),
+    "mfu": ("mfu", 100.0, "%"),
+    "exposed_communication": ("exposed_communication", 100.0, "%"),
+    "goodput": ("goodput", 100.0, "%"),
+}
+SPENT = {"step": "z", "data": "x", "evaluation": "data", "save": "y", "restart": "ink", "other": "work"}
+
+
+def monitoring_picture() -> Drawing:
+    """Numbers of a real run over its steps, and where its seconds went."""
+    logged = json.loads((FOLDER / "monitoring.json").read_text(encoding="utf-8"))
+    drawing = Drawing("Tokens/s, MFU, exposed communication and goodput of a run that was stopped and went on.")
+    for index, (name, (title, factor, unit)) in enumerate(CHARTS.items()):
+        left, top = (60.0, 420.0)[index % 2], (30.0, 190.0)[index // 2]
+        drawing.text(left, top - 10, title, "bold")
+        _chart(drawing, [(step, factor * value) for step, value in logged[name]], left, top, unit)
+    seconds = {kind: logged[f"seconds_{kind}"][-1][1] for kind in SPENT if f"seconds_{kind}" in logged}
+    whole, x, y = sum(seconds.values()), 60.0, 358.0
+    drawing.text(x, y - 10, f"where {whole:.0f} seconds went", "bold")
+    for place, (kind, spent) in enumerate(seconds.items()):
+        drawing.box(x, y, 640 * spent / whole, 16, SPENT[kind])
+        drawing.box(60 + 108 * place, y + 28, 10, 10, SPENT[kind])
+        drawing.text(60 + 108 * place + 15, y + 37, f"{kind} {spent / whole:.0%}", "small")
+        x += 640 * spent / whole
+    drawing.height = y + 50
+    return drawing
+
+
+def _chart(drawing: Drawing, points: list[tuple[int, float]], left: float, top: float, unit: str) -> None:
+    """A line over steps, from zero on."""
+    width, height = 280, 110
+    last, most = points[-1][0], max(value for _, value in points)
+    places = [(left + width * step / last, top + height * (1 - value / most)) for step, value in points]
+    drawing.path(f"M{left:g} {top:g}V{top + height:g}H{left + width:g}", "t-line")
+    drawing.path("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places), "t-x")
+    drawing.text(left - 6, top + 9, f"{most:,.3g}{unit}" if most < 1000 else f"{most:,.0f}", "small", "end")
+    drawing.text(left - 6, top + height, "0", "small", "end")
+    drawing.text(left + width, top + height + 14, f"step {last}", "small", "end")
+
+
 PICTURES = {
     "grid": grid_picture,
     "weights": weights_picture,
@@ -533,6 +577,7 @@ PICTURES = {
     "goldfish": goldfish_picture,
     "intervals": intervals_picture,
     "packages": packages_picture,
+    "monitoring": monitoring_picture,
 }
 
 

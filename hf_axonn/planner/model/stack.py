@@ -50,7 +50,7 @@ class Block:
     rotary: int = 0
     window: int = 0
 
-    def keys(self, seq: int) -> float:
+    def keys(self, seq: float) -> float:
         """Keys that a query of a sequence attends to, in the mean, under a causal mask."""
         if not self.window or self.window >= seq:
             return seq / 2
@@ -329,7 +329,7 @@ class Stack:
             for layer, count in self.everything
         )
 
-    def attention_flops(self, seq: int) -> int:
+    def attention_flops(self, seq: float) -> int:
         """Those of attention."""
         return sum(
             count * round(4 * block.keys(seq) * (block.query_features + block.value_features))
@@ -337,3 +337,15 @@ class Stack:
             for block in layer.blocks
             if block.query
         )
+
+    def model_flops(self, seq: float, trained: float = 1) -> float:
+        """FLOP a token of a step that the model asks for, embedding rows and what runs again not counted: 6 a weight,
+        or 4 where it is not trained, and full squares of attention.
+
+        Source: PaLM (arXiv 2204.02311), appendix B.
+
+        Args:
+            seq: tokens of a sequence.
+            trained: share of the weights that are trained.
+        """
+        return (2 + trained) * (self.weight_flops + 2 * self.vocab * self.hidden) + 3 * self.attention_flops(seq)

@@ -1,0 +1,51 @@
+"""What a `Watcher` among a Trainer's callbacks is shown: the batches of each step, and the logs before they are made.
+
+Callbacks of Transformers see no batches, and logs only after Trainer's history and trackers that stand before them
+have got theirs.
+
+Each function wraps the method of Trainer that has its name (hooks.py). Checked with transformers 5.20 to 5.24.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+class Watcher:
+    """A callback of Trainer that counts batches, or has numbers for the logs of training."""
+
+    def sees(self, batches: list[Any]) -> None:
+        """The batches of an optimizer step, before it."""
+
+    def numbers(self, *, last: bool) -> dict[str, float]:
+        """What a log of training gets, on every rank; `last`: whether it is the one that sums up."""
+        raise NotImplementedError
+
+
+def is_training_log(trainer: Any, logs: dict[str, float], start_time: float | None) -> bool:
+    """Whether Trainer itself logs the losses of training, or their end: then every rank does."""
+    return trainer.is_in_train and (("loss" in logs and start_time is not None) or "train_loss" in logs)
+
+
+def _watchers(trainer: Any) -> list[Watcher]:
+    return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Watcher)]
+
+
+def get_batch_samples(self, original: Callable, *args, **kwargs):
+    """Show the batches."""
+    batches, items = original(*args, **kwargs)
+    for watcher in _watchers(self):
+        watcher.sees(batches)
+    return batches, items
+
+
+def log(self, original: Callable, logs: dict[str, float], start_time: float | None = None, *args, **kwargs) -> None:
+    """Add the numbers."""
+    if is_training_log(self, logs, start_time):
+        for watcher in _watchers(self):
+            logs.update(watcher.numbers(last="train_loss" in logs))
+    return original(logs, start_time, *args, **kwargs)
+
+
+WRAPPERS = (get_batch_samples, log)
