@@ -61,8 +61,9 @@ def syncing(*models: nn.Module) -> Iterator[None]:
     """Around the last backward pass of a step: `sync_gradients` for each model, begun while the pass is under way.
 
     If an exception leaves the block, some gradients are averaged and some are not. Every rank must enter it.
-    Collectives: as `sync_gradients`. With more than one parallelized model nothing is begun ahead: their collectives
-    could then get out of order between ranks that reach different parameters.
+    Collectives: as `sync_gradients`, none for a model without trained parameters. With more than one model that is
+    trained nothing is begun ahead: their collectives could then get out of order between ranks that reach different
+    parameters.
     """
     averages = [_Average(model, state) for model in models if (state := parallel_state(model)) is not None]
     averages = [average for average in averages if average.trained]  # not of a frozen reference model

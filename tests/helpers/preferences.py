@@ -160,8 +160,10 @@ class Quantiles:
         return below.sum(dim=-1, keepdim=True).clamp(max=probabilities.shape[1] - 1)
 
 
-def make_groups(folder: Path, output: Path, grid: Grid | None, *, kind: str = "GRPO", **changes):
-    """A GRPOTrainer or RLOOTrainer that samples by `Quantiles`, with the prompts of `write_preferences`."""
+def make_groups(
+    folder: Path, output: Path, grid: Grid | None, *, kind: str = "GRPO", by_quantiles: bool = True, **changes
+):
+    """A GRPOTrainer or RLOOTrainer with the prompts of `write_preferences`, which samples by `Quantiles`."""
     import trl
 
     def some_letters(completion_ids, **_) -> list[float]:
@@ -185,13 +187,15 @@ def make_groups(folder: Path, output: Path, grid: Grid | None, *, kind: str = "G
         processing_class=chat_tokenizer(),
         **given,
     )
+    if not by_quantiles:
+        return trainer
     dp_rank = 0
     if grid is not None:
         here = grid.coordinates(dist.get_rank())
         dp_rank = here["data"] * grid.z + here["z"]
     sampling, generate, prepare = Quantiles(dp_rank), trainer._generate_single_turn, trainer._prepare_inputs
 
-    def by_quantiles(*args):
+    def sampled(*args):
         sampling.begin()
         with mock.patch.object(torch, "multinomial", sampling):
             return generate(*args)
@@ -200,7 +204,7 @@ def make_groups(folder: Path, output: Path, grid: Grid | None, *, kind: str = "G
         with mock.patch.object(sys.modules[type(trainer).__module__], "shuffle_sequence_dict", lambda rows: rows):
             return prepare(*args)
 
-    trainer._generate_single_turn, trainer._prepare_inputs = by_quantiles, in_order
+    trainer._generate_single_turn, trainer._prepare_inputs = sampled, in_order
     return trainer
 
 

@@ -52,7 +52,7 @@ CASES = {
     "KTO, precomputed": dict(make=make_kto, precompute_ref_log_probs=True),
     "KTO without KL": dict(make=make_kto, loss_type="apo_zero_unpaired"),
     "rewards": dict(make=make_reward, center_rewards_coefficient=0.1, evaluate=True),
-    "GRPO": dict(make=make_groups),
+    "GRPO": dict(make=make_groups, num_generations=8),  # the completions of a prompt lie on several ranks
     "GRPO, adapters, twice": dict(
         make=make_groups,
         peft_config=lora(),
@@ -99,7 +99,7 @@ def test_the_runs_are_worth_comparing(truths):
         assert len(steps) == 3 and gradients and set(gradients) <= set(parameters)
         if "GRPO" in case or "RLOO" in case:
             assert steps[0]["reward_std"] > 0.05 and abs(steps[-1]["kl"]) > 1e-4
-            assert 0 < sum(entry["completions/clipped_ratio"] for entry in steps) < 3
+            assert 0 < sum(entry.get("completions/clipped_ratio", 0) for entry in steps) < 3
             continue
         if "rewards" in case:
             assert abs(steps[-1]["margin"]) > 1e-2 and steps[-1]["min_reward"] < steps[-1]["max_reward"]
@@ -146,6 +146,29 @@ def test_groups_of_completions_equal_one_process(folder, truths):
     pairs = [(Grid(x=2), TWICE), (Grid(z=2), "GRPO"), (Grid(data=2), "RLOO")]
     check(folder, truths, pairs)
     check(folder, truths, [(Grid(z=2, x=2), "GRPO")])
+
+
+def _sampled(folder: Path, grid: Grid) -> tuple[list, list[str]]:
+    trainer = make_groups(folder, folder / "sampled", grid, by_quantiles=False, max_steps=2)
+    generate, completions = trainer._generate_single_turn, []
+
+    def noted(*args):
+        result = generate(*args)
+        completions.extend(result[0])
+        return result
+
+    trainer._generate_single_turn = noted
+    trainer.train()
+    return completions, list(trainer._logs["completion"])
+
+
+def test_ranks_that_share_samples_sample_the_same_tokens(folder):
+    grid = Grid(z=2, x=2)
+    found = run_ranks(_sampled, 4, folder, grid)
+    completions = [own for own, _ in found]
+    assert completions[0] == completions[1] != completions[2] == completions[3]
+    assert all(len(own) == 2 * 4 for own in completions)
+    assert all(len(gathered) == 8 and gathered == found[0][1] for _, gathered in found)  # of one generation, each once
 
 
 @pytest.mark.slow
