@@ -235,8 +235,9 @@ def tokens_and_squares(batch: Mapping[str, Any]) -> Tensor:
     """
     ids, mask, positions = (batch.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     assert isinstance(ids, Tensor)
-    padded = isinstance(mask, Tensor) and mask.shape == ids.shape
-    real = mask != 0 if padded else torch.ones_like(ids, dtype=torch.bool)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        real = mask.bool()
     lengths = real.sum(dim=-1)
     if isinstance(positions, Tensor) and positions.shape == ids.shape:
         squares = ((2 * positions + 1) * real).sum()  # 1 + 3 + 5 + ... of n terms is n * n
