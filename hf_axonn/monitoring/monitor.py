@@ -92,6 +92,7 @@ class Monitor:
         self._seconds = dict.fromkeys(KINDS, 0.0)
         self._logged = 0.0  # of seconds of steps and data, those before the last log
         self._last = clock()
+        self._inside = ""  # kind of the `time` that is under way
         self._told_no_tokens = False
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
@@ -123,9 +124,11 @@ class Monitor:
             raise ValueError(f"kind is {kind!r}, but it is one of {SAVE}, {EVALUATION} and {OTHER}.")
         self.wait_for_device()
         self.lap(STEP)
+        self._inside = kind
         try:
             yield
         finally:
+            self._inside = ""
             self.lap(kind)
 
     def log(self) -> dict[str, float]:
@@ -169,8 +172,10 @@ class Monitor:
         return {"goodput": self._seconds[STEP] / whole} | found if whole else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The seconds so far and the time, for a checkpoint. No communication."""
-        return {"seconds": dict(self._seconds), "time": clock()}
+        """The seconds so far and until when they go, for a checkpoint. No communication."""
+        if self._inside:
+            self.lap(self._inside)
+        return {"seconds": dict(self._seconds), "time": self._last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint: what has passed since it was saved went to the restart. No communication."""
@@ -230,8 +235,9 @@ def tokens_and_squares(batch: Mapping[str, Any]) -> Tensor:
     """
     ids, mask, positions = (batch.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
     assert isinstance(ids, Tensor)
-    padded = isinstance(mask, Tensor) and mask.shape == ids.shape
-    real = mask != 0 if padded else torch.ones_like(ids, dtype=torch.bool)
+    real = torch.ones_like(ids, dtype=torch.bool)
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        real = mask.bool()
     lengths = real.sum(dim=-1)
     if isinstance(positions, Tensor) and positions.shape == ids.shape:
         squares = ((2 * positions + 1) * real).sum()  # 1 + 3 + 5 + ... of n terms is n * n

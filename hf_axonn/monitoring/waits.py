@@ -76,4 +76,4 @@ def _between(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> 
         return end - begin
     assert not isinstance(end, float)
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3
+    return float(begin.elapsed_time(end)) / 1e3

@@ -46,8 +46,10 @@ class MonitorCallback(TrainerCallback, ExportableState, Watcher):
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
-        kept = self.kept if self.monitor is None else self.monitor.state_dict()
-        return {"args": {"peak_tflops": self.peak_tflops}, "attributes": {"kept": kept}}
+        if self.monitor is not None:
+            self.monitor.lap(SAVE)  # so far
+            self.kept = self.monitor.state_dict()
+        return {"args": {"peak_tflops": self.peak_tflops}, "attributes": {"kept": self.kept}}
 
     def sees(self, batches: list[Any]) -> None:
         """Count their tokens."""
@@ -124,6 +126,7 @@ class ProfilerCallback(TrainerCallback):
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Count from here."""
+        self._stop()  # what a training that has failed has left
         self._steps = 0
 
     def on_step_begin(self, args: TrainingArguments, *_: Any, model: Any = None, **__: Any) -> None:

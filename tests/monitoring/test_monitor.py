@@ -42,6 +42,9 @@ def clock():
         yield clock
 
 
+NOTHING = dict.fromkeys(monitor_module.KINDS, 0.0)
+
+
 def batch_of(*rows: list[int], **more: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.ones(len(rows), len(rows[0]), dtype=torch.int64), **more}
 
@@ -95,8 +98,14 @@ def test_goodput_goes_on_over_a_restart(clock):
     monitor = Monitor(tiny_model("qwen3"))
     clock.now += 30
     monitor.lap("step")
-    saved = monitor.state_dict()
-    clock.now += 500  # steps that are lost, and time until it starts again
+    assert monitor.state_dict() == {"seconds": {**NOTHING, "step": 30.0}, "time": 130.0}
+    with monitor.time("save"):
+        clock.now += 60
+        saved = monitor.state_dict()
+        clock.now += 40
+    assert saved == {"seconds": {**NOTHING, "step": 30.0, "save": 60.0}, "time": 190.0}
+    assert monitor.goodput()["seconds_save"] == 100
+    clock.now += 460  # steps that are lost, and time until it starts again
     again = Monitor(tiny_model("qwen3"))
     clock.now += 5
     again.load_state_dict(saved)
@@ -104,7 +113,7 @@ def test_goodput_goes_on_over_a_restart(clock):
     again.count(batch_of([0] * 30))
     found = again.log()
     assert found["seconds_restart"] == 505 and found["seconds_step"] == 45
-    assert found["goodput"] == 45 / 550
+    assert found["goodput"] == 45 / 610
     assert found["tokens_per_second"] == 2.0, "of the steps since the restart alone"
 
 

@@ -182,6 +182,7 @@ def test_a_restart_adds_to_goodput(died, tmp_path):
     kept = json.loads((died / "trainer_state.json").read_text())["stateful_callbacks"]["MonitorCallback"]
     assert kept["args"] == {"peak_tflops": PEAK}
     kept = kept["attributes"]["kept"]
+    assert sum(kept["seconds"].values()) == kept["time"] - 1 and kept["seconds"]["save"] == 1, "none is lost"
     history = watched(tmp_path, None, now=1000.0, resume=died)
     check_resumed(history, kept)
     run_ranks(_resumed, 2, tmp_path, died, kept)
