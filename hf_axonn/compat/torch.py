@@ -417,7 +417,7 @@ def write_allocations(path: str) -> None:
 
 def when_out_of_memory(function: Callable[[], object]) -> None:
     """Call a function when CUDA's allocator finds no memory, before the error is raised."""
-    torch._C._cuda_attach_out_of_memory_observer(lambda device, asked, total, free: function())
+    cast(Any, torch._C)._cuda_attach_out_of_memory_observer(lambda device, asked, total, free: function())
 
 
 total_norm = torch.nn.utils.get_total_norm  # torch's own, whatever `total_norm_by` has put in its place
