@@ -178,6 +178,7 @@ def make_groups(
     # Transformers' rotary angles are float32, so that how far a prompt is padded would count.
     own |= dict(pad_to_multiple_of=16, gradient_accumulation_steps=1)
     own |= dict(per_device_train_batch_size=8 // (grid.dp_size if grid else 1))
+    own |= dict(model_init_kwargs={"dtype": "auto"})  # of the reference model, which trl 1.15 loads in float32
     args = arguments(getattr(trl, f"{kind}Config"), output, grid, **own | changes)
     trainer = getattr(trl, f"{kind}Trainer")(
         model=AutoModelForCausalLM.from_pretrained(folder / "speaker", dtype=torch.float64),
