@@ -49,12 +49,12 @@ def label_statistics(
         `log_sum_sq_probs`, the logarithm of the sum of squared probabilities.
     Collectives: those of `_ShardedStatistics` for deferred logits, none for others.
     """
-    if temperature != 1.0:
-        logits = logits / temperature
     if isinstance(logits, DeferredLogits) and logits.beside:
         logits = logits.full()
     if not isinstance(logits, DeferredLogits):
-        return _full_statistics(logits.reshape(-1, logits.shape[-1]), targets.to(logits.device), more)
+        return _full_statistics(logits.reshape(-1, logits.shape[-1]), targets.to(logits.device), temperature, more)
+    if temperature != 1.0:
+        logits = logits / temperature
     head, hidden = logits.head, logits.hidden.squeeze(0)
     chunks = HeadChunks.of(logits, targets)
     dtype = head.state.compute_dtype(hidden)
@@ -62,11 +62,11 @@ def label_statistics(
     return {name: value.flatten()[: len(targets)] for name, value in zip((*ALWAYS, *more), found, strict=True)}
 
 
-def _full_statistics(logits: Tensor, targets: Tensor, more: tuple[str, ...]) -> dict[str, Tensor]:
+def _full_statistics(logits: Tensor, targets: Tensor, temperature: float, more: tuple[str, ...]) -> dict[str, Tensor]:
     """As `label_statistics`, for [T, V]."""
     rows = (targets != IGNORE_INDEX).nonzero().squeeze(-1)
     logits, labels = logits[rows], targets[rows]
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     log_softmax = F.log_softmax(logits, dim=-1)
     found = {
         "log_probs": log_softmax.gather(1, labels.unsqueeze(1)).squeeze(1),
@@ -96,9 +96,8 @@ class _ShardedStatistics(torch.autograd.Function):
     Global: hidden [T, H], weight [V, H]. Local: hidden [T/(x*y), H], weight's z shard. The gradients that come back
     are the same on all (x, y), which repeat the same work with the result. `more` is that of `label_statistics`.
     Collectives, for each chunk: all-gather of tokens, all-reduce of max, all-reduce of four to six sums, all over
-    (x, y);
-    all-gather of the weight over z. Backward: the gathers again (the weight's unless it is kept), reduce-scatter of
-    dh over (x, y) for each chunk, reduce-scatter of dW over z.
+    (x, y); all-gather of the weight over z. Backward: the gathers again (the weight's unless it is kept),
+    reduce-scatter of dh over (x, y) for each chunk, reduce-scatter of dW over z.
     """
 
     @staticmethod

@@ -94,7 +94,7 @@ def _prepare_for_training(self, original: Callable, *args, **kwargs):
     """TRL divides what it gathers by `_tp_size`; ours are counted once by `gather` already."""
     if _plugin(self) is not None and hasattr(self, "_tp_size"):
         self._tp_size = 1
-        trl.freeze_reference(self)
+        trl.freeze_references(self)
     return original(*args, **kwargs)
 
 

@@ -89,12 +89,13 @@ def check_trainer(trainer: object, grid: Grid) -> None:
         rollouts.check_rollouts(trainer, grid)
 
 
-def freeze_reference(trainer: object) -> None:
-    """Of a parallelized reference model no gradients are averaged: TRL leaves its parameters trainable, and never
-    trains them. No communication."""
-    reference: Any = getattr(trainer, "ref_model", None)
-    if parallel_state(reference) is not None:
-        reference.requires_grad_(False)
+def freeze_references(trainer: object) -> None:
+    """Of parallelized models that TRL only asks, for references and rewards, no gradients are averaged: it leaves
+    their parameters trainable, and never trains them. No communication."""
+    asked: Any
+    for asked in (getattr(trainer, "ref_model", None), *getattr(trainer, "reward_funcs", ())):
+        if parallel_state(asked) is not None:
+            asked.requires_grad_(False)
 
 
 def _hash_module(original: Callable, module: nn.Module) -> str:

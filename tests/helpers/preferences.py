@@ -161,9 +161,17 @@ class Quantiles:
 
 
 def make_groups(
-    folder: Path, output: Path, grid: Grid | None, *, kind: str = "GRPO", by_quantiles: bool = True, **changes
+    folder: Path,
+    output: Path,
+    grid: Grid | None,
+    *,
+    kind: str = "GRPO",
+    by_quantiles: bool = True,
+    judge: bool = False,
+    **changes,
 ):
-    """A GRPOTrainer or RLOOTrainer with the prompts of `write_preferences`, which samples by `Quantiles`."""
+    """A GRPOTrainer or RLOOTrainer with the prompts of `write_preferences`, which samples by `Quantiles`; with `judge`
+    a model gives one of its rewards."""
     import trl
 
     def some_letters(completion_ids, **_) -> list[float]:
@@ -173,16 +181,23 @@ def make_groups(
         return [len(ids) / 4 for ids in completion_ids]
 
     given = _trainer_options(changes)
+    rewards: list = [some_letters, length]
+    if judge:
+        torch.manual_seed(0)
+        config = tiny_config("llama", num_labels=1, vocab_size=33)
+        rewards[1] = AutoModelForSequenceClassification.from_config(config).double().eval()
+        given["reward_processing_classes"] = [None, chat_tokenizer()]
     own = dict(max_completion_length=5, num_generations=4, beta=0.3, temperature=0.8, learning_rate=1e-3)
     # Of two micro-batches each data-parallel rank takes its own completions, so that not the same ones meet.
     # Transformers' rotary angles are float32, so that how far a prompt is padded would count.
     own |= dict(pad_to_multiple_of=16, gradient_accumulation_steps=1)
     own |= dict(per_device_train_batch_size=8 // (grid.dp_size if grid else 1))
+    own |= dict(model_init_kwargs={"dtype": "auto"})  # of the reference model, which trl 1.15 loads in float32
     args = arguments(getattr(trl, f"{kind}Config"), output, grid, **own | changes)
     trainer = getattr(trl, f"{kind}Trainer")(
         model=AutoModelForCausalLM.from_pretrained(folder / "speaker", dtype=torch.float64),
         args=args,
-        reward_funcs=[some_letters, length],
+        reward_funcs=rewards,
         train_dataset=load_from_disk(folder / "train").select_columns(["prompt"]),
         processing_class=chat_tokenizer(),
         **given,

@@ -62,6 +62,7 @@ CASES = {
         per_device_train_batch_size=4,
     ),
     "RLOO": dict(make=make_groups, kind="RLOO"),
+    "RLOO, adapters, a model's rewards": dict(make=make_groups, kind="RLOO", peft_config=lora(), judge=True),
     "rewards, adapters": dict(make=make_reward, peft_config=lora(task_type="SEQ_CLS", modules_to_save=["score"])),
 }
 TWICE = "GRPO, adapters, twice"  # what is in a micro-batch depends on the data-parallel ranks, also in TRL
@@ -101,7 +102,7 @@ def test_the_runs_are_worth_comparing(truths):
             assert steps[0]["reward_std"] > 0.05 and abs(steps[-1]["kl"]) > 1e-4
             assert 0 < sum(entry.get("completions/clipped_ratio", 0) for entry in steps) < 3
             continue
-        if "rewards" in case:
+        if case.startswith("rewards"):
             assert abs(steps[-1]["margin"]) > 1e-2 and steps[-1]["min_reward"] < steps[-1]["max_reward"]
             continue
         assert steps[0]["entropy"] > 1 and steps[-1]["logps/chosen"] < -1
@@ -144,6 +145,7 @@ def test_four_ranks_equal_one_process(folder, truths):
 
 def test_groups_of_completions_equal_one_process(folder, truths):
     pairs = [(Grid(x=2), TWICE), (Grid(z=2), "GRPO"), (Grid(data=2), "RLOO")]
+    pairs += [(Grid(z=2), "RLOO, adapters, a model's rewards")]
     check(folder, truths, pairs)
     check(folder, truths, [(Grid(z=2, x=2), "GRPO")])
 
