@@ -54,7 +54,7 @@ def label_statistics(
     if not isinstance(logits, DeferredLogits):
         return _full_statistics(logits.reshape(-1, logits.shape[-1]), targets.to(logits.device), temperature, more)
     if temperature != 1.0:
-        logits = logits / temperature
+        logits = logits.then(lambda formed: formed / temperature)
     head, hidden = logits.head, logits.hidden.squeeze(0)
     chunks = HeadChunks.of(logits, targets)
     dtype = head.state.compute_dtype(hidden)
