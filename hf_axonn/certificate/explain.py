@@ -276,32 +276,44 @@ def _step_taken(record: Record, step: int, rate: float, decay: float) -> float |
 
 
 def _of_evaluation(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int]) -> tuple[str, bool]:
-    """Whether the evaluation loss is Trainer's mean of the means of batches that Accelerate has filled up."""
-    filled = _evaluation(job, runs, result) == "filled"
-    return (
-        (f"Trainer's evaluation loss is the mean of the means of batches, and {REPEATED}", True)
-        if filled
-        else ("", False)
-    )
+    """Whether the evaluation loss is Trainer's mean over batches, of which Accelerate has filled up the last ones, or
+    of which it counts the full ones once for each rank that has them, and the last one once."""
+    what = _evaluation(job, runs, result)
+    if what == "filled":
+        return f"Trainer's evaluation loss is a mean over batches, and {REPEATED}", True
+    same = job.ranks // job.positions
+    counted = f"the evaluation loss counts full batches {same} times, as so many ranks have them, the last one once"
+    return (counted if what == "counted" else ""), False
 
 
 def _evaluation(job: Job, runs: Runs, result: CaseResult) -> str:
-    """What the evaluation loss is, of the run's own parameters: that of "one" process, or of "filled" batches, or some
-    "other" number."""
+    """What the evaluation loss is, of the run's own parameters: that of "one" process, of batches that are "filled" or
+    "counted" (`_of_evaluation`), or some "other" number."""
     model = _model_at(job, runs, job.steps + 1).eval()
-    number = len(job.asked)
+    averaged = runs.one.facts["sums_tokens"] and job.trainer.get("average_tokens_across_devices") is not False
+    whole = job.batch * job.positions
 
-    def usual(batches: Sequence[Sequence[int]]) -> float:
+    def usual(rounds: Sequence[Sequence[Sequence[int]]], same: int) -> float:
         losses: list[float] = []
-        for seen in batches:
-            with Float64(), torch.no_grad():
-                losses += [float(model(**collate([job.asked[index] for index in seen])).loss)] * len(seen)
-        return sum(losses[:number]) / number
+        for each in rounds:  # the batches that the positions have at a time
+            means, tokens = [], []
+            for seen in each:
+                batch = collate([job.asked[index] for index in seen])
+                with Float64(), torch.no_grad():
+                    means.append(float(model(**batch).loss))
+                tokens.append(tokens_of(batch))
+            found: list[float] = []
+            for mean, number, seen in zip(means, tokens, each, strict=True):
+                value = mean * number * len(each) / sum(tokens) if averaged else mean
+                found += [value] * len(seen) * same
+            losses += found if each is not rounds[-1] else found[: len(job.asked) % whole or whole]
+        return sum(losses) / len(losses)
 
-    seen = [runs.many[group[0]].evaluation["rows"] for group in result.groups]
-    filled = [batch for turn in zip(*seen, strict=False) for batch in turn if batch]
-    for what, batches in (("one", runs.one.evaluation["rows"]), ("filled", filled)):
-        expected = usual(batches)
+    alone = [[batch] for batch in runs.one.evaluation["rows"]]
+    together = list(zip(*(runs.many[group[0]].evaluation["rows"] for group in result.groups), strict=False))
+    filled = [[batch for batch in each if batch] for each in together]
+    for what, rounds, same in (("one", alone, 1), ("filled", filled, 1), ("counted", filled, job.ranks // job.positions)):
+        expected = usual(rounds, same)
         if all(close(record.evaluation["loss"], expected) for record in runs.many):
             return what
     return "other"

@@ -74,6 +74,11 @@ class Job:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def divides(self) -> bool:
+        """Whether Accelerate divides the model, which it does not do on CPUs of itself."""
+        return self.fsdp or bool(self.loading)
+
+    @property
     def model(self) -> Path:
         """The directory of the small model."""
         return Path(self.folder) / "model"

@@ -30,7 +30,7 @@ from hf_axonn.certificate.float64 import Float64, recompute_in_float64
 from hf_axonn.certificate.job import WITNESS, Job
 from hf_axonn.certificate.recording import Recorder, number
 from hf_axonn.certificate.rows import collate, seen_in, tokens_of
-from hf_axonn.compat.accelerate import forget_state, shard_on_cpus
+from hf_axonn.compat.accelerate import forget_state, as_on_gpus
 
 
 ALONE, TOGETHER = "one", "many"
@@ -144,7 +144,7 @@ def _arguments(job: Job, optimizer: str, folder: Path) -> TrainingArguments:
     options |= {
         "output_dir": str(folder / "output"),
         "per_device_train_batch_size": _batch(job),
-        "per_device_eval_batch_size": job.batch,
+        "per_device_eval_batch_size": _batch(job),
         "gradient_accumulation_steps": job.accumulation,
         "max_steps": job.steps,
         "optim": optimizer,
@@ -164,8 +164,8 @@ def _trainer(job: Job, optimizer: str) -> None:
     """A script with a Trainer: train, evaluate, save."""
     recorder = _recorder(job, "trainer", optimizer)
     arguments = _arguments(job, optimizer, recorder.folder)
-    if job.fsdp and _parallel():
-        shard_on_cpus()
+    if job.divides and _parallel():
+        as_on_gpus()
     trainer = _RecordingTrainer(
         model=_load(job),
         args=arguments,
@@ -190,9 +190,9 @@ def _trainer(job: Job, optimizer: str) -> None:
 def _loop(job: Job, optimizer: str) -> None:
     """A script with Accelerate: the loop of its guide for batches of unequal numbers of tokens."""
     recorder = _recorder(job, "loop", optimizer)
-    if job.fsdp and _parallel():
+    if job.divides and _parallel():
         PartialState(cpu=True)
-        shard_on_cpus()
+        as_on_gpus()
     accelerator = Accelerator(cpu=True)
     model: Any = _load(job)
     model.train()
