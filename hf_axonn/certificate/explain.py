@@ -8,7 +8,7 @@ means of means, a rank's own samples only, each times any number. So one step do
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from hf_axonn.certificate.float64 import Float64
 from hf_axonn.certificate.job import WITNESS, Job
 from hf_axonn.certificate.pieces import Piece, assembled
 from hf_axonn.certificate.recording import Record
-from hf_axonn.certificate.rows import collate, tokens_of
+from hf_axonn.certificate.rows import Row, collate, labels_of, tokens_of
 
 
 FITS = 1e-8  # relative; the parameters before a step are those of the run, so this is looser than the bound
@@ -75,7 +75,9 @@ def _of_training(job: Job, runs: Runs, result: CaseResult, factors: dict[str, in
     for step in range(begin, job.steps + 1):
         text, known = _of_step(job, runs, result, factors, step)
         causes += [text] if text and text not in causes else []
-        documented = documented and known
+        documented = documented and (known or not text)  # no text: the step is right
+        if text and not known:  # what follows is of parameters that are wrong
+            break
     after = _after(job, runs, result, begin) if documented and causes else ""
     return "; ".join([*causes, *([after] if after else [])]), documented and bool(causes) and not after
 
@@ -95,34 +97,36 @@ def _of_step(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int], 
     ranks = [record.gradients(step) for record in runs.many]
     model = _model_at(job, runs, step)
     shares = _shares(job, runs, result, model, step)
-    tokens = max(1, sum(number for each in shares for _, number in each))
+    tokens = max(1, sum(share.counted for each in shares for share in each))
     names = [name for name, _ in model.named_parameters()]
 
     def total(weighted: Sequence[tuple[dict[str, Tensor], float]]) -> dict[str, Tensor]:
         return {name: sum((its[name] * by for its, by in weighted if name in its), torch.zeros(())) for name in names}
 
-    every = [each for batches in shares for each in batches]
-    right = total([(gradient, 1 / tokens) for gradient, _ in every])
-    counts = [max(1, sum(number for _, number in batches)) for batches in shares]
+    every = [share for batches in shares for share in batches]
+    right = total([(share.gradient, 1 / tokens) for share in every])
+    counts = [max(1, sum(share.counted for share in batches)) for batches in shares]
     means = total(
         [
-            (gradient, 1 / (count * len(shares)))
+            (share.gradient, 1 / (count * len(shares)))
             for batches, count in zip(shares, counts, strict=True)
-            for gradient, _ in batches
+            for share in batches
         ]
     )
-    micro = total([(gradient, 1 / (max(1, number) * len(every))) for gradient, number in every])
+    micro = total([(share.gradient, 1 / (max(1, share.tokens) * len(every))) for share in every])
     filled = repeated_at_the_end(runs, result.groups, job.positions, step, job.steps)
+    held = {piece.name for pieces in ranks for piece in pieces}
+    missing = any(name not in held and bool(right[name].any()) for name in names)
     for truth, said in ((right, ""), (means, RANK_MEANS), (micro, BATCH_MEANS)):
         scaling = _scaling(ranks, truth)
-        if scaling.left <= FITS:
+        if scaling.left <= FITS and not missing:
             if not close(scaling.ratio, 1):
                 return f"gradients are {said or TOKENS} times {_named(scaling.ratio, factors)}", False
             if said:
                 return f"gradients are {said}, not {TOKENS}", _is_documented(job, runs, said)
             extra = _extra_samples(runs, result, job, step)
             return (REPEATED, True) if filled else (extra, not extra)
-    own = [total([(gradient, 1 / tokens) for gradient, _ in batches]) for batches in shares]
+    own = [total([(share.gradient, 1 / tokens) for share in batches]) for batches in shares]
     group_of = {rank: index for index, group in enumerate(result.groups) for rank in group}
     alone = [_scaling([pieces], own[group_of[rank]]) for rank, pieces in enumerate(ranks)]
     if len(shares) > 1 and all(each.left <= FITS for each in alone):
@@ -152,11 +156,26 @@ def _model_at(job: Job, runs: Runs, step: int) -> PreTrainedModel:
     return model.train()
 
 
-def _shares(
-    job: Job, runs: Runs, result: CaseResult, model: PreTrainedModel, step: int
-) -> list[list[tuple[dict[str, Tensor], int]]]:
-    """For each position and micro-batch the gradients of the sum of its tokens' losses, and how many tokens."""
+@dataclass(frozen=True)
+class Share:
+    """Of a micro-batch: gradients of the sum of its tokens' losses, how many are predicted, and how many counted."""
+
+    gradient: dict[str, Tensor]
+    tokens: int
+    counted: int
+
+
+def _count(runs: Runs, rows: Sequence[Row]) -> Callable[[Mapping[str, Tensor]], int]:
+    """How the run counts tokens: Trainer those that are predicted, or all labels, as it knows the model's loss."""
+    counted = runs.one.facts.get("counted") or [None]
+    first = collate([rows[index] for batch in runs.one.samples[0] for index in batch])
+    return labels_of if counted[0] == labels_of(first) else tokens_of
+
+
+def _shares(job: Job, runs: Runs, result: CaseResult, model: PreTrainedModel, step: int) -> list[list[Share]]:
+    """For each position its micro-batches."""
     rows = job.rows
+    count = _count(runs, rows)
     found = []
     for group in result.groups:
         batches = []
@@ -169,13 +188,13 @@ def _shares(
             with Float64():
                 (model(**batch).loss * number).backward()
             gradients = {name: its.grad.clone() for name, its in model.named_parameters() if its.grad is not None}
-            batches.append((gradients, number))
+            batches.append(Share(gradients, number, count(batch)))
         found.append(batches)
     return found
 
 
 def _scaling(ranks: Sequence[Sequence[Piece]], truth: Mapping[str, Tensor]) -> Scaling:
-    """By which number all gradients of all ranks are multiples of `truth`."""
+    """By which number the gradients of some ranks are multiples of `truth`."""
     above = below = 0.0
     for pieces in ranks:
         for piece in pieces:
@@ -217,7 +236,7 @@ def _by_parameter(
                 what = f"times {_named(scaling.ratio, factors)}" if scaling.left <= FITS else "other values"
             wrong.setdefault((name, what), []).append(str(rank))
     if not right or not wrong:
-        return ""
+        return f"the gradients of step {step} are no multiple of an average that is known"
     said = [f"{name} {what} on rank(s) {', '.join(of)}" for (name, what), of in list(wrong.items())[:3]]
     more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
     return f"of the gradients, these are not {TOKENS}: {'; '.join(said)}{more}"
@@ -292,19 +311,20 @@ def _evaluation(job: Job, runs: Runs, result: CaseResult) -> str:
     model = _model_at(job, runs, job.steps + 1).eval()
     averaged = runs.one.facts["sums_tokens"] and job.trainer.get("average_tokens_across_devices") is not False
     whole = job.batch * job.positions
+    count = _count(runs, job.rows)
 
     def usual(rounds: Sequence[Sequence[Sequence[int]]], same: int) -> float:
         losses: list[float] = []
         for each in rounds:  # the batches that the positions have at a time
-            means, tokens = [], []
+            sums, tokens = [], []
             for seen in each:
                 batch = collate([job.asked[index] for index in seen])
                 with Float64(), torch.no_grad():
-                    means.append(float(model(**batch).loss))
-                tokens.append(tokens_of(batch))
+                    sums.append(float(model(**batch).loss) * tokens_of(batch))
+                tokens.append(count(batch) if runs.one.facts["sums_tokens"] else tokens_of(batch))
             found: list[float] = []
-            for mean, number, seen in zip(means, tokens, each, strict=True):
-                value = mean * number * len(each) / sum(tokens) if averaged else mean
+            for total, number, seen in zip(sums, tokens, each, strict=True):
+                value = total * len(each) / sum(tokens) if averaged else total / number
                 found += [value] * len(seen) * same
             losses += found if each is not rounds[-1] else found[: len(job.asked) % whole or whole]
         return sum(losses) / len(losses)
@@ -312,7 +332,11 @@ def _evaluation(job: Job, runs: Runs, result: CaseResult) -> str:
     alone = [[batch] for batch in runs.one.evaluation["rows"]]
     together = list(zip(*(runs.many[group[0]].evaluation["rows"] for group in result.groups), strict=False))
     filled = [[batch for batch in each if batch] for each in together]
-    for what, rounds, same in (("one", alone, 1), ("filled", filled, 1), ("counted", filled, job.ranks // job.positions)):
+    for what, rounds, same in (
+        ("one", alone, 1),
+        ("filled", filled, 1),
+        ("counted", filled, job.ranks // job.positions),
+    ):
         expected = usual(rounds, same)
         if all(close(record.evaluation["loss"], expected) for record in runs.many):
             return what

@@ -57,6 +57,11 @@ def tokens_of(batch: Mapping[str, Tensor]) -> int:
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
+def labels_of(batch: Mapping[str, Tensor]) -> int:
+    """Labels of a batch, those of first tokens too: what Trainer counts of a model whose loss it does not know."""
+    return int((batch["labels"] != IGNORED).sum())
+
+
 def seen_in(batch: Mapping[str, Tensor], rows: Sequence[Row]) -> list[int]:
     """Indices of the rows in a batch, those left away that have no labels: they count nothing. -1: no such row."""
     index = {tuple(row["input_ids"]): number for number, row in enumerate(rows)}

@@ -30,7 +30,7 @@ from hf_axonn.certificate.float64 import Float64, recompute_in_float64
 from hf_axonn.certificate.job import WITNESS, Job
 from hf_axonn.certificate.recording import Recorder, number
 from hf_axonn.certificate.rows import collate, seen_in, tokens_of
-from hf_axonn.compat.accelerate import forget_state, as_on_gpus
+from hf_axonn.compat.accelerate import as_on_gpus, forget_state
 
 
 ALONE, TOGETHER = "one", "many"
@@ -47,6 +47,7 @@ def main() -> None:
     parallel, rank = int(os.environ.get("WORLD_SIZE", 1)) > 1, int(os.environ.get("RANK", 0))
     try:
         run(job)
+        PartialState().destroy_process_group()
     except BaseException as error:
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         Path(job.folder, side(parallel), f"failed-rank{rank}.txt").write_text(text, encoding="utf-8")
@@ -61,7 +62,6 @@ def run(job: Job) -> None:
         forget_state()
         with Float64():
             {"trainer": _trainer, "loop": _loop}[path](job, optimizer)
-    PartialState().destroy_process_group()
 
 
 def _parallel() -> bool:
@@ -96,12 +96,14 @@ class _RecordingTrainer(Trainer):
 
     recorder: Recorder
     asked: list[dict[str, Any]]
+    counted: list[int | None]
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """As the stock method."""
         seen = dict(inputs)
-        loss = super().training_step(model, inputs, *args, **kwargs)
+        loss = super().training_step(model, inputs, num_items_in_batch)
         self.recorder.batch(seen, loss)
+        self.counted.append(None if num_items_in_batch is None else int(num_items_in_batch))
         if self.accelerator.sync_gradients:
             self.recorder.gradients(self.model)
         return loss
@@ -174,7 +176,7 @@ def _trainer(job: Job, optimizer: str) -> None:
         data_collator=collate,
         callbacks=[_Steps(recorder)],
     )
-    trainer.recorder, trainer.asked = recorder, []
+    trainer.recorder, trainer.asked, trainer.counted = recorder, [], []
     trainer.train()
     metrics = trainer.evaluate()
     trainer.save_model(str(recorder.folder / "saved"))
@@ -184,6 +186,7 @@ def _trainer(job: Job, optimizer: str) -> None:
         logged=[{name: entry[name] for name in ("loss", "learning_rate")} for entry in logged],
         evaluation={"loss": metrics["eval_loss"], "rows": [seen_in(batch, job.asked) for batch in trainer.asked]},
         sums_tokens=trainer.model_accepts_loss_kwargs,
+        counted=trainer.counted,
     )
 
 
