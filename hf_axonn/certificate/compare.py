@@ -114,8 +114,8 @@ def compare(job: Job, path: str, optimizer: str) -> CaseResult:
                 found += [("logged", error) for error in _numbers(runs, step, f"logged {name}", read)]
     if runs.one.evaluation:
         end = job.steps
-        error = _numbers(runs, end, "evaluation loss", lambda record, at: record.evaluation["loss"])
-        found += [("evaluation", each) for each in error]
+        evaluated = _numbers(runs, end, "evaluation loss", lambda record, at: record.evaluation["loss"])
+        found += [("evaluation", each) for each in evaluated]
         found += [("saved", each) for each in _saved(job, runs, path, optimizer)]
     result.errors = found
     for kind, error in found:

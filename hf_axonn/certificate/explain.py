@@ -53,14 +53,18 @@ def explain(job: Job, runs: Runs, result: CaseResult, factors: Mapping[str, int]
     kind, error = result.first
     if job.trainer.get("label_smoothing_factor") and kind not in ("evaluation", "saved"):
         return
-    text, documented = {
+    finders: dict[str, Callable[[Job, Runs, CaseResult, dict[str, int]], tuple[str, bool]]] = {
         "samples": _of_training,
         "loss": _of_training,
         "gradient": _of_training,
         "norm": _of_norm,
         "parameter": _of_update,
         "evaluation": _of_evaluation,
-    }.get(kind, lambda *_: ("", False))(job, runs, result, dict(factors))
+    }
+    if kind in finders:
+        text, documented = finders[kind](job, runs, result, dict(factors))
+    else:
+        text, documented = "", False
     result.cause, result.documented = text, documented
     if documented:
         result.before(error.step if kind != "evaluation" else error.step + 1)
@@ -148,12 +152,14 @@ def _extra_samples(runs: Runs, result: CaseResult, job: Job, step: int) -> str:
 
 def _model_at(job: Job, runs: Runs, step: int) -> PreTrainedModel:
     """The model with the parameters that the parallel run had before a step."""
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float64, experts_implementation="eager")
+    options = {"dtype": torch.float64, "experts_implementation": "eager"}
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(job.model, **options)
     before = assembled(record.parameters(step - 1) for record in runs.many)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(before[name])
-    return model.train()
+    model.train()
+    return model
 
 
 @dataclass(frozen=True)

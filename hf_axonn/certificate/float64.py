@@ -64,7 +64,7 @@ def error_floor(truth: Iterable[Tensor]) -> Tensor:
     """
     values = list(truth)
     total = torch.sqrt(sum(((value.double() ** 2).sum() for value in values), torch.zeros((), dtype=torch.float64)))
-    floor = 1e-3 * total / sum(value.numel() for value in values) ** 0.5
+    floor: Tensor = 1e-3 * total / sum(value.numel() for value in values) ** 0.5
     return floor.clamp(min=torch.finfo(floor.dtype).tiny)  # where all are zero
 
 

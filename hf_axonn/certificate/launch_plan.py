@@ -143,7 +143,7 @@ def _exact(settings: dict[str, Any], notes: list[str]) -> Any:
 def smaller_grid(grid: Grid, most: int) -> Grid:
     """The largest grid of up to `most` ranks whose axes divide those of a grid, with as many axes in use as can be."""
     choices = [[size for size in range(1, whole + 1) if whole % size == 0] for whole in _axes(grid).values()]
-    found = [{}]
+    found: list[dict[str, int]] = [{}]
     for axis, sizes in zip(_axes(grid), choices, strict=True):
         found = [{**some, axis: size} for some in found for size in sizes]
     fitting = [small for small in (Grid(**sizes) for sizes in found) if small.size <= most]

@@ -216,16 +216,17 @@ def _random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
         raise ValueError(f"it still has {number:,} parameters, more than {MOST_PARAMETERS:,}")
     torch.manual_seed(seed)
     # grouped matrix products of experts are not written for float64
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double()
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for weight in model.parameters():
             noise = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
             if weight.dim() <= 1:
-                weight += 0.3 * noise
+                weight.add_(0.3 * noise)
             elif not weight.any() or bool((weight == weight.flatten()[0]).all()):
-                weight += 0.1 * noise
-    return model.train()
+                weight.add_(0.1 * noise)
+    model.train()
+    return model
 
 
 def _try(model: PreTrainedModel) -> None:

@@ -80,9 +80,9 @@ def _load(job: Job) -> PreTrainedModel:
     """The model, on all processes as a script loads it; with tensor parallelism, divided."""
     options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
     if job.loading and _parallel():
-        from transformers.distributed import DistributedConfig
+        from transformers.distributed.configuration_utils import DistributedConfig
 
-        options["distributed_config"] = DistributedConfig(**job.loading)
+        options["distributed_config"] = DistributedConfig.from_dict(job.loading)
     return AutoModelForCausalLM.from_pretrained(job.model, **options)
 
 
@@ -98,6 +98,12 @@ class _RecordingTrainer(Trainer):
     asked: list[dict[str, Any]]
     counted: list[int | None]
 
+    @property
+    def trained(self) -> nn.Module:
+        """The model without wrappers."""
+        assert isinstance(self.model, nn.Module)
+        return self.model
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """As the stock method."""
         seen = dict(inputs)
@@ -105,7 +111,7 @@ class _RecordingTrainer(Trainer):
         self.recorder.batch(seen, loss)
         self.counted.append(None if num_items_in_batch is None else int(num_items_in_batch))
         if self.accelerator.sync_gradients:
-            self.recorder.gradients(self.model)
+            self.recorder.gradients(self.trained)
         return loss
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -171,8 +177,8 @@ def _trainer(job: Job, optimizer: str) -> None:
     trainer = _RecordingTrainer(
         model=_load(job),
         args=arguments,
-        train_dataset=job.rows,  # type: ignore[arg-type]
-        eval_dataset=job.asked,  # type: ignore[arg-type]
+        train_dataset=job.rows,
+        eval_dataset=job.asked,
         data_collator=collate,
         callbacks=[_Steps(recorder)],
     )
@@ -230,8 +236,10 @@ def _loss(model: nn.Module, batch: dict[str, Tensor], tokens: int) -> Tensor:
     bare = getattr(model, "module", model)
     kinds = {parameter.kind for parameter in inspect.signature(type(bare).forward).parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds:
-        return model(**batch, num_items_in_batch=tokens).loss
-    return model(**batch).loss * tokens_of(batch) / tokens
+        summed: Tensor = model(**batch, num_items_in_batch=tokens).loss
+        return summed
+    mean: Tensor = model(**batch).loss
+    return mean * tokens_of(batch) / tokens
 
 
 if __name__ == "__main__":
