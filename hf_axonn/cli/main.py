@@ -8,6 +8,7 @@
     hf-axonn verify CHECKPOINT              compare every file with its checksum: 0 complete, 1 not
     hf-axonn env                            versions, devices and links, to paste into a bug report
     hf-axonn doctor --config axonn.yaml     a launch file and a model, before a node-hour is spent: 0 fine, 1 warnings
+    hf-axonn certify --config FILE --model MODEL    does a parallel run compute what one process would: 0 yes, 1 no
     hf-axonn plan                           which grid for a model, a machine and a number of GPUs
     hf-axonn bench-links --output FILE      measure this machine for a plan; under torchrun, on many processes
 
@@ -20,6 +21,7 @@ import argparse
 import sys
 
 from hf_axonn import __version__
+from hf_axonn.cli.certify import add_certify, run_certify
 from hf_axonn.cli.doctor import add_doctor, run_doctor
 from hf_axonn.cli.init import add_init, run_init
 from hf_axonn.cli.plan import add_bench_links, add_plan, run_bench_links, run_plan
@@ -47,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     verify.add_argument("checkpoint")
     commands.add_parser("env", help="print versions, devices and links, for a bug report")
     add_doctor(commands)
+    add_certify(commands)
     add_plan(commands)
     add_bench_links(commands)
     words = sys.argv[1:] if arguments is None else arguments
@@ -60,6 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
             "verify": _verify,
             "env": _env,
             "doctor": run_doctor,
+            "certify": run_certify,
             "plan": run_plan,
             "bench-links": run_bench_links,
         }

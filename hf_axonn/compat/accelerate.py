@@ -89,3 +89,12 @@ def forget_state() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+def as_on_gpus() -> None:
+    """Let the next `Accelerator` of this process shard and divide models on CPUs: there it knows only
+    DistributedDataParallel. Its state says then that the processes are those of GPUs, while devices and process group
+    stay as they are."""
+    from accelerate import DistributedType, PartialState
+
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU

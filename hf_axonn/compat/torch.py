@@ -40,6 +40,12 @@ def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tens
     return mesh
 
 
+def offsets_of(tensor: DTensor) -> tuple[int, ...]:
+    """Where this rank's part of a DTensor begins in the whole, as torch's own checkpoints find it."""
+    (chunk,) = tensor.__create_chunk_list__()
+    return tuple(chunk.offsets)
+
+
 def refuse_pickle() -> NoReturn:
     """Raises ValueError: a sharded tensor is to be pickled, or written as it is."""
     raise ValueError(

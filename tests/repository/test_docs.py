@@ -194,7 +194,8 @@ def options_in(text: str) -> set[str]:
 @pytest.fixture(scope="module")
 def options() -> dict[str, set[str]]:
     """What each program takes, with underscores, as its own --help says."""
-    known = {CLI: _help(hf_axonn_main, "", "init", "convert", "verify", "env", "doctor", "plan", "bench-links")}
+    own = _help(hf_axonn_main, "", "init", "convert", "verify", "env", "doctor", "certify", "plan", "bench-links")
+    known = {CLI: own}
     names = ("samples", "overlaps", "extract", "report", "compare", "tokens", "canaries make", "canaries rank")
     names += ("bundle", "verify", "export")
     known[EVAL] = _help(eval_main, "", *names)

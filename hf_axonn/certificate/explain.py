@@ -1,0 +1,362 @@
+"""The cause of a difference: gradients that a run would have if it averaged otherwise, beside those that it has.
+
+For a step of the parallel run the gradients of every micro-batch of every position are computed here, on one process,
+from the parameters that the run itself had before the step. What follows from them is tried: the mean over all tokens,
+means of means, a rank's own samples only, each times any number. So one step does not hide what the next one does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_axonn.certificate.compare import (
+    BOUND,
+    CaseResult,
+    Runs,
+    piece_errors,
+    repeated_at_the_end,
+    sample_problem,
+)
+from hf_axonn.certificate.float64 import Float64
+from hf_axonn.certificate.job import WITNESS, Job
+from hf_axonn.certificate.pieces import Piece, assembled
+from hf_axonn.certificate.recording import Record
+from hf_axonn.certificate.rows import Row, collate, labels_of, tokens_of
+
+
+FITS = 1e-8  # relative; the parameters before a step are those of the run, so this is looser than the bound
+REPEATED = "Accelerate fills the last batch of an epoch with the samples of its beginning (even_batches)"
+TOKENS = "the mean over the tokens of a step"
+RANK_MEANS = "the mean over the ranks of their means over tokens"
+BATCH_MEANS = "the mean over micro-batches of their means over tokens"
+OWN = "the share of a rank's own samples alone: nothing is averaged over the ranks"
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """By which number a gradient is a multiple of another, and how far it is from that multiple."""
+
+    ratio: float
+    left: float
+
+
+def explain(job: Job, runs: Runs, result: CaseResult, factors: Mapping[str, int]) -> None:
+    """Fill in `cause` and `documented` of a case that differs."""
+    if result.first is None:
+        return
+    kind, error = result.first
+    if job.trainer.get("label_smoothing_factor") and kind not in ("evaluation", "saved"):
+        return
+    finders: dict[str, Callable[[Job, Runs, CaseResult, dict[str, int]], tuple[str, bool]]] = {
+        "samples": _of_training,
+        "loss": _of_training,
+        "gradient": _of_training,
+        "norm": _of_norm,
+        "parameter": _of_update,
+        "evaluation": _of_evaluation,
+    }
+    if kind in finders:
+        text, documented = finders[kind](job, runs, result, dict(factors))
+    else:
+        text, documented = "", False
+    result.cause, result.documented = text, documented
+    if documented:
+        result.before(error.step if kind != "evaluation" else error.step + 1)
+
+
+def _of_training(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int]) -> tuple[str, bool]:
+    """Why losses and gradients differ, step by step from the first on."""
+    assert result.first is not None
+    begin = result.first[1].step
+    causes: list[str] = []
+    documented = True
+    for step in range(begin, job.steps + 1):
+        text, known = _of_step(job, runs, result, factors, step)
+        causes += [text] if text and text not in causes else []
+        documented = documented and (known or not text)  # no text: the step is right
+        if text and not known:  # what follows is of parameters that are wrong
+            break
+    after = _after(job, runs, result, begin) if documented and causes else ""
+    return "; ".join([*causes, *([after] if after else [])]), documented and bool(causes) and not after
+
+
+def _after(job: Job, runs: Runs, result: CaseResult, begin: int) -> str:
+    """What is wrong besides gradients that differ as documented: from there on no step is that of one process."""
+    problem = _replay(job, runs, result, begin)
+    if not problem and runs.one.evaluation and _evaluation(job, runs, result) == "other":
+        problem = "the evaluation loss is not that of the run's own parameters"
+    if not problem and "saved" in result.worst and not result.worst["saved"].size <= BOUND:
+        problem = "what is saved is not what was trained"
+    return problem
+
+
+def _of_step(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int], step: int) -> tuple[str, bool]:
+    """The cause in one step, and whether it is documented; nothing where the step is as on one process."""
+    ranks = [record.gradients(step) for record in runs.many]
+    model = _model_at(job, runs, step)
+    shares = _shares(job, runs, result, model, step)
+    tokens = max(1, sum(share.counted for each in shares for share in each))
+    names = [name for name, _ in model.named_parameters()]
+
+    def total(weighted: Sequence[tuple[dict[str, Tensor], float]]) -> dict[str, Tensor]:
+        return {name: sum((its[name] * by for its, by in weighted if name in its), torch.zeros(())) for name in names}
+
+    every = [share for batches in shares for share in batches]
+    right = total([(share.gradient, 1 / tokens) for share in every])
+    counts = [max(1, sum(share.counted for share in batches)) for batches in shares]
+    means = total(
+        [
+            (share.gradient, 1 / (count * len(shares)))
+            for batches, count in zip(shares, counts, strict=True)
+            for share in batches
+        ]
+    )
+    micro = total([(share.gradient, 1 / (max(1, share.tokens) * len(every))) for share in every])
+    filled = repeated_at_the_end(runs, result.groups, job.positions, step, job.steps)
+    held = {piece.name for pieces in ranks for piece in pieces}
+    missing = any(name not in held and bool(right[name].any()) for name in names)
+    for truth, said in ((right, ""), (means, RANK_MEANS), (micro, BATCH_MEANS)):
+        scaling = _scaling(ranks, truth)
+        if scaling.left <= FITS and not missing:
+            if not close(scaling.ratio, 1):
+                return f"gradients are {said or TOKENS} times {_named(scaling.ratio, factors)}", False
+            if said:
+                return f"gradients are {said}, not {TOKENS}", _is_documented(job, runs, said)
+            extra = _extra_samples(runs, result, job, step)
+            return (REPEATED, True) if filled else (extra, not extra)
+    own = [total([(share.gradient, 1 / tokens) for share in batches]) for batches in shares]
+    group_of = {rank: index for index, group in enumerate(result.groups) for rank in group}
+    alone = [_scaling([pieces], own[group_of[rank]]) for rank, pieces in enumerate(ranks)]
+    if len(shares) > 1 and all(each.left <= FITS for each in alone):
+        return f"gradients are {OWN} (times {_named(alone[0].ratio, factors)})", False
+    return _by_parameter(ranks, right, factors, step), False
+
+
+def _is_documented(job: Job, runs: Runs, said: str) -> bool:
+    """Whether the user, or the model's class, has asked for a mean of means."""
+    if said == RANK_MEANS:
+        return job.trainer.get("average_tokens_across_devices") is False
+    return not runs.one.facts["sums_tokens"]
+
+
+def _extra_samples(runs: Runs, result: CaseResult, job: Job, step: int) -> str:
+    problem = sample_problem(runs, result.groups, job.positions, step)
+    return f"gradients are right for the samples that the ranks saw, but {problem}" if problem else ""
+
+
+def _model_at(job: Job, runs: Runs, step: int) -> PreTrainedModel:
+    """The model with the parameters that the parallel run had before a step."""
+    options = {"dtype": torch.float64, "experts_implementation": "eager"}
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(job.model, **options)
+    before = assembled(record.parameters(step - 1) for record in runs.many)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(before[name])
+    model.train()
+    return model
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of a micro-batch: gradients of the sum of its tokens' losses, how many are predicted, and how many counted."""
+
+    gradient: dict[str, Tensor]
+    tokens: int
+    counted: int
+
+
+def _count(runs: Runs, rows: Sequence[Row]) -> Callable[[Mapping[str, Tensor]], int]:
+    """How the run counts tokens: Trainer those that are predicted, or all labels, as it knows the model's loss."""
+    counted = runs.one.facts.get("counted") or [None]
+    first = collate([rows[index] for batch in runs.one.samples[0] for index in batch])
+    return labels_of if counted[0] == labels_of(first) else tokens_of
+
+
+def _shares(job: Job, runs: Runs, result: CaseResult, model: PreTrainedModel, step: int) -> list[list[Share]]:
+    """For each position its micro-batches."""
+    rows = job.rows
+    count = _count(runs, rows)
+    found = []
+    for group in result.groups:
+        batches = []
+        for seen in runs.many[group[0]].samples[step - 1]:
+            if not seen or min(seen) < 0:
+                continue
+            batch = collate([rows[index] for index in seen])
+            number = tokens_of(batch)
+            model.zero_grad()
+            with Float64():
+                (model(**batch).loss * number).backward()
+            gradients = {name: its.grad.clone() for name, its in model.named_parameters() if its.grad is not None}
+            batches.append(Share(gradients, number, count(batch)))
+        found.append(batches)
+    return found
+
+
+def _scaling(ranks: Sequence[Sequence[Piece]], truth: Mapping[str, Tensor]) -> Scaling:
+    """By which number the gradients of some ranks are multiples of `truth`."""
+    above = below = 0.0
+    for pieces in ranks:
+        for piece in pieces:
+            part = piece.within(truth[piece.name])
+            above += float((piece.values * part).sum())
+            below += float((part * part).sum())
+    if not below:
+        return Scaling(math.nan, math.inf)
+    ratio = above / below
+    scaled = {name: value * ratio for name, value in truth.items()}
+    errors = [error.size for pieces in ranks for error in piece_errors(pieces, scaled, 0, 0)]
+    return Scaling(ratio, max(errors, default=math.inf))
+
+
+def _by_parameter(
+    ranks: Sequence[Sequence[Piece]], truth: dict[str, Tensor], factors: dict[str, int], step: int
+) -> str:
+    """Which gradients differ, where others are right: their ranks, and their factors."""
+    wrong: dict[tuple[str, str], list[str]] = {}
+    right = 0
+    for rank, pieces in enumerate(ranks):
+        here = {piece.name for piece in pieces}
+        errors = piece_errors(pieces, truth, step, rank)
+        for name in truth:
+            size = max((error.size for error in errors if error.name == name), default=0.0)
+            missing = (
+                name not in here
+                and bool(truth[name].any())
+                and not any(name == piece.name for other in ranks for piece in other)
+            )
+            if size <= FITS and not missing:
+                right += 1
+                continue
+            part = [piece for piece in pieces if piece.name == name]
+            scaling = _scaling([part], truth)
+            if missing or not any(bool(piece.values.any()) for piece in part):
+                what = "missing"
+            else:
+                what = f"times {_named(scaling.ratio, factors)}" if scaling.left <= FITS else "other values"
+            wrong.setdefault((name, what), []).append(str(rank))
+    if not right or not wrong:
+        return f"the gradients of step {step} are no multiple of an average that is known"
+    said = [f"{name} {what} on rank(s) {', '.join(of)}" for (name, what), of in list(wrong.items())[:3]]
+    more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return f"of the gradients, these are not {TOKENS}: {'; '.join(said)}{more}"
+
+
+def _of_norm(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int]) -> tuple[str, bool]:
+    """Why the norm differs, though the gradients are right."""
+    assert result.first is not None
+    _, error = result.first
+    ratio = runs.many[error.rank].norms[error.step - 1] / runs.one.norms[error.step - 1]
+    same = [record.rank for record in runs.many if close(record.norms[error.step - 1], runs.one.norms[error.step - 1])]
+    where = "on every rank" if not same else f"but not on rank(s) {', '.join(map(str, same))}"
+    return f"the gradients are right, their norm is that of one process times {_named(ratio, factors)}, {where}", False
+
+
+def _of_update(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int]) -> tuple[str, bool]:
+    """Why parameters differ after a step, though gradients and norm are right."""
+    assert result.first is not None
+    _, error = result.first
+    text = _replay(job, runs, result, error.step)
+    return (text or "gradients and their norm are right, what the optimizer makes of them is not"), False
+
+
+def _replay(job: Job, runs: Runs, result: CaseResult, begin: int) -> str:
+    """SGD's steps once more, from the run's own gradients: what is wrong with them, if anything is."""
+    if result.optimizer != WITNESS:
+        return ""
+    most = float(job.trainer.get("max_grad_norm", 1.0))
+    decay = float(job.trainer.get("weight_decay", 0.0)) if result.path == "trainer" else 0.0
+    for step in range(begin, job.steps + 1):
+        for record in runs.many:
+            rate = record.logged[step - 1]["learning_rate"] if record.logged else job.rate(WITNESS)
+            clip = min(1.0, most / (record.norms[step - 1] + 1e-6)) if most > 0 else 1.0
+            ratio = _step_taken(record, step, rate, decay)
+            if ratio is None or close(ratio, clip):
+                continue
+            if close(ratio, 1):
+                return (
+                    f"rank {record.rank} does not clip in step {step}, though the norm is {record.norms[step - 1]:.4g}"
+                )
+            return f"step {step} of rank {record.rank} is that of its gradients times {ratio / clip:.6g}"
+    return ""
+
+
+def _step_taken(record: Record, step: int, rate: float, decay: float) -> float | None:
+    """By which number the step is a multiple of -rate * gradient; None where it is none, or nothing can be said."""
+    before = {piece.name: piece.values for piece in record.parameters(step - 1)}
+    above = below = 0.0
+    gradients = {piece.name: piece.values for piece in record.gradients(step)}
+    for piece in record.parameters(step):
+        if piece.name in gradients and rate and not decay:
+            taken = (before[piece.name] - piece.values) / rate
+            above += float((taken * gradients[piece.name]).sum())
+            below += float((gradients[piece.name] ** 2).sum())
+    return above / below if below else None
+
+
+def _of_evaluation(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int]) -> tuple[str, bool]:
+    """Whether the evaluation loss is Trainer's mean over batches, of which Accelerate has filled up the last ones, or
+    of which it counts the full ones once for each rank that has them, and the last one once."""
+    what = _evaluation(job, runs, result)
+    if what == "filled":
+        return f"Trainer's evaluation loss is a mean over batches, and {REPEATED}", True
+    same = job.ranks // job.positions
+    counted = f"the evaluation loss counts full batches {same} times, as so many ranks have them, the last one once"
+    return (counted if what == "counted" else ""), False
+
+
+def _evaluation(job: Job, runs: Runs, result: CaseResult) -> str:
+    """What the evaluation loss is, of the run's own parameters: that of "one" process, of batches that are "filled" or
+    "counted" (`_of_evaluation`), or some "other" number."""
+    model = _model_at(job, runs, job.steps + 1).eval()
+    averaged = runs.one.facts["sums_tokens"] and job.trainer.get("average_tokens_across_devices") is not False
+    whole = job.batch * job.positions
+    count = _count(runs, job.rows)
+
+    def usual(rounds: Sequence[Sequence[Sequence[int]]], same: int) -> float:
+        losses: list[float] = []
+        for each in rounds:  # the batches that the positions have at a time
+            sums, tokens = [], []
+            for seen in each:
+                batch = collate([job.asked[index] for index in seen])
+                with Float64(), torch.no_grad():
+                    sums.append(float(model(**batch).loss) * tokens_of(batch))
+                tokens.append(count(batch) if runs.one.facts["sums_tokens"] else tokens_of(batch))
+            found: list[float] = []
+            for total, number, seen in zip(sums, tokens, each, strict=True):
+                value = total * len(each) / sum(tokens) if averaged else total / number
+                found += [value] * len(seen) * same
+            losses += found if each is not rounds[-1] else found[: len(job.asked) % whole or whole]
+        return sum(losses) / len(losses)
+
+    alone = [[batch] for batch in runs.one.evaluation["rows"]]
+    together = list(zip(*(runs.many[group[0]].evaluation["rows"] for group in result.groups), strict=False))
+    filled = [[batch for batch in each if batch] for each in together]
+    for what, rounds, same in (
+        ("one", alone, 1),
+        ("filled", filled, 1),
+        ("counted", filled, job.ranks // job.positions),
+    ):
+        expected = usual(rounds, same)
+        if all(close(record.evaluation["loss"], expected) for record in runs.many):
+            return what
+    return "other"
+
+
+def close(value: float, other: float) -> bool:
+    """Whether two numbers are the same but for rounding."""
+    return abs(value - other) <= FITS * max(abs(value), abs(other))
+
+
+def _named(ratio: float, factors: Mapping[str, int]) -> str:
+    """A factor, with the names of what it may be: 2 is the number of ranks, 1/2 one over it."""
+    names = {f"the number of {name}": value for name, value in factors.items() if value > 1}
+    known = [name for name, value in names.items() if close(ratio, value)]
+    known += [f"1 / {name}" for name, value in names.items() if close(ratio, 1 / value)]
+    return f"{ratio:.6g}" + (f" ({' = '.join(known)})" if known else "")

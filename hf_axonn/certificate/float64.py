@@ -1,0 +1,73 @@
+"""Compare in float64: Transformers casts to float32 inside (norms, softmax, loss), this makes float64 of that.
+
+Both sides of a comparison run under `Float64()`. Nothing here may change what is computed otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+
+_CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
+_CONVERSIONS = {torch.Tensor.to, torch.Tensor.type}
+_CHANGED = _CASTS | _CONVERSIONS
+
+
+class Float64(TorchFunctionMode):
+    """Every explicit cast of a float64 tensor to a smaller float type leaves it as it is."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs and func not in _CHANGED:
+            return func(*args)
+        kwargs = dict(kwargs or {})
+        if func in _CASTS and args[0].dtype == torch.float64:
+            return args[0]
+        if func in _CONVERSIONS and args[0].dtype == torch.float64:
+            args = tuple(torch.float64 if is_small_float(arg) else arg for arg in args)
+            if is_small_float(kwargs.get("dtype")):
+                kwargs["dtype"] = torch.float64
+        elif is_small_float(kwargs.get("dtype")) and any(_is_float64(arg) for arg in args):
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def recompute_in_float64(module: nn.Module) -> None:
+    """Let a checkpointed module enter the mode by itself: autograd leaves it, and recomputes in backward."""
+    forward = module.forward
+
+    def with_mode(*args: Any, **kwargs: Any) -> Any:
+        with Float64():
+            return forward(*args, **kwargs)
+
+    module.forward = with_mode
+
+
+def is_small_float(value: object) -> bool:
+    """Whether it is a float dtype below float64; not for a tensor, which torch would try to compare with a dtype."""
+    return isinstance(value, torch.dtype) and value in (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _is_float64(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float64
+
+
+def error_floor(truth: Iterable[Tensor]) -> Tensor:
+    """1e-3 * the root mean square of all numbers: what an error is measured against at least (docs/numerics.md).
+
+    Some gradients are zero by mathematics (a key bias), so each is measured against a floor that all of them set.
+    """
+    values = list(truth)
+    total = torch.sqrt(sum(((value.double() ** 2).sum() for value in values), torch.zeros((), dtype=torch.float64)))
+    floor: Tensor = 1e-3 * total / sum(value.numel() for value in values) ** 0.5
+    return floor.clamp(min=torch.finfo(floor.dtype).tiny)  # where all are zero
+
+
+def not_nan(error: Tensor) -> float:
+    """An error; infinite in place of NaN, which `max` would pass over."""
+    return float("inf") if math.isnan(error) else float(error)

@@ -1,0 +1,190 @@
+"""What the processes are told: the model, the rows, the settings of training. Travels as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_axonn.certificate.launch_plan import LaunchPlan
+from hf_axonn.certificate.rows import Row, make_rows
+
+
+MOST_BATCH, MOST_ACCUMULATION = 2, 4
+RATES = {"sgd": 0.1}
+RATE = 1e-3  # of Adam, which divides a rounded gradient by its size: errors of parameters grow with the rate
+WITNESS = "sgd"
+# Of the launch file, not of the script.
+BELONG_TO_FILE = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
+# How often and where something is written; all of it goes to the folder of the certificate, or is left away.
+WRITING = (
+    "output_dir logging_dir logging_steps logging_strategy logging_first_step save_steps save_strategy eval_steps "
+    "eval_strategy eval_on_start eval_delay report_to run_name push_to_hub hub_model_id hub_token hub_strategy "
+    "hub_revision hub_private_repo hub_always_push save_total_limit save_only_model load_best_model_at_end "
+    "metric_for_best_model greater_is_better resume_from_checkpoint do_train do_eval do_predict disable_tqdm "
+    "log_level log_level_replica max_steps num_train_epochs use_cpu dataloader_num_workers dataloader_pin_memory "
+    "dataloader_prefetch_factor dataloader_persistent_workers trackio_space_id project per_device_eval_batch_size "
+    "eval_accumulation_steps prediction_loss_only ddp_timeout torch_empty_cache_steps save_safetensors"
+).split()
+# What is switched off, and why.
+OFF = {
+    **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "tf32"), "it is compared in float64"),
+    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), "nothing is compiled"),
+    "use_liger_kernel": "its kernels are no float64",
+    "neftune_noise_alpha": "noise is drawn by the shape of a batch",
+    "auto_find_batch_size": "the batch is fixed",
+}
+
+
+@dataclass
+class Job:
+    """One comparison.
+
+    Args:
+        folder: of the certificate; everything is written there.
+        ranks, positions: processes, and how many of them see different samples.
+        fsdp, loading, own: see LaunchPlan.
+        steps: optimizer steps.
+        batch, accumulation: rows of a micro-batch of one rank, and micro-batches of a step.
+        vocabulary: from which rows are drawn.
+        trainer: arguments for TrainingArguments, of the user.
+        seed: of weights and rows.
+        cases: what is run: "trainer" or "loop", and the optimizer.
+        notes: what is done otherwise than the user's files say.
+    """
+
+    folder: str
+    ranks: int
+    positions: int
+    steps: int
+    vocabulary: int
+    fsdp: bool = False
+    own: bool = False
+    loading: dict[str, int] = field(default_factory=dict)
+    batch: int = MOST_BATCH
+    accumulation: int = 1
+    trainer: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    cases: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def divides(self) -> bool:
+        """Whether Accelerate divides the model, which it does not do on CPUs of itself."""
+        return self.fsdp or bool(self.loading)
+
+    @property
+    def model(self) -> Path:
+        """The directory of the small model."""
+        return Path(self.folder) / "model"
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of an epoch: full steps, and in the last one a micro-batch that some positions get little of."""
+        whole = self.batch * self.positions
+        number = (self.steps * self.accumulation - 1) * whole + max(1, whole // 2 - 1)
+        return make_rows(number, self.vocabulary, self.seed + 2)
+
+    @property
+    def asked(self) -> list[Row]:
+        """The rows of the evaluation, with an uneven end, too."""
+        return make_rows(2 * self.batch * self.positions + 1, self.vocabulary, self.seed + 3)
+
+    def rate(self, optimizer: str) -> float:
+        """The learning rate: the user's, else one with which a step is well above the rounding of the parameters."""
+        return float(self.trainer.get("learning_rate", RATES.get(optimizer, RATE)))
+
+    def save(self) -> Path:
+        """Write job.json into the folder."""
+        path = Path(self.folder) / "job.json"
+        path.write_text(json.dumps(asdict(self), indent=1), encoding="utf-8")
+        return path
+
+    @classmethod
+    def load(cls, path: Path | str) -> Job:
+        """Read what `save` wrote."""
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        return cls(**{**values, "cases": [tuple(case) for case in values["cases"]]})
+
+
+def make_job(
+    folder: Path, plan: LaunchPlan, *, steps: int, vocabulary: int, trainer: Mapping[str, Any], seed: int = 0
+) -> Job:
+    """The job of a launch file and of a user's TrainingArguments.
+
+    Raises:
+        ValueError: an argument is unknown, out of range, or belongs into the launch file.
+    """
+    notes = list(plan.notes)
+    kept = _arguments(trainer, notes)
+    batch = min(int(kept.pop("per_device_train_batch_size", MOST_BATCH)), MOST_BATCH)
+    given = int(kept.pop("gradient_accumulation_steps", 1))
+    accumulation = min(given, MOST_ACCUMULATION)
+    if accumulation < given:
+        notes.append(f"gradient_accumulation_steps is {accumulation} and not {given}.")
+    other = str(kept.pop("optim", "adamw_torch"))
+    optimizers = [WITNESS, *([other] if other != WITNESS else [])]
+    loops = [("loop", name) for name in (WITNESS, "adamw_torch")]
+    return Job(
+        folder=str(folder),
+        ranks=plan.ranks,
+        positions=plan.positions,
+        fsdp=plan.fsdp,
+        own=plan.own,
+        loading=plan.loading,
+        steps=steps,
+        vocabulary=vocabulary,
+        batch=batch,
+        accumulation=accumulation,
+        trainer=kept,
+        seed=seed,
+        cases=[*(("trainer", name) for name in optimizers), *loops],
+        notes=notes,
+    )
+
+
+def read_arguments(path: Path) -> dict[str, Any]:
+    """A YAML or JSON file of TrainingArguments.
+
+    Raises:
+        ValueError: it cannot be read, or holds no arguments.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML
+    except OSError as error:
+        raise ValueError(f"--trainer-args: {path} cannot be read: {error.strerror}.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"--trainer-args: {path} is neither YAML nor JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"--trainer-args: {path} holds no arguments: write max_grad_norm: 1.0 and so on.")
+    return {str(name): value for name, value in values.items()}
+
+
+def _arguments(given: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+    """What is left of a user's TrainingArguments."""
+    from transformers import TrainingArguments
+
+    known = {item.name for item in fields(TrainingArguments)}
+    kept = {}
+    for name, value in given.items():
+        if name not in known and name not in WRITING:
+            near = get_close_matches(name, known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else "remove it."
+            raise ValueError(f"--trainer-args: TrainingArguments has no argument {name!r}: {remedy}")
+        if name in BELONG_TO_FILE and value:
+            raise ValueError(f"--trainer-args: {name} is said in the launch file: write it there, and leave it away.")
+        if name in OFF:
+            if value:
+                notes.append(f"{name} is off: {OFF[name]}.")
+        elif name not in (*WRITING, *BELONG_TO_FILE):
+            kept[name] = value
+    try:
+        TrainingArguments(output_dir="unused", use_cpu=True, report_to="none", **kept)
+    except (TypeError, ValueError, ImportError) as problem:
+        raise ValueError(f"--trainer-args: {problem}") from None
+    return kept

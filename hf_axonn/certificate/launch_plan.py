@@ -1,0 +1,227 @@
+"""What a launch file says to the certificate: how many ranks, which of them share samples, and the file to launch.
+
+The run is one of CPUs, in float64, on this machine: devices, machines and mixed precision of the file are left away,
+and the notes say so. How the model and the batch are divided stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_axonn.launch.command import read_launch_file
+from hf_axonn.launch.launch_file import SECTION, check_spelling, core_count, resolve
+from hf_axonn.topology.grid import Grid
+
+
+MOST_RANKS = 8  # on few cores; on more, as many
+ELSEWHERE = (
+    "machine_rank",
+    "main_process_ip",
+    "main_process_port",
+    "gpu_ids",
+    "rdzv_backend",
+    "same_network",
+    "enable_cpu_affinity",
+    "downcast_bf16",
+    "fp16",
+    "debug",
+)
+NOT_YET = {
+    "DEEPSPEED": "DeepSpeed",
+    "MEGATRON_LM": "Megatron-LM",
+    "XLA": "TPUs",
+    "TPU": "TPUs",
+}
+PREFIX = "parallelism_config_"
+SIZES = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """What is launched.
+
+    Args:
+        title: the way of running in parallel, in words.
+        ranks: number of processes.
+        positions: number of ranks that see different samples.
+        factors: numbers by which an error is off where something is averaged wrongly, by their names.
+        settings: the launch file, for CPUs.
+        stages: layers that the model has to have at least.
+        fsdp: whether Accelerate's FSDP2 shards the model.
+        loading: arguments of Transformers' DistributedConfig, with which the model is loaded; empty: an ordinary one.
+        own: whether hf_axonn runs it.
+        notes: what is done otherwise than the file says.
+    """
+
+    title: str
+    ranks: int
+    positions: int
+    factors: dict[str, int]
+    settings: dict[str, Any]
+    stages: int = 1
+    fsdp: bool = False
+    loading: dict[str, int] = field(default_factory=dict)
+    own: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def read_launch_plan(path: Path) -> LaunchPlan:
+    """What a launch file of Accelerate comes down to.
+
+    Raises:
+        ValueError: it cannot be read, cannot be certified, or asks for more ranks than may be started.
+    """
+    settings = read_launch_file(path)
+    check_spelling(path.name, settings)
+    environment = settings.get("compute_environment", "LOCAL_MACHINE")
+    if environment != "LOCAL_MACHINE":
+        raise ValueError(f"{path}: compute_environment is {environment}: a certificate is made with LOCAL_MACHINE.")
+    notes = []
+    precision = str(settings.get("mixed_precision") or "no").lower()
+    if precision not in ("no", "false") or settings.get("fp16"):
+        notes.append(f"mixed_precision ({precision}) is off: it is compared in float64.")
+    if int(settings.get("num_machines") or 1) > 1:
+        notes.append(f"the ranks of {settings['num_machines']} machines run on this one.")
+    dynamo = settings.get("dynamo_config") or {}
+    if dynamo and "no" not in {str(value).lower() for value in dynamo.values()}:
+        notes.append("dynamo_config is left away: nothing is compiled.")
+    kept = {key: value for key, value in settings.items() if key not in (*ELSEWHERE, "dynamo_config")}
+    kept |= {"num_machines": 1, "mixed_precision": "no", "use_cpu": False}
+    try:
+        return _own(kept, notes) if SECTION in settings else _stock(kept, notes)
+    except ValueError as problem:
+        raise ValueError(f"{path}: {problem}") from None
+
+
+def most_ranks() -> int:
+    """How many processes of small models may be started here."""
+    return max(MOST_RANKS, core_count())
+
+
+def _check_ranks(ranks: int, smaller: Callable[[int], str]) -> None:
+    most = most_ranks()
+    if ranks > most:
+        raise ValueError(f"it starts {ranks} processes, and on this machine {most} may be started: {smaller(most)}.")
+
+
+def _own(settings: dict[str, Any], notes: list[str]) -> LaunchPlan:
+    launch = resolve(
+        {**settings, "use_cpu": True, "distributed_type": "MULTI_GPU", SECTION: _exact(settings, notes)}, {}
+    )
+    config, grid = launch.config, launch.config.grid
+    _check_ranks(grid.size, lambda most: f"certify the grid {smaller_grid(grid, most)}, with num_processes to match")
+    if grid.size == 1:
+        raise ValueError("the grid has one rank, so that there is nothing to compare.")
+    section = json.loads(config.to_json())
+    factors = {"ranks": grid.size, "data-parallel positions (data * z)": grid.dp_size, "x * y": grid.x * grid.y}
+    factors |= {axis: size for axis, size in grid.as_dict().items()}
+    return LaunchPlan(
+        title=f"hf_axonn, grid {grid}",
+        ranks=grid.size,
+        positions=grid.dp_size,
+        factors=factors,
+        settings={**launch.settings, "use_cpu": True, SECTION: section},
+        stages=max(sum(config.stage_layers or ()), grid.pipe * config.stages_per_rank),
+        own=True,
+        notes=tuple(notes),
+    )
+
+
+def _exact(settings: dict[str, Any], notes: list[str]) -> Any:
+    """The section without what needs a smaller dtype."""
+    section = settings[SECTION]
+    if isinstance(section, Mapping) and section.get("residual_dtype", "model") != "model":
+        notes.append(f"residual_dtype ({section['residual_dtype']}) is off: it is compared in float64.")
+        section = {key: value for key, value in section.items() if key != "residual_dtype"}
+    return section
+
+
+def smaller_grid(grid: Grid, most: int) -> Grid:
+    """The largest grid of up to `most` ranks whose axes divide those of a grid, with as many axes in use as can be."""
+    choices = [[size for size in range(1, whole + 1) if whole % size == 0] for whole in _axes(grid).values()]
+    found: list[dict[str, int]] = [{}]
+    for axis, sizes in zip(_axes(grid), choices, strict=True):
+        found = [{**some, axis: size} for some in found for size in sizes]
+    fitting = [small for small in (Grid(**sizes) for sizes in found) if small.size <= most]
+    return max(fitting, key=lambda small: (sum(size > 1 for size in _axes(small).values()), small.size))
+
+
+def _axes(grid: Grid) -> dict[str, int]:
+    return {"pipe": 1, **grid.as_dict()}
+
+
+def _stock(settings: dict[str, Any], notes: list[str]) -> LaunchPlan:
+    """DDP, FSDP2, HSDP, tensor parallelism: what Accelerate does by itself."""
+    _check_keys(settings)
+    kind = str(settings.get("distributed_type", "NO")).upper()
+    if kind in NOT_YET:
+        raise ValueError(f"distributed_type is {kind}: runs of {NOT_YET[kind]} cannot be certified yet.")
+    ranks = int(settings.get("num_processes") or 1)
+    sizes = _parallelism(settings.get("parallelism_config") or {})
+    if kind == "NO" or ranks == 1:
+        raise ValueError(
+            "it starts one process, so that there is nothing to compare: write distributed_type, num_processes."
+        )
+    fsdp = kind == "FSDP"
+    version = int((settings.get("fsdp_config") or {}).get("fsdp_version", 1))
+    if fsdp and version != 2:
+        raise ValueError("fsdp_version is 1, whose parameters have no names of their own: write fsdp_version: 2.")
+    tensor, replicas = sizes["tp_size"], sizes["dp_replicate_size"]
+    _check_ranks(ranks, lambda most: f"certify it with num_processes: {_largest_divisor(ranks, most)}")
+    positions = ranks // tensor
+    if sizes["dp_shard_size"] * replicas * tensor not in (1, ranks):
+        raise ValueError(
+            f"parallelism_config has {sizes['dp_shard_size'] * replicas * tensor} ranks, num_processes is {ranks}."
+        )
+    title = f"{'HSDP' if replicas > 1 else 'FSDP2' if fsdp else 'DDP' if tensor < ranks else ''}"
+    title = " x ".join(filter(None, [title, f"tensor parallelism of {tensor}" if tensor > 1 else ""]))
+    factors = {"ranks": ranks, "data-parallel positions": positions, "ranks of tensor parallelism": tensor}
+    factors |= {"replicas": replicas, "ranks of a replica": positions // replicas}
+    return LaunchPlan(
+        title=f"{title}, {ranks} ranks",
+        ranks=ranks,
+        positions=positions,
+        factors=factors,
+        # For MULTI_CPU accelerate starts a single process, whatever num_processes says.
+        settings={**settings, "distributed_type": "FSDP" if fsdp else "MULTI_GPU", "main_process_port": 0},
+        fsdp=fsdp,
+        loading=_loading(tensor, positions // replicas, replicas),
+        notes=tuple(notes),
+    )
+
+
+def _loading(tensor: int, shards: int, replicas: int) -> dict[str, int]:
+    if tensor == 1:
+        return {}
+    return {"tp_size": tensor, "fsdp_size": shards, "dp_replicate_size": replicas}
+
+
+def _check_keys(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for a key that Accelerate does not know."""
+    from difflib import get_close_matches
+
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    known = [*ClusterConfig.__dataclass_fields__, "dynamo_backend", SECTION]
+    for key in settings:
+        if key not in known:
+            near = get_close_matches(str(key), known, n=1)
+            raise ValueError(f"unknown key {key!r}: {f'did you mean {near[0]}?' if near else 'remove it.'}")
+
+
+def _parallelism(section: Mapping[str, Any]) -> dict[str, int]:
+    sizes = {}
+    for name in SIZES:
+        sizes[name] = int(section.get(f"{PREFIX}{name}") or 1)
+    for name, what in {"cp_size": "context", "sp_size": "sequence"}.items():
+        if sizes[name] > 1:
+            raise ValueError(f"{PREFIX}{name} is {sizes[name]}: runs with {what} parallelism cannot be certified yet.")
+    return sizes
+
+
+def _largest_divisor(number: int, most: int) -> int:
+    return max(size for size in range(1, most + 1) if number % size == 0)

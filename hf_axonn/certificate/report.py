@@ -1,0 +1,179 @@
+"""The verdict: on one screen, as certificate.json, and as a page of HTML that needs no other file."""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import math
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from hf_axonn.certificate.compare import BOUND, KINDS, CaseResult, Error
+from hf_axonn.certificate.job import Job
+
+
+EQUAL, DIFFERENT = 0, 1
+PACKAGES = ("hf_axonn", "torch", "transformers", "accelerate")
+NAMES = {"saved": "saved and loaded", "start": "weights at the start"}
+STYLE = (
+    "body{font:16px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}table{border-collapse:collapse}"
+    "td,th{border:1px solid #bbb;padding:.3rem .6rem;text-align:left}.no{background:#fdd}.yes{background:#dfd}"
+    "pre{white-space:pre-wrap}"
+)
+
+
+def verdict(results: list[CaseResult]) -> str:
+    """In one line."""
+    if all(result.equal for result in results):
+        return f"equal to one process, within {BOUND:.0e} in float64"
+    mistakes = [result for result in results if not result.equal and not result.documented]
+    if not mistakes:
+        return "equal to one process in float64, but for what is documented"
+    return f"DIFFERENT from one process in {len(mistakes)} of {len(results)} runs"
+
+
+def exit_code(results: list[CaseResult]) -> int:
+    """0 where every difference is documented, else 1."""
+    return EQUAL if all(result.equal or result.documented for result in results) else DIFFERENT
+
+
+def lines(job: Job, title: str, results: list[CaseResult], model: str) -> list[str]:
+    """The screen."""
+    kinds = [kind for kind in KINDS if any(kind in result.worst for result in results)]
+    width = max(len(_name(result)) for result in results) + 2
+    rows = job.batch * job.positions * job.accumulation
+    text = [
+        f"{title}: {verdict(results)}.",
+        f"  model    {model}",
+        f"  steps    {job.steps}, of {rows} rows: {job.positions} position(s) x {job.accumulation} micro-batch(es) x "
+        f"{job.batch}; the last one is not full",
+        "",
+        "  " + " " * width + "".join(f"{kind:<12}" for kind in kinds),
+    ]
+    for result in results:
+        cells = "".join(f"{_cell(result.worst.get(kind)):<12}" for kind in kinds)
+        text.append("  " + f"{_name(result):<{width}}" + cells.rstrip())
+    said: dict[str, list[str]] = {}
+    for result in results:
+        if not result.equal:
+            said.setdefault(_about(result), []).append(_name(result))
+    text += ["", *(f"  {' and '.join(names)}: {about}" for about, names in said.items())] if said else []
+    text += [f"  note: {note}" for note in job.notes]
+    return text
+
+
+def _name(result: CaseResult) -> str:
+    return f"{result.path} {result.optimizer}"
+
+
+def _cell(error: Error | None) -> str:
+    if error is None:
+        return "-"
+    if not _finite(error):
+        return "WRONG"
+    return "each once" if error.name == "samples" else f"{error.size:.0e}"
+
+
+def _finite(error: Error) -> bool:
+    return math.isfinite(error.size)
+
+
+def _about(result: CaseResult) -> str:
+    """What differs first, and why."""
+    assert result.first is not None
+    kind, error = result.first
+    what = error.name if error.name.startswith(kind) or kind in ("logged", "norm") else f"{kind} {error.name}"
+    size = error.text or f"off by {error.size:.1e}"
+    where = "samples" if kind == "samples" else f"{what}, rank {error.rank}"
+    known = "documented" if result.documented else "cause"
+    return f"from step {error.step}: {where}: {size}" + (f". {known}: {result.cause}" if result.cause else "")
+
+
+def certificate(
+    job: Job, title: str, results: list[CaseResult], model: dict[str, Any], command: list[str], files: dict[str, Path]
+) -> dict[str, Any]:
+    """What certificate.json holds."""
+    return {
+        "verdict": verdict(results),
+        "exit_code": exit_code(results),
+        "run": title,
+        "command": command,
+        "bound": BOUND,
+        "dtype": "float64",
+        "model": model,
+        "ranks": job.ranks,
+        "positions": job.positions,
+        "steps": job.steps,
+        "batch": job.batch,
+        "accumulation": job.accumulation,
+        "trainer": job.trainer,
+        "seed": job.seed,
+        "notes": job.notes,
+        "cases": [_case(result) for result in results],
+        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "sha256": {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()},
+    }
+
+
+def _case(result: CaseResult) -> dict[str, Any]:
+    first = None
+    if result.first is not None:
+        kind, error = result.first
+        first = {"kind": kind, **_values(error)}
+    return {
+        "path": result.path,
+        "optimizer": result.optimizer,
+        "equal": result.equal,
+        "worst": {kind: _values(error) for kind, error in result.worst.items()},
+        "first": first,
+        "cause": result.cause,
+        "documented": result.documented,
+        "ranks_with_the_same_samples": result.groups,
+    }
+
+
+def _values(error: Error) -> dict[str, Any]:
+    size = error.size if _finite(error) else None  # JSON has no infinity
+    return {"error": size, "step": error.step, "name": error.name, "rank": error.rank, "text": error.text}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def page(found: dict[str, Any], screen: list[str]) -> str:
+    """The certificate as HTML."""
+    kinds = [kind for kind in KINDS if any(kind in case["worst"] for case in found["cases"])]
+    head = "".join(f"<th>{html.escape(NAMES.get(kind, kind))}</th>" for kind in ("run", *kinds))
+    body = []
+    for case in found["cases"]:
+        cells = [f"<td>{html.escape(case['path'])} {html.escape(case['optimizer'])}</td>"]
+        for kind in kinds:
+            error = case["worst"].get(kind)
+            if error is None:
+                cells.append("<td>-</td>")
+                continue
+            right = error["error"] is not None and error["error"] <= found["bound"]
+            size = "wrong" if error["error"] is None else f"{error['error']:.1e}"
+            whose = "" if right else f" {html.escape(error['name'])}, step {error['step']}, rank {error['rank']}"
+            cells.append(f'<td class="{"yes" if right else "no"}">{size}{whose}</td>')
+        body.append(f"<tr>{''.join(cells)}</tr>")
+    facts = {
+        "command": " ".join(found["command"]),
+        **found["versions"],
+        **{f"SHA-256 of {name}": digest for name, digest in found["sha256"].items()},
+    }
+    listed = "".join(
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(its))}</td></tr>" for name, its in facts.items()
+    )
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(found["run"])}</title>'
+        f"<style>{STYLE}</style><h1>{html.escape(found['run'])}</h1><p>{html.escape(found['verdict'])}</p>"
+        f"<pre>{html.escape(chr(10).join(screen))}</pre><h2>Largest errors</h2>"
+        f"<table><tr>{head}</tr>{''.join(body)}</table><h2>How it was made</h2><table>{listed}</table></html>\n"
+    )

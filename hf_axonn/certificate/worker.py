@@ -1,0 +1,246 @@
+"""What every process runs, one alone and those of the launch file: the same model, the same rows, the same steps.
+
+    python -m hf_axonn.certificate.worker JOB                                       one process
+    accelerate launch --config FILE -m hf_axonn.certificate.worker JOB              what is certified
+
+Every case is run in turn: Transformers' Trainer and a loop of Accelerate, as scripts have them, each with SGD (whose
+step is as wrong as its gradient, which Adam's is not) and with another optimizer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import logging
+
+from hf_axonn.certificate.float64 import Float64, recompute_in_float64
+from hf_axonn.certificate.job import WITNESS, Job
+from hf_axonn.certificate.recording import Recorder, number
+from hf_axonn.certificate.rows import collate, seen_in, tokens_of
+from hf_axonn.compat.accelerate import as_on_gpus, forget_state
+
+
+ALONE, TOGETHER = "one", "many"
+
+
+def side(parallel: bool) -> str:
+    """The name of the folder in which the runs of one process, or of many, are."""
+    return TOGETHER if parallel else ALONE
+
+
+def main() -> None:
+    """Run the job of the command line; a failure is left in a file, and ends the process."""
+    job = Job.load(sys.argv[1])
+    parallel, rank = int(os.environ.get("WORLD_SIZE", 1)) > 1, int(os.environ.get("RANK", 0))
+    try:
+        run(job)
+        PartialState().destroy_process_group()
+    except BaseException as error:
+        text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+        Path(job.folder, side(parallel), f"failed-rank{rank}.txt").write_text(text, encoding="utf-8")
+        raise
+
+
+def run(job: Job) -> None:
+    """Train every case, and write it down. Collective over the world."""
+    logging.set_verbosity_error()
+    torch.set_default_dtype(torch.float64)  # constants that models and Trainer make in it
+    for path, optimizer in job.cases:
+        forget_state()
+        with Float64():
+            {"trainer": _trainer, "loop": _loop}[path](job, optimizer)
+
+
+def _parallel() -> bool:
+    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def _folder(job: Job, path: str, optimizer: str) -> Path:
+    return Path(job.folder, side(_parallel()), f"{path}-{optimizer}")
+
+
+def _recorder(job: Job, path: str, optimizer: str) -> Recorder:
+    return Recorder(_folder(job, path, optimizer), int(os.environ.get("RANK", 0)), job.rows)
+
+
+def _load(job: Job) -> PreTrainedModel:
+    """The model, on all processes as a script loads it; with tensor parallelism, divided."""
+    options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
+    if job.loading and _parallel():
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        options["distributed_config"] = DistributedConfig.from_dict(job.loading)
+    return AutoModelForCausalLM.from_pretrained(job.model, **options)
+
+
+def _batch(job: Job) -> int:
+    """Rows of a micro-batch of one process."""
+    return job.batch if _parallel() else job.batch * job.positions
+
+
+class _RecordingTrainer(Trainer):
+    """The stock Trainer, which says what it sees."""
+
+    recorder: Recorder
+    asked: list[dict[str, Any]]
+    counted: list[int | None]
+
+    @property
+    def trained(self) -> nn.Module:
+        """The model without wrappers."""
+        assert isinstance(self.model, nn.Module)
+        return self.model
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """As the stock method."""
+        seen = dict(inputs)
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.recorder.batch(seen, loss)
+        self.counted.append(None if num_items_in_batch is None else int(num_items_in_batch))
+        if self.accelerator.sync_gradients:
+            self.recorder.gradients(self.trained)
+        return loss
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As the stock method."""
+        seen = dict(inputs)
+        found = super().prediction_step(model, inputs, *args, **kwargs)
+        self.asked.append(seen)
+        return found
+
+
+class _Steps(TrainerCallback):
+    """Parameters before the first step, and after each."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Right before the first batch: the model is prepared."""
+        _recompute_exactly(kwargs["model"])
+        self.recorder.start(kwargs["model"])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After the optimizer's step."""
+        self.recorder.stepped(kwargs["model"])
+
+
+def _recompute_exactly(model: nn.Module) -> None:
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and getattr(layer, "gradient_checkpointing", False):
+            for child in layer.children():
+                recompute_in_float64(child)
+
+
+def _arguments(job: Job, optimizer: str, folder: Path) -> TrainingArguments:
+    options = dict(job.trainer)
+    if optimizer == WITNESS:
+        options.pop("optim_args", None)
+    options |= {
+        "output_dir": str(folder / "output"),
+        "per_device_train_batch_size": _batch(job),
+        "per_device_eval_batch_size": _batch(job),
+        "gradient_accumulation_steps": job.accumulation,
+        "max_steps": job.steps,
+        "optim": optimizer,
+        "learning_rate": job.rate(optimizer),
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": False,
+    }
+    return TrainingArguments(**options)
+
+
+def _trainer(job: Job, optimizer: str) -> None:
+    """A script with a Trainer: train, evaluate, save."""
+    recorder = _recorder(job, "trainer", optimizer)
+    arguments = _arguments(job, optimizer, recorder.folder)
+    if job.divides and _parallel():
+        as_on_gpus()
+    trainer = _RecordingTrainer(
+        model=_load(job),
+        args=arguments,
+        train_dataset=job.rows,
+        eval_dataset=job.asked,
+        data_collator=collate,
+        callbacks=[_Steps(recorder)],
+    )
+    trainer.recorder, trainer.asked, trainer.counted = recorder, [], []
+    trainer.train()
+    metrics = trainer.evaluate()
+    trainer.save_model(str(recorder.folder / "saved"))
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    recorder.close(
+        norms=[entry["grad_norm"] for entry in logged],
+        logged=[{name: entry[name] for name in ("loss", "learning_rate")} for entry in logged],
+        evaluation={"loss": metrics["eval_loss"], "rows": [seen_in(batch, job.asked) for batch in trainer.asked]},
+        sums_tokens=trainer.model_accepts_loss_kwargs,
+        counted=trainer.counted,
+    )
+
+
+def _loop(job: Job, optimizer: str) -> None:
+    """A script with Accelerate: the loop of its guide for batches of unequal numbers of tokens."""
+    recorder = _recorder(job, "loop", optimizer)
+    if job.divides and _parallel():
+        PartialState(cpu=True)
+        as_on_gpus()
+    accelerator = Accelerator(cpu=True)
+    model: Any = _load(job)
+    model.train()
+    kind = {WITNESS: torch.optim.SGD, "adamw_torch": torch.optim.AdamW}[optimizer]
+    loader: Any = DataLoader(job.rows, batch_size=_batch(job), collate_fn=collate)  # type: ignore[arg-type]
+    model, trained, loader = accelerator.prepare(model, kind(model.parameters(), lr=job.rate(optimizer)), loader)
+    bare = accelerator.unwrap_model(model)
+    recorder.start(bare)
+    norms = []
+    each = iter(loader)
+    while batches := list(itertools.islice(each, job.accumulation)):
+        own = torch.tensor([sum(tokens_of(batch) for batch in batches)])
+        tokens = int(accelerator.gather(own).sum())
+        for index, batch in enumerate(batches):
+            last = index == len(batches) - 1
+            with contextlib.nullcontext() if last else accelerator.no_sync(model):
+                # DistributedDataParallel averages over the processes, and `tokens` counts those of all
+                loss = _loss(model, batch, tokens) * accelerator.num_processes
+                accelerator.backward(loss)
+            recorder.batch(batch, loss.detach())
+        recorder.gradients(bare)
+        norm = float(job.trainer.get("max_grad_norm", 1.0)) or float("inf")
+        norms.append(number(accelerator.clip_grad_norm_(model.parameters(), norm)))
+        trained.step()
+        trained.zero_grad()
+        recorder.stepped(bare)
+    recorder.close(norms=norms, sums_tokens=True)
+
+
+def _loss(model: nn.Module, batch: dict[str, Tensor], tokens: int) -> Tensor:
+    """The losses of a batch's tokens, added up and divided by the number of tokens of all batches."""
+    bare = getattr(model, "module", model)
+    kinds = {parameter.kind for parameter in inspect.signature(type(bare).forward).parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        summed: Tensor = model(**batch, num_items_in_batch=tokens).loss
+        return summed
+    mean: Tensor = model(**batch).loss
+    return mean * tokens_of(batch) / tokens
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""`hf-axonn certify`: does a parallel run compute what one process would? Any launch file of Accelerate, in float64.
+
+hf-axonn certify --config accelerate.yaml --model llama
+hf-axonn certify --config axonn.yaml --model DIR --trainer-args arguments.yaml --steps 3 --output certificate
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+
+NOT_STARTED = 2
+
+
+def add_certify(commands) -> None:
+    """Register `certify` with the subparsers of main.py."""
+    parser = commands.add_parser(
+        "certify",
+        help="compare a run under a launch file with one process, in float64",
+        epilog="Exit code: 0 equal, or different as documented; 1 different; 2 nothing was compared.",
+    )
+    parser.add_argument("--config", required=True, help="a launch file of Accelerate, with or without axonn_config")
+    parser.add_argument(
+        "--model", required=True, help="a model's directory, its config.json, a model type, or its name on the hub"
+    )
+    parser.add_argument("--trainer-args", help="a YAML or JSON file of TrainingArguments")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps")
+    parser.add_argument("--output", help="a new folder, for certificate.json, certificate.html and logs")
+
+
+def run_certify(options: argparse.Namespace) -> int:
+    """`hf-axonn certify`; returns the exit code.
+
+    Raises:
+        ValueError: nothing was started.
+        OSError: a file cannot be read or written.
+    """
+    from hf_axonn.certificate.certify import certify
+
+    output = Path(options.output or tempfile.mkdtemp(prefix="certificate-"))
+    words = [
+        "hf-axonn",
+        "certify",
+        "--config",
+        options.config,
+        "--model",
+        options.model,
+        "--steps",
+        str(options.steps),
+    ]
+    words += ["--trainer-args", options.trainer_args] if options.trainer_args else []
+    arguments = Path(options.trainer_args) if options.trainer_args else None
+    try:
+        code, screen = certify(
+            Path(options.config),
+            options.model,
+            trainer_args=arguments,
+            steps=options.steps,
+            output=output,
+            command_line=words,
+        )
+    except RuntimeError as problem:
+        print(f"hf-axonn certify: {problem}", file=sys.stderr)
+        return NOT_STARTED
+    print("\n".join(screen))
+    return code

@@ -1,0 +1,68 @@
+"""Certificates of small models, by forks: what these tests import is imported already in the processes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import yaml
+
+from hf_axonn.certificate import worker
+from hf_axonn.certificate.certify import conclude, prepare
+from hf_axonn.certificate.compare import CaseResult
+from hf_axonn.certificate.job import Job
+from hf_axonn.certificate.launch_plan import LaunchPlan, read_launch_plan
+from hf_axonn.config import VARIABLE, AxonnConfig
+from hf_axonn.launch import notebook
+from tests.certificate.planted import ERRORS
+from tests.helpers.launching import forked
+from tests.helpers.ranks import run_ranks
+
+
+BASE = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "mixed_precision": "no"}
+
+
+def launch_file(folder: Path, ranks: int, **settings) -> Path:
+    """A launch file as Accelerate has them."""
+    path = folder / "accelerate.yaml"
+    path.write_text(yaml.safe_dump({**BASE, "num_processes": ranks, **settings}))
+    return path
+
+
+def one_process(folder: Path, plan: LaunchPlan, model: str, *, steps: int = 2, **trainer) -> Job:
+    """A job of one case, run on one process."""
+    folder.mkdir()
+    job = prepare(folder, plan, model, steps=steps, trainer=trainer)
+    job.cases = [("trainer", "sgd")]
+    job.save()
+    ended = forked(folder, None, "-m", "hf_axonn.certificate.worker", folder / "job.json", timeout=500)
+    assert ended.code == 0, ended.output[-4000:]
+    return job
+
+
+def many_processes(job: Job, folder: Path, plan: LaunchPlan, planted: str = "") -> CaseResult:
+    """What becomes of a job on the ranks of its launch file, whose run on one process is there, in another folder."""
+    shutil.copytree(job.folder, folder)
+    here = Job.load(folder / "job.json")
+    here.folder = str(folder)
+    here.save()
+    run_ranks(_rank, here.ranks, here, plan, planted, timeout=500)
+    (result,) = conclude(here, plan)
+    return result
+
+
+def _rank(job: Job, plan: LaunchPlan, planted: str) -> None:
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if plan.own:
+        section = {key: value for key, value in plan.settings["axonn_config"].items()}
+        os.environ[VARIABLE] = AxonnConfig.from_mapping(section).to_json()
+        notebook._use_grid()
+    if planted:
+        ERRORS[planted]()
+    worker.run(job)
+
+
+def plan_of(folder: Path, ranks: int, **settings) -> LaunchPlan:
+    """What a launch file comes down to."""
+    return read_launch_plan(launch_file(folder, ranks, **settings))

@@ -1,0 +1,96 @@
+"""Launch files and arguments: what is run, and a sentence for what is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_axonn.certificate import launch_plan
+from hf_axonn.certificate.job import make_job, read_arguments
+from hf_axonn.certificate.launch_plan import read_launch_plan, smaller_grid
+from hf_axonn.cli.main import main
+from hf_axonn.topology.grid import Grid
+from tests.certificate.runs import launch_file, plan_of
+
+
+def refusal(folder, ranks: int = 2, **settings) -> str:
+    """What is said about a launch file."""
+    with pytest.raises(ValueError) as error:
+        read_launch_plan(launch_file(folder, ranks, **settings))
+    return str(error.value)
+
+
+def test_positions_are_ranks_with_samples_of_their_own(tmp_path):
+    assert plan_of(tmp_path, 4).positions == 4
+    ours = plan_of(tmp_path, 8, axonn_config={"grid": {"data": 2, "z": 2, "x": 2}})
+    assert (ours.positions, ours.own, ours.factors["x * y"]) == (4, True, 2)
+    tensor = {"parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 2}
+    both = plan_of(tmp_path, 4, parallelism_config=tensor)
+    assert (both.positions, both.loading["tp_size"], both.loading["fsdp_size"]) == (2, 2, 2)
+    assert plan_of(tmp_path, 4, axonn_config={"grid": {"pipe": 4}}).stages == 4
+
+
+def test_what_is_left_away_is_said(tmp_path):
+    plan = plan_of(tmp_path, 2, mixed_precision="bf16", num_machines=2, dynamo_config={"dynamo_backend": "INDUCTOR"})
+    assert len(plan.notes) == 3 and "mixed_precision (bf16) is off" in plan.notes[0]
+    assert plan.settings["mixed_precision"] == "no" and plan.settings["num_machines"] == 1
+
+
+def test_what_cannot_be_certified_is_refused(tmp_path, monkeypatch):
+    assert "DeepSpeed cannot be certified yet" in refusal(tmp_path, distributed_type="DEEPSPEED")
+    assert "fsdp_version: 2" in refusal(tmp_path, distributed_type="FSDP", fsdp_config={"fsdp_version": 1})
+    assert "unknown key 'num_procesess'" in refusal(tmp_path, num_procesess=2)
+    assert "context parallelism" in refusal(tmp_path, parallelism_config={"parallelism_config_cp_size": 2})
+    assert "nothing to compare" in refusal(tmp_path, 1)
+    assert "nothing to compare" in refusal(tmp_path, 1, axonn_config={"grid": {"x": 1}})
+    assert "LOCAL_MACHINE" in refusal(tmp_path, compute_environment="AMAZON_SAGEMAKER")
+    assert "ranks, num_processes is 4" in refusal(tmp_path, 4, parallelism_config={"parallelism_config_tp_size": 2})
+    monkeypatch.setattr(launch_plan, "core_count", lambda: 2)
+    assert "certify it with num_processes: 8" in refusal(tmp_path, 16)
+    assert "certify the grid data=2,z=2,y=1,x=2" in refusal(
+        tmp_path, 64, axonn_config={"grid": {"data": 4, "z": 4, "x": 4}}
+    )
+
+
+def test_the_largest_smaller_grid():
+    assert smaller_grid(Grid(data=4, z=4, x=4), 8) == Grid(data=2, z=2, x=2)
+    assert smaller_grid(Grid(pipe=3, x=8), 8) == Grid(pipe=3, x=2)
+    assert smaller_grid(Grid(x=5, z=7), 8) == Grid(z=7)
+
+
+def test_arguments_of_the_user_are_kept_or_refused(tmp_path):
+    plan = plan_of(tmp_path, 2)
+
+    def job(**arguments):
+        return make_job(tmp_path, plan, steps=3, vocabulary=160, trainer=arguments)
+
+    kept = job(
+        gradient_accumulation_steps=8, max_grad_norm=0.3, bf16=False, output_dir="/elsewhere", optim="adafactor"
+    )
+    assert (kept.accumulation, kept.trainer) == (4, {"max_grad_norm": 0.3})
+    assert kept.cases[:2] == [("trainer", "sgd"), ("trainer", "adafactor")]
+    assert "gradient_accumulation_steps is 4 and not 8." in kept.notes
+    assert job(fp16=True).notes == ["fp16 is off: it is compared in float64."]
+    assert len(kept.rows) == (3 * 4 - 1) * 4 + 1
+    with pytest.raises(ValueError, match="no argument 'max_grad_nrom': did you mean max_grad_norm"):
+        job(max_grad_nrom=1.0)
+    with pytest.raises(ValueError, match="deepspeed is said in the launch file"):
+        job(deepspeed="ds.json")
+    with pytest.raises(ValueError, match="--trainer-args: "):
+        job(lr_scheduler_type="sideways")
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_arguments(tmp_path / "missing.yaml")
+    (tmp_path / "list.yaml").write_text("- 1")
+    with pytest.raises(ValueError, match="holds no arguments"):
+        read_arguments(tmp_path / "list.yaml")
+
+
+def test_the_command_says_why_nothing_was_started(tmp_path, capsys):
+    file = launch_file(tmp_path, 2)
+    assert main(["certify", "--config", str(tmp_path / "none.yaml"), "--model", "llama"]) == 2
+    assert main(["certify", "--config", str(file), "--model", "t5"]) == 2
+    assert main(["certify", "--config", str(file), "--model", "llama", "--steps", "0"]) == 2
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    assert main(["certify", "--config", str(file), "--model", "llama", "--output", str(tmp_path / "full")]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 4 and all(line.startswith("hf-axonn certify: ") for line in said)
