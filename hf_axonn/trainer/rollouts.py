@@ -18,8 +18,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from accelerate.utils import gather_object
-
 from hf_axonn.compat.accelerate import parallelism_in_use
 from hf_axonn.compat.post_import import after_import
 from hf_axonn.compat.replaced import replaced
@@ -97,6 +95,8 @@ def _among_dp_ranks(module: Any, original: Callable) -> Callable:
         plugin = getattr(accelerator, "axonn_plugin", None)
         if plugin is None or plugin.grid.size == 1:
             return original(self, *args, **kwargs)
+        from accelerate.utils import gather_object  # an import of it may be what has imported this module
+
         values: dict[tuple[Any, str], Any] = {(accelerator, "counts_processes"): False}
         values[module, "gather"] = accelerator.gather
         values[module, "gather_object"] = lambda objects: gather_object(accelerator.own_objects(objects))

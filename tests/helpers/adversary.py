@@ -240,10 +240,10 @@ class Backend:
         self.note(f"broadcast from {source}", options.get("group"), value.shape, value.dtype)
         return dist.broadcast(value, **options)
 
-    def broadcast_coalesced(self, tensors, buffer_bytes):
+    def broadcast_coalesced(self, tensors, buffer_bytes, group):
         sizes = [tensor.numel() for tensor in tensors]
-        self.note("broadcasts", None, sizes, {tensor.dtype: None for tensor in tensors}.keys())
-        return _broadcast_coalesced(tensors, buffer_bytes)
+        self.note("broadcasts", group, sizes, {tensor.dtype: None for tensor in tensors}.keys())
+        return _broadcast_coalesced(tensors, buffer_bytes, group)
 
     def barrier(self, group, *options, **opts):
         self.note("barrier", group, (), None)

@@ -29,8 +29,8 @@ from hf_axonn_scripts.study.recipe.steps import Step
 
 
 WEIGHT_BYTES = 4  # models are trained and saved in fp32
-# On `cpu`: layers and steps are fitted to calibrate.py on two cores of a Xeon with AVX-512, two ranks of gloo with x=2;
-# efficiency and launch are those of the study itself on a Xeon with AMX: a step of 30M weights with data=2 took 0.95 s.
+# On `cpu`: layers and steps are fitted to calibrate.py on two cores of a Xeon with AVX-512, two ranks of gloo and x=2;
+# efficiency and launch are the study's own on a Xeon with AMX: a step of 30M weights with data=2 took 0.95 s.
 EFFICIENCY = 0.55  # of the speed of an MLP, by the products of a pass, with attention, norms and the head
 LAYER_SECONDS = 0.0046  # of one decoder layer in one pass: Python, small kernels, two collectives
 STEP_SECONDS = 0.058  # of an optimizer step, without its passes
