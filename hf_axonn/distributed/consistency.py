@@ -67,7 +67,10 @@ def gather_texts(text: str, device: torch.device | str, group: ProcessGroup | No
 
 
 def gather_json(value: Any, device: torch.device | str, group: ProcessGroup | None = None) -> list[Any]:
-    """What all ranks of a group have as `value`, which is JSON, by rank. Collectives: `gather_texts`."""
+    """What all ranks of a group have as `value`, which is JSON, by rank. Collectives: `gather_texts`; in a fake world,
+    whose other ranks are nowhere, they are taken to have the same."""
+    if dist.is_initialized() and dist.get_backend(group) == "fake":
+        return [value] * dist.get_world_size(group)
     return [json.loads(text) for text in gather_texts(json.dumps(value), device, group)]
 
 
