@@ -7,10 +7,12 @@ compares.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +104,27 @@ def _why(folder: Path, code: int | None) -> str:
 
 def conclude(job: Job, plan: LaunchPlan) -> list[CaseResult]:
     """Compare all cases, and find the causes of what differs."""
+    results = []
+    with _quiet():
+        for path, optimizer in job.cases:
+            result = compare(job, path, optimizer)
+            explain(job, read_runs(job, path, optimizer), result, plan.factors)
+            results.append(result)
+    return results
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, Transformers says nothing of the small models that are loaded again and again."""
+    verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    results = []
-    for path, optimizer in job.cases:
-        result = compare(job, path, optimizer)
-        explain(job, read_runs(job, path, optimizer), result, plan.factors)
-        results.append(result)
-    return results
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if shows_bars:
+            logging.enable_progress_bar()
 
 
 def certify(

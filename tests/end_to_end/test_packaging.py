@@ -36,6 +36,7 @@ SOURCES = (
 DISTRIBUTIONS = {
     "yaml": "pyyaml",
     "rouge_score": "rouge-score",
+    "lion_pytorch": "lion-pytorch",
     "tensorboardX": "tensorboardx",
     "sklearn": "scikit-learn",
     "tokenizers": "transformers",

@@ -249,8 +249,8 @@ def test_options_in_commands_exist(block, options):
 
 def test_options_in_the_text_exist(options):
     every = set().union(*options.values()) | {"--help"}
-    # pip's, sbatch's and srun's
-    every |= {"--extra_index_url", "--requeue", "--signal", "--network", "--cpu_bind"}
+    # pip's, sbatch's and srun's, and lm-evaluation-harness's
+    every |= {"--extra_index_url", "--requeue", "--signal", "--network", "--cpu_bind", "--device", "--tasks"}
     wrong = {(place, option) for place, code in inline_code() for option in options_in(code) if option not in every}
     assert not wrong
 
