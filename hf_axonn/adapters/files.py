@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.distributed.collectives import world_rank
-from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.engine.dtensors import shard_of, whole
-from hf_axonn.engine.stage_tensors import whole_of_all_stages
+from hf_axonn.engine.stage_tensors import over_stages, whole_of_all_stages
 from hf_axonn.engine.state import parallel_state
 
 
@@ -78,12 +77,9 @@ def load_adapters(model: nn.Module, directory: Path) -> None:
     from safetensors.torch import load_file
 
     of_each = {name: get_peft_model_state_dict(model, adapter_name=name) for name in model.peft_config}
-    names = {name: set(own) for name, own in of_each.items()}
-    state = parallel_state(model)
-    if state is not None and state.pipeline is not None:
-        keys = {name: sorted(own) for name, own in of_each.items()}
-        stages = gather_json(keys, state.mesh.device, state.mesh.group("pipe"))
-        names = {name: {key for stage in stages for key in stage[name]} for name in keys}
+    keys, state = {name: list(own) for name, own in of_each.items()}, parallel_state(model)
+    stages = [keys] if state is None else over_stages(keys, state.mesh)
+    names = {name: {key for stage in stages for key in stage[name]} for name in keys}
     for name, own in of_each.items():
         source = directory if name == "default" else directory / name
         try:

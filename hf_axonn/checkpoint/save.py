@@ -42,8 +42,9 @@ from hf_axonn.checkpoint.shard_files import (
 )
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
-from hf_axonn.distributed.consistency import first_problem, gather_json
+from hf_axonn.distributed.consistency import first_problem
 from hf_axonn.distributed.mesh import grid_mesh
+from hf_axonn.engine import stage_tensors
 from hf_axonn.topology.grid import Grid
 
 
@@ -303,11 +304,8 @@ def _facts(name: str, tensor: SavedTensor) -> list[Any]:
 
 
 def over_stages(value: Any, grid: Grid, device: torch.device) -> list[Any]:
-    """What the rank of each place on pipe has as `value`, which is JSON, in order. `gather_texts` over pipe."""
-    if grid.pipe == 1:
-        return [value]
-    group = grid_mesh(grid, device.type).group("pipe")
-    return gather_json(value, device, group)
+    """As that of stage_tensors.py, of a grid; one without pipe needs no process groups."""
+    return [value] if grid.pipe == 1 else stage_tensors.over_stages(value, grid_mesh(grid, device.type))
 
 
 # The save in the background; at most one in a process.

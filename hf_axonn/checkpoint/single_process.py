@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn.adapters.files import load_adapters
 from hf_axonn.checkpoint.hf_loader import fill, refuse_integers
-from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import local, local_slices, shard_of
+from hf_axonn.engine.stage_tensors import over_stages
 from hf_axonn.engine.state import parallel_state
 
 
@@ -113,7 +113,7 @@ def _places(model: nn.Module, groups: list[dict[str, Any]]) -> tuple[list[int], 
     name_of = {id(parameter): name for name, parameter in state.pipeline.model.named_parameters()}
     own = [[name_of[id(parameter)] for parameter in group["params"]] for group in groups]
     known = {name: place for place, name in enumerate(state.pipeline.names)}
-    every = gather_json(own, state.mesh.device, state.mesh.group("pipe"))
+    every = over_stages(own, state.mesh)
     whole = [sorted({name for stage in every for name in stage[group]}) for group in range(len(groups))]
     if unknown := [name for of_group in whole for name in of_group if name not in known]:
         raise ValueError(

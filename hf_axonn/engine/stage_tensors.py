@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,15 +28,19 @@ class Staged:
     outline: Tensor
 
 
+def over_stages(value: Any, mesh: GridMesh) -> list[Any]:
+    """What the rank of each place on pipe has as `value`, which is JSON, in order. `gather_texts` over pipe."""
+    return [value] if mesh.size("pipe") == 1 else gather_json(value, mesh.device, mesh.group("pipe"))
+
+
 def of_all_stages(tensors: Mapping[str, Tensor], mesh: GridMesh) -> dict[str, Staged]:
     """The tensors of all stages by name, in order, the same on all ranks; without pipe those that are given.
 
     Collectives: with pipe `gather_texts` over it.
     """
     facts = [[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in tensors.items()]
-    every = [facts] if mesh.size("pipe") == 1 else gather_json(facts, mesh.device, mesh.group("pipe"))
     found: dict[str, Staged] = {}
-    for pipe, own in enumerate(every):
+    for pipe, own in enumerate(over_stages(facts, mesh)):
         for name, shape, dtype in own:
             found.setdefault(name, Staged(pipe, torch.empty(shape, dtype=getattr(torch, dtype), device="meta")))
     return found
