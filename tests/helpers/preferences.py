@@ -148,9 +148,9 @@ class Quantiles:
     def __init__(self, dp_rank: int) -> None:
         self.dp_rank, self.step, self.place = dp_rank, 0, 0
 
-    def begin(self) -> None:
-        """Completions are generated from here on."""
-        self.step, self.place = self.step + 1, 0
+    def begin(self, step: int) -> None:
+        """Completions are generated from here on, in this step of the run."""
+        self.step, self.place = step, 0
 
     def __call__(self, probabilities, num_samples: int = 1):
         self.place += 1
@@ -211,7 +211,7 @@ def make_groups(
     sampling, generate, prepare = Quantiles(dp_rank), trainer._generate_single_turn, trainer._prepare_inputs
 
     def sampled(*args):
-        sampling.begin()
+        sampling.begin(trainer.state.global_step + 1)
         with mock.patch.object(torch, "multinomial", sampling):
             return generate(*args)
 

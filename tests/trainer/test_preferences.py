@@ -234,17 +234,29 @@ def test_log_probabilities_of_another_reference_are_not_taken(folder):
     run_ranks(_hashes, 2)
 
 
-def saved(folder: Path, output: Path, grid: Grid | None, **options):
-    return fit(
-        make_dpo, folder, output, grid, reference=True, max_steps=4, save_strategy="steps", save_steps=2, **options
-    )
+RESUMED_CASES = {
+    "DPO": dict(make=make_dpo, reference=True),
+    "DPO, adapters": dict(make=make_dpo, peft_config=lora()),
+    "KTO": dict(make=make_kto, reference=True),
+    "rewards, adapters": dict(make=make_reward, peft_config=lora(task_type="SEQ_CLS", modules_to_save=["score"])),
+    "GRPO": dict(make=make_groups),
+    "RLOO, adapters": dict(make=make_groups, kind="RLOO", peft_config=lora()),
+}
 
 
-def _resumed(folder: Path, truth: list[dict]) -> None:
-    history, _, _ = saved(folder, folder / "z2x2", Grid(z=2, x=2))
-    assert worst_difference(history, truth, floor=FLOOR) < TOLERANCE
-    history, _, _ = saved(folder, folder / "y2", Grid(data=2, y=2), resume=folder / "z2x2" / "checkpoint-2")
-    assert worst_difference(without_counts(history), without_counts(truth), floor=FLOOR) < RESUMED
+def saved(case: str, folder: Path, output: Path, grid: Grid | None, **options) -> list[dict]:
+    """What a run of four steps logs, which saves after two of them."""
+    options |= RESUMED_CASES[case] | dict(max_steps=4, save_strategy="steps", save_steps=2)
+    return fit(options.pop("make"), folder, output, grid, **options)[0]
+
+
+def _resumed(folder: Path, truths: dict[str, list[dict]]) -> None:
+    for case, truth in truths.items():
+        history = saved(case, folder, folder / f"{case} z2x2", Grid(z=2, x=2))
+        assert worst_difference(history, truth, floor=FLOOR) < TOLERANCE, (case, history, truth)
+        middle = folder / f"{case} z2x2" / "checkpoint-2"
+        history = saved(case, folder, folder / f"{case} y2", Grid(data=2, y=2), resume=middle)
+        assert worst_difference(without_counts(history), without_counts(truth), floor=FLOOR) < RESUMED, (case, history)
 
 
 @pytest.mark.slow
@@ -253,28 +265,45 @@ def test_a_checkpoint_resumes_on_another_grid(folder, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utils, "_ChunkedLogProbFunction", ExactLogProbs)
-        truth, _, _ = saved(folder, tmp_path / "one", None)
-    run_ranks(_resumed, 4, folder, truth)
+        truths = {
+            case: saved(case, folder, tmp_path / case, None, **({"pairs_of": 2} if case == "KTO" else {}))
+            for case in RESUMED_CASES
+        }
+    run_ranks(_resumed, 4, folder, truths, timeout=900)
 
 
-def _defaults(output: Path, folder: Path, make: Callable, grid: Grid | None) -> list[dict]:
+def _defaults(output: Path, folder: Path, make: Callable, grid: Grid | None, **options) -> list[dict]:
     """As TRL starts by itself: bf16 and gradient checkpointing."""
-    trainer = make(folder, output, grid, bf16=None, gradient_checkpointing=True, reference=True, max_steps=2)
-    trainer.model.float()
-    trainer.ref_model.float()
+    trainer = make(folder, output, grid, bf16=None, gradient_checkpointing=True, **dict(max_steps=2) | options)
+    for model in (trainer.model, getattr(trainer, "ref_model", None)):
+        if model is not None:
+            model.float()
     trainer.train()
     return trainer.state.log_history
 
 
+DEFAULTS = {
+    make_dpo: (dict(reference=True), ("loss", "entropy", "logps/chosen")),
+    make_kto: (dict(reference=True), ("loss", "entropy", "logps/chosen")),
+    make_reward: (dict(), ("loss", "max_reward")),
+    # After a step in 8 bits another token may be drawn, so one step; its loss is 0 but for rounding.
+    make_groups: (dict(max_steps=1), ("reward", "entropy", "completions/mean_length")),
+}
+
+
 def _as_trl_starts(folder: Path, truths: dict) -> None:
     for make, truth in truths.items():
-        history = _defaults(folder / f"defaults {make.__name__}", folder, make, Grid(z=2, x=2))
-        for key in ("loss", "entropy", "logps/chosen"):  # 8 bits: a few parts in 1e3
+        options, keys = DEFAULTS[make]
+        history = _defaults(folder / f"defaults {make.__name__}", folder, make, Grid(z=2, x=2), **options)
+        for key in keys:  # 8 bits: a few parts in 1e3
             mine, true = ([entry[key] for entry in its if key in entry] for its in (history, truth))
-            assert len(mine) == 2 and mine == pytest.approx(true, rel=2e-2), (make, key)
+            assert len(mine) == options.get("max_steps", 2) and mine == pytest.approx(true, rel=2e-2), (make, key)
 
 
 @pytest.mark.slow
 def test_as_trl_starts_by_itself(folder, tmp_path):
-    truths = {make: _defaults(tmp_path / make.__name__, folder, make, None) for make in (make_dpo, make_kto)}
+    truths = {
+        make: _defaults(tmp_path / make.__name__, folder, make, None, **options)
+        for make, (options, _) in DEFAULTS.items()
+    }
     run_ranks(_as_trl_starts, 4, folder, truths)
