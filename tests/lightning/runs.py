@@ -71,9 +71,14 @@ def trainer_of(folder: Path, grid: Grid | None, *callbacks: Any, strategy: Any =
     quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0)
     devices = 1 if grid is None else grid.size
     return L.Trainer(
-        accelerator="cpu", devices=devices, strategy=chosen, default_root_dir=folder, callbacks=list(callbacks),
-        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks), **settings | quiet | options,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=devices,
+        strategy=chosen,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        enable_checkpointing=any(isinstance(each, ModelCheckpoint) for each in callbacks),
+        **settings | quiet | options,
+    )
 
 
 def loaders(grid: Grid | None) -> tuple[DataLoader, DataLoader]:
