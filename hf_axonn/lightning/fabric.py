@@ -67,7 +67,7 @@ class AxonnFabricStrategy(GridProcesses, ParallelStrategy):
         self._backward_sync_control = _sync_control()
 
     def _configure_launcher(self) -> None:
-        if not self.cluster_environment.creates_processes_externally:
+        if self.grid.size > 1 and not self.cluster_environment.creates_processes_externally:
             self._launcher = subprocess_launcher(self, of_trainer=False)
 
     @property

@@ -156,6 +156,9 @@ def put_on_grid(
                 f"precision={precision.precision} needs weights of {wanted}, but the sharded model has "
                 f"{', '.join(sorted(map(str, dtypes)))}: read it with from_pretrained(..., dtype={wanted})."
             )
+        for buffer in model.buffers():  # as `convert` on one process
+            if wanted is not None and buffer.is_floating_point():
+                buffer.data = buffer.to(wanted)
     state.context.averages_itself = True  # where a script calls loss.backward(), as under DistributedDataParallel
     with without(module, model):
         if module is not model:

@@ -72,7 +72,7 @@ class AxonnStrategy(GridProcesses, ParallelStrategy):
         self._failed = False
 
     def _configure_launcher(self) -> None:
-        if not self.cluster_environment.creates_processes_externally:
+        if self.grid.size > 1 and not self.cluster_environment.creates_processes_externally:
             self._launcher = subprocess_launcher(self, of_trainer=True)
 
     def setup_environment(self) -> None:
