@@ -5,6 +5,7 @@ Checked with lightning 2.6. Importing this file imports no Lightning.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -13,11 +14,18 @@ from torch import Tensor, nn
 
 def subprocess_launcher(strategy: Any, *, of_trainer: bool) -> Any:
     """What starts the script anew for each further rank of this node, for Lightning's Trainer or its Fabric."""
-    if of_trainer:
-        from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as Launcher
-    else:
-        from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher as Launcher
-    return Launcher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+    package = "pytorch" if of_trainer else "fabric"
+    module = import_module(f"lightning.{package}.strategies.launchers.subprocess_script")
+    return module._SubprocessScriptLauncher(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+
+
+def tell_rank(rank: int) -> None:
+    """Set the rank by which Lightning decides who prints."""
+    from lightning.fabric.utilities import rank_zero as of_fabric
+    from lightning_utilities.core import rank_zero as shared
+
+    for function in (of_fabric.rank_zero_only, shared.rank_zero_only):
+        vars(function)["rank"] = rank
 
 
 def start_process_group(environment: Any, device: torch.device, backend: str | None, timeout: Any) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from lightning.fabric.strategies import ParallelStrategy
+from lightning.fabric.strategies.parallel import ParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -220,7 +220,7 @@ class AxonnFabricStrategy(GridProcesses, ParallelStrategy):
         sharded = is_sharded_checkpoint(directory)
         if sharded:
             manifest, values = open_checkpoint(directory, self.root_device)
-            rest = values.get(REST, {})
+            rest: dict[str, Any] = values.get(REST, {})
             there = {values.get(MODEL, module_name), values.get(OPTIMIZER), *rest} - {None}
         else:
             rest = super().load_checkpoint(directory, None, strict, weights_only)
@@ -239,7 +239,7 @@ class AxonnFabricStrategy(GridProcesses, ParallelStrategy):
                     module.load_state_dict(values[BESIDE], strict=strict)
         else:
             module.load_state_dict(rest.pop(module_name), strict=strict)
-            if optimizer is not None:
+            if optimizer is not None and optimizer_name is not None:
                 take_ordinary_optimizer(model, optimizer, rest.pop(optimizer_name), directory)
         for name in [name for name in state if name in rest]:
             if hasattr(state[name], "load_state_dict"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +63,7 @@ def clip_by_norm(
 def clip_by_value(optimizer: Optimizer, most: float) -> None:
     """Bound every element of averaged gradients by `most` and its negative. No communication."""
     gradients = [parameter.grad for parameter in _parameters(optimizer) if parameter.grad is not None]
-    own = [SimpleNamespace(grad=local(gradient)) for gradient in gradients]
+    own: list[Any] = [SimpleNamespace(grad=local(gradient)) for gradient in gradients]
     torch.nn.utils.clip_grad_value_(own, most)
 
 

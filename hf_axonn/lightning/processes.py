@@ -14,12 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
-from lightning_utilities.core.rank_zero import rank_zero_only as shared_rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hf_axonn.compat.lightning import gather_tensor, reduce_tensor, start_process_group
+from hf_axonn.compat.lightning import gather_tensor, reduce_tensor, start_process_group, tell_rank
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.config import VARIABLE, AxonnConfig
 from hf_axonn.distributed.collectives import barrier, broadcast_object, reduce_
@@ -106,7 +104,8 @@ class GridProcesses:
     @property
     def root_device(self) -> torch.device:
         """The device of this rank."""
-        return self.parallel_devices[self.local_rank]
+        device: torch.device = self.parallel_devices[self.local_rank]
+        return device
 
     @property
     def num_processes(self) -> int:
@@ -141,7 +140,7 @@ class GridProcesses:
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = shared_rank_zero_only.rank = self.global_rank
+        tell_rank(self.global_rank)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """With `seed_everything(workers=True)`, workers of ranks that share samples draw the same numbers."""

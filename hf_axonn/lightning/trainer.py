@@ -163,7 +163,7 @@ class AxonnStrategy(GridProcesses, ParallelStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         """As the stock method, with the closure before the step and not inside of it: then the step is on shards."""
-        module = model or self.lightning_module
+        module: Any = model or self.lightning_module
         plugin: Any = self.precision_plugin
         if getattr(plugin, "scaler", None) is not None:  # which does the same
             return super().optimizer_step(optimizer, closure, module, **kwargs)
