@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import hf_axonn
 from hf_axonn import AxonnStrategy, Grid, SaveError
 from hf_axonn.checkpoint.manifest import check_complete
+from hf_axonn.engine.dtensors import local, whole
 from tests.helpers.float64 import Float64
 from tests.helpers.launching import TORCHRUN, assert_quiet, run
 from tests.helpers.models import tiny_model
@@ -190,6 +192,51 @@ def on_one_process(folder: Path, truth: dict[str, Any]) -> None:
 def test_four_ranks_train_and_resume_as_one_process(first, second, tmp_path, truth):
     run_ranks(train_and_resume, 4, first, second, tmp_path, truth)
     on_one_process(tmp_path, truth)
+
+
+PLANTED = 2  # the step whose gradients overflow, on one rank
+
+
+class Scaled(Module):
+    """fp16, with an infinite gradient in one step, of which one rank alone has the element; notes the scales."""
+
+    def __init__(self) -> None:
+        super().__init__(dtype=torch.float32, num_hidden_layers=1)
+        self.scales: list[float] = []
+
+    def on_after_backward(self):
+        if len(self.scales) == 2 * PLANTED + 1 and self.trainer.global_rank == self.trainer.world_size - 1:
+            local(self.model.model.layers[0].mlp.up_proj.weight.grad).view(-1)[-1] = float("inf")
+        self.scales.append(float(self.trainer.precision_plugin.scaler.get_scale()))
+
+    def on_before_optimizer_step(self, optimizer):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def fit_scaled(grid: Grid | None, folder: Path) -> dict[str, Any]:
+    module = Scaled()
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    trainer = trainer_of(folder, grid, precision=None, plugins=[plugin])
+    train, val = loaders(grid)
+    trainer.fit(module, train, val)
+    weights = {name: whole(parameter).detach() for name, parameter in module.model.named_parameters()}
+    return {"scales": module.scales, "weights": weights}
+
+
+def on_ranks_with_a_scaler(folder: Path, truth: dict[str, Any]) -> None:
+    for grid in (Grid(x=2), Grid(z=2)):
+        ours = fit_scaled(grid, folder)
+        assert ours["scales"] == truth["scales"] == [1024.0] * 6 + [512.0] * 2
+        torch.testing.assert_close(ours["weights"], truth["weights"], rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.slow
+def test_fp16_scales_and_skips_as_one_process(tmp_path):
+    """Lightning leaves fp16 away on CPUs, so the plugin is what it makes on a GPU."""
+    run_ranks(on_ranks_with_a_scaler, 2, tmp_path, fit_scaled(None, tmp_path))
 
 
 class FromDirectory(Module):
