@@ -16,7 +16,9 @@ __version__ = "0.2.0"
 # public name -> the module of this package that defines it
 _EXPORTS = {
     "AxonnConfig": "config",
+    "AxonnFabricStrategy": "lightning.fabric",
     "AxonnPlugin": "plugin",
+    "AxonnStrategy": "lightning.trainer",
     "GoldfishConfig": "goldfish.trainer",
     "GoldfishMixin": "goldfish.trainer",
     "GoldfishSFTConfig": "goldfish.sft",
@@ -72,6 +74,8 @@ if TYPE_CHECKING:
     from hf_axonn.goldfish.trainer import GoldfishMixin as GoldfishMixin
     from hf_axonn.goldfish.trainer import GoldfishTrainer as GoldfishTrainer
     from hf_axonn.launch.notebook import notebook_launcher as notebook_launcher
+    from hf_axonn.lightning.fabric import AxonnFabricStrategy as AxonnFabricStrategy
+    from hf_axonn.lightning.trainer import AxonnStrategy as AxonnStrategy
     from hf_axonn.monitoring.memory_snapshots import memory_snapshots as memory_snapshots
     from hf_axonn.monitoring.monitor import Monitor as Monitor
     from hf_axonn.monitoring.ranges import named_ranges as named_ranges

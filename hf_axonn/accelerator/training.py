@@ -46,7 +46,8 @@ class GridScheduler(AcceleratedScheduler):
 
 
 @torch.no_grad()
-def _clip(parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+def clip_to_norm(parameters: list[torch.Tensor], max_norm: float, norm: torch.Tensor) -> None:
+    """Scale gradients whose norm over all shards is `norm`, each rank its own part. No communication."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     own = [SimpleNamespace(grad=grad.to_local() if isinstance(grad, DTensor) else grad) for grad in gradients]
     torch.nn.utils.clip_grads_with_norm_(own, max_norm, norm)
@@ -165,7 +166,7 @@ class TrainingMethods:
             states = [state for model in prepared_models(self) if (state := parallel_state(model)) is not None]
             pipelines = [state.pipeline for state in states if state.pipeline is not None]
             norm = norm_over_stages(gradients, pipelines, mesh, norm_type)
-            _clip(parameters, max_norm, norm)
+            clip_to_norm(parameters, max_norm, norm)
             return norm
         meshes = {grad.device_mesh if isinstance(grad, DTensor) else None for grad in gradients}
         if len(meshes) != 1 or None in meshes:
@@ -173,7 +174,7 @@ class TrainingMethods:
             return whole(norm)
         self.unscale_gradients()
         norm = whole(torch.nn.utils.get_total_norm(gradients, norm_type))
-        _clip(parameters, max_norm, norm)
+        clip_to_norm(parameters, max_norm, norm)
         return norm
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True):

@@ -83,14 +83,25 @@ def load_plain_optimizer(
         ValueError: there is none, or it is of other parameters.
     Collectives: with pipe one of `gather_texts` over it; else none.
     """
-    groups = getattr(optimizer, "optimizer", optimizer).param_groups
-    counts, places = _places(model, groups)
     file = Path(directory) / name
     if not file.is_file():
         raise ValueError(f"{directory} has no optimizer state: it was saved without (save_only_model?).")
-    mesh = _mesh_of(model)
+    take_plain_optimizer(model, optimizer, torch.load(file, map_location="cpu", weights_only=True), file)
+
+
+def take_plain_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any], file: str | Path
+) -> None:
+    """Give the optimizer of a parallelized model the `state_dict()` of one process's; `file` is where it comes from.
+
+    Raises:
+        ValueError: it is of other parameters.
+    Collectives: with pipe one of `gather_texts` over it; else none.
+    """
     optimizer = getattr(optimizer, "optimizer", optimizer)
-    saved = torch.load(file, map_location="cpu", weights_only=True)
+    groups = optimizer.param_groups
+    counts, places = _places(model, groups)
+    mesh = _mesh_of(model)
     if counts != [len(group["params"]) for group in saved["param_groups"]]:
         raise ValueError(f"{file} is of other parameters than this run trains.")
     for group, before, own in zip(groups, saved["param_groups"], places, strict=True):

@@ -17,7 +17,7 @@ from packaging.version import InvalidVersion, Version
 
 SWITCH = "AXONN_CHECK_VERSIONS"
 NEEDED = ("torch", "transformers", "accelerate")
-OPTIONAL = ("peft", "trl")  # checked where they are used, not because they are installed
+OPTIONAL = ("peft", "trl", "lightning")  # checked where they are used, not because they are installed
 
 
 def check_versions(*libraries: str) -> None:
@@ -52,7 +52,7 @@ def refusal(*libraries: str) -> str:
 
 
 def requirements(*libraries: str) -> list[Requirement]:
-    """What the metadata of this package requires of these libraries, of peft and trl in extras.
+    """What the metadata of this package requires of these libraries, of those in OPTIONAL in extras.
 
     An extra may ask for less of a needed library, by what can be installed with it; that refuses nothing.
 

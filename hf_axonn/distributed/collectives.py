@@ -352,6 +352,13 @@ def broadcast_text(text: str, device: torch.device) -> str:
     return bytes(broadcast_(content).tolist()).decode()
 
 
+def broadcast_object(value: Any, source: int, device: torch.device) -> Any:
+    """What rank `source` of the world has as `value`, pickled; `device` is this rank's. Two broadcasts over it."""
+    objects = [value]
+    dist.broadcast_object_list(objects, source, device=device)
+    return objects[0]
+
+
 def barrier() -> None:
     """Wait for all ranks of the world; nothing on one process.
 

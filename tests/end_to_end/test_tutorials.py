@@ -31,6 +31,7 @@ LEAVES = {
     "docs/tutorials/fine_tune.md": ["trained/axonn_checkpoint.json", "runs/report/report.html"],
     "docs/tutorials/cluster.md": ["grid/checkpoint-6/axonn_checkpoint.json", "plain/model.safetensors"],
     "docs/tutorials/audit.md": ["overlaps.json", "runs/report/report.html", "audit.tar"],
+    "docs/how_to/lightning.md": ["exported/model.safetensors", "loop/lightning.pt"],
     "docs/how_to/lora.md": ["adapters/adapter_model.safetensors", "runs/adapters/summary.json"],
     "docs/how_to/evaluate.md": ["my-model/model.safetensors", "results"],
     "docs/how_to/resume.md": ["out/checkpoint-6/trainer_state.json"],
