@@ -81,9 +81,10 @@ class Arrival(ElsewhereLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden = super().forward(*args, **kwargs)
-        assert self._context.stage is not None and self._context.stage.received is not None
-        self._context.tokens = self._state.tokens_of(hidden)
-        return self._context.stage.received
+        stage = self._context.stage
+        assert stage is not None and stage.received is not None
+        self._context.tokens = stage.tokens = self._state.tokens_of(hidden)
+        return stage.received
 
 
 class Departure(ElsewhereLayer):
@@ -97,7 +98,7 @@ class Departure(ElsewhereLayer):
         hidden = super().forward(*args, **kwargs)
         tokens, stage = self._context.tokens, self._context.stage
         assert tokens is not None and stage is not None
-        stage.handed, self._context.tokens = hidden, None
+        stage.handed, stage.tokens, self._context.tokens = hidden, tokens, None
         return zeros(tokens.batch, tokens.seq, tokens.features or hidden.shape[-1], like=hidden)
 
 
