@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_axonn.compat.torch import at_end_of_backward, pipeline_schedule, run_schedule
-from hf_axonn.compat.transformers import record_outputs
+from hf_axonn.compat.transformers import input_embedding, output_embedding, record_outputs
 from hf_axonn.distributed.collectives import broadcast_over, reduce_, swap, waiting
 from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.distributed.watchdog.progress import PROGRESS
@@ -32,6 +32,7 @@ from hf_axonn.layers.dropout import dropout_names, probability
 from hf_axonn.losses.router_aux import carried_experts
 from hf_axonn.pipeline.norms import watch_norms
 from hf_axonn.pipeline.stages import Stage, Stages
+from hf_axonn.pipeline.stand_ins import ElsewhereEmbedding, ElsewhereWrapper
 from hf_axonn.pipeline.transfers import receive, send, share
 
 
@@ -87,16 +88,31 @@ class Pipeline:
             any(parameter.requires_grad for parameter in self.parameters),
             any(probability(module, *dropout_names(module))() for module in self.model.modules()),
             [stage.index for stage in self.stages.own],
+            [hasattr(module, "base_layer") for module in (input_embedding(self.model), output_embedding(self.model))],
         ]
         every = gather_json(facts, self.state.mesh.device, self.group)
-        self.stages.drops = any(drops for _, drops, _ in every)
-        idle = sorted(stage for trains, _, its in every for stage in its if not trains)
+        self.stages.drops = any(drops for _, drops, _, _ in every)
+        self._adapted_ends(embedding=any(its[0] for *_, its in every), head=any(its[1] for *_, its in every))
+        idle = sorted(stage for trains, _, its, _ in every for stage in its if not trains)
         if idle and len(idle) < self.stages.total:
             raise ValueError(
                 f"of {self.stages.total} stages over pipe, {', '.join(map(str, idle))} would have nothing to train, "
                 "and an optimizer wants parameters: let each stage train some (stage_layers says which layers it "
                 "has), or use a grid without pipe."
             )
+
+    def _adapted_ends(self, *, embedding: bool, head: bool) -> None:
+        """Give a weight that both ends have the name that an adapter around the embedding gives it on one process, and
+        let nobody merge an adapter into the half of it that one stage has."""
+        tied = self.stages.tied
+        if tied is None or not (embedding or head):
+            return
+        if embedding and isinstance(tied, ElsewhereEmbedding) and input_embedding(self.model) is tied:
+            name = next(name for name, module in self.model.named_modules() if module is tied)
+            self.model.set_submodule(name, ElsewhereWrapper(tied))
+        for module in (input_embedding(self.model), output_embedding(self.model)):
+            if hasattr(module, "base_layer"):
+                vars(module)["merge"] = _refuse_merge
 
     @torch.no_grad()
     def _add_up_tied(self) -> None:
@@ -391,6 +407,14 @@ class _StageModule(nn.Module):
                 error.add_note(f"in stage {self._stage.index} of {self._stages.total}, micro-batch {micro_batch}")
                 raise
             return loss if self._stage.last else self._stages.handed(passing)
+
+
+def _refuse_merge(*_: Any, **__: Any) -> None:
+    raise ValueError(
+        "an adapter of an embedding or a head that share their weight cannot be merged over a grid with pipe: "
+        "the first and the last stage both have the weight, and one of them the adapter. Save the adapters with "
+        "save_pretrained, and merge them on one process or on a grid without pipe."
+    )
 
 
 def _autocast(device_type: str) -> torch.autocast:

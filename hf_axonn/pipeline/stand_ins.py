@@ -51,6 +51,28 @@ class ElsewhereEmbedding(nn.Module):
         return zeros(*ids.shape, self.embedding_dim, like=like)
 
 
+class ElsewhereWrapper(nn.Module):
+    """Where the embedding of another stage has an adapter around it: the weight has its name with the adapter here,
+    too. PEFT takes it off as it does an adapter."""
+
+    elsewhere = True
+
+    def __init__(self, base_layer: ElsewhereEmbedding) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    @property
+    def weight(self) -> nn.Parameter | None:
+        return self.base_layer.weight
+
+    def get_base_layer(self) -> ElsewhereEmbedding:
+        return self.base_layer
+
+    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = self.base_layer(ids)
+        return result
+
+
 class ElsewhereLayer(nn.Module):
     """A layer or norm of another stage: hands on what it got.
 
