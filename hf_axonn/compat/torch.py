@@ -496,6 +496,7 @@ def pipeline_schedule(
         for module, (index, given, handed) in stages
     ]
     for stage in made:
+        _receive_on_demand(stage)
         for method in ("forward", "backward", "backward_weight"):
             original = getattr(stage, f"{method}_one_chunk")
             setattr(stage, f"{method}_one_chunk", told(original, method, stage.stage_index))
@@ -509,6 +510,42 @@ def pipeline_schedule(
     schedule = classes[name](made[0] if single else made, micro_batches, loss_fn=loss_of, scale_grads=False)
     schedule.of_grid = made
     return schedule
+
+
+def _receive_on_demand(stage: Any) -> None:
+    """Let a stage have receive buffers for the micro-batches under way only. torch makes those of all micro-batches
+    when a schedule runs first, and keeps them, with the gradients of what was received."""
+    tables = {"get_fwd_recv_ops": stage.args_recv_info, "get_bwd_recv_ops": stage.grad_recv_info}
+    emptied = False
+
+    def release(micro_batch: int) -> None:
+        for table in tables.values():
+            for its in table.get(micro_batch, ()):
+                its.buffer = None
+
+    def with_room(method: Callable[[int], Any], table: dict) -> Callable[[int], Any]:
+        def call(micro_batch: int) -> Any:
+            nonlocal emptied
+            if not emptied:
+                emptied = True
+                for each in range(stage.chunks):
+                    release(each)
+            for its in table.get(micro_batch, ()):
+                if its.buffer is None and its.tensor_meta is not None:
+                    its.buffer = torch.empty(its.tensor_meta.shape, dtype=its.tensor_meta.dtype, device=stage.device)
+            return method(micro_batch)
+
+        return call
+
+    for name, table in tables.items():
+        setattr(stage, name, with_room(getattr(stage, name), table))
+    backward = stage.backward_one_chunk
+
+    def released(micro_batch: int, *args: Any, **kwargs: Any) -> None:
+        backward(micro_batch, *args, **kwargs)
+        release(micro_batch)  # what is sent on of it is held by `bwd_cache`
+
+    stage.backward_one_chunk = released
 
 
 def run_schedule(

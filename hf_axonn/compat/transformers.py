@@ -7,12 +7,17 @@ import functools
 import os
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
 
 from packaging.version import Version
 from torch import Tensor, nn
 
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.compat.torch import groups_with_timeout
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def input_embedding(model: nn.Module) -> nn.Module | None:
@@ -65,6 +70,14 @@ def without_report(model: nn.Module, elsewhere: set[str]) -> None:
     model.all_tied_weights_keys = {  # type: ignore[assignment]
         name: other for name, other in tied.items() if name in here and other in here
     }
+
+
+def record_outputs(model: nn.Module) -> None:
+    """Let a model that records outputs of its modules on demand do so with all modules that it has now. By itself it
+    would take those that it has when such an output is first asked for."""
+    from transformers.utils.output_capturing import maybe_install_capturing_hooks
+
+    maybe_install_capturing_hooks(cast("PreTrainedModel", model))
 
 
 def wrap_checkpointing(layer: nn.Module, wrap: Callable[[Callable], Callable]) -> None:

@@ -27,11 +27,18 @@ class StagePass:
         received: the residual stream as the stage before has sent it, None in the first.
         last: whether it is the last stage, which has the head and the loss.
         handed: the residual stream for the next stage, when the stage has come to its end.
+        routing: sums over the routers of the stages before (losses/router_aux.py), and then of this one too; None
+            where no auxiliary loss is wanted.
+        tokens: the batch in its layers, once that is known.
+        real: (rows, columns) of the batch before it was filled up to a larger one; None: all are its own.
     """
 
     received: Tensor | None
     last: bool
     handed: Tensor | None = None
+    routing: Tensor | None = None
+    tokens: Tokens | None = None
+    real: tuple[int, int] | None = None
 
 
 class PassContext:

@@ -12,6 +12,10 @@ Which it is a probe decides: the function is called on random logits, with a mas
 z) afterwards, so each rank's own share is multiplied by their number. Without gradients (evaluation) nothing is
 marked: as with every loss there, a rank computes that of its own samples.
 
+Over pipe a stage has the routers of its own layers. It adds their sums to those that the stage before has handed on
+with the residual stream, hands them on, and the last one makes the loss of them: that of Switch Transformers is the
+only one that is known to be made of sums, so a model with another one is refused. Gradients go back the same way.
+
 Source: Switch Transformers (arXiv 2101.03961), equations 4 to 6.
 """
 
@@ -20,20 +24,58 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from hf_axonn.compat.transformers import text_config
 from hf_axonn.distributed.collectives import all_reduce, gather_replicated, reduce_, start_all_gather
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import Tokens, gather_tokens, pad_dim
+from hf_axonn.engine.context import StagePass
 from hf_axonn.engine.dtensors import scale_gradient
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward
 
 
+if TYPE_CHECKING:
+    from hf_axonn.topology.grid import Grid
+
+
 FUNCTION = "load_balancing_loss_func"
 ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+def carried_experts(model: nn.Module) -> int:
+    """E of a model whose auxiliary loss stages of a pipeline can make together; 0 of others. No communication."""
+    function = _function_of(model)
+    if function is None or not _is_of_switch(getattr(function, "of_one_process", function)):
+        return 0
+    owners, names = (model, text_config(model)), ("num_experts", "num_local_experts")
+    found = (getattr(owner, name, None) for owner in owners for name in names)
+    return next((number for number in found if isinstance(number, int)), 0)
+
+
+def check_routers(model: nn.Module, grid: Grid) -> None:
+    """Refuse an auxiliary loss that stages of a pipeline cannot make together. No communication.
+
+    Raises:
+        ValueError: it is not known to be made of sums over layers and tokens.
+    """
+    if not carried_experts(model):
+        raise ValueError(
+            f"output_router_logits=True is not possible for {type(model).__name__} over a grid with pipe ({grid}): no "
+            "rank has the routers of all layers, and its auxiliary loss is not known to be made of sums over layers, "
+            "as that of Switch Transformers is. Set it to False, which leaves the auxiliary loss away, or use a grid "
+            "without pipe."
+        )
+
+
+def empty_routing(experts: int, device: torch.device | str) -> Tensor:
+    """Room for the sums of routers that travel between stages: choices of each expert, tokens, probability of each
+    expert. In float64, which counts exactly. [2 * E + 1]"""
+    return torch.empty(2 * experts + 1, dtype=torch.float64, device=device)
 
 
 class RouterLogits(tuple):
@@ -58,13 +100,22 @@ def full_router_logits(logits: Tensor, tokens: Tokens, mesh: GridMesh) -> Tensor
 
 def install_router_loss(state: ParallelState, model: nn.Module) -> None:
     """Make the auxiliary loss of a model that has one that of all ranks."""
-    names = getattr(inspect.unwrap(type(model).forward), "__globals__", {})
-    base = getattr(model, getattr(model, "base_model_prefix", None) or "", None)
-    if FUNCTION not in names or not isinstance(base, nn.Module) or base is model:
+    function = _function_of(model)
+    if function is None:
         return
-    RouterLoss(state, model, base)
-    if not hasattr(names[FUNCTION], "of_one_process"):
-        names[FUNCTION] = _of_all_ranks(names[FUNCTION])
+    RouterLoss(state, model, getattr(model, model.base_model_prefix))
+    if not hasattr(function, "of_one_process"):
+        _names_of(model)[FUNCTION] = _of_all_ranks(function)
+
+
+def _function_of(model: nn.Module) -> Callable | None:
+    """What the forward of a model with a base model calls `load_balancing_loss_func`; None if it calls no such."""
+    base = getattr(model, getattr(model, "base_model_prefix", None) or "", None)
+    return _names_of(model).get(FUNCTION) if isinstance(base, nn.Module) and base is not model else None
+
+
+def _names_of(model: nn.Module) -> dict:
+    return getattr(inspect.unwrap(type(model).forward), "__globals__", {})
 
 
 def _of_all_ranks(original: Callable) -> Callable:
@@ -94,13 +145,19 @@ class RouterLoss:
 
     def _base(self, original: Callable, *args, **kwargs):
         output = original(*args, **kwargs)
-        if torch.is_grad_enabled() and isinstance(output, dict) and output.get("router_logits"):
+        if not isinstance(output, dict):
+            return output
+        if self.state.context.stage is not None:  # which may have no router
+            output["router_logits"] = RouterLogits(output.get("router_logits") or (), self)
+        elif torch.is_grad_enabled() and output.get("router_logits"):
             output["router_logits"] = RouterLogits(output["router_logits"], self)
         return output
 
     def compute(self, original: Callable, arguments: dict) -> Tensor:
         """The loss of all (data, z), or this rank's share of it where the losses of the ranks are to be added up."""
         mesh = self.state.mesh
+        if self.state.context.stage is not None:
+            return self._of_stage(self.state.context.stage, **arguments)
         samples = mesh.size("data", "z")
         if samples == 1:
             value = original(**arguments)
@@ -109,6 +166,47 @@ class RouterLoss:
         else:
             value = original(**_of_all_tokens(arguments, mesh))
         return value / samples if self._is_share else value
+
+    def _of_stage(
+        self,
+        stage: StagePass,
+        gate_logits: tuple[Tensor, ...],
+        num_experts: int,
+        top_k: int = 2,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """The loss of the routers of all stages in the last one; elsewhere 0, and `stage.routing` goes on.
+
+        Without gradients that of this rank's own samples. Collectives: as `switch_loss`, in the last stage.
+        """
+        mesh, wanted = self.state.mesh, len(empty_routing(num_experts, "meta"))
+        if stage.routing is not None and len(stage.routing) != wanted:
+            raise ValueError(
+                f"the auxiliary loss is of {num_experts} experts, but the stage before has handed on sums of "
+                f"{len(stage.routing) // 2}: every layer of a pipeline needs as many experts."
+            )
+        counts, probability = _sums(gate_logits, num_experts, top_k, _real(stage, attention_mask), mesh.device)
+        routing = torch.cat([counts.double(), probability.double()])
+        stage.routing = routing if stage.routing is None else stage.routing + routing
+        if not stage.last:
+            return stage.routing.new_zeros((), dtype=torch.float32)
+        sums, probability = stage.routing.split([num_experts + 1, num_experts])
+        counts, probability = sums.detach().to(torch.int64), probability.to(torch.float32)
+        if not torch.is_grad_enabled():
+            return _switch_loss(counts, probability)
+        value = _switch_loss(*_of_all_samples(counts, probability, mesh))
+        return value / mesh.size("data", "z") if self._is_share else value
+
+
+def _real(stage: StagePass, attention_mask: Tensor | None) -> Tensor | None:
+    """The mask of a batch whose last rows and columns may only have filled it up."""
+    tokens = stage.tokens
+    if stage.real is None or tokens is None or stage.real == (tokens.batch, tokens.seq):
+        return attention_mask
+    rows, columns = stage.real
+    mask = torch.zeros(tokens.batch, tokens.seq, dtype=torch.int64)
+    mask[:rows, :columns] = 1
+    return mask if attention_mask is None else mask.to(attention_mask.device) * attention_mask.to(torch.int64)
 
 
 def switch_loss(
@@ -126,25 +224,43 @@ def switch_loss(
         attention_mask: [B, S], 0 where a token is padding.
         mesh: whose (data, z) hold other tokens; None on one process. Two all-reduces.
     """
-    device = gate_logits[0].device
-    real = torch.ones(gate_logits[0].shape[0], dtype=torch.int64, device=device)
-    if attention_mask is not None:
-        real = attention_mask.reshape(-1).to(device, torch.int64)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)  # of choices, and last of tokens
-    probability = 0
+    counts, probability = _sums(gate_logits, num_experts, top_k, attention_mask, gate_logits[0].device)
+    if mesh is not None:
+        counts, probability = _of_all_samples(counts, probability, mesh)
+    return _switch_loss(counts, probability)
+
+
+def _sums(
+    gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int, attention_mask: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Over the layers and real tokens: (choices of each expert, and last the tokens [E + 1], probabilities [E])."""
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=device)
+    probability = torch.zeros(num_experts, dtype=torch.float32, device=device)
     for logits in gate_logits:
         probabilities = logits.to(device).softmax(dim=-1)
+        if attention_mask is None:
+            real = torch.ones(len(probabilities), dtype=torch.int64, device=device)
+        else:
+            real = attention_mask.reshape(-1).to(device, torch.int64)
         chosen = probabilities.topk(top_k, dim=-1).indices.flatten()
         counts.index_add_(0, chosen, real.repeat_interleave(top_k))
         counts[-1] += real.sum()
         probability = probability + (probabilities.float() * real[:, None]).sum(dim=0)
-    if mesh is not None:
-        group = mesh.group("data", "z")
-        counts = reduce_(counts, group)
-        probability = all_reduce(scale_gradient(probability, group.size()), group)
+    return counts, probability
+
+
+def _of_all_samples(counts: Tensor, probability: Tensor, mesh: GridMesh) -> tuple[Tensor, Tensor]:
+    """The sums over the samples of all (data, z), in two all-reduces."""
+    group = mesh.group("data", "z")
+    return reduce_(counts, group), all_reduce(scale_gradient(probability, group.size()), group)
+
+
+def _switch_loss(counts: Tensor, probability: Tensor) -> Tensor:
+    """The loss of sums; 0 of no tokens, as of a batch that fills up a step."""
     # Whole numbers while they are summed: float32 counts no further than 2**24.
-    chosen, tokens = counts.to(torch.float32).split([num_experts, 1])
-    return (chosen / tokens * (probability / tokens)).sum() * num_experts
+    chosen, tokens = counts.to(torch.float32).split([len(probability), 1])
+    tokens = tokens.clamp(min=1)
+    return (chosen / tokens * (probability / tokens)).sum() * len(probability)
 
 
 @functools.cache

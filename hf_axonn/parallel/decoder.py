@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from hf_axonn.architectures.plan import ShardingPlan
 from hf_axonn.compat.transformers import checkpoints_in_forward, wrap_checkpointing
 from hf_axonn.distributed.collectives import gather_replicated
-from hf_axonn.engine.activation_layouts import features_to_tokens, gather_tokens, take_tokens
+from hf_axonn.engine.activation_layouts import Tokens, features_to_tokens, gather_tokens, take_tokens
 from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward, split_hidden_states
@@ -157,7 +157,9 @@ def _decoder(state: ParallelState, ended: bool, original: Callable, /, *args, **
     output = original(*args, **kwargs)
     if isinstance(output, dict) and output.get("attentions") is not None:
         output["attentions"] = tuple(_all_heads(state, weights) for weights in output["attentions"])
-    tokens = state.context.tokens
+    tokens, stage = state.context.tokens, state.context.stage
+    if stage is not None and not stage.last and isinstance(output, dict):
+        _gather_routers(state, output, stage.tokens)
     if tokens is None or not tokens.sharded:
         state.context.tokens = None
         return output
@@ -172,10 +174,7 @@ def _decoder(state: ParallelState, ended: bool, original: Callable, /, *args, **
         if output.get("hidden_states") is not None:  # the first is what came out of the embedding
             first, *others, final = output["hidden_states"]
             output["hidden_states"] = (first, *map(full, others), final if ended else full(final))
-        if output.get("router_logits") is not None:
-            output["router_logits"] = tuple(
-                full_router_logits(logits, tokens, state.mesh) for logits in output["router_logits"]
-            )
+        _gather_routers(state, output, tokens)
     elif any(isinstance(value, tuple) for value in output):
         raise ValueError("output_hidden_states and output_attentions of a parallelized model need return_dict=True.")
     else:
@@ -183,6 +182,14 @@ def _decoder(state: ParallelState, ended: bool, original: Callable, /, *args, **
     if not leave:
         state.context.tokens = None
     return output
+
+
+def _gather_routers(state: ParallelState, output: dict, tokens: Tokens | None) -> None:
+    """Let the router logits of an output be those of all tokens. Collectives: those of `full_router_logits`."""
+    if tokens is not None and tokens.sharded and output.get("router_logits") is not None:
+        output["router_logits"] = tuple(
+            full_router_logits(logits, tokens, state.mesh) for logits in output["router_logits"]
+        )
 
 
 def _all_heads(state: ParallelState, weights: Tensor) -> Tensor:

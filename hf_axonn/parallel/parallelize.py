@@ -40,6 +40,7 @@ from hf_axonn.engine.loss_scaling import check_gradients_together
 from hf_axonn.engine.optimizer_steps import step_on_shards
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ParallelState, is_parallelized
+from hf_axonn.losses.router_aux import check_routers
 from hf_axonn.parallel.batch_check import install_batch_check
 from hf_axonn.parallel.compiled import compile_regions
 from hf_axonn.parallel.install import install_layers, shard_parameters
@@ -167,16 +168,12 @@ def _check_pipe(model: nn.Module, grid: Grid) -> None:
     """Refuse what a pipeline cannot have. Changes nothing.
 
     Raises:
-        ValueError: its training loss has a part that needs the routers of all layers.
+        ValueError: its training loss has a part that stages cannot make together (`check_routers`).
     """
     config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "output_router_logits", False):
-        raise ValueError(
-            f"output_router_logits=True is not possible over a grid with pipe ({grid}), on which no rank has the "
-            "routers of all layers: set it to False in the model's config, which leaves the auxiliary loss away, or "
-            "use a grid without pipe."
-        )
+        check_routers(without_peft(model), grid)
 
 
 # Libraries whose Linears hold their weights in fewer bits.

@@ -1,7 +1,7 @@
 """The forward of a model that is divided into stages, as scripts call it.
 
 in training with labels   a schedule: the rows of the batch are its micro-batches
-else                      one stage after another
+else                      one stage after another; also for the auxiliary loss of routers, which is no sum over rows
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.layers.base import patch_forward
 from hf_axonn.layers.vocabulary import check_vocabulary
 from hf_axonn.losses.causal_lm import IGNORE_INDEX, kept_labels
+from hf_axonn.losses.router_aux import check_routers
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.pipeline.pipeline import Pipeline
 
 
 logger = get_logger(__name__)
 ROUNDS = 4  # micro-batches for each stage, from which on a fifth of a step or less is waiting
-REFUSED = ("inputs_embeds", "past_key_values", "output_hidden_states", "output_attentions", "output_router_logits")
+REFUSED = ("inputs_embeds", "past_key_values", "output_hidden_states", "output_attentions")
 
 
 def install_pipeline(model: nn.Module, pipeline: Pipeline) -> None:
@@ -38,15 +39,28 @@ def install_pipeline(model: nn.Module, pipeline: Pipeline) -> None:
     def forward(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if pipeline.state.context.stage is not None:
             return original(*args, **kwargs)
-        given = _arguments(signature, args, kwargs)
+        given = _arguments(pipeline, signature, args, kwargs)
         _check_tokens(model, pipeline, given)
-        if model.training and torch.is_grad_enabled() and _labels(given) is not None:
+        trains = model.training and torch.is_grad_enabled() and _labels(given) is not None
+        if trains and pipeline.experts_of(given):
+            _warn_of_routers(pipeline)
+        elif trains:
             return _scheduled(model, pipeline, original, given)
         return pipeline.one_after_another(functools.partial(original, **given))
 
     patch_forward(model, forward)
     if hasattr(model, "generate"):
         vars(model)["generate"] = _refuse_generate
+
+
+def _warn_of_routers(pipeline: Pipeline) -> None:
+    if world_rank() == 0:
+        _warn_once(
+            "the auxiliary loss of routers is of a whole batch and no sum over its rows, so this loop's batches go "
+            f"through the {pipeline.stages.total} stages one after another, and most of the time all but one wait. "
+            "Under Trainer the batches of an accumulation step are a pipeline; so are the rows of a batch with "
+            "output_router_logits=False, which leaves this loss away."
+        )
 
 
 def _refuse_generate(*_: Any, **__: Any) -> None:
@@ -56,7 +70,9 @@ def _refuse_generate(*_: Any, **__: Any) -> None:
     )
 
 
-def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _arguments(
+    pipeline: Pipeline, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """What the model is called with, by name.
 
     Raises:
@@ -69,6 +85,8 @@ def _arguments(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict
     for name in REFUSED:
         if given.get(name) is not None and given[name] is not False:
             raise ValueError(f"{name} is not possible over a grid with pipe: leave it away.")
+    if given.get("output_router_logits"):
+        check_routers(pipeline.model, pipeline.state.grid)
     if given.get("return_dict") is False:
         raise ValueError("return_dict=False is not possible over a grid with pipe: leave it away.")
     if not isinstance(given.get("input_ids"), Tensor):
@@ -154,8 +172,12 @@ def by_row(value: Any, rows: int) -> bool:
 
 
 @functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
 def _warn(rows: int, wanted: int, pipe: int, schedule: str) -> None:
-    logger.warning(
+    _warn_once(
         f"a batch of {rows} row(s) is too short for pipe={pipe} and schedule {schedule} and was filled up to {wanted} "
         "with rows that count nothing. Unless this was the end of an epoch, give each (data, z) position more."
     )

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hf_axonn.compat.torch import at_end_of_backward, pipeline_schedule, run_schedule
+from hf_axonn.compat.transformers import input_embedding, output_embedding, record_outputs
 from hf_axonn.distributed.collectives import broadcast_over, reduce_, swap, waiting
 from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.distributed.watchdog.progress import PROGRESS
@@ -28,12 +29,14 @@ from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.engine.matmul3d import finish_deferred
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.dropout import dropout_names, probability
+from hf_axonn.losses.router_aux import carried_experts
 from hf_axonn.pipeline.norms import watch_norms
 from hf_axonn.pipeline.stages import Stage, Stages
+from hf_axonn.pipeline.stand_ins import ElsewhereEmbedding, ElsewhereWrapper
 from hf_axonn.pipeline.transfers import receive, send, share
 
 
-SHARED = ("loss", "logits")  # of an output, which all ranks of pipe have
+SHARED = ("loss", "logits", "aux_loss")  # of an output, which all ranks of pipe have
 
 
 class Pipeline:
@@ -52,6 +55,9 @@ class Pipeline:
         self.model = model
         self.names = names
         self.group = state.mesh.group("pipe")
+        self.experts = carried_experts(model)
+        if self.experts and len(stages.own) > 1:
+            record_outputs(stages.decoder)
         self._schedules: dict[tuple[Any, ...], tuple[Any, list[_StageModule]]] = {}
         watch_norms(self)
         PROGRESS.pipe = self.here
@@ -64,6 +70,13 @@ class Pipeline:
         """Of this rank's stages, with those of adapters."""
         return list(self.model.parameters())
 
+    def experts_of(self, given: Mapping[str, Any]) -> int:
+        """Of how many experts a call of the model wants the auxiliary loss of routers; 0: it wants none."""
+        wanted = given.get("output_router_logits")
+        if wanted is None:
+            wanted = getattr(self.model.config, "output_router_logits", False)
+        return self.experts if wanted else 0
+
     def know_modules(self) -> None:
         """Look at the model once it has its modules, and again when adapters have come. Collectives over pipe: those
         of `gather_texts`.
@@ -75,16 +88,31 @@ class Pipeline:
             any(parameter.requires_grad for parameter in self.parameters),
             any(probability(module, *dropout_names(module))() for module in self.model.modules()),
             [stage.index for stage in self.stages.own],
+            [hasattr(module, "base_layer") for module in (input_embedding(self.model), output_embedding(self.model))],
         ]
         every = gather_json(facts, self.state.mesh.device, self.group)
-        self.stages.drops = any(drops for _, drops, _ in every)
-        idle = sorted(stage for trains, _, its in every for stage in its if not trains)
+        self.stages.drops = any(drops for _, drops, _, _ in every)
+        self._adapted_ends(embedding=any(its[0] for *_, its in every), head=any(its[1] for *_, its in every))
+        idle = sorted(stage for trains, _, its, _ in every for stage in its if not trains)
         if idle and len(idle) < self.stages.total:
             raise ValueError(
                 f"of {self.stages.total} stages over pipe, {', '.join(map(str, idle))} would have nothing to train, "
                 "and an optimizer wants parameters: let each stage train some (stage_layers says which layers it "
                 "has), or use a grid without pipe."
             )
+
+    def _adapted_ends(self, *, embedding: bool, head: bool) -> None:
+        """Give a weight that both ends have the name that an adapter around the embedding gives it on one process, and
+        let nobody merge an adapter into the half of it that one stage has."""
+        tied = self.stages.tied
+        if tied is None or not (embedding or head):
+            return
+        if embedding and isinstance(tied, ElsewhereEmbedding) and input_embedding(self.model) is tied:
+            name = next(name for name, module in self.model.named_modules() if module is tied)
+            self.model.set_submodule(name, ElsewhereWrapper(tied))
+        for module in (input_embedding(self.model), output_embedding(self.model)):
+            if hasattr(module, "base_layer"):
+                vars(module)["merge"] = _refuse_merge
 
     @torch.no_grad()
     def _add_up_tied(self) -> None:
@@ -146,18 +174,21 @@ class Pipeline:
         """The place on pipe of the last stage."""
         return (self.stages.total - 1) % self.state.mesh.size("pipe")
 
-    def train(self, calls: Sequence[Callable[[], Tensor]], batch: int, seq: int) -> tuple[Tensor, Gradients]:
+    def train(
+        self, calls: Sequence[Callable[[], Tensor]], batch: int, seq: int, experts: int = 0
+    ) -> tuple[Tensor, Gradients]:
         """Run micro-batches forward and backward.
 
         Args:
             calls: one for each micro-batch, which calls the model with it and returns its loss, or anything in stages
                 that have none. All of [batch, seq] tokens; as many on every rank.
+            experts: as `experts_of` says, the same for all.
         Returns:
             (the losses of the micro-batches [m] on all ranks of pipe, the gradients of their sum on this rank).
         Raises:
             ValueError: under autocast in float16.
         Collectives: those of the stages; point to point between neighbours of pipe the residual stream of each
-            micro-batch and its gradient; one all-reduce of the losses over pipe.
+            micro-batch and its gradient, and sums of routers; one all-reduce of the losses over pipe.
         """
         device_type = self.state.mesh.device.type
         if torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.float16:
@@ -165,7 +196,7 @@ class Pipeline:
                 "autocast in float16 is not possible over a grid with pipe: a pipeline makes its gradients in the "
                 "forward pass, before a GradScaler has scaled the loss. Use bfloat16."
             )
-        schedule, modules = self._schedule(len(calls), batch, seq)
+        schedule, modules = self._schedule(len(calls), batch, seq, experts)
         autocast = _autocast(device_type)
         seeds = self.stages.seeds(training=True)
         for module in modules:
@@ -203,14 +234,14 @@ class Pipeline:
         dtype = torch.promote_types(self.stages.dtype, torch.float32)
         return shared.to(dtype), Gradients(parameters, found)
 
-    def _schedule(self, micro_batches: int, batch: int, seq: int) -> tuple[Any, list[_StageModule]]:
-        key = micro_batches, batch, seq, self.stages.stream_dtype()
+    def _schedule(self, micro_batches: int, batch: int, seq: int, experts: int) -> tuple[Any, list[_StageModule]]:
+        key = micro_batches, batch, seq, experts, self.stages.stream_dtype()
         if key not in self._schedules:
-            stream = torch.empty(self.stages.block_shape(batch, seq), dtype=key[-1], device="meta", requires_grad=True)
+            travels = tuple(each.requires_grad_() for each in self.stages.outlines(batch, seq, experts))
             loss = torch.empty((), dtype=torch.promote_types(self.stages.dtype, torch.float32), device="meta")
             modules = [_StageModule(self.stages, stage) for stage in self.stages.own]
             ends = [
-                ((stage.index), () if stage.first else (stream,), (loss,) if stage.last else (stream,))
+                (stage.index, () if stage.first else travels, (loss,) if stage.last else travels)
                 for stage in self.stages.own
             ]
             self._schedules[key] = (
@@ -236,23 +267,24 @@ class Pipeline:
         return functools.partial(finish_deferred, self.state, deferred)
 
     def one_after_another(self, call: functools.partial[Any]) -> Any:
-        """Call the model, one stage after the other. The loss and the logits of its output are on all ranks of pipe.
+        """Call the model, one stage after the other. The loss, the logits and the auxiliary loss of routers
+        are on all ranks of pipe; of router logits a rank has those of its own layers only, so they are left away.
 
         Collectives: those of the stages; point to point between neighbours of pipe the residual stream, and in
-        backward its gradient; broadcasts over pipe of loss and logits.
+        backward its gradient; broadcasts over pipe of loss, logits and the auxiliary loss.
         """
         sent: list[Tensor] = []
         output, seeds = None, self.stages.seeds(training=self.model.training)
         for stage in self.stages.own:
-            received = None
+            received: tuple[Tensor, ...] = ()
             if not stage.first:
-                shape = self.stages.block_shape(*self._shape_of(call))
-                received = receive(shape, self.stages.stream_dtype(), self.state.mesh, stage.index - 1)
+                outlines = self.stages.outlines(*self._shape_of(call), self.experts_of(call.keywords))
+                received = receive(outlines, self.state.mesh, stage.index - 1)
             PROGRESS.enters("forward", stage.index, 0)
             with self.stages.running(stage, received, seeds(stage, 0)) as passing:
                 output = call()
             if not stage.last:
-                sent.append(send(self.stages.checked(passing.handed), self.state.mesh, stage.index + 1))
+                sent.append(send(self.stages.handed(passing), self.state.mesh, stage.index + 1))
         PROGRESS.passing = ""
         return self._shared(output, sent)
 
@@ -272,6 +304,8 @@ class Pipeline:
 
     def _shared(self, output: Any, sent: list[Tensor]) -> Any:
         """The output of the last stage, on all ranks of pipe."""
+        if output.get("router_logits") is not None:  # of the layers of one stage
+            output["router_logits"] = None
         values, source = {name: output.get(name) for name in SHARED}, self.source
         facts = self._facts_of_last(values)
         for name, value in values.items():
@@ -364,15 +398,23 @@ class _StageModule(nn.Module):
         self.autocast: torch.autocast
         self.seeds: Callable[[Stage, int], int | None]
 
-    def forward(self, *received: Tensor, micro_batch: int) -> Tensor:
-        seed, sent = self.seeds(self._stage, micro_batch), received[0] if received else None
-        with self.autocast, self._stages.running(self._stage, sent, seed) as passing:
+    def forward(self, *received: Tensor, micro_batch: int) -> Tensor | tuple[Tensor, ...]:
+        seed = self.seeds(self._stage, micro_batch)
+        with self.autocast, self._stages.running(self._stage, received, seed) as passing:
             try:
                 loss = self.calls[micro_batch]()
             except Exception as error:
                 error.add_note(f"in stage {self._stage.index} of {self._stages.total}, micro-batch {micro_batch}")
                 raise
-            return loss if self._stage.last else self._stages.checked(passing.handed)
+            return loss if self._stage.last else self._stages.handed(passing)
+
+
+def _refuse_merge(*_: Any, **__: Any) -> None:
+    raise ValueError(
+        "an adapter of an embedding or a head that share their weight cannot be merged over a grid with pipe: "
+        "the first and the last stage both have the weight, and one of them the adapter. Save the adapters with "
+        "save_pretrained, and merge them on one process or on a grid without pipe."
+    )
 
 
 def _autocast(device_type: str) -> torch.autocast:

@@ -10,7 +10,7 @@ stand-ins (stand_ins.py). So names in a state dict are those of the whole model.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from hf_axonn.engine.context import StagePass
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.dropout import mix
 from hf_axonn.layers.moe import is_experts
+from hf_axonn.losses.router_aux import empty_routing
 from hf_axonn.pipeline.stand_ins import Arrival, Departure, ElsewhereEmbedding, ElsewhereHead, ElsewhereLayer
 from hf_axonn.topology.stages import as_listed, divide_layers
 
@@ -49,6 +50,7 @@ class Stages:
     """The stages of this rank.
 
     Attributes:
+        decoder: the module that has the list of layers.
         own: this rank's, in order.
         total: the number of all stages.
         hidden: H.
@@ -61,6 +63,7 @@ class Stages:
     def __init__(
         self,
         state: ParallelState,
+        decoder: nn.Module,
         layers: nn.ModuleList,
         own: list[Stage],
         total: int,
@@ -70,6 +73,7 @@ class Stages:
         dtype: torch.dtype,
     ) -> None:
         self.state = state
+        self.decoder = decoder
         self.own = own
         self.total = total
         self.hidden = hidden
@@ -80,15 +84,18 @@ class Stages:
         self._layers = layers
 
     @contextlib.contextmanager
-    def running(self, stage: Stage, received: Tensor | None, seed: int | None = None) -> Iterator[StagePass]:
-        """Inside, the forward of the model is that of a stage, and gets `received` from the one before.
+    def running(self, stage: Stage, received: Sequence[Tensor], seed: int | None = None) -> Iterator[StagePass]:
+        """Inside, the forward of the model is that of a stage.
 
-        `seed`: of what is dropped inside, one of `seeds`.
+        Args:
+            received: what the stage before has handed on (`outlines`); nothing in the first.
+            seed: of what is dropped inside, one of `seeds`.
         """
         context, modules = self.state.context, self._layers._modules
         before = dict(modules)
         modules.update(zip(before, stage.places, strict=True))
-        context.stage = StagePass(received, last=stage.last)
+        stream, routing = (*received, None, None)[:2]
+        context.stage = StagePass(stream, last=stage.last, routing=routing)
         try:
             with context.with_seed(seed, 0):
                 yield context.stage
@@ -111,12 +118,24 @@ class Stages:
         """The dtype of the residual stream between two stages in a pass that begins now."""
         return self.state.as_residual(torch.empty((), dtype=self.dtype, device=self.state.mesh.device)).dtype
 
-    def checked(self, handed: Tensor | None) -> Tensor:
-        """What a stage hands on, contiguous.
+    def outlines(self, batch: int, seq: int, experts: int) -> tuple[Tensor, ...]:
+        """What travels between two stages in a pass of [batch, seq] tokens that begins now, on the meta device.
+
+        The residual stream, and where the auxiliary loss of so many experts is wanted the sums of their routers.
+        """
+        stream = torch.empty(self.block_shape(batch, seq), dtype=self.stream_dtype(), device="meta")
+        return (stream, empty_routing(experts, "meta")) if experts else (stream,)
+
+    def handed(self, passing: StagePass) -> tuple[Tensor, ...]:
+        """What a stage hands on, as `outlines` says.
 
         Raises:
             ValueError: it has another dtype than the next stage expects.
         """
+        stream = self._checked(passing.handed)
+        return (stream,) if passing.routing is None else (stream, passing.routing)
+
+    def _checked(self, handed: Tensor | None) -> Tensor:
         assert handed is not None, "the model's forward has not come to the end of its stage"
         if handed.dtype != self.stream_dtype():
             raise ValueError(
@@ -181,7 +200,7 @@ def divide(model: nn.Module, plan: ShardingPlan, state: ParallelState) -> tuple[
         if its.stop < len(places):
             places[its.stop] = Departure(originals[its.stop], state)
         own.append(Stage(number, its, first=number == 0, last=number == count - 1, places=places))
-    stages = Stages(state, layers, own, count, hidden=hidden, vocabulary=vocabulary, dtype=dtype)
+    stages = Stages(state, decoder, layers, own, count, hidden=hidden, vocabulary=vocabulary, dtype=dtype)
     if tied and (0 in mine or count - 1 in mine):
         stages.tied = input_embedding(model)
     return _own_plan(plan, kept, first=0 in mine, last=count - 1 in mine), stages

@@ -51,6 +51,28 @@ class ElsewhereEmbedding(nn.Module):
         return zeros(*ids.shape, self.embedding_dim, like=like)
 
 
+class ElsewhereWrapper(nn.Module):
+    """Where the embedding of another stage has an adapter around it: the weight has its name with the adapter here,
+    too. PEFT takes it off as it does an adapter."""
+
+    elsewhere = True
+
+    def __init__(self, base_layer: ElsewhereEmbedding) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    @property
+    def weight(self) -> nn.Parameter | None:
+        return self.base_layer.weight
+
+    def get_base_layer(self) -> ElsewhereEmbedding:
+        return self.base_layer
+
+    def forward(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = self.base_layer(ids)
+        return result
+
+
 class ElsewhereLayer(nn.Module):
     """A layer or norm of another stage: hands on what it got.
 
@@ -81,9 +103,10 @@ class Arrival(ElsewhereLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         hidden = super().forward(*args, **kwargs)
-        assert self._context.stage is not None and self._context.stage.received is not None
-        self._context.tokens = self._state.tokens_of(hidden)
-        return self._context.stage.received
+        stage = self._context.stage
+        assert stage is not None and stage.received is not None
+        self._context.tokens = stage.tokens = self._state.tokens_of(hidden)
+        return stage.received
 
 
 class Departure(ElsewhereLayer):
@@ -97,7 +120,7 @@ class Departure(ElsewhereLayer):
         hidden = super().forward(*args, **kwargs)
         tokens, stage = self._context.tokens, self._context.stage
         assert tokens is not None and stage is not None
-        stage.handed, self._context.tokens = hidden, None
+        stage.handed, stage.tokens, self._context.tokens = hidden, tokens, None
         return zeros(tokens.batch, tokens.seq, tokens.features or hidden.shape[-1], like=hidden)
 
 

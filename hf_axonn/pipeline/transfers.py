@@ -1,6 +1,6 @@
 """Point to point between stages, in the graph: what is sent forward has its gradient sent back.
 
-A stage that has sent the residual stream has no use for what comes of it, but its backward pass must run. So `send`
+A stage that has sent something has no use for what comes of it, but its backward pass must run. So `send`
 returns a number that stands for it, and what the last stage shares with all ranks of pipe depends on that number.
 """
 
@@ -17,17 +17,20 @@ from hf_axonn.distributed.collectives import broadcast_over, receive_, send_
 from hf_axonn.distributed.mesh import GridMesh
 
 
-def receive(shape: Sequence[int], dtype: torch.dtype, mesh: GridMesh, stage: int) -> Tensor:
-    """The residual stream as stage number `stage` sends it; its gradient goes back there. Point to point over pipe."""
+def receive(outlines: Sequence[Tensor], mesh: GridMesh, stage: int) -> tuple[Tensor, ...]:
+    """What stage number `stage` sends; the gradients go back there. Point to point over pipe.
+
+    `outlines`: empty tensors of its shapes and dtypes, on the meta device.
+    """
     peer = stage % mesh.size("pipe")
-    return cast(Tensor, _Receive.apply(_anchor(mesh), shape, dtype, mesh, peer))  # type: ignore[no-untyped-call]
+    return cast("tuple[Tensor, ...]", _Receive.apply(_anchor(mesh), outlines, mesh, peer))  # type: ignore[no-untyped-call]
 
 
-def send(hidden: Tensor, mesh: GridMesh, stage: int) -> Tensor:
-    """Send the residual stream to stage number `stage`, from which its gradient will come -> a number that stands for
-    it in the graph. Point to point over pipe."""
+def send(handed: Sequence[Tensor], mesh: GridMesh, stage: int) -> Tensor:
+    """Send something to stage number `stage`, from which its gradients will come -> a number that stands for it in the
+    graph. Point to point over pipe."""
     peer = stage % mesh.size("pipe")
-    return cast(Tensor, _Send.apply(hidden, _anchor(mesh), mesh, peer))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Send.apply(_anchor(mesh), mesh, peer, *handed))  # type: ignore[no-untyped-call]
 
 
 def share(value: Tensor, group: ProcessGroup, source: int, sent: Sequence[Tensor]) -> Tensor:
@@ -46,29 +49,32 @@ def _anchor(mesh: GridMesh) -> Tensor:
 class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, _anchor: Tensor, shape: Sequence[int], dtype: torch.dtype, mesh: GridMesh, peer: int
-    ) -> Tensor:
+        ctx: Any, _anchor: Tensor, outlines: Sequence[Tensor], mesh: GridMesh, peer: int
+    ) -> tuple[Tensor, ...]:
         ctx.group, ctx.peer = mesh.group("pipe"), peer
-        return receive_(torch.empty(*shape, dtype=dtype, device=mesh.device), peer, ctx.group)
+        room = [torch.empty_like(outline, device=mesh.device, requires_grad=False) for outline in outlines]
+        return tuple(receive_(each, peer, ctx.group) for each in room)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        send_(grad, ctx.peer, ctx.group)
-        return None, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        for grad in grads:  # of all in one node: the other rank waits for them in this order
+            send_(grad, ctx.peer, ctx.group)
+        return None, None, None, None
 
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, _anchor: Tensor, mesh: GridMesh, peer: int) -> Tensor:
-        ctx.group, ctx.peer = mesh.group("pipe"), peer
-        ctx.shape, ctx.dtype, ctx.device = hidden.shape, hidden.dtype, hidden.device
-        send_(hidden, peer, ctx.group)
-        return hidden.new_zeros(())
+    def forward(ctx: Any, _anchor: Tensor, mesh: GridMesh, peer: int, *handed: Tensor) -> Tensor:
+        ctx.group, ctx.peer, ctx.device = mesh.group("pipe"), peer, mesh.device
+        ctx.outlines = [torch.empty_like(each, device="meta") for each in handed]
+        for each in handed:
+            send_(each, peer, ctx.group)
+        return handed[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad = torch.empty(ctx.shape, dtype=ctx.dtype, device=ctx.device)
-        return receive_(grad, ctx.peer, ctx.group), None, None, None
+        room = [torch.empty_like(outline, device=ctx.device) for outline in ctx.outlines]
+        return None, None, None, *(receive_(each, ctx.peer, ctx.group) for each in room)
 
 
 class _Share(torch.autograd.Function):

@@ -121,9 +121,18 @@ class AccumulatedStep:
             (f"{name} of batch {number}", its) for number, batch in enumerate(batches) for name, its in batch.items()
         )
         self.state.check_batch((), dict(named))
-        calls = [functools.partial(loss_of, batch) for batch in batches]
+        real = [tuple(batch["input_ids"].shape) for batch in self.batches]
+        real += [(0, 0)] * (len(batches) - len(real))
+        calls = [functools.partial(self._call, loss_of, batch, its) for batch, its in zip(batches, real, strict=True)]
+        (rows, columns), experts = batches[0]["input_ids"].shape, self.pipeline.experts_of(batches[0])
         with trainer.accelerator.autocast():
-            self.losses, self.gradients = self.pipeline.train(calls, *batches[0]["input_ids"].shape)
+            self.losses, self.gradients = self.pipeline.train(calls, rows, columns, experts)
+
+    def _call(self, loss_of: Callable[[Batch], Tensor], batch: Batch, real: tuple[int, int]) -> Tensor:
+        """The loss of a batch, of which the stage knows what was there before it was filled up."""
+        assert self.state.context.stage is not None
+        self.state.context.stage.real = real
+        return loss_of(batch)
 
     def _filled(self, batches: list[Batch]) -> list[Batch]:
         """The batches, and after them as many without labels as the schedule wants."""

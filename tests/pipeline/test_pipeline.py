@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_axonn import Grid, parallelize, sync_gradients
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import observe
+from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.dtensors import local
 from tests.helpers.equality import rows_of
 from tests.helpers.float64 import Float64, relative_errors
@@ -159,6 +162,31 @@ def test_kept_weights_are_gathered_once_for_all_micro_batches() -> None:
     for every, none in run_ranks(_weights_gathered_by, 4, ["all", "none"]):
         assert none[1] > 1.9 * none[0]
         assert every[0] == every[1] < none[0] / 3
+
+
+def _buffers_held(schedules: list[dict]) -> list[tuple[int, int]]:
+    """For each schedule (most receive buffers that this rank holds at once in 8 micro-batches, those left after)."""
+    grid, found = Grid(pipe=2), []
+    for settings in schedules:
+        model, _ = parallelize(make("qwen3"), grid, config=AxonnConfig(grid=grid, **settings))
+        pipeline, seen = model.axonn.pipeline, []
+
+        def held(pipeline=pipeline) -> int:
+            stages = [stage for schedule, _ in pipeline._schedules.values() for stage in schedule.of_grid]
+            tables = [table for stage in stages for table in (stage.args_recv_info, stage.grad_recv_info)]
+            return sum(its.buffer is not None for table in tables for infos in table.values() for its in infos)
+
+        with mock.patch.object(PROGRESS, "enters", lambda *_, seen=seen, held=held: seen.append(held())):
+            model(**tiny_batch(8, 7)).loss.backward()
+        found.append((max(seen), held()))
+    return found
+
+
+def test_receive_buffers_are_of_the_micro_batches_under_way() -> None:
+    first, last = run_ranks(_buffers_held, 2, SCHEDULES[:2])
+    assert [left for _, left in first + last] == [0] * 4
+    assert first[0][0] <= 2 and last[0][0] == 1  # 1f1b: gradients of one, and the residual stream of one, under way
+    assert last[1][0] == 8  # gpipe: all forward passes come first
 
 
 @pytest.mark.slow

@@ -27,12 +27,16 @@ from tests.pipeline.test_pipeline import BOUND, SCHEDULES, make, steps
 ADAPTERS = {
     "linears": {},
     "ends": {"target_modules": ["embed_tokens", "q_proj", "lm_head"]},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj", "down_proj"]},
+    "head": {"target_modules": ["lm_head", "q_proj"]},
     "dora": {"use_dora": True, "target_modules": ["q_proj", "down_proj"]},
     "saved": {"target_modules": ["v_proj"], "modules_to_save": ["lm_head", "norm"]},
 }
 CASES = [
     ("smollm2", "linears", {}),
     ("smollm2", "linears", SCHEDULES[4]),
+    ("smollm2", "embedding", {}),
+    ("smollm2", "head", SCHEDULES[2]),
     ("qwen3", "ends", {}),
     ("qwen3", "dora", SCHEDULES[3]),
     ("qwen3", "saved", SCHEDULES[2]),
@@ -60,7 +64,15 @@ def _before(cases: list, grid: Grid, truths: dict) -> None:
     for kind, adapters, settings in cases:
         config = AxonnConfig(grid=grid, **settings)
         model, _ = parallelize(adapt(make(kind), **ADAPTERS[adapters]), grid, config=config)
-        compare(trained(model, grid), truths[kind, adapters], grid, (kind, adapters, settings))
+        truth = truths[kind, adapters]
+        compare(trained(model, grid), truth, grid, (kind, adapters, settings))
+        there: list = [set() for _ in range(grid.size)]
+        dist.all_gather_object(there, set(model.state_dict()))
+        assert set().union(*there) == truth["names"], (kind, adapters)
+        if kind == "smollm2" and adapters == "embedding":
+            assert "the first and the last stage both have the weight" in refused(model.merge_and_unload)
+            names = set(model.unload().state_dict())
+            assert "model.embed_tokens.weight" in names and not any("base_layer" in name for name in names)
 
 
 def _after(folder: Path, grid: Grid) -> None:
@@ -117,7 +129,11 @@ def _two(folder: Path, truths: dict) -> None:
 
 
 def truths_of(cases: list) -> dict:
-    return {(kind, which): trained(adapt(make(kind), **ADAPTERS[which])) for kind, which, _ in cases}
+    truths = {}
+    for kind, which, _ in cases:
+        model = adapt(make(kind), **ADAPTERS[which])
+        truths[kind, which] = {**trained(model), "names": set(model.state_dict())}
+    return truths
 
 
 def test_adapters_over_two_stages(tmp_path) -> None:
