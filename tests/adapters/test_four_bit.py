@@ -1,0 +1,145 @@
+"""LoRA on a base of 4 bits (bitsandbytes) over a grid, against one process that holds the dequantized weights."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from hf_axonn import parallelize, save_sharded
+from hf_axonn.compat.bitsandbytes import parts_of
+from hf_axonn.config import AxonnConfig
+from hf_axonn.distributed.collectives import observe
+from hf_axonn.engine.four_bit import elements_of, four_bit_of
+from hf_axonn.engine.state import parallel_state
+from hf_axonn.topology.grid import Grid
+from tests.adapters.test_lora import checkpointed
+from tests.helpers.adapting import Adapted, adapt
+from tests.helpers.equality import Outcome, compare, rows_of, too_large
+from tests.helpers.four_bit import SIZES, dequantized_model, quantized_model
+from tests.helpers.models import tiny_batch
+from tests.helpers.ranks import all_grids, run_ranks
+
+
+pytest.importorskip("bitsandbytes")
+
+GRIDS = [Grid(z=2, x=2), Grid(y=2, x=2), Grid(data=2, z=2)]
+
+
+class OfFourBits(Adapted):
+    """A case that compares what is trained: the base is bytes on the grid, and numbers on one process."""
+
+    def fit(self, model, batches, *, dp_size=1) -> Outcome:
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        outcome = super().fit(model, batches, dp_size=dp_size)
+        outcome.parameters = {name: outcome.parameters[name] for name in trained}
+        return outcome
+
+
+def case(name, kind="llama", *, adapter=adapt, before=lambda model: None, config=lambda grid: None, **changes):
+    """The case on the grid, and what it is compared with."""
+    options = {"adapter": adapter, "before": before, "steps": 2, "config": config}
+    quantized = functools.partial(quantized_model, kind, **changes)
+    ours = OfFourBits(name, base=quantized, **options)
+    return ours, OfFourBits(name, base=lambda: dequantized_model(quantized()), **options).truth()
+
+
+def _after(cases, grids):
+    for each, _ in cases:
+        each.name, each.after = f"{each.name}, after", True
+    return compare(cases, grids)
+
+
+def _equality_and_traffic(cases):
+    table = compare(cases, GRIDS) | _after(cases[1:], GRIDS[:1])
+    for double, in_file in ((False, 36), (True, 33)):
+        _check_traffic(double, in_file)
+    return table
+
+
+def _gathered_over_z(model, context) -> int:
+    """Bytes that this rank sends of weights in a step, all layers and both ways."""
+    state, sent = parallel_state(model), []
+    mine = rows_of(tiny_batch(8, 7), state.grid, state.mesh.rank)
+    z = state.mesh.group("z")
+    with observe(lambda kind, payload, group: sent.append(payload if kind == "all_gather" and group is z else 0)), context:
+        model(**mine).loss.backward()
+    return sum(sent)
+
+
+def _check_traffic(double: bool, block_bytes: int) -> None:
+    """Forward and backward send the blocks' bytes, and nothing else of these weights, as the same in bf16 sends bf16."""
+    totals, autocast = [], functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    for base in (quantized_model(double=double), dequantized_model(quantized_model(double=double))):
+        model = parallelize(adapt(base).train(), Grid(data=2, z=2))[0]
+        model.enable_input_require_grads()  # or the first projections would have no backward pass
+        totals.append(_gathered_over_z(model, autocast()))
+    linears = [module.weight for module in parallelized_linears(model)]
+    elements = sum(weight.numel() for weight in linears)
+    assert elements == 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 128 * 256)
+    sent_as_bf16 = 2 * 2 * elements // 2  # forward and backward, 2 bytes, half of it by each rank of z
+    assert totals[1] - totals[0] == sent_as_bf16 - 2 * elements // 64 * block_bytes // 2
+    rest = totals[1] - sent_as_bf16
+    assert (totals[0] - rest) / sent_as_bf16 == block_bytes / 128
+
+
+def parallelized_linears(model):
+    return [module for name, module in model.named_modules() if name.endswith("base_layer")]
+
+
+def test_lora_on_4_bits_is_as_on_the_dequantized_weights():
+    """Losses, norms, every gradient and two AdamW steps, in float64; and traffic over z to the byte."""
+    cases = [case("nf4"), case("double", double=True)]
+    for _, truth in cases:
+        assert len(truth.gradients) == 2 * 2 * 7
+        assert all(value.abs().max() > 1e-6 for value in truth.gradients.values())
+    table = run_ranks(_equality_and_traffic, 4, cases)[0]
+    assert len(table) == 2 * 3 + 1
+    assert not too_large(table, 1e-10)
+
+
+def _without(*skipped):
+    """Adapters on a model of which some Linears stay as they are."""
+
+    def make(model):
+        plain = dequantized_model(model)
+        for name, module in list(model.named_modules()):
+            if name.endswith(skipped) and type(module) is not nn.Linear:
+                model.set_submodule(name, plain.get_submodule(name))
+        return adapt(model)
+
+    return make
+
+
+def keeping(grid, **options):
+    return AxonnConfig(grid=grid, **options)
+
+
+def _every(cases):
+    return compare(cases, all_grids(4)) | _after(cases[:3], GRIDS)
+
+
+WIDE = {"hidden_size": 256, "head_dim": 32}  # rows of 4 blocks, which divide over x = 4 and y = 4
+
+
+@pytest.mark.slow
+def test_every_kind_of_4_bits_on_every_grid():
+    cases = [
+        case("nf4", **WIDE),
+        case("double", double=True, **WIDE),
+        case("fp4", quant_type="fp4", **WIDE),
+        case("biases", "qwen2", double=True, **WIDE),
+        case("conv1d", "gpt2", n_inner=256, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **WIDE),
+        case("checkpointing", before=functools.partial(checkpointed, reentrant=False), **WIDE),
+        case("reentrant", double=True, before=functools.partial(checkpointed, reentrant=True), **WIDE),
+        case("some in full precision", adapter=_without("k_proj", "down_proj"), **WIDE),
+        case("all kept", config=functools.partial(keeping, keep_gathered="all"), **WIDE),
+        case("small bundles", double=True, config=functools.partial(keeping, prefetch=1), **WIDE),
+    ]
+    table = run_ranks(_every, 4, cases, timeout=900)[0]
+    assert len(table) == len(cases) * 10 + 9
+    assert not too_large(table, 1e-10)
