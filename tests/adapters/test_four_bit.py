@@ -20,7 +20,7 @@ from hf_axonn.topology.grid import Grid
 from tests.adapters.test_lora import checkpointed
 from tests.helpers.adapting import Adapted, adapt
 from tests.helpers.equality import Outcome, compare, rows_of, too_large
-from tests.helpers.four_bit import SIZES, dequantized_model, quantized_model
+from tests.helpers.four_bit import WIDE, dequantized_model, quantized_model
 from tests.helpers.models import tiny_batch
 from tests.helpers.ranks import all_grids, run_ranks
 
@@ -123,15 +123,13 @@ def _every(cases):
     return compare(cases, all_grids(4)) | _after(cases[:3], GRIDS)
 
 
-WIDE = {"hidden_size": 256, "head_dim": 32}  # rows of 4 blocks, which divide over x = 4 and y = 4
-
-
 @pytest.mark.slow
 def test_every_kind_of_4_bits_on_every_grid():
     cases = [
         case("nf4", **WIDE),
         case("double", double=True, **WIDE),
         case("fp4", quant_type="fp4", **WIDE),
+        case("the head too", head=True, **WIDE),
         case("biases", "qwen2", double=True, **WIDE),
         case("conv1d", "gpt2", n_inner=256, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **WIDE),
         case("checkpointing", before=functools.partial(checkpointed, reentrant=False), **WIDE),

@@ -12,23 +12,41 @@ from tests.helpers.models import tiny_model
 
 
 # Rows of 2 or 4 whole blocks of 64: they divide over x = 2 and y = 2.
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+}
 
 
-def quantized_model(kind: str = "llama", *, quant_type: str = "nf4", double: bool = False, seed: int = 0, **changes):
-    """A model in float64 but for the Linears of its layers, which bitsandbytes has quantized from float32."""
+WIDE = {"hidden_size": 256, "head_dim": 32}  # 4 blocks, which divide over x = 4 and y = 4
+
+
+def quantized_model(
+    kind: str = "llama",
+    *,
+    quant_type: str = "nf4",
+    double: bool = False,
+    head: bool = False,
+    dtype=torch.float64,
+    **changes,
+):
+    """A model in `dtype` but for the Linears of its layers, and its head if asked for, which bitsandbytes has quantized
+    from float32."""
     import bitsandbytes as bnb
 
     sizes = {name: size for name, size in SIZES.items() if kind != "gpt2" or name != "num_key_value_heads"}
-    model = tiny_model(kind, seed=seed, **sizes | changes)
+    model = tiny_model(kind, dtype=dtype, **sizes | changes)
     for name, module in list(model.named_modules()):
-        if is_linear(module) and "lm_head" not in name:
+        if is_linear(module) and (head or "lm_head" not in name):
             rows, cols = linear_size(module)
             linear = bnb.nn.Linear4bit(
                 cols,
                 rows,
                 module.bias is not None,
-                compute_dtype=torch.float64,
+                compute_dtype=dtype,
                 compress_statistics=double,
                 quant_type=quant_type,
             )
