@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import nn
 
@@ -44,7 +45,8 @@ def check_adapters(model: nn.Module) -> None:
         check_versions("peft")
     for name, layer, kind in layers:
         variants = variant_names(layer)
-        if variants and is_four_bit(layer.get_base_layer()):
+        wrapper: Any = layer
+        if variants and is_four_bit(wrapper.get_base_layer()):
             raise ValueError(DORA_OF_FOUR_BITS.format(name))
         kind = next((variant for variant in variants if variant not in DORA), kind)
         if kind not in ("lora.Linear", "lora.Linear4bit", "lora.Embedding", "lora.ParamWrapper"):
@@ -83,8 +85,8 @@ LINEAR = (
 
 
 DORA_OF_FOUR_BITS = (
-    "{}: DoRA (use_dora) needs the norms of a weight's rows, which is not supported over a grid where the weight has 4 "
-    "bits: use LoRA or rsLoRA."
+    "{}: DoRA (use_dora) needs the norms of a weight's rows, which is not supported over a grid where the weight has "
+    "4 bits: use LoRA or rsLoRA."
 )
 
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from hf_axonn.compat.bitsandbytes import is_four_bit
-
 from hf_axonn.layers.base import Reader
 
 

@@ -19,10 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from hf_axonn.checkpoint.lazy_tensors import LazyTensor, Region, read
 from hf_axonn.compat.bitsandbytes import parts_of_saved
+from hf_axonn.compat.transformers import is_read
 from hf_axonn.engine.four_bit import FourBit, four_bit_of, with_shard
 
 
-PartOf = Callable[[DTensor], Region]
+PartOf = Callable[[Any], Region]  # of a parameter
+Tensors = dict[str, Any]
 
 
 def is_stored_in_bytes(parameter: Tensor) -> bool:
@@ -51,7 +53,9 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     return convert
 
 
-def _quantize(part_of: PartOf, device: torch.device, tensors: dict[str, Any], *, model: nn.Module, **_: Any) -> dict:
+def _quantize(
+    part_of: PartOf, device: torch.device, tensors: dict[str, Any], *, model: nn.Module, **_: Any
+) -> Tensors:
     """Weights in full precision, still in their files -> this rank's bytes of each."""
     from transformers.pytorch_utils import Conv1D
 
@@ -74,22 +78,23 @@ def _quantize(part_of: PartOf, device: torch.device, tensors: dict[str, Any], *,
 
 def _deserialize(
     part_of: PartOf, device: torch.device, tensors: dict[str, Any], *, model: nn.Module, full_layer_name: str, **_: Any
-) -> dict:
+) -> Tensors:
     """The codes of a weight and what is stored beside them -> this rank's bytes of it."""
     if len(tensors) == 1:
         return tensors
-    read_all = {name: found[0] if isinstance(found, list) else found for name, found in tensors.items()}
-    read_all = {
-        name: read(value, device=device) if isinstance(value, LazyTensor) else value for name, value in read_all.items()
-    }
+    found = {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
+    stats = {name: read(its, device=device) if isinstance(its, LazyTensor) else its for name, its in found.items()}
     module: Any = model.get_submodule(full_layer_name.rpartition(".")[0])
     old = module._parameters["weight"]
-    codes = read_all.pop("weight")
+    codes = stats.pop("weight")
     bits, stored = four_bit_of(
-        parts_of_saved(codes, read_all), module.out_features, module.in_features, module.compute_dtype
+        parts_of_saved(codes, stats), module.out_features, module.in_features, module.compute_dtype
     )
     if bits.block != old.four_bit.block:
-        raise ValueError(f"{full_layer_name} has blocks of {bits.block} numbers, where {old.four_bit.block} were expected.")
+        raise ValueError(
+            f"{full_layer_name} is stored in blocks of {bits.block} numbers, and not of {old.four_bit.block} as "
+            "expected: quantize the model in full precision with BitsAndBytesConfig(load_in_4bit=True)."
+        )
     # With as many bytes as the file has for a scale.
     rows, own = part_of(with_shard(old, torch.empty(0, 0, dtype=torch.uint8, device="meta"), bits))
     shard = stored[rows, own].contiguous()
@@ -99,5 +104,5 @@ def _deserialize(
 
 def _as_part(stored: Tensor, module: Any) -> Tensor:
     stored.is_part = True  # type: ignore[attr-defined]  # as hf_loader marks what it has read
-    module._is_hf_initialized = True
+    is_read(module)
     return stored

@@ -107,6 +107,8 @@ def _save_pretrained(
         state_dict = full_state_dict(model, state_dict)
     if world_rank() == 0 and is_main_process:
         quantizer = getattr(model, "hf_quantizer", None)  # which would put the model's own in its place
-        own = {(quantizer, "get_state_dict_and_metadata"): lambda *_: (state_dict, {})} if quantizer else {}
+        own: dict[tuple[Any, str], Any] = {}
+        if quantizer is not None:
+            own = {(quantizer, "get_state_dict_and_metadata"): lambda *_: (state_dict, {})}
         with replaced(own):
             original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)

@@ -52,7 +52,7 @@ def distribute_when_built(
     from transformers import PreTrainedModel, core_model_loading
     from transformers.distributed import mixin
     from transformers.distributed.configuration_utils import DistributedConfig
-    from transformers.utils import is_bitsandbytes_available
+    from transformers.utils.import_utils import is_bitsandbytes_available
 
     def distribute_model(model: PreTrainedModel, distributed_config: object, mesh_manager: None) -> PreTrainedModel:
         vars(model.config).pop("distributed_config", None)  # else it would be saved in config.json

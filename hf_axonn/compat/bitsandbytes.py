@@ -1,9 +1,9 @@
-"""The 4-bit Linears of bitsandbytes: what of that library is used here, imported where it is needed. Checked with 0.50.
+"""The 4-bit Linears of bitsandbytes: what is used of that library, imported where it is needed. Checked with 0.50.
 
-    is_four_bit(module)       whether it is a Linear4bit
-    parts_of(weight)          codes and scales of a quantized weight; saved_form(parts, shape): as they are saved
-    quantized, dequantized    its own kernels, on the device of the tensor
-    scales_in_8_bits          its double quantization
+is_four_bit(module)       whether it is a Linear4bit
+parts_of(weight)          codes and scales of a quantized weight; saved_form(parts, shape): as they are saved
+quantized, dequantized    its own kernels, on the device of the tensor
+scales_in_8_bits          its double quantization
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def quantized(values: Tensor, block: int, quant_type: str) -> tuple[Tensor, Tens
 def dequantized(
     codes: Tensor, scales: Tensor, shape: tuple[int, int], block: int, quant_type: str, dtype: torch.dtype
 ) -> Tensor:
-    """The numbers [n, k] = `shape` of codes and float32 scales, made in one of `KERNEL_DTYPES`; float64 from float32."""
+    """The numbers [n, k] = `shape` of codes and float32 scales, made in a kernel's dtype; float64 out of float32."""
     from bitsandbytes.functional import QuantState, dequantize_4bit
 
     made = dtype if dtype in KERNEL_DTYPES else torch.float32
@@ -125,7 +125,7 @@ def dequantized(
 
 
 def scales_in_8_bits(scales: Tensor, second_block: int = 256) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """All float32 scales of a weight -> (uint8, (scale of each block of them, levels, offset)), as bitsandbytes does."""
+    """All float32 scales of a weight -> (uint8, (scale of each block of them, levels, offset)), by its own rule."""
     from bitsandbytes.functional import quantize_blockwise
 
     offset = scales.mean()

@@ -146,8 +146,8 @@ def like_dtensor(shard: torch.Tensor, placement: object) -> DTensor:
 def follow_dtype(parameter: DTensor) -> None:
     """Let the shard have the dtype that the parameter says it has.
 
-    `parameter.data = parameter.data.to(dtype)`, as PEFT and TRL cast what is not quantized, changes the one and not the
-    other.
+    `parameter.data = parameter.data.to(dtype)`, as PEFT and TRL cast what is not quantized, changes the one and not
+    the other.
     """
     if parameter._local_tensor.dtype != parameter.dtype:
         cast = parameter._local_tensor.detach().to(parameter.dtype)
@@ -160,6 +160,11 @@ def follow_dtype(parameter: DTensor) -> None:
             stride=parameter.stride(),
         )
         parameter._local_tensor, parameter._spec = new._local_tensor, new._spec
+
+
+def apply_of_class(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """What `module.to` and others do to a module, where an instance has a method in place of it."""
+    return type(module)._apply(module, *args, **kwargs)
 
 
 def version_of(parameter: DTensor) -> int:

@@ -67,6 +67,11 @@ def without_report(model: nn.Module, elsewhere: set[str]) -> None:
     }
 
 
+def is_read(module: nn.Module) -> None:
+    """Tell the loader that the parameters of a module have their values."""
+    module._is_hf_initialized = True  # type: ignore[assignment]
+
+
 def wrap_checkpointing(layer: nn.Module, wrap: Callable[[Callable], Callable]) -> None:
     """Replace the function with which a layer under gradient checkpointing runs its forward."""
     layer._gradient_checkpointing_func = wrap(layer._gradient_checkpointing_func)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.compat.bitsandbytes import Parts, dequantized, quantized, scales_in_8_bits
+from hf_axonn.compat.torch import apply_of_class
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import sharded_dims
 from hf_axonn.engine.sharded_weight import ShardedWeight
@@ -150,7 +151,7 @@ def four_bit_of(parts: Parts, rows: int, cols: int, compute_dtype: torch.dtype |
     return found, found.packed(parts.codes, parts.scales, rows)
 
 
-def with_shard(weight: Tensor, shard: Tensor, bits: FourBit) -> nn.Parameter:
+def with_shard(weight: Any, shard: Tensor, bits: FourBit) -> Any:
     """A sharded weight of 4 bits with other bytes, and all else that hangs on it. No communication."""
     sharded = DTensor.from_local(
         shard,
@@ -160,7 +161,7 @@ def with_shard(weight: Tensor, shard: Tensor, bits: FourBit) -> nn.Parameter:
         shape=torch.Size(bits.shape),
         stride=(bits.shape[1], 1),
     )
-    new = nn.Parameter(sharded, requires_grad=False)
+    new: Any = nn.Parameter(sharded, requires_grad=False)
     new.four_bit = bits
     keep_marks(new, vars(weight))
     return new
@@ -174,9 +175,10 @@ def keep_marks(new: Tensor, marks: dict[str, Any]) -> None:
 
 def with_marks(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """`module._apply`, as `module.to` and others call it, which makes DTensors anew: with what hangs on the weight."""
-    marks = dict(vars(module._parameters["weight"]))  # a copy: torch exchanges the insides of the two
-    result = type(module)._apply(module, *args, **kwargs)
-    keep_marks(module._parameters["weight"], marks)
+    parameters: dict[str, Any] = module._parameters
+    marks = dict(vars(parameters["weight"]))  # a copy: torch exchanges the insides of the two
+    result = apply_of_class(module, *args, **kwargs)
+    keep_marks(parameters["weight"], marks)
     return result
 
 
@@ -191,9 +193,10 @@ class FourBitWeight(ShardedWeight):
 
     def __init__(self, module: nn.Module, name: str, mesh: GridMesh) -> None:
         super().__init__(module, name)
-        self._bits: FourBit = self.parameter.four_bit
+        parameter: Any = self.parameter
+        self._bits: FourBit = parameter.four_bit
         # Rows, and blocks of a row, that the ranks of z have together.
-        dims, y, x = sharded_dims(self.parameter.placements)[:2], "y", "x"
+        dims, y, x = sharded_dims(parameter.placements)[:2], "y", "x"
         shape = self._bits.rows, self._bits.cols // self._bits.block
         self._part = slices_at(shape, dims, (mesh.size(y), mesh.size(x)), (mesh.index(y), mesh.index(x)))
 

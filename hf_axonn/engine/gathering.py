@@ -76,8 +76,8 @@ def _seen_as(dtype: torch.dtype, part: Tensor) -> Tensor:
 
 
 def start_gathers(gatherings: Sequence[Gathering], mesh: GridMesh) -> list[Pending]:
-    """Begin to join the z shards of several groups of weights, which travel in one dtype. Result: of each one [Q, n, P, k] for
-    each weight. An all-gather over z for each group, in one launch."""
+    """Begin to join the z shards of several groups of weights, which travel in one dtype. Result: of each one
+    [Q, n, P, k] for each weight. An all-gather over z for each group, in one launch."""
     with unseen_by_checkpoints():
         started = start_all_gathers([gathering.shards() for gathering in gatherings], mesh.group("z"))
     return [pending.then(gathering.blocks) for pending, gathering in zip(started, gatherings, strict=True)]

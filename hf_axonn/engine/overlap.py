@@ -113,8 +113,8 @@ class GatherAhead:
         return arrived
 
     def _begin(self, order: _Order, size: int) -> None:
-        """Begin the next bundle: what travels in one dtype, none twice. `size`: of what belongs to it and is here, as the
-        first weights of a pass, so that bundles end where layers end."""
+        """Begin the next bundle: what travels in one dtype, none twice. `size`: of what belongs to it and is here, as
+        the first weights of a pass, so that bundles end where layers end."""
         keys: list[Hashable] = []
         size, end = size if size < self._size else 0, order.begun
         while end < len(order.learned) and size < self._size:

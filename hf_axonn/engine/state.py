@@ -18,8 +18,8 @@ from hf_axonn.config import KEPT, AxonnConfig
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import Tokens
 from hf_axonn.engine.context import PassContext
-from hf_axonn.engine.gather_cache import GatherCache
 from hf_axonn.engine.four_bit import FourBitWeight
+from hf_axonn.engine.gather_cache import GatherCache
 from hf_axonn.engine.linears import is_conv1d
 from hf_axonn.engine.matmul_tuning import Matmul, MatmulTuner, plain
 from hf_axonn.engine.report import Report
@@ -203,8 +203,8 @@ class ParallelState:
 
     @staticmethod
     def asked_dtype(input_: Tensor, weights: Sequence[ShardedWeight]) -> torch.dtype | None:
-        """The dtype in which weights of 4 bits ask to be multiplied; None under autocast, and where they ask for none or
-        not for one. A result is then cast back to the dtype of the input, as bitsandbytes does."""
+        """The dtype in which weights of 4 bits ask to be multiplied; None under autocast, and where they ask for none
+        or not for one. A result is then cast back to the dtype of the input, as bitsandbytes does."""
         asked = {weight.compute_dtype for weight in weights}
         return asked.pop() if len(asked) == 1 and not torch.is_autocast_enabled(input_.device.type) else None
 

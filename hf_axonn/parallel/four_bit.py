@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from hf_axonn.topology.weight_kind import WeightKind
 QUANTIZERS = {"aqlm", "auto_gptq", "awq", "bitsandbytes", "eetq", "gptqmodel", "hqq", "optimum", "quanto", "torchao"}
 
 
-def four_bit_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def four_bit_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """The 4-bit Linears of a model, by name."""
     return ((name, module) for name, module in model.named_modules() if is_four_bit(module))
 
@@ -70,11 +71,13 @@ def check_four_bit(model: nn.Module, kinds: dict[int, WeightKind], grid: Grid) -
         weight, kind = module.weight, kinds.get(id(module.weight), WeightKind.REPLICATED)
         if kind not in (WeightKind.COLUMN, WeightKind.ROW, WeightKind.LINEAR):
             raise ValueError(
-                f"{name} is a Linear of 4 bits whose weight is used as a {kind} weight, which cannot be sharded over a "
-                f"grid: name it in llm_int8_skip_modules of BitsAndBytesConfig, so that it stays as it is."
+                f"{name} is a Linear of 4 bits whose weight is used as a {kind} weight, which cannot be sharded over "
+                f"{grid}: name it in llm_int8_skip_modules of BitsAndBytesConfig, so that it stays as it is."
             )
         if not weight.is_meta and getattr(weight, "quant_state", None) is None:
-            raise ValueError(f"{name} is not quantized yet: move the model to its device first, with model.to(device).")
+            raise ValueError(
+                f"{name} is not quantized yet: move the model to its device first, with model.to(device)."
+            )
         axis = "x" if kind == WeightKind.ROW else "y"
         parts, block = getattr(grid, axis), block_of(weight)
         if module.in_features % (block * parts):
@@ -82,12 +85,12 @@ def check_four_bit(model: nn.Module, kinds: dict[int, WeightKind], grid: Grid) -
             remedy = f"use {axis}={fits[-1]}" if fits else f"name {name.rpartition('.')[2]} in llm_int8_skip_modules"
             raise ValueError(
                 f"{name} has rows of {module.in_features} numbers, which {axis}={parts} does not divide into whole "
-                f"blocks of {block} ({block} * {parts} = {block * parts}), and a block of 4-bit numbers has one scale: "
-                f"{remedy}."
+                f"blocks of {block} ({block} * {parts} = {block * parts}), and a block of 4-bit numbers has one "
+                f"scale: {remedy}."
             )
 
 
-def block_of(weight: Tensor) -> int:
+def block_of(weight: Any) -> int:
     """Numbers of a block of a Params4bit."""
     state = getattr(weight, "quant_state", None)
     return int(weight.blocksize if state is None else state.blocksize)
@@ -111,7 +114,9 @@ def pack_four_bit(model: nn.Module) -> list[Tensor]:
             found, stored = four_bit_of(parts_of(weight), rows, cols, module.compute_dtype)
         packed = nn.Parameter(stored, requires_grad=False)
         # What PEFT asks a weight of 4 bits for.
-        vars(packed).update(four_bit=found, quant_type=found.quant_type, compress_statistics=weight.compress_statistics)
+        vars(packed).update(
+            four_bit=found, quant_type=found.quant_type, compress_statistics=weight.compress_statistics
+        )
         module.weight = packed
         module.quant_state = None
         vars(module)["_apply"] = functools.partial(with_marks, module)
@@ -128,7 +133,9 @@ def add_second_scales(model: nn.Module) -> None:
     a moment, 1/16 byte a number. Collectives: for each such weight all-gathers of its scales over z, x and y.
     """
     state = parallel_state(model)
-    for _, module in four_bit_modules(model) if state is not None else ():
+    if state is None:
+        return
+    for _, module in four_bit_modules(model):
         weight = module._parameters["weight"]
         bits: FourBit = weight.four_bit
         if not bits.wants_second:
@@ -142,5 +149,6 @@ def add_second_scales(model: nn.Module) -> None:
                 own, mesh.storage_mesh, placements, run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
             )
         )
-        stored = bits.with_second_scales(stored, everything, local_slices(shape, placements, mesh))
+        rows, blocks = local_slices(shape, placements, mesh)
+        stored = bits.with_second_scales(stored, everything, (rows, blocks))
         module._parameters["weight"] = with_shard(weight, stored, bits)

@@ -33,6 +33,7 @@ def from_pretrained(
     The model is built on the meta device, parallelized, and filled by Transformers' own loader, from an ordinary HF
     directory, the hub, or a sharded checkpoint of any grid. A rank's memory grows by its shards and, for a moment, by
     one slice. A GGUF file is dequantized, by one process to safetensors that all ranks then read (checkpoint/gguf.py).
+    In bitsandbytes' 4 bits a rank quantizes the blocks that it will hold, as it reads them (four_bit_loading.py).
     Of a directory with PEFT adapters the base is read so, and then the adapters, frozen as Transformers leaves them.
     `model.axonn.report` says what was sharded.
 
@@ -45,11 +46,12 @@ def from_pretrained(
     Returns:
         The model, in eval mode as from_pretrained leaves it, on this rank's device.
     Raises:
-        ValueError: quantized weights, device_map, tp_plan or ignore_mismatched_sizes among the arguments, an
-            incomplete sharded checkpoint, weights that the checkpoint lacks (they would be filled with numbers that
-            differ from rank to rank) or has in another size; on every rank, if one of them cannot read its slices.
+        ValueError: quantized weights other than bitsandbytes' 4 bits, device_map, tp_plan or ignore_mismatched_sizes
+            among the arguments, an incomplete sharded checkpoint, weights that the checkpoint lacks (they would be
+            filled with numbers that differ from rank to rank) or has in another size; on every rank, if one of them
+            cannot read its slices.
     Collectives: those of `parallelize` for a model on the meta device, and of `raise_on_all_ranks`; those of
-        `verify_together` for a sharded checkpoint.
+        `verify_together` for a sharded checkpoint, and of `add_second_scales` in 4 bits.
     """
     from transformers import AutoModelForCausalLM
 
@@ -125,6 +127,7 @@ def _check_quantization(kwargs: dict[str, Any], grid: Grid) -> None:
         kwargs["quantization_config"] = GgufConfig(dequantize=True)
     elif wanted is not None and grid.size > 1 and not getattr(wanted, "load_in_4bit", False):
         raise ValueError(
-            f"quantized weights cannot be sharded, but for bitsandbytes' 4 bits: {type(wanted).__name__} asks for others. "
-            "Take BitsAndBytesConfig(load_in_4bit=True), leave quantization_config away, or save them dequantized."
+            f"quantized weights cannot be sharded, but for bitsandbytes' 4 bits: {type(wanted).__name__} asks for "
+            "others. Take BitsAndBytesConfig(load_in_4bit=True), leave quantization_config away, or save them "
+            "dequantized."
         )

@@ -65,9 +65,9 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
         (the model itself, a report of what was sharded and what was not and why).
     Raises:
         ValueError: the grid is not the size of the world, the model is sharded already, quantized otherwise than in
-            bitsandbytes' 4 bits, or has adapters or 4-bit weights that cannot be sharded; ranks have other models, settings or versions; a library has a release that is not
-            proven (`check_versions`); the process group has no backend for the device that the model is on, or the
-            model is on the CPU in a world that trains on GPUs.
+            bitsandbytes' 4 bits, or has adapters or 4-bit weights that cannot be sharded; ranks have other models,
+            settings or versions; a library has a release that is not proven (`check_versions`); the process group has
+            no backend for the device that the model is on, or the model is on the CPU in a world that trains on GPUs.
         RuntimeError: torch.distributed is not initialized.
     Collectives: those of `assert_same_on_all_ranks`, creation of the process groups, and `broadcast_all` of
         parameters and buffers.

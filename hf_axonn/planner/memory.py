@@ -137,6 +137,7 @@ def memory(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", gloo:
     """
     base = local_parameters(shape, grid)
     linears = _linears(shape, grid) if step.block_bytes else 0
+    weights = (base - linears) * step.param_bytes + step.stored(linears)
     adapters = sum(shape.adapters(step.lora))
     trained, size = (adapters, ADAPTER_BYTES) if step.lora else (base, step.param_bytes)
     gradients = trained * size
@@ -150,7 +151,7 @@ def memory(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", gloo:
     return Memory(
         parameters=base + adapters,
         trained=trained,
-        states=(base - linears) * step.param_bytes + step.stored(linears) + adapters * ADAPTER_BYTES + gradients + trained * MOMENT_BYTES,
+        states=weights + adapters * ADAPTER_BYTES + gradients + trained * MOMENT_BYTES,
         gathered=_gathered(shape, grid, step, gloo),
         activations=saved,
         layer=layer,
@@ -211,8 +212,8 @@ def _gathered(shape: Stack, grid: Grid, step: Step, gloo: bool) -> int:
             experts = sum(size for size, part in zip(groups, _parts(layer), strict=True) if isinstance(part, Experts))
             linears = [size for size, part in zip(groups, _parts(layer), strict=True) if not isinstance(part, Experts)]
             made = sum(linears) if step.checkpointing and step.keeps_recomputed else max(linears, default=0)
-            held = 2 * experts * step.compute_bytes + 2 * step.gathered(sum(linears)) + made * step.compute_bytes
-            layers = max(layers, held)
+            arriving = 2 * experts * step.compute_bytes + 2 * step.gathered(sum(linears))
+            layers = max(layers, arriving + made * step.compute_bytes)
             continue
         layers = max(layers, 2 * sum(groups) * step.compute_bytes)
         held = [elements * gradient for elements in groups]

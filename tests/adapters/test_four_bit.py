@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+import torch.distributed as dist
 from torch import nn
 
-from hf_axonn import parallelize, save_sharded
-from hf_axonn.compat.bitsandbytes import parts_of
+from hf_axonn import parallelize
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import observe
-from hf_axonn.engine.four_bit import elements_of, four_bit_of
+from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.topology.grid import Grid
 from tests.adapters.test_lora import checkpointed
 from tests.helpers.adapting import Adapted, adapt
-from tests.helpers.equality import Outcome, compare, rows_of, too_large
+from tests.helpers.equality import Outcome, compare, exact, mean_over_world, rows_of, too_large
+from tests.helpers.float64 import relative_errors
 from tests.helpers.four_bit import WIDE, dequantized_model, quantized_model
 from tests.helpers.models import tiny_batch
 from tests.helpers.ranks import all_grids, run_ranks
@@ -66,13 +65,16 @@ def _gathered_over_z(model, context) -> int:
     state, sent = parallel_state(model), []
     mine = rows_of(tiny_batch(8, 7), state.grid, state.mesh.rank)
     z = state.mesh.group("z")
-    with observe(lambda kind, payload, group: sent.append(payload if kind == "all_gather" and group is z else 0)), context:
+    with (
+        observe(lambda kind, payload, group: sent.append(payload if kind == "all_gather" and group is z else 0)),
+        context,
+    ):
         model(**mine).loss.backward()
     return sum(sent)
 
 
 def _check_traffic(double: bool, block_bytes: int) -> None:
-    """Forward and backward send the blocks' bytes, and nothing else of these weights, as the same in bf16 sends bf16."""
+    """Forward and backward send the blocks' bytes of these weights, and nothing else, where bf16 sends 2 a number."""
     totals, autocast = [], functools.partial(torch.autocast, "cpu", torch.bfloat16)
     for base in (quantized_model(double=double), dequantized_model(quantized_model(double=double))):
         model = parallelize(adapt(base).train(), Grid(data=2, z=2))[0]
@@ -113,6 +115,25 @@ def _without(*skipped):
         return adapt(model)
 
     return make
+
+
+def _over_stages(ours, truth):
+    for grid in (Grid(pipe=2, z=2), Grid(pipe=2, x=2)):
+        model, _ = parallelize(ours.make().train(), grid)
+        mine = rows_of(tiny_batch(8, 7), grid, dist.get_rank())
+        with exact():
+            loss = model(**mine).loss
+            loss.backward()
+        sync_gradients(model)
+        gradients = {name: its.grad for name, its in model.named_parameters() if its.grad is not None}
+        assert len(gradients) == 2 * 7  # of the layer of this stage
+        assert max(relative_errors(gradients, {name: truth.gradients[name] for name in gradients}).values()) < 1e-10
+        assert abs(mean_over_world(loss) - truth.losses[0]) < 1e-10
+
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline_have_4_bits():
+    run_ranks(_over_stages, 4, *case("double", double=True))
 
 
 def keeping(grid, **options):

@@ -1,6 +1,6 @@
 """QLoRA with stock Accelerate, Transformers, PEFT and bitsandbytes; nothing here knows of a grid.
 
-    python qlora_script.py MODEL OUTPUT        or the same with accelerate launch
+python qlora_script.py MODEL OUTPUT        or the same with accelerate launch
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""QLoRA as users run it, with Trainer, SFTTrainer and an Accelerate loop: a base of 4 bits on a grid as on one process."""
+"""QLoRA as users run it, with Trainer, SFTTrainer and an Accelerate loop: on a grid as on one process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _train(folder):
 
 @pytest.mark.slow
 def test_trainer_is_as_on_one_process(tmp_path):
-    """With prepare_model_for_kbit_training, from a whole model and from one read in slices; resumed on another grid."""
+    """With prepare_model_for_kbit_training, of a whole model and of one read in slices; resumed on another grid."""
     tiny_model("llama", dtype=torch.float32, **SIZES).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(
         tmp_path / "base", quantization_config=in_four_bits(), dtype=torch.float32
@@ -91,7 +91,9 @@ def _chat(folder, output, grid=None, *, read=False):
     """A few steps of TRL's own SFTTrainer, which makes the adapters and casts them to bfloat16."""
     options = {"quantization_config": in_four_bits(torch.float32, double=True), "dtype": torch.float32}
     base = str(folder / "base")
-    model = from_pretrained(base, grid=grid, **options) if read else AutoModelForCausalLM.from_pretrained(base, **options)
+    model = (
+        from_pretrained(base, grid=grid, **options) if read else AutoModelForCausalLM.from_pretrained(base, **options)
+    )
     adapters = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     torch.manual_seed(5)
     trainer = make_sft(folder / output, grid, goldfish=False, model=model, peft_config=adapters)
@@ -136,5 +138,3 @@ def test_an_unmodified_accelerate_loop_is_as_on_one_process(tmp_path):
     assert len(losses["one"]) == 4 and losses["one"][0] != losses["one"][-1]
     for name, found in losses.items():
         assert found == pytest.approx(losses["one"], rel=1e-4), name
-
-

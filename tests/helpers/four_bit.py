@@ -33,8 +33,8 @@ def quantized_model(
     dtype=torch.float64,
     **changes,
 ):
-    """A model in `dtype` but for the Linears of its layers, and its head if asked for, which bitsandbytes has quantized
-    from float32."""
+    """A model in `dtype` but for the Linears of its layers, and its head if asked for, which bitsandbytes has
+    quantized from float32."""
     import bitsandbytes as bnb
 
     sizes = {name: size for name, size in SIZES.items() if kind != "gpt2" or name != "num_key_value_heads"}

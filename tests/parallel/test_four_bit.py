@@ -32,7 +32,6 @@ def in_four_bits(*, double: bool, quant_type: str = "nf4", **options) -> BitsAnd
     )
 
 
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Models in full precision, and as bitsandbytes saves them."""
@@ -54,7 +53,7 @@ def stock(path, double: bool) -> nn.Module:
 
 
 def check_bits(model, reference) -> int:
-    """All bytes of a sharded model's 4-bit weights, and second scales, are those of a whole one; how many there are."""
+    """All bytes of a sharded model's 4-bit weights, and second scales, are those of a whole one; how many."""
     count = 0
     for name, module in reference.named_modules():
         if isinstance(module, bnb.nn.Linear4bit):
