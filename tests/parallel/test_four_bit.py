@@ -68,9 +68,9 @@ def check_bits(model, reference) -> int:
     return count
 
 
-def _read(folder, kinds, grids):
+def _read(folder, kinds, grids, doubles=(False, True)):
     for kind in kinds:
-        for double in (False, True):
+        for double in doubles:
             reference = stock(folder / kind, double)
             for grid in grids:
                 options = {"grid": grid, "dtype": torch.bfloat16}
@@ -85,7 +85,7 @@ def _read(folder, kinds, grids):
 
 def test_what_ranks_read_has_the_bits_of_the_whole(folder):
     """From a file in full precision, of which each rank quantizes its shard, and from one in 4 bits."""
-    run_ranks(_read, 2, folder, ["llama"], [Grid(z=2), Grid(x=2)])
+    run_ranks(_read, 2, folder, ["llama"], [Grid(z=2), Grid(x=2)], (True,))
 
 
 def _save(folder):
@@ -177,6 +177,7 @@ def asking(dtype):
     return model
 
 
+@pytest.mark.slow
 def test_products_are_in_the_dtype_that_is_asked_for():
     truth = {}
     for dtype in (torch.float32, torch.bfloat16):
