@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import nn
 
 from hf_axonn.architectures.plan import ShardingPlan, is_inside
+from hf_axonn.compat.bitsandbytes import is_four_bit
 from hf_axonn.compat.peft import adapter_layers, variant_names, without_peft, wrapped_modules
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.engine.dtensors import local
@@ -42,8 +44,12 @@ def check_adapters(model: nn.Module) -> None:
     if layers:
         check_versions("peft")
     for name, layer, kind in layers:
-        kind = next((variant for variant in variant_names(layer) if variant not in DORA), kind)
-        if kind not in ("lora.Linear", "lora.Embedding", "lora.ParamWrapper"):
+        variants = variant_names(layer)
+        wrapper: Any = layer
+        if variants and is_four_bit(wrapper.get_base_layer()):
+            raise ValueError(DORA_OF_FOUR_BITS.format(name))
+        kind = next((variant for variant in variants if variant not in DORA), kind)
+        if kind not in ("lora.Linear", "lora.Linear4bit", "lora.Embedding", "lora.ParamWrapper"):
             raise ValueError(f"{name}: PEFT's {kind} cannot be sharded over a grid: {WHAT_WORKS}.")
     _check_sharing(inner)
 
@@ -75,6 +81,12 @@ SEVERAL = (
 LINEAR = (
     "{}: PEFT's LoRA of the parameter {} of a Linear (target_parameters) is not supported over a grid: name the "
     "Linear in target_modules."
+)
+
+
+DORA_OF_FOUR_BITS = (
+    "{}: DoRA (use_dora) needs the norms of a weight's rows, which is not supported over a grid where the weight has "
+    "4 bits: use LoRA or rsLoRA."
 )
 
 
@@ -110,6 +122,10 @@ def check_config(state: ParallelState, model: nn.Module, config) -> None:
         variant = field.metadata.get("is_lora_variant") and field.name != "use_dora"
         if asked and (variant or field.name in REFUSED_FIELDS):
             raise ValueError(f"{field.name} of LoraConfig is not supported over a grid: {WHAT_WORKS}.")
+    if config.use_dora:
+        adapted = (name for name, module in model.named_modules() if is_four_bit(module))
+        if (name := next(adapted, None)) is not None:
+            raise ValueError(DORA_OF_FOUR_BITS.format(name))
     how = config.init_lora_weights
     if isinstance(how, str) and how.lower() not in (*PLAIN_INITS, "true", "false"):
         raise ValueError(

@@ -11,6 +11,7 @@ modules_to_save, whose copies get the shards and the sharded layers of the modul
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeGuard
@@ -23,6 +24,7 @@ from hf_axonn.adapters.dora import Dora
 from hf_axonn.adapters.lora import HeadLora, install_pair, output_of, pair_of
 from hf_axonn.adapters.merge import Merging, ParameterMerging
 from hf_axonn.adapters.parameter_lora import ParameterLora
+from hf_axonn.compat.bitsandbytes import is_four_bit
 from hf_axonn.compat.peft import MIXED_BATCH, wrapped_modules
 from hf_axonn.distributed.collectives import broadcast_all
 from hf_axonn.distributed.mesh import STAGE
@@ -108,8 +110,19 @@ def _around(state: ParallelState, names: dict, wrapper: nn.Module, base: nn.Modu
         ParameterMerging(state, wrapper, base)
         ParameterLora(state, wrapper, sharded)
     else:
-        Merging(state, wrapper, base)
+        if is_four_bit(base):
+            for name in ("merge", "unmerge"):
+                patch_forward(wrapper, functools.partial(_refuse_merge, names[wrapper]), method=name)
+        else:
+            Merging(state, wrapper, base)
         patch_forward(wrapper, _refuse_mixed, method=MIXED_BATCH)
+
+
+def _refuse_merge(name: str, _original, *args, **kwargs):
+    raise ValueError(
+        f"{name}: adapters cannot be merged into a weight of 4 bits over a grid, where it would be rounded once more: "
+        "save the adapters (model.save_pretrained), and merge them on one process, into the base in full precision."
+    )
 
 
 def _refuse_mixed(_original, *args, **kwargs):

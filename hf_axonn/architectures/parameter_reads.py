@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hf_axonn.compat.bitsandbytes import is_four_bit
 from hf_axonn.layers.base import Reader
 
 
@@ -37,7 +38,8 @@ def find_readers(model: nn.Module) -> tuple[list[Reader], set[nn.Module]]:
     """The readers of a model, and the modules whose parameters they change in place: those must be replicated."""
     readers: list[Reader] = []
     changed: set[nn.Module] = set()
-    todo = [(module, "forward") for module in model.modules()]
+    # That of a Linear of 4 bits is replaced as a whole, as other Linears' are.
+    todo = [(module, "forward") for module in model.modules() if not is_four_bit(module)]
     done = set(todo)
 
     def collect(module: nn.Module, method: str, read: dict[nn.Module, None]) -> None:

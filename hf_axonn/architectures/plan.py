@@ -23,6 +23,7 @@ from torch import nn
 
 from hf_axonn.architectures.block_checks import block_problem, head_counts, head_norms
 from hf_axonn.architectures.table import CHECKED, LAYERS_OUTPUT_IS_RESHAPED, BlockSpec, block_specs
+from hf_axonn.compat.bitsandbytes import is_four_bit
 from hf_axonn.compat.transformers import output_embedding, text_config
 from hf_axonn.layers.moe import is_experts
 from hf_axonn.layers.norms import NormKind
@@ -205,7 +206,8 @@ def is_per_token(module: nn.Module) -> bool:
     kind = type(module)
     if not any(True for _ in module.parameters()) and not any(True for _ in module.children()):
         return True
-    return kind.__module__ in ACTIVATIONS or type(module) is nn.Linear or bool(PER_TOKEN.search(kind.__name__))
+    linear = kind is nn.Linear or is_four_bit(module)
+    return linear or kind.__module__ in ACTIVATIONS or bool(PER_TOKEN.search(kind.__name__))
 
 
 def _final(model: nn.Module, name: str, list_name: str, model_type: str) -> list[str] | None:

@@ -12,8 +12,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_axonn.compat.bitsandbytes import saved_form
+from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.dtensors import whole
+from hf_axonn.engine.four_bit import FourBit
 from hf_axonn.engine.stage_tensors import whole_of_all_stages
 from hf_axonn.engine.state import parallel_state
 
@@ -21,20 +24,30 @@ from hf_axonn.engine.state import parallel_state
 def full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The state dict of a sharded model with full tensors, on the CPU of rank 0; empty on the other ranks.
 
-    Every rank must call it. Names that share a tensor share it in the result, too.
+    Every rank must call it. Names that share a tensor share it in the result, too. Weights of 4 bits are as
+    bitsandbytes saves them.
 
     Args:
         model: parallelized, or a wrapper of such a model.
         state_dict: its state dict or a part of it; all of it if None.
+    Raises:
+        ValueError: weights of 4 bits over a grid with pipe.
     Memory: the full model on the CPU of rank 0, one full tensor at a time on the others.
     Collectives: one gather of each sharded tensor over (y, x, z); with pipe those of `whole_of_all_stages`.
     """
     state_dict = model.state_dict() if state_dict is None else state_dict
     state = parallel_state(model)
     if state is not None and state.pipeline is not None:
+        if any(hasattr(parameter, "four_bit") for parameter in model.parameters()):
+            raise ValueError(
+                "a model of 4-bit weights cannot be saved whole over a grid with pipe: save its adapters alone, with "
+                "save_pretrained of the PeftModel."
+            )
         return whole_of_all_stages(state_dict, state.mesh)
     first = world_rank() == 0
     owners = owners_of(model)
+    named = model.named_parameters(remove_duplicate=False)
+    bits: dict[str, FourBit] = {name: its.four_bit for name, its in named if hasattr(its, "four_bit")}
     result: dict[str, Any] = {}
     gathered: dict[object, Tensor | None] = {}
     for name, tensor in state_dict.items():
@@ -47,6 +60,9 @@ def full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = Non
             gathered[owner] = full.cpu().contiguous() if first else None
             del full
         result[name] = gathered[owner]
+        if name in bits and first:
+            stored = saved_form(bits[name].parts(result.pop(name)), (bits[name].rows, bits[name].cols))
+            result |= {name + key: value for key, value in stored.items()}
     return result if first else {}
 
 
@@ -90,4 +106,9 @@ def _save_pretrained(
     if state_dict is None or is_sharded(state_dict):
         state_dict = full_state_dict(model, state_dict)
     if world_rank() == 0 and is_main_process:
-        original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)
+        quantizer = getattr(model, "hf_quantizer", None)  # which would put the model's own in its place
+        own: dict[tuple[Any, str], Any] = {}
+        if quantizer is not None:
+            own = {(quantizer, "get_state_dict_and_metadata"): lambda *_: (state_dict, {})}
+        with replaced(own):
+            original(save_directory, is_main_process=True, state_dict=state_dict, **kwargs)

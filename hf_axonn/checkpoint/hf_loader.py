@@ -16,10 +16,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_axonn.checkpoint.four_bit_loading import is_stored_in_bytes, loading_hooks
 from hf_axonn.checkpoint.lazy_tensors import LazyTensor, Region, read, unread
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.compat.transformers import collected_tensors_are_numbered
 from hf_axonn.engine.dtensors import local
+from hf_axonn.engine.four_bit import keep_marks
 
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ def distribute_when_built(
     from transformers import PreTrainedModel, core_model_loading
     from transformers.distributed import mixin
     from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.utils.import_utils import is_bitsandbytes_available
 
     def distribute_model(model: PreTrainedModel, distributed_config: object, mesh_manager: None) -> PreTrainedModel:
         vars(model.config).pop("distributed_config", None)  # else it would be saved in config.json
@@ -72,14 +75,16 @@ def distribute_when_built(
             ),
             (PreTrainedModel, "maybe_distribute_model"): staticmethod(distribute_model),
             (PreTrainedModel, "_finalize_model_loading"): staticmethod(finalize_and_note),
-            (core_model_loading, "DtensorShardOperation"): lambda parameter: _Part(
-                parameter.shape, part_of(parameter)
+            (core_model_loading, "DtensorShardOperation"): lambda parameter: (
+                STAYS if is_stored_in_bytes(parameter) else _Part(parameter.shape, part_of(parameter))
             ),
             (core_model_loading, "spawn_materialize"): _read_or_wait,
             (core_model_loading, "set_param_for_module"): partial(
                 _set_part, core_model_loading.set_param_for_module, part_of, device, readers
             ),
         }
+        if is_bitsandbytes_available():
+            attributes |= loading_hooks(part_of, device)
         with replaced(attributes):
             yield {"distributed_config": DistributedConfig()}, missing
 
@@ -133,6 +138,10 @@ class _Part:
     region: Region
 
 
+# Of a weight that is quantized as it is read: what is in the file stays there until then.
+STAYS = _Part(torch.Size(), ())
+
+
 def _read_or_wait(
     pool: Executor | None,
     source: Any,
@@ -146,6 +155,8 @@ def _read_or_wait(
     What a converter collects (it has a `tensor_idx`) stays unread, and so does a tensor that is not of its
     parameter's size, which the loader will report. So do all where a converter's cannot be told: `_set_part` reads.
     """
+    if sharding_op is STAYS:
+        return unread(source, dtype if dtype is not None and dtype.is_floating_point else None)
     refuse_integers("a weight", source, dtype)
     lazy = unread(source, dtype)
     told = tensor_idx is None and collected_tensors_are_numbered()
@@ -191,6 +202,8 @@ def _set_part(
             return
         value = part
     stock(model, name, value, info, *rest)
+    if own is not None and is_stored_in_bytes(own):  # what hangs on a weight of 4 bits
+        keep_marks(model.get_parameter(name), vars(own))
 
 
 def _tensor_of(model: nn.Module, name: str) -> torch.Tensor | None:

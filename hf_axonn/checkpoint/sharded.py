@@ -78,6 +78,11 @@ def begin_save(model: nn.Module, directory: str | Path, *, async_save: bool = Fa
     state = parallel_state(model)
     if state is None:
         raise ValueError("this model is not sharded: save it with model.save_pretrained(DIR).")
+    if not hasattr(model, "peft_config") and any(hasattr(parameter, "four_bit") for parameter in model.parameters()):
+        raise ValueError(
+            "the weights of 4 bits of this model cannot be saved in shards: train it with adapters (get_peft_model), "
+            "which are saved alone, or write the whole model with model.save_pretrained(DIR)."
+        )
     return Save(directory, state.grid, state.mesh.device, background=async_save)
 
 

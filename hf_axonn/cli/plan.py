@@ -21,6 +21,7 @@ from hf_axonn.planner import confidence, settings
 from hf_axonn.planner.jobs import PRECISION_BYTES, batch_of, make_job, number, pipe_sizes
 from hf_axonn.planner.machine import known_machines
 from hf_axonn.planner.model.catalog import GPTS
+from hf_axonn.planner.model.shapes import BASES
 from hf_axonn.planner.pipelined import Pipelined
 from hf_axonn.planner.predict import Job, Prediction
 from hf_axonn.planner.search import GridRanking, grids, plan, sweep
@@ -78,6 +79,9 @@ def add_plan(commands) -> None:
         "--pipe", default="1", metavar="1,2,4", help="sizes of the axis pipe to plan with, or any; by default 1"
     )
     parser.add_argument("--lora", type=number, default=0, metavar="RANK", help="train adapters of this rank alone")
+    parser.add_argument(
+        "--base", choices=tuple(BASES), default="full", help="with --lora: the frozen Linears, in 4 bits (QLoRA)"
+    )
     parser.add_argument("--attention", help="attention kernel of the machine's file; by default its first")
     parser.add_argument("--tokens", type=number, help="tokens of the whole training, such as 2T: days and GPU hours")
     parser.add_argument("--overlap", action="store_true", help="what each overlap of communication gains")
@@ -115,6 +119,8 @@ def run_plan(options: argparse.Namespace) -> int:
     options.free = [name for name in (*settings.EXACT, *options.free) if name not in given]
     if options.lora and (options.schedule != "hf_axonn" or options.paper):
         raise ValueError("--lora is planned for this engine alone: leave out --schedule axonn and --paper.")
+    if options.base != "full" and not options.lora:
+        raise ValueError(f"--base {options.base} goes with --lora RANK: weights of 4 bits are not trained.")
     if options.pipe != "1" and (options.schedule != "hf_axonn" or options.paper or options.lora):
         raise ValueError("--pipe is planned for this engine's schedule, and without --paper and --lora.")
     options.pipes = pipe_sizes(options.pipe, "--pipe")
@@ -135,6 +141,7 @@ def _job(options: argparse.Namespace, sequences: int, fixed: dict[str, Any]) -> 
         param_bytes=PRECISION_BYTES[options.weights],
         attention=options.attention,
         lora=options.lora,
+        base=options.base,
         schedule=options.schedule,
         **fixed,
     )

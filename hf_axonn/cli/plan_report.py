@@ -50,6 +50,7 @@ def header(job: Job, gpus: str) -> str:
         f"{job.shape.parameters() / 1e9:.1f} billion parameters on {gpus} of {job.machine.name}, "
         f"{number_of(job.sequences, 'sequence')} of {job.seq:,} tokens a step"
         + (f", LoRA of rank {job.lora}" if job.lora else "")
+        + {"full": "", "4bit": " on 4 bits", "4bit-double": " on 4 bits, double quantization"}[job.base]
         + ("" if job.schedule == "hf_axonn" else f", schedule {job.schedule}")
     )
 

@@ -143,6 +143,30 @@ def like_dtensor(shard: torch.Tensor, placement: object) -> DTensor:
     return DTensor(shard, placement, requires_grad=False)
 
 
+def follow_dtype(parameter: DTensor) -> None:
+    """Let the shard have the dtype that the parameter says it has.
+
+    `parameter.data = parameter.data.to(dtype)`, as PEFT and TRL cast what is not quantized, changes the one and not
+    the other.
+    """
+    if parameter._local_tensor.dtype != parameter.dtype:
+        cast = parameter._local_tensor.detach().to(parameter.dtype)
+        new = DTensor.from_local(
+            cast,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        parameter._local_tensor, parameter._spec = new._local_tensor, new._spec
+
+
+def apply_of_class(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """What `module.to` and others do to a module, where an instance has a method in place of it."""
+    return type(module)._apply(module, *args, **kwargs)
+
+
 def version_of(parameter: DTensor) -> int:
     """How often the values of a DTensor have been changed in place: as a whole, or this rank's shard by itself.
 

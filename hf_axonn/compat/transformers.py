@@ -80,6 +80,11 @@ def record_outputs(model: nn.Module) -> None:
     maybe_install_capturing_hooks(cast("PreTrainedModel", model))
 
 
+def is_read(module: nn.Module) -> None:
+    """Tell the loader that the parameters of a module have their values."""
+    module._is_hf_initialized = True  # type: ignore[assignment]
+
+
 def wrap_checkpointing(layer: nn.Module, wrap: Callable[[Callable], Callable]) -> None:
     """Replace the function with which a layer under gradient checkpointing runs its forward."""
     layer._gradient_checkpointing_func = wrap(layer._gradient_checkpointing_func)

@@ -32,17 +32,23 @@ class Gathering:
 
     Args:
         weights, layouts: the group.
-        dtype: in which they travel.
+        dtype: of the products.
 
     Attributes:
-        elements: of the full weights, the same on every rank, so that all ranks decide alike by it.
+        elements: of the full weights, the same on every rank, so that all ranks decide alike by it; bytes: of what
+            travels of them, likewise.
+        travels: the dtype of what travels: that of the weights, or uint8 where some of them are of 4 bits.
     """
 
     def __init__(self, weights: Sequence[ShardedWeight], layouts: Sequence[WeightLayout], dtype: torch.dtype) -> None:
         self.weights = weights
         self.layouts = layouts
         self.dtype = dtype
-        self.elements = sum([weight.parameter.numel() for weight in weights])
+        self.elements = sum([weight.elements for weight in weights])
+        kinds = [weight.travels_as(dtype) for weight in weights]
+        self.travels = kinds[0] if len(set(kinds)) == 1 else torch.uint8
+        sizes = [weight.parameter.numel() * kind.itemsize for weight, kind in zip(weights, kinds, strict=True)]
+        self.bytes = sum(sizes)
 
     @property
     def version(self) -> int:
@@ -52,18 +58,26 @@ class Gathering:
     def shards(self) -> list[Tensor]:
         """What this rank sends of each weight, flat."""
         return [
-            layout.padded(weight.shard.to(self.dtype)).reshape(-1)
+            layout.padded(weight.sent(self.dtype)).reshape(-1).view(self.travels)
             for weight, layout in zip(self.weights, self.layouts, strict=True)
         ]
 
     def blocks(self, gathered: list[Tensor]) -> list[Tensor]:
         """What has arrived of each weight, [z, elements] -> its [Q, n, P, k]."""
-        return [layout.block(part) for part, layout in zip(gathered, self.layouts, strict=True)]
+        return [
+            weight.received(_seen_as(weight.travels_as(self.dtype), part), layout, self.dtype)
+            for weight, part, layout in zip(self.weights, gathered, self.layouts, strict=True)
+        ]
+
+
+def _seen_as(dtype: torch.dtype, part: Tensor) -> Tensor:
+    """Bytes that have travelled beside those of weights of 4 bits, as what they are."""
+    return part if part.dtype == dtype else part.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def start_gathers(gatherings: Sequence[Gathering], mesh: GridMesh) -> list[Pending]:
-    """Begin to join the z shards of several groups of weights, all of one dtype. Result: of each one [Q, n, P, k] for
-    each weight. An all-gather over z for each group, in one launch."""
+    """Begin to join the z shards of several groups of weights, which travel in one dtype. Result: of each one
+    [Q, n, P, k] for each weight. An all-gather over z for each group, in one launch."""
     with unseen_by_checkpoints():
         started = start_all_gathers([gathering.shards() for gathering in gatherings], mesh.group("z"))
     return [pending.then(gathering.blocks) for pending, gathering in zip(started, gatherings, strict=True)]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from hf_axonn.compat.bitsandbytes import is_four_bit
+
 
 # Of transformers 5.23: multiplies and adds its bias, nothing else.
 PLAIN_LINEARS = ("FalconLinear",)
@@ -15,9 +17,10 @@ def is_conv1d(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a Linear that can be sharded: nn.Linear itself, Conv1D, or a subclass that is known to add
-    nothing. Others may do anything."""
-    return type(module) is nn.Linear or is_conv1d(module) or type(module).__name__ in PLAIN_LINEARS
+    """Whether a module is a Linear that can be sharded: nn.Linear itself, Conv1D, one of 4 bits, or a subclass that is
+    known to add nothing. Others may do anything."""
+    plain = type(module) is nn.Linear or type(module).__name__ in PLAIN_LINEARS
+    return plain or is_conv1d(module) or is_four_bit(module)
 
 
 def linear_size(linear: nn.Module) -> tuple[int, int]:

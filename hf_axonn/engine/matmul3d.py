@@ -140,7 +140,7 @@ class Product:
         Collectives: all-gather over z; all-gather of the input. Backward as in the head of this file: the reduction of
         the input's gradient over the group runs while the weight gradients are computed (OAR).
         """
-        dtype = self.state.compute_dtype(input_)
+        dtype = self.state.compute_dtype(input_, self.weights)
         input_ = input_.to(dtype)
         entry = None if over is None else GatheredInput(input_, over, tokens, overlap=self.state.overlap_all_reduce)
         gathered = self.gathered(dtype)
@@ -409,7 +409,7 @@ class _GatheredWeight(torch.autograd.Function):
     @staticmethod
     def forward(ctx, product, shard):
         ctx.product = product
-        return as_matrix(product.gather(shard.dtype)[0])
+        return as_matrix(product.gather(product.weights[0].dtype)[0])
 
     @staticmethod
     def backward(ctx, grad):

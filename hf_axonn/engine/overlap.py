@@ -113,8 +113,8 @@ class GatherAhead:
         return arrived
 
     def _begin(self, order: _Order, size: int) -> None:
-        """Begin the next bundle: gathers of one dtype, none twice. `size`: of what belongs to it and is here, as the
-        first weights of a pass, so that bundles end where layers end."""
+        """Begin the next bundle: what travels in one dtype, none twice. `size`: of what belongs to it and is here, as
+        the first weights of a pass, so that bundles end where layers end."""
         keys: list[Hashable] = []
         size, end = size if size < self._size else 0, order.begun
         while end < len(order.learned) and size < self._size:
@@ -122,7 +122,7 @@ class GatherAhead:
             if key in self._ahead or key in keys:
                 break
             if not self._needless(key):
-                if keys and self._known[key].dtype != self._known[keys[0]].dtype:
+                if keys and self._known[key].travels != self._known[keys[0]].travels:
                     break
                 keys.append(key)
                 size += self._measure(self._known[key])

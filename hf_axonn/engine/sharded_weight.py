@@ -77,6 +77,28 @@ class ShardedWeight:
     def dtype(self) -> torch.dtype:
         return self.parameter.dtype
 
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The dtype that the weight's products ask for outside of autocast; None: that of their input."""
+        return None
+
+    @property
+    def elements(self) -> int:
+        """Numbers of the full weight."""
+        return self.parameter.numel()
+
+    def travels_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of what is gathered over z for products in `dtype`."""
+        return dtype
+
+    def sent(self, dtype: torch.dtype) -> Tensor:
+        """What this rank sends of its shard, as `travels_as`."""
+        return self.shard.to(dtype)
+
+    def received(self, gathered: Tensor, layout: WeightLayout, dtype: torch.dtype) -> Tensor:
+        """What all ranks of z have sent, [z, elements] -> the [Q, n, P, k] of the product."""
+        return layout.block(gathered)
+
     def block(self, layout: WeightLayout, dtype: torch.dtype) -> Tensor:
         """The [Q, n, P, k] of the product where nothing is gathered (z is 1)."""
         local, seen = shard_in(cast(DTensor, self.parameter)), self._view_as_block

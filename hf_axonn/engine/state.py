@@ -7,7 +7,7 @@ It hangs on the model as `model.axonn`. Two models in one process share nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -18,6 +18,7 @@ from hf_axonn.config import KEPT, AxonnConfig
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.activation_layouts import Tokens
 from hf_axonn.engine.context import PassContext
+from hf_axonn.engine.four_bit import FourBitWeight
 from hf_axonn.engine.gather_cache import GatherCache
 from hf_axonn.engine.linears import is_conv1d
 from hf_axonn.engine.matmul_tuning import Matmul, MatmulTuner, plain
@@ -54,6 +55,7 @@ class ParallelState:
         readings: the methods that use parameters of other modules.
         layers: the decoder layers.
         regions: module -> its compiled code (parallel/compiled.py), made with `compile_options`; empty if eager.
+        four_bit: whether there are weights of 4 bits.
         features: H where the residual stream has the feature layout, else 0.
         has_head: whether the head is sharded and can leave the logits to the loss.
         attention_axes: the axes that divide the heads of attention blocks.
@@ -87,6 +89,7 @@ class ParallelState:
         self.regions: dict[nn.Module, Region] = {}
         self.compile_options: dict[str, Any] = {}
         self._compiled: dict[Callable, Callable] = {}
+        self.four_bit = False
         self.features = 0
         self.has_head = False
         self.attention_axes: tuple[str, ...] = ()
@@ -141,7 +144,12 @@ class ParallelState:
         """The record of one parameter of a module, one for all modules that share the parameter."""
         key = id(module._parameters[name])
         if key not in self._weight_of_parameter:
-            self._weight_of_parameter[key] = ShardedWeight(module, name, transposed=is_conv1d(module), flat=flat)
+            if hasattr(module._parameters[name], "four_bit"):
+                weight: ShardedWeight = FourBitWeight(module, name, self.mesh)
+                self.four_bit = True
+            else:
+                weight = ShardedWeight(module, name, transposed=is_conv1d(module), flat=flat)
+            self._weight_of_parameter[key] = weight
             self.weights.append(self._weight_of_parameter[key])
         return self._weight_of_parameter[key]
 
@@ -171,10 +179,10 @@ class ParallelState:
         for weight, layer in zip(self.weights, layers, strict=True):
             weight.keep_gathered = layer in chosen
             if layer:
-                sizes[layer] += weight.parameter.numel()
+                sizes[layer] += weight.elements
         ahead, prefetch = self.context.gather_ahead, self.config.prefetch
         if isinstance(prefetch, int):
-            ahead.bundles_of(prefetch * self.mesh.size("x", "y"), lambda group: group.elements * group.dtype.itemsize)
+            ahead.bundles_of(prefetch * self.mesh.size("x", "y"), lambda group: group.bytes)
         else:
             ahead.bundles_of(max(sizes.values(), default=1), lambda group: group.elements)
 
@@ -194,12 +202,19 @@ class ParallelState:
         return self._zeros[key]
 
     @staticmethod
-    def compute_dtype(input_: Tensor) -> torch.dtype:
-        """The dtype of matmuls: that of autocast if it is on, else that of the input."""
+    def asked_dtype(input_: Tensor, weights: Sequence[ShardedWeight]) -> torch.dtype | None:
+        """The dtype in which weights of 4 bits ask to be multiplied; None under autocast, and where they ask for none
+        or not for one. A result is then cast back to the dtype of the input, as bitsandbytes does."""
+        asked = {weight.compute_dtype for weight in weights}
+        return asked.pop() if len(asked) == 1 and not torch.is_autocast_enabled(input_.device.type) else None
+
+    @classmethod
+    def compute_dtype(cls, input_: Tensor, weights: Sequence[ShardedWeight] = ()) -> torch.dtype:
+        """The dtype of matmuls: that of autocast if it is on, else the `asked_dtype`, else that of the input."""
         device_type = input_.device.type
         if torch.is_autocast_enabled(device_type):
             return torch.get_autocast_dtype(device_type)
-        return input_.dtype
+        return (cls.asked_dtype(input_, weights) if weights else None) or input_.dtype
 
     def as_residual(self, hidden: Tensor) -> Tensor:
         """Hidden states between two layers, in the dtype of the residual stream. No communication.

@@ -116,7 +116,7 @@ class FullLinear:
         output = gather_features(output, self.out_features, mesh, "x")
         if self.linear.bias is not None:
             output = output + replicated_local(self.linear.bias, mesh, ()).to(output.dtype)
-        return output
+        return output.to(hidden.dtype) if self.state.asked_dtype(hidden, self.weights) else output
 
     def full_weight(self) -> Tensor:
         """The weight as its module has it, for code that every rank of (x, y) repeats. All-gathers over z, y and x;

@@ -85,6 +85,7 @@ class Column:
         self.layouts = [weight_layout(WeightKind.COLUMN, *linear_size(linear), state.mesh) for linear in linears]
         self._entered: tuple[Tensor, int, list[Tensor]] | None = None
         self._computed: tuple[Tensor, dict[int, Tensor]] | None = None
+        self._outer: torch.dtype | None = None  # of the block's input, where weights of 4 bits ask for another
         for index, linear in enumerate(linears):
             state.sharded_layers[linear] = self
             patch_forward(linear, functools.partial(self._project, index))
@@ -101,7 +102,9 @@ class Column:
         assert tokens is not None  # Block has seen to that
         if not tokens.sharded:
             return take_features(hidden, state.mesh, "y")
-        group, hidden = state.mesh.group("x"), hidden.to(state.compute_dtype(hidden))
+        group = state.mesh.group("x")
+        self._outer = hidden.dtype if state.asked_dtype(hidden, self.weights) else None
+        hidden = hidden.to(state.compute_dtype(hidden, self.weights))
         if state.mesh.size("y") > 1 and not tokens.features:
             # Some layers hand their MLP flat tokens.
             hidden = tokens_to_features(hidden.reshape(1, -1, hidden.shape[-1]), state.mesh)
@@ -116,7 +119,7 @@ class Column:
 
     def leave(self) -> None:
         """Forget the pass: nothing of it may outlive the block."""
-        self._entered = self._computed = None
+        self._entered = self._computed = self._outer = None
 
     def install_copy(self, index: int, copy_: nn.Module) -> Column:
         """Install a column layer of its own on a copy of one of the projections, for the same input."""
@@ -149,6 +152,8 @@ class Column:
                 for output, linear in zip(outputs, self.linears, strict=True)
             ]
         outputs = [self._place(output, index) for index, output in enumerate(outputs)]
+        if self.state.asked_dtype(hidden, self.weights):
+            outputs = [output.to(self._outer or hidden.dtype) for output in outputs]
         return [output if output.dim() == hidden.dim() else output.view(*hidden.shape[:-1], -1) for output in outputs]
 
     def _place(self, output: Tensor, index: int) -> Tensor:
@@ -215,7 +220,7 @@ class Row:
         state, mesh, tokens = self.state, self.state.mesh, self.state.context.tokens
         assert tokens is not None  # Block has seen to that
         product = Product(state, self.weights, self.layouts)
-        rows = hidden.to(state.compute_dtype(hidden))
+        rows = hidden.to(state.compute_dtype(hidden, self.weights))
         if tokens.sharded and tokens.padded(mesh) > tokens.count:
             rows = pad_dim(rows.reshape(tokens.count, -1), 0, tokens.padded(mesh))
         if mesh.size("y") > 1 and "y" in self.axes:
@@ -233,6 +238,8 @@ class Row:
         if self.linear.bias is not None:
             bias = replicated_local(self.linear.bias, mesh, self.bias_axes)
             output = output + take_slice(bias, self.hidden_size, mesh, "y").to(output.dtype)
+        if state.asked_dtype(hidden, self.weights):
+            output = output.to(hidden.dtype)
         if tokens.sharded:
             return output if in_place else features_to_tokens(output, self.hidden_size, mesh).view(*self.leading, -1)
         output = gather_features(output, self.hidden_size, mesh, "y")

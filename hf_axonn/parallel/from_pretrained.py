@@ -20,6 +20,7 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.consistency import raise_on_all_ranks
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.dtensors import local_slices
+from hf_axonn.parallel.four_bit import add_second_scales
 from hf_axonn.parallel.parallelize import parallelize
 from hf_axonn.topology.grid import Grid
 
@@ -32,6 +33,7 @@ def from_pretrained(
     The model is built on the meta device, parallelized, and filled by Transformers' own loader, from an ordinary HF
     directory, the hub, or a sharded checkpoint of any grid. A rank's memory grows by its shards and, for a moment, by
     one slice. A GGUF file is dequantized, by one process to safetensors that all ranks then read (checkpoint/gguf.py).
+    In bitsandbytes' 4 bits a rank quantizes the blocks that it will hold, as it reads them (four_bit_loading.py).
     Of a directory with PEFT adapters the base is read so, and then the adapters, frozen as Transformers leaves them.
     `model.axonn.report` says what was sharded.
 
@@ -44,11 +46,12 @@ def from_pretrained(
     Returns:
         The model, in eval mode as from_pretrained leaves it, on this rank's device.
     Raises:
-        ValueError: quantized weights, device_map, tp_plan or ignore_mismatched_sizes among the arguments, an
-            incomplete sharded checkpoint, weights that the checkpoint lacks (they would be filled with numbers that
-            differ from rank to rank) or has in another size; on every rank, if one of them cannot read its slices.
+        ValueError: quantized weights other than bitsandbytes' 4 bits, device_map, tp_plan or ignore_mismatched_sizes
+            among the arguments, an incomplete sharded checkpoint, weights that the checkpoint lacks (they would be
+            filled with numbers that differ from rank to rank) or has in another size; on every rank, if one of them
+            cannot read its slices.
     Collectives: those of `parallelize` for a model on the meta device, and of `raise_on_all_ranks`; those of
-        `verify_together` for a sharded checkpoint.
+        `verify_together` for a sharded checkpoint, and of `add_second_scales` in 4 bits.
     """
     from transformers import AutoModelForCausalLM
 
@@ -59,6 +62,12 @@ def from_pretrained(
     if refused:
         raise ValueError(f"{', '.join(refused)}: the grid decides where weights lie; leave {refused[0]} away.")
     _check_quantization(kwargs, grid)
+    four_bit = getattr(kwargs.get("quantization_config"), "load_in_4bit", False)
+    if four_bit and grid.size > 1 and is_sharded_checkpoint(name_or_path):
+        raise ValueError(
+            f"{name_or_path} is a sharded checkpoint, which cannot be read in 4 bits over a grid: write an ordinary "
+            "directory first, with hf-axonn convert."
+        )
     if grid.size == 1:
         _verify(name_or_path)
         return auto_class.from_pretrained(name_or_path, **kwargs)
@@ -94,6 +103,7 @@ def from_pretrained(
             f"{name_or_path} has no weights for {len(missing)} parameters, among them {', '.join(missing[:3])}: load "
             "it with AutoModelForCausalLM.from_pretrained and shard the result with hf_axonn.parallelize."
         )
+    add_second_scales(model)
     if gguf_file:
         model.name_or_path = model.config.name_or_path = str(origin)
     return model
@@ -107,7 +117,7 @@ def _verify(name_or_path: str) -> None:
 
 
 def _check_quantization(kwargs: dict[str, Any], grid: Grid) -> None:
-    """Refuse weights that stay quantized; a GGUF file is always dequantized."""
+    """Refuse weights that stay quantized otherwise than in 4 bits; a GGUF file is always dequantized."""
     from transformers import GgufConfig
 
     wanted = kwargs.get("quantization_config")
@@ -115,7 +125,9 @@ def _check_quantization(kwargs: dict[str, Any], grid: Grid) -> None:
         if wanted is not None and not getattr(wanted, "dequantize", False):
             raise ValueError("GGUF weights are trained dequantized: leave quantization_config away.")
         kwargs["quantization_config"] = GgufConfig(dequantize=True)
-    elif wanted is not None and grid.size > 1:
+    elif wanted is not None and grid.size > 1 and not getattr(wanted, "load_in_4bit", False):
         raise ValueError(
-            "quantized weights cannot be sharded: leave quantization_config away, or save them dequantized."
+            f"quantized weights cannot be sharded, but for bitsandbytes' 4 bits: {type(wanted).__name__} asks for "
+            "others. Take BitsAndBytesConfig(load_in_4bit=True), leave quantization_config away, or save them "
+            "dequantized."
         )

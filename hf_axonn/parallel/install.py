@@ -17,6 +17,7 @@ from hf_axonn.architectures.plan import BlockPlan, ShardingPlan
 from hf_axonn.architectures.weight_kinds import vocabulary_modules
 from hf_axonn.compat.transformers import has_causal_lm_loss, output_embedding, text_config
 from hf_axonn.engine.dtensors import distributed, shard_placements
+from hf_axonn.engine.four_bit import elements_of
 from hf_axonn.engine.linears import is_conv1d, is_linear
 from hf_axonn.engine.report import Entry
 from hf_axonn.engine.state import ParallelState
@@ -94,7 +95,7 @@ def install_layers(
 
 def _note(state: ParallelState, name: str, module: nn.Module, kind: WeightKind, reason: str = "") -> None:
     """Write a module into the report."""
-    parameters = sum(parameter.numel() for parameter in module._parameters.values() if parameter is not None)
+    parameters = sum(elements_of(parameter) for parameter in module._parameters.values() if parameter is not None)
     state.report.entries.append(Entry(name or "(root)", kind, parameters, reason))
 
 

@@ -43,6 +43,7 @@ from hf_axonn.engine.state import ParallelState, is_parallelized
 from hf_axonn.losses.router_aux import check_routers
 from hf_axonn.parallel.batch_check import install_batch_check
 from hf_axonn.parallel.compiled import compile_regions
+from hf_axonn.parallel.four_bit import check_four_bit, four_bit_modules, pack_four_bit, refuse_quantized
 from hf_axonn.parallel.install import install_layers, shard_parameters
 from hf_axonn.pipeline.forward import install_pipeline
 from hf_axonn.pipeline.pipeline import Pipeline
@@ -64,10 +65,10 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     Returns:
         (the model itself, a report of what was sharded and what was not and why).
     Raises:
-        ValueError: the grid is not the size of the world, the model is sharded already, quantized, or has adapters
-            that cannot be sharded; ranks have other models, settings or versions; a library has a release that is not
-            proven (`check_versions`); the process group has no backend for the device that the model is on, or the
-            model is on the CPU in a world that trains on GPUs.
+        ValueError: the grid is not the size of the world, the model is sharded already, quantized otherwise than in
+            bitsandbytes' 4 bits, or has adapters or 4-bit weights that cannot be sharded; ranks have other models,
+            settings or versions; a library has a release that is not proven (`check_versions`); the process group has
+            no backend for the device that the model is on, or the model is on the CPU in a world that trains on GPUs.
         RuntimeError: torch.distributed is not initialized.
     Collectives: those of `assert_same_on_all_ranks`, creation of the process groups, and `broadcast_all` of
         parameters and buffers.
@@ -84,8 +85,7 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
             "the parameters of this model are DTensors already, as of from_pretrained(tp_plan=...), FSDP or a part of "
             "a model on a grid: load the model without tp_plan, the grid shards it."
         )
-    if _is_quantized(inner):
-        raise ValueError("a quantized model cannot be sharded over a grid: load it without quantization_config.")
+    refuse_quantized(inner)
     check_adapters(model)
     if grid.pipe > 1:
         _check_pipe(model, grid)
@@ -108,7 +108,12 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
             f"residual_dtype is {config.residual_dtype}, but {type(inner).__name__} is sharded Linear by Linear, and "
             f"its layers are not known ({plan.reason}): leave residual_dtype away."
         )
-    broadcast_all([*inner.parameters(), *inner.buffers()])
+    beside: list[torch.Tensor] = []
+    if any(True for _ in four_bit_modules(inner)):
+        with without_wrappers(inner):
+            check_four_bit(inner, weight_kinds(inner, plan), grid)
+        beside = pack_four_bit(inner)
+    broadcast_all([*inner.parameters(), *inner.buffers(), *beside])
     before = {name: weakref.ref(parameter) for name, parameter in inner.named_parameters()}
     with without_wrappers(inner):
         layout = choose_layout(inner, plan, y=grid.y, wanted=config.layout)
@@ -174,16 +179,6 @@ def _check_pipe(model: nn.Module, grid: Grid) -> None:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(text, "output_router_logits", False):
         check_routers(without_peft(model), grid)
-
-
-# Libraries whose Linears hold their weights in fewer bits.
-QUANTIZERS = {"aqlm", "auto_gptq", "awq", "bitsandbytes", "eetq", "gptqmodel", "hqq", "optimum", "quanto", "torchao"}
-
-
-def _is_quantized(model: nn.Module) -> bool:
-    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
-        return True
-    return any(type(module).__module__.partition(".")[0] in QUANTIZERS for module in model.modules())
 
 
 def _refuse_resize(

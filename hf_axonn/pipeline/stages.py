@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hf_axonn.architectures.plan import ShardingPlan, is_inside
 from hf_axonn.compat.transformers import input_embedding, output_embedding, text_config, without_report
 from hf_axonn.engine.context import StagePass
+from hf_axonn.engine.four_bit import elements_of
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.dropout import mix
 from hf_axonn.layers.moe import is_experts
@@ -237,7 +238,7 @@ def _multiplications(module: nn.Module, chosen: int) -> float:
     matrices = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() > 1]
     if is_experts(module):
         return float(sum(chosen * matrix.numel() / len(matrix) for matrix in matrices))
-    return float(sum(matrix.numel() for matrix in matrices))
+    return float(sum(elements_of(matrix) for matrix in matrices))
 
 
 def _keep_ends(

@@ -104,6 +104,18 @@ def local_parameters(shape: Stack, grid: Grid) -> int:
     return layers + _sharded(rest, grid) + sum(shape.replicated) + idle
 
 
+def _linears(shape: Stack, grid: Grid) -> int:
+    """Elements of the layers' Linears on rank 0."""
+    return sum(
+        count * own_elements(Weight(kind, linear.rows, linear.cols), grid, ORIGIN)
+        for layer, count in shape.everything
+        for part in layer.parts
+        if not isinstance(part, Experts)
+        for kind, linears in part.groups()
+        for linear in linears
+    )
+
+
 def _vocabulary(shape: Stack) -> Weight:
     return Weight(WeightKind.VOCABULARY, shape.vocab, shape.hidden)
 
@@ -124,6 +136,8 @@ def memory(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", gloo:
             rows of its own experts alone.
     """
     base = local_parameters(shape, grid)
+    linears = _linears(shape, grid) if step.block_bytes else 0
+    weights = (base - linears) * step.param_bytes + step.stored(linears)
     adapters = sum(shape.adapters(step.lora))
     trained, size = (adapters, ADAPTER_BYTES) if step.lora else (base, step.param_bytes)
     gradients = trained * size
@@ -137,7 +151,7 @@ def memory(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", gloo:
     return Memory(
         parameters=base + adapters,
         trained=trained,
-        states=base * step.param_bytes + adapters * ADAPTER_BYTES + gradients + trained * MOMENT_BYTES,
+        states=weights + adapters * ADAPTER_BYTES + gradients + trained * MOMENT_BYTES,
         gathered=_gathered(shape, grid, step, gloo),
         activations=saved,
         layer=layer,
@@ -169,6 +183,11 @@ def _groups(layer: Layer, grid: Grid) -> list[int]:
     return groups
 
 
+def _parts(layer: Layer) -> list[Block | Experts | UnshardedModule]:
+    """The part that each of the `_groups` is of."""
+    return [part for part in layer.parts for _ in part.groups()]
+
+
 def kept_bytes(shape: Stack, grid: Grid, step: Step) -> int:
     """Bytes of gathered weights that are kept from forward to backward, of the last layers."""
     kept, total = step.kept_layers, 0
@@ -187,6 +206,14 @@ def _gathered(shape: Stack, grid: Grid, step: Step, gloo: bool) -> int:
         if grid.z == 1:
             # Nothing is gathered, but the product uses a copy in the compute dtype, and so does its gradient.
             most = max(most, max(groups) * (step.compute_bytes + gradient))
+            continue
+        if step.block_bytes:
+            # Bytes of two layers, and what is made of them: of one layer if it is kept until its backward is over.
+            experts = sum(size for size, part in zip(groups, _parts(layer), strict=True) if isinstance(part, Experts))
+            linears = [size for size, part in zip(groups, _parts(layer), strict=True) if not isinstance(part, Experts)]
+            made = sum(linears) if step.checkpointing and step.keeps_recomputed else max(linears, default=0)
+            arriving = 2 * experts * step.compute_bytes + 2 * step.gathered(sum(linears))
+            layers = max(layers, arriving + made * step.compute_bytes)
             continue
         layers = max(layers, 2 * sum(groups) * step.compute_bytes)
         held = [elements * gradient for elements in groups]

@@ -22,8 +22,8 @@ from operator import itemgetter
 
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.memory import RESERVE, Memory, memory
-from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.model.shapes import BASES, BLOCK, Step
+from hf_axonn.planner.model.stack import Experts, LinearShape, Stack
 from hf_axonn.planner.pipelined import Pipelined, held_by_ranks, least, pipelined
 from hf_axonn.planner.time.compute import Compute
 from hf_axonn.planner.time.exposed import Overlaps, behind_backward
@@ -34,6 +34,7 @@ from hf_axonn.planner.time.schedules import LayerSeconds, Traffic, of_axonn, of_
 from hf_axonn.planner.ways import no_way, ways
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid, divisors
+from hf_axonn.topology.weight_kind import WeightKind
 
 
 MOST_TOKENS = 10**10  # of a batch; more is a slip, and its divisors take long to find
@@ -50,6 +51,8 @@ class Job:
         compute_bytes, param_bytes, reduce_bytes, residual_bytes: as `Step`; bf16 on fp32 weights by default.
         checkpointing: whether layers run again in backward.
         lora: as `Step`.
+        base: what the weights of frozen Linears are, one of `BASES`: 4bit as of bitsandbytes, 4bit-double with double
+            quantization.
         keep_gathered: recomputed, none, all or a number of layers, as in the settings of a run (config.py).
         micro_batches: how many; None: the fewest that fit.
         attention: name of the attention kernel, of those of the machine; None: its first.
@@ -70,6 +73,7 @@ class Job:
     residual_bytes: int | None = None
     checkpointing: bool = True
     lora: int = 0
+    base: str = "full"
     keep_gathered: str | int = "recomputed"
     micro_batches: int | None = None
     attention: str | None = None
@@ -88,6 +92,10 @@ class Job:
             raise ValueError(f"a batch of {self.tokens} tokens cannot be planned: at most {MOST_TOKENS} can.")
         if self.micro_batches is not None and self.micro_batches < 1:
             raise ValueError(f"micro_batches is {self.micro_batches}, but a step has at least 1.")
+        if self.base not in BASES:
+            raise ValueError(f"base is {self.base!r}, but it is one of {', '.join(BASES)}.")
+        if self.base != "full" and not self.lora:
+            raise ValueError(f"base is {self.base!r}, whose weights cannot be trained: give a rank of adapters, lora.")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule is {self.schedule!r}, but it is one of {', '.join(SCHEDULES)}.")
         if self.pipeline not in (None, *PIPELINES):
@@ -217,6 +225,7 @@ def step_of(job: Job, grid: Grid, micro_batches: int) -> Step:
         checkpointing=job.checkpointing,
         kept_layers=job.kept_layers,
         lora=job.lora,
+        block_bytes=BASES[job.base],
         keeps_recomputed=job.keep_gathered == "recomputed",
         counted=True,
     )
@@ -228,6 +237,8 @@ def refusal(job: Job, grid: Grid) -> str:
         return f"{job.sequences} sequences are not divisible by data * z = {grid.dp_size}"
     if grid.x * grid.y > job.sequences // grid.dp_size * job.seq:
         return f"a (data, z) position has fewer tokens than x * y = {grid.x * grid.y}"
+    if BASES[job.base] and (linear := cut_inside(job.shape, grid)):
+        return f"x and y do not divide rows of {linear.cols} numbers into whole blocks of {BLOCK}"
     rows = job.sequences // grid.dp_size
     if job.micro_batches and rows % job.micro_batches:
         return f"{rows} sequences of a (data, z) position do not make {job.micro_batches} micro-batches of one size"
@@ -238,6 +249,17 @@ def refusal(job: Job, grid: Grid) -> str:
     if isinstance(job.keep_gathered, int):
         return f"keep_gathered is {job.keep_gathered}: with a pipeline it is all, none or recomputed"
     return "" if ways(job, grid) else no_way(job, grid)
+
+
+def cut_inside(shape: Stack, grid: Grid) -> LinearShape | None:
+    """A Linear whose blocks of 4-bit numbers a grid would cut, if there is one."""
+    for layer, _ in shape.kinds:
+        for part in layer.parts:
+            for kind, linears in part.groups() if not isinstance(part, Experts) else ():
+                for linear in linears:
+                    if linear.cols % (BLOCK * (grid.x if kind == WeightKind.ROW else grid.y)):
+                        return linear
+    return None
 
 
 def fewest_micro_batches(job: Job, grid: Grid) -> tuple[int, Memory]:

@@ -148,15 +148,15 @@ def test_an_adapted_plain_model_is_as_it_was():
     assert unsharded(model)
 
 
-class Linear4bit(torch.nn.Linear):
-    """Named as that of bitsandbytes, which needs a GPU."""
+class QuantLinear(torch.nn.Linear):
+    """Named as one of gptqmodel, which needs a GPU."""
 
 
 def _refuse_quantized():
     for library in ("bitsandbytes.nn.modules", "gptqmodel.nn_modules.qlinear.torch"):
-        Linear4bit.__module__ = library
+        QuantLinear.__module__ = library
         model = llama()
-        model.model.layers[1].mlp.up_proj = Linear4bit(48, 40, bias=False)
+        model.model.layers[1].mlp.up_proj = QuantLinear(48, 40, bias=False)
         for its in (model, adapt(model, target_modules=["q_proj"])):
             with pytest.raises(ValueError, match="a quantized model cannot be sharded over a grid"):
                 parallelize(its, Grid(x=2))

@@ -54,7 +54,7 @@ class Weights:
 
 class Weight:
     def __init__(self, weights, key, dtype):
-        self.weights, self.key, self.dtype = weights, key, dtype
+        self.weights, self.key, self.travels = weights, key, dtype
 
     @property
     def version(self):

@@ -590,6 +590,23 @@ def test_adapters_take_less_of_everything(grid):
     assert not any(layer.reduces) and any(layer.gathers) == (grid.z > 1)
 
 
+def test_a_base_of_4_bits_takes_less_memory_and_traffic_and_some_time():
+    """Of the layers' Linears 36 bytes, or 33, of 64 numbers, held and gathered; numbers are made in each pass."""
+    job = replace(JOB, machine=replace(TOY, kernel=1e-9), checkpointing=False, lora=16)
+    grid = Grid(z=4, x=2)
+    full, four, double = (predict(replace(job, base=base), grid) for base in ("full", "4bit", "4bit-double"))
+    elements = LLAMA.weight_flops // 2 // grid.size  # of the Linears on one rank, all of which divide
+    assert full.memory.states - four.memory.states == elements * job.param_bytes - elements * 36 // 64
+    assert four.memory.states - double.memory.states == elements * 3 // 64
+    assert full.memory.activations == four.memory.activations
+    assert double.memory.gathered < four.memory.gathered < full.memory.gathered
+    for layers in zip(full.layers, four.layers, double.layers, strict=True):
+        gathers = [sum(layer.gathers) for layer, _ in layers]
+        assert gathers[0] > gathers[1] > gathers[2] > 0
+    assert four.seconds["gemm"] > full.seconds["gemm"]
+    assert "whole blocks of 64" in refusal(replace(job, base="4bit"), Grid(x=LLAMA.intermediate // 64 * 2))
+
+
 def test_published_runs_are_predicted():
     """docs/planning.md: classes of runs, and what their mean errors may be."""
     outcomes = [published.outcome(run) for run in published.runs()]

@@ -284,6 +284,18 @@ def test_adapters_are_planned(capsys):
     assert "LoRA of rank 16" in printed and "one GPU\n" in printed
 
 
+def test_a_base_of_4_bits_is_planned(capsys):
+    """In fp32 the frozen base of 20B does not fit one GPU, in 4 bits it does."""
+    command = "plan --model gpt-20b --machine dgx-h100 --gpus 1 --batch-sequences 4 --seq 2048 --lora 16".split()
+    assert main(command) == 1
+    assert main([*command, "--base", "4bit"]) == 0
+    assert "LoRA of rank 16 on 4 bits\n" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="base is '4bit', whose weights cannot be trained"):
+        replace(JOB, base="4bit")
+    with pytest.raises(ValueError, match="base is '2bit', but it is one of full, 4bit, 4bit-double"):
+        replace(JOB, lora=8, base="2bit")
+
+
 def test_free_settings_are_chosen_and_fixed_ones_kept():
     """Every grid has the fastest of its settings, by trying all of them; what is fixed stays."""
     job = replace(JOB, sequences=512)
@@ -356,6 +368,7 @@ def test_the_paper_mode_ranks_by_communication(capsys):
         (["--gpus", "8", "--fix", "keep_gathered=some"], "keep_gathered is recomputed, none, all, a number."),
         (["--gpus", "8", "--fix", "micro_batches"], "micro_batches is a number."),
         (["--gpus", "8", "--lora", "8", "--paper"], "--lora is planned for this engine alone"),
+        (["--gpus", "8", "--base", "4bit"], "--base 4bit goes with --lora RANK"),
         (["--gpus", "8", "--attention", "flash9"], "no speed of the attention kernel 'flash9'"),
         (["--gpus", "8", "--machine", "nowhere"], "there is no machine 'nowhere'"),
         (["--gpus", "8", "--model", "nothing"], "there is no model 'nothing'"),

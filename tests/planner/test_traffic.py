@@ -24,12 +24,14 @@ from hf_axonn.planner.traffic.ledger import Key, Ledger, Volume
 from hf_axonn.planner.traffic.volumes import volumes
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import rows_of
+from tests.helpers.four_bit import WIDE, quantized_model
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
 
 
 LLAMA = ModelShape(layers=2, hidden=48, heads=12, kv_heads=6, head_dim=4, intermediate=40, vocab=131)
 SMOLLM2 = replace(LLAMA, hidden=36, heads=9, kv_heads=3, tied=True)
+FOUR_BITS = ModelShape(layers=2, hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=256, vocab=131)
 ROWS, SEQ = 8, 7
 
 
@@ -44,6 +46,10 @@ class Case:
     config: dict = field(default_factory=dict)
     autocast: bool = False
     ahead: bool = False  # gradients are averaged while the last backward pass is under way
+
+    @property
+    def four_bit(self) -> bool:
+        return "block_bytes" in self.step
 
 
 CASES = {
@@ -61,6 +67,10 @@ CASES = {
     ),
     "LoRA": Case("llama", LLAMA, {"lora": 3, "micro_batches": 2}),
     "LoRA, checkpointing": Case("llama", LLAMA, {"lora": 3, "checkpointing": True}),
+    "LoRA on 4 bits": Case("llama", FOUR_BITS, {"lora": 3, "block_bytes": 36}, WIDE),
+    "LoRA on 4 bits, double, checkpointing": Case(
+        "llama", FOUR_BITS, {"lora": 3, "block_bytes": 33, "checkpointing": True}, WIDE
+    ),
 }
 GRIDS = {
     2: [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)],
@@ -70,7 +80,8 @@ GRIDS = {
 
 
 def cases_on(grid: Grid) -> list[tuple[str, Case]]:
-    return list(CASES.items())[: 2 if grid.size > 4 else None]
+    few = ("LoRA on 4 bits",) if grid.size == 2 else ()  # with double quantization it is the same with more in it
+    return [each for each in CASES.items() if each[0] not in few][: 2 if grid.size > 4 else None]
 
 
 def layouts_on(grid: Grid) -> tuple[str, ...]:
@@ -79,7 +90,11 @@ def layouts_on(grid: Grid) -> tuple[str, ...]:
 
 def counted(case: Case, grid: Grid, layout: str) -> Ledger:
     """The second optimizer step of a model on a grid: the first has yet to learn what to gather ahead."""
-    model = tiny_model(case.kind, dtype=torch.float32, **case.changes).train()
+    if case.four_bit:
+        double = case.step["block_bytes"] == 33
+        model = quantized_model(case.kind, dtype=torch.float32, double=double, **case.changes).train()
+    else:
+        model = tiny_model(case.kind, dtype=torch.float32, **case.changes).train()
     if case.step.get("lora"):
         # As PEFT does for checkpointing: then all layers are alike, the first one, too, has a gradient of its input.
         model.enable_input_require_grads()

@@ -143,6 +143,11 @@ class ModelShape(Stack):
         )
 
 
+BLOCK = 64  # numbers of 4 bits that share a scale
+# What a frozen base may be -> bytes of a block of its layers' Linears: codes, and a scale of 4 bytes or of 1.
+BASES = {"full": 0, "4bit": 36, "4bit-double": 33}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """One optimizer step, as one (data, z) position of the grid sees it.
@@ -161,6 +166,8 @@ class Step:
         lora: rank of the adapters of every Linear of the layers, which alone are trained, in float32; 0: none, all of
             the model is trained.
         counted: whether the number of kept tokens is known beforehand (num_items_in_batch, as Trainer passes it).
+        block_bytes: of 64 numbers of the layers' Linears, where these are frozen in 4 bits (`BASES`); 0: they are as
+            other parameters.
     """
 
     rows: int
@@ -175,6 +182,15 @@ class Step:
     keeps_recomputed: bool = True
     lora: int = 0
     counted: bool = False
+    block_bytes: int = 0
+
+    def stored(self, elements: int) -> int:
+        """Bytes of so many numbers of the layers' Linears."""
+        return elements * self.block_bytes // BLOCK if self.block_bytes else elements * self.param_bytes
+
+    def gathered(self, elements: int) -> int:
+        """Bytes that they travel in."""
+        return elements * self.block_bytes // BLOCK if self.block_bytes else elements * self.compute_bytes
 
     @property
     def stream_bytes(self) -> int:

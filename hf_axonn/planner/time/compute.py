@@ -13,15 +13,17 @@ Legend: T = tokens of one (data, z) position, a = heads * head_dim, k = kv heads
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 from hf_axonn.planner.machine import Machine
+from hf_axonn.planner.memory import ORIGIN
 from hf_axonn.planner.model.shapes import Step
 from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, LinearShape, Stack, UnshardedModule
-from hf_axonn.planner.traffic.shares import heads_repeat
+from hf_axonn.planner.traffic.shares import heads_repeat, shard_shape
 from hf_axonn.topology.grid import Grid, ceil_div
 from hf_axonn.topology.weight_kind import WeightKind
 
@@ -119,7 +121,7 @@ class Compute:
             y, x = self.grid.y, self.grid.x
             repeat = (heads_repeat(part, self.grid) if self.ours else y) if part.query else 1
             for kind, linears in part.groups():
-                adapters = self._adapters(kind, linears)
+                adapters = _sums(self._adapters(kind, linears), self._dequantized(kind, linears))
                 if kind == WeightKind.ROW:
                     # A row layer whose input is full, because heads are not divided over y, multiplies it at once.
                     parts = y if self.ours and repeat == 1 else 1
@@ -148,7 +150,8 @@ class Compute:
         linear, tokens = call.linear, float(call.inputs) * self.step.tokens
         inner, outer = [ceil_div(linear.cols, self.grid.y)], [ceil_div(linear.rows, self.grid.x)]
         seconds = self.moved(4 * tokens * linear.rows * self.step.compute_bytes, 2)
-        return Group(*self._products(inner, outer, tokens), seconds, 2 * seconds)
+        products = _sums(self._products(inner, outer, tokens), self._dequantized(WeightKind.LINEAR, [linear]))
+        return Group(*products, seconds, 2 * seconds)
 
     def experts(self, experts: Experts) -> Group:
         """The experts of this rank, on as many tokens each as come to it if they spread evenly."""
@@ -205,6 +208,17 @@ class Compute:
             seconds += product(self.machine, tokens, inner, rank, element=self.step.compute_bytes)
             seconds += product(self.machine, rows, rank, outer, element=self.step.compute_bytes)
         return seconds, seconds, seconds
+
+    def _dequantized(self, kind: WeightKind, linears: Sequence[LinearShape]) -> tuple[float, float, float]:
+        """Forward and backward: numbers are made of the blocks' bytes, which are copied apart before; not in backward
+        where a layer has run again and keeps them."""
+        step = self.step
+        if not step.block_bytes:
+            return 0.0, 0.0, 0.0
+        elements = sum(math.prod(shard_shape(kind, linear, self.grid, ORIGIN)) for linear in linears)
+        seconds = self.moved(3 * step.gathered(elements) + elements * step.compute_bytes, 4 * len(linears))
+        kept = self.grid.z > 1 and step.checkpointing and step.keeps_recomputed
+        return seconds, 0.0 if kept else seconds, 0.0
 
     def moved(self, bytes_moved: float, kernels: int = 1) -> float:
         """Seconds to read and write so many bytes."""

@@ -142,6 +142,7 @@ def layer_of_engine(account: Account, layer: Layer, *, kept: bool) -> LayerTraff
     ledger = account.layer(layer)
     elements: list[int] = []
     once: list[int] = []
+    of_experts: set[int] = set()
     hidden: list[tuple[str, str, float] | None] = []
 
     def hide(axis: str, payload: int) -> None:
@@ -151,6 +152,7 @@ def layer_of_engine(account: Account, layer: Layer, *, kept: bool) -> LayerTraff
 
     for part in layer.parts:
         if isinstance(part, Experts):
+            of_experts.add(len(elements))
             once.append(len(elements))
             elements.append(account.of_experts(part))
             hidden.append(None)
@@ -165,7 +167,10 @@ def layer_of_engine(account: Account, layer: Layer, *, kept: bool) -> LayerTraff
     if step.keeps_recomputed:
         once = list(range(len(elements)))
     size = max(step.compute_bytes, step.reduce_bytes)
-    gathers: list[float] = [count * step.compute_bytes for count in elements]
+    gathers: list[float] = [
+        count * step.compute_bytes if index in of_experts else step.gathered(count)
+        for index, count in enumerate(elements)
+    ]
     reduces: list[float] = [0 if step.lora else count * size for count in elements]
     return LayerTraffic(gathers, reduces, True, ledger, hidden, tuple(once), kept)
 

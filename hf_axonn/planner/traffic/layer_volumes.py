@@ -67,7 +67,9 @@ class LayerAccount:
             else:
                 for part in layer.parts:
                     if isinstance(part, Experts):
-                        self.gathers(total, "backward", -self.of_experts(part), -len(part.weights))
+                        self.gathers(
+                            total, "backward", -self.of_experts(part) * self.step.compute_bytes, -len(part.weights)
+                        )
         if kept:
             total.entries.pop(Key("backward", "all_gather", ("z",)), None)
         return total
@@ -167,11 +169,11 @@ class LayerAccount:
         linear, inputs = call.linear, int(self.tokens * call.inputs)
         output, input_ = call.backward
         elements = self.travels(WeightKind.LINEAR, [linear])
-        self.gathers(ledger, "forward", elements, 1)
+        self.gathers(ledger, "forward", self.step.gathered(elements), 1)
         if output:
             self.reduces(ledger, elements, self.step.compute_bytes)
         if output and input_:
-            self.gathers(ledger, "backward", elements, 1)
+            self.gathers(ledger, "backward", self.step.gathered(elements), 1)
             size = self.step.compute_bytes if call.narrow else self.step.param_bytes
             self.full_input(ledger, inputs * ceil_div(linear.cols, self.grid.y) * size)
         self.full_output(last, inputs * ceil_div(linear.rows, self.grid.x))
@@ -181,7 +183,7 @@ class LayerAccount:
         step, parts = self.step, self.grid.x * self.grid.y
         each = self.of_experts(experts)
         for phase in ("forward", "backward"):
-            self.gathers(ledger, phase, each, len(experts.weights))
+            self.gathers(ledger, phase, each * step.compute_bytes, len(experts.weights))
         self.reduces(ledger, each, step.compute_bytes, len(experts.weights))
         own = self.padded // parts * self.shape.hidden
         if self.shape.loose:  # all tokens are here; what comes back is summed
@@ -231,9 +233,9 @@ class LayerAccount:
         own = own_experts(experts.number, self.grid, self.here)
         return sum(own * rows * ceil_div(cols, self.grid.z) for rows, cols, _ in experts.weights)
 
-    def gathers(self, ledger: Ledger, phase: str, elements: int, calls: int) -> None:
+    def gathers(self, ledger: Ledger, phase: str, payload: int, calls: int) -> None:
         """Weights that are gathered over z."""
-        ledger.add(phase, "all_gather", ("z",), elements * self.step.compute_bytes, calls)
+        ledger.add(phase, "all_gather", ("z",), payload, calls)
 
     def reduces(self, ledger: Ledger, elements: int, size: int, calls: int = 1) -> None:
         """Gradients of `size` bytes an element that are reduced over z, unless adapters alone are trained."""
@@ -245,7 +247,7 @@ class LayerAccount:
         """The weights of one product, in one collective: gathered in both passes, their gradients reduced."""
         elements = self.travels(kind, linears)
         for phase in ("forward", "backward"):
-            self.gathers(ledger, phase, elements, 1)
+            self.gathers(ledger, phase, self.step.gathered(elements), 1)
         self.reduces(ledger, elements, self.step.compute_bytes)
 
     def adapters(self, ledger: Ledger, block: Block, axes: tuple[str, ...]) -> None:
