@@ -7,12 +7,17 @@ import functools
 import os
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from packaging.version import Version
 from torch import Tensor, nn
 
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.compat.torch import groups_with_timeout
+
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def input_embedding(model: nn.Module) -> nn.Module | None:
@@ -169,3 +174,9 @@ def has_causal_lm_loss(model: nn.Module) -> bool:
         return model.loss_function is ForCausalLMLoss
     except (AttributeError, KeyError, ValueError):
         return False
+
+
+def from_config_of(kind: type[PreTrainedModel]) -> Callable[..., PreTrainedModel]:
+    """What `from_config` of an Auto class calls for a class of models."""
+    found: Callable[..., PreTrainedModel] = kind._from_config
+    return found
