@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from hf_axonn.certificate.compare import CaseResult, compare, read_runs
 from hf_axonn.certificate.explain import explain
-from hf_axonn.certificate.job import Job, make_job, read_arguments
+from hf_axonn.certificate.job import Job, make_job, make_script_job, read_arguments
 from hf_axonn.certificate.launch_plan import LaunchPlan, read_launch_plan
 from hf_axonn.certificate.recording import Record
 from hf_axonn.certificate.report import certificate, exit_code, lines, page
@@ -40,49 +40,83 @@ def prepare(folder: Path, plan: LaunchPlan, model: str, *, steps: int, trainer: 
     Raises:
         ValueError: the model cannot be made small, an argument is wrong, or `steps` is below 1.
     """
-    if steps < 1:
-        raise ValueError(f"--steps is {steps}: give a number of at least 1.")
+    _check_steps(steps)
     small = shrunk(config_of(model), ranks=plan.ranks, layers=max(2, plan.stages), seed=seed)
     job = make_job(folder, plan, steps=steps, vocabulary=small.config.vocab_size, trainer=trainer, seed=seed)
-    for name in (ALONE, TOGETHER):
-        (folder / name).mkdir()
     small.save_pretrained(job.model)
-    (folder / "launch.yaml").write_text(yaml.safe_dump(plan.settings), encoding="utf-8")
-    job.save()
+    _write(job, plan)
     return job
 
 
 def run_both(job: Job) -> None:
-    """Train on one process, then under the launch file.
+    """Train on one process, then under the launch file. What fails there is noted in `job.failed`, and others go on.
 
     Raises:
-        RuntimeError: a process failed, or the time is up; the message has its last lines.
+        RuntimeError: the run on one process failed, or its time is up; the message has its last lines.
     """
-    for name in (ALONE, TOGETHER):
-        _run(job, name)
+    waiting: dict[str, list[str]] = {}
+    for path, optimizer in job.cases:
+        waiting.setdefault(path, []).append(f"{path}-{optimizer}")
+    resumed = waiting.pop("resumed", [])
+    _run(job, ALONE, [name for names in waiting.values() for name in names])
+    while waiting:
+        failed = _failure(job, [name for names in waiting.values() for name in names])
+        if not failed:
+            break
+        path = next(path for path, names in waiting.items() if failed in names)
+        for name in waiting[path][waiting[path].index(failed) + 1 :]:
+            job.failed[name] = f"not run, as {failed} does not run"
+        waiting = dict(list(waiting.items())[list(waiting).index(path) + 1 :])
+    for name in resumed:  # by new processes
+        before = name.replace("resumed", "trainer")
+        if before in job.failed:
+            job.failed[name] = f"not run, as {before} does not run"
+        else:
+            _failure(job, [name])
+    job.save()
 
 
-def command(job: Job, name: str) -> list[str]:
-    """The command line of one of the two runs."""
+def _failure(job: Job, names: list[str]) -> str:
+    """Run cases under the launch file; which one failed, which is noted, or nothing."""
+    try:
+        _run(job, TOGETHER, names)
+    except RuntimeError as problem:
+        begun = Path(job.folder, TOGETHER, "begun-rank0.txt")
+        failed = begun.read_text(encoding="utf-8") if begun.exists() else names[0]
+        job.failed[failed] = str(problem)
+        return failed
+    return ""
+
+
+def command(job: Job, name: str, cases: Sequence[str]) -> list[str]:
+    """The command line of one of the two runs, for some cases."""
     file = str(Path(job.folder) / "job.json")
     if name == ALONE:
-        return [sys.executable, "-m", WORKER, file]
+        return [sys.executable, "-m", WORKER, file, *cases]
     launch = ["-m", "hf_axonn.launch", "--config_file", str(Path(job.folder) / "launch.yaml")]
-    return [sys.executable, *launch, "-m", WORKER, file]
+    return [sys.executable, *launch, "-m", WORKER, file, *cases]
 
 
-def _run(job: Job, name: str) -> None:
+def _run(job: Job, name: str, cases: list[str]) -> None:
     folder = Path(job.folder) / name
+    for path in (*folder.glob("failed-rank*.txt"), *folder.glob("begun-rank*.txt")):
+        path.unlink()
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "AXONN_CONFIG"))
     }
     # Gloo's set-up does not wait for all ranks: one that goes on at once would be an error in another's set-up.
     environment |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TORCH_DIST_INIT_BARRIER": "1"}
     environment |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
-    with open(folder / "log.txt", "w", encoding="utf-8") as log:
+    where = Path.cwd() if job.script else folder  # a script's data may lie where its user is
+    with open(folder / "log.txt", "a", encoding="utf-8") as log:
         try:
             code = subprocess.run(
-                command(job, name), cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=LIMIT
+                command(job, name, cases),
+                cwd=where,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=LIMIT,
             ).returncode
         except subprocess.TimeoutExpired:
             code = None
@@ -107,6 +141,9 @@ def conclude(job: Job, plan: LaunchPlan) -> list[CaseResult]:
     results = []
     with _quiet():
         for path, optimizer in job.cases:
+            if said := job.failed.get(f"{path}-{optimizer}"):
+                results.append(CaseResult(path, optimizer, failed=said))
+                continue
             result = compare(job, path, optimizer)
             explain(job, read_runs(job, path, optimizer), result, plan.factors)
             results.append(result)
@@ -128,14 +165,22 @@ def _quiet() -> Iterator[None]:
 
 
 def certify(
-    config: Path, model: str, *, trainer_args: Path | None, steps: int, output: Path, command_line: list[str]
+    config: Path,
+    model: str | None,
+    *,
+    trainer_args: Path | None,
+    script: Sequence[str],
+    steps: int,
+    output: Path,
+    command_line: list[str],
 ) -> tuple[int, list[str]]:
     """Certify a launch file.
 
     Args:
         config: any launch file of Accelerate.
-        model: a directory, a config.json, a model type or a name on the Hub.
+        model: a directory, a config.json, a model type or a name on the Hub; None: what the script loads.
         trainer_args: a YAML or JSON file of TrainingArguments.
+        script: the user's script and its arguments; empty: a Trainer and a loop of ours.
         steps: optimizer steps.
         output: a new folder, for the certificate and what the runs wrote.
         command_line: what the certificate says that it was made by.
@@ -143,21 +188,24 @@ def certify(
         The exit code, and the lines of the screen.
     Raises:
         ValueError: nothing was started; the message says why.
-        RuntimeError: a run failed.
+        RuntimeError: the run on one process failed.
     """
     plan = read_launch_plan(config)
     arguments = read_arguments(trainer_args) if trainer_args else {}
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"--output: {output} is not empty: give another folder.")
     output.mkdir(parents=True, exist_ok=True)
-    job = prepare(output.resolve(), plan, model, steps=steps, trainer=arguments)
+    if model is None:
+        job = prepare_script(output.resolve(), plan, script, steps=steps)
+    else:
+        job = prepare(output.resolve(), plan, model, steps=steps, trainer=arguments)
     run_both(job)
     results = conclude(job, plan)
-    small = json.loads((job.model / "config.json").read_text(encoding="utf-8"))
-    about = {"asked": model, "type": small["model_type"], "parameters": _parameters(job), "config": small}
-    screen = lines(job, plan.title, results, f"{model}, made small: {about['parameters']:,} parameters, float64")
-    files = {"launch file": config, "config of the small model": job.model / "config.json"}
-    files |= {"trainer arguments": trainer_args} if trainer_args else {}
+    job.notes += _elsewhere(job)
+    about, files = _about(job, model)
+    small = f"{about['asked']}, made small: {about['parameters']:,} parameters, float64"
+    screen = lines(job, plan.title, results, small)
+    files |= {"launch file": config} | ({"trainer arguments": trainer_args} if trainer_args else {})
     found = certificate(job, plan.title, results, about, command_line, files)
     (output / "certificate.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     (output / "certificate.html").write_text(page(found, screen), encoding="utf-8")
@@ -167,6 +215,46 @@ def certify(
     return exit_code(results), [*screen, f"  {output / 'certificate.json'}, certificate.html"]
 
 
-def _parameters(job: Job) -> int:
-    folder = Path(job.folder) / ALONE / "-".join(job.cases[0])
-    return sum(piece.values.numel() for piece in Record(folder, 0).parameters(0))
+def prepare_script(folder: Path, plan: LaunchPlan, script: Sequence[str], *, steps: int) -> Job:
+    """Make the job of a user's script in an empty folder.
+
+    Raises:
+        ValueError: there is no such script, or `steps` is below 1.
+    """
+    _check_steps(steps)
+    job = make_script_job(folder, plan, steps=steps, script=script)
+    _write(job, plan)
+    return job
+
+
+def _check_steps(steps: int) -> None:
+    if steps < 1:
+        raise ValueError(f"--steps is {steps}: give a number of at least 1.")
+
+
+def _write(job: Job, plan: LaunchPlan) -> None:
+    for name in (ALONE, TOGETHER):
+        Path(job.folder, name).mkdir()
+    Path(job.folder, "launch.yaml").write_text(yaml.safe_dump(plan.settings), encoding="utf-8")
+    job.save()
+
+
+def _about(job: Job, asked: str | None) -> tuple[dict[str, Any], dict[str, Path]]:
+    """What the certificate says of the model, and the files whose sums it has."""
+    one = Record(Path(job.folder, ALONE, "-".join(job.cases[0])), 0)
+    model = Path(one.facts["models"][0]) if job.script else job.model
+    small = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    parameters = sum(piece.values.numel() for piece in one.parameters(0))
+    about = {"asked": asked or small["model_type"], "type": small["model_type"], "parameters": parameters}
+    files = {"config of the small model": model / "config.json"}
+    return {**about, "config": small}, files | ({"script": Path(job.script[0])} if job.script else {})
+
+
+def _elsewhere(job: Job) -> list[str]:
+    """What a script wrote outside of the certificate's folder."""
+    found: set[str] = set()
+    for path in Path(job.folder).glob("*/script-*/elsewhere.json"):
+        found |= set(json.loads(path.read_text(encoding="utf-8")))
+    listed = sorted(found)
+    more = f" and {len(listed) - LINES} more" if len(listed) > LINES else ""
+    return [f"the script wrote elsewhere: {', '.join(listed[:LINES])}{more}."] if listed else []

@@ -18,14 +18,16 @@ from torch import Tensor
 
 from hf_axonn.certificate.float64 import error_floor, not_nan
 from hf_axonn.certificate.job import Job
+from hf_axonn.certificate.loading import load_saved
 from hf_axonn.certificate.pieces import Piece, assembled
 from hf_axonn.certificate.recording import Record
 from hf_axonn.certificate.worker import ALONE, TOGETHER
 
 
 BOUND = 1e-10
+NEAR = 1e-6  # of the largest logit: nearer than this, rounding decides which of two tokens is the likelier
 # In the order in which one thing follows from another.
-KINDS = ("samples", "start", "loss", "gradient", "norm", "parameter", "logged", "evaluation", "saved")
+KINDS = ("samples", "start", "loss", "gradient", "norm", "parameter", "logged", "evaluation", "logits", "saved")
 
 
 @dataclass
@@ -51,6 +53,7 @@ class CaseResult:
         groups: ranks that saw the same samples, for each position.
         cause: why it differs, where that is known.
         documented: whether the cause is how the framework says that it computes.
+        failed: what the framework said, where it does not run.
     """
 
     path: str
@@ -61,17 +64,18 @@ class CaseResult:
     groups: list[list[int]] = field(default_factory=list)
     cause: str = ""
     documented: bool = False
+    failed: str = ""
 
     @property
     def equal(self) -> bool:
         """Whether nothing is above the bound."""
-        return self.first is None
+        return self.first is None and not self.failed
 
     def before(self, step: int) -> None:
         """Let `worst` be of what comes before a step alone, and of what a run is measured by itself."""
         self.worst = {}
         for kind, error in self.errors:
-            if kind == "saved" or error.step < step and kind != "evaluation":
+            if kind == "saved" or error.step < step and kind not in ("evaluation", "logits"):
                 if kind not in self.worst or error.size > self.worst[kind].size:
                     self.worst[kind] = error
 
@@ -88,7 +92,8 @@ def read_runs(job: Job, path: str, optimizer: str) -> Runs:
     """The records of a case."""
     folder, name = Path(job.folder), f"{path}-{optimizer}"
     many = [Record(folder / TOGETHER / name, rank) for rank in range(job.ranks)]
-    return Runs(Record(folder / ALONE / name, 0), many)
+    alone = f"trainer-{optimizer}" if path == "resumed" else name  # one process was not interrupted
+    return Runs(Record(folder / ALONE / alone, 0), many)
 
 
 def compare(job: Job, path: str, optimizer: str) -> CaseResult:
@@ -96,26 +101,29 @@ def compare(job: Job, path: str, optimizer: str) -> CaseResult:
     runs = read_runs(job, path, optimizer)
     result = CaseResult(path, optimizer, groups=same_samples(runs.many))
     found: list[tuple[str, Error]] = []
-    for step in range(1, job.steps + 1):
-        problem = sample_problem(runs, result.groups, job.positions, step)
-        found.append(("samples", Error(math.inf if problem else 0.0, step, "samples", 0, problem)))
-    found += [("start", error) for error in _tensors(runs, 0, Record.parameters)]
-    for step in range(1, job.steps + 1):
+    begin = runs.many[0].after + 1
+    steps = range(begin, job.steps + 1)
+    if any(row for batches in runs.one.samples for batch in batches for row in batch):
+        for step in steps:
+            problem = sample_problem(runs, result.groups, job.positions, step)
+            found.append(("samples", Error(math.inf if problem else 0.0, step, "samples", 0, problem)))
+    found += [("start", error) for error in _tensors(runs, begin - 1, Record.parameters)]
+    for step in steps:
         index = step - 1
         truth = sum(runs.one.losses[index])
         mean = sum(sum(record.losses[index]) for record in runs.many) / len(runs.many)
         found.append(("loss", Error(_relative(mean, truth), step, "loss", 0)))
         found += [("gradient", error) for error in _tensors(runs, step, Record.gradients)]
-        found += [("norm", error) for error in _numbers(runs, step, "norm", lambda record, at: record.norms[at])]
+        if runs.one.norms[index] is not None:
+            found += [("norm", error) for error in _numbers(runs, step, "norm", lambda record, at: record.norms[at])]
         found += [("parameter", error) for error in _tensors(runs, step, Record.parameters)]
-        for name in ("loss", "learning_rate"):
-            if runs.one.logged:
-                read = _logged(name)
-                found += [("logged", error) for error in _numbers(runs, step, f"logged {name}", read)]
+        for name in runs.one.logged[index] if runs.one.logged else ():
+            found += [("logged", error) for error in _numbers(runs, step, f"logged {name}", _logged(name))]
     if runs.one.evaluation:
         end = job.steps
         evaluated = _numbers(runs, end, "evaluation loss", lambda record, at: record.evaluation["loss"])
         found += [("evaluation", each) for each in evaluated]
+        found += [("logits", each) for each in _logits(runs, end)]
         found += [("saved", each) for each in _saved(job, runs, path, optimizer)]
     result.errors = found
     for kind, error in found:
@@ -127,7 +135,7 @@ def compare(job: Job, path: str, optimizer: str) -> CaseResult:
 
 
 def _logged(name: str) -> Callable[[Record, int], float]:
-    return lambda record, at: record.logged[at][name]
+    return lambda record, at: record.logged[at].get(name, math.nan)
 
 
 def same_samples(records: Sequence[Record]) -> list[list[int]]:
@@ -172,6 +180,25 @@ def repeated_at_the_end(runs: Runs, groups: Sequence[Sequence[int]], positions: 
 
 def _listed(rows: Sequence[int], most: int = 6) -> str:
     return ", ".join(map(str, rows[:most])) + (f" and {len(rows) - most} more" if len(rows) > most else "")
+
+
+def _logits(runs: Runs, step: int) -> list[Error]:
+    """The logits of the rows of the evaluation; where another token is the likeliest, how many are near-ties."""
+    truth, errors = runs.one.logits(), []
+    for record in runs.many:
+        for row, values in record.logits().items():
+            if row not in truth or values.shape != truth[row].shape:
+                errors.append(Error(math.inf, step, f"row {row}", record.rank, "other rows, or other shapes"))
+                continue
+            whole = truth[row]
+            size = not_nan((values - whole).abs().max()) / float(whole.abs().max())
+            other = values.argmax(-1) != whole.argmax(-1)
+            best = whole[other].topk(2).values
+            ties = int((best[:, 0] - best[:, 1] <= NEAR * whole.abs().max()).sum())
+            said = f"off by {size:.1e}, at {int(other.sum())} of {len(other)} places another token is the likeliest"
+            said += f", of which {ties} are near-ties"
+            errors.append(Error(size, step, f"row {row}", record.rank, said if bool(other.any()) else ""))
+    return errors
 
 
 def _relative(value: float, truth: float) -> float:
@@ -219,15 +246,13 @@ def piece_errors(pieces: Iterable[Piece], truth: dict[str, Tensor], step: int, r
 
 def _saved(job: Job, runs: Runs, path: str, optimizer: str) -> list[Error]:
     """What `save_model` wrote, loaded again, beside the parameters after the last step of the same run."""
-    from transformers import AutoModelForCausalLM
-
     folder = Path(job.folder) / TOGETHER / f"{path}-{optimizer}" / "saved"
     if not any(folder.glob("*.safetensors*")):
         return [Error(math.inf, job.steps, "save_model", 0, "wrote no weights")]
     trained = assembled(record.parameters(job.steps) for record in runs.many)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
-        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+        loaded = load_saved(job, folder)
     pieces = [Piece(name, tuple(its.shape), (0,) * its.dim(), its.detach()) for name, its in loaded.named_parameters()]
     errors = piece_errors(pieces, trained, job.steps, 0)
     names = {piece.name for piece in pieces}

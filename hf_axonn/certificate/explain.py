@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
 
 from hf_axonn.certificate.compare import (
     BOUND,
@@ -25,9 +24,10 @@ from hf_axonn.certificate.compare import (
 )
 from hf_axonn.certificate.float64 import Float64
 from hf_axonn.certificate.job import WITNESS, Job
+from hf_axonn.certificate.loading import load_model, script_model
 from hf_axonn.certificate.pieces import Piece, assembled
 from hf_axonn.certificate.recording import Record
-from hf_axonn.certificate.rows import Row, collate, labels_of, tokens_of
+from hf_axonn.certificate.rows import Row, collate, labels_of, pack, tokens_of
 
 
 FITS = 1e-8  # relative; the parameters before a step are those of the run, so this is looser than the bound
@@ -99,7 +99,15 @@ def _after(job: Job, runs: Runs, result: CaseResult, begin: int) -> str:
 def _of_step(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int], step: int) -> tuple[str, bool]:
     """The cause in one step, and whether it is documented; nothing where the step is as on one process."""
     ranks = [record.gradients(step) for record in runs.many]
-    model = _model_at(job, runs, step)
+    assert result.first is not None
+    if job.script and step == result.first[1].step:
+        alone = _scaling(ranks, {piece.name: piece.values for piece in runs.one.gradients(step)})
+        if alone.left <= FITS and not close(alone.ratio, 1):
+            return f"gradients are those of one process times {_named(alone.ratio, factors)}", False
+    try:
+        model = _model_at(job, runs, step)
+    except KeyError:
+        return "the script changes the model that it has loaded, so that no cause is looked for", False
     shares = _shares(job, runs, result, model, step)
     tokens = max(1, sum(share.counted for each in shares for share in each))
     names = [name for name, _ in model.named_parameters()]
@@ -140,6 +148,9 @@ def _of_step(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int], 
 
 def _is_documented(job: Job, runs: Runs, said: str) -> bool:
     """Whether the user, or the model's class, has asked for a mean of means."""
+    facts = runs.one.facts
+    if job.script and said == RANK_MEANS:  # a loop's loss is what its script says; a Trainer's is what it is told
+        return not facts["trainer"] or not facts["averages"] or not facts["sums_tokens"]
     if said == RANK_MEANS:
         return job.trainer.get("average_tokens_across_devices") is False
     return not runs.one.facts["sums_tokens"]
@@ -150,10 +161,13 @@ def _extra_samples(runs: Runs, result: CaseResult, job: Job, step: int) -> str:
     return f"gradients are right for the samples that the ranks saw, but {problem}" if problem else ""
 
 
-def _model_at(job: Job, runs: Runs, step: int) -> PreTrainedModel:
-    """The model with the parameters that the parallel run had before a step."""
-    options = {"dtype": torch.float64, "experts_implementation": "eager"}
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(job.model, **options)
+def _model_at(job: Job, runs: Runs, step: int) -> nn.Module:
+    """The model with the parameters that the parallel run had before a step.
+
+    Raises:
+        KeyError: a script has changed the model after it was loaded.
+    """
+    model = script_model(runs.one.facts["models"][0]) if job.script else load_model(job, parallel=False)
     before = assembled(record.parameters(step - 1) for record in runs.many)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -174,21 +188,25 @@ class Share:
 def _count(runs: Runs, rows: Sequence[Row]) -> Callable[[Mapping[str, Tensor]], int]:
     """How the run counts tokens: Trainer those that are predicted, or all labels, as it knows the model's loss."""
     counted = runs.one.facts.get("counted") or [None]
+    if runs.one.facts.get("models"):
+        return labels_of if counted[0] is not None and counted[0] == labels_of(runs.one.batches(1)[0]) else tokens_of
     first = collate([rows[index] for batch in runs.one.samples[0] for index in batch])
     return labels_of if counted[0] == labels_of(first) else tokens_of
 
 
-def _shares(job: Job, runs: Runs, result: CaseResult, model: PreTrainedModel, step: int) -> list[list[Share]]:
+def _shares(job: Job, runs: Runs, result: CaseResult, model: nn.Module, step: int) -> list[list[Share]]:
     """For each position its micro-batches."""
-    rows = job.rows
+    rows = [] if job.script else job.rows
     count = _count(runs, rows)
+    made = pack if job.packing else collate
     found = []
     for group in result.groups:
-        batches = []
-        for seen in runs.many[group[0]].samples[step - 1]:
+        record, batches = runs.many[group[0]], []
+        known = record.batches(step) if job.script else []
+        for index, seen in enumerate(record.samples[step - 1]):
             if not seen or min(seen) < 0:
                 continue
-            batch = collate([rows[index] for index in seen])
+            batch = known[index] if job.script else made([rows[row] for row in seen])
             number = tokens_of(batch)
             model.zero_grad()
             with Float64():
@@ -324,7 +342,7 @@ def _evaluation(job: Job, runs: Runs, result: CaseResult) -> str:
         for each in rounds:  # the batches that the positions have at a time
             sums, tokens = [], []
             for seen in each:
-                batch = collate([job.asked[index] for index in seen])
+                batch = (pack if job.packing else collate)([job.asked[index] for index in seen])
                 with Float64(), torch.no_grad():
                     sums.append(float(model(**batch).loss) * tokens_of(batch))
                 tokens.append(count(batch) if runs.one.facts["sums_tokens"] else tokens_of(batch))

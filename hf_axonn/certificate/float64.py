@@ -48,6 +48,16 @@ def recompute_in_float64(module: nn.Module) -> None:
     module.forward = with_mode
 
 
+def recompute_exactly(model: nn.Module) -> None:
+    """`recompute_in_float64` for what a model's checkpointed layers consist of."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and getattr(layer, "gradient_checkpointing", False):
+            for child in layer.children():
+                recompute_in_float64(child)
+
+
 def is_small_float(value: object) -> bool:
     """Whether it is a float dtype below float64; not for a tensor, which torch would try to compare with a dtype."""
     return isinstance(value, torch.dtype) and value in (torch.float32, torch.float16, torch.bfloat16)

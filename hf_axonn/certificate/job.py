@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -31,6 +31,8 @@ WRITING = (
     "dataloader_prefetch_factor dataloader_persistent_workers trackio_space_id project per_device_eval_batch_size "
     "eval_accumulation_steps prediction_loss_only ddp_timeout torch_empty_cache_steps save_safetensors"
 ).split()
+# What a script says to its model and its rows, beside TrainingArguments.
+OF_SCRIPTS = ("peft", "packing", "distributed_config")
 # What is switched off, and why.
 OFF = {
     **dict.fromkeys(("bf16", "fp16", "bf16_full_eval", "fp16_full_eval", "tf32"), "it is compared in float64"),
@@ -54,7 +56,12 @@ class Job:
         vocabulary: from which rows are drawn.
         trainer: arguments for TrainingArguments, of the user.
         seed: of weights and rows.
-        cases: what is run: "trainer" or "loop", and the optimizer.
+        cases: what is run: "trainer", "resumed" (a Trainer that goes on), "loop" or "script", and the optimizer.
+        script: path and arguments of the user's script, which is run in place of the other cases; empty: none.
+        layers: how many the script's model has at least.
+        peft: fields of a LoraConfig; empty: all weights are trained.
+        packing: whether the rows of a micro-batch are put into one, without padding.
+        failed: cases that do not run under the launch file, and what the framework said.
         notes: what is done otherwise than the user's files say.
     """
 
@@ -65,12 +72,17 @@ class Job:
     vocabulary: int
     fsdp: bool = False
     own: bool = False
-    loading: dict[str, int] = field(default_factory=dict)
+    loading: dict[str, Any] = field(default_factory=dict)
     batch: int = MOST_BATCH
     accumulation: int = 1
     trainer: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     cases: list[tuple[str, str]] = field(default_factory=list)
+    script: list[str] = field(default_factory=list)
+    layers: int = 2
+    peft: dict[str, Any] = field(default_factory=dict)
+    packing: bool = False
+    failed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -82,6 +94,11 @@ class Job:
     def model(self) -> Path:
         """The directory of the small model."""
         return Path(self.folder) / "model"
+
+    @property
+    def saved_at(self) -> int:
+        """After which step a Trainer saves what the resumed one goes on from; 0: there is none."""
+        return self.steps - 1 if any(path == "resumed" for path, _ in self.cases) else 0
 
     @property
     def rows(self) -> list[Row]:
@@ -129,7 +146,38 @@ def make_job(
         notes.append(f"gradient_accumulation_steps is {accumulation} and not {given}.")
     other = str(kept.pop("optim", "adamw_torch"))
     optimizers = [WITNESS, *([other] if other != WITNESS else [])]
+    resumed = [("resumed", optimizers[-1])] if steps > 1 else []
     loops = [("loop", name) for name in (WITNESS, "adamw_torch")]
+    peft, packing, loading = (kept.pop(name, None) for name in OF_SCRIPTS)
+    return Job(
+        folder=str(folder),
+        ranks=plan.ranks,
+        positions=_positions(plan, loading) if loading else plan.positions,
+        fsdp=plan.fsdp,
+        own=plan.own,
+        loading=loading or plan.loading,
+        steps=steps,
+        vocabulary=vocabulary,
+        batch=batch,
+        accumulation=accumulation,
+        trainer=kept,
+        seed=seed,
+        cases=[*(("trainer", name) for name in optimizers), *resumed, *loops],
+        peft=peft or {},
+        packing=bool(packing),
+        notes=notes,
+    )
+
+
+def make_script_job(folder: Path, plan: LaunchPlan, *, steps: int, script: Sequence[str], seed: int = 0) -> Job:
+    """The job of a launch file and of a user's script with its arguments.
+
+    Raises:
+        ValueError: there is no such script.
+    """
+    path = Path(script[0]) if script else Path()
+    if not path.is_file():
+        raise ValueError(f"--script: {path} is no file: give a script, with its arguments in the same quotes.")
     return Job(
         folder=str(folder),
         ranks=plan.ranks,
@@ -138,13 +186,12 @@ def make_job(
         own=plan.own,
         loading=plan.loading,
         steps=steps,
-        vocabulary=vocabulary,
-        batch=batch,
-        accumulation=accumulation,
-        trainer=kept,
+        vocabulary=0,
         seed=seed,
-        cases=[*(("trainer", name) for name in optimizers), *loops],
-        notes=notes,
+        cases=[("script", path.name)],
+        script=[str(path.resolve()), *script[1:]],
+        layers=max(2, plan.stages),
+        notes=list(plan.notes),
     )
 
 
@@ -171,7 +218,11 @@ def _arguments(given: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
 
     known = {item.name for item in fields(TrainingArguments)}
     kept = {}
+    ours = {name: given[name] for name in OF_SCRIPTS if name in given}
+    _check_lora(ours.get("peft"))
     for name, value in given.items():
+        if name in OF_SCRIPTS:
+            continue
         if name not in known and name not in WRITING:
             near = get_close_matches(name, known, n=1)
             remedy = f"did you mean {near[0]}?" if near else "remove it."
@@ -187,4 +238,40 @@ def _arguments(given: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
         TrainingArguments(output_dir="unused", use_cpu=True, report_to="none", **kept)
     except (TypeError, ValueError, ImportError) as problem:
         raise ValueError(f"--trainer-args: {problem}") from None
-    return kept
+    return {**kept, **ours}
+
+
+def _check_lora(fields: Any) -> None:
+    """Raise ValueError for what is no LoraConfig."""
+    if not fields:
+        return
+    try:
+        from peft import LoraConfig
+    except ImportError:
+        raise ValueError("--trainer-args: peft is not installed: pip install peft.") from None
+    try:
+        LoraConfig(task_type="CAUSAL_LM", **fields)
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"--trainer-args: peft: {problem}") from None
+
+
+def _positions(plan: LaunchPlan, loading: Any) -> int:
+    """The ranks with samples of their own, as a DistributedConfig has them.
+
+    Raises:
+        ValueError: it is none, has not as many ranks, or the launch file divides the model too.
+    """
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    if plan.own or plan.fsdp or plan.loading:
+        raise ValueError("--trainer-args: distributed_config: the launch file divides the model: give one of DDP.")
+    try:
+        config = DistributedConfig(**loading)
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"--trainer-args: distributed_config: {problem}") from None
+    if config.tp_size * config.dp_size * config.pp_size != plan.ranks:
+        raise ValueError(
+            f"--trainer-args: distributed_config: tp_size {config.tp_size} x data parallelism of {config.dp_size} are "
+            f"not the {plan.ranks} processes of the launch file."
+        )
+    return int(config.dp_size)

@@ -3,6 +3,8 @@
 rank0.json                  samples, losses, norms, logged numbers
 gradients-1-rank0.pt        what this rank holds of the gradients before clipping, in step 1
 parameters-1-rank0.pt       of the parameters after it; 0 is the start
+batches-1-rank0.pt          the micro-batches themselves, of a script whose rows are not known otherwise
+logits-rank0.pt             of the rows of the evaluation, by their indices
 """
 
 from __future__ import annotations
@@ -12,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.certificate.pieces import Piece, load_pieces, pieces_of, save_pieces
-from hf_axonn.certificate.rows import Row, seen_in
+from hf_axonn.certificate.rows import Row, fingerprints, seen_in
 
 
 class Recorder:
@@ -25,24 +28,30 @@ class Recorder:
     Args:
         folder: of the case.
         rank: of this process.
-        rows: those that are trained on, by whose indices samples are named.
+        rows: those that are trained on, by whose indices samples are named; None: not known, so that fingerprints
+            name them and the batches are kept.
+        after: steps that were made before, by a process that saved its state.
     """
 
-    def __init__(self, folder: Path, rank: int, rows: Sequence[Row]) -> None:
+    def __init__(self, folder: Path, rank: int, rows: Sequence[Row] | None, after: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.rank, self.rows = folder, rank, rows
-        self.step = 1
-        self.samples: list[list[list[int]]] = [[]]
-        self.losses: list[list[float]] = [[]]
-        self.facts: dict[str, Any] = {}
+        self.folder, self.rank, self.rows, self.after = folder, rank, rows, after
+        self.step = after + 1
+        self.samples: list[list[list[int]]] = [[] for _ in range(self.step)]
+        self.losses: list[list[float]] = [[] for _ in range(self.step)]
+        self.batches: list[dict[str, Tensor]] = []
 
     def start(self, model: nn.Module) -> None:
         """Write the parameters before the first step."""
-        self._write("parameters", 0, pieces_of(model, gradients=False))
+        self._write("parameters", self.after, pieces_of(model, gradients=False))
 
     def batch(self, inputs: Mapping[str, Tensor], loss: Tensor) -> None:
         """Note a micro-batch and its loss."""
-        self.samples[-1].append(seen_in(inputs, self.rows))
+        if self.rows is not None:
+            self.samples[-1].append(seen_in(inputs, self.rows))
+        else:
+            self.samples[-1].append(fingerprints(inputs))
+            self.batches.append({name: value for name, value in inputs.items() if isinstance(value, Tensor)})
         self.losses[-1].append(number(loss))
 
     def gradients(self, model: nn.Module) -> None:
@@ -52,14 +61,24 @@ class Recorder:
     def stepped(self, model: nn.Module) -> None:
         """Write the parameters after a step."""
         self._write("parameters", self.step, pieces_of(model, gradients=False))
+        if self.batches:
+            torch.save(self.batches, self.folder / f"batches-{self.step}-rank{self.rank}.pt")
+            self.batches = []
         self.step += 1
         self.samples.append([])
         self.losses.append([])
 
     def close(self, **facts: Any) -> None:
         """Write everything else."""
-        values = {"samples": self.samples[:-1], "losses": self.losses[:-1], **self.facts, **facts}
+        values = {"samples": self.samples[:-1], "losses": self.losses[:-1], "after": self.after, **facts}
+        for name in ("norms", "logged"):
+            if name in values:  # from the first step on, as the others
+                values[name] = [None] * self.after + values[name]
         (self.folder / f"rank{self.rank}.json").write_text(json.dumps(values), encoding="utf-8")
+
+    def logits(self, found: Mapping[int, Tensor]) -> None:
+        """Write the logits of rows, without padding."""
+        torch.save(dict(found), self.folder / f"logits-rank{self.rank}.pt")
 
     def _write(self, what: str, step: int, pieces: list[Piece]) -> None:
         save_pieces(self.folder / f"{what}-{step}-rank{self.rank}.pt", pieces)
@@ -71,8 +90,9 @@ class Record:
     Attributes:
         samples: for each step and micro-batch the indices of its rows.
         losses: for each step and micro-batch the loss of this rank.
-        norms: for each step the norm of the gradients before clipping.
-        logged: for each step the logged loss and learning rate; of Trainer only.
+        norms: for each step the norm of the gradients before clipping; None: not computed.
+        logged: for each step the logged loss and learning rate; of Trainer, and of scripts.
+        after: steps before the first one.
         evaluation: rows and losses of the evaluation; of Trainer only.
         facts: all of it.
     """
@@ -85,6 +105,7 @@ class Record:
         self.norms: list[float] = self.facts.get("norms", [])
         self.logged: list[dict[str, float]] = self.facts.get("logged", [])
         self.evaluation: dict[str, Any] = self.facts.get("evaluation", {})
+        self.after: int = self.facts.get("after", 0)
 
     def gradients(self, step: int) -> list[Piece]:
         """What this rank held of the gradients of a step, counted from 1."""
@@ -93,6 +114,18 @@ class Record:
     def parameters(self, step: int) -> list[Piece]:
         """What this rank held of the parameters after a step; 0: before the first one."""
         return load_pieces(self.folder / f"parameters-{step}-rank{self.rank}.pt")
+
+    def batches(self, step: int) -> list[dict[str, Tensor]]:
+        """The micro-batches of a step, where they were kept."""
+        path = self.folder / f"batches-{step}-rank{self.rank}.pt"
+        kept: list[dict[str, Tensor]] = torch.load(path, weights_only=True)
+        return kept
+
+    def logits(self) -> dict[int, Tensor]:
+        """Logits of rows by their indices; nothing where this rank has none."""
+        path = self.folder / f"logits-rank{self.rank}.pt"
+        found: dict[int, Tensor] = torch.load(path, weights_only=True) if path.exists() else {}
+        return found
 
 
 def number(value: Any) -> float:

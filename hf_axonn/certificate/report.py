@@ -28,6 +28,8 @@ def verdict(results: list[CaseResult]) -> str:
     """In one line."""
     if all(result.equal for result in results):
         return f"equal to one process, within {BOUND:.0e} in float64"
+    if failed := [result for result in results if result.failed]:
+        return f"DOES NOT RUN in {len(failed)} of {len(results)} runs"
     mistakes = [result for result in results if not result.equal and not result.documented]
     if not mistakes:
         return "equal to one process in float64, but for what is documented"
@@ -44,15 +46,21 @@ def lines(job: Job, title: str, results: list[CaseResult], model: str) -> list[s
     kinds = [kind for kind in KINDS if any(kind in result.worst for result in results)]
     width = max(len(_name(result)) for result in results) + 2
     rows = job.batch * job.positions * job.accumulation
+    shape = f"{rows} rows: {job.positions} position(s) x {job.accumulation} micro-batch(es) x {job.batch}"
+    shape += "; the last one is not full"
+    if job.script:
+        shape = f"the script's rows, on {job.positions} position(s)"
     text = [
         f"{title}: {verdict(results)}.",
         f"  model    {model}",
-        f"  steps    {job.steps}, of {rows} rows: {job.positions} position(s) x {job.accumulation} micro-batch(es) x "
-        f"{job.batch}; the last one is not full",
+        f"  steps    {job.steps}, of {shape}",
         "",
         "  " + " " * width + "".join(f"{kind:<12}" for kind in kinds),
     ]
     for result in results:
+        if result.failed:
+            text.append("  " + f"{_name(result):<{width}}" + "does not run")
+            continue
         cells = "".join(f"{_cell(result.worst.get(kind)):<12}" for kind in kinds)
         text.append("  " + f"{_name(result):<{width}}" + cells.rstrip())
     said: dict[str, list[str]] = {}
@@ -81,7 +89,9 @@ def _finite(error: Error) -> bool:
 
 
 def _about(result: CaseResult) -> str:
-    """What differs first, and why."""
+    """What differs first, and why; or what the framework said."""
+    if result.failed:
+        return result.failed
     assert result.first is not None
     kind, error = result.first
     what = error.name if error.name.startswith(kind) or kind in ("logged", "norm") else f"{kind} {error.name}"
@@ -109,6 +119,9 @@ def certificate(
         "batch": job.batch,
         "accumulation": job.accumulation,
         "trainer": job.trainer,
+        "script": job.script,
+        "peft": job.peft,
+        "packing": job.packing,
         "seed": job.seed,
         "notes": job.notes,
         "cases": [_case(result) for result in results],
@@ -130,6 +143,7 @@ def _case(result: CaseResult) -> dict[str, Any]:
         "first": first,
         "cause": result.cause,
         "documented": result.documented,
+        "failed": result.failed,
         "ranks_with_the_same_samples": result.groups,
     }
 

@@ -5,6 +5,8 @@ Every row is another sequence of tokens, so a batch tells which rows it has, who
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -53,7 +55,9 @@ def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
 
 
 def tokens_of(batch: Mapping[str, Tensor]) -> int:
-    """Labels that are predicted in a batch: Transformers shifts them by one."""
+    """Labels that are predicted in a batch: Transformers shifts them by one. Without a label for each token, rows."""
+    if batch["labels"].shape != batch["input_ids"].shape:
+        return len(batch["input_ids"])
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
@@ -62,11 +66,47 @@ def labels_of(batch: Mapping[str, Tensor]) -> int:
     return int((batch["labels"] != IGNORED).sum())
 
 
+def spans(batch: Mapping[str, Tensor]) -> list[tuple[int, Tensor]]:
+    """Of each row of a batch in which line it is, and where there: without padding, or one of a packed line."""
+    ids = batch["input_ids"]
+    places = torch.arange(ids.shape[1])
+    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+    if mask is not None and mask.shape == ids.shape:
+        return [(line, places[its.bool()]) for line, its in enumerate(mask)]
+    if positions is None or len(ids) > 1:
+        return [(line, places) for line in range(len(ids))]
+    starts = (positions[0] == 0).nonzero().flatten().tolist()
+    return [(0, places[start:end]) for start, end in itertools.pairwise([*starts, ids.shape[1]])]
+
+
 def seen_in(batch: Mapping[str, Tensor], rows: Sequence[Row]) -> list[int]:
     """Indices of the rows in a batch, those left away that have no labels: they count nothing. -1: no such row."""
     index = {tuple(row["input_ids"]): number for number, row in enumerate(rows)}
     found = []
-    for ids, mask, labels in zip(batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True):
-        if bool((labels != IGNORED).any()):
-            found.append(index.get(tuple(ids[mask.bool()].tolist()), -1))
+    for line, places in spans(batch):
+        if bool((batch["labels"][line, places] != IGNORED).any()):
+            found.append(index.get(tuple(batch["input_ids"][line, places].tolist()), -1))
     return found
+
+
+def fingerprints(batch: Mapping[str, Tensor]) -> list[int]:
+    """Numbers that stand for the rows of a batch of unknown rows: the same for the same ids and labels."""
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        return []
+    labels = batch.get("labels")
+    found = []
+    for line, places in spans(batch):
+        of_row = labels[line] if isinstance(labels, Tensor) and len(labels) == len(ids) else torch.zeros(())
+        values = [ids[line, places].tolist(), (of_row[places] if of_row.shape == ids[line].shape else of_row).tolist()]
+        found.append(int.from_bytes(hashlib.sha256(repr(values).encode()).digest()[:4], "big"))
+    return found
+
+
+def pack(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """All rows one after another in one line, as Transformers' DataCollatorWithFlattening has them."""
+    return {
+        "input_ids": torch.tensor([[token for row in rows for token in row["input_ids"]]]),
+        "labels": torch.tensor([[label for row in rows for label in (IGNORED, *row["labels"][1:])]]),
+        "position_ids": torch.tensor([[place for row in rows for place in range(len(row["input_ids"]))]]),
+    }

@@ -20,6 +20,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from hf_axonn.compat.transformers import from_config_of
+
 
 VOCABULARY, WIDTH, WINDOW, EXPERTS, TOP_K = 160, 96, 5, 8, 2
 MOST_LAYERS = 6
@@ -92,7 +94,9 @@ def config_of(model: str) -> PreTrainedConfig:
     return config
 
 
-def shrunk(config: PreTrainedConfig, *, ranks: int, layers: int = 2, seed: int = 0) -> PreTrainedModel:
+def shrunk(
+    config: PreTrainedConfig, *, ranks: int, layers: int = 2, seed: int = 0, kind: type[PreTrainedModel] | None = None
+) -> PreTrainedModel:
     """A small float64 model of the type of a configuration.
 
     Args:
@@ -100,14 +104,15 @@ def shrunk(config: PreTrainedConfig, *, ranks: int, layers: int = 2, seed: int =
         ranks: among which sizes are divided: what it has in common with a size, it has with the small one.
         layers: how many there are at least, where the model has as many.
         seed: of the weights. Norms and biases are random too, as ones and zeros would hide mistakes.
+        kind: the class of the model; None: its causal language model.
     Raises:
         ValueError: no factor gives a model that runs and has a loss; the message has the last reason.
     """
     problem = "no common factor of its sizes is known"
     for factor in _factors(config, ranks):
         try:
-            model = _random_model(_divided(config, factor, ranks, layers), seed)
-            _try(model)
+            model = _random_model(_divided(config, factor, ranks, layers), seed, kind)
+            _try(model, labels=kind is None)
             return model
         except Exception as error:  # any class may fail in a way of its own
             problem = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -209,14 +214,15 @@ def _fewer_layers(fields: dict[str, Any], least: int) -> dict[str, Any]:
     return {**{key: [its[index] for index in chosen] for key, its in lists.items()}, **counts}
 
 
-def _random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
+def _random_model(config: PreTrainedConfig, seed: int, kind: type[PreTrainedModel] | None) -> PreTrainedModel:
+    made = from_config_of(kind) if kind else AutoModelForCausalLM.from_config
     with torch.device("meta"):
-        number = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+        number = sum(weight.numel() for weight in made(config).parameters())
     if number > MOST_PARAMETERS:
         raise ValueError(f"it still has {number:,} parameters, more than {MOST_PARAMETERS:,}")
     torch.manual_seed(seed)
     # grouped matrix products of experts are not written for float64
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double()
+    model: PreTrainedModel = made(config, experts_implementation="eager").double()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for weight in model.parameters():
@@ -229,10 +235,11 @@ def _random_model(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     return model
 
 
-def _try(model: PreTrainedModel) -> None:
-    """Raise where the model does not train."""
+def _try(model: PreTrainedModel, *, labels: bool) -> None:
+    """Raise where the model does not train; without labels, where what it gives has no gradients."""
     ids = torch.arange(3, 3 + ROWS * TOKENS).reshape(ROWS, TOKENS)
-    loss: Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **({"labels": ids} if labels else {})}
+    loss: Tensor = model(**given).loss if labels else model(**given)[0].square().sum()
     loss.backward()
     gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
     model.zero_grad()

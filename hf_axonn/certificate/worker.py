@@ -1,10 +1,11 @@
 """What every process runs, one alone and those of the launch file: the same model, the same rows, the same steps.
 
-    python -m hf_axonn.certificate.worker JOB                                       one process
-    accelerate launch --config FILE -m hf_axonn.certificate.worker JOB              what is certified
+    python -m hf_axonn.certificate.worker JOB CASE ...                              one process
+    accelerate launch --config FILE -m hf_axonn.certificate.worker JOB CASE ...     what is certified
 
-Every case is run in turn: Transformers' Trainer and a loop of Accelerate, as scripts have them, each with SGD (whose
-step is as wrong as its gradient, which Adam's is not) and with another optimizer.
+Every case is run in turn, "trainer-sgd" and so on: Transformers' Trainer and a loop of Accelerate, as scripts have
+them, each with SGD (whose step is as wrong as its gradient, which Adam's is not) and with another optimizer; or the
+user's own script.
 """
 
 from __future__ import annotations
@@ -15,21 +16,24 @@ import itertools
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
-from hf_axonn.certificate.float64 import Float64, recompute_in_float64
+from hf_axonn.certificate.float64 import Float64, recompute_exactly
 from hf_axonn.certificate.job import WITNESS, Job
+from hf_axonn.certificate.loading import load_model
 from hf_axonn.certificate.recording import Recorder, number
-from hf_axonn.certificate.rows import collate, seen_in, tokens_of
+from hf_axonn.certificate.rows import Row, collate, pack, seen_in, spans, tokens_of
+from hf_axonn.certificate.script import run_script
 from hf_axonn.compat.accelerate import as_on_gpus, forget_state
 
 
@@ -46,7 +50,7 @@ def main() -> None:
     job = Job.load(sys.argv[1])
     parallel, rank = int(os.environ.get("WORLD_SIZE", 1)) > 1, int(os.environ.get("RANK", 0))
     try:
-        run(job)
+        run(job, sys.argv[2:])
         PartialState().destroy_process_group()
     except BaseException as error:
         text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
@@ -54,14 +58,21 @@ def main() -> None:
         raise
 
 
-def run(job: Job) -> None:
-    """Train every case, and write it down. Collective over the world."""
+def run(job: Job, names: Sequence[str] = ()) -> None:
+    """Train the cases of these names, or all that need no other process before them, and write them down.
+
+    Collective over the world.
+    """
     logging.set_verbosity_error()
     torch.set_default_dtype(torch.float64)  # constants that models and Trainer make in it
+    ways = {"trainer": _trainer, "resumed": _trainer, "loop": _loop, "script": _script}
+    begun = Path(job.folder, side(_parallel()), f"begun-rank{os.environ.get('RANK', 0)}.txt")
     for path, optimizer in job.cases:
-        forget_state()
-        with Float64():
-            {"trainer": _trainer, "loop": _loop}[path](job, optimizer)
+        if f"{path}-{optimizer}" in names or not names and path != "resumed":
+            forget_state()
+            begun.write_text(f"{path}-{optimizer}", encoding="utf-8")
+            with Float64():
+                ways[path](job, path, optimizer)
 
 
 def _parallel() -> bool:
@@ -73,17 +84,8 @@ def _folder(job: Job, path: str, optimizer: str) -> Path:
 
 
 def _recorder(job: Job, path: str, optimizer: str) -> Recorder:
-    return Recorder(_folder(job, path, optimizer), int(os.environ.get("RANK", 0)), job.rows)
-
-
-def _load(job: Job) -> PreTrainedModel:
-    """The model, on all processes as a script loads it; with tensor parallelism, divided."""
-    options: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
-    if job.loading and _parallel():
-        from transformers.distributed.configuration_utils import DistributedConfig
-
-        options["distributed_config"] = DistributedConfig.from_dict(job.loading)
-    return AutoModelForCausalLM.from_pretrained(job.model, **options)
+    after = job.saved_at if path == "resumed" else 0
+    return Recorder(_folder(job, path, optimizer), int(os.environ.get("RANK", 0)), job.rows, after)
 
 
 def _batch(job: Job) -> int:
@@ -96,6 +98,7 @@ class _RecordingTrainer(Trainer):
 
     recorder: Recorder
     asked: list[dict[str, Any]]
+    answers: list[Any]
     counted: list[int | None]
 
     @property
@@ -114,12 +117,14 @@ class _RecordingTrainer(Trainer):
             self.recorder.gradients(self.trained)
         return loss
 
-    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As the stock method."""
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **kwargs: Any) -> Any:
+        """As the stock method, which is asked for logits; they are kept here, and go nowhere."""
         seen = dict(inputs)
-        found = super().prediction_step(model, inputs, *args, **kwargs)
+        kwargs.pop("prediction_loss_only", None)
+        loss, logits, _labels = super().prediction_step(model, inputs, False, **kwargs)
         self.asked.append(seen)
-        return found
+        self.answers.append(logits)
+        return loss, None, None
 
 
 class _Steps(TrainerCallback):
@@ -130,19 +135,12 @@ class _Steps(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Right before the first batch: the model is prepared."""
-        _recompute_exactly(kwargs["model"])
+        recompute_exactly(kwargs["model"])
         self.recorder.start(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After the optimizer's step."""
         self.recorder.stepped(kwargs["model"])
-
-
-def _recompute_exactly(model: nn.Module) -> None:
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer) and getattr(layer, "gradient_checkpointing", False):
-            for child in layer.children():
-                recompute_in_float64(child)
 
 
 def _arguments(job: Job, optimizer: str, folder: Path) -> TrainingArguments:
@@ -158,7 +156,8 @@ def _arguments(job: Job, optimizer: str, folder: Path) -> TrainingArguments:
         "optim": optimizer,
         "learning_rate": job.rate(optimizer),
         "logging_steps": 1,
-        "save_strategy": "no",
+        "save_strategy": "steps" if job.saved_at else "no",
+        "save_steps": job.saved_at or 500,
         "report_to": "none",
         "use_cpu": True,
         "disable_tqdm": True,
@@ -168,25 +167,27 @@ def _arguments(job: Job, optimizer: str, folder: Path) -> TrainingArguments:
     return TrainingArguments(**options)
 
 
-def _trainer(job: Job, optimizer: str) -> None:
-    """A script with a Trainer: train, evaluate, save."""
-    recorder = _recorder(job, "trainer", optimizer)
+def _trainer(job: Job, path: str, optimizer: str) -> None:
+    """A script with a Trainer: train, from the start or from what another process saved, evaluate, save."""
+    recorder = _recorder(job, path, optimizer)
     arguments = _arguments(job, optimizer, recorder.folder)
     if job.divides and _parallel():
         as_on_gpus()
     trainer = _RecordingTrainer(
-        model=_load(job),
+        model=load_model(job, parallel=_parallel()),
         args=arguments,
         train_dataset=job.rows,
         eval_dataset=job.asked,
-        data_collator=collate,
+        data_collator=pack if job.packing else collate,
         callbacks=[_Steps(recorder)],
     )
-    trainer.recorder, trainer.asked, trainer.counted = recorder, [], []
-    trainer.train()
+    trainer.recorder, trainer.asked, trainer.answers, trainer.counted = recorder, [], [], []
+    saved = _folder(job, "trainer", optimizer) / "output" / f"checkpoint-{job.saved_at}"
+    trainer.train(resume_from_checkpoint=str(saved) if path == "resumed" else None)
     metrics = trainer.evaluate()
     trainer.save_model(str(recorder.folder / "saved"))
-    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    recorder.logits(_answers(trainer.asked, trainer.answers, job.asked))
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry][recorder.after :]
     recorder.close(
         norms=[entry["grad_norm"] for entry in logged],
         logged=[{name: entry[name] for name in ("loss", "learning_rate")} for entry in logged],
@@ -196,17 +197,37 @@ def _trainer(job: Job, optimizer: str) -> None:
     )
 
 
-def _loop(job: Job, optimizer: str) -> None:
+def _answers(batches: list[dict[str, Any]], logits: list[Any], rows: list[Row]) -> dict[int, Tensor]:
+    """The logits of rows, without padding, by the indices of the rows. Collective where they are DTensors."""
+    found: dict[int, Tensor] = {}
+    for batch, given in zip(batches, logits, strict=True):
+        values = given[0] if isinstance(given, (tuple, list)) and given else given
+        if isinstance(values, DTensor):
+            values = values.full_tensor()
+        if isinstance(values, Tensor) and values.shape[:2] == batch["input_ids"].shape:
+            for index, (line, places) in zip(seen_in(batch, rows), spans(batch), strict=True):
+                found[index] = values[line, places].detach().clone()
+    return found
+
+
+def _script(job: Job, path: str, optimizer: str) -> None:
+    """The user's own script, in place of ours."""
+    rank = int(os.environ.get("RANK", 0))
+    run_script(job, Recorder(_folder(job, path, optimizer), rank, None), parallel=_parallel())
+
+
+def _loop(job: Job, path: str, optimizer: str) -> None:
     """A script with Accelerate: the loop of its guide for batches of unequal numbers of tokens."""
-    recorder = _recorder(job, "loop", optimizer)
+    recorder = _recorder(job, path, optimizer)
     if job.divides and _parallel():
         PartialState(cpu=True)
         as_on_gpus()
     accelerator = Accelerator(cpu=True)
-    model: Any = _load(job)
+    model: Any = load_model(job, parallel=_parallel())
     model.train()
     kind = {WITNESS: torch.optim.SGD, "adamw_torch": torch.optim.AdamW}[optimizer]
-    loader: Any = DataLoader(job.rows, batch_size=_batch(job), collate_fn=collate)  # type: ignore[arg-type]
+    made = pack if job.packing else collate
+    loader: Any = DataLoader(job.rows, batch_size=_batch(job), collate_fn=made)  # type: ignore[arg-type]
     model, trained, loader = accelerator.prepare(model, kind(model.parameters(), lr=job.rate(optimizer)), loader)
     bare = accelerator.unwrap_model(model)
     recorder.start(bare)
@@ -234,6 +255,7 @@ def _loop(job: Job, optimizer: str) -> None:
 def _loss(model: nn.Module, batch: dict[str, Tensor], tokens: int) -> Tensor:
     """The losses of a batch's tokens, added up and divided by the number of tokens of all batches."""
     bare = getattr(model, "module", model)
+    bare = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
     kinds = {parameter.kind for parameter in inspect.signature(type(bare).forward).parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds:
         summed: Tensor = model(**batch, num_items_in_batch=tokens).loss

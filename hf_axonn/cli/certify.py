@@ -1,12 +1,14 @@
 """`hf-axonn certify`: does a parallel run compute what one process would? Any launch file of Accelerate, in float64.
 
 hf-axonn certify --config accelerate.yaml --model llama
+hf-axonn certify --config accelerate.yaml --script "train.py --data rows.jsonl"
 hf-axonn certify --config axonn.yaml --model DIR --trainer-args arguments.yaml --steps 3 --output certificate
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -24,9 +26,11 @@ def add_certify(commands) -> None:
     )
     parser.add_argument("--config", required=True, help="a launch file of Accelerate, with or without axonn_config")
     parser.add_argument(
-        "--model", required=True, help="a model's directory, its config.json, a model type, or its name on the hub"
+        "--model", help="a model's directory, its config.json, a model type, or its name on the hub; not with --script"
     )
-    parser.add_argument("--trainer-args", help="a YAML or JSON file of TrainingArguments")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--trainer-args", help="a YAML or JSON file of TrainingArguments")
+    what.add_argument("--script", help="your script and its arguments, in quotes: 'train.py --data rows.jsonl'")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps")
     parser.add_argument("--output", help="a new folder, for certificate.json, certificate.html and logs")
 
@@ -41,23 +45,19 @@ def run_certify(options: argparse.Namespace) -> int:
     from hf_axonn.certificate.certify import certify
 
     output = Path(options.output or tempfile.mkdtemp(prefix="certificate-"))
-    words = [
-        "hf-axonn",
-        "certify",
-        "--config",
-        options.config,
-        "--model",
-        options.model,
-        "--steps",
-        str(options.steps),
-    ]
-    words += ["--trainer-args", options.trainer_args] if options.trainer_args else []
+    if bool(options.model) == bool(options.script):
+        raise ValueError("give --model, or --script, whose model is the one that it loads.")
+    words = ["hf-axonn", "certify", "--config", options.config, "--steps", str(options.steps)]
+    for name in ("model", "trainer_args", "script"):
+        if given := getattr(options, name):
+            words += [f"--{name.replace('_', '-')}", given]
     arguments = Path(options.trainer_args) if options.trainer_args else None
     try:
         code, screen = certify(
             Path(options.config),
             options.model,
             trainer_args=arguments,
+            script=shlex.split(options.script or ""),
             steps=options.steps,
             output=output,
             command_line=words,

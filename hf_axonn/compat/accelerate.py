@@ -5,7 +5,9 @@ Checked with accelerate 1.12 to 1.15, torch 2.11 and 2.13.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -98,3 +100,19 @@ def as_on_gpus() -> None:
     from accelerate import DistributedType, PartialState
 
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+@contextlib.contextmanager
+def counted_as(processes: int) -> Iterator[None]:
+    """Inside, this process counts as so many for wrappers of accelerate: a scheduler moves as often on."""
+    from accelerate.state import AcceleratorState, PartialState
+
+    states = [PartialState._shared_state, AcceleratorState._shared_state]
+    before = [state["num_processes"] for state in states]
+    for state in states:
+        state["num_processes"] = processes
+    try:
+        yield
+    finally:
+        for state, number in zip(states, before, strict=True):
+            state["num_processes"] = number

@@ -187,3 +187,9 @@ def has_causal_lm_loss(model: nn.Module) -> bool:
         return model.loss_function is ForCausalLMLoss
     except (AttributeError, KeyError, ValueError):
         return False
+
+
+def from_config_of(kind: type[PreTrainedModel]) -> Callable[..., PreTrainedModel]:
+    """What `from_config` of an Auto class calls for a class of models."""
+    found: Callable[..., PreTrainedModel] = kind._from_config
+    return found

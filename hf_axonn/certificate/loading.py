@@ -1,0 +1,74 @@
+"""The small model of a job, as each side loads it: whole or divided by Transformers, with adapters where asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_axonn.certificate.job import Job
+
+
+EXACT: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
+ADAPTERS = "lora_"
+STD = 0.1  # of the adapters' weights: B is zero otherwise, and the gradient of A with it
+
+
+def distributed(job: Job) -> dict[str, Any]:
+    """What `from_pretrained` is told on many processes."""
+    if not job.loading:
+        return {}
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    return {"distributed_config": DistributedConfig.from_dict(job.loading)}
+
+
+def load_model(job: Job, *, parallel: bool) -> nn.Module:
+    """The model, on all processes as a script loads it.
+
+    Args:
+        job: what is run.
+        parallel: whether Transformers divides it, where the job says so.
+    """
+    options = EXACT | (distributed(job) if parallel else {})
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(job.model, **options)
+    if job.packing:
+        model.config.use_cache = False  # with a cache, Transformers does not look for the rows in a packed one
+    return adapted(model, job) if job.peft else model
+
+
+def script_model(folder: str) -> nn.Module:
+    """The small model of a script once more, by the name of its folder: class and number."""
+    import transformers
+
+    kind = getattr(transformers, Path(folder).name.rpartition("-")[0])
+    model: nn.Module = kind.from_pretrained(folder, **EXACT)
+    return model
+
+
+def adapted(model: PreTrainedModel, job: Job) -> nn.Module:
+    """LoRA as the user's fields say, without dropout, and with weights from the seed in both of its matrices."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(task_type="CAUSAL_LM", **{**job.peft, "lora_dropout": 0.0})
+    adapters = get_peft_model(model, config, autocast_adapter_dtype=False)
+    generator = torch.Generator().manual_seed(job.seed + 4)
+    with torch.no_grad():
+        for name, parameter in adapters.named_parameters():
+            if ADAPTERS in name:
+                parameter.copy_(STD * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return adapters
+
+
+def load_saved(job: Job, folder: Path) -> nn.Module:
+    """What `save_model` wrote: a model, or adapters beside the model that they were made for."""
+    if not job.peft:
+        saved: nn.Module = AutoModelForCausalLM.from_pretrained(folder, **EXACT)
+        return saved
+    from peft import PeftModel
+
+    base = AutoModelForCausalLM.from_pretrained(job.model, **EXACT)
+    return PeftModel.from_pretrained(base, str(folder), autocast_adapter_dtype=False)

@@ -1,0 +1,450 @@
+"""A script of the user's own, run by every process: its model made small, its output redirected, its steps noted.
+
+What a script builds of Transformers and Accelerate is met where it is built, by methods that are replaced while it
+runs. It ends, wherever it is, after the steps of the job. On one process every loader gives the rows that all
+positions have together; lengths of loaders and steps of schedules are those of one position, as under the launch file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from accelerate import Accelerator, PartialState
+from accelerate.data_loader import DataLoaderAdapter, DataLoaderDispatcher, DataLoaderShard
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import GradientState
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler
+from transformers import AutoConfig, PreTrainedModel, Trainer, TrainingArguments
+
+from hf_axonn.accelerator.training import TrainingMethods
+from hf_axonn.certificate.float64 import recompute_exactly
+from hf_axonn.certificate.job import Job
+from hf_axonn.certificate.loading import EXACT, distributed
+from hf_axonn.certificate.recording import Recorder, number
+from hf_axonn.certificate.shrinking import shrunk
+from hf_axonn.compat.accelerate import as_on_gpus, counted_as, prepared_models
+from hf_axonn.compat.replaced import replaced
+
+
+# Of from_pretrained: where the weights are, how large they are, and how a run that is not alone divides them.
+PLACE = "revision subfolder variant token cache_dir force_download local_files_only use_safetensors config".split()
+DTYPES = ("dtype", "torch_dtype", "quantization_config", "load_in_8bit", "load_in_4bit", "device_map")
+DIVIDING = ("tp_plan", "tp_size", "distributed_config")
+FIXED = {
+    **dict.fromkeys(("bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval", "torch_compile"), False),
+    **dict.fromkeys(("push_to_hub", "load_best_model_at_end", "auto_find_batch_size", "use_liger_kernel"), False),
+    **dict.fromkeys(("save_strategy", "eval_strategy"), "no"),
+    "logging_strategy": "steps",
+    "logging_steps": 1,
+    "logging_first_step": False,
+    "eval_on_start": False,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "neftune_noise_alpha": None,
+    "report_to": "none",
+}
+WRITES = ("w", "a", "x", "+")
+
+
+class _Enough(BaseException):
+    """The steps are made; no `except Exception` of a script keeps it."""
+
+
+class _Run:
+    """What the replaced methods share.
+
+    Args:
+        job: the job; its `script` is run.
+        recorder: of the case.
+        parallel: whether this is a run under the launch file.
+    """
+
+    def __init__(self, job: Job, recorder: Recorder, parallel: bool) -> None:
+        self.job, self.recorder, self.parallel = job, recorder, parallel
+        self.times = 1 if parallel else job.positions  # by which one process has more rows
+        self.vocabulary = 0
+        self.models: list[str] = []
+        self.seen: dict[int, list[dict[str, Any]]] = {}
+        self.accelerates = self.started = self.written = False
+        self.trainer: Trainer | None = None
+        self.norms: list[float | None] = [None]
+        self.logged: list[dict[str, float]] = []
+        self.counted: list[int | None] = []
+        self.steps = 0
+
+    def small(self, kind: type[PreTrainedModel], config: Any) -> Path:
+        """The directory of the small model of a class and its configuration; one process makes it."""
+        text = json.dumps([kind.__name__, config.to_dict()], sort_keys=True, default=str)
+        folder = Path(self.job.folder, "models", f"{kind.__name__}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
+        if not folder.exists():
+            if self.parallel:
+                raise ValueError(
+                    f"under the launch file the script loads another {kind.__name__} than on one process."
+                )
+            model = shrunk(config, ranks=self.job.ranks, layers=self.job.layers, seed=self.job.seed, kind=kind)
+            model.save_pretrained(folder)
+        small = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        self.vocabulary = int(small.get("vocab_size") or 0)
+        self.models += [str(folder)] if str(folder) not in self.models else []
+        return folder
+
+    def load(self, kind: type[PreTrainedModel], config: Any, options: dict[str, Any]) -> Any:
+        """The small model, as the script asks for it."""
+        if any(options.get(name) for name in ("quantization_config", "load_in_8bit", "load_in_4bit")):
+            raise ValueError(
+                "the script loads quantized weights, which are no float64: leave quantization_config away."
+            )
+        kept = {name: value for name, value in options.items() if name not in (*PLACE, *DTYPES)}
+        if not self.parallel:
+            kept = {name: value for name, value in kept.items() if name not in DIVIDING}
+        elif not any(kept.get(name) is not None for name in DIVIDING):
+            kept |= distributed(self.job)
+        if str(kept.get("attn_implementation") or "sdpa") not in ("sdpa", "eager"):
+            kept.pop("attn_implementation")
+        model = _LOAD.__func__(kind, self.small(kind, config), **(kept | EXACT))
+        _seed(self.job.seed)  # whatever loading has drawn
+        return model
+
+    def batch(self, values: Any) -> Any:
+        """A batch for the small model: ids and labels of its vocabulary, floats in float64."""
+        if not isinstance(values, Mapping):
+            return values
+        found = dict(values)
+        ids = found.get("input_ids")
+        for name, value in found.items():
+            if not isinstance(value, Tensor):
+                continue
+            tokens = name == "labels" and isinstance(ids, Tensor) and value.shape == ids.shape
+            if value.is_floating_point():
+                found[name] = value.double()
+            elif self.vocabulary and (name.endswith("input_ids") or tokens):
+                found[name] = torch.where(value >= 0, value % self.vocabulary, value)
+        return type(values)(found) if type(values).__name__ == "BatchEncoding" else found
+
+    def backward(self, accelerator: Accelerator, loss: Tensor) -> None:
+        """Before a backward pass: note its micro-batch and its loss; before the first one, the weights."""
+        if not prepared_models(accelerator):
+            raise ValueError("the script prepares no model with Accelerator.prepare.")
+        if not self.started:
+            recompute_exactly(self.bare(accelerator))
+            self.recorder.start(self.bare(accelerator))
+            self.started = True
+        self.written = False
+        waiting = self.seen.get(id(GradientState().active_dataloader), [])
+        self.recorder.batch(waiting.pop(0) if waiting else {}, loss.detach() / accelerator.gradient_accumulation_steps)
+
+    def bare(self, accelerator: Accelerator) -> nn.Module:
+        """The model without wrappers; of several, the first one that is trained."""
+        models = prepared_models(accelerator)
+        trained = [model for model in models if any(weight.requires_grad for weight in model.parameters())]
+        bare: nn.Module = accelerator.unwrap_model((trained or models)[0])
+        return bare
+
+    def gradients(self, accelerator: Accelerator) -> None:
+        """Before gradients are clipped, or where nothing clips them before a step."""
+        if self.started and not self.written:
+            self.recorder.gradients(self.bare(accelerator))
+            self.written = True
+
+    def stepped(self, accelerator: Accelerator, rate: float) -> None:
+        """After a step of the optimizer; the last one ends the script, or its Trainer's logging does."""
+        self.recorder.stepped(self.bare(accelerator))
+        self.steps += 1
+        self.norms.append(None)
+        self.logged.append({"learning_rate": rate})
+        if self.steps > self.job.steps or self.steps == self.job.steps and self.trainer is None:
+            raise _Enough
+
+    def log(self, logs: Mapping[str, Any]) -> None:
+        """What a Trainer logs of a step."""
+        if "loss" in logs and self.logged:
+            self.logged[-1]["loss"] = float(logs["loss"])
+        if self.steps >= self.job.steps:
+            raise _Enough
+
+    def close(self) -> None:
+        """Write the rest, or say why there is nothing.
+
+        Raises:
+            ValueError: the script built no Trainer and no Accelerator, loaded no model, or made fewer steps.
+        """
+        name = self.job.script[0]
+        if not self.accelerates:
+            raise ValueError(f"{name} builds no Trainer and no Accelerator: there is nothing to compare.")
+        if self.started and not self.models:
+            raise ValueError(f"{name} loads no model of Transformers, so that none was made small.")
+        if self.steps < self.job.steps:
+            raise ValueError(f"{name} ended after {self.steps} of {self.job.steps} step(s): give fewer --steps.")
+        self.recorder.close(
+            norms=self.norms[: self.steps],
+            logged=self.logged[: self.job.steps],
+            counted=self.counted,
+            sums_tokens=bool(getattr(self.trainer, "model_accepts_loss_kwargs", False)),
+            trainer=self.trainer is not None,
+            averages=self.trainer is None or bool(self.trainer.args.average_tokens_across_devices),
+            models=self.models,
+        )
+
+
+_LOAD: Any = vars(PreTrainedModel)["from_pretrained"]
+_BUILD: Any = vars(PreTrainedModel)["_from_config"]
+
+
+def run_script(job: Job, recorder: Recorder, *, parallel: bool) -> None:
+    """Run the script of a job until its steps are made. Collectives: those of the script.
+
+    Raises:
+        ValueError: see `_Run.close` and `_Run.load`; the script ended by itself, with an exit code.
+    """
+    run = _Run(job, recorder, parallel)
+    if job.divides and parallel:
+        PartialState(cpu=True)
+        as_on_gpus()
+    script = Path(job.script[0])
+    written = _Written(Path(job.folder))
+    words, places = sys.argv, list(sys.path)
+    sys.argv, sys.path[0] = list(job.script), str(script.parent)
+    _seed(job.seed)
+    with replaced(_of_models(run) | _of_data(run) | _of_accelerators(run) | _of_trainers(run)):
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except _Enough:
+            pass
+        except SystemExit as end:
+            if end.code and run.steps < job.steps:
+                raise ValueError(f"{script} ended with {end.code} after {run.steps} step(s).") from None
+        finally:
+            sys.argv, sys.path[:] = words, places
+            written.over = True
+    run.close()
+    if recorder.rank == 0:
+        (recorder.folder / "elsewhere.json").write_text(json.dumps(sorted(written.paths)), encoding="utf-8")
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+class _Written:
+    """Files that are opened for writing, or folders that are made, outside of a folder; devices left away."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.over = str(folder.resolve()), False
+        self.paths: set[str] = set()
+        sys.addaudithook(self._hook)  # stays until the process ends
+
+    def _hook(self, event: str, values: tuple[Any, ...]) -> None:
+        if self.over or event not in ("open", "os.mkdir") or not isinstance(values[0], (str, os.PathLike)):
+            return
+        if event == "open":
+            mode, flags = values[1], values[2]
+            writes = any(sign in mode for sign in WRITES) if isinstance(mode, str) else _writes(flags)
+            if not writes:
+                return
+        full = os.path.abspath(os.fspath(values[0]))
+        if not full.startswith((self.folder, "/dev/", "/proc/")) and "__pycache__" not in full:
+            self.paths.add(full)
+
+
+def _writes(flags: int) -> bool:
+    return bool(flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+
+
+def _of_models(run: _Run) -> dict[tuple[Any, str], Any]:
+    """Models are small, in float64, and without dropout."""
+
+    def from_pretrained(kind: Any, name: Any, *_: Any, **options: Any) -> Any:
+        config = options.get("config")
+        with replaced({(PreTrainedModel, "_from_config"): _BUILD}):
+            if not isinstance(config, transformers.PreTrainedConfig):
+                fields = set(vars(AutoConfig.from_pretrained(name)))
+                its = {key: value for key, value in options.items() if key in fields}
+                options = {key: value for key, value in options.items() if key not in fields}
+                config = AutoConfig.from_pretrained(name, **its)
+            return run.load(kind, config, options)
+
+    def from_config(kind: Any, config: Any, **options: Any) -> Any:
+        with replaced({(PreTrainedModel, "_from_config"): _BUILD}):
+            return run.load(kind, config, options).train()
+
+    return {
+        (PreTrainedModel, "from_pretrained"): classmethod(from_pretrained),
+        (PreTrainedModel, "_from_config"): classmethod(from_config),
+        (PreTrainedModel, "resize_token_embeddings"): lambda self, *_, **__: self.get_input_embeddings(),
+        (nn.Dropout, "forward"): lambda _self, values: values,
+    }
+
+
+def _of_data(run: _Run) -> dict[tuple[Any, str], Any]:
+    """Loaders: no workers; ids of the small vocabulary; on one process, the rows of all positions at a time."""
+    make, length, adapt = DataLoader.__init__, DataLoader.__len__, DataLoaderAdapter.__init__
+    adapting: list[bool] = []  # while Accelerate makes a loader of one that is there
+
+    def adapted(self: Any, *words: Any, **options: Any) -> None:
+        adapting.append(True)
+        try:
+            adapt(self, *words, **options)
+        finally:
+            adapting.pop()
+
+    def init(self: Any, dataset: Any, *words: Any, **options: Any) -> None:
+        if words:
+            options["batch_size"], words = words[0], words[1:]
+        options |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "pin_memory": False}
+        options.pop("multiprocessing_context", None)
+        if options.get("shuffle") and options.get("generator") is None and not adapting:
+            # Accelerate draws an order of its own on many processes, and torch another one on one
+            options.pop("shuffle")
+            options["sampler"] = RandomSampler(dataset, generator=torch.Generator().manual_seed(run.job.seed))
+        if run.times > 1 and not adapting:
+            sampler = options.get("batch_sampler")
+            if isinstance(getattr(sampler, "batch_size", None), int):
+                sampler.batch_size *= run.times
+            elif sampler is not None:
+                kind = type(sampler).__name__
+                raise ValueError(f"{kind} has no batch_size, so that one process cannot have the rows of all.")
+            elif options.get("batch_size", 1) is not None:
+                options["batch_size"] = options.get("batch_size", 1) * run.times
+                self.__dict__["batches_of_positions"] = run.times
+        make(self, dataset, *words, **options)
+        collate = self.collate_fn
+        if not getattr(collate, "of_certificate", False):
+            changed: Any = lambda rows: run.batch(collate(rows))  # noqa: E731
+            changed.of_certificate = True
+            self.collate_fn = changed
+
+    def __len__(self: Any) -> int:
+        times = self.__dict__.get("batches_of_positions")
+        if times is None or isinstance(self.dataset, torch.utils.data.IterableDataset):
+            return length(self)
+        rows, each = len(self.sampler), self.batch_size // times
+        return rows // each if self.drop_last else -(-rows // each)
+
+    def noting(stock: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        def iterate(self: Any) -> Iterator[Any]:
+            for batch in stock(self):
+                run.seen.setdefault(id(self), []).append(dict(batch) if isinstance(batch, Mapping) else {})
+                yield batch
+
+        return iterate
+
+    return {
+        (DataLoaderAdapter, "__init__"): adapted,
+        (DataLoader, "__init__"): init,
+        (DataLoader, "__len__"): __len__,
+        **{(kind, "__iter__"): noting(kind.__iter__) for kind in (DataLoaderShard, DataLoaderDispatcher)},
+    }
+
+
+def _of_accelerators(run: _Run) -> dict[tuple[Any, str], Any]:
+    """What is noted of training, and settings that are the certificate's."""
+    make, step, move = Accelerator.__init__, AcceleratedOptimizer.step, AcceleratedScheduler.step
+    entered: list[bool] = []
+    last: list[Any] = []
+
+    def init(self: Any, *words: Any, **options: Any) -> None:
+        folder = str(run.recorder.folder / "output")
+        options |= {"mixed_precision": "no", "log_with": None, "cpu": True, "project_dir": folder}
+        if config := options.get("project_config"):
+            config.set_directories(folder)
+        options.pop("dynamo_plugin", None)
+        if run.job.divides and run.parallel:
+            PartialState(cpu=True)
+            as_on_gpus()
+        make(self, *words, **options)
+        run.accelerates = True
+
+    def clipping(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def clip(self: Any, *words: Any, **options: Any) -> Any:
+            if self.sync_gradients:
+                run.gradients(self)
+            norm = stock(self, *words, **options)
+            run.norms[-1] = None if norm is None else number(norm)
+            return norm
+
+        return clip
+
+    def passing(stock: Callable[..., Any]) -> Callable[..., Any]:
+        def backward(self: Any, loss: Tensor, **options: Any) -> Any:
+            if not entered:
+                run.backward(self, loss)
+                last[:] = [self]
+            entered.append(True)
+            try:
+                return stock(self, loss, **options)
+            finally:
+                entered.pop()
+
+        return backward
+
+    def stepping(self: Any, closure: Any = None) -> None:
+        synced = self.gradient_state.sync_gradients and bool(last)
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        if synced:
+            run.gradients(last[0])
+        step(self, closure)
+        if synced:
+            run.stepped(last[0], rate)
+
+    def moving(self: Any, *words: Any, **options: Any) -> None:
+        if run.times == 1:
+            move(self, *words, **options)
+            return
+        with counted_as(run.times):
+            move(self, *words, **options)
+
+    classes = (Accelerator, TrainingMethods)
+    return {
+        (Accelerator, "__init__"): init,
+        **{(kind, "clip_grad_norm_"): clipping(kind.clip_grad_norm_) for kind in classes},
+        **{(kind, "backward"): passing(kind.backward) for kind in classes},
+        (AcceleratedOptimizer, "step"): stepping,
+        (AcceleratedScheduler, "step"): moving,
+    }
+
+
+def _of_trainers(run: _Run) -> dict[tuple[Any, str], Any]:
+    """Arguments that are the certificate's; a Trainer's logging."""
+    check, make, note, train = TrainingArguments.__post_init__, Trainer.__init__, Trainer.log, Trainer.training_step
+
+    def post_init(self: Any) -> None:
+        for name, value in FIXED.items():
+            setattr(self, name, value)
+        self.output_dir = str(run.recorder.folder / "output")
+        check(self)
+        if run.job.divides and run.parallel:
+            as_on_gpus()
+
+    def init(self: Any, *words: Any, **options: Any) -> None:
+        run.trainer = self
+        make(self, *words, **options)
+
+    def log(self: Any, logs: dict[str, Any], *words: Any, **options: Any) -> None:
+        note(self, logs, *words, **options)
+        run.log(logs)
+
+    def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        run.counted.append(None if num_items_in_batch is None else int(num_items_in_batch))
+        return train(self, model, inputs, num_items_in_batch)
+
+    return {
+        (TrainingArguments, "__post_init__"): post_init,
+        (Trainer, "__init__"): init,
+        (Trainer, "log"): log,
+        (Trainer, "training_step"): training_step,
+    }
