@@ -29,8 +29,8 @@ from hf_axonn_scripts.study.recipe.steps import Step
 
 
 WEIGHT_BYTES = 4  # models are trained and saved in fp32
-# On `cpu`: the best fit of calibrate.py on two cores of a Xeon with AMX, two ranks of gloo and x=2. It misses steps by 1.27
-# to 0.77 of what they take, and asking 30M weights by 1.34; launches are the study's own.
+# On `cpu`: the best fit of calibrate.py on two cores of a Xeon with AMX, two ranks of gloo, x=2. It misses steps by
+# 1.27 to 0.77 of what they take, and asking 30M weights by 1.34; launches are the study's own.
 EFFICIENCY = 0.57  # of the speed of an MLP, by the products of a pass, with attention, norms and the head
 LAYER_SECONDS = 0.0041  # of one decoder layer in one pass: Python, small kernels, two collectives
 STEP_SECONDS = 0.111  # of an optimizer step, without its passes
