@@ -41,6 +41,7 @@ from tests.benchmarks.peers.stages import InStages
 FLOORS = ("floor tokens", "floor width")
 PEERS = ("DDP", "FSDP2", "native TP")
 STAGES = "FSDP2 in 2 stages"
+KEEPING = " keeping "  # between a grid and its keep_gathered
 AXONN = ("AxoNN auto", "AxoNN by hand")
 LEARNING_RATE = 3e-4
 
@@ -102,7 +103,8 @@ def build(name: str, folder: Path) -> Training:
 
     Args:
         name: one of FLOORS, PEERS, STAGES, "plain", or a grid as `Grid.__str__` writes it without the axes of size 1
-            ("x=2"), alone or after one of AXONN; or before overlaps that are off ("z=2 without all_gather").
+            ("x=2"), alone or after one of AXONN; or before overlaps that are off ("z=2 without all_gather") or the
+            setting keep_gathered ("pipe=2 z=2 keeping all").
         folder: the initial weights, saved by Transformers.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -130,9 +132,11 @@ def build(name: str, folder: Path) -> Training:
     for mode in AXONN:
         if name.startswith(f"{mode} "):
             return _by_axonn(parse_grid(name.removeprefix(f"{mode} ")), folder, by_hand=mode == "AxoNN by hand")
+    name, _, kept = name.partition(KEEPING)
     sizes, _, off = name.partition(" without ")
     grid = parse_grid(sizes)
-    settings = AxonnConfig(grid=grid, overlap=Overlap(**dict.fromkeys(off.split(), False)))
+    keep = {"keep_gathered": kept} if kept else {}
+    settings = AxonnConfig(grid=grid, overlap=Overlap(**dict.fromkeys(off.split(), False)), **keep)
     model = hf_axonn.from_pretrained(str(folder), grid=grid, config=settings)
     mesh = model.axonn.mesh
     return Training(
@@ -156,8 +160,9 @@ def grid_name(grid: hf_axonn.Grid) -> str:
 
 
 def parse_grid(name: str) -> hf_axonn.Grid:
-    """The inverse of `grid_name`; commas will do for spaces."""
-    return hf_axonn.Grid(**{axis: int(size) for axis, size in (p.split("=") for p in name.replace(",", " ").split())})
+    """The inverse of `grid_name`; commas will do for spaces, and a setting after the grid is not read."""
+    sizes = name.partition(KEEPING)[0].replace(",", " ").split()
+    return hf_axonn.Grid(**{axis: int(size) for axis, size in (each.split("=") for each in sizes)})
 
 
 def _by_axonn(grid: hf_axonn.Grid, folder: Path, *, by_hand: bool) -> Training:

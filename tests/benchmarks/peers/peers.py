@@ -37,7 +37,15 @@ from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: E402
 
 from hf_axonn import Grid  # noqa: E402
 from tests.benchmarks.peers import axonn_on_cpus  # noqa: E402
-from tests.benchmarks.peers.contenders import FLOORS, PEERS, STAGES, axonn_names, grid_name, parse_grid  # noqa: E402
+from tests.benchmarks.peers.contenders import (  # noqa: E402
+    FLOORS,
+    KEEPING,
+    PEERS,
+    STAGES,
+    axonn_names,
+    grid_name,
+    parse_grid,
+)
 from tests.benchmarks.peers.ranks import Ranks, Traffic, Turn, wait_for_quiet  # noqa: E402
 from tests.benchmarks.peers.report import QUIET, description, loss_difference, table, traffic_table  # noqa: E402
 
@@ -95,7 +103,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=4, help="rows of a global batch (4)")
     parser.add_argument("--sequence", type=int, default=256, help="tokens of a row (256)")
     parser.add_argument("--kv-heads", type=int, help="kv heads (as many as query heads)")
-    parser.add_argument("--grids", nargs="*", help='ours, as "x=2" "data=2,z=2" (every grid of --ranks ranks)')
+    parser.add_argument(
+        "--grids", nargs="*", help='ours, as "x=2" "data=2,z=2 keeping all" (every grid of --ranks ranks)'
+    )
     parser.add_argument(
         "--others", nargs="*", default=["plain", *FLOORS, *PEERS], help="the others (all without pipelines)"
     )
@@ -115,7 +125,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         grids = [Grid(data=d, z=z, y=y, x=x) for d, z, y, x in sizes if d * z * y * x == args.ranks]
         args.grids = [grid_name(grid) for grid in grids]
     try:
-        args.grids = [grid_name(parse_grid(name)) for name in args.grids]
+        args.grids = ["".join((grid_name(parse_grid(name)), *name.partition(KEEPING)[1:])) for name in args.grids]
         for name in args.grids:
             parse_grid(name).check(args.ranks)
     except (TypeError, ValueError) as error:
