@@ -1,4 +1,4 @@
-"""Lightning's launchers leave variables in the environment, which would tell Accelerate of ranks that are not there."""
+"""Lightning leaves variables in the environment, which would tell Accelerate of ranks that are not there."""
 
 from __future__ import annotations
 
