@@ -101,13 +101,13 @@ def _of_step(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int], 
     ranks = [record.gradients(step) for record in runs.many]
     assert result.first is not None
     if job.script and step == result.first[1].step:
-        alone = _scaling(ranks, {piece.name: piece.values for piece in runs.one.gradients(step)})
-        if alone.left <= FITS and not close(alone.ratio, 1):
-            return f"gradients are those of one process times {_named(alone.ratio, factors)}", False
+        scaling = _scaling(ranks, {piece.name: piece.values for piece in runs.one.gradients(step)})
+        if scaling.left <= FITS and not close(scaling.ratio, 1):
+            return f"gradients are those of one process times {_named(scaling.ratio, factors)}", False
     try:
         model = _model_at(job, runs, step)
     except KeyError:
-        return "the script changes the model that it has loaded, so that no cause is looked for", False
+        return "the script's model is no more the one that it has loaded, so that no cause is looked for", False
     shares = _shares(job, runs, result, model, step)
     tokens = max(1, sum(share.counted for each in shares for share in each))
     names = [name for name, _ in model.named_parameters()]
@@ -165,7 +165,7 @@ def _model_at(job: Job, runs: Runs, step: int) -> nn.Module:
     """The model with the parameters that the parallel run had before a step.
 
     Raises:
-        KeyError: a script has changed the model after it was loaded.
+        KeyError: a script has changed the model after it was loaded, or its class is its own.
     """
     model = script_model(runs.one.facts["models"][0]) if job.script else load_model(job, parallel=False)
     before = assembled(record.parameters(step - 1) for record in runs.many)
@@ -190,8 +190,13 @@ def _count(runs: Runs, rows: Sequence[Row]) -> Callable[[Mapping[str, Tensor]], 
     counted = runs.one.facts.get("counted") or [None]
     if runs.one.facts.get("models"):
         return labels_of if counted[0] is not None and counted[0] == labels_of(runs.one.batches(1)[0]) else tokens_of
-    first = collate([rows[index] for batch in runs.one.samples[0] for index in batch])
-    return labels_of if counted[0] == labels_of(first) else tokens_of
+    at = 0
+    for batches in runs.one.samples:  # the first step in which both differ
+        whole = collate([rows[index] for batch in batches for index in batch])
+        if tokens_of(whole) != labels_of(whole):
+            return labels_of if counted[at] == labels_of(whole) else tokens_of
+        at += len(batches) if len(counted) > 1 else 0
+    return tokens_of
 
 
 def _shares(job: Job, runs: Runs, result: CaseResult, model: nn.Module, step: int) -> list[list[Share]]:

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from accelerate import Accelerator, PartialState
 from accelerate.data_loader import DataLoaderAdapter, DataLoaderDispatcher, DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
@@ -27,7 +26,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import GradientState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
-from transformers import AutoConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoConfig, BatchEncoding, PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
 from hf_axonn.accelerator.training import TrainingMethods
 from hf_axonn.certificate.float64 import recompute_exactly
@@ -40,6 +39,7 @@ from hf_axonn.compat.replaced import replaced
 
 
 # Of from_pretrained: where the weights are, how large they are, and how a run that is not alone divides them.
+OF_CONFIG = "revision subfolder token cache_dir force_download local_files_only trust_remote_code".split()
 PLACE = "revision subfolder variant token cache_dir force_download local_files_only use_safetensors config".split()
 DTYPES = ("dtype", "torch_dtype", "quantization_config", "load_in_8bit", "load_in_4bit", "device_map")
 DIVIDING = ("tp_plan", "tp_size", "distributed_config")
@@ -132,7 +132,7 @@ class _Run:
                 found[name] = value.double()
             elif self.vocabulary and (name.endswith("input_ids") or tokens):
                 found[name] = torch.where(value >= 0, value % self.vocabulary, value)
-        return type(values)(found) if type(values).__name__ == "BatchEncoding" else found
+        return BatchEncoding(found) if isinstance(values, BatchEncoding) else found
 
     def backward(self, accelerator: Accelerator, loss: Tensor) -> None:
         """Before a backward pass: note its micro-batch and its loss; before the first one, the weights."""
@@ -268,17 +268,17 @@ def _writes(flags: int) -> bool:
 def _of_models(run: _Run) -> dict[tuple[Any, str], Any]:
     """Models are small, in float64, and without dropout."""
 
-    def from_pretrained(kind: Any, name: Any, *_: Any, **options: Any) -> Any:
+    def from_pretrained(kind: Any, /, pretrained_model_name_or_path: Any, *_: Any, **options: Any) -> Any:
         config = options.get("config")
         with replaced({(PreTrainedModel, "_from_config"): _BUILD}):
-            if not isinstance(config, transformers.PreTrainedConfig):
-                fields = set(vars(AutoConfig.from_pretrained(name)))
-                its = {key: value for key, value in options.items() if key in fields}
-                options = {key: value for key, value in options.items() if key not in fields}
-                config = AutoConfig.from_pretrained(name, **its)
+            if not isinstance(config, PreTrainedConfig):
+                place = {key: value for key, value in options.items() if key in OF_CONFIG}
+                whole = AutoConfig.from_pretrained(pretrained_model_name_or_path, **place)
+                its = {key: options.pop(key) for key in [*options] if key in vars(whole)}
+                config = AutoConfig.from_pretrained(pretrained_model_name_or_path, **place, **its)
             return run.load(kind, config, options)
 
-    def from_config(kind: Any, config: Any, **options: Any) -> Any:
+    def from_config(kind: Any, /, config: Any, **options: Any) -> Any:
         with replaced({(PreTrainedModel, "_from_config"): _BUILD}):
             return run.load(kind, config, options).train()
 
@@ -312,7 +312,7 @@ def _of_data(run: _Run) -> dict[tuple[Any, str], Any]:
             options.pop("shuffle")
             options["sampler"] = RandomSampler(dataset, generator=torch.Generator().manual_seed(run.job.seed))
         if run.times > 1 and not adapting:
-            sampler = options.get("batch_sampler")
+            sampler: Any = options.get("batch_sampler")
             if isinstance(getattr(sampler, "batch_size", None), int):
                 sampler.batch_size *= run.times
             elif sampler is not None:
@@ -331,8 +331,8 @@ def _of_data(run: _Run) -> dict[tuple[Any, str], Any]:
     def __len__(self: Any) -> int:
         times = self.__dict__.get("batches_of_positions")
         if times is None or isinstance(self.dataset, torch.utils.data.IterableDataset):
-            return length(self)
-        rows, each = len(self.sampler), self.batch_size // times
+            return int(length(self))
+        rows, each = len(self.sampler), int(self.batch_size) // times
         return rows // each if self.drop_last else -(-rows // each)
 
     def noting(stock: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
@@ -420,7 +420,8 @@ def _of_accelerators(run: _Run) -> dict[tuple[Any, str], Any]:
 
 def _of_trainers(run: _Run) -> dict[tuple[Any, str], Any]:
     """Arguments that are the certificate's; a Trainer's logging."""
-    check, make, note, train = TrainingArguments.__post_init__, Trainer.__init__, Trainer.log, Trainer.training_step
+    check: Any = TrainingArguments.__post_init__
+    make, note, train = Trainer.__init__, Trainer.log, Trainer.training_step
 
     def post_init(self: Any) -> None:
         for name, value in FIXED.items():
