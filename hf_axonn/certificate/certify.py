@@ -255,7 +255,7 @@ def _about(job: Job, asked: str | None) -> tuple[dict[str, Any], dict[str, Path]
 def _elsewhere(job: Job) -> list[str]:
     """What a script wrote outside of the certificate's folder."""
     found: set[str] = set()
-    for path in Path(job.folder).glob("*/script-*/elsewhere.json"):
+    for path in Path(job.folder).glob("*/script-*/elsewhere-rank*.json"):
         found |= set(json.loads(path.read_text(encoding="utf-8")))
     listed = sorted(found)
     more = f" and {len(listed) - LINES} more" if len(listed) > LINES else ""

@@ -230,8 +230,8 @@ def run_script(job: Job, recorder: Recorder, *, parallel: bool) -> None:
             sys.argv, sys.path[:] = words, places
             written.over = True
     run.close()
-    if recorder.rank == 0:
-        (recorder.folder / "elsewhere.json").write_text(json.dumps(sorted(written.paths)), encoding="utf-8")
+    listed = recorder.folder / f"elsewhere-rank{recorder.rank}.json"
+    listed.write_text(json.dumps(sorted(written.paths)), encoding="utf-8")
 
 
 def _seed(seed: int) -> None:
@@ -244,7 +244,8 @@ class _Written:
     """Files that are opened for writing, or folders that are made, outside of a folder; devices left away."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.over = str(folder.resolve()), False
+        self.left_away = (f"{folder.resolve()}{os.sep}", "/dev/", "/proc/")
+        self.over = False
         self.paths: set[str] = set()
         sys.addaudithook(self._hook)  # stays until the process ends
 
@@ -257,7 +258,7 @@ class _Written:
             if not writes:
                 return
         full = os.path.abspath(os.fspath(values[0]))
-        if not full.startswith((self.folder, "/dev/", "/proc/")) and "__pycache__" not in full:
+        if not full.startswith(self.left_away) and "__pycache__" not in full:
             self.paths.add(full)
 
 
