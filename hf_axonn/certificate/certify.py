@@ -257,6 +257,9 @@ def _elsewhere(job: Job) -> list[str]:
     found: set[str] = set()
     for path in Path(job.folder).glob("*/script-*/elsewhere-rank*.json"):
         found |= set(json.loads(path.read_text(encoding="utf-8")))
-    listed = sorted(found)
+    listed: list[str] = []
+    for path in sorted(found):  # a folder that was made stands for what is in it
+        if not any(path.startswith(f"{folder}{os.sep}") for folder in listed):
+            listed.append(path)
     more = f" and {len(listed) - LINES} more" if len(listed) > LINES else ""
     return [f"the script wrote elsewhere: {', '.join(listed[:LINES])}{more}."] if listed else []

@@ -177,7 +177,8 @@ def _stock(settings: dict[str, Any], notes: list[str]) -> LaunchPlan:
         raise ValueError(
             f"parallelism_config has {sizes['dp_shard_size'] * replicas * tensor} ranks, num_processes is {ranks}."
         )
-    title = f"{'HSDP' if replicas > 1 else 'FSDP2' if fsdp else 'DDP' if tensor < ranks else ''}"
+    shards = fsdp or tensor > 1 and positions > replicas  # with tensor parallelism Transformers shards, not Accelerate
+    title = "HSDP" if shards and replicas > 1 else "FSDP2" if shards else "DDP" if positions > 1 else ""
     title = " x ".join(filter(None, [title, f"tensor parallelism of {tensor}" if tensor > 1 else ""]))
     factors = {"ranks": ranks, "data-parallel positions": positions, "ranks of tensor parallelism": tensor}
     factors |= {"replicas": replicas, "ranks of a replica": positions // replicas}

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from transformers import AutoConfig, BatchEncoding, PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
 from hf_axonn.accelerator.training import TrainingMethods
-from hf_axonn.certificate.float64 import recompute_exactly
+from hf_axonn.certificate.float64 import ExactLogProbs, recompute_exactly
 from hf_axonn.certificate.job import Job
 from hf_axonn.certificate.loading import EXACT, distributed
 from hf_axonn.certificate.recording import Recorder, number
@@ -434,6 +434,8 @@ def _of_trainers(run: _Run) -> dict[tuple[Any, str], Any]:
 
     def init(self: Any, *words: Any, **options: Any) -> None:
         run.trainer = self
+        if of_trl := sys.modules.get("trl.trainer.utils"):
+            vars(of_trl)["_ChunkedLogProbFunction"] = ExactLogProbs
         make(self, *words, **options)
 
     def log(self: Any, logs: dict[str, Any], *words: Any, **options: Any) -> None:

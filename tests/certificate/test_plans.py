@@ -26,6 +26,8 @@ def test_positions_are_ranks_with_samples_of_their_own(tmp_path):
     tensor = {"parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 2}
     both = plan_of(tmp_path, 4, parallelism_config=tensor)
     assert (both.positions, both.loading["tp_size"], both.loading["fsdp_size"]) == (2, 2, 2)
+    assert both.title == "FSDP2 x tensor parallelism of 2, 4 ranks"
+    assert plan_of(tmp_path, 2).title == "DDP, 2 ranks"
     assert plan_of(tmp_path, 4, axonn_config={"grid": {"pipe": 4}}).stages == 4
 
 
