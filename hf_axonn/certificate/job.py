@@ -97,8 +97,11 @@ class Job:
 
     @property
     def saved_at(self) -> int:
-        """After which step a Trainer saves what the resumed one goes on from; 0: there is none."""
-        return self.steps - 1 if any(path == "resumed" for path, _ in self.cases) else 0
+        """After which step a Trainer saves what the resumed one goes on from; 0: there is none.
+
+        Two steps are left where there are as many, as samples of the last one may count twice, which hides the rest.
+        """
+        return max(1, self.steps - 2) if any(path == "resumed" for path, _ in self.cases) else 0
 
     @property
     def rows(self) -> list[Row]:

@@ -8,12 +8,13 @@ positions have together; lengths of loaders and steps of schedules are those of 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import random
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -291,9 +292,16 @@ def _of_models(run: _Run) -> dict[tuple[Any, str], Any]:
     }
 
 
+def _namer(function: Callable[..., Any], *first: str) -> Callable[[Sequence[Any]], dict[str, Any]]:
+    """What gives the positional arguments of a method, after those of `first`, their names."""
+    names = [name for name in inspect.signature(function).parameters if name not in ("self", *first)]
+    return lambda words: dict(zip(names, words, strict=False))
+
+
 def _of_data(run: _Run) -> dict[tuple[Any, str], Any]:
     """Loaders: no workers; ids of the small vocabulary; on one process, the rows of all positions at a time."""
     make, length, adapt = DataLoader.__init__, DataLoader.__len__, DataLoaderAdapter.__init__
+    named = _namer(make, "dataset")
     adapting: list[bool] = []  # while Accelerate makes a loader of one that is there
 
     def adapted(self: Any, *words: Any, **options: Any) -> None:
@@ -304,8 +312,7 @@ def _of_data(run: _Run) -> dict[tuple[Any, str], Any]:
             adapting.pop()
 
     def init(self: Any, dataset: Any, *words: Any, **options: Any) -> None:
-        if words:
-            options["batch_size"], words = words[0], words[1:]
+        options |= named(words)
         options |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "pin_memory": False}
         options.pop("multiprocessing_context", None)
         if options.get("shuffle") and options.get("generator") is None and not adapting:
@@ -322,7 +329,7 @@ def _of_data(run: _Run) -> dict[tuple[Any, str], Any]:
             elif options.get("batch_size", 1) is not None:
                 options["batch_size"] = options.get("batch_size", 1) * run.times
                 self.__dict__["batches_of_positions"] = run.times
-        make(self, dataset, *words, **options)
+        make(self, dataset, **options)
         collate = self.collate_fn
         if not getattr(collate, "of_certificate", False):
             changed: Any = lambda rows: run.batch(collate(rows))  # noqa: E731
@@ -355,11 +362,13 @@ def _of_data(run: _Run) -> dict[tuple[Any, str], Any]:
 def _of_accelerators(run: _Run) -> dict[tuple[Any, str], Any]:
     """What is noted of training, and settings that are the certificate's."""
     make, step, move = Accelerator.__init__, AcceleratedOptimizer.step, AcceleratedScheduler.step
+    named = _namer(make)
     entered: list[bool] = []
     last: list[Any] = []
 
     def init(self: Any, *words: Any, **options: Any) -> None:
         folder = str(run.recorder.folder / "output")
+        options |= named(words)
         options |= {"mixed_precision": "no", "log_with": None, "cpu": True, "project_dir": folder}
         if config := options.get("project_config"):
             config.set_directories(folder)
@@ -367,7 +376,7 @@ def _of_accelerators(run: _Run) -> dict[tuple[Any, str], Any]:
         if run.job.divides and run.parallel:
             PartialState(cpu=True)
             as_on_gpus()
-        make(self, *words, **options)
+        make(self, **options)
         run.accelerates = True
 
     def clipping(stock: Callable[..., Any]) -> Callable[..., Any]:

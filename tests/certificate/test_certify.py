@@ -115,9 +115,7 @@ def test_adapters_and_packed_rows_and_what_goes_on(tmp_path, capsys, settings, a
     assert [case["path"] for case in written["cases"]] == ["trainer", "trainer", "resumed", "loop", "loop"]
     for case in written["cases"]:
         assert case["equal"] or case["documented"], case
-        assert case["worst"]["gradient"]["step"] == (
-            3 if case["path"] == "resumed" else case["worst"]["gradient"]["step"]
-        )
+        assert case["worst"]["gradient"]["step"] > (1 if case["path"] == "resumed" else 0)
         assert all(error["error"] <= BOUND for error in case["worst"].values()), case
 
 

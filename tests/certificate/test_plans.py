@@ -117,7 +117,7 @@ def test_adapters_are_said_as_in_a_lora_config(tmp_path):
     plan = plan_of(tmp_path, 2)
     fields = {"r": 4, "target_modules": "all-linear"}
     job = make_job(tmp_path, plan, steps=3, vocabulary=160, trainer={"peft": fields})
-    assert job.peft == fields and job.trainer == {} and ("resumed", "adamw_torch") in job.cases and job.saved_at == 2
+    assert job.peft == fields and job.trainer == {} and ("resumed", "adamw_torch") in job.cases and job.saved_at == 1
     assert make_job(tmp_path, plan, steps=1, vocabulary=160, trainer={}).saved_at == 0
     with pytest.raises(ValueError, match="--trainer-args: peft: .*rank"):
         make_job(tmp_path, plan, steps=3, vocabulary=160, trainer={"peft": {"rank": 4}})
