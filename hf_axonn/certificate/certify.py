@@ -255,8 +255,8 @@ def _about(job: Job, asked: str | None) -> tuple[dict[str, Any], dict[str, Path]
 def _elsewhere(job: Job) -> list[str]:
     """What a script wrote outside of the certificate's folder."""
     found: set[str] = set()
-    for path in Path(job.folder).glob("*/script-*/elsewhere-rank*.json"):
-        found |= set(json.loads(path.read_text(encoding="utf-8")))
+    for file in Path(job.folder).glob("*/script-*/elsewhere-rank*.json"):
+        found |= set(json.loads(file.read_text(encoding="utf-8")))
     listed: list[str] = []
     for path in sorted(found):  # a folder that was made stands for what is in it
         if not any(path.startswith(f"{folder}{os.sep}") for folder in listed):

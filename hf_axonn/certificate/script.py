@@ -341,7 +341,7 @@ def _of_data(run: _Run) -> dict[tuple[Any, str], Any]:
         if times is None or isinstance(self.dataset, torch.utils.data.IterableDataset):
             return int(length(self))
         rows, each = len(self.sampler), int(self.batch_size) // times
-        return rows // each if self.drop_last else -(-rows // each)
+        return int(rows // each if self.drop_last else -(-rows // each))
 
     def noting(stock: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def iterate(self: Any) -> Iterator[Any]:
