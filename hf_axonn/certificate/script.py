@@ -39,12 +39,14 @@ from hf_axonn.compat.accelerate import as_on_gpus, counted_as, prepared_models
 from hf_axonn.compat.replaced import replaced
 
 
-# Of from_pretrained: where the weights are, how large they are, and how a run that is not alone divides them.
+# Options of from_pretrained: those that its configuration is read with; where the weights are, which those of the
+# small model are not; dtype and device, which are the certificate's; and how one model is divided among processes.
 OF_CONFIG = "revision subfolder token cache_dir force_download local_files_only trust_remote_code".split()
 PLACE = "revision subfolder variant token cache_dir force_download local_files_only use_safetensors config".split()
 DTYPES = ("dtype", "torch_dtype", "quantization_config", "load_in_8bit", "load_in_4bit", "device_map")
 DIVIDING = ("tp_plan", "tp_size", "distributed_config")
-FIXED = {
+# TrainingArguments that are the certificate's, whatever the script says.
+FIXED: dict[str, Any] = {
     **dict.fromkeys(("bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval", "torch_compile"), False),
     **dict.fromkeys(("push_to_hub", "load_best_model_at_end", "auto_find_batch_size", "use_liger_kernel"), False),
     **dict.fromkeys(("save_strategy", "eval_strategy"), "no"),
@@ -57,7 +59,7 @@ FIXED = {
     "neftune_noise_alpha": None,
     "report_to": "none",
 }
-WRITES = ("w", "a", "x", "+")
+WRITES = ("w", "a", "x", "+")  # one of them is in the mode of a file that is opened for writing
 
 
 class _Enough(BaseException):
@@ -71,11 +73,20 @@ class _Run:
         job: the job; its `script` is run.
         recorder: of the case.
         parallel: whether this is a run under the launch file.
+    Attributes:
+        times: by which a batch is larger than the script's: one process has the rows of all positions.
+        vocabulary: of the small model; 0: not loaded yet.
+        models: directories of the small models.
+        seen: batches that a loader has given and no backward pass has used, by the loader's id.
+        accelerates, started, written: whether there is an Accelerator, whether a backward pass was begun, and whether
+            the gradients of this step were noted.
+        trainer: the script's, if it has one.
+        norms, logged: for each step, the one that is being made too; counted: for each micro-batch.
     """
 
     def __init__(self, job: Job, recorder: Recorder, parallel: bool) -> None:
         self.job, self.recorder, self.parallel = job, recorder, parallel
-        self.times = 1 if parallel else job.positions  # by which one process has more rows
+        self.times = 1 if parallel else job.positions
         self.vocabulary = 0
         self.models: list[str] = []
         self.seen: dict[int, list[dict[str, Any]]] = {}
