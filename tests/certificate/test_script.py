@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from hf_axonn.certificate.certify import prepare_script
+from hf_axonn.certificate.certify import _elsewhere, prepare_script
 from hf_axonn.certificate.compare import BOUND
 from hf_axonn.certificate.float64 import ExactLogProbs
 from hf_axonn.certificate.recording import Recorder
@@ -57,7 +57,7 @@ REFUSED = {
     .replace(".prepare(model, optimizer)", ""),
     "quantized weights": LOOP.format(steps=1, **LLAMA).replace(
         "from_config(LlamaConfig(num_hidden_layers=1))",
-        "from_pretrained('there-is-none', config=LlamaConfig(), load_in_8bit=True)",
+        "from_pretrained('.', config=LlamaConfig(), load_in_8bit=True)",
     ),
 }
 
@@ -103,6 +103,16 @@ def test_batches_are_of_the_small_vocabulary(tmp_path):
     assert found["weight"].dtype == torch.float64 and given["input_ids"].tolist() == [[5, 163]]
     assert run.batch({"input_ids": torch.zeros(1, 2), "labels": torch.tensor([400])})["labels"].tolist() == [400]
     assert run.batch([1, 2]) == [1, 2]
+
+
+def test_a_folder_that_was_made_stands_for_what_is_in_it(tmp_path):
+    job = prepare_script(tmp_path, plan_of(tmp_path, 2), [__file__], steps=2)
+    assert _elsewhere(job) == []
+    for rank, paths in enumerate([["/a/new", "/a/new/file", "/a/newer"], ["/a/new/other", "/b"]]):
+        file = tmp_path / "many" / "script-train.py" / f"elsewhere-rank{rank}.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(paths))
+    assert _elsewhere(job) == ["the script wrote elsewhere: /a/new, /a/newer, /b."]
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
