@@ -152,7 +152,7 @@ def make_job(
     resumed = [("resumed", optimizers[-1])] if steps > 1 else []
     loops = [("loop", name) for name in (WITNESS, "adamw_torch")]
     peft, packing, of_trainer = (kept.pop(name, None) for name in OF_SCRIPTS)
-    if plan.loading:
+    if plan.loading and resumed:
         resumed = []
         notes.append("no run is resumed: Trainer saves no optimizer of a model that from_pretrained has divided.")
     if of_trainer:
