@@ -41,6 +41,8 @@ DISTRIBUTIONS = {
     "sklearn": "scikit-learn",
     "tokenizers": "transformers",
     "huggingface_hub": "transformers",
+    "lightning_utilities": "lightning",
+    "torchmetrics": "lightning",
     "grimp": "import-linter",
     "cosmic_ray": "cosmic-ray",
     "markdown_it": "markdown-it-py",
