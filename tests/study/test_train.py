@@ -285,6 +285,7 @@ def test_a_training_with_other_settings_does_not_go_on(small, with_run, monkeypa
     assert held_out_losses(checkpoint).keys() == {0, 12}  # from the start
 
 
+@pytest.mark.slow  # of runs that are killed, those in training are quick; extraction goes on in tests/eval, too
 def test_a_killed_extraction_goes_on_with_the_trained_weights(with_run, small, monkeypatch):
     append = RunDirectory.append
     extract, done = asking.extract, []
