@@ -317,7 +317,9 @@ def test_every_command_of_readme_runs_from_the_wheel_in_an_empty_environment(emp
     model = tiny_llama()
     model.config.max_position_embeddings = 512
     model.save_pretrained(user / "model")
-    topics_tokenizer().save_pretrained(user / "model")
+    tokenizer = topics_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(user / "model")
     texts = [topics[name][:2000] for name in sorted(topics) if len(topics[name]) > 2000][:12]
     rows = [{"id": str(place), "text": text, "bucket": place % 2} for place, text in enumerate(texts)]
     (user / "documents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -238,7 +238,14 @@ def end_after(monkeypatch, steps):
     monkeypatch.setattr(training.GoldfishTrainer, "training_step", one)
 
 
-@pytest.mark.parametrize(("first", "second"), [(X2, X2), (None, None), (X2, None)], ids=["x=2", "one", "x=2 to one"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(X2, X2, id="x=2"),
+        pytest.param(None, None, id="one", marks=pytest.mark.slow),
+        pytest.param(X2, None, id="x=2 to one"),
+    ],
+)
 def test_a_killed_run_goes_on(with_run, small, monkeypatch, first, second):
     with monkeypatch.context() as patches:
         end_after(patches, 7)
