@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_axonn.compat.completion import add_completion
+from hf_axonn.compat.extras import lacking
 from hf_axonn_eval.cli import bundle as cli_bundle
 from hf_axonn_eval.cli import canaries as cli_canaries
 from hf_axonn_eval.cli import export as cli_export
@@ -29,7 +30,8 @@ from hf_axonn_eval.data.visible import visible
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
-    Exit code 0; 1 if `verify` finds a contradiction; 2 with a message on stderr for bad input.
+    Exit code 0; 1 if `verify` finds a contradiction; 2 with a message on stderr for bad input, or
+    where the extra `eval` is not installed.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: not every terminal can show every name
@@ -37,12 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
         code: int | None = arguments.command(arguments)
-    except (ValueError, OSError) as error:
-        if arguments.debug:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        reason = lacking("eval") if isinstance(error, ModuleNotFoundError) else str(error)
+        if arguments.debug or not reason:
             raise
         # what is wrong is wrong on every rank; one a machine says so
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print("error:", visible(str(error), keep="\n"), file=sys.stderr)
+            print("error:", visible(reason, keep="\n"), file=sys.stderr)
         return 2
     finally:
         _leave_distributed()

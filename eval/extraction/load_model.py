@@ -1,6 +1,7 @@
 """Load what is to be measured: an HF model, or a sharded checkpoint, on one process or on a grid."""
 
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,9 +164,11 @@ def _on_one_process(path: str | os.PathLike, options: dict[str, Any]):
     from transformers import AutoModelForCausalLM
 
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, use_safetensors=True, output_loading_info=True, **options
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads all shards
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path, use_safetensors=True, output_loading_info=True, **options
+            )
     except (SafetensorError, ImportError) as error:  # damaged weights; a package that an option needs
         raise ValueError(f"{path} cannot be loaded: {error}") from error
     if report["missing_keys"] or report["mismatched_keys"]:

@@ -43,7 +43,8 @@ def prepare(folder: Path, plan: LaunchPlan, model: str, *, steps: int, trainer: 
     _check_steps(steps)
     small = shrunk(config_of(model), ranks=plan.ranks, layers=max(2, plan.stages), seed=seed)
     job = make_job(folder, plan, steps=steps, vocabulary=small.config.vocab_size, trainer=trainer, seed=seed)
-    small.save_pretrained(job.model)
+    with _quiet():
+        small.save_pretrained(job.model)
     _write(job, plan)
     return job
 

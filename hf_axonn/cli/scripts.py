@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from hf_axonn.compat.extras import lacking
+
 
 SCRIPTS = {
     "finetune": (
@@ -21,6 +23,8 @@ SCRIPTS = {
     "study": ("hf_axonn_scripts.study.study", "a study of memorization over size, repetition and k, from one recipe"),
 }
 EXTRAS = {"finetune": "data", "demo": "demo", "study": "study"}
+# What a script would miss on every rank or in the midst of its work; what else it needs, it looks at itself.
+BEFORE = {"finetune": ("data",), "demo": ("data", "eval"), "study": ()}
 
 
 def run_script(name: str, arguments: Sequence[str]) -> int:
@@ -29,6 +33,10 @@ def run_script(name: str, arguments: Sequence[str]) -> int:
     A launch takes the place of this process. What a script raises is its own, and ends with its traceback.
     """
     module = SCRIPTS[name][0]
+    asks = "--help" in arguments or "-h" in arguments
+    if BEFORE[name] and not asks and (reason := lacking(EXTRAS[name], *BEFORE[name])):
+        print(f"hf-axonn {name}: {reason}", file=sys.stderr)
+        return 2
     if name == "finetune" and "--config" in arguments:
         at = arguments.index("--config")
         launcher, rest = [*arguments[:at], *arguments[at : at + 2]], arguments[at + 2 :]
@@ -38,7 +46,7 @@ def run_script(name: str, arguments: Sequence[str]) -> int:
     try:
         script = importlib.import_module(module)
     except ModuleNotFoundError as error:
-        needs = f"it needs the package {error.name}: pip install 'hf_axonn[{EXTRAS[name]}]'"
+        needs = lacking(EXTRAS[name]) or f"{error.name} is not installed: pip install 'hf_axonn[{EXTRAS[name]}]'"
         print(f"hf-axonn {name}: {needs}", file=sys.stderr)
         return 2
     sys.argv = [f"hf-axonn {name}", *arguments]  # what argparse and messages call the program

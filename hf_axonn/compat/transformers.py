@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+def progress_bars(shown: bool) -> contextlib.AbstractContextManager[None]:
+    """While inside, Transformers draws its progress bars only if `shown`: those of several ranks are one muddle."""
+    from transformers.utils import logging
+
+    return contextlib.nullcontext() if shown else replaced({(logging, "_tqdm_active"): False})
+
+
 def input_embedding(model: nn.Module) -> nn.Module | None:
     """`get_input_embeddings()`, None where a model does not have one."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import time
 from functools import cached_property
 
@@ -46,8 +47,7 @@ class GridMesh(GridPosition):
     def __init__(self, grid: Grid, device_type: str) -> None:
         if not dist.is_initialized():
             raise RuntimeError(
-                f"the grid {grid} needs {grid.size} processes, but torch.distributed is not initialized: start the "
-                "script with accelerate launch or torchrun, or call torch.distributed.init_process_group first."
+                f"the grid {grid} needs {grid.size} processes, but torch.distributed is not initialized: {_remedy()}."
             )
         grid.check(dist.get_world_size())
         self.rank = dist.get_rank()
@@ -123,6 +123,16 @@ class GridMesh(GridPosition):
             ]
         )
         return unnamed_mesh([self._groups[(axis,)] for axis in WEIGHT_AXES], self.device_type, ranks)
+
+
+def _remedy() -> str:
+    """What to do where ranks have not met: one that a launcher has started only has to make something first."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return (
+            "make Accelerator(), or the arguments of Trainer, before the model, or call "
+            "torch.distributed.init_process_group"
+        )
+    return "start the script with accelerate launch or torchrun, or call torch.distributed.init_process_group first"
 
 
 _meshes: dict[tuple[Grid, str], tuple[ProcessGroup, GridMesh]] = {}

@@ -17,12 +17,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from trl.trainer.sft_config import SFTConfig
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
 
+from hf_axonn.compat.extras import lacking
 from hf_axonn.goldfish.trainer import SAMPLE_LENGTHS, GoldfishConfig, GoldfishMixin
 from hf_axonn.trainer import trl as compat_trl
 
+
+try:
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling, SFTTrainer
+except ModuleNotFoundError as error:
+    if not (reason := lacking("trl")):
+        raise
+    raise ImportError(f"GoldfishSFTTrainer is a trainer of TRL: {reason}") from error
 
 compat_trl.install()
 

@@ -288,9 +288,11 @@ class GoldfishMixin(_MixedInto):
         """A copy of the batch with goldfish labels, and the labels as they were under `UNMASKED_LABELS`."""
         labels, input_ids = batch.get("labels"), batch.get("input_ids")
         if labels is None or input_ids is None:
+            has = [name for name, value in batch.items() if value is not None]  # a collator may fill in None
+            absent = " and ".join(name for name in ("input_ids", "labels") if name not in has)
             raise ValueError(
-                f"a training batch has the keys {sorted(batch)}, but the goldfish loss needs input_ids and labels: "
-                "use DataCollatorForLanguageModeling(tokenizer, mlm=False), or add labels to the data set."
+                f"a training batch has {', '.join(sorted(has))}, but no {absent}, which the goldfish loss needs: use "
+                "DataCollatorForLanguageModeling(tokenizer, mlm=False), or add labels to the data set."
             )
         shifted = batch.get("shift_labels")
         unmasked = labels if shifted is None else shifted

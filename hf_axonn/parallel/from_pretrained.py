@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -15,6 +16,7 @@ from hf_axonn.checkpoint.hf_loader import distribute_when_built
 from hf_axonn.checkpoint.manifest import is_sharded_checkpoint
 from hf_axonn.checkpoint.sharded import read_weights, verify_together
 from hf_axonn.compat.torch import default_device_type
+from hf_axonn.compat.transformers import progress_bars
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.consistency import raise_on_all_ranks
@@ -95,7 +97,8 @@ def from_pretrained(
         return local_slices(parameter.shape, parameter.placements, grid_mesh(grid, device.type))
 
     hooks = distribute_when_built(distribute, part_of, device, read_weights)
-    with contextlib.ExitStack() as reading, hooks as (extra, missing):
+    bars = progress_bars(not dist.is_initialized() or dist.get_rank() == 0)
+    with contextlib.ExitStack() as reading, bars, hooks as (extra, missing):
         model, info = auto_class.from_pretrained(name_or_path, output_loading_info=True, **extra, **kwargs)
     missing = sorted({*missing, *info["missing_keys"]} - set(getattr(model, "all_tied_weights_keys", {})))
     if missing:

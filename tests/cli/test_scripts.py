@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -40,8 +42,9 @@ def test_a_package_that_is_missing_is_named_with_its_extra(name, monkeypatch, ca
         raise ModuleNotFoundError("no such package", name="datasets")
 
     monkeypatch.setattr(importlib, "import_module", refuse)
+    monkeypatch.setattr(scripts, "lacking", lambda *_: "")
     assert run_script(name, []) == 2
-    assert f"needs the package datasets: pip install 'hf_axonn[{EXTRAS[name]}]'" in capsys.readouterr().err
+    assert f"datasets is not installed: pip install 'hf_axonn[{EXTRAS[name]}]'" in capsys.readouterr().err
 
 
 def test_what_a_script_raises_keeps_its_traceback(monkeypatch):
@@ -54,6 +57,27 @@ def test_what_a_script_raises_keeps_its_traceback(monkeypatch):
         main(["finetune"])
 
 
+@pytest.mark.parametrize(
+    ("words", "launcher", "rest"),
+    [
+        (["--config", "a.yaml", "--model", "m"], ["--config", "a.yaml"], ["--model", "m"]),
+        (["--num_processes", "4", "--config", "a.yaml"], ["--num_processes", "4", "--config", "a.yaml"], []),
+    ],
+)
+def test_finetune_with_a_launch_file_becomes_accelerate_launch(words, launcher, rest, monkeypatch):
+    """That this command trains is in the slow test below, and that such a launch does in test_end_to_end.py."""
+
+    def become(program, command):
+        raise SystemExit([program, *command])
+
+    monkeypatch.setattr(os, "execv", become)
+    with pytest.raises(SystemExit) as end:
+        main(["finetune", *words])
+    own = [sys.executable, "-m", "accelerate.commands.launch"]
+    assert end.value.code == [sys.executable, *own, *launcher, "-m", "hf_axonn_scripts.finetune", *rest]
+
+
+@pytest.mark.slow
 def test_finetune_on_the_grid_of_a_launch_file(tmp_path):
     """From a folder without a clone, through `accelerate launch`, to a sharded checkpoint."""
     tiny_llama().save_pretrained(tmp_path / "model")

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import accelerate
 import pytest
-from accelerate.test_utils import scripts
 
 from hf_axonn import Grid
 from tests.helpers import ROOT
 from tests.helpers.launching import assert_quiet, forked, launch
 
 
-SCRIPTS = Path(scripts.__file__).parent
+SCRIPTS = Path(accelerate.__file__).parent / "test_utils" / "scripts"
 COUNTERPART = ROOT / "tests" / "helpers" / "accelerate_counterpart.py"
 SLOW = pytest.mark.slow
 END = {

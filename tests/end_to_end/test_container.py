@@ -65,6 +65,7 @@ def test_docker_sees_what_is_copied_and_nothing_else():
     assert [rule.removeprefix("!") for rule in rules[1:-2]] == of_the_clone()
 
 
+@pytest.mark.slow  # a quick one of the same sources is in test_packaging.py
 def test_the_wheel_is_built_of_what_is_copied(tmp_path):
     for name in of_the_clone():
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy

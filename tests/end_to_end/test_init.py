@@ -7,6 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from hf_axonn.cli.main import main
@@ -39,6 +40,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.slow  # a quick launch, of another script, is in test_end_to_end.py
 def test_a_launch_file_of_init_is_launched_as_it_says(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model = tiny_model("llama").train()

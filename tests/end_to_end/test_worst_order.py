@@ -244,13 +244,11 @@ def check(cases, folder, timeout=240, world=4):
 QUICK = [
     (Grid(z=2, x=2), "plain", "nccl", "none", True),
     (Grid(z=2, y=2), "frozen weights", "gloo", "none", False),
-    (Grid(data=2, z=2), "LoRA", "nccl", "none", False),
     (Grid(data=2, z=2), "plain", "gloo", "all", False),
     (Grid(y=2, x=2), "MoE", "gloo", "none", False),
     (Grid(z=2, x=2), "Accelerate", "nccl", "none", True),
     (Grid(data=2, y=2), "Trainer, bf16", "gloo", "none", True),
     (Grid(pipe=2, z=2), "zero bubble", "nccl", "none", False),
-    (Grid(pipe=2, y=2), "Trainer", "nccl", "none", True),
 ]
 KINDS = {
     *("all_gather", "reduce_scatter", "all_to_all", "irecv +1", "isend +1", "barrier", "broadcasts"),

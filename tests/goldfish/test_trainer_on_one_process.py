@@ -426,8 +426,11 @@ def test_batches_without_labels_and_models_with_a_loss_of_their_own(tmp_path):
     def unlabelled(features):
         return {key: value for key, value in collate(features).items() if key != "labels"}
 
-    with pytest.raises(ValueError, match="attention_mask.*needs input_ids and labels"):
+    with pytest.raises(ValueError, match="attention_mask, input_ids, but no labels, which the goldfish loss"):
         trainer_for(config(tmp_path), data_collator=unlabelled).train()
+    filled = trainer_for(config(tmp_path), data_collator=lambda rows: {**collate(rows), "labels": None})
+    with pytest.raises(ValueError, match="has attention_mask, input_ids, but no labels"):  # as Transformers' collator
+        filled.train()
     own = BartForCausalLM(
         BartConfig(vocab_size=VOCAB, d_model=8, decoder_layers=1, decoder_attention_heads=1, decoder_ffn_dim=8)
     )

@@ -19,6 +19,7 @@ def accelerate(folder, *words, **options):
     return run(folder, Path(sys.executable).with_name("accelerate"), *words, **options)
 
 
+@pytest.mark.slow  # it reads the file as `config update` does, which is next
 def test_env_shows_the_section(tmp_path):
     path = launch_file(tmp_path, Grid(x=2))
     ended = accelerate(tmp_path, "env", "--config_file", path)
@@ -40,6 +41,7 @@ def test_config_update_keeps_the_section_and_what_the_machine_decides(tmp_path):
     assert "use_cpu" not in updated and "rdzv_backend" in updated  # what stock accelerate adds
 
 
+@pytest.mark.slow  # its checks pass, and see what is wrong, in the quick tests below
 def test_accelerate_test_passes_on_a_grid(tmp_path):
     ended = accelerate(tmp_path, "test", "--config_file", launch_file(tmp_path, Grid(x=2)))
     assert_quiet(ended)
@@ -72,12 +74,15 @@ def test_the_commands_are_known_and_start_nothing(monkeypatch, words, program):
     assert awaited == ["accelerate.commands.config.config_args", "accelerate.commands.test"] and sys.argv == words
 
 
-def wrong_losses():
+def right_and_wrong_losses():
     from accelerate import Accelerator
 
     from hf_axonn import AxonnPlugin
 
     accelerator = Accelerator(cpu=True, parallelism_config=AxonnPlugin(grid=Grid(x=2)))
+    self_test.check_loader(accelerator)
+    self_test.check_operations(accelerator)
+    assert len(self_test.check_training(accelerator, accelerator.parallelism_config)) == self_test.STEPS
     made, models = self_test.new_model, []
 
     def another(device):
@@ -92,5 +97,5 @@ def wrong_losses():
         self_test.check_training(accelerator, accelerator.parallelism_config)
 
 
-def test_the_self_test_sees_wrong_losses():
-    run_ranks(wrong_losses, 2)
+def test_the_self_test_passes_and_sees_wrong_losses():
+    run_ranks(right_and_wrong_losses, 2)

@@ -23,7 +23,7 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.training import make_trainer, numbers
 
 
-LENGTHS = (8, 12, 16, 9, 21)
+LENGTHS = (8, 12, 9, 21)
 
 
 def sharded(grid: Grid, kind: str, *, lora: bool = False, **options) -> nn.Module:

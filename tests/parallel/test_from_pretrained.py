@@ -25,6 +25,7 @@ from transformers import (
 )
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Transpose, WeightConverter
+from transformers.utils import logging
 
 from hf_axonn import Grid, from_pretrained, load_sharded, save_sharded
 from hf_axonn.checkpoint import lazy_tensors as unread
@@ -48,11 +49,29 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def shown_bars() -> Iterator[list[bool]]:
+    """Of each progress bar that Transformers makes inside, whether it is shown."""
+    shown: list[bool] = []
+
+    def note(factory, args, kwargs):
+        shown.append(factory is not logging.EmptyTqdm)
+        return logging.EmptyTqdm(*args, **kwargs)
+
+    before = logging.set_tqdm_hook(note)
+    try:
+        yield shown
+    finally:
+        logging.set_tqdm_hook(before)
+
+
 def _equal(folder: Path) -> None:
     for kind in ("qwen3", "smollm2"):
         plain = AutoModelForCausalLM.from_pretrained(folder / kind)
         for grid in GRIDS:
-            model = from_pretrained(folder / kind, grid=grid)
+            with shown_bars() as bars:
+                model = from_pretrained(folder / kind, grid=grid)
+            assert bars and set(bars) == {dist.get_rank() == 0}, "one rank shows the progress"
             assert not model.training and model.axonn.grid == grid
             for name, parameter in plain.named_parameters():
                 assert torch.equal(model.get_parameter(name).full_tensor(), parameter), (kind, grid, name)

@@ -202,6 +202,10 @@ class Pictures(SphinxTransform):
             path = (Path(self.env.doc2path(self.env.docname)).parent / image["uri"]).resolve()
             if path.parent == PICTURES:
                 image.replace_self(self.inline(path))
+            elif (
+                path.suffix == ".svg"
+            ):  # has its own colours, and stays a file; on a telephone it scrolls as the others
+                image.replace_self(nodes.container("", image.deepcopy(), classes=["picture"]))
         for block in [*self.document.findall(nodes.literal_block)]:
             if block.get("language") == "mermaid":
                 block.replace_self(self.inline(PICTURES / "packages.svg"))

@@ -153,6 +153,24 @@ def test_yaml_is_a_launch_file_that_would_be_taken(block):
     assert not set(settings) - known - extra
 
 
+# What makes the ranks of a launch meet. A model before it has nothing to be divided among.
+MEETINGS = ("Accelerator", "TrainingArguments", "GoldfishConfig", "GoldfishSFTConfig", "init_process_group")
+
+
+@pytest.mark.parametrize("block", cases(blocks("python")))
+def test_ranks_meet_before_a_model_is_divided(block):
+    """Where a block has both; `prepare` and Trainer divide a model that is loaded whole, later."""
+    calls = [node for node in ast.walk(ast.parse(block.text)) if isinstance(node, ast.Call)]
+    lines = {name: [] for name in ("meet", "divide")}
+    for call in calls:
+        name = ast.unparse(call.func).rpartition(".")[2]
+        if name in MEETINGS:
+            lines["meet"].append(call.lineno)
+        if name in ("from_pretrained", "parallelize") and any("grid" in ast.unparse(each) for each in ast.walk(call)):
+            lines["divide"].append(call.lineno)
+    assert not all(lines.values()) or min(lines["meet"]) < min(lines["divide"])
+
+
 def test_dotted_names_in_the_text_exist():
     names = {name for _, code in inline_code() for name in DOTTED.findall(code)}
     assert len(names) > 5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,7 @@ def used(tree: ast.AST, known: dict[str, str]) -> set[str]:
     return names
 
 
+@functools.cache
 def of_the_code() -> set[str]:
     """Every variable that the packages read or set, and our own of tests and benchmarks."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sources("hf_axonn", "eval")}
@@ -73,7 +75,8 @@ def of_the_code() -> set[str]:
         found |= used(tree, shared | constants(tree))
         found |= {name for text in constants(tree).values() if (match := OURS.fullmatch(text)) for name in [match[0]]}
     for path in sources("tests"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if OURS.search(text) else ():  # parsing takes seconds
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and OURS.fullmatch(node.value):
                 found.add(node.value)
     return found

@@ -153,6 +153,23 @@ def test_docstrings_become_restructuredtext():
     assert lines[-2:] == ["After.", ""]
 
 
+def test_text_in_pictures_is_legible_on_a_telephone():
+    """The page stays as wide as the window: a picture that would be too small scrolls in its own box."""
+    style = re.sub(r"/\*.*?\*/", "", (ROOT / "docs" / "site.css").read_text(encoding="utf-8"), flags=re.DOTALL)
+    rules = {names.strip(): settings for names, settings in re.findall(r"([^{}]+)\{([^}]*)\}", style)}
+    assert "overflow-x: auto;" in rules[".picture"]
+    wide = [names for names, settings in rules.items() if "min-width" in settings]
+    assert all(name.strip().startswith(".picture ") for names in wide for name in names.split(",")), (
+        "it widens the page"
+    )
+    (narrowest,) = re.findall(r"min-width: (\d+)rem", rules[".picture svg, .picture img"])
+    for name in PICTURES:
+        picture = (FOLDER / f"{name}.svg").read_text(encoding="utf-8")
+        ((width, _),) = re.findall(r'^<svg [^>]*viewBox="0 0 (\d+) (\d+)"', picture)
+        smallest = min(map(int, re.findall(r"font-size:(\d+)px", picture)))
+        assert smallest * int(narrowest) * 16 / int(width) >= 9, name
+
+
 def test_options_of_training_arguments_are_their_own():
     lines = options_of(hf_axonn.GoldfishConfig)
     assert any(line.startswith("    goldfish_k: ") and line.endswith("By default 4.") for line in lines)

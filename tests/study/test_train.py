@@ -238,7 +238,14 @@ def end_after(monkeypatch, steps):
     monkeypatch.setattr(training.GoldfishTrainer, "training_step", one)
 
 
-@pytest.mark.parametrize(("first", "second"), [(X2, X2), (None, None), (X2, None)], ids=["x=2", "one", "x=2 to one"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        pytest.param(X2, X2, id="x=2"),
+        pytest.param(None, None, id="one", marks=pytest.mark.slow),
+        pytest.param(X2, None, id="x=2 to one"),
+    ],
+)
 def test_a_killed_run_goes_on(with_run, small, monkeypatch, first, second):
     with monkeypatch.context() as patches:
         end_after(patches, 7)
@@ -285,6 +292,7 @@ def test_a_training_with_other_settings_does_not_go_on(small, with_run, monkeypa
     assert held_out_losses(checkpoint).keys() == {0, 12}  # from the start
 
 
+@pytest.mark.slow  # of runs that are killed, those in training are quick; extraction goes on in tests/eval, too
 def test_a_killed_extraction_goes_on_with_the_trained_weights(with_run, small, monkeypatch):
     append = RunDirectory.append
     extract, done = asking.extract, []

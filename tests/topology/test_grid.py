@@ -100,8 +100,13 @@ def test_text_and_picture():
     ]
 
 
-def test_a_mesh_needs_a_world():
+def test_a_mesh_needs_a_world(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(RuntimeError, match="torch.distributed is not initialized: start the script with"):
+        GridMesh(Grid(z=2), "cpu")
+    for name in ("RANK", "WORLD_SIZE"):  # it was started by a launcher, so that is not what is missing
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(RuntimeError, match="not initialized: make Accelerator.., or the arguments of Trainer, before"):
         GridMesh(Grid(z=2), "cpu")
 
 

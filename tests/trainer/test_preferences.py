@@ -65,6 +65,10 @@ CASES = {
     "RLOO, adapters, a model's rewards": dict(make=make_groups, kind="RLOO", peft_config=lora(), judge=True),
     "rewards, adapters": dict(make=make_reward, peft_config=lora(task_type="SEQ_CLS", modules_to_save=["score"])),
 }
+# Cases that the quick tests below run on grids.
+QUICK = [
+    name for name in CASES if name not in ("precomputed by the base of adapters", "KTO, precomputed", "KTO without KL")
+]
 TWICE = "GRPO, adapters, twice"  # what is in a micro-batch depends on the data-parallel ranks, also in TRL
 KL = ("KTO", "KTO, adapters", "KTO, precomputed")  # TRL pairs prompts and answers within the batch of a process
 
@@ -93,8 +97,9 @@ def truths(folder) -> Callable:
     return lambda case, grid: truth(case, grid.dp_size if case in KL else 1)
 
 
-def test_the_runs_are_worth_comparing(truths):
-    for case in CASES:
+@pytest.mark.parametrize("cases", [QUICK, pytest.param([*CASES], marks=pytest.mark.slow)], ids=len)
+def test_the_runs_are_worth_comparing(truths, cases):
+    for case in cases:
         history, gradients, parameters = truths(case, Grid())
         steps = [entry for entry in history if "loss" in entry]
         assert len(steps) == 3 and gradients and set(gradients) <= set(parameters)

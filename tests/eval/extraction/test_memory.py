@@ -64,7 +64,7 @@ def peak(folder, count: int) -> int:
 
 
 def test_memory_hardly_grows_with_the_samples(tmp_path):
-    few, many = 500, 2500  # more than a unit of batches, both
+    few, many = 500, 1500  # more than a unit of batches, both
     grown = peak(tmp_path, many) - peak(tmp_path, few)
     assert grown < BYTES_A_SAMPLE * (many - few)
 
