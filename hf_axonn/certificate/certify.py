@@ -23,7 +23,7 @@ from transformers.utils import logging
 from hf_axonn.certificate.compare import CaseResult, compare, read_runs
 from hf_axonn.certificate.explain import explain
 from hf_axonn.certificate.job import FLOAT64, Job, make_job, make_script_job, read_arguments
-from hf_axonn.certificate.launch_plan import LaunchPlan, read_launch_plan
+from hf_axonn.certificate.launch_plan import LaunchPlan, divided, read_launch_plan
 from hf_axonn.certificate.own_dtype import compare_in_own_dtype
 from hf_axonn.certificate.recording import Record
 from hf_axonn.certificate.report import certificate, exit_code, lines, page
@@ -215,6 +215,8 @@ def certify(
     check_dtype(dtype, script)
     plan = read_launch_plan(config, dtype)
     arguments = read_arguments(trainer_args) if trainer_args else {}
+    if loading := arguments.get("distributed_config"):
+        plan = divided(plan, loading)
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"--output: {output} is not empty: give another folder.")
     output.mkdir(parents=True, exist_ok=True)
@@ -298,8 +300,11 @@ def _about(job: Job, asked: str | None) -> tuple[dict[str, Any], dict[str, Path]
 def _elsewhere(job: Job) -> list[str]:
     """What a script wrote outside of the certificate's folder."""
     found: set[str] = set()
-    for path in Path(job.folder).glob("*/script-*/elsewhere.json"):
-        found |= set(json.loads(path.read_text(encoding="utf-8")))
-    listed = sorted(found)
+    for file in Path(job.folder).glob("*/script-*/elsewhere-rank*.json"):
+        found |= set(json.loads(file.read_text(encoding="utf-8")))
+    listed: list[str] = []
+    for path in sorted(found):  # a folder that was made stands for what is in it
+        if not any(path.startswith(f"{folder}{os.sep}") for folder in listed):
+            listed.append(path)
     more = f" and {len(listed) - LINES} more" if len(listed) > LINES else ""
     return [f"the script wrote elsewhere: {', '.join(listed[:LINES])}{more}."] if listed else []

@@ -101,34 +101,33 @@ def _of_step(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int], 
     ranks = [record.gradients(step) for record in runs.many]
     assert result.first is not None
     if job.script and step == result.first[1].step:
-        alone = _scaling(ranks, {piece.name: piece.values for piece in runs.one.gradients(step)})
-        if alone.left <= FITS and not close(alone.ratio, 1):
-            return f"gradients are those of one process times {_named(alone.ratio, factors)}", False
+        scaling = _scaling(ranks, {piece.name: piece.values for piece in runs.one.gradients(step)})
+        if scaling.left <= FITS and not close(scaling.ratio, 1):
+            return f"gradients are those of one process times {_named(scaling.ratio, factors)}", False
     try:
         model = _model_at(job, runs, step)
     except KeyError:
-        return "the script changes the model that it has loaded, so that no cause is looked for", False
+        return "the script's model is no more the one that it has loaded, so that no cause is looked for", False
     shares = _shares(job, runs, result, model, step)
-    tokens = max(1, sum(share.counted for each in shares for share in each))
-    names = [name for name, _ in model.named_parameters()]
+    tokens = max(1, sum(share.counted for batches in shares for share in batches))
+    number = sum(len(batches) for batches in shares)
 
-    def total(weighted: Sequence[tuple[dict[str, Tensor], float]]) -> dict[str, Tensor]:
-        return {name: sum((its[name] * by for its, by in weighted if name in its), torch.zeros(())) for name in names}
+    def total(
+        weight: Callable[[Share, Sequence[Share]], float], positions: Sequence[Sequence[Share]] = shares
+    ) -> dict[str, Tensor]:
+        found = {name: torch.zeros_like(its) for name, its in model.named_parameters()}
+        for batches in positions:
+            for share in batches:
+                for name, gradient in share.gradient.items():
+                    found[name] += gradient * weight(share, batches)
+        return found
 
-    every = [share for batches in shares for share in batches]
-    right = total([(share.gradient, 1 / tokens) for share in every])
-    counts = [max(1, sum(share.counted for share in batches)) for batches in shares]
-    means = total(
-        [
-            (share.gradient, 1 / (count * len(shares)))
-            for batches, count in zip(shares, counts, strict=True)
-            for share in batches
-        ]
-    )
-    micro = total([(share.gradient, 1 / (max(1, share.tokens) * len(every))) for share in every])
+    right = total(lambda share, batches: 1 / tokens)
+    means = total(lambda share, batches: 1 / (max(1, sum(its.counted for its in batches)) * len(shares)))
+    micro = total(lambda share, batches: 1 / (max(1, share.tokens) * number))
     filled = repeated_at_the_end(runs, result.groups, job.positions, step, job.steps)
     held = {piece.name for pieces in ranks for piece in pieces}
-    missing = any(name not in held and bool(right[name].any()) for name in names)
+    missing = any(name not in held and bool(its.any()) for name, its in right.items())
     for truth, said in ((right, ""), (means, RANK_MEANS), (micro, BATCH_MEANS)):
         scaling = _scaling(ranks, truth)
         if scaling.left <= FITS and not missing:
@@ -138,7 +137,7 @@ def _of_step(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int], 
                 return f"gradients are {said}, not {TOKENS}", _is_documented(job, runs, said)
             extra = _extra_samples(runs, result, job, step)
             return (REPEATED, True) if filled else (extra, not extra)
-    own = [total([(share.gradient, 1 / tokens) for share in batches]) for batches in shares]
+    own = [total(lambda share, batches: 1 / tokens, [batches]) for batches in shares]
     group_of = {rank: index for index, group in enumerate(result.groups) for rank in group}
     alone = [_scaling([pieces], own[group_of[rank]]) for rank, pieces in enumerate(ranks)]
     if len(shares) > 1 and all(each.left <= FITS for each in alone):
@@ -165,7 +164,7 @@ def _model_at(job: Job, runs: Runs, step: int) -> nn.Module:
     """The model with the parameters that the parallel run had before a step.
 
     Raises:
-        KeyError: a script has changed the model after it was loaded.
+        KeyError: a script has changed the model after it was loaded, or its class is its own.
     """
     model = script_model(runs.one.facts["models"][0]) if job.script else load_model(job, parallel=False)
     before = assembled(record.parameters(step - 1) for record in runs.many)
@@ -244,22 +243,17 @@ def _by_parameter(
     """Which gradients differ, where others are right: their ranks, and their factors."""
     wrong: dict[tuple[str, str], list[str]] = {}
     right = 0
+    held = {piece.name for pieces in ranks for piece in pieces}
     for rank, pieces in enumerate(ranks):
-        here = {piece.name for piece in pieces}
-        errors = piece_errors(pieces, truth, step, rank)
-        for name in truth:
-            size = max((error.size for error in errors if error.name == name), default=0.0)
-            missing = (
-                name not in here
-                and bool(truth[name].any())
-                and not any(name == piece.name for other in ranks for piece in other)
-            )
-            if size <= FITS and not missing:
+        far = {error.name for error in piece_errors(pieces, truth, step, rank) if not error.size <= FITS}
+        for name, its in truth.items():
+            missing = name not in held and bool(its.any())
+            if name not in far and not missing:
                 right += 1
                 continue
             part = [piece for piece in pieces if piece.name == name]
             scaling = _scaling([part], truth)
-            if missing or not any(bool(piece.values.any()) for piece in part):
+            if not any(bool(piece.values.any()) for piece in part):
                 what = "missing"
             else:
                 what = f"times {_named(scaling.ratio, factors)}" if scaling.left <= FITS else "other values"

@@ -58,6 +58,33 @@ def recompute_exactly(model: nn.Module) -> None:
                 recompute_in_float64(child)
 
 
+class ExactLogProbs:
+    """In place of TRL's kernel of log probabilities, whose sums are float32: the same in the dtype of its input."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        _chunk: int,
+        softcap: float | None = None,
+        scale: float = 1.0,
+        _outputs: object = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Log probabilities of `targets` [N], entropies, log(sum of squared probabilities), means of the logits, and
+        whether the target is the likeliest token."""
+        logits = nn.functional.linear(hidden, weight, bias) * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits / temperature
+        every = logits.log_softmax(-1)
+        chosen = every.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        entropy, squares = -(every.exp() * every).sum(-1), (2 * every).logsumexp(-1).detach()
+        return chosen, entropy, squares, logits.mean(-1).detach(), logits.argmax(-1) == targets
+
+
 def is_small_float(value: object) -> bool:
     """Whether it is a float dtype below float64; not for a tensor, which torch would try to compare with a dtype."""
     return isinstance(value, torch.dtype) and value in (torch.float32, torch.float16, torch.bfloat16)

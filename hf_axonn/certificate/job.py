@@ -100,8 +100,11 @@ class Job:
 
     @property
     def saved_at(self) -> int:
-        """After which step a Trainer saves what the resumed one goes on from; 0: there is none."""
-        return self.steps - 1 if any(path == "resumed" for path, _ in self.cases) else 0
+        """After which step a Trainer saves what the resumed one goes on from; 0: there is none.
+
+        Two steps are left where there are as many, as samples of the last one may count twice, which hides the rest.
+        """
+        return max(1, self.steps - 2) if any(path == "resumed" for path, _ in self.cases) else 0
 
     @property
     def rows(self) -> list[Row]:
@@ -161,14 +164,20 @@ def make_job(
     if dtype != FLOAT64:  # Adam makes full steps of gradients that are rounding alone
         optimizers, resumed, loops = [WITNESS], [], [("loop", WITNESS)]
         notes.append(f"in {dtype} the runs are those with SGD: Adam's are compared in {FLOAT64}.")
-    peft, packing, loading = (kept.pop(name, None) for name in OF_SCRIPTS)
+    peft, packing, of_trainer = (kept.pop(name, None) for name in OF_SCRIPTS)
+    if plan.loading and resumed:
+        resumed = []
+        notes.append("no run is resumed: Trainer saves no optimizer of a model that from_pretrained has divided.")
+    if of_trainer:
+        loops = []
+        notes.append("no loop is run: Accelerate takes no model that distributed_config has divided.")
     return Job(
         folder=str(folder),
         ranks=plan.ranks,
-        positions=_positions(plan, loading) if loading else plan.positions,
+        positions=plan.positions,
         fsdp=plan.fsdp,
         own=plan.own,
-        loading=loading or plan.loading,
+        loading=plan.loading,
         steps=steps,
         vocabulary=vocabulary,
         batch=batch,
@@ -256,37 +265,15 @@ def _arguments(given: Mapping[str, Any], notes: list[str], dtype: str = FLOAT64)
     return {**kept, **ours}
 
 
-def _check_lora(fields: Any) -> None:
+def _check_lora(given: Any) -> None:
     """Raise ValueError for what is no LoraConfig."""
-    if not fields:
+    if not given:
         return
     try:
         from peft import LoraConfig
     except ImportError:
         raise ValueError("--trainer-args: peft is not installed: pip install peft.") from None
     try:
-        LoraConfig(task_type="CAUSAL_LM", **fields)
+        LoraConfig(task_type="CAUSAL_LM", **given)
     except (TypeError, ValueError) as problem:
         raise ValueError(f"--trainer-args: peft: {problem}") from None
-
-
-def _positions(plan: LaunchPlan, loading: Any) -> int:
-    """The ranks with samples of their own, as a DistributedConfig has them.
-
-    Raises:
-        ValueError: it is none, has not as many ranks, or the launch file divides the model too.
-    """
-    from transformers.distributed.configuration_utils import DistributedConfig
-
-    if plan.own or plan.fsdp or plan.loading:
-        raise ValueError("--trainer-args: distributed_config: the launch file divides the model: give one of DDP.")
-    try:
-        config = DistributedConfig(**loading)
-    except (TypeError, ValueError) as problem:
-        raise ValueError(f"--trainer-args: distributed_config: {problem}") from None
-    if config.tp_size * config.dp_size * config.pp_size != plan.ranks:
-        raise ValueError(
-            f"--trainer-args: distributed_config: tp_size {config.tp_size} x data parallelism of {config.dp_size} are "
-            f"not the {plan.ranks} processes of the launch file."
-        )
-    return int(config.dp_size)

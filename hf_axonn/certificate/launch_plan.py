@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,8 @@ def _stock(settings: dict[str, Any], notes: list[str]) -> LaunchPlan:
         raise ValueError(
             f"parallelism_config has {sizes['dp_shard_size'] * replicas * tensor} ranks, num_processes is {ranks}."
         )
-    title = f"{'HSDP' if replicas > 1 else 'FSDP2' if fsdp else 'DDP' if tensor < ranks else ''}"
+    shards = fsdp or tensor > 1 and positions > replicas  # with tensor parallelism Transformers shards, not Accelerate
+    title = "HSDP" if shards and replicas > 1 else "FSDP2" if shards else "DDP" if positions > 1 else ""
     title = " x ".join(filter(None, [title, f"tensor parallelism of {tensor}" if tensor > 1 else ""]))
     factors = {"ranks": ranks, "data-parallel positions": positions, "ranks of tensor parallelism": tensor}
     factors |= {"replicas": replicas, "ranks of a replica": positions // replicas}
@@ -228,3 +229,31 @@ def _parallelism(section: Mapping[str, Any]) -> dict[str, int]:
 
 def _largest_divisor(number: int, most: int) -> int:
     return max(size for size in range(1, most + 1) if number % size == 0)
+
+
+def divided(plan: LaunchPlan, given: Mapping[str, Any]) -> LaunchPlan:
+    """A plan whose model Transformers' DistributedConfig divides, for a Trainer, as the user's arguments have it.
+
+    Raises:
+        ValueError: it is none, has not as many ranks, or the launch file divides the model too.
+    """
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    what = "--trainer-args: distributed_config"
+    if plan.own or plan.fsdp or plan.loading:
+        raise ValueError(f"{what}: the launch file divides the model: give one of DDP.")
+    try:
+        config = DistributedConfig(**given)
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{what}: {problem}") from None
+    tensor, experts, positions = (int(size or 1) for size in (config.tp_size, config.ep_size, config.dp_size))
+    if tensor * positions * int(config.pp_size or 1) != plan.ranks:
+        raise ValueError(
+            f"{what}: tp_size {tensor} x data parallelism of {positions} are not the {plan.ranks} processes of the "
+            "launch file."
+        )
+    factors = {"ranks": plan.ranks, "data-parallel positions": positions, "ranks of tensor parallelism": tensor}
+    factors |= {"ranks of expert parallelism": experts}
+    sizes = ", ".join(f"{name}={value}" for name, value in given.items())
+    title = f"Transformers' DistributedConfig({sizes}), {plan.ranks} ranks"
+    return replace(plan, title=title, positions=positions, factors=factors, loading=dict(given))

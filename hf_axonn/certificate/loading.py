@@ -42,10 +42,17 @@ def load_model(job: Job, *, parallel: bool, dtype: torch.dtype = torch.float64) 
 
 
 def script_model(folder: str) -> nn.Module:
-    """The small model of a script once more, by the name of its folder: class and number."""
+    """The small model of a script once more, by the name of its folder: class and number.
+
+    Raises:
+        KeyError: its class is none of Transformers.
+    """
     import transformers
 
-    kind = getattr(transformers, Path(folder).name.rpartition("-")[0])
+    name = Path(folder).name.rpartition("-")[0]
+    kind = getattr(transformers, name, None)
+    if kind is None:
+        raise KeyError(name)
     model: nn.Module = kind.from_pretrained(folder, **EXACT)
     return model
 

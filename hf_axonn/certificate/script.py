@@ -8,18 +8,18 @@ positions have together; lengths of loaders and steps of schedules are those of 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import random
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from accelerate import Accelerator, PartialState
 from accelerate.data_loader import DataLoaderAdapter, DataLoaderDispatcher, DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
@@ -27,10 +27,10 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import GradientState
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
-from transformers import AutoConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoConfig, BatchEncoding, PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
 from hf_axonn.accelerator.training import TrainingMethods
-from hf_axonn.certificate.float64 import recompute_exactly
+from hf_axonn.certificate.float64 import ExactLogProbs, recompute_exactly
 from hf_axonn.certificate.job import Job
 from hf_axonn.certificate.loading import EXACT, distributed
 from hf_axonn.certificate.recording import Recorder, number
@@ -39,11 +39,14 @@ from hf_axonn.compat.accelerate import as_on_gpus, counted_as, prepared_models
 from hf_axonn.compat.replaced import replaced
 
 
-# Of from_pretrained: where the weights are, how large they are, and how a run that is not alone divides them.
+# Options of from_pretrained: those that its configuration is read with; where the weights are, which those of the
+# small model are not; dtype and device, which are the certificate's; and how one model is divided among processes.
+OF_CONFIG = "revision subfolder token cache_dir force_download local_files_only trust_remote_code".split()
 PLACE = "revision subfolder variant token cache_dir force_download local_files_only use_safetensors config".split()
 DTYPES = ("dtype", "torch_dtype", "quantization_config", "load_in_8bit", "load_in_4bit", "device_map")
 DIVIDING = ("tp_plan", "tp_size", "distributed_config")
-FIXED = {
+# TrainingArguments that are the certificate's, whatever the script says.
+FIXED: dict[str, Any] = {
     **dict.fromkeys(("bf16", "fp16", "tf32", "bf16_full_eval", "fp16_full_eval", "torch_compile"), False),
     **dict.fromkeys(("push_to_hub", "load_best_model_at_end", "auto_find_batch_size", "use_liger_kernel"), False),
     **dict.fromkeys(("save_strategy", "eval_strategy"), "no"),
@@ -56,7 +59,7 @@ FIXED = {
     "neftune_noise_alpha": None,
     "report_to": "none",
 }
-WRITES = ("w", "a", "x", "+")
+WRITES = ("w", "a", "x", "+")  # one of them is in the mode of a file that is opened for writing
 
 
 class _Enough(BaseException):
@@ -70,11 +73,20 @@ class _Run:
         job: the job; its `script` is run.
         recorder: of the case.
         parallel: whether this is a run under the launch file.
+    Attributes:
+        times: by which a batch is larger than the script's: one process has the rows of all positions.
+        vocabulary: of the small model; 0: not loaded yet.
+        models: directories of the small models.
+        seen: batches that a loader has given and no backward pass has used, by the loader's id.
+        accelerates, started, written: whether there is an Accelerator, whether a backward pass was begun, and whether
+            the gradients of this step were noted.
+        trainer: the script's, if it has one.
+        norms, logged: for each step, the one that is being made too; counted: for each micro-batch.
     """
 
     def __init__(self, job: Job, recorder: Recorder, parallel: bool) -> None:
         self.job, self.recorder, self.parallel = job, recorder, parallel
-        self.times = 1 if parallel else job.positions  # by which one process has more rows
+        self.times = 1 if parallel else job.positions
         self.vocabulary = 0
         self.models: list[str] = []
         self.seen: dict[int, list[dict[str, Any]]] = {}
@@ -132,7 +144,7 @@ class _Run:
                 found[name] = value.double()
             elif self.vocabulary and (name.endswith("input_ids") or tokens):
                 found[name] = torch.where(value >= 0, value % self.vocabulary, value)
-        return type(values)(found) if type(values).__name__ == "BatchEncoding" else found
+        return BatchEncoding(found) if isinstance(values, BatchEncoding) else found
 
     def backward(self, accelerator: Accelerator, loss: Tensor) -> None:
         """Before a backward pass: note its micro-batch and its loss; before the first one, the weights."""
@@ -230,8 +242,8 @@ def run_script(job: Job, recorder: Recorder, *, parallel: bool) -> None:
             sys.argv, sys.path[:] = words, places
             written.over = True
     run.close()
-    if recorder.rank == 0:
-        (recorder.folder / "elsewhere.json").write_text(json.dumps(sorted(written.paths)), encoding="utf-8")
+    listed = recorder.folder / f"elsewhere-rank{recorder.rank}.json"
+    listed.write_text(json.dumps(sorted(written.paths)), encoding="utf-8")
 
 
 def _seed(seed: int) -> None:
@@ -244,7 +256,8 @@ class _Written:
     """Files that are opened for writing, or folders that are made, outside of a folder; devices left away."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.over = str(folder.resolve()), False
+        self.left_away = (f"{folder.resolve()}{os.sep}", "/dev/", "/proc/")
+        self.over = False
         self.paths: set[str] = set()
         sys.addaudithook(self._hook)  # stays until the process ends
 
@@ -257,7 +270,7 @@ class _Written:
             if not writes:
                 return
         full = os.path.abspath(os.fspath(values[0]))
-        if not full.startswith((self.folder, "/dev/", "/proc/")) and "__pycache__" not in full:
+        if not full.startswith(self.left_away) and "__pycache__" not in full:
             self.paths.add(full)
 
 
@@ -268,17 +281,17 @@ def _writes(flags: int) -> bool:
 def _of_models(run: _Run) -> dict[tuple[Any, str], Any]:
     """Models are small, in float64, and without dropout."""
 
-    def from_pretrained(kind: Any, name: Any, *_: Any, **options: Any) -> Any:
+    def from_pretrained(kind: Any, /, pretrained_model_name_or_path: Any, *_: Any, **options: Any) -> Any:
         config = options.get("config")
         with replaced({(PreTrainedModel, "_from_config"): _BUILD}):
-            if not isinstance(config, transformers.PreTrainedConfig):
-                fields = set(vars(AutoConfig.from_pretrained(name)))
-                its = {key: value for key, value in options.items() if key in fields}
-                options = {key: value for key, value in options.items() if key not in fields}
-                config = AutoConfig.from_pretrained(name, **its)
+            if not isinstance(config, PreTrainedConfig):
+                place = {key: value for key, value in options.items() if key in OF_CONFIG}
+                whole = AutoConfig.from_pretrained(pretrained_model_name_or_path, **place)
+                its = {key: options.pop(key) for key in [*options] if key in vars(whole)}
+                config = AutoConfig.from_pretrained(pretrained_model_name_or_path, **place, **its)
             return run.load(kind, config, options)
 
-    def from_config(kind: Any, config: Any, **options: Any) -> Any:
+    def from_config(kind: Any, /, config: Any, **options: Any) -> Any:
         with replaced({(PreTrainedModel, "_from_config"): _BUILD}):
             return run.load(kind, config, options).train()
 
@@ -290,9 +303,16 @@ def _of_models(run: _Run) -> dict[tuple[Any, str], Any]:
     }
 
 
+def _namer(function: Callable[..., Any], *first: str) -> Callable[[Sequence[Any]], dict[str, Any]]:
+    """What gives the positional arguments of a method, after those of `first`, their names."""
+    names = [name for name in inspect.signature(function).parameters if name not in ("self", *first)]
+    return lambda words: dict(zip(names, words, strict=False))
+
+
 def _of_data(run: _Run) -> dict[tuple[Any, str], Any]:
     """Loaders: no workers; ids of the small vocabulary; on one process, the rows of all positions at a time."""
     make, length, adapt = DataLoader.__init__, DataLoader.__len__, DataLoaderAdapter.__init__
+    named = _namer(make, "dataset")
     adapting: list[bool] = []  # while Accelerate makes a loader of one that is there
 
     def adapted(self: Any, *words: Any, **options: Any) -> None:
@@ -303,8 +323,7 @@ def _of_data(run: _Run) -> dict[tuple[Any, str], Any]:
             adapting.pop()
 
     def init(self: Any, dataset: Any, *words: Any, **options: Any) -> None:
-        if words:
-            options["batch_size"], words = words[0], words[1:]
+        options |= named(words)
         options |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "pin_memory": False}
         options.pop("multiprocessing_context", None)
         if options.get("shuffle") and options.get("generator") is None and not adapting:
@@ -312,7 +331,7 @@ def _of_data(run: _Run) -> dict[tuple[Any, str], Any]:
             options.pop("shuffle")
             options["sampler"] = RandomSampler(dataset, generator=torch.Generator().manual_seed(run.job.seed))
         if run.times > 1 and not adapting:
-            sampler = options.get("batch_sampler")
+            sampler: Any = options.get("batch_sampler")
             if isinstance(getattr(sampler, "batch_size", None), int):
                 sampler.batch_size *= run.times
             elif sampler is not None:
@@ -321,7 +340,7 @@ def _of_data(run: _Run) -> dict[tuple[Any, str], Any]:
             elif options.get("batch_size", 1) is not None:
                 options["batch_size"] = options.get("batch_size", 1) * run.times
                 self.__dict__["batches_of_positions"] = run.times
-        make(self, dataset, *words, **options)
+        make(self, dataset, **options)
         collate = self.collate_fn
         if not getattr(collate, "of_certificate", False):
             changed: Any = lambda rows: run.batch(collate(rows))  # noqa: E731
@@ -331,9 +350,9 @@ def _of_data(run: _Run) -> dict[tuple[Any, str], Any]:
     def __len__(self: Any) -> int:
         times = self.__dict__.get("batches_of_positions")
         if times is None or isinstance(self.dataset, torch.utils.data.IterableDataset):
-            return length(self)
-        rows, each = len(self.sampler), self.batch_size // times
-        return rows // each if self.drop_last else -(-rows // each)
+            return int(length(self))
+        rows, each = len(self.sampler), int(self.batch_size) // times
+        return int(rows // each if self.drop_last else -(-rows // each))
 
     def noting(stock: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def iterate(self: Any) -> Iterator[Any]:
@@ -354,11 +373,13 @@ def _of_data(run: _Run) -> dict[tuple[Any, str], Any]:
 def _of_accelerators(run: _Run) -> dict[tuple[Any, str], Any]:
     """What is noted of training, and settings that are the certificate's."""
     make, step, move = Accelerator.__init__, AcceleratedOptimizer.step, AcceleratedScheduler.step
+    named = _namer(make)
     entered: list[bool] = []
     last: list[Any] = []
 
     def init(self: Any, *words: Any, **options: Any) -> None:
         folder = str(run.recorder.folder / "output")
+        options |= named(words)
         options |= {"mixed_precision": "no", "log_with": None, "cpu": True, "project_dir": folder}
         if config := options.get("project_config"):
             config.set_directories(folder)
@@ -366,7 +387,7 @@ def _of_accelerators(run: _Run) -> dict[tuple[Any, str], Any]:
         if run.job.divides and run.parallel:
             PartialState(cpu=True)
             as_on_gpus()
-        make(self, *words, **options)
+        make(self, **options)
         run.accelerates = True
 
     def clipping(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -420,7 +441,8 @@ def _of_accelerators(run: _Run) -> dict[tuple[Any, str], Any]:
 
 def _of_trainers(run: _Run) -> dict[tuple[Any, str], Any]:
     """Arguments that are the certificate's; a Trainer's logging."""
-    check, make, note, train = TrainingArguments.__post_init__, Trainer.__init__, Trainer.log, Trainer.training_step
+    check: Any = TrainingArguments.__post_init__
+    make, note, train = Trainer.__init__, Trainer.log, Trainer.training_step
 
     def post_init(self: Any) -> None:
         for name, value in FIXED.items():
@@ -432,6 +454,8 @@ def _of_trainers(run: _Run) -> dict[tuple[Any, str], Any]:
 
     def init(self: Any, *words: Any, **options: Any) -> None:
         run.trainer = self
+        if of_trl := sys.modules.get("trl.trainer.utils"):
+            vars(of_trl)["_ChunkedLogProbFunction"] = ExactLogProbs
         make(self, *words, **options)
 
     def log(self: Any, logs: dict[str, Any], *words: Any, **options: Any) -> None:

@@ -261,7 +261,7 @@ def _loop(job: Job, path: str, optimizer: str) -> None:
 
 def _loss(model: nn.Module, batch: dict[str, Tensor], tokens: int) -> Tensor:
     """The losses of a batch's tokens, added up and divided by the number of tokens of all batches."""
-    bare = getattr(model, "module", model)
+    bare: Any = getattr(model, "module", model)
     bare = bare.get_base_model() if hasattr(bare, "get_base_model") else bare
     kinds = {parameter.kind for parameter in inspect.signature(type(bare).forward).parameters.values()}
     if inspect.Parameter.VAR_KEYWORD in kinds:

@@ -29,8 +29,15 @@ def add_certify(commands) -> None:
         "--model", help="a model's directory, its config.json, a model type, or its name on the hub; not with --script"
     )
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--trainer-args", help="a YAML or JSON file of TrainingArguments")
-    what.add_argument("--script", help="your script and its arguments, in quotes: 'train.py --data rows.jsonl'")
+    what.add_argument(
+        "--trainer-args",
+        help="a YAML or JSON file of TrainingArguments, with peft, packing and distributed_config beside them",
+    )
+    what.add_argument(
+        "--script",
+        help="your script and its arguments, in quotes: 'train.py --data rows.jsonl'; its model is made small, "
+        "its output goes to --output",
+    )
     parser.add_argument(
         "--dtype", default="float64", help="in which the ranks compute and are compared: float64, bf16 or fp32"
     )

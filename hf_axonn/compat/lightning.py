@@ -21,11 +21,9 @@ def subprocess_launcher(strategy: Any, *, of_trainer: bool) -> Any:
 
 def tell_rank(rank: int) -> None:
     """Set the rank by which Lightning decides who prints."""
-    from lightning.fabric.utilities import rank_zero as of_fabric
-    from lightning_utilities.core import rank_zero as shared
+    from lightning.fabric.utilities.rank_zero import rank_zero_only  # one object for all of its packages
 
-    for function in (of_fabric.rank_zero_only, shared.rank_zero_only):
-        vars(function)["rank"] = rank
+    vars(rank_zero_only)["rank"] = rank
 
 
 def start_process_group(environment: Any, device: torch.device, backend: str | None, timeout: Any) -> None:

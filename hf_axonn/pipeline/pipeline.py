@@ -55,8 +55,7 @@ class Pipeline:
         self.model = model
         self.names = names
         self.group = state.mesh.group("pipe")
-        self.experts = carried_experts(model)
-        if self.experts and len(stages.own) > 1:
+        if len(stages.own) > 1:
             record_outputs(stages.decoder)
         self._schedules: dict[tuple[Any, ...], tuple[Any, list[_StageModule]]] = {}
         watch_norms(self)
@@ -75,7 +74,7 @@ class Pipeline:
         wanted = given.get("output_router_logits")
         if wanted is None:
             wanted = getattr(self.model.config, "output_router_logits", False)
-        return self.experts if wanted else 0
+        return carried_experts(self.model) if wanted else 0
 
     def know_modules(self) -> None:
         """Look at the model once it has its modules, and again when adapters have come. Collectives over pipe: those

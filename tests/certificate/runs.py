@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from hf_axonn.certificate import worker
-from hf_axonn.certificate.certify import conclude, prepare
+from hf_axonn.certificate.certify import conclude, prepare, prepare_script
 from hf_axonn.certificate.compare import CaseResult
 from hf_axonn.certificate.job import FLOAT64, Job
 from hf_axonn.certificate.launch_plan import LaunchPlan, read_launch_plan
@@ -36,9 +36,21 @@ def one_process(folder: Path, plan: LaunchPlan, model: str, *, steps: int = 2, d
     job = prepare(folder, plan, model, steps=steps, trainer=trainer, dtype=dtype)
     job.cases = [("trainer", "sgd")]
     job.save()
+    _run_alone(folder)
+    return job
+
+
+def script_on_one_process(folder: Path, plan: LaunchPlan, *script: object, steps: int = 2) -> Job:
+    """A job of a script with its arguments, run on one process."""
+    folder.mkdir()
+    job = prepare_script(folder, plan, [str(word) for word in script], steps=steps)
+    _run_alone(folder)
+    return job
+
+
+def _run_alone(folder: Path) -> None:
     ended = forked(folder, None, "-m", "hf_axonn.certificate.worker", folder / "job.json", timeout=500)
     assert ended.code == 0, ended.output[-4000:]
-    return job
 
 
 def many_processes(job: Job, folder: Path, plan: LaunchPlan, planted: str = "") -> CaseResult:

@@ -95,3 +95,41 @@ def test_the_command(tmp_path, capsys, name, ranks, settings, code):
     for case in written["cases"]:
         for kind in ("start", "gradient", "parameter"):
             assert case["worst"][kind]["error"] <= BOUND, case
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "arguments"),
+    [
+        ({"axonn_config": {"grid": {"x": 2}}}, "{peft: {r: 4, target_modules: all-linear}}"),
+        ({"axonn_config": {"grid": {"z": 2}}}, "{packing: true, gradient_accumulation_steps: 2}"),
+    ],
+)
+def test_adapters_and_packed_rows_and_what_goes_on(tmp_path, capsys, settings, arguments):
+    """LoRA and packing; each with the case that goes on from what another process saved."""
+    (tmp_path / "arguments.yaml").write_text(arguments)
+    words = ["certify", "--config", str(launch_file(tmp_path, 2, **settings)), "--model", "llama"]
+    words += ["--trainer-args", str(tmp_path / "arguments.yaml"), "--output", str(tmp_path / "certificate")]
+    assert main(words) == 0, capsys.readouterr().out
+    written = json.loads((tmp_path / "certificate" / "certificate.json").read_text())
+    assert [case["path"] for case in written["cases"]] == ["trainer", "trainer", "resumed", "loop", "loop"]
+    for case in written["cases"]:
+        assert case["equal"] or case["documented"], case
+        assert case["worst"]["gradient"]["step"] > (1 if case["path"] == "resumed" else 0)
+        assert all(error["error"] <= BOUND for error in case["worst"].values()), case
+
+
+@pytest.mark.slow
+def test_experts_that_transformers_divides(tmp_path, capsys):
+    """The optimizer of such a model cannot be saved: its training is compared all the same."""
+    (tmp_path / "arguments.yaml").write_text("distributed_config: {tp_size: 2, ep_size: 2}")
+    words = ["certify", "--config", str(launch_file(tmp_path, 2)), "--model", "mixtral", "--steps", "2"]
+    words += ["--trainer-args", str(tmp_path / "arguments.yaml"), "--output", str(tmp_path / "certificate")]
+    assert main(words) == 1  # the evaluation loss, as under tensor parallelism
+    screen = capsys.readouterr().out
+    assert "note: no run is resumed: Trainer saves no optimizer" in screen and "counts full batches 2 times" in screen
+    written = json.loads((tmp_path / "certificate" / "certificate.json").read_text())
+    assert [case["path"] for case in written["cases"]] == ["trainer", "trainer"]
+    for case in written["cases"]:
+        assert case["first"]["kind"] == "evaluation"
+        assert all(error["error"] <= BOUND for kind, error in case["worst"].items() if kind != "evaluation"), case

@@ -6,7 +6,7 @@ import pytest
 
 from hf_axonn.certificate import launch_plan
 from hf_axonn.certificate.job import make_job, read_arguments
-from hf_axonn.certificate.launch_plan import read_launch_plan, smaller_grid
+from hf_axonn.certificate.launch_plan import divided, read_launch_plan, smaller_grid
 from hf_axonn.cli.main import main
 from hf_axonn.topology.grid import Grid
 from tests.certificate.runs import launch_file, plan_of
@@ -26,6 +26,8 @@ def test_positions_are_ranks_with_samples_of_their_own(tmp_path):
     tensor = {"parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 2}
     both = plan_of(tmp_path, 4, parallelism_config=tensor)
     assert (both.positions, both.loading["tp_size"], both.loading["fsdp_size"]) == (2, 2, 2)
+    assert both.title == "FSDP2 x tensor parallelism of 2, 4 ranks"
+    assert plan_of(tmp_path, 2).title == "DDP, 2 ranks"
     assert plan_of(tmp_path, 4, axonn_config={"grid": {"pipe": 4}}).stages == 4
 
 
@@ -94,3 +96,28 @@ def test_the_command_says_why_nothing_was_started(tmp_path, capsys):
     assert main(["certify", "--config", str(file), "--model", "llama", "--output", str(tmp_path / "full")]) == 2
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 4 and all(line.startswith("hf-axonn certify: ") for line in said)
+
+
+def test_a_trainers_model_that_transformers_divides(tmp_path):
+    plan = divided(plan_of(tmp_path, 4), {"fsdp_size": 2, "tp_size": 2, "ep_size": 2})
+    assert plan.title == "Transformers' DistributedConfig(fsdp_size=2, tp_size=2, ep_size=2), 4 ranks"
+    assert (plan.positions, plan.factors["ranks of expert parallelism"]) == (2, 2)
+    given = {"distributed_config": plan.loading, "packing": True}
+    job = make_job(tmp_path, plan, steps=3, vocabulary=160, trainer=given)
+    assert {path for path, _ in job.cases} == {"trainer"} and job.packing and len(job.notes) == 2
+    with pytest.raises(ValueError, match=r"tp_size 1 x data parallelism of 2 are not the 4 processes"):
+        divided(plan_of(tmp_path, 4), {"fsdp_size": 2})
+    with pytest.raises(ValueError, match="distributed_config: .*tp_sise"):
+        divided(plan_of(tmp_path, 4), {"tp_sise": 2})
+    with pytest.raises(ValueError, match="the launch file divides the model"):
+        divided(plan_of(tmp_path, 2, axonn_config={"grid": {"x": 2}}), {"tp_size": 2})
+
+
+def test_adapters_are_said_as_in_a_lora_config(tmp_path):
+    plan = plan_of(tmp_path, 2)
+    fields = {"r": 4, "target_modules": "all-linear"}
+    job = make_job(tmp_path, plan, steps=3, vocabulary=160, trainer={"peft": fields})
+    assert job.peft == fields and job.trainer == {} and ("resumed", "adamw_torch") in job.cases and job.saved_at == 1
+    assert make_job(tmp_path, plan, steps=1, vocabulary=160, trainer={}).saved_at == 0
+    with pytest.raises(ValueError, match="--trainer-args: peft: .*rank"):
+        make_job(tmp_path, plan, steps=3, vocabulary=160, trainer={"peft": {"rank": 4}})

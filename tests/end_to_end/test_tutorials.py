@@ -33,6 +33,7 @@ LEAVES = {
     "docs/tutorials/audit.md": ["overlaps.json", "runs/report/report.html", "audit.tar"],
     "docs/how_to/lightning.md": ["exported/model.safetensors", "loop/lightning.pt"],
     "docs/how_to/lora.md": ["adapters/adapter_model.safetensors", "runs/adapters/summary.json"],
+    "docs/how_to/qlora.md": ["qlora/adapter_model.safetensors"],
     "docs/how_to/evaluate.md": ["my-model/model.safetensors", "results"],
     "docs/how_to/resume.md": ["out/checkpoint-6/trainer_state.json"],
 }
@@ -62,7 +63,8 @@ def test_every_page_is_here_and_its_blocks_are_of_a_kind_that_runs():
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run(page, tmp_path):
-    tiny_llama().save_pretrained(tmp_path / "model")
+    sizes = {"hidden_size": 128, "intermediate_size": 256} if "qlora" in page else {}  # rows of whole blocks
+    tiny_llama(**sizes).save_pretrained(tmp_path / "model")
     topics_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "training_scripts").symlink_to(ROOT / "training_scripts")
     for block in [block for block in of_page(FIRST) if block.language != "bash"]:

@@ -52,18 +52,18 @@ def samples() -> tuple:
     return tuple(build_samples(documents(), tokenizer=topics_tokenizer(), prefix_length=PREFIX, suffix_length=SUFFIX))
 
 
-def tiny_llama(*, seed: int = 0) -> LlamaForCausalLM:
+def tiny_llama(*, seed: int = 0, **sizes: int) -> LlamaForCausalLM:
     """A Llama with random weights, two layers, grouped-query attention."""
     torch.manual_seed(seed)
+    sizes = {"hidden_size": 48, "intermediate_size": 96} | sizes
     config = LlamaConfig(
         vocab_size=len(topics_tokenizer()),
-        hidden_size=48,
-        intermediate_size=96,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=True,
+        **sizes,
     )
     return LlamaForCausalLM(config).eval()
 

@@ -31,7 +31,7 @@ def main() -> None:
     rows = [
         (torch.randint(1, 30000, (4 + index % 5,), generator=generator).tolist(), index % 3) for index in range(30)
     ]
-    loader = DataLoader(rows, shuffle=True, collate_fn=collate, batch_size=2, num_workers=1)
+    loader = DataLoader(rows, 2, True, collate_fn=collate, num_workers=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     schedule = get_linear_schedule_with_warmup(optimizer, 2, len(loader))
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
