@@ -17,24 +17,37 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from hf_axonn.certificate.compare import CaseResult, compare, read_runs
 from hf_axonn.certificate.explain import explain
-from hf_axonn.certificate.job import Job, make_job, make_script_job, read_arguments
+from hf_axonn.certificate.job import FLOAT64, Job, make_job, make_script_job, read_arguments
 from hf_axonn.certificate.launch_plan import LaunchPlan, divided, read_launch_plan
+from hf_axonn.certificate.own_dtype import compare_in_own_dtype
 from hf_axonn.certificate.recording import Record
 from hf_axonn.certificate.report import certificate, exit_code, lines, page
 from hf_axonn.certificate.shrinking import config_of, shrunk
+from hf_axonn.certificate.steps import DTYPES
 from hf_axonn.certificate.worker import ALONE, TOGETHER
 
 
 WORKER = "hf_axonn.certificate.worker"
 LIMIT = 1800  # seconds of one run
 LINES = 12  # of a log in an error
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-def prepare(folder: Path, plan: LaunchPlan, model: str, *, steps: int, trainer: dict[str, Any], seed: int = 0) -> Job:
+def prepare(
+    folder: Path,
+    plan: LaunchPlan,
+    model: str,
+    *,
+    steps: int,
+    trainer: dict[str, Any],
+    seed: int = 0,
+    dtype: str = FLOAT64,
+) -> Job:
     """Make the small model and the job in an empty folder.
 
     Raises:
@@ -42,7 +55,11 @@ def prepare(folder: Path, plan: LaunchPlan, model: str, *, steps: int, trainer: 
     """
     _check_steps(steps)
     small = shrunk(config_of(model), ranks=plan.ranks, layers=max(2, plan.stages), seed=seed)
-    job = make_job(folder, plan, steps=steps, vocabulary=small.config.vocab_size, trainer=trainer, seed=seed)
+    if dtype != FLOAT64:
+        check_comparable(small.config, dtype)
+        small = small.float().double()  # both sides begin with the same numbers
+    words = small.config.vocab_size
+    job = make_job(folder, plan, steps=steps, vocabulary=words, trainer=trainer, seed=seed, dtype=dtype)
     with _quiet():
         small.save_pretrained(job.model)
     _write(job, plan)
@@ -145,6 +162,9 @@ def conclude(job: Job, plan: LaunchPlan) -> list[CaseResult]:
             if said := job.failed.get(f"{path}-{optimizer}"):
                 results.append(CaseResult(path, optimizer, failed=said))
                 continue
+            if job.dtype != FLOAT64:
+                results.append(compare_in_own_dtype(job, plan, path, optimizer))
+                continue
             result = compare(job, path, optimizer)
             explain(job, read_runs(job, path, optimizer), result, plan.factors)
             results.append(result)
@@ -174,6 +194,7 @@ def certify(
     steps: int,
     output: Path,
     command_line: list[str],
+    dtype: str = FLOAT64,
 ) -> tuple[int, list[str]]:
     """Certify a launch file.
 
@@ -185,13 +206,15 @@ def certify(
         steps: optimizer steps.
         output: a new folder, for the certificate and what the runs wrote.
         command_line: what the certificate says that it was made by.
+        dtype: in which the ranks compute and are compared: float64, bf16 or fp32.
     Returns:
         The exit code, and the lines of the screen.
     Raises:
         ValueError: nothing was started; the message says why.
         RuntimeError: the run on one process failed.
     """
-    plan = read_launch_plan(config)
+    check_dtype(dtype, script)
+    plan = read_launch_plan(config, dtype)
     arguments = read_arguments(trainer_args) if trainer_args else {}
     if loading := arguments.get("distributed_config"):
         plan = divided(plan, loading)
@@ -201,12 +224,12 @@ def certify(
     if model is None:
         job = prepare_script(output.resolve(), plan, script, steps=steps)
     else:
-        job = prepare(output.resolve(), plan, model, steps=steps, trainer=arguments)
+        job = prepare(output.resolve(), plan, model, steps=steps, trainer=arguments, dtype=dtype)
     run_both(job)
     results = conclude(job, plan)
     job.notes += _elsewhere(job)
     about, files = _about(job, model)
-    small = f"{about['asked']}, made small: {about['parameters']:,} parameters, float64"
+    small = f"{about['asked']}, made small: {about['parameters']:,} parameters, {dtype}"
     screen = lines(job, plan.title, results, small)
     files |= {"launch file": config} | ({"trainer arguments": trainer_args} if trainer_args else {})
     found = certificate(job, plan.title, results, about, command_line, files)
@@ -216,6 +239,28 @@ def certify(
         for path in (output / name).rglob("*.pt"):
             path.unlink()
     return exit_code(results), [*screen, f"  {output / 'certificate.json'}, certificate.html"]
+
+
+def check_dtype(dtype: str, script: Sequence[str]) -> None:
+    """Raise ValueError where no run can be made in a dtype."""
+    if dtype == "fp16":
+        raise ValueError(
+            "--dtype fp16: a certificate's processes run on CPUs, where Accelerate leaves fp16 and its loss scaler "
+            "away without a word: give bf16 or fp32."
+        )
+    if dtype not in (FLOAT64, *DTYPES):
+        raise ValueError(f"--dtype {dtype}: give {FLOAT64}, {' or '.join(DTYPES)}.")
+    if script and dtype != FLOAT64:
+        raise ValueError(f"--dtype {dtype}: a script is compared in {FLOAT64}: leave --dtype away, or give --model.")
+
+
+def check_comparable(config: PreTrainedConfig, dtype: str) -> None:
+    """Raise ValueError for a model whose steps jump where numbers are rounded."""
+    if dtype == "bf16" and any(getattr(config, name, None) for name in EXPERTS):
+        raise ValueError(
+            f"--dtype {dtype}: {config.model_type} has experts, and rounding decides which of them a token takes, so "
+            f"that runs of one process differ by whole experts: certify it in fp32 or {FLOAT64}."
+        )
 
 
 def prepare_script(folder: Path, plan: LaunchPlan, script: Sequence[str], *, steps: int) -> Job:

@@ -32,13 +32,19 @@ KINDS = ("samples", "start", "loss", "gradient", "norm", "parameter", "logged", 
 
 @dataclass
 class Error:
-    """How far something is from the run on one process: of which step, whose, and on which rank."""
+    """How far something is from the run on one process: of which step, whose, on which rank, and how far it may be."""
 
     size: float
     step: int
     name: str
     rank: int
     text: str = ""  # in place of a size, where that says nothing
+    bound: float = BOUND
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it is above its bound."""
+        return not self.size <= self.bound
 
 
 @dataclass
@@ -125,13 +131,18 @@ def compare(job: Job, path: str, optimizer: str) -> CaseResult:
         found += [("evaluation", each) for each in evaluated]
         found += [("logits", each) for each in _logits(runs, end)]
         found += [("saved", each) for each in _saved(job, runs, path, optimizer)]
-    result.errors = found
-    for kind, error in found:
-        if kind not in result.worst or error.size > result.worst[kind].size:
-            result.worst[kind] = error
-    wrong = [(kind, error) for kind, error in found if not error.size <= BOUND]
-    result.first = min(wrong, key=lambda each: (each[1].step, KINDS.index(each[0]), -each[1].size), default=None)
+    settle(result, found)
     return result
+
+
+def settle(result: CaseResult, found: list[tuple[str, Error]]) -> None:
+    """Let a result be that of these errors."""
+    result.errors, result.worst = found, {}
+    for kind, error in found:
+        if kind not in result.worst or error.size / error.bound > result.worst[kind].size / result.worst[kind].bound:
+            result.worst[kind] = error
+    wrong = [(kind, error) for kind, error in found if error.wrong]
+    result.first = min(wrong, key=lambda each: (each[1].step, KINDS.index(each[0]), -each[1].size), default=None)
 
 
 def _logged(name: str) -> Callable[[Record, int], float]:
@@ -216,15 +227,18 @@ def _tensors(runs: Runs, step: int, read: Callable[[Record, int], list[Piece]]) 
     truth = {piece.name: piece.values for piece in read(runs.one, step)}
     each = [read(record, step) for record in runs.many]
     errors = [error for rank, pieces in enumerate(each) for error in piece_errors(pieces, truth, step, rank)]
+    return errors + on_no_rank(each, truth, step)
+
+
+def on_no_rank(each: Sequence[Sequence[Piece]], truth: dict[str, Tensor], step: int) -> list[Error]:
+    """An error for each tensor of which no rank has some part."""
     held: dict[str, Tensor] = {}
     for pieces in each:
         for piece in pieces:
             if piece.name in truth:
                 piece.within(held.setdefault(piece.name, torch.zeros(piece.shape, dtype=torch.bool))).fill_(True)
-    for name in truth:
-        if name not in held or not bool(held[name].all()):
-            errors.append(Error(math.inf, step, name, 0, "some of it is on no rank"))
-    return errors
+    missing = [name for name in truth if name not in held or not bool(held[name].all())]
+    return [Error(math.inf, step, name, 0, "some of it is on no rank") for name in missing]
 
 
 def piece_errors(pieces: Iterable[Piece], truth: dict[str, Tensor], step: int, rank: int) -> list[Error]:

@@ -265,14 +265,20 @@ def _by_parameter(
     return f"of the gradients, these are not {TOKENS}: {'; '.join(said)}{more}"
 
 
-def _of_norm(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int]) -> tuple[str, bool]:
+def _of_norm(
+    job: Job, runs: Runs, result: CaseResult, factors: dict[str, int], fits: float = FITS
+) -> tuple[str, bool]:
     """Why the norm differs, though the gradients are right."""
     assert result.first is not None
     _, error = result.first
     ratio = runs.many[error.rank].norms[error.step - 1] / runs.one.norms[error.step - 1]
-    same = [record.rank for record in runs.many if close(record.norms[error.step - 1], runs.one.norms[error.step - 1])]
+    truth = runs.one.norms[error.step - 1]
+    same = [record.rank for record in runs.many if close(record.norms[error.step - 1], truth, fits)]
     where = "on every rank" if not same else f"but not on rank(s) {', '.join(map(str, same))}"
-    return f"the gradients are right, their norm is that of one process times {_named(ratio, factors)}, {where}", False
+    return (
+        f"the gradients are right, their norm is that of one process times {_named(ratio, factors, fits)}, {where}",
+        False,
+    )
 
 
 def _of_update(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int]) -> tuple[str, bool]:
@@ -283,7 +289,7 @@ def _of_update(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int]
     return (text or "gradients and their norm are right, what the optimizer makes of them is not"), False
 
 
-def _replay(job: Job, runs: Runs, result: CaseResult, begin: int) -> str:
+def _replay(job: Job, runs: Runs, result: CaseResult, begin: int, fits: float = FITS) -> str:
     """SGD's steps once more, from the run's own gradients: what is wrong with them, if anything is."""
     if result.optimizer != WITNESS:
         return ""
@@ -294,9 +300,9 @@ def _replay(job: Job, runs: Runs, result: CaseResult, begin: int) -> str:
             rate = record.logged[step - 1]["learning_rate"] if record.logged else job.rate(WITNESS)
             clip = min(1.0, most / (record.norms[step - 1] + 1e-6)) if most > 0 else 1.0
             ratio = _step_taken(record, step, rate, decay)
-            if ratio is None or close(ratio, clip):
+            if ratio is None or close(ratio, clip, fits):
                 continue
-            if close(ratio, 1):
+            if close(ratio, 1, fits):
                 return (
                     f"rank {record.rank} does not clip in step {step}, though the norm is {record.norms[step - 1]:.4g}"
                 )
@@ -331,6 +337,14 @@ def _of_evaluation(job: Job, runs: Runs, result: CaseResult, factors: dict[str, 
 def _evaluation(job: Job, runs: Runs, result: CaseResult) -> str:
     """What the evaluation loss is, of the run's own parameters: that of "one" process, of batches that are "filled" or
     "counted" (`_of_evaluation`), or some "other" number."""
+    for what, expected in _evaluations(job, runs, result).items():
+        if all(close(record.evaluation["loss"], expected) for record in runs.many):
+            return what
+    return "other"
+
+
+def _evaluations(job: Job, runs: Runs, result: CaseResult) -> dict[str, float]:
+    """The evaluation losses that are known, of the run's own parameters."""
     model = _model_at(job, runs, job.steps + 1).eval()
     averaged = runs.one.facts["sums_tokens"] and job.trainer.get("average_tokens_across_devices") is not False
     whole = job.batch * job.positions
@@ -355,25 +369,21 @@ def _evaluation(job: Job, runs: Runs, result: CaseResult) -> str:
     alone = [[batch] for batch in runs.one.evaluation["rows"]]
     together = list(zip(*(runs.many[group[0]].evaluation["rows"] for group in result.groups), strict=False))
     filled = [[batch for batch in each if batch] for each in together]
-    for what, rounds, same in (
-        ("one", alone, 1),
-        ("filled", filled, 1),
-        ("counted", filled, job.ranks // job.positions),
-    ):
-        expected = usual(rounds, same)
-        if all(close(record.evaluation["loss"], expected) for record in runs.many):
-            return what
-    return "other"
+    return {
+        "one": usual(alone, 1),
+        "filled": usual(filled, 1),
+        "counted": usual(filled, job.ranks // job.positions),
+    }
 
 
-def close(value: float, other: float) -> bool:
+def close(value: float, other: float, fits: float = FITS) -> bool:
     """Whether two numbers are the same but for rounding."""
-    return abs(value - other) <= FITS * max(abs(value), abs(other))
+    return abs(value - other) <= fits * max(abs(value), abs(other))
 
 
-def _named(ratio: float, factors: Mapping[str, int]) -> str:
+def _named(ratio: float, factors: Mapping[str, int], fits: float = FITS) -> str:
     """A factor, with the names of what it may be: 2 is the number of ranks, 1/2 one over it."""
     names = {f"the number of {name}": value for name, value in factors.items() if value > 1}
-    known = [name for name, value in names.items() if close(ratio, value)]
-    known += [f"1 / {name}" for name, value in names.items() if close(ratio, 1 / value)]
-    return f"{ratio:.6g}" + (f" ({' = '.join(known)})" if known else "")
+    known = [name for name, value in names.items() if close(ratio, value, fits)]
+    known += [f"1 / {name}" for name, value in names.items() if close(ratio, 1 / value, fits)]
+    return f"{ratio:.{6 if fits <= FITS else 3}g}" + (f" ({' = '.join(known)})" if known else "")

@@ -19,6 +19,7 @@ MOST_BATCH, MOST_ACCUMULATION = 2, 4
 RATES = {"sgd": 0.1}
 RATE = 1e-3  # of Adam, which divides a rounded gradient by its size: errors of parameters grow with the rate
 WITNESS = "sgd"
+FLOAT64 = "float64"
 # Of the launch file, not of the script.
 BELONG_TO_FILE = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
 # How often and where something is written; all of it goes to the folder of the certificate, or is left away.
@@ -63,6 +64,7 @@ class Job:
         packing: whether the rows of a micro-batch are put into one, without padding.
         failed: cases that do not run under the launch file, and what the framework said.
         notes: what is done otherwise than the user's files say.
+        dtype: in which the ranks compute: float64, or fp32, or mixed precision in bf16; one process has float64.
     """
 
     folder: str
@@ -84,6 +86,7 @@ class Job:
     packing: bool = False
     failed: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    dtype: str = FLOAT64
 
     @property
     def divides(self) -> bool:
@@ -133,7 +136,14 @@ class Job:
 
 
 def make_job(
-    folder: Path, plan: LaunchPlan, *, steps: int, vocabulary: int, trainer: Mapping[str, Any], seed: int = 0
+    folder: Path,
+    plan: LaunchPlan,
+    *,
+    steps: int,
+    vocabulary: int,
+    trainer: Mapping[str, Any],
+    seed: int = 0,
+    dtype: str = FLOAT64,
 ) -> Job:
     """The job of a launch file and of a user's TrainingArguments.
 
@@ -141,7 +151,7 @@ def make_job(
         ValueError: an argument is unknown, out of range, or belongs into the launch file.
     """
     notes = list(plan.notes)
-    kept = _arguments(trainer, notes)
+    kept = _arguments(trainer, notes, dtype)
     batch = min(int(kept.pop("per_device_train_batch_size", MOST_BATCH)), MOST_BATCH)
     given = int(kept.pop("gradient_accumulation_steps", 1))
     accumulation = min(given, MOST_ACCUMULATION)
@@ -151,6 +161,9 @@ def make_job(
     optimizers = [WITNESS, *([other] if other != WITNESS else [])]
     resumed = [("resumed", optimizers[-1])] if steps > 1 else []
     loops = [("loop", name) for name in (WITNESS, "adamw_torch")]
+    if dtype != FLOAT64:  # Adam makes full steps of gradients that are rounding alone
+        optimizers, resumed, loops = [WITNESS], [], [("loop", WITNESS)]
+        notes.append(f"in {dtype} the runs are those with SGD: Adam's are compared in {FLOAT64}.")
     peft, packing, of_trainer = (kept.pop(name, None) for name in OF_SCRIPTS)
     if plan.loading and resumed:
         resumed = []
@@ -175,6 +188,7 @@ def make_job(
         peft=peft or {},
         packing=bool(packing),
         notes=notes,
+        dtype=dtype,
     )
 
 
@@ -221,7 +235,7 @@ def read_arguments(path: Path) -> dict[str, Any]:
     return {str(name): value for name, value in values.items()}
 
 
-def _arguments(given: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
+def _arguments(given: Mapping[str, Any], notes: list[str], dtype: str = FLOAT64) -> dict[str, Any]:
     """What is left of a user's TrainingArguments."""
     from transformers import TrainingArguments
 
@@ -239,8 +253,9 @@ def _arguments(given: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
         if name in BELONG_TO_FILE and value:
             raise ValueError(f"--trainer-args: {name} is said in the launch file: write it there, and leave it away.")
         if name in OFF:
-            if value:
-                notes.append(f"{name} is off: {OFF[name]}.")
+            why = f"the dtype is {dtype}" if dtype != FLOAT64 and OFF[name] == OFF["bf16"] else OFF[name]
+            if value and name != dtype:
+                notes.append(f"{name} is off: {why}.")
         elif name not in (*WRITING, *BELONG_TO_FILE):
             kept[name] = value
     try:

@@ -1,7 +1,7 @@
 """What a launch file says to the certificate: how many ranks, which of them share samples, and the file to launch.
 
-The run is one of CPUs, in float64, on this machine: devices, machines and mixed precision of the file are left away,
-and the notes say so. How the model and the batch are divided stays as it is.
+The run is one of CPUs, on this machine, in the certificate's dtype: devices, machines and mixed precision of the file
+are left away, and the notes say so. How the model and the batch are divided stays as it is.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class LaunchPlan:
     notes: tuple[str, ...] = ()
 
 
-def read_launch_plan(path: Path) -> LaunchPlan:
-    """What a launch file of Accelerate comes down to.
+def read_launch_plan(path: Path, dtype: str = "float64") -> LaunchPlan:
+    """What a launch file of Accelerate comes down to, with mixed precision as the dtype says.
 
     Raises:
         ValueError: it cannot be read, cannot be certified, or asks for more ranks than may be started.
@@ -82,15 +82,18 @@ def read_launch_plan(path: Path) -> LaunchPlan:
         raise ValueError(f"{path}: compute_environment is {environment}: a certificate is made with LOCAL_MACHINE.")
     notes = []
     precision = str(settings.get("mixed_precision") or "no").lower()
-    if precision not in ("no", "false") or settings.get("fp16"):
-        notes.append(f"mixed_precision ({precision}) is off: it is compared in float64.")
+    mixed = dtype if dtype == "bf16" else "no"
+    if (precision not in ("no", "false") or settings.get("fp16")) and precision != mixed:
+        notes.append(
+            f"mixed_precision ({precision}) is {'off' if mixed == 'no' else mixed}: it is compared in {dtype}."
+        )
     if int(settings.get("num_machines") or 1) > 1:
         notes.append(f"the ranks of {settings['num_machines']} machines run on this one.")
     dynamo = settings.get("dynamo_config") or {}
     if dynamo and "no" not in {str(value).lower() for value in dynamo.values()}:
         notes.append("dynamo_config is left away: nothing is compiled.")
     kept = {key: value for key, value in settings.items() if key not in (*ELSEWHERE, "dynamo_config")}
-    kept |= {"num_machines": 1, "mixed_precision": "no", "use_cpu": False}
+    kept |= {"num_machines": 1, "mixed_precision": mixed, "use_cpu": False}
     try:
         return _own(kept, notes) if SECTION in settings else _stock(kept, notes)
     except ValueError as problem:
@@ -135,7 +138,7 @@ def _exact(settings: dict[str, Any], notes: list[str]) -> Any:
     """The section without what needs a smaller dtype."""
     section = settings[SECTION]
     if isinstance(section, Mapping) and section.get("residual_dtype", "model") != "model":
-        notes.append(f"residual_dtype ({section['residual_dtype']}) is off: it is compared in float64.")
+        notes.append(f"residual_dtype ({section['residual_dtype']}) is off: the model stays as it is.")
         section = {key: value for key, value in section.items() if key != "residual_dtype"}
     return section
 

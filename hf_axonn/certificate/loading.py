@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_axonn.certificate.job import Job
+from hf_axonn.certificate.job import FLOAT64, Job
 
 
 EXACT: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
@@ -26,14 +26,15 @@ def distributed(job: Job) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig.from_dict(job.loading)}
 
 
-def load_model(job: Job, *, parallel: bool) -> nn.Module:
+def load_model(job: Job, *, parallel: bool, dtype: torch.dtype = torch.float64) -> nn.Module:
     """The model, on all processes as a script loads it.
 
     Args:
         job: what is run.
         parallel: whether Transformers divides it, where the job says so.
+        dtype: of its parameters.
     """
-    options = EXACT | (distributed(job) if parallel else {})
+    options = EXACT | {"dtype": dtype} | (distributed(job) if parallel else {})
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(job.model, **options)
     if job.packing:
         model.config.use_cache = False  # with a cache, Transformers does not look for the rows in a packed one
@@ -66,7 +67,8 @@ def adapted(model: PreTrainedModel, job: Job) -> nn.Module:
     with torch.no_grad():
         for name, parameter in adapters.named_parameters():
             if ADAPTERS in name:
-                parameter.copy_(STD * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+                drawn = STD * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(drawn if job.dtype == FLOAT64 else drawn.float())  # a number that both sides have
     return adapters
 
 

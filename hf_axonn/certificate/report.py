@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_axonn.certificate.compare import BOUND, KINDS, CaseResult, Error
-from hf_axonn.certificate.job import Job
+from hf_axonn.certificate.job import FLOAT64, Job
 
 
 EQUAL, DIFFERENT = 0, 1
@@ -24,15 +24,17 @@ STYLE = (
 )
 
 
-def verdict(results: list[CaseResult]) -> str:
+def verdict(results: list[CaseResult], dtype: str = FLOAT64) -> str:
     """In one line."""
     if all(result.equal for result in results):
+        if dtype != FLOAT64:
+            return f"equal to one process within {dtype}"
         return f"equal to one process, within {BOUND:.0e} in float64"
     if failed := [result for result in results if result.failed]:
         return f"DOES NOT RUN in {len(failed)} of {len(results)} runs"
     mistakes = [result for result in results if not result.equal and not result.documented]
     if not mistakes:
-        return "equal to one process in float64, but for what is documented"
+        return f"equal to one process {'in' if dtype == FLOAT64 else 'within'} {dtype}, but for what is documented"
     return f"DIFFERENT from one process in {len(mistakes)} of {len(results)} runs"
 
 
@@ -51,7 +53,7 @@ def lines(job: Job, title: str, results: list[CaseResult], model: str) -> list[s
     if job.script:
         shape = f"the script's rows, on {job.positions} position(s)"
     text = [
-        f"{title}: {verdict(results)}.",
+        f"{title}: {verdict(results, job.dtype)}.",
         f"  model    {model}",
         f"  steps    {job.steps}, of {shape}",
         "",
@@ -81,7 +83,9 @@ def _cell(error: Error | None) -> str:
         return "-"
     if not _finite(error):
         return "WRONG"
-    return "each once" if error.name == "samples" else f"{error.size:.0e}"
+    if error.name == "samples":
+        return "each once"
+    return f"{error.size:.0e}" + (f"/{error.bound:.0e}" if error.bound != BOUND else "")
 
 
 def _finite(error: Error) -> bool:
@@ -106,12 +110,12 @@ def certificate(
 ) -> dict[str, Any]:
     """What certificate.json holds."""
     return {
-        "verdict": verdict(results),
+        "verdict": verdict(results, job.dtype),
         "exit_code": exit_code(results),
         "run": title,
         "command": command,
-        "bound": BOUND,
-        "dtype": "float64",
+        "bound": BOUND if job.dtype == FLOAT64 else None,  # in another dtype each number has its own
+        "dtype": job.dtype,
         "model": model,
         "ranks": job.ranks,
         "positions": job.positions,
@@ -124,13 +128,13 @@ def certificate(
         "packing": job.packing,
         "seed": job.seed,
         "notes": job.notes,
-        "cases": [_case(result) for result in results],
+        "cases": [_case(result, job.dtype) for result in results],
         "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         "sha256": {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()},
     }
 
 
-def _case(result: CaseResult) -> dict[str, Any]:
+def _case(result: CaseResult, dtype: str) -> dict[str, Any]:
     first = None
     if result.first is not None:
         kind, error = result.first
@@ -145,12 +149,19 @@ def _case(result: CaseResult) -> dict[str, Any]:
         "documented": result.documented,
         "failed": result.failed,
         "ranks_with_the_same_samples": result.groups,
-    }
+    } | ({} if dtype == FLOAT64 else {"bounds": [{"kind": kind, **_values(its)} for kind, its in result.errors]})
 
 
 def _values(error: Error) -> dict[str, Any]:
     size = error.size if _finite(error) else None  # JSON has no infinity
-    return {"error": size, "step": error.step, "name": error.name, "rank": error.rank, "text": error.text}
+    return {
+        "error": size,
+        "bound": error.bound,
+        "step": error.step,
+        "name": error.name,
+        "rank": error.rank,
+        "text": error.text,
+    }
 
 
 def _version(package: str) -> str | None:
@@ -172,8 +183,8 @@ def page(found: dict[str, Any], screen: list[str]) -> str:
             if error is None:
                 cells.append("<td>-</td>")
                 continue
-            right = error["error"] is not None and error["error"] <= found["bound"]
-            size = "wrong" if error["error"] is None else f"{error['error']:.1e}"
+            right = error["error"] is not None and error["error"] <= error["bound"]
+            size = "wrong" if error["error"] is None else f"{error['error']:.1e} of {error['bound']:.1e}"
             whose = "" if right else f" {html.escape(error['name'])}, step {error['step']}, rank {error['rank']}"
             cells.append(f'<td class="{"yes" if right else "no"}">{size}{whose}</td>')
         body.append(f"<tr>{''.join(cells)}</tr>")

@@ -29,7 +29,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from hf_axonn.certificate.float64 import Float64, recompute_exactly
-from hf_axonn.certificate.job import WITNESS, Job
+from hf_axonn.certificate.job import FLOAT64, WITNESS, Job
 from hf_axonn.certificate.loading import load_model
 from hf_axonn.certificate.recording import Recorder, number
 from hf_axonn.certificate.rows import Row, collate, pack, seen_in, spans, tokens_of
@@ -64,19 +64,25 @@ def run(job: Job, names: Sequence[str] = ()) -> None:
     Collective over the world.
     """
     logging.set_verbosity_error()
-    torch.set_default_dtype(torch.float64)  # constants that models and Trainer make in it
+    exact = _dtype(job) == torch.float64
+    torch.set_default_dtype(_dtype(job))  # constants that models and Trainer make in it
     ways = {"trainer": _trainer, "resumed": _trainer, "loop": _loop, "script": _script}
     begun = Path(job.folder, side(_parallel()), f"begun-rank{os.environ.get('RANK', 0)}.txt")
     for path, optimizer in job.cases:
         if f"{path}-{optimizer}" in names or not names and path != "resumed":
             forget_state()
             begun.write_text(f"{path}-{optimizer}", encoding="utf-8")
-            with Float64():
+            with Float64() if exact else contextlib.nullcontext():
                 ways[path](job, path, optimizer)
 
 
 def _parallel() -> bool:
     return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def _dtype(job: Job) -> torch.dtype:
+    """Of parameters: one process has the truth, whatever the ranks compute in."""
+    return torch.float64 if job.dtype == FLOAT64 or not _parallel() else torch.float32
 
 
 def _folder(job: Job, path: str, optimizer: str) -> Path:
@@ -135,7 +141,8 @@ class _Steps(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Right before the first batch: the model is prepared."""
-        recompute_exactly(kwargs["model"])
+        if torch.get_default_dtype() == torch.float64:
+            recompute_exactly(kwargs["model"])
         self.recorder.start(kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -174,7 +181,7 @@ def _trainer(job: Job, path: str, optimizer: str) -> None:
     if job.divides and _parallel():
         as_on_gpus()
     trainer = _RecordingTrainer(
-        model=load_model(job, parallel=_parallel()),
+        model=load_model(job, parallel=_parallel(), dtype=_dtype(job)),
         args=arguments,
         train_dataset=job.rows,
         eval_dataset=job.asked,
@@ -223,7 +230,7 @@ def _loop(job: Job, path: str, optimizer: str) -> None:
         PartialState(cpu=True)
         as_on_gpus()
     accelerator = Accelerator(cpu=True)
-    model: Any = load_model(job, parallel=_parallel())
+    model: Any = load_model(job, parallel=_parallel(), dtype=_dtype(job))
     model.train()
     kind = {WITNESS: torch.optim.SGD, "adamw_torch": torch.optim.AdamW}[optimizer]
     made = pack if job.packing else collate

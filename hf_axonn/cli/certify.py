@@ -38,6 +38,9 @@ def add_certify(commands) -> None:
         help="your script and its arguments, in quotes: 'train.py --data rows.jsonl'; its model is made small, "
         "its output goes to --output",
     )
+    parser.add_argument(
+        "--dtype", default="float64", help="in which the ranks compute and are compared: float64, bf16 or fp32"
+    )
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps")
     parser.add_argument("--output", help="a new folder, for certificate.json, certificate.html and logs")
 
@@ -55,6 +58,8 @@ def run_certify(options: argparse.Namespace) -> int:
     if bool(options.model) == bool(options.script):
         raise ValueError("give --model, or --script, whose model is the one that it loads.")
     words = ["hf-axonn", "certify", "--config", options.config, "--steps", str(options.steps)]
+    if options.dtype != "float64":
+        words += ["--dtype", options.dtype]
     for name in ("model", "trainer_args", "script"):
         if given := getattr(options, name):
             words += [f"--{name.replace('_', '-')}", given]
@@ -68,6 +73,7 @@ def run_certify(options: argparse.Namespace) -> int:
             steps=options.steps,
             output=output,
             command_line=words,
+            dtype=options.dtype,
         )
     except RuntimeError as problem:
         print(f"hf-axonn certify: {problem}", file=sys.stderr)

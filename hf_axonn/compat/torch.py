@@ -15,8 +15,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_axonn.compat.replaced import replaced
+
+
+OperatorMode = TorchDispatchMode  # sees operators below autograd, forward and backward
 
 
 def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tensor) -> DeviceMesh:

@@ -11,7 +11,7 @@ import yaml
 from hf_axonn.certificate import worker
 from hf_axonn.certificate.certify import conclude, prepare, prepare_script
 from hf_axonn.certificate.compare import CaseResult
-from hf_axonn.certificate.job import Job
+from hf_axonn.certificate.job import FLOAT64, Job
 from hf_axonn.certificate.launch_plan import LaunchPlan, read_launch_plan
 from hf_axonn.config import VARIABLE, AxonnConfig
 from hf_axonn.launch import notebook
@@ -30,10 +30,10 @@ def launch_file(folder: Path, ranks: int, **settings) -> Path:
     return path
 
 
-def one_process(folder: Path, plan: LaunchPlan, model: str, *, steps: int = 2, **trainer) -> Job:
+def one_process(folder: Path, plan: LaunchPlan, model: str, *, steps: int = 2, dtype: str = FLOAT64, **trainer) -> Job:
     """A job of one case, run on one process."""
     folder.mkdir()
-    job = prepare(folder, plan, model, steps=steps, trainer=trainer)
+    job = prepare(folder, plan, model, steps=steps, trainer=trainer, dtype=dtype)
     job.cases = [("trainer", "sgd")]
     job.save()
     _run_alone(folder)
@@ -66,6 +66,7 @@ def many_processes(job: Job, folder: Path, plan: LaunchPlan, planted: str = "") 
 
 def _rank(job: Job, plan: LaunchPlan, planted: str) -> None:
     os.environ["ACCELERATE_USE_CPU"] = "true"
+    os.environ["ACCELERATE_MIXED_PRECISION"] = plan.settings["mixed_precision"]
     if plan.own:
         section = {key: value for key, value in plan.settings["axonn_config"].items()}
         os.environ[VARIABLE] = AxonnConfig.from_mapping(section).to_json()
@@ -75,6 +76,6 @@ def _rank(job: Job, plan: LaunchPlan, planted: str) -> None:
     worker.run(job)
 
 
-def plan_of(folder: Path, ranks: int, **settings) -> LaunchPlan:
+def plan_of(folder: Path, ranks: int, dtype: str = FLOAT64, **settings) -> LaunchPlan:
     """What a launch file comes down to."""
-    return read_launch_plan(launch_file(folder, ranks, **settings))
+    return read_launch_plan(launch_file(folder, ranks, **settings), dtype)
