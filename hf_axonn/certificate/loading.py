@@ -64,11 +64,11 @@ def adapted(model: PreTrainedModel, job: Job) -> nn.Module:
     config = LoraConfig(task_type="CAUSAL_LM", **{**job.peft, "lora_dropout": 0.0})
     adapters = get_peft_model(model, config, autocast_adapter_dtype=False)
     generator = torch.Generator().manual_seed(job.seed + 4)
+    drawn = torch.float64 if job.dtype == FLOAT64 else torch.float32  # numbers that both sides have
     with torch.no_grad():
         for name, parameter in adapters.named_parameters():
             if ADAPTERS in name:
-                drawn = STD * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.copy_(drawn if job.dtype == FLOAT64 else drawn.float())  # a number that both sides have
+                parameter.copy_(STD * torch.randn(parameter.shape, generator=generator, dtype=drawn))
     return adapters
 
 

@@ -45,6 +45,15 @@ def test_planted_errors_are_found_and_named(ddp, tmp_path, error, kind, said):
 
 
 @pytest.mark.slow
+def test_adapters_and_packed_rows_are_equal(tmp_path):
+    plan = plan_of(tmp_path, 2, "bf16", axonn_config={"grid": {"x": 2}})
+    adapters = {"peft": {"r": 4, "target_modules": ["q_proj", "v_proj"]}, "packing": True}
+    job = one_process(tmp_path / "alone", plan, "llama", dtype="bf16", **adapters)
+    result = many_processes(job, tmp_path / "certificate", plan)
+    assert result.equal and result.worst["start"].size == 0 < result.worst["gradient"].size, result.cause
+
+
+@pytest.mark.slow
 def test_a_loss_that_is_not_known_is_refused(tmp_path):
     plan = plan_of(tmp_path, 2, "bf16")
     job = one_process(tmp_path / "alone", plan, "gpt2", dtype="bf16", steps=1, label_smoothing_factor=0.1)
