@@ -51,9 +51,9 @@ def prepare(
     """Make the small model and the job in an empty folder.
 
     Raises:
-        ValueError: the model cannot be made small, an argument is wrong, or `steps` is below 1.
+        ValueError: the model cannot be made small, an argument is wrong, or `steps` is below 2.
     """
-    _check_steps(steps)
+    _check_steps(steps, 2, ": the last one is the epoch's uneven end")
     small = shrunk(config_of(model), ranks=plan.ranks, layers=max(2, plan.stages), seed=seed)
     if dtype != FLOAT64:
         check_comparable(small.config, dtype)
@@ -269,15 +269,15 @@ def prepare_script(folder: Path, plan: LaunchPlan, script: Sequence[str], *, ste
     Raises:
         ValueError: there is no such script, or `steps` is below 1.
     """
-    _check_steps(steps)
+    _check_steps(steps, 1)
     job = make_script_job(folder, plan, steps=steps, script=script)
     _write(job, plan)
     return job
 
 
-def _check_steps(steps: int) -> None:
-    if steps < 1:
-        raise ValueError(f"--steps is {steps}: give a number of at least 1.")
+def _check_steps(steps: int, least: int, why: str = "") -> None:
+    if steps < least:
+        raise ValueError(f"--steps is {steps}: give a number of at least {least}{why}.")
 
 
 def _write(job: Job, plan: LaunchPlan) -> None:

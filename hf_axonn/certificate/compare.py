@@ -109,7 +109,7 @@ def compare(job: Job, path: str, optimizer: str) -> CaseResult:
     found: list[tuple[str, Error]] = []
     begin = runs.many[0].after + 1
     steps = range(begin, job.steps + 1)
-    if any(row for batches in runs.one.samples for batch in batches for row in batch):
+    if any(batch for batches in runs.one.samples for batch in batches):
         for step in steps:
             problem = sample_problem(runs, result.groups, job.positions, step)
             found.append(("samples", Error(math.inf if problem else 0.0, step, "samples", 0, problem)))

@@ -41,7 +41,12 @@ def add_certify(commands) -> None:
     parser.add_argument(
         "--dtype", default="float64", help="in which the ranks compute and are compared: float64, bf16 or fp32"
     )
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=3,
+        help="optimizer steps; of a model at least 2, as the last one is the uneven end of the epoch",
+    )
     parser.add_argument("--output", help="a new folder, for certificate.json, certificate.html and logs")
 
 

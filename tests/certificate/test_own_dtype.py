@@ -56,7 +56,7 @@ def test_adapters_and_packed_rows_are_equal(tmp_path):
 @pytest.mark.slow
 def test_a_loss_that_is_not_known_is_refused(tmp_path):
     plan = plan_of(tmp_path, 2, "bf16")
-    job = one_process(tmp_path / "alone", plan, "gpt2", dtype="bf16", steps=1, label_smoothing_factor=0.1)
+    job = one_process(tmp_path / "alone", plan, "gpt2", dtype="bf16", label_smoothing_factor=0.1)
     with pytest.raises(ValueError, match="is not SGD's step of the mean loss"):
         many_processes(job, tmp_path / "certificate", plan)
 

@@ -90,7 +90,7 @@ def test_the_command_says_why_nothing_was_started(tmp_path, capsys):
     file = launch_file(tmp_path, 2)
     assert main(["certify", "--config", str(tmp_path / "none.yaml"), "--model", "llama"]) == 2
     assert main(["certify", "--config", str(file), "--model", "t5"]) == 2
-    assert main(["certify", "--config", str(file), "--model", "llama", "--steps", "0"]) == 2
+    assert main(["certify", "--config", str(file), "--model", "llama", "--steps", "1"]) == 2
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     assert main(["certify", "--config", str(file), "--model", "llama", "--output", str(tmp_path / "full")]) == 2
