@@ -46,6 +46,7 @@ def fake_mesh(grid: Grid, rank: int) -> GridMesh:
 
 def _run(rank: int, world: int, folder: str, function: Callable, args: tuple) -> None:
     crashed = open(f"{folder}/crashed-{rank}", "w")  # where a rank that a signal ends says what it was doing
+    faulthandler.disable()  # pytest's, whose handlers Lightning's Trainer takes away, and which would not be set again
     faulthandler.enable(crashed)
     torch.set_num_threads(1)
     gc.freeze()  # what the test had made is not collected again by every Trainer of every rank

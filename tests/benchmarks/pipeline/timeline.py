@@ -114,7 +114,7 @@ def let_sleep(pipeline: Pipeline, run: Run) -> None:
 def watch(pipeline: Pipeline, batch: int, seq: int, micro_batches: int) -> list[Pass]:
     """Note every pass of the stages of this rank, in the list that is returned."""
     found: list[Pass] = []
-    schedule, _ = pipeline._schedule(micro_batches, batch, seq)
+    schedule, _ = pipeline._schedule(micro_batches, batch, seq, 0)
     for stage in schedule.of_grid:
 
         def noting(method: str, kind_of: Any, stage: Any = stage) -> None:
