@@ -541,15 +541,24 @@ def pipeline_schedule(
 
 
 def _receive_on_demand(stage: Any) -> None:
-    """Let a stage have receive buffers for the micro-batches under way only. torch makes those of all micro-batches
-    when a schedule runs first, and keeps them, with the gradients of what was received."""
+    """Let a stage have receive buffers for the micro-batches under way only. torch before 2.15 makes those of all
+    micro-batches when a schedule runs first, and keeps them, with the gradients of what was received."""
+    from torch.distributed.pipelining import stage as stages
+
+    if hasattr(stages._RecvInfo, "allocate_buffer"):
+        return
     tables = {"get_fwd_recv_ops": stage.args_recv_info, "get_bwd_recv_ops": stage.grad_recv_info}
     emptied = False
 
+    def move(table: dict, micro_batch: int, device: torch.device | str) -> None:
+        for its in table.get(micro_batch, ()):
+            buffer = getattr(its, "buffer", None)  # what the whole model is given comes through none
+            if buffer is not None and buffer.device.type != torch.device(device).type:
+                its.buffer = torch.empty_like(buffer, device=device).requires_grad_(buffer.requires_grad)
+
     def release(micro_batch: int) -> None:
         for table in tables.values():
-            for its in table.get(micro_batch, ()):
-                its.buffer = None
+            move(table, micro_batch, "meta")
 
     def with_room(method: Callable[[int], Any], table: dict) -> Callable[[int], Any]:
         def call(micro_batch: int) -> Any:
@@ -558,9 +567,7 @@ def _receive_on_demand(stage: Any) -> None:
                 emptied = True
                 for each in range(stage.chunks):
                     release(each)
-            for its in table.get(micro_batch, ()):
-                if its.buffer is None and its.tensor_meta is not None:
-                    its.buffer = torch.empty(its.tensor_meta.shape, dtype=its.tensor_meta.dtype, device=stage.device)
+            move(table, micro_batch, stage.device)
             return method(micro_batch)
 
         return call

@@ -56,7 +56,7 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
     **{f"accelerate {release}": {"accelerate": release} for release in ("1.14", "1.13", "1.12")},
     "peft 0.20": {"peft": "0.20"},
     "trl 1.15": {"trl": "1.15"},
-    **{f"torch {release}": {"torch": release} for release in ("2.14", "2.13", "2.12", "2.11")},
+    **{f"torch {release}": {"torch": release} for release in ("2.15", "2.14", "2.12", "2.11")},
     **{f"python {release}": {"python": release} for release in ("3.14", "3.13", "3.12")},
     "oldest libraries": OLDEST,
     "oldest transformers and accelerate": {"transformers": OLDEST["transformers"], "accelerate": OLDEST["accelerate"]},

@@ -32,6 +32,7 @@ from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import train, worst_difference
 from tests.parallel import test_from_pretrained as loads
+from tests.pipeline import test_pipeline as pipelines
 
 
 GRIDS = [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)]
@@ -95,6 +96,13 @@ def _compared(pairs: list, more: tuple[Callable[[], None], ...]) -> dict:
     for function in more:
         function()
     return {key: errors for cases, grids in pairs for key, errors in compare(cases, grids).items()}
+
+
+def test_pipelines_equal_one_process():
+    """Under every schedule, two of them with two stages a rank, and with the receive buffers of few micro-batches."""
+    cases = [("smollm2", Grid(pipe=2), schedule, False) for schedule in pipelines.SCHEDULES]
+    pipelines.check(2, [*cases, ("gpt2", Grid(pipe=2), {}, True)])
+    pipelines.test_receive_buffers_are_of_the_micro_batches_under_way()
 
 
 def test_compiled_and_checkpointed():
