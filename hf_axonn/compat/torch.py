@@ -1,4 +1,4 @@
-"""Private names of torch, and those that may change. Checked with torch 2.11 and 2.13."""
+"""Private names of torch, and those that may change. Checked with torch 2.11 to 2.15."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ class GridMesh(GridPosition):
 
     Building it is collective over the world: every rank must call it, with the same grid. On NCCL the world gets the
     device of this rank, if `init_process_group` was not told (one all-reduce over the world). Groups are made once
-    for each axis and for the products that the algorithm uses: ("x", "y"), ("data", "z"), and with pipelines the ranks
-    of a stage and those that share samples. A rank makes its own groups and does not name those of others, so that
-    the cost does not grow with the world.
+    for each axis and for the products that the algorithm uses: ("x", "y"), ("data", "z"), and with pipelines pipe, the
+    ranks of a stage and those that share samples. A rank makes its own groups and does not name those of others, so
+    that the cost does not grow with the world.
 
     NCCL runs the collectives of a communicator one after the other: the gather of the next weights would wait for the
     reduction of gradients. So there are two communicators over z there, and streams of high priority for all. On gloo,
@@ -59,10 +59,9 @@ class GridMesh(GridPosition):
             bind_world(self.device)
         self._groups: dict[tuple[str, ...], ProcessGroup] = {}
         for axes in GROUPS:
-            if axes == STAGE and grid.pipe == 1 and dist.group.WORLD is not None:
-                continue
-            self._groups[axes] = self._shared(axes) or self._made(axes)
-        if STAGE not in self._groups and dist.group.WORLD is not None:
+            if grid.pipe > 1 or axes not in (("pipe",), STAGE):
+                self._groups[axes] = self._shared(axes) or self._made(axes)
+        if grid.pipe == 1 and dist.group.WORLD is not None:
             self._groups[STAGE] = dist.group.WORLD  # as it was without pipelines, on NCCL too
         self.reductions = self._made(("z",), "_reductions") if self._nccl and grid.z > 1 else self._groups[("z",)]
 

@@ -14,6 +14,7 @@ from tests.helpers.ranks import all_grids, run_ranks
 
 
 GRIDS = [grid for size in range(1, 9) for grid in all_grids(size)]
+ALWAYS = ("data", "z", "y", "x")  # pipe has a group only where it is longer than 1
 
 
 def test_ranks_and_coordinates_are_a_bijection():
@@ -116,7 +117,7 @@ def groups_keep_the_timeout(folder):
     world = dict(init_method=f"file://{folder}/again", rank=rank, world_size=grid.size)
     dist.init_process_group("gloo", timeout=timedelta(seconds=5), **world)
     mesh = grid_mesh(grid, "cpu")
-    for axes in (*((axis,) for axis in AXES), ("x", "y"), ("data", "z")):
+    for axes in (*((axis,) for axis in ALWAYS), ("x", "y"), ("data", "z")):
         backend = mesh.group(*axes)._get_backend(torch.device("cpu"))
         assert backend.options._timeout == timedelta(seconds=5), axes
     if rank == 0:
@@ -138,7 +139,7 @@ def groups_are_right():
         mesh = grid_mesh(grid, "cpu")
         assert grid_mesh(grid, "cpu") is mesh
         assert mesh.coordinates == grid.coordinates(dist.get_rank())
-        for axes in (*((axis,) for axis in AXES), ("x", "y"), ("data", "z")):
+        for axes in (*((axis,) for axis in ALWAYS), ("x", "y"), ("data", "z")):
             group = mesh.group(*axes)
             assert dist.get_process_group_ranks(group) == grid.ranks_along(axes, mesh.rank)
             assert dist.get_group_rank(group, mesh.rank) == mesh.index(*axes)

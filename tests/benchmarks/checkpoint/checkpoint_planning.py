@@ -46,9 +46,10 @@ def saved_tensors(grid: Grid, layers: int) -> tuple[dict[str, SavedTensor], floa
         model = AutoModelForCausalLM.from_config(config)
     parallelize(model, grid)
     tensors = dict(model.named_parameters())
-    seconds, _ = timed(shards_to_write, tensors, grid, 0)
+    saved = {name: describe(tensor) for name, tensor in tensors.items()}
+    seconds, _ = timed(shards_to_write, tensors, saved, grid, 0)
     dist.destroy_process_group()
-    return {name: describe(tensor) for name, tensor in tensors.items()}, seconds
+    return saved, seconds
 
 
 def read_plan(tensors: dict[str, SavedTensor], saved: Grid, now: Grid, rank: int) -> int:
