@@ -144,7 +144,7 @@ class DataMethods:
             if len(set(counts)) > 1:
                 raise ValueError(
                     f"even_batches=False gives {max(counts)} batches to some ranks and {min(counts)} to others, but "
-                    "over a grid every rank takes part in every layer: leave it away, or drop the last batch "
+                    "over a grid every rank takes part in every layer: omit it, or drop the last batch "
                     "(drop_last=True)."
                 )
 
@@ -245,5 +245,5 @@ def _refuse_shards(tensor: torch.Tensor) -> None:
         raise ValueError(
             f"accelerator.reduce got a tensor of shape {list(tensor.shape)} that is sharded over a grid: each rank "
             "has another part of it. LocalSGD, which averages parameters so, is not possible over a grid: pass "
-            "enabled=False or leave it away; gradients are averaged by every step."
+            "enabled=False or omit it; gradients are averaged by every step."
         )

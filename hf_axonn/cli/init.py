@@ -108,7 +108,7 @@ def run_init(options: argparse.Namespace) -> int:
     usual = "no" if devices.use_cpu is not False else "bf16" if devices.bf16 else "fp16"
     precision = _answer(options.mixed_precision, "mixed precision", usual, _precision, asks)
     if devices.use_cpu and precision == "fp16":
-        raise ValueError("mixed precision is fp16, which accelerate leaves away on CPUs: take bf16 or no.")
+        raise ValueError("mixed precision is fp16, which accelerate ignores on CPUs: use bf16 or no.")
     seq = _answer(options.seq, "tokens of a sequence", SEQUENCE, number, asks)
     tokens = _answer(options.batch_tokens, "tokens of a step", ROWS * processes * seq, number, asks)
     batch = batch_of(tokens, seq, processes)

@@ -89,7 +89,7 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
     use_cpu, notes = _use_cpu(settings, options, kind, num_processes)
     notes = planned + notes
     if use_cpu and precision == "fp16":
-        raise ValueError("mixed_precision is 'fp16', which accelerate leaves away on CPUs: write bf16, or 'no'.")
+        raise ValueError("mixed_precision is 'fp16', which accelerate ignores on CPUs: write bf16, or 'no'.")
     environment = {VARIABLE: config.to_json()}
     if _restarts(options, num_machines):
         environment["PET_STANDALONE"] = environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -178,7 +178,7 @@ def _restarts(options: Mapping[str, str | None], num_machines: int) -> bool:
     if restarts and num_machines > 1:
         raise ValueError(
             f"max_restarts is {restarts} on {num_machines} machines, where restarted processes find the addresses of "
-            "the former ones: leave it away and start the launchers of all machines again, with "
+            "the former ones: omit it and start the launchers of all machines again, with "
             "--resume_from_checkpoint last."
         )
     return bool(restarts)

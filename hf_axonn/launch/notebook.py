@@ -79,7 +79,7 @@ def notebook_launcher(
             "on CPUs with use_cpu=True."
         )
     if use_cpu and mixed_precision == "fp16":
-        raise ValueError("mixed_precision is 'fp16', which accelerate leaves away on CPUs: write bf16 or no.")
+        raise ValueError("mixed_precision is 'fp16', which accelerate ignores on CPUs: write bf16 or no.")
     with tempfile.TemporaryDirectory(prefix="axonn-") as folder:
         result = Path(folder) / "result"
         environment = {VARIABLE: config.to_json(), "ACCELERATE_MIXED_PRECISION": mixed_precision}

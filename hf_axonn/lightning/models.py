@@ -124,7 +124,7 @@ def put_on_grid(
     check_precision(precision)
     if is_compiled(module):
         raise ValueError(
-            "torch.compile of a whole module is not possible over a grid: leave it away, and call compile() of the "
+            "torch.compile of a whole module is not possible over a grid: omit it, and call compile() of the "
             "sharded model, in on_fit_start or after fabric.setup."
         )
     model = model_inside(module, or_all=or_all)

@@ -75,9 +75,7 @@ def from_pretrained(
         return auto_class.from_pretrained(name_or_path, **kwargs)
     check_versions()
     if kwargs.get("ignore_mismatched_sizes"):
-        raise ValueError(
-            "ignore_mismatched_sizes: every rank would fill such weights with other numbers; leave it away."
-        )
+        raise ValueError("ignore_mismatched_sizes: every rank would fill such weights with other numbers; omit it.")
     origin = name_or_path
     if gguf_file := kwargs.pop("gguf_file", None):
         del kwargs["quantization_config"]

@@ -84,11 +84,11 @@ def _arguments(
             given |= given.pop(parameter.name, {})
     for name in REFUSED:
         if given.get(name) is not None and given[name] is not False:
-            raise ValueError(f"{name} is not possible over a grid with pipe: leave it away.")
+            raise ValueError(f"{name} is not possible over a grid with pipe: omit it.")
     if given.get("output_router_logits"):
         check_routers(pipeline.model, pipeline.state.grid)
     if given.get("return_dict") is False:
-        raise ValueError("return_dict=False is not possible over a grid with pipe: leave it away.")
+        raise ValueError("return_dict=False is not possible over a grid with pipe: omit it.")
     if not isinstance(given.get("input_ids"), Tensor):
         raise ValueError("over a grid with pipe a model is called with input_ids, which its stages all read.")
     return {**given, "use_cache": False}

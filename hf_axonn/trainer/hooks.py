@@ -116,7 +116,7 @@ def _make_ready(self) -> None:
             )
         return
     refused = {
-        "fp16 on CPUs": self.args.fp16 and self.args.device.type == "cpu",  # accelerate would leave it away
+        "fp16 on CPUs": self.args.fp16 and self.args.device.type == "cpu",  # accelerate would ignore it
         "use_liger_kernel": self.args.use_liger_kernel,  # its loss multiplies the full head
         "auto_find_batch_size": self.args.auto_find_batch_size,  # a rank without memory leaves others in a collective
         "enable_jit_checkpoint": self.args.enable_jit_checkpoint,  # each rank would save at a step of its own
@@ -131,7 +131,7 @@ def _make_ready(self) -> None:
     }
     for name, asked in refused.items():
         if asked:
-            raise ValueError(f"{name} is not supported over a grid ({plugin.grid}): leave it away.")
+            raise ValueError(f"{name} is not supported over a grid ({plugin.grid}): omit it.")
     # Others keep 8-bit blocks, projections or norms of a full tensor, which shards do not have.
     optim = getattr(self.args.optim, "value", self.args.optim)
     if optim not in OPTIMIZERS:

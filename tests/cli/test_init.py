@@ -210,7 +210,7 @@ def test_a_file_that_is_there_stays(here, capsys):
     ("command", "message"),
     [
         ("--nodes 2 --processes 3", "3 processes are not divisible by 2 nodes"),
-        ("--mixed-precision fp16", "fp16, which accelerate leaves away on CPUs"),
+        ("--mixed-precision fp16", "fp16, which accelerate ignores on CPUs"),
         ("--machine dgx-h100 --model gpt-640b", "no grid of 8 GPUs fits"),
         ("--machine dgx-h100 --model nowhere", "there is no model 'nowhere'"),
         ("--machine nowhere", "there is no machine 'nowhere'"),

@@ -174,7 +174,7 @@ def test_other_ways_to_split_a_model_are_refused_by_name(section):
             "mixed_precision is 'fp8', which is not supported yet: write bf16, fp16 or 'no'.",
         ),
         ({}, {"mixed_precision": "fp8"}, "mixed_precision is 'fp8'"),
-        ({"mixed_precision": "fp16", "use_cpu": True}, {}, "accelerate leaves away on CPUs: write bf16, or 'no'"),
+        ({"mixed_precision": "fp16", "use_cpu": True}, {}, "accelerate ignores on CPUs: write bf16, or 'no'"),
         ({"mixed_precision": None, "fp16": True, "use_cpu": True}, {}, "mixed_precision is 'fp16', which accelerate"),
         (
             {"mixed_precision": "no", "axonn_config": {"grid": {"x": 4}, "residual_dtype": "bfloat16"}},

@@ -205,7 +205,7 @@ def test_rank_0_alone_shows_a_table_and_bf16_needs_no_use_cpu(tmp_path, monkeypa
     (
         ({"grid": {"x": 2, "w": 2}}, "unknown key 'w'"),
         ({"grid": Grid(x=2), "mixed_precision": "fp8"}, "one of bf16, fp16, no"),
-        ({"grid": Grid(x=2), "mixed_precision": "fp16", "use_cpu": True}, "leaves away on CPUs"),
+        ({"grid": Grid(x=2), "mixed_precision": "fp16", "use_cpu": True}, "ignores on CPUs"),
         ({"grid": Grid(x=4096), "use_cpu": False}, "needs 4096 GPUs"),
         ({"grid": Grid(x=2), "args": 3}, "args=\\(value,\\)"),
     ),
