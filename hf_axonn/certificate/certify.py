@@ -57,9 +57,9 @@ def prepare(
     small = shrunk(config_of(model), ranks=plan.ranks, layers=max(2, plan.stages), seed=seed)
     if dtype != FLOAT64:
         check_comparable(small.config, dtype)
-        small = small.float().double()  # both sides begin with the same numbers
     words = small.config.vocab_size
     job = make_job(folder, plan, steps=steps, vocabulary=words, trainer=trainer, seed=seed, dtype=dtype)
+    small = small.to(job.numbers).double()
     with _quiet():
         small.save_pretrained(job.model)
     _write(job, plan)
