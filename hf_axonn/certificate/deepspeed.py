@@ -157,8 +157,8 @@ def on_cpus() -> None:
 
 
 def before_steps(engine: Any, call: Callable[[], None]) -> None:
-    """Let an engine call something before each of its steps, which come within `backward`: then gradients are averaged,
-    and not clipped yet."""
+    """Let an engine call something before each step, which comes within `backward`: gradients are averaged then, and
+    not clipped yet."""
     stock = engine.step
 
     def step(*args: Any, **kwargs: Any) -> Any:
