@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from transformers import PreTrainedConfig
 from transformers.utils import logging
@@ -59,7 +60,9 @@ def prepare(
         check_comparable(small.config, dtype)
     words = small.config.vocab_size
     job = make_job(folder, plan, steps=steps, vocabulary=words, trainer=trainer, seed=seed, dtype=dtype)
-    small = small.to(job.numbers).double()
+    with torch.no_grad():
+        for its in filter(torch.is_floating_point, (*small.parameters(), *small.buffers())):
+            its.copy_(its.to(job.numbers))
     with _quiet():
         small.save_pretrained(job.model)
     _write(job, plan)

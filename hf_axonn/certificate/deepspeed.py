@@ -19,14 +19,26 @@ STEPS, CLIPPING = "gradient_accumulation_steps", "gradient_clipping"
 OF_SECTION = ("zero_stage", STEPS, CLIPPING, "zero3_init_flag", "zero3_save_16bit_model", FILE)
 OFFLOAD = ("offload_optimizer_device", "offload_param_device")
 OF_NVME = ("offload_optimizer_nvme_path", "offload_param_nvme_path")
-OF_MACHINES = ("deepspeed_multinode_launcher", "deepspeed_hostfile")
-OF_MACHINES += ("deepspeed_exclusion_filter", "deepspeed_inclusion_filter")
+OF_MACHINES = (
+    "deepspeed_multinode_launcher",
+    "deepspeed_hostfile",
+    "deepspeed_exclusion_filter",
+    "deepspeed_inclusion_filter",
+)
 # Of a file of DeepSpeed's own.
 BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 OURS = ("optimizer", "scheduler")  # the certificate's own are in their place
 DTYPES = ("fp16", "bf16")
-OF_FILE = (STEPS, CLIPPING, "prescale_gradients", "gradient_predivide_factor", "steps_per_print")
-OF_FILE += ("wall_clock_breakdown", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
+OF_FILE = (
+    STEPS,
+    CLIPPING,
+    "prescale_gradients",
+    "gradient_predivide_factor",
+    "steps_per_print",
+    "wall_clock_breakdown",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+)
 OF_ZERO = (
     "stage overlap_comm contiguous_gradients reduce_scatter reduce_bucket_size allgather_partitions "
     "allgather_bucket_size use_multi_rank_bucket_allreduce round_robin_gradients sub_group_size "
@@ -74,7 +86,7 @@ def read_zero(section: Mapping[str, Any], dtype: str, notes: list[str], most: in
     file = _read_file(kept[FILE], dtype, notes) if kept.get(FILE) else None
     said = kept if file is None else {**file, **_of_zero(file["zero_optimization"])}
     try:
-        stage = int(said.get("zero_stage", 2))
+        stage = int(said.get("zero_stage", 2 if file is None else 0))
     except (TypeError, ValueError):
         stage = -1
     if stage not in range(4):
