@@ -183,9 +183,11 @@ def _arguments(job: Job, optimizer: str, folder: Path) -> TrainingArguments:
         "dataloader_num_workers": 0,
         "dataloader_pin_memory": False,
     }
-    if _zero(job):
-        options |= {"ddp_backend": "gloo", "bf16": job.dtype == "bf16"}
-    return TrainingArguments(**options)
+    if not _zero(job):
+        return TrainingArguments(**options)
+    arguments = TrainingArguments(**options, ddp_backend="gloo")
+    arguments.bf16 = job.dtype == "bf16"  # afterwards, as there is no GPU; Trainer asks DeepSpeed for the same
+    return arguments
 
 
 def _trainer(job: Job, path: str, optimizer: str) -> None:

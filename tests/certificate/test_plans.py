@@ -102,6 +102,8 @@ def test_a_file_of_deepspeeds_own(tmp_path, monkeypatch):
         "train_micro_batch_size_per_gpu": "auto",
         "zero_optimization": {"stage": 1, "overlap_comm": True},
     }
+    path.write_text(json.dumps({"zero_optimization": {}}))
+    assert zero_plan(tmp_path, monkeypatch, deepspeed_config_file=str(path)).zero.stage == 0
     for wrong, said in (
         (
             {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}},
