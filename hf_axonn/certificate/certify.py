@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from transformers import PreTrainedConfig
 from transformers.utils import logging
@@ -57,9 +58,11 @@ def prepare(
     small = shrunk(config_of(model), ranks=plan.ranks, layers=max(2, plan.stages), seed=seed)
     if dtype != FLOAT64:
         check_comparable(small.config, dtype)
-        small = small.float().double()  # both sides begin with the same numbers
     words = small.config.vocab_size
     job = make_job(folder, plan, steps=steps, vocabulary=words, trainer=trainer, seed=seed, dtype=dtype)
+    with torch.no_grad():
+        for its in filter(torch.is_floating_point, (*small.parameters(), *small.buffers())):
+            its.copy_(its.to(job.numbers))
     with _quiet():
         small.save_pretrained(job.model)
     _write(job, plan)

@@ -27,7 +27,19 @@ from hf_axonn.certificate.worker import ALONE, TOGETHER
 BOUND = 1e-10
 NEAR = 1e-6  # of the largest logit: nearer than this, rounding decides which of two tokens is the likelier
 # In the order in which one thing follows from another.
-KINDS = ("samples", "start", "loss", "gradient", "norm", "parameter", "logged", "evaluation", "logits", "saved")
+KINDS = (
+    "samples",
+    "start",
+    "loss",
+    "gradient",
+    "norm",
+    "parameter",
+    "copy",
+    "logged",
+    "evaluation",
+    "logits",
+    "saved",
+)
 
 
 @dataclass
@@ -114,15 +126,17 @@ def compare(job: Job, path: str, optimizer: str) -> CaseResult:
             problem = sample_problem(runs, result.groups, job.positions, step)
             found.append(("samples", Error(math.inf if problem else 0.0, step, "samples", 0, problem)))
     found += [("start", error) for error in _tensors(runs, begin - 1, Record.parameters)]
+    found += [("copy", error) for error in _copies(runs, begin - 1)]
     for step in steps:
         index = step - 1
         truth = sum(runs.one.losses[index])
         mean = sum(sum(record.losses[index]) for record in runs.many) / len(runs.many)
         found.append(("loss", Error(_relative(mean, truth), step, "loss", 0)))
         found += [("gradient", error) for error in _tensors(runs, step, Record.gradients)]
-        if runs.one.norms[index] is not None:
-            found += [("norm", error) for error in _numbers(runs, step, "norm", lambda record, at: record.norms[at])]
+        if job.norms and runs.one.norms[index] is not None:
+            found += [("norm", error) for error in _numbers(runs, step, "norm", norm_at)]
         found += [("parameter", error) for error in _tensors(runs, step, Record.parameters)]
+        found += [("copy", error) for error in _copies(runs, step)]
         for name in runs.one.logged[index] if runs.one.logged else ():
             found += [("logged", error) for error in _numbers(runs, step, f"logged {name}", _logged(name))]
     if runs.one.evaluation:
@@ -130,9 +144,15 @@ def compare(job: Job, path: str, optimizer: str) -> CaseResult:
         evaluated = _numbers(runs, end, "evaluation loss", lambda record, at: record.evaluation["loss"])
         found += [("evaluation", each) for each in evaluated]
         found += [("logits", each) for each in _logits(runs, end)]
-        found += [("saved", each) for each in _saved(job, runs, path, optimizer)]
+        found += [("saved", each) for each in (_saved(job, runs, path, optimizer) if job.saves else [])]
     settle(result, found)
     return result
+
+
+def norm_at(record: Record, index: int) -> float:
+    """The norm of a step, counted from 0; NaN where a rank says none."""
+    norm = record.norms[index]
+    return math.nan if norm is None else norm
 
 
 def settle(result: CaseResult, found: list[tuple[str, Error]]) -> None:
@@ -230,6 +250,20 @@ def _tensors(runs: Runs, step: int, read: Callable[[Record, int], list[Piece]]) 
     return errors + on_no_rank(each, truth, step)
 
 
+def _copies(runs: Runs, step: int) -> list[Error]:
+    """How far what models compute with is from the parameters, rounded to the dtype of the copy."""
+    copies = [record.copies(step) for record in runs.many]
+    if not any(copies):
+        return []
+    held = assembled(record.parameters(step) for record in runs.many)
+    found = []
+    for rank, pieces in enumerate(copies):
+        for its in pieces:
+            truth = {its.name: held[its.name].to(its.values.dtype).double()}
+            found += piece_errors([Piece(its.name, its.shape, its.offsets, its.values.double())], truth, step, rank)
+    return found
+
+
 def on_no_rank(each: Sequence[Sequence[Piece]], truth: dict[str, Tensor], step: int) -> list[Error]:
     """An error for each tensor of which no rank has some part."""
     held: dict[str, Tensor] = {}
@@ -263,7 +297,7 @@ def _saved(job: Job, runs: Runs, path: str, optimizer: str) -> list[Error]:
     folder = Path(job.folder) / TOGETHER / f"{path}-{optimizer}" / "saved"
     if not any(folder.glob("*.safetensors*")):
         return [Error(math.inf, job.steps, "save_model", 0, "wrote no weights")]
-    trained = assembled(record.parameters(job.steps) for record in runs.many)
+    trained = assembled(record.copies(job.steps) or record.parameters(job.steps) for record in runs.many)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant
         loaded = load_saved(job, folder)

@@ -18,6 +18,7 @@ from hf_axonn.certificate.compare import (
     BOUND,
     CaseResult,
     Runs,
+    norm_at,
     piece_errors,
     repeated_at_the_end,
     sample_problem,
@@ -271,9 +272,9 @@ def _of_norm(
     """Why the norm differs, though the gradients are right."""
     assert result.first is not None
     _, error = result.first
-    ratio = runs.many[error.rank].norms[error.step - 1] / runs.one.norms[error.step - 1]
-    truth = runs.one.norms[error.step - 1]
-    same = [record.rank for record in runs.many if close(record.norms[error.step - 1], truth, fits)]
+    truth, *norms = (norm_at(record, error.step - 1) for record in (runs.one, *runs.many))
+    ratio = norms[error.rank] / truth
+    same = [rank for rank, norm in enumerate(norms) if close(norm, truth, fits)]
     where = "on every rank" if not same else f"but not on rank(s) {', '.join(map(str, same))}"
     return (
         f"the gradients are right, their norm is that of one process times {_named(ratio, factors, fits)}, {where}",
@@ -298,15 +299,16 @@ def _replay(job: Job, runs: Runs, result: CaseResult, begin: int, fits: float = 
     for step in range(begin, job.steps + 1):
         for record in runs.many:
             rate = record.logged[step - 1]["learning_rate"] if record.logged else job.rate(WITNESS)
-            clip = min(1.0, most / (record.norms[step - 1] + 1e-6)) if most > 0 else 1.0
+            norm = norm_at(record if job.norms else runs.one, step - 1)
+            clip = min(1.0, most / (norm + 1e-6)) if most > 0 else 1.0
             ratio = _step_taken(record, step, rate, decay)
             if ratio is None or close(ratio, clip, fits):
                 continue
             if close(ratio, 1, fits):
-                return (
-                    f"rank {record.rank} does not clip in step {step}, though the norm is {record.norms[step - 1]:.4g}"
-                )
-            return f"step {step} of rank {record.rank} is that of its gradients times {ratio / clip:.6g}"
+                return f"rank {record.rank} does not clip in step {step}, though the norm is {norm:.4g}"
+            said = f"step {step} of rank {record.rank} is that of its gradients times {ratio / clip:.6g}"
+            at = f", as if it clipped at {ratio * norm:.4g} and not at {most:.4g}" if ratio < 1 else ""
+            return said + at
     return ""
 
 

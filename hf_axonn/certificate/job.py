@@ -9,13 +9,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
-from hf_axonn.certificate.launch_plan import LaunchPlan
+from hf_axonn.certificate.launch_plan import MOST_ACCUMULATION, LaunchPlan
 from hf_axonn.certificate.rows import Row, make_rows
 
 
-MOST_BATCH, MOST_ACCUMULATION = 2, 4
+MOST_BATCH = 2
 RATES = {"sgd": 0.1}
 RATE = 1e-3  # of Adam, which divides a rounded gradient by its size: errors of parameters grow with the rate
 WITNESS = "sgd"
@@ -52,6 +53,8 @@ class Job:
         folder: of the certificate; everything is written there.
         ranks, positions: processes, and how many of them see different samples.
         fsdp, loading, own: see LaunchPlan.
+        zero: whether DeepSpeed runs it.
+        norms, saves: whether many processes say the norm of gradients, and whether `save_model` writes weights there.
         steps: optimizer steps.
         batch, accumulation: rows of a micro-batch of one rank, and micro-batches of a step.
         vocabulary: from which rows are drawn.
@@ -74,6 +77,9 @@ class Job:
     vocabulary: int
     fsdp: bool = False
     own: bool = False
+    zero: bool = False
+    norms: bool = True
+    saves: bool = True
     loading: dict[str, Any] = field(default_factory=dict)
     batch: int = MOST_BATCH
     accumulation: int = 1
@@ -92,6 +98,13 @@ class Job:
     def divides(self) -> bool:
         """Whether Accelerate divides the model, which it does not do on CPUs of itself."""
         return self.fsdp or bool(self.loading)
+
+    @property
+    def numbers(self) -> torch.dtype:
+        """The dtype whose numbers both sides begin with: DeepSpeed's parameters in bf16 begin as bf16."""
+        if self.dtype == FLOAT64:
+            return torch.float64
+        return torch.bfloat16 if self.zero and self.dtype == "bf16" else torch.float32
 
     @property
     def model(self) -> Path:
@@ -151,7 +164,8 @@ def make_job(
         ValueError: an argument is unknown, out of range, or belongs into the launch file.
     """
     notes = list(plan.notes)
-    kept = _arguments(trainer, notes, dtype)
+    zero = plan.zero
+    kept = _arguments({**(zero.trainer if zero is not None else {}), **trainer}, notes, dtype)
     batch = min(int(kept.pop("per_device_train_batch_size", MOST_BATCH)), MOST_BATCH)
     given = int(kept.pop("gradient_accumulation_steps", 1))
     accumulation = min(given, MOST_ACCUMULATION)
@@ -163,7 +177,8 @@ def make_job(
     loops = [("loop", name) for name in (WITNESS, "adamw_torch")]
     if dtype != FLOAT64:  # Adam makes full steps of gradients that are rounding alone
         optimizers, resumed, loops = [WITNESS], [], [("loop", WITNESS)]
-        notes.append(f"in {dtype} the runs are those with SGD: Adam's are compared in {FLOAT64}.")
+        others = f"Adam's are compared in {FLOAT64}" if zero is None else "none is with Adam, and none is resumed"
+        notes.append(f"in {dtype} the runs are those with SGD: {others}.")
     peft, packing, of_trainer = (kept.pop(name, None) for name in OF_SCRIPTS)
     if plan.loading and resumed:
         resumed = []
@@ -177,6 +192,9 @@ def make_job(
         positions=plan.positions,
         fsdp=plan.fsdp,
         own=plan.own,
+        zero=zero is not None,
+        norms=zero is None or zero.stage > 0,
+        saves=zero is None or zero.saves,
         loading=plan.loading,
         steps=steps,
         vocabulary=vocabulary,

@@ -12,12 +12,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hf_axonn.certificate.deepspeed import Zero, read_zero
 from hf_axonn.launch.command import read_launch_file
 from hf_axonn.launch.launch_file import SECTION, check_spelling, core_count, resolve
 from hf_axonn.topology.grid import Grid
 
 
 MOST_RANKS = 8  # on few cores; on more, as many
+MOST_ACCUMULATION = 4
 ELSEWHERE = (
     "machine_rank",
     "main_process_ip",
@@ -31,7 +33,6 @@ ELSEWHERE = (
     "debug",
 )
 NOT_YET = {
-    "DEEPSPEED": "DeepSpeed",
     "MEGATRON_LM": "Megatron-LM",
     "XLA": "TPUs",
     "TPU": "TPUs",
@@ -54,6 +55,7 @@ class LaunchPlan:
         fsdp: whether Accelerate's FSDP2 shards the model.
         loading: arguments of Transformers' DistributedConfig, with which the model is loaded; empty: an ordinary one.
         own: whether hf_axonn runs it.
+        zero: what DeepSpeed is told; None: it does not run it.
         notes: what is done otherwise than the file says.
     """
 
@@ -66,6 +68,7 @@ class LaunchPlan:
     fsdp: bool = False
     loading: dict[str, int] = field(default_factory=dict)
     own: bool = False
+    zero: Zero | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -95,7 +98,7 @@ def read_launch_plan(path: Path, dtype: str = "float64") -> LaunchPlan:
     kept = {key: value for key, value in settings.items() if key not in (*ELSEWHERE, "dynamo_config")}
     kept |= {"num_machines": 1, "mixed_precision": mixed, "use_cpu": False}
     try:
-        return _own(kept, notes) if SECTION in settings else _stock(kept, notes)
+        return _own(kept, notes) if SECTION in settings else _stock(kept, notes, dtype)
     except ValueError as problem:
         raise ValueError(f"{path}: {problem}") from None
 
@@ -157,8 +160,8 @@ def _axes(grid: Grid) -> dict[str, int]:
     return {"pipe": 1, **grid.as_dict()}
 
 
-def _stock(settings: dict[str, Any], notes: list[str]) -> LaunchPlan:
-    """DDP, FSDP2, HSDP, tensor parallelism: what Accelerate does by itself."""
+def _stock(settings: dict[str, Any], notes: list[str], dtype: str) -> LaunchPlan:
+    """DDP, FSDP2, HSDP, tensor parallelism, DeepSpeed: what Accelerate does by itself."""
     _check_keys(settings)
     kind = str(settings.get("distributed_type", "NO")).upper()
     if kind in NOT_YET:
@@ -175,6 +178,8 @@ def _stock(settings: dict[str, Any], notes: list[str]) -> LaunchPlan:
         raise ValueError("fsdp_version is 1, whose parameters have no names of their own: write fsdp_version: 2.")
     tensor, replicas = sizes["tp_size"], sizes["dp_replicate_size"]
     _check_ranks(ranks, lambda most: f"certify it with num_processes: {_largest_divisor(ranks, most)}")
+    if kind == "DEEPSPEED":
+        return _deepspeed(settings, notes, dtype, ranks)
     positions = ranks // tensor
     if sizes["dp_shard_size"] * replicas * tensor not in (1, ranks):
         raise ValueError(
@@ -194,6 +199,25 @@ def _stock(settings: dict[str, Any], notes: list[str]) -> LaunchPlan:
         settings={**settings, "distributed_type": "FSDP" if fsdp else "MULTI_GPU", "main_process_port": 0},
         fsdp=fsdp,
         loading=_loading(tensor, positions // replicas, replicas),
+        notes=tuple(notes),
+    )
+
+
+def _deepspeed(settings: dict[str, Any], notes: list[str], dtype: str, ranks: int) -> LaunchPlan:
+    """ZeRO, or data parallelism of DeepSpeed without it."""
+    if any(size > 1 for size in _parallelism(settings.get("parallelism_config") or {}).values()):
+        raise ValueError("parallelism_config beside DeepSpeed cannot be certified yet: leave it away.")
+    zero = read_zero(settings.get("deepspeed_config") or {}, dtype, notes, MOST_ACCUMULATION)
+    away = ("parallelism_config", *(["mixed_precision"] if zero.of_file else []))  # Accelerate takes one of them
+    kept = {key: value for key, value in settings.items() if key not in away}
+    title = f"DeepSpeed ZeRO-{zero.stage}" if zero.stage else "DeepSpeed without ZeRO"
+    return LaunchPlan(
+        title=f"{title}, {ranks} ranks",
+        ranks=ranks,
+        positions=ranks,
+        factors={"ranks": ranks, "data-parallel positions": ranks},
+        settings={**kept, "distributed_type": "DEEPSPEED", "deepspeed_config": zero.section, "main_process_port": 0},
+        zero=zero,
         notes=tuple(notes),
     )
 
@@ -240,7 +264,7 @@ def divided(plan: LaunchPlan, given: Mapping[str, Any]) -> LaunchPlan:
     from transformers.distributed.configuration_utils import DistributedConfig
 
     what = "--trainer-args: distributed_config"
-    if plan.own or plan.fsdp or plan.loading:
+    if plan.own or plan.fsdp or plan.loading or plan.zero is not None:
         raise ValueError(f"{what}: the launch file divides the model: give one of DDP.")
     try:
         config = DistributedConfig(**given)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_axonn.certificate.job import FLOAT64, Job
+from hf_axonn.certificate.job import Job
 
 
 EXACT: dict[str, Any] = {"dtype": torch.float64, "experts_implementation": "eager"}
@@ -64,11 +64,10 @@ def adapted(model: PreTrainedModel, job: Job) -> nn.Module:
     config = LoraConfig(task_type="CAUSAL_LM", **{**job.peft, "lora_dropout": 0.0})
     adapters = get_peft_model(model, config, autocast_adapter_dtype=False)
     generator = torch.Generator().manual_seed(job.seed + 4)
-    drawn = torch.float64 if job.dtype == FLOAT64 else torch.float32  # numbers that both sides have
     with torch.no_grad():
         for name, parameter in adapters.named_parameters():
             if ADAPTERS in name:
-                parameter.copy_(STD * torch.randn(parameter.shape, generator=generator, dtype=drawn))
+                parameter.copy_(STD * torch.randn(parameter.shape, generator=generator, dtype=job.numbers))
     return adapters
 
 

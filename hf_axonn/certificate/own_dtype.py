@@ -21,6 +21,7 @@ from hf_axonn.certificate.compare import (
     Runs,
     _relative,
     compare,
+    norm_at,
     on_no_rank,
     piece_errors,
     read_runs,
@@ -51,7 +52,7 @@ from hf_axonn.certificate.rows import collate, pack, seen_in, spans, tokens_of
 from hf_axonn.certificate.steps import Reference, Seen, Steps, check_on_one_process, key_of, precision_of, put
 
 
-KEPT = ("samples", "start", "saved")  # exact in any dtype
+KEPT = ("samples", "start", "copy", "saved")  # exact in any dtype
 RATE = "logged learning_rate"  # too
 NEAR = 3.0  # how many times the rounding of all gradients a cause may leave
 DRIFT = 1e-3  # relative; of a step beside the run's own gradients, from the rounding of parameters
@@ -164,12 +165,10 @@ def _judged(steps: Steps, seen: Seen, step: int, tail: float) -> tuple[list[tupl
 
 
 def _norms(steps: Steps, step: int, truth: Step, bounds: dict[str, float]) -> list[tuple[str, Error]]:
-    if steps.runs.one.norms[step - 1] is None:
+    if not steps.job.norms or steps.runs.one.norms[step - 1] is None:
         return []
-    return [
-        ("norm", Error(_relative(record.norms[step - 1], truth.norm), step, "norm", rank, bound=bounds["norm"]))
-        for rank, record in enumerate(steps.runs.many)
-    ]
+    sizes = [_relative(norm_at(record, step - 1), truth.norm) for record in steps.runs.many]
+    return [("norm", Error(size, step, "norm", rank, bound=bounds["norm"])) for rank, size in enumerate(sizes)]
 
 
 def _changed(record: Record, step: int) -> list[Piece]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hf_axonn.compat.deepspeed import Part, copies_of, is_divided, part_of
 from hf_axonn.compat.torch import offsets_of
 
 
@@ -23,7 +24,8 @@ WRAPPERS = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapp
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor: its name, the shape of the whole, where the part begins, and its values."""
+    """A part of a tensor: its name, the shape of the whole, where the part begins, and its values; a flat part has one
+    offset, in the flat tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,6 +40,8 @@ class Piece:
         """
         if tuple(whole.shape) != self.shape:
             raise ValueError(f"{self.name} has shape {self.shape}, on one process {tuple(whole.shape)}.")
+        if len(self.offsets) != len(self.shape):
+            whole = whole.view(-1)
         for dim, (start, size) in enumerate(zip(self.offsets, self.values.shape, strict=True)):
             whole = whole.narrow(dim, start, size)
         return whole
@@ -55,11 +59,33 @@ def pieces_of(model: nn.Module, *, gradients: bool) -> list[Piece]:
     """What this rank holds of a model's parameters, or of their gradients where there are any; copies."""
     found = []
     for name, parameter in model.named_parameters():
+        if is_divided(parameter):
+            part = part_of(parameter, gradients=gradients)
+            found += [_piece(name, part)] if part is not None else []
+            continue
         tensor = parameter.grad if gradients else parameter
         if tensor is not None:
             piece = piece_of(plain_name(name), tensor.detach())
             found.append(Piece(piece.name, piece.shape, piece.offsets, piece.values.clone()))
     return found
+
+
+@torch.no_grad()
+def copied_pieces(model: nn.Module) -> list[Piece]:
+    """What a model computes with, where DeepSpeed keeps its parameters beside it; else nothing."""
+    if not any(is_divided(parameter) for parameter in model.parameters()):
+        return []
+    found = []
+    for name, parameter in model.named_parameters():
+        if is_divided(parameter):
+            found += [_piece(name, part) for part in copies_of(parameter)]
+        else:
+            found.append(Piece(plain_name(name), tuple(parameter.shape), (0,) * parameter.dim(), parameter.clone()))
+    return found
+
+
+def _piece(name: str, part: Part) -> Piece:
+    return Piece(plain_name(name), part.shape, (part.start,), part.values.detach().clone())
 
 
 def plain_name(name: str) -> str:

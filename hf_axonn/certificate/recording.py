@@ -3,6 +3,7 @@
 rank0.json                  samples, losses, norms, logged numbers
 gradients-1-rank0.pt        what this rank holds of the gradients before clipping, in step 1
 parameters-1-rank0.pt       of the parameters after it; 0 is the start
+copies-1-rank0.pt           what its model computes with, where DeepSpeed keeps the parameters beside it
 batches-1-rank0.pt          the micro-batches themselves, of a script whose rows are not known otherwise
 logits-rank0.pt             of the rows of the evaluation, by their indices
 """
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.certificate.pieces import Piece, load_pieces, pieces_of, save_pieces
+from hf_axonn.certificate.pieces import Piece, copied_pieces, load_pieces, pieces_of, save_pieces
 from hf_axonn.certificate.rows import Row, fingerprints, seen_in
 
 
@@ -43,7 +44,7 @@ class Recorder:
 
     def start(self, model: nn.Module) -> None:
         """Write the parameters before the first step."""
-        self._write("parameters", self.after, pieces_of(model, gradients=False))
+        self._parameters(self.after, model)
 
     def batch(self, inputs: Mapping[str, Tensor], loss: Tensor) -> None:
         """Note a micro-batch and its loss."""
@@ -60,7 +61,7 @@ class Recorder:
 
     def stepped(self, model: nn.Module) -> None:
         """Write the parameters after a step."""
-        self._write("parameters", self.step, pieces_of(model, gradients=False))
+        self._parameters(self.step, model)
         if self.batches:
             torch.save(self.batches, self.folder / f"batches-{self.step}-rank{self.rank}.pt")
             self.batches = []
@@ -79,6 +80,11 @@ class Recorder:
     def logits(self, found: Mapping[int, Tensor]) -> None:
         """Write the logits of rows, without padding."""
         torch.save(dict(found), self.folder / f"logits-rank{self.rank}.pt")
+
+    def _parameters(self, step: int, model: nn.Module) -> None:
+        self._write("parameters", step, pieces_of(model, gradients=False))
+        if copies := copied_pieces(model):
+            self._write("copies", step, copies)
 
     def _write(self, what: str, step: int, pieces: list[Piece]) -> None:
         save_pieces(self.folder / f"{what}-{step}-rank{self.rank}.pt", pieces)
@@ -102,7 +108,7 @@ class Record:
         self.facts = json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8"))
         self.samples: list[list[list[int]]] = self.facts["samples"]
         self.losses: list[list[float]] = self.facts["losses"]
-        self.norms: list[float] = self.facts.get("norms", [])
+        self.norms: list[float | None] = self.facts.get("norms", [])
         self.logged: list[dict[str, float]] = self.facts.get("logged", [])
         self.evaluation: dict[str, Any] = self.facts.get("evaluation", {})
         self.after: int = self.facts.get("after", 0)
@@ -115,6 +121,11 @@ class Record:
         """What this rank held of the parameters after a step; 0: before the first one."""
         return load_pieces(self.folder / f"parameters-{step}-rank{self.rank}.pt")
 
+    def copies(self, step: int) -> list[Piece]:
+        """What this rank's model computes with after a step, where that is beside the parameters; else nothing."""
+        path = self.folder / f"copies-{step}-rank{self.rank}.pt"
+        return load_pieces(path) if path.exists() else []
+
     def batches(self, step: int) -> list[dict[str, Tensor]]:
         """The micro-batches of a step, where they were kept."""
         path = self.folder / f"batches-{step}-rank{self.rank}.pt"
@@ -126,6 +137,11 @@ class Record:
         path = self.folder / f"logits-rank{self.rank}.pt"
         found: dict[int, Tensor] = torch.load(path, weights_only=True) if path.exists() else {}
         return found
+
+
+def norm_of(value: Any) -> float | None:
+    """The norm that clipping returns, as `number`; None where a framework says none."""
+    return None if value is None else number(value)
 
 
 def number(value: Any) -> float:

@@ -45,19 +45,22 @@ class Precision:
 
     Args:
         dtype: of matrix products.
-        weights: of parameters in forward and backward: float32 under autocast, and `dtype` where FSDP2 casts them.
+        weights: of parameters in forward and backward: float32 under autocast, and `dtype` where FSDP2 or DeepSpeed
+            casts them.
         sums: in which the gradients of ranks are added.
+        casts: whether autocast is around forward.
         scale: by which a loss scaler of fp16 multiplies the loss, and divides the gradients.
     """
 
     dtype: torch.dtype
     weights: torch.dtype = torch.float32
     sums: torch.dtype = torch.float32
+    casts: bool = True
     scale: float = 1.0
 
     def autocast(self) -> torch.autocast:
-        """As Accelerate has it around forward."""
-        return torch.autocast("cpu", self.dtype, enabled=self.dtype != torch.float32)
+        """As Accelerate has it around forward, which DeepSpeed does without."""
+        return torch.autocast("cpu", self.dtype, enabled=self.casts and self.dtype != torch.float32)
 
     @property
     def unit(self) -> float:

@@ -35,6 +35,8 @@ def precision_of(job: Job, plan: LaunchPlan) -> Precision:
     dtype = DTYPES[job.dtype]
     if job.fsdp:  # Accelerate lets FSDP2 cast parameters and reduce gradients in the dtype of mixed precision
         return Precision(dtype, dtype, dtype)
+    if job.zero:
+        return Precision(dtype, dtype, dtype, casts=False)
     section = plan.settings.get("axonn_config") or {}
     sums = torch.bfloat16 if section.get("reduce_dtype") == "bfloat16" else torch.float32
     return Precision(dtype, sums=sums)

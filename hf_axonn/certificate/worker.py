@@ -21,17 +21,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
+from hf_axonn.certificate.deepspeed import before_steps, on_cpus
 from hf_axonn.certificate.float64 import Float64, recompute_exactly
 from hf_axonn.certificate.job import FLOAT64, WITNESS, Job
 from hf_axonn.certificate.loading import load_model
-from hf_axonn.certificate.recording import Recorder, number
+from hf_axonn.certificate.recording import Recorder, norm_of
 from hf_axonn.certificate.rows import Row, collate, pack, seen_in, spans, tokens_of
 from hf_axonn.certificate.script import run_script
 from hf_axonn.compat.accelerate import as_on_gpus, forget_state
@@ -65,6 +66,8 @@ def run(job: Job, names: Sequence[str] = ()) -> None:
     """
     logging.set_verbosity_error()
     exact = _dtype(job) == torch.float64
+    if _zero(job):
+        on_cpus()
     torch.set_default_dtype(_dtype(job))  # constants that models and Trainer make in it
     ways = {"trainer": _trainer, "resumed": _trainer, "loop": _loop, "script": _script}
     begun = Path(job.folder, side(_parallel()), f"begun-rank{os.environ.get('RANK', 0)}.txt")
@@ -78,6 +81,11 @@ def run(job: Job, names: Sequence[str] = ()) -> None:
 
 def _parallel() -> bool:
     return int(os.environ.get("WORLD_SIZE", 1)) > 1
+
+
+def _zero(job: Job) -> bool:
+    """Whether DeepSpeed runs this process."""
+    return job.zero and _parallel()
 
 
 def _dtype(job: Job) -> torch.dtype:
@@ -106,6 +114,7 @@ class _RecordingTrainer(Trainer):
     asked: list[dict[str, Any]]
     answers: list[Any]
     counted: list[int | None]
+    engine: Any = None  # of DeepSpeed, whose steps come within `training_step`
 
     @property
     def trained(self) -> nn.Module:
@@ -116,10 +125,13 @@ class _RecordingTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """As the stock method."""
         seen = dict(inputs)
+        if self.is_deepspeed_enabled and self.engine is None:
+            self.engine = model
+            before_steps(model, lambda: self.recorder.gradients(self.trained))
         loss = super().training_step(model, inputs, num_items_in_batch)
         self.recorder.batch(seen, loss)
         self.counted.append(None if num_items_in_batch is None else int(num_items_in_batch))
-        if self.accelerator.sync_gradients:
+        if self.accelerator.sync_gradients and self.engine is None:
             self.recorder.gradients(self.trained)
         return loss
 
@@ -166,12 +178,16 @@ def _arguments(job: Job, optimizer: str, folder: Path) -> TrainingArguments:
         "save_strategy": "steps" if job.saved_at else "no",
         "save_steps": job.saved_at or 500,
         "report_to": "none",
-        "use_cpu": True,
+        "use_cpu": not _zero(job),
         "disable_tqdm": True,
         "dataloader_num_workers": 0,
         "dataloader_pin_memory": False,
     }
-    return TrainingArguments(**options)
+    if not _zero(job):
+        return TrainingArguments(**options)
+    arguments = TrainingArguments(**options, ddp_backend="gloo")
+    arguments.bf16 = job.dtype == "bf16"  # afterwards, as there is no GPU; Trainer asks DeepSpeed for the same
+    return arguments
 
 
 def _trainer(job: Job, path: str, optimizer: str) -> None:
@@ -196,7 +212,7 @@ def _trainer(job: Job, path: str, optimizer: str) -> None:
     recorder.logits(_answers(trainer.asked, trainer.answers, job.asked))
     logged = [entry for entry in trainer.state.log_history if "loss" in entry][recorder.after :]
     recorder.close(
-        norms=[entry["grad_norm"] for entry in logged],
+        norms=[entry.get("grad_norm") for entry in logged],
         logged=[{name: entry[name] for name in ("loss", "learning_rate")} for entry in logged],
         evaluation={"loss": metrics["eval_loss"], "rows": [seen_in(batch, job.asked) for batch in trainer.asked]},
         sums_tokens=trainer.model_accepts_loss_kwargs,
@@ -229,7 +245,11 @@ def _loop(job: Job, path: str, optimizer: str) -> None:
     if job.divides and _parallel():
         PartialState(cpu=True)
         as_on_gpus()
-    accelerator = Accelerator(cpu=True)
+    zero = _zero(job)
+    backend = {"kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
+    accelerator = (
+        Accelerator(**backend, gradient_accumulation_steps=job.accumulation) if zero else Accelerator(cpu=True)
+    )
     model: Any = load_model(job, parallel=_parallel(), dtype=_dtype(job))
     model.train()
     kind = {WITNESS: torch.optim.SGD, "adamw_torch": torch.optim.AdamW}[optimizer]
@@ -238,6 +258,8 @@ def _loop(job: Job, path: str, optimizer: str) -> None:
     model, trained, loader = accelerator.prepare(model, kind(model.parameters(), lr=job.rate(optimizer)), loader)
     bare = accelerator.unwrap_model(model)
     recorder.start(bare)
+    if zero:
+        before_steps(model, lambda: recorder.gradients(bare))
     norms = []
     each = iter(loader)
     while batches := list(itertools.islice(each, job.accumulation)):
@@ -245,14 +267,17 @@ def _loop(job: Job, path: str, optimizer: str) -> None:
         tokens = int(accelerator.gather(own).sum())
         for index, batch in enumerate(batches):
             last = index == len(batches) - 1
-            with contextlib.nullcontext() if last else accelerator.no_sync(model):
+            if zero:  # whose steps are within `backward`, where gradients are synchronized
+                accelerator.sync_gradients = last
+            with contextlib.nullcontext() if last or zero else accelerator.no_sync(model):
                 # DistributedDataParallel averages over the processes, and `tokens` counts those of all
                 loss = _loss(model, batch, tokens) * accelerator.num_processes
-                accelerator.backward(loss)
+                accelerator.backward(loss * accelerator.gradient_accumulation_steps)  # by which it divides
             recorder.batch(batch, loss.detach())
-        recorder.gradients(bare)
+        if not zero:
+            recorder.gradients(bare)
         norm = float(job.trainer.get("max_grad_norm", 1.0)) or float("inf")
-        norms.append(number(accelerator.clip_grad_norm_(model.parameters(), norm)))
+        norms.append(norm_of(accelerator.clip_grad_norm_(model.parameters(), norm)))
         trained.step()
         trained.zero_grad()
         recorder.stepped(bare)

@@ -69,7 +69,35 @@ def dropped_bias() -> None:
     transformers.Trainer.training_step = step
 
 
+def unreduced_by_deepspeed() -> None:
+    """Every rank of ZeRO goes on with its own gradients; only numbers, as the norm, are added up."""
+    from deepspeed import comm
+
+    for name in ("all_reduce", "reduce"):
+        stock = getattr(comm, name)
+
+        def kept(tensor, *args, stock=stock, **kwargs):
+            return stock(tensor, *args, **kwargs) if tensor.numel() == 1 else None
+
+        setattr(comm, name, kept)
+
+
+def ungathered_by_deepspeed() -> None:
+    """No rank of ZeRO-1 or ZeRO-2 gets what the others have made of their parts."""
+    from deepspeed.runtime.zero import stage_1_and_2
+
+    stage_1_and_2.all_gather_dp_groups = lambda **_: None
+
+
 ERRORS = {
     function.__name__: function
-    for function in (forgotten_average, scaled_loss, duplicated_sample, unclipped_rank, dropped_bias)
+    for function in (
+        forgotten_average,
+        scaled_loss,
+        duplicated_sample,
+        unclipped_rank,
+        dropped_bias,
+        unreduced_by_deepspeed,
+        ungathered_by_deepspeed,
+    )
 }

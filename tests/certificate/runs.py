@@ -11,6 +11,7 @@ import yaml
 from hf_axonn.certificate import worker
 from hf_axonn.certificate.certify import conclude, prepare, prepare_script
 from hf_axonn.certificate.compare import CaseResult
+from hf_axonn.certificate.deepspeed import on_cpus
 from hf_axonn.certificate.job import FLOAT64, Job
 from hf_axonn.certificate.launch_plan import LaunchPlan, read_launch_plan
 from hf_axonn.config import VARIABLE, AxonnConfig
@@ -71,6 +72,9 @@ def _rank(job: Job, plan: LaunchPlan, planted: str) -> None:
         section = {key: value for key, value in plan.settings["axonn_config"].items()}
         os.environ[VARIABLE] = AxonnConfig.from_mapping(section).to_json()
         notebook._use_grid()
+    if plan.zero is not None:  # what accelerate launch leaves in the environment
+        os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(plan.zero.stage)}
+        on_cpus()
     if planted:
         ERRORS[planted]()
     worker.run(job)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,12 +11,49 @@ from torch import nn
 
 from hf_axonn.certificate.compare import Runs, piece_errors, repeated_at_the_end, same_samples, sample_problem
 from hf_axonn.certificate.explain import _named, close
-from hf_axonn.certificate.pieces import Piece, assembled, load_pieces, pieces_of, plain_name, save_pieces
+from hf_axonn.certificate.pieces import (
+    Piece,
+    assembled,
+    copied_pieces,
+    load_pieces,
+    pieces_of,
+    plain_name,
+    save_pieces,
+)
 from hf_axonn.certificate.recording import Record, Recorder
 from hf_axonn.certificate.rows import collate, make_rows, seen_in, tokens_of
 
 
 ROWS = make_rows(9, 100, 0)
+
+
+def test_flat_parts_of_zero_are_put_together():
+    """Of ranks of ZeRO-1: one has the first four numbers of a matrix, the other one the rest, and a bias."""
+    model = nn.Linear(3, 2)
+    whole, bias = (parameter.detach().clone() for parameter in (model.weight, model.bias))
+    ranks = []
+    for start, numel, of_bias in ((0, 4, None), (4, 2, (0, 2))):
+        for parameter, part in ((model.weight, (start, numel)), (model.bias, of_bias)):
+            parameter._hp_mapping = None if part is None else fragment(parameter, *part)
+        ranks.append(pieces_of(model, gradients=False))
+    assert [[(its.name, its.offsets) for its in pieces] for pieces in ranks] == [
+        [("weight", (0,))],
+        [("weight", (4,)), ("bias", (0,))],
+    ]
+    assert all(
+        torch.equal(its, {"weight": whole, "bias": bias}[name].double()) for name, its in assembled(ranks).items()
+    )
+    assert [its.values.shape for its in copied_pieces(model)] == [(6,), (2,)]
+    truth = {"weight": whole.double() + torch.tensor([[0, 0, 0], [0, 1, 0]]), "bias": bias.double()}
+    sizes = [[error.size > 0 for error in piece_errors(pieces, truth, 1, 0)] for pieces in ranks]
+    assert sizes == [[False], [True, False]]
+
+
+def fragment(parameter, start: int, numel: int) -> SimpleNamespace:
+    """What DeepSpeed says of the part of a parameter that a rank has."""
+    values = parameter.detach().flatten()[start : start + numel].clone()
+    address = SimpleNamespace(start=start, numel=numel)
+    return SimpleNamespace(lp_fragment_address=address, get_hp_fragment=lambda: values)
 
 
 def record(folder, rank: int, steps: list[list[list[int]]]) -> Record:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
+
 import pytest
 
-from hf_axonn.certificate import launch_plan
+from hf_axonn.certificate import deepspeed, launch_plan
 from hf_axonn.certificate.job import make_job, read_arguments
 from hf_axonn.certificate.launch_plan import divided, read_launch_plan, smaller_grid
 from hf_axonn.cli.main import main
@@ -38,7 +41,7 @@ def test_what_is_left_away_is_said(tmp_path):
 
 
 def test_what_cannot_be_certified_is_refused(tmp_path, monkeypatch):
-    assert "DeepSpeed cannot be certified yet" in refusal(tmp_path, distributed_type="DEEPSPEED")
+    assert "Megatron-LM cannot be certified yet" in refusal(tmp_path, distributed_type="MEGATRON_LM")
     assert "fsdp_version: 2" in refusal(tmp_path, distributed_type="FSDP", fsdp_config={"fsdp_version": 1})
     assert "unknown key 'num_procesess'" in refusal(tmp_path, num_procesess=2)
     assert "context parallelism" in refusal(tmp_path, parallelism_config={"parallelism_config_cp_size": 2})
@@ -51,6 +54,89 @@ def test_what_cannot_be_certified_is_refused(tmp_path, monkeypatch):
     assert "certify the grid data=2,z=2,y=1,x=2" in refusal(
         tmp_path, 64, axonn_config={"grid": {"data": 4, "z": 4, "x": 4}}
     )
+
+
+def zero_plan(folder, monkeypatch, dtype: str = "fp32", **section):
+    """What a launch file of DeepSpeed comes down to where it is installed."""
+    monkeypatch.setattr(deepspeed, "find_spec", lambda name: name)
+    return plan_of(folder, 2, dtype, distributed_type="DEEPSPEED", deepspeed_config=section)
+
+
+def test_what_a_file_of_deepspeed_says_the_arguments_say_too(tmp_path, monkeypatch):
+    section = {"zero_stage": 3, "gradient_clipping": 0.5, "gradient_accumulation_steps": 8}
+    plan = zero_plan(
+        tmp_path, monkeypatch, **section, offload_param_device="none", deepspeed_multinode_launcher="pdsh"
+    )
+    assert (plan.title, plan.positions, plan.settings["distributed_type"]) == (
+        "DeepSpeed ZeRO-3, 2 ranks",
+        2,
+        "DEEPSPEED",
+    )
+    assert plan.settings["deepspeed_config"] == {**section, "gradient_accumulation_steps": 4}
+    assert len(plan.notes) == 2 and "zero3_save_16bit_model" in plan.notes[1]
+    job = make_job(tmp_path, plan, steps=3, vocabulary=160, trainer={}, dtype="fp32")
+    assert (job.zero, job.saves, job.norms, job.accumulation) == (True, False, True, 4)
+    assert job.trainer == {"max_grad_norm": 0.5} and {path for path, _ in job.cases} == {"trainer", "loop"}
+    plain = zero_plan(tmp_path, monkeypatch, zero_stage=0)
+    assert plain.title == "DeepSpeed without ZeRO, 2 ranks" and "no norm is compared" in plain.notes[0]
+    assert not make_job(tmp_path, plain, steps=3, vocabulary=160, trainer={}, dtype="fp32").norms
+
+
+def test_a_file_of_deepspeeds_own(tmp_path, monkeypatch):
+    path = tmp_path / "zero.json"
+    zero = {"stage": 1, "overlap_comm": True, "offload_optimizer": {"device": "none"}}
+    own = {
+        "train_batch_size": 64,
+        "optimizer": {"type": "AdamW"},
+        "bf16": {"enabled": False},
+        "zero_optimization": zero,
+    }
+    path.write_text(json.dumps(own))
+    plan = zero_plan(tmp_path, monkeypatch, "bf16", deepspeed_config_file=str(path))
+    assert plan.title == "DeepSpeed ZeRO-1, 2 ranks" and "optimizer of" in plan.notes[0]
+    assert "mixed_precision" not in plan.settings
+    given = json.loads(base64.urlsafe_b64decode(plan.settings["deepspeed_config"]["deepspeed_config_file"]))
+    assert given == {
+        "bf16": {"enabled": True},
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": 1, "overlap_comm": True},
+    }
+    path.write_text(json.dumps({"zero_optimization": {}}))
+    assert zero_plan(tmp_path, monkeypatch, deepspeed_config_file=str(path)).zero.stage == 0
+    for wrong, said in (
+        (
+            {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}},
+            "zero_hpz_partition_size cannot be certified",
+        ),
+        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param: runs with offloading cannot"),
+        ({"zero_optimization": {}, "tensor_parallel": {}}, "tensor_parallel cannot be certified yet"),
+        ([], "has no section zero_optimization"),
+    ):
+        path.write_text(json.dumps(wrong))
+        with pytest.raises(ValueError, match=said):
+            zero_plan(tmp_path, monkeypatch, deepspeed_config_file=str(path))
+    with pytest.raises(ValueError, match=r"missing\.json cannot be read"):
+        zero_plan(tmp_path, monkeypatch, deepspeed_config_file=str(tmp_path / "missing.json"))
+
+
+def test_what_of_deepspeed_cannot_be_certified_is_refused(tmp_path, monkeypatch):
+    def said(dtype: str = "fp32", **section) -> str:
+        with pytest.raises(ValueError) as error:
+            zero_plan(tmp_path, monkeypatch, dtype, **section)
+        return str(error.value)
+
+    assert "float32 at most: certify it with --dtype fp32" in said("float64", zero_stage=2)
+    assert "offload_optimizer_device is cpu: runs with offloading" in said(
+        zero_stage=2, offload_optimizer_device="cpu"
+    )
+    assert "deepspeed_moe_layer_cls_names cannot be" in said(zero_stage=3, deepspeed_moe_layer_cls_names="A")
+    assert "zero_stage is 4: write 0, 1, 2 or 3" in said(zero_stage=4)
+    assert "or write zero_stage: 1" in said("bf16", zero_stage=0)
+    monkeypatch.setattr(deepspeed, "find_spec", lambda name: None)
+    file = launch_file(tmp_path, 2, distributed_type="DEEPSPEED", deepspeed_config={"zero_stage": 2})
+    with pytest.raises(ValueError, match="DeepSpeed is not installed: pip install deepspeed"):
+        read_launch_plan(file, "fp32")
 
 
 def test_the_largest_smaller_grid():
