@@ -17,7 +17,7 @@ from packaging.version import InvalidVersion, Version
 
 SWITCH = "AXONN_CHECK_VERSIONS"
 NEEDED = ("torch", "transformers", "accelerate")
-OPTIONAL = ("peft", "trl", "lightning")  # checked where they are used, not because they are installed
+OPTIONAL = ("peft", "trl", "lightning", "liger-kernel")  # checked where they are used, not because they are installed
 
 
 def check_versions(*libraries: str) -> None:

@@ -37,6 +37,7 @@ from hf_axonn.goldfish.mask import HASHES, check_options, count_unprotected, fin
 from hf_axonn.goldfish.table import load_table, table_sha256
 from hf_axonn.losses.causal_lm import IGNORE_INDEX, CausalLMLoss, install_causal_lm_loss, mean_losses, widest_float
 from hf_axonn.trainer import hooks as trainer_hooks
+from hf_axonn.trainer.liger import without_losses
 from hf_axonn.trainer.watching import is_training_log
 
 
@@ -363,7 +364,6 @@ class GoldfishMixin(_MixedInto):
         refused = {
             "compute_loss_func": self.compute_loss_func is not None,
             "label_smoothing_factor": self.args.label_smoothing_factor != 0,
-            "use_liger_kernel": self.args.use_liger_kernel,
             "context parallelism": (getattr(parallelism, "cp_size", None) or 1) > 1,
             "sequence parallelism": (getattr(parallelism, "sp_size", None) or 1) > 1,
         }
@@ -373,6 +373,8 @@ class GoldfishMixin(_MixedInto):
                     f"{name} does not go together with the goldfish loss, which needs every token's loss from "
                     f"model.loss_function: leave {name} out, or train with goldfish=False."
                 )
+        if self.args.use_liger_kernel:
+            self.args.liger_kernel_config = without_losses(self.args.liger_kernel_config, "the goldfish loss")
 
     def _base_model(self) -> nn.Module:
         """The model without DDP, torch.compile or PEFT around it."""

@@ -46,14 +46,27 @@ def innermost(module: nn.Module) -> Callable:
 
 def patch_innermost(module: nn.Module, forward: Callable) -> None:
     """As `patch_forward`, but inside of everything that has been patched before."""
+    own = innermost(module)
+    module.forward = _around(functools.wraps(own)(functools.partial(forward, own)), module.forward)
 
-    def rebuilt(outer: Callable) -> Callable:
-        if _is_patch(outer):
-            inner = rebuilt(outer.args[-1])
-            return functools.wraps(inner)(functools.partial(outer.func, *outer.args[:-1], inner))
-        return functools.wraps(outer)(functools.partial(forward, outer))
 
-    module.forward = rebuilt(module.forward)
+@contextlib.contextmanager
+def moved_inside(model: nn.Module) -> Iterator[None]:
+    """A forward that somebody puts on a module in here takes the place of the module's own, inside of everything
+    that has been patched before."""
+    before = {module: module.__dict__.get("forward") for module in model.modules()}
+    yield
+    for module, outer in before.items():
+        if outer is not None and module.forward is not outer:
+            module.forward = _around(module.forward, outer)
+
+
+def _around(inner: Callable, outer: Callable) -> Callable:
+    """What has been patched around the innermost forward of `outer`, around another."""
+    if not _is_patch(outer):
+        return inner
+    inner = _around(inner, outer.args[-1])
+    return functools.wraps(inner)(functools.partial(outer.func, *outer.args[:-1], inner))
 
 
 def _is_patch(forward: Callable) -> TypeGuard[functools.partial]:

@@ -12,6 +12,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from hf_axonn.distributed.consistency import argument_facts, assert_same_on_all_
 from hf_axonn.distributed.mesh import SAME_SAMPLES
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.trainer import accumulation, hub, resume, rollouts, saving, smoothing, trl, watching
+from hf_axonn.trainer import accumulation, hub, liger, resume, rollouts, saving, smoothing, trl, watching
 
 
 SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")
@@ -53,7 +54,7 @@ def install(trainer_class: type) -> None:
     if "axonn_wrapped" in vars(trainer_class):
         return
     methods = {wrapper.__name__: getattr(trainer_class, wrapper.__name__) for wrapper in WRAPPERS}
-    _install_get_last_checkpoint()
+    _install_functions()
     for wrapper in WRAPPERS:  # some methods have two, the later one around the earlier
         original = methods[wrapper.__name__]
         methods[wrapper.__name__] = functools.wraps(original)(_bound(wrapper, original))
@@ -62,13 +63,15 @@ def install(trainer_class: type) -> None:
     trainer_class.axonn_wrapped = True
 
 
-def _install_get_last_checkpoint() -> None:
-    """Scripts look for the last checkpoint themselves, too."""
+def _install_functions() -> None:
+    """Two functions that Trainer calls. Scripts look for the last checkpoint themselves, too."""
     from transformers import trainer, trainer_utils
 
-    original = trainer_utils.get_last_checkpoint
-    ours = functools.wraps(original)(functools.partial(resume.get_last_checkpoint, original))
-    trainer_utils.get_last_checkpoint = trainer.get_last_checkpoint = ours
+    within: Any = trainer
+    find, patch = trainer_utils.get_last_checkpoint, within.apply_liger_kernel
+    ours = functools.wraps(find)(functools.partial(resume.get_last_checkpoint, find))
+    trainer_utils.get_last_checkpoint = within.get_last_checkpoint = ours
+    within.apply_liger_kernel = functools.wraps(patch)(functools.partial(liger.apply_liger_kernel, patch))
 
 
 def _bound(wrapper: Callable, original: Callable) -> Callable:
@@ -117,7 +120,6 @@ def _make_ready(self) -> None:
         return
     refused = {
         "fp16 on CPUs": self.args.fp16 and self.args.device.type == "cpu",  # accelerate would ignore it
-        "use_liger_kernel": self.args.use_liger_kernel,  # its loss multiplies the full head
         "auto_find_batch_size": self.args.auto_find_batch_size,  # a rank without memory leaves others in a collective
         "enable_jit_checkpoint": self.args.enable_jit_checkpoint,  # each rank would save at a step of its own
         "fp16_full_eval": self.args.fp16_full_eval,
@@ -139,6 +141,8 @@ def _make_ready(self) -> None:
             f"optim={optim} is not supported over a grid ({plugin.grid}): choose one of {', '.join(OPTIMIZERS)}."
         )
     trl.check_trainer(self, plugin.grid)
+    if self.args.use_liger_kernel:
+        liger.check(self.args, self.accelerator.state.dynamo_plugin.backend, self.model, plugin.grid)
     self.accelerator.counts_processes = True  # it divides by `tp_size`
     if self.model is not None:
         shard_plain_model(self.model, plugin, self.args.device)

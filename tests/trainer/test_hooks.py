@@ -36,7 +36,7 @@ def test_every_wrapper_is_called_once_also_where_a_method_has_two(monkeypatch):
         method.__name__ = wrapper.__name__
         return method
 
-    monkeypatch.setattr(hooks, "_install_get_last_checkpoint", lambda: None)
+    monkeypatch.setattr(hooks, "_install_functions", lambda: None)
     wrappers, trainer = hooks.WRAPPERS, some_trainer()
     monkeypatch.setattr(hooks, "WRAPPERS", [counting(wrapper) for wrapper in wrappers])
     hooks.install(trainer)
