@@ -154,8 +154,8 @@ class AxonnConfig(Settings):
         super().__post_init__()
         if self.residual_dtype != "model" and self.grid.size == 1:
             raise ValueError(
-                f"residual_dtype is {self.residual_dtype}, but a model on a grid of one rank stays as it is: leave "
-                "residual_dtype away."
+                f"residual_dtype is {self.residual_dtype}, but a model on a grid of one rank stays as it is: omit "
+                "residual_dtype."
             )
         stages = self.grid.pipe * self.stages_per_rank
         if self.stage_layers is not None and len(self.stage_layers) != stages:

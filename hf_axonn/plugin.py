@@ -161,13 +161,13 @@ class AxonnPlugin(ParallelismConfig):
         if self.config.residual_dtype == "bfloat16" and accelerator.state.mixed_precision != "bf16":
             raise ValueError(
                 f"residual_dtype is bfloat16, but mixed_precision is {accelerator.state.mixed_precision}: write bf16, "
-                "or leave residual_dtype away. A model of bfloat16 weights has such a residual stream already."
+                "or omit residual_dtype. A model of bfloat16 weights has such a residual stream already."
             )
         hook = getattr(accelerator.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
         if hook != DDPCommunicationHookType.NO:
             raise ValueError(
                 f"DistributedDataParallelKwargs(comm_hook={hook}): over a grid gradients are averaged without "
-                "DistributedDataParallel, and its hooks are not called. Leave comm_hook away; the dtype in which they "
+                "DistributedDataParallel, and its hooks are not called. Omit comm_hook; the dtype in which they "
                 "travel is reduce_dtype under axonn_config."
             )
         bind(accelerator, self)

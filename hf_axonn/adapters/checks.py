@@ -100,7 +100,7 @@ def _check_sharing(model: nn.Module) -> None:
             if same is not parameter:
                 raise ValueError(
                     f"{other} and {name} share their memory (ensure_weight_tying), which would go apart over a grid: "
-                    "leave ensure_weight_tying away, or adapt only one of the two layers."
+                    "omit ensure_weight_tying, or adapt only one of the two layers."
                 )
 
 

@@ -144,7 +144,7 @@ FAMILIES: dict[str, tuple[BlockSpec, ...] | Callable[[Any], tuple[BlockSpec, ...
     "roberta-prelayernorm": (_BERT, mlp(_DENSE)),  # a norm comes before it
 }
 TABLE = {model_type: blocks for family, blocks in FAMILIES.items() for model_type in family.split()}
-# What plans leave away because Transformers' own tensor parallelism replicates it, such as attention beside experts.
+# What plans omit because Transformers' own tensor parallelism replicates it, such as attention beside experts.
 _USUAL = (
     attention(_LLAMA),
     _GATED,

@@ -248,13 +248,13 @@ def check_dtype(dtype: str, script: Sequence[str]) -> None:
     """Raise ValueError where no run can be made in a dtype."""
     if dtype == "fp16":
         raise ValueError(
-            "--dtype fp16: a certificate's processes run on CPUs, where Accelerate leaves fp16 and its loss scaler "
-            "away without a word: give bf16 or fp32."
+            "--dtype fp16: a certificate's processes run on CPUs, where Accelerate ignores fp16 and its loss scaler "
+            "without a word: give bf16 or fp32."
         )
     if dtype not in (FLOAT64, *DTYPES):
         raise ValueError(f"--dtype {dtype}: give {FLOAT64}, {' or '.join(DTYPES)}.")
     if script and dtype != FLOAT64:
-        raise ValueError(f"--dtype {dtype}: a script is compared in {FLOAT64}: leave --dtype away, or give --model.")
+        raise ValueError(f"--dtype {dtype}: a script is compared in {FLOAT64}: omit --dtype, or give --model.")
 
 
 def check_comparable(config: PreTrainedConfig, dtype: str) -> None:

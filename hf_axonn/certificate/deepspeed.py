@@ -82,7 +82,7 @@ def read_zero(section: Mapping[str, Any], dtype: str, notes: list[str], most: in
             raise ValueError(f"{key} is {section[key]}: runs with offloading cannot be certified yet: write none.")
     for key in kept:
         if key not in OF_SECTION:
-            raise ValueError(f"deepspeed_config: {key} cannot be certified yet: leave it away.")
+            raise ValueError(f"deepspeed_config: {key} cannot be certified yet: omit it.")
     file = _read_file(kept[FILE], dtype, notes) if kept.get(FILE) else None
     said = kept if file is None else {**file, **_of_zero(file["zero_optimization"])}
     try:
@@ -146,16 +146,16 @@ def _read_file(path: str, dtype: str, notes: list[str]) -> dict[str, Any]:
     zero = dict(given["zero_optimization"])
     for key in ("offload_optimizer", "offload_param"):
         if str((zero.pop(key, None) or {}).get("device") or "none") != "none":
-            raise ValueError(f"{FILE}: {key}: runs with offloading cannot be certified yet: leave it away.")
+            raise ValueError(f"{FILE}: {key}: runs with offloading cannot be certified yet: omit it.")
     for key in given:
         if key not in (*OF_FILE, *BATCHES, *OURS, *DTYPES, "zero_optimization"):
-            raise ValueError(f"{FILE}: {key} cannot be certified yet: leave it away.")
+            raise ValueError(f"{FILE}: {key} cannot be certified yet: omit it.")
     for key in zero:
         if key not in OF_ZERO:
-            raise ValueError(f"{FILE}: zero_optimization: {key} cannot be certified yet: leave it away.")
+            raise ValueError(f"{FILE}: zero_optimization: {key} cannot be certified yet: omit it.")
     away = [key for key in OURS if key in given]
     if away:
-        notes.append(f"{' and '.join(away)} of {path} are left away: the runs have their own.")
+        notes.append(f"{' and '.join(away)} of {path} are omitted: the runs have their own.")
     kept = {key: given[key] for key in OF_FILE if key in given}
     if dtype == "bf16":
         kept["bf16"] = {"enabled": True}
@@ -163,7 +163,7 @@ def _read_file(path: str, dtype: str, notes: list[str]) -> dict[str, Any]:
 
 
 def on_cpus() -> None:
-    """Let DeepSpeed and Accelerate run on the CPUs of this process: Accelerate's own switch leaves DeepSpeed away."""
+    """Let DeepSpeed and Accelerate run on the CPUs of this process: Accelerate's own switch turns DeepSpeed off."""
     os.environ.pop("ACCELERATE_USE_CPU", None)
     os.environ |= {"DS_ACCELERATOR": "cpu", "ACCELERATE_TORCH_DEVICE": "cpu", "CUDA_VISIBLE_DEVICES": ""}
 

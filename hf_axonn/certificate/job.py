@@ -23,7 +23,7 @@ WITNESS = "sgd"
 FLOAT64 = "float64"
 # Of the launch file, not of the script.
 BELONG_TO_FILE = ("deepspeed", "fsdp", "fsdp_config", "parallelism_config")
-# How often and where something is written; all of it goes to the folder of the certificate, or is left away.
+# How often and where something is written; all of it goes to the folder of the certificate, or is omitted.
 WRITING = (
     "output_dir logging_dir logging_steps logging_strategy logging_first_step save_steps save_strategy eval_steps "
     "eval_strategy eval_on_start eval_delay report_to run_name push_to_hub hub_model_id hub_token hub_strategy "
@@ -269,7 +269,7 @@ def _arguments(given: Mapping[str, Any], notes: list[str], dtype: str = FLOAT64)
             remedy = f"did you mean {near[0]}?" if near else "remove it."
             raise ValueError(f"--trainer-args: TrainingArguments has no argument {name!r}: {remedy}")
         if name in BELONG_TO_FILE and value:
-            raise ValueError(f"--trainer-args: {name} is said in the launch file: write it there, and leave it away.")
+            raise ValueError(f"--trainer-args: {name} is said in the launch file: write it there, and omit it.")
         if name in OFF:
             why = f"the dtype is {dtype}" if dtype != FLOAT64 and OFF[name] == OFF["bf16"] else OFF[name]
             if value and name != dtype:

@@ -1,7 +1,7 @@
 """What a launch file says to the certificate: how many ranks, which of them share samples, and the file to launch.
 
 The run is one of CPUs, on this machine, in the certificate's dtype: devices, machines and mixed precision of the file
-are left away, and the notes say so. How the model and the batch are divided stays as it is.
+are omitted, and the notes say so. How the model and the batch are divided stays as it is.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def read_launch_plan(path: Path, dtype: str = "float64") -> LaunchPlan:
         notes.append(f"the ranks of {settings['num_machines']} machines run on this one.")
     dynamo = settings.get("dynamo_config") or {}
     if dynamo and "no" not in {str(value).lower() for value in dynamo.values()}:
-        notes.append("dynamo_config is left away: nothing is compiled.")
+        notes.append("dynamo_config is omitted: nothing is compiled.")
     kept = {key: value for key, value in settings.items() if key not in (*ELSEWHERE, "dynamo_config")}
     kept |= {"num_machines": 1, "mixed_precision": mixed, "use_cpu": False}
     try:
@@ -206,7 +206,7 @@ def _stock(settings: dict[str, Any], notes: list[str], dtype: str) -> LaunchPlan
 def _deepspeed(settings: dict[str, Any], notes: list[str], dtype: str, ranks: int) -> LaunchPlan:
     """ZeRO, or data parallelism of DeepSpeed without it."""
     if any(size > 1 for size in _parallelism(settings.get("parallelism_config") or {}).values()):
-        raise ValueError("parallelism_config beside DeepSpeed cannot be certified yet: leave it away.")
+        raise ValueError("parallelism_config beside DeepSpeed cannot be certified yet: omit it.")
     zero = read_zero(settings.get("deepspeed_config") or {}, dtype, notes, MOST_ACCUMULATION)
     away = ("parallelism_config", *(["mixed_precision"] if zero.of_file else []))  # Accelerate takes one of them
     kept = {key: value for key, value in settings.items() if key not in away}

@@ -80,7 +80,7 @@ def spans(batch: Mapping[str, Tensor]) -> list[tuple[int, Tensor]]:
 
 
 def seen_in(batch: Mapping[str, Tensor], rows: Sequence[Row]) -> list[int]:
-    """Indices of the rows in a batch, those left away that have no labels: they count nothing. -1: no such row."""
+    """Indices of the rows in a batch, those omitted that have no labels: they count nothing. -1: no such row."""
     index = {tuple(row["input_ids"]): number for number, row in enumerate(rows)}
     found = []
     for line, places in spans(batch):

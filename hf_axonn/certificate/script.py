@@ -116,9 +116,7 @@ class _Run:
     def load(self, kind: type[PreTrainedModel], config: Any, options: dict[str, Any]) -> Any:
         """The small model, as the script asks for it."""
         if any(options.get(name) for name in ("quantization_config", "load_in_8bit", "load_in_4bit")):
-            raise ValueError(
-                "the script loads quantized weights, which are no float64: leave quantization_config away."
-            )
+            raise ValueError("the script loads quantized weights, which are no float64: omit quantization_config.")
         kept = {name: value for name, value in options.items() if name not in (*PLACE, *DTYPES)}
         if not self.parallel:
             kept = {name: value for name, value in kept.items() if name not in DIVIDING}
@@ -253,7 +251,7 @@ def _seed(seed: int) -> None:
 
 
 class _Written:
-    """Files that are opened for writing, or folders that are made, outside of a folder; devices left away."""
+    """Files that are opened for writing, or folders that are made, outside of a folder; devices omitted."""
 
     def __init__(self, folder: Path) -> None:
         self.left_away = (f"{folder.resolve()}{os.sep}", "/dev/", "/proc/")

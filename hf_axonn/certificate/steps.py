@@ -202,5 +202,5 @@ def check_on_one_process(steps: Steps) -> None:
             raise ValueError(
                 f"--dtype {steps.job.dtype}: on one process in float64, step {index + 1} of {steps.path} is not SGD's "
                 f"step of the mean loss ({worst.name} is off by {worst.size:.0e}), so that no bound of rounding is "
-                "known: leave the arguments away that change loss or step, or certify in float64."
+                "known: omit the arguments that change loss or step, or certify in float64."
             )

@@ -104,7 +104,7 @@ class AxonnFabricStrategy(GridProcesses, ParallelStrategy):
         if self._checkpoint_io is not None:
             raise ValueError(
                 f"{type(self._checkpoint_io).__name__} cannot write checkpoints of a grid, which are directories that "
-                "all ranks write to: leave the plugin away."
+                "all ranks write to: omit the plugin."
             )
         model = put_on_grid(
             module, self.config, self.root_device, precision=self.precision, convert=lambda module: module, or_all=True
@@ -171,7 +171,7 @@ class AxonnFabricStrategy(GridProcesses, ParallelStrategy):
         if filter:
             raise ValueError(
                 f"fabric.save(filter=...) of {next(iter(filter))}: a sharded checkpoint holds all of a model, or what "
-                "would be read from it is no model. Leave filter away."
+                "would be read from it is no model. Omit filter."
             )
         directory = local_path(self.broadcast(str(path)), storage_options)
         module_name, optimizer_name = self._names(state)

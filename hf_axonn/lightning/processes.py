@@ -57,7 +57,7 @@ def settings_of(grid: Grid | AxonnConfig | None, options: dict[str, Any]) -> Axo
     if config.order != ORDER:
         raise ValueError(
             f"order is {', '.join(config.order)}, but it is applied where axonn-launch starts processes, and "
-            "Lightning starts these: leave order away, or launch with axonn_config in a launch file."
+            "Lightning starts these: omit order, or launch with axonn_config in a launch file."
         )
     return _checked(config)
 

@@ -89,11 +89,11 @@ class AxonnStrategy(GridProcesses, ParallelStrategy):
         """
         assert self.accelerator is not None and self.lightning_module is not None
         if self._layer_sync is not None:
-            raise ValueError("sync_batchnorm is not supported over a grid: leave sync_batchnorm=True away.")
+            raise ValueError("sync_batchnorm is not supported over a grid: omit sync_batchnorm=True.")
         if self._checkpoint_io is not None:
             raise ValueError(
                 f"{type(self._checkpoint_io).__name__} cannot write checkpoints of a grid, which are directories that "
-                "all ranks write to: leave the plugin away (async_save=True saves while the training goes on)."
+                "all ranks write to: omit the plugin (async_save=True saves while the training goes on)."
             )
         self._failed = False
         self.accelerator.setup(trainer)
@@ -239,7 +239,7 @@ class AxonnStrategy(GridProcesses, ParallelStrategy):
         if optimizer is not None and "loops" not in values:
             raise ValueError(
                 f"{path} was not written by Lightning's Trainer, so there is nothing to go on with: read its weights "
-                "with hf_axonn.from_pretrained, and leave ckpt_path away."
+                "with hf_axonn.from_pretrained, and omit ckpt_path."
             )
         self._check_places(path, manifest.grid, values)
         load(path, manifest, self.sharded, optimizer)

@@ -67,7 +67,7 @@ def check_routers(model: nn.Module, grid: Grid) -> None:
         raise ValueError(
             f"output_router_logits=True is not possible for {type(model).__name__} over a grid with pipe ({grid}): no "
             "rank has the routers of all layers, and its auxiliary loss is not known to be made of sums over layers, "
-            "as that of Switch Transformers is. Set it to False, which leaves the auxiliary loss away, or use a grid "
+            "as that of Switch Transformers is. Set it to False, which omits the auxiliary loss, or use a grid "
             "without pipe."
         )
 

@@ -80,7 +80,7 @@ def compile_regions(state: ParallelState, model: nn.Module, **options: Any) -> N
     if not modules:
         raise ValueError(
             f"torch.compile of a {type(model).__name__} over a grid: it is sharded Linear by Linear, without "
-            "attention and MLP blocks that are known, so there is nothing to compile. Leave torch_compile away."
+            "attention and MLP blocks that are known, so there is nothing to compile. Omit torch_compile."
         )
     state.compile_options = dict(options)
     state.regions = {module: Region(state, module, options) for module in modules}

@@ -62,7 +62,7 @@ def from_pretrained(
         key for key in ("device_map", "tp_plan", "tp_size", "distributed_config") if kwargs.get(key) is not None
     ]
     if refused:
-        raise ValueError(f"{', '.join(refused)}: the grid decides where weights lie; leave {refused[0]} away.")
+        raise ValueError(f"{', '.join(refused)}: the grid decides where weights lie; omit {refused[0]}.")
     _check_quantization(kwargs, grid)
     four_bit = getattr(kwargs.get("quantization_config"), "load_in_4bit", False)
     if four_bit and grid.size > 1 and is_sharded_checkpoint(name_or_path):
@@ -124,11 +124,11 @@ def _check_quantization(kwargs: dict[str, Any], grid: Grid) -> None:
     wanted = kwargs.get("quantization_config")
     if kwargs.get("gguf_file"):
         if wanted is not None and not getattr(wanted, "dequantize", False):
-            raise ValueError("GGUF weights are trained dequantized: leave quantization_config away.")
+            raise ValueError("GGUF weights are trained dequantized: omit quantization_config.")
         kwargs["quantization_config"] = GgufConfig(dequantize=True)
     elif wanted is not None and grid.size > 1 and not getattr(wanted, "load_in_4bit", False):
         raise ValueError(
             f"quantized weights cannot be sharded, but for bitsandbytes' 4 bits: {type(wanted).__name__} asks for "
-            "others. Take BitsAndBytesConfig(load_in_4bit=True), leave quantization_config away, or save them "
+            "others. Take BitsAndBytesConfig(load_in_4bit=True), omit quantization_config, or save them "
             "dequantized."
         )

@@ -106,7 +106,7 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     if config.residual_dtype != "model" and plan.decoder is None:
         raise ValueError(
             f"residual_dtype is {config.residual_dtype}, but {type(inner).__name__} is sharded Linear by Linear, and "
-            f"its layers are not known ({plan.reason}): leave residual_dtype away."
+            f"its layers are not known ({plan.reason}): omit residual_dtype."
         )
     beside: list[torch.Tensor] = []
     if any(True for _ in four_bit_modules(inner)):

@@ -59,7 +59,7 @@ def _warn_of_routers(pipeline: Pipeline) -> None:
             "the auxiliary loss of routers is of a whole batch and no sum over its rows, so this loop's batches go "
             f"through the {pipeline.stages.total} stages one after another, and most of the time all but one wait. "
             "Under Trainer the batches of an accumulation step are a pipeline; so are the rows of a batch with "
-            "output_router_logits=False, which leaves this loss away."
+            "output_router_logits=False, which omits this loss."
         )
 
 

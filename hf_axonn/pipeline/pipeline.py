@@ -267,7 +267,7 @@ class Pipeline:
 
     def one_after_another(self, call: functools.partial[Any]) -> Any:
         """Call the model, one stage after the other. The loss, the logits and the auxiliary loss of routers
-        are on all ranks of pipe; of router logits a rank has those of its own layers only, so they are left away.
+        are on all ranks of pipe; of router logits a rank has those of its own layers only, so they are omitted.
 
         Collectives: those of the stages; point to point between neighbours of pipe the residual stream, and in
         backward its gradient; broadcasts over pipe of loss, logits and the auxiliary loss.

@@ -50,7 +50,7 @@ def without_losses(config: dict[str, bool] | None, why: str) -> dict[str, bool]:
     """
     for name in LOSSES:
         if (config or {}).get(name):
-            raise ValueError(f"liger_kernel_config={{'{name}': True}} does not go together with {why}: leave it away.")
+            raise ValueError(f"liger_kernel_config={{'{name}': True}} does not go together with {why}: omit it.")
     return {**(config or {}), **dict.fromkeys(LOSSES, False)}
 
 
@@ -69,11 +69,11 @@ def check(args: Any, dynamo: str, model: nn.Module | None, grid: Grid) -> None:
 
     reason = ""
     if args.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        reason = "its kernels are Triton's, which need a GPU: leave it away on CPUs"
+        reason = "its kernels are Triton's, which need a GPU: omit it on CPUs"
     elif not is_liger_kernel_available():
         reason = "liger-kernel is not installed: pip install 'hf_axonn[liger]'"
     elif dynamo != "NO":
-        reason = "it has not been compared with torch.compile: leave one of them away"
+        reason = "it has not been compared with torch.compile: omit one of them"
     if reason:
         raise ValueError(f"use_liger_kernel is not supported over this grid ({grid}): {reason}.")
     check_versions("liger-kernel")
@@ -93,9 +93,7 @@ def apply_liger_kernel(original: Callable, model: nn.Module, kernel_config: dict
     if state is None:
         return original(model, kernel_config)
     if state.regions:
-        raise ValueError(
-            "use_liger_kernel on a model that torch.compile has compiled already: leave one of them away."
-        )
+        raise ValueError("use_liger_kernel on a model that torch.compile has compiled already: omit one of them.")
     inner: Any = without_peft(model)
     settings = _settings(inner, kernel_config)
     decoder = getattr(inner, inner.base_model_prefix, inner)
@@ -126,7 +124,7 @@ def _settings(model: nn.Module | None, config: dict[str, bool] | None) -> dict[s
         if settings.get("swiglu"):
             raise ValueError(
                 "liger_kernel_config={'swiglu': True} does not go together with experts that are sharded over a grid, "
-                "of which its kernel multiplies the whole weights: leave it away."
+                "of which its kernel multiplies the whole weights: omit it."
             )
         return settings | {"swiglu": False}
     activation = getattr(own, "hidden_activation", None) or own.hidden_act

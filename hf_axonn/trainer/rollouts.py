@@ -50,7 +50,7 @@ def check_rollouts(trainer: object, grid: Grid) -> None:
             if getattr(trainer, name, None):
                 raise ValueError(
                     f"{name} of {type(trainer).__name__} is not supported over a grid ({grid}): ranks that share "
-                    "samples would each run it, and go on with what it tells each of them. Leave it away."
+                    "samples would each run it, and go on with what it tells each of them. Omit it."
                 )
 
 

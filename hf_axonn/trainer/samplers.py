@@ -59,7 +59,7 @@ def for_grid(
         if dispatched:
             raise ValueError(
                 "train_sampling_strategy='batch_rebalance' divides samples among data-parallel ranks by itself, so "
-                "that rank 0 cannot read for all: leave dispatch_batches of accelerator_config away."
+                "that rank 0 cannot read for all: omit dispatch_batches of accelerator_config."
             )
         here = grid.coordinates(rank)
         return BatchRebalanceSampler(

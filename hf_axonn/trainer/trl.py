@@ -155,8 +155,7 @@ def _check(model: nn.Module, cast_lm_head_to_fp32: bool, outputs: tuple[str, ...
     for name, refused in {f"outputs={more}": more, "cast_lm_head_to_fp32=True": cast_lm_head_to_fp32}.items():
         if refused:
             raise ValueError(
-                f"TRL's fused head with {name} is not supported for a model that is sharded over a grid: leave it "
-                "away."
+                f"TRL's fused head with {name} is not supported for a model that is sharded over a grid: omit it."
             )
     if not isinstance(getattr(model, "loss_function", None), ShardedCausalLMLoss):
         raise ValueError(

@@ -1,6 +1,6 @@
 """fp16 by Accelerate and Trainer over a grid: steps, scales and clipping of one process, saved and loaded.
 
-Accelerate leaves fp16 away on CPUs, so that tests switch on what it does on a GPU: autocast and a GradScaler.
+Accelerate ignores fp16 on CPUs, so that tests switch on what it does on a GPU: autocast and a GradScaler.
 """
 
 from __future__ import annotations

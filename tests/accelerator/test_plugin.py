@@ -116,7 +116,7 @@ def _refusals() -> None:
     with pytest.raises(ValueError, match=r"comm_hook=bf16.*: over a grid gradients are averaged without"):
         accelerator(kwargs_handlers=[hook])
     accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
-    with pytest.raises(ValueError, match="leave fullgraph away"):
+    with pytest.raises(ValueError, match="omit fullgraph"):
         dynamo = TorchDynamoPlugin(backend="eager", fullgraph=True)
         accelerator(dynamo_plugin=dynamo).prepare(tiny_model("llama"))
     with pytest.raises(ValueError, match="given to accelerator.prepare"):

@@ -152,5 +152,5 @@ def test_a_node_that_the_lock_does_not_reach_may_be_faster(folder, monkeypatch):
 def test_one_process_dequantizes_too_and_blocks_are_refused(folder):
     model = from_pretrained(folder, grid=Grid(), gguf_file="tiny.gguf")
     assert type(model.lm_head) is torch.nn.Linear and model.dtype == torch.float32
-    with pytest.raises(ValueError, match="leave quantization_config away"):
+    with pytest.raises(ValueError, match="omit quantization_config"):
         from_pretrained(folder, grid=Grid(x=2), gguf_file="tiny.gguf", quantization_config=GgufConfig())

@@ -127,7 +127,7 @@ def mean_over_world(value: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def exact(dtype: torch.dtype = torch.float64) -> Iterator[None]:
-    """Casts to float32 inside of Transformers are left away where the comparison is in float64."""
+    """Casts to float32 inside of Transformers are omitted where the comparison is in float64."""
     with Float64() if dtype == torch.float64 else contextlib.nullcontext():
         yield
 

@@ -177,7 +177,7 @@ def cut_of(size, world):
 
 
 def on_ranks(world, kind, leaves, cotangent, dtype):
-    """This rank's result and gradients, padding left away, and what travelled."""
+    """This rank's result and gradients, padding omitted, and what travelled."""
     cut = cut_of(kind.size, world)
     width = -(-kind.size // world)
     mine = [its if its is None else its.detach()[..., cut.own].clone() for its in leaves]

@@ -50,7 +50,7 @@ def test_what_contradicts_itself_is_refused(strategy, arguments, options, messag
 
 def test_settings_beside_a_launched_grid_are_refused(monkeypatch):
     monkeypatch.setenv("AXONN_CONFIG", AxonnConfig(grid=Grid(z=2)).to_json())
-    with pytest.raises(ValueError, match="so leave async_save away"):
+    with pytest.raises(ValueError, match="so omit async_save"):
         AxonnStrategy(async_save=True)
 
 

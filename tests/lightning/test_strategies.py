@@ -235,7 +235,7 @@ def on_ranks_with_a_scaler(folder: Path, truth: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_fp16_scales_and_skips_as_one_process(tmp_path):
-    """Lightning leaves fp16 away on CPUs, so the plugin is what it makes on a GPU."""
+    """Lightning ignores fp16 on CPUs, so the plugin is what it makes on a GPU."""
     run_ranks(on_ranks_with_a_scaler, 2, tmp_path, fit_scaled(None, tmp_path))
 
 

@@ -103,7 +103,7 @@ def _bits_and_graphs() -> None:
 
 def test_options_that_regions_cannot_have():
     for options, message in (
-        ({"fullgraph": True}, "leave fullgraph away"),
+        ({"fullgraph": True}, "omit fullgraph"),
         ({"mode": "reduce-overhead"}, "CUDA graphs overwrite what backward still"),
         ({"mode": "max-autotune"}, "'max-autotune-no-cudagraphs'"),
     ):

@@ -115,7 +115,7 @@ def test_losses_and_experts_are_off_and_refused_where_they_are_asked_for():
     assert liger._settings(llama, {"rope": False, "cross_entropy": False}) == {"rope": False, **off}
     assert liger._settings(mixtral, {"rms_norm": True}) == {"rms_norm": True, "swiglu": False, **off}
     for name in liger.LOSSES:
-        with pytest.raises(ValueError, match=rf"'{name}': True.* a head that is sharded over a grid: leave it away"):
+        with pytest.raises(ValueError, match=rf"'{name}': True.* a head that is sharded over a grid: omit it"):
             liger._settings(llama, {name: True})
     with pytest.raises(ValueError, match="'swiglu': True.* experts that are sharded"):
         liger._settings(mixtral, {"swiglu": True})
@@ -134,7 +134,7 @@ def test_models_that_nobody_has_compared_and_other_activations_are_refused():
     ("found", "interpreter", "dynamo", "message"),
     [
         (False, "1", "NO", r"liger-kernel is not installed: pip install 'hf_axonn\[liger\]'"),
-        (False, "0", "NO", "its kernels are Triton's, which need a GPU: leave it away on CPUs"),
+        (False, "0", "NO", "its kernels are Triton's, which need a GPU: omit it on CPUs"),
         (True, "1", "INDUCTOR", "it has not been compared with torch.compile"),
     ],
 )

@@ -16,7 +16,7 @@ The timeout is the one of `init_process_group` (accelerate's InitProcessGroupKwa
 own watchdogs come later. Processes are ended by os._exit(1), since nothing else ends a thread that waits in a
 collective. Started by torchrun or accelerate launch, the message stands in its error report, too. They send SIGTERM to
 the others a tenth of a second after a rank has died: who gets it answers first (signals.py), and ends
-within seconds. AXONN_WATCH=0 leaves all of this away.
+within seconds. AXONN_WATCH=0 turns all of this off.
 """
 
 from __future__ import annotations

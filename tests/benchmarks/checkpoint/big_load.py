@@ -157,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--grid", type=read_grid, default="z=16,y=4,x=8", help="sizes, as in z=2,x=4")
-    parser.add_argument("--model", type=Path, help="a directory with a config.json; the shape of 405B if left away")
+    parser.add_argument("--model", type=Path, help="a directory with a config.json; the shape of 405B by default")
     parser.add_argument("--ranks", type=int, default=512, help="ranks to work out, spread over the grid")
     options = parser.parse_args(arguments)
     grid = options.grid

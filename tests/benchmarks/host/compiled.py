@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20, help="rounds, of whose ratios the median counts (20)")
     parser.add_argument("--repeats", type=int, default=3, help="steps of a turn (3)")
-    parser.add_argument("--grids", nargs="+", choices=GRIDS, default=list(GRIDS), help="grids; all if left away")
+    parser.add_argument("--grids", nargs="+", choices=GRIDS, default=list(GRIDS), help="grids; all by default")
     parser.add_argument("--output", type=Path, help="file of the table; without it the table is only printed")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
