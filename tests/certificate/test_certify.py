@@ -33,7 +33,7 @@ def test_a_grid_of_two_is_equal(tmp_path):
     job = one_process(tmp_path / "alone", plan, "gpt2")
     result = many_processes(job, tmp_path / "certificate", plan)
     assert result.equal and result.groups == [[0, 1]]
-    assert set(result.worst) == set(KINDS) and all(error.size <= BOUND for error in result.worst.values())
+    assert set(result.worst) == set(KINDS) - {"copy"} and all(error.size <= BOUND for error in result.worst.values())
 
 
 def test_a_scaled_loss_is_found_and_named(ddp, tmp_path):
