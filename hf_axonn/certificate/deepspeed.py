@@ -39,9 +39,10 @@ OF_FILE = (
     "zero_allow_untested_optimizer",
     "zero_force_ds_cpu_optimizer",
 )
+# Not round_robin_gradients, where DeepSpeed's own map of the parts is that of another order.
 OF_ZERO = (
     "stage overlap_comm contiguous_gradients reduce_scatter reduce_bucket_size allgather_partitions "
-    "allgather_bucket_size use_multi_rank_bucket_allreduce round_robin_gradients sub_group_size "
+    "allgather_bucket_size use_multi_rank_bucket_allreduce sub_group_size "
     "ignore_unused_parameters load_from_fp32_weights stage3_prefetch_bucket_size stage3_max_live_parameters "
     "stage3_max_reuse_distance stage3_param_persistence_threshold stage3_model_persistence_threshold "
     "stage3_gather_16bit_weights_on_model_save"
@@ -155,7 +156,7 @@ def _read_file(path: str, dtype: str, notes: list[str]) -> dict[str, Any]:
             raise ValueError(f"{FILE}: zero_optimization: {key} cannot be certified yet: omit it.")
     away = [key for key in OURS if key in given]
     if away:
-        notes.append(f"{' and '.join(away)} of {path} are omitted: the runs have their own.")
+        notes.append(f"without {' and '.join(away)} of {path}: the runs have their own.")
     kept = {key: given[key] for key in OF_FILE if key in given}
     if dtype == "bf16":
         kept["bf16"] = {"enabled": True}

@@ -233,8 +233,8 @@ class ParallelState:
             return hidden
         raise ValueError(
             f"residual_dtype is {wanted}, but the model computes in {self.compute_dtype(hidden)}, and would lose that "
-            "precision between its layers: train under autocast in bfloat16 (mixed_precision: bf16), or leave "
-            "residual_dtype away."
+            "precision between its layers: train under autocast in bfloat16 (mixed_precision: bf16), or omit "
+            "residual_dtype."
         )
 
     def product_dtype(self, factors: torch.dtype, wanted: torch.dtype) -> torch.dtype:

@@ -74,8 +74,8 @@ def resolve(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> L
     config = AxonnConfig.from_mapping(section, num_processes=num_processes)
     if config.residual_dtype == "bfloat16" and precision != "bf16":
         raise ValueError(
-            f"axonn_config.residual_dtype is bfloat16, but mixed_precision is {precision!r}: write bf16, or leave "
-            "residual_dtype away."
+            f"axonn_config.residual_dtype is bfloat16, but mixed_precision is {precision!r}: write bf16, or omit "
+            "residual_dtype."
         )
     kept = {key: value for key, value in settings.items() if key not in (SECTION, "fp16")}
     # YAML reads an unquoted no as false, where accelerate expects the word. What the command line says counts for it.

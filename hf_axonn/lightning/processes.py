@@ -50,7 +50,7 @@ def settings_of(grid: Grid | AxonnConfig | None, options: dict[str, Any]) -> Axo
         if launched is None or options:
             raise ValueError(
                 f"a strategy without a grid takes the grid and all settings from {VARIABLE}, "
-                f"{'which is not set' if launched is None else 'so leave ' + next(iter(options)) + ' away'}: write "
+                f"{'which is not set' if launched is None else 'so omit ' + next(iter(options))}: write "
                 f"sizes, as in {EXAMPLE}."
             )
         return _checked(launched)
@@ -70,8 +70,8 @@ def _checked(config: AxonnConfig) -> AxonnConfig:
         )
     if config.save_failure != "stop":
         raise ValueError(
-            f"save_failure is {config.save_failure}, but ModelCheckpoint must know that nothing was saved: leave "
-            "save_failure away, and a checkpoint that cannot be saved ends the run on all ranks."
+            f"save_failure is {config.save_failure}, but ModelCheckpoint must know that nothing was saved: omit "
+            "save_failure, and a checkpoint that cannot be saved ends the run on all ranks."
         )
     return config
 

@@ -56,8 +56,8 @@ def compile_regions(state: ParallelState, model: nn.Module, **options: Any) -> N
         return
     if options.get("fullgraph"):
         raise ValueError(
-            "torch.compile with fullgraph=True over a grid: the graph has to end at every collective, so leave "
-            "fullgraph away."
+            "torch.compile with fullgraph=True over a grid: the graph has to end at every collective, so omit "
+            "fullgraph."
         )
     if options.get("mode") in REFUSED_MODES:
         raise ValueError(
@@ -66,8 +66,8 @@ def compile_regions(state: ParallelState, model: nn.Module, **options: Any) -> N
         )
     if state.pipeline is not None:
         raise ValueError(
-            f"torch.compile over a grid with pipe ({state.grid}) is not supported: leave torch_compile and the dynamo "
-            "settings away, or use a grid without pipe."
+            f"torch.compile over a grid with pipe ({state.grid}) is not supported: omit torch_compile and the dynamo "
+            "settings, or use a grid without pipe."
         )
     if state.regions:
         if options != state.compile_options:

@@ -109,6 +109,7 @@ def test_a_file_of_deepspeeds_own(tmp_path, monkeypatch):
             {"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}},
             "zero_hpz_partition_size cannot be certified",
         ),
+        ({"zero_optimization": {"round_robin_gradients": True}}, "round_robin_gradients cannot be certified"),
         ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "offload_param: runs with offloading cannot"),
         ({"zero_optimization": {}, "tensor_parallel": {}}, "tensor_parallel cannot be certified yet"),
         ([], "has no section zero_optimization"),

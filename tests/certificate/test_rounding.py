@@ -134,7 +134,7 @@ def test_replicas_differ_and_are_near_the_truth():
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="leaves fp16 and its loss scaler away without a word: give bf16 or fp32"):
+    with pytest.raises(ValueError, match="ignores fp16 and its loss scaler without a word: give bf16 or fp32"):
         check_dtype("fp16", [])
     with pytest.raises(ValueError, match="--dtype half: give float64, bf16 or fp32"):
         check_dtype("half", [])
