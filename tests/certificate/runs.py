@@ -65,6 +65,14 @@ def many_processes(job: Job, folder: Path, plan: LaunchPlan, planted: str = "") 
     return result
 
 
+def assert_named(job: Job, plan: LaunchPlan, folder: Path, error: str, kind: str, said: str) -> None:
+    """An error that is planted on the ranks is found in the first step, as a difference of a kind, and the cause says
+    so; the job's run on one process is there."""
+    result = many_processes(job, folder, plan, error)
+    assert result.first is not None and result.first[0] == kind and result.first[1].step == 1, result.first
+    assert not result.documented and said in result.cause, result.cause
+
+
 def _rank(job: Job, plan: LaunchPlan, planted: str) -> None:
     os.environ["ACCELERATE_USE_CPU"] = "true"
     os.environ["ACCELERATE_MIXED_PRECISION"] = plan.settings["mixed_precision"]

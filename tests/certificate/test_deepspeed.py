@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from hf_axonn.cli.main import main
-from tests.certificate.runs import launch_file, many_processes, one_process, plan_of
+from tests.certificate.runs import assert_named, launch_file, one_process, plan_of
 
 
 pytestmark = [
@@ -34,9 +34,7 @@ def zero(tmp_path_factory):
     ],
 )
 def test_planted_errors_are_found_and_named(zero, tmp_path, error, kind, said):
-    result = many_processes(zero[0], tmp_path / "certificate", zero[1], error)
-    assert result.first is not None and result.first[0] == kind and result.first[1].step == 1, result.first
-    assert not result.documented and said in result.cause, result.cause
+    assert_named(*zero, tmp_path / "certificate", error, kind, said)
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [(1, "fp32"), (3, "fp32"), (2, "bf16")])

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.pipelining import stage
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn import Grid, parallelize, sync_gradients
@@ -188,7 +189,7 @@ def test_receive_buffers_are_of_the_micro_batches_under_way() -> None:
     assert [left for _, left in first + last] == [0] * 4
     assert first[0][0] <= 2 and last[0][0] == 1  # 1f1b: gradients of one, and the residual stream of one, under way
     # gpipe: all forward passes come first; since torch 2.15 what was received belongs to the forward pass, no buffer
-    assert last[1][0] in (1, 8)
+    assert last[1][0] == (1 if hasattr(stage._RecvInfo, "allocate_buffer") else 8)
 
 
 @pytest.mark.slow
