@@ -18,7 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.compat.torch import at_end_of_backward, pipeline_schedule, run_schedule
+from hf_axonn.compat.pipelining import pipeline_schedule, run_schedule
+from hf_axonn.compat.torch import at_end_of_backward
 from hf_axonn.compat.transformers import input_embedding, output_embedding, record_outputs
 from hf_axonn.distributed.collectives import broadcast_over, reduce_, swap, waiting
 from hf_axonn.distributed.consistency import gather_json
