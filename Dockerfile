@@ -8,7 +8,7 @@
 #     docker run --rm --gpus all --shm-size 16g --volume "$PWD:/home/axonn" hf-axonn finetune --config axonn.yaml ...
 #
 # BASE needs Python 3.11 or newer with pip. A torch that it has is kept, and has to be of a release that hf_axonn is
-# proven with; without one, pip installs it. docs/usage.md says more.
+# proven with; without one, pip installs it. docs/install.md says more.
 ARG BASE=python:3.12-slim
 
 FROM python:3.12-slim AS wheel

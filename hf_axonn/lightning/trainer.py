@@ -52,7 +52,7 @@ class AxonnStrategy(GridProcesses, ParallelStrategy):
     Raises:
         ValueError: a grid with pipe or none at all, or settings that contradict each other; when a run begins: the
             grid is not the number of processes, a library has a release that is not proven, or the module, its
-            optimizers, its precision or a plugin cannot be used over a grid (docs/usage.md lists what).
+            optimizers, its precision or a plugin cannot be used over a grid (docs/refusals.md lists what).
     """
 
     strategy_name = "axonn"

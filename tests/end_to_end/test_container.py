@@ -125,5 +125,5 @@ def test_the_images_that_are_named_have_what_is_needed(configuration):
         python = re.search(r"py(?:thon:)?(3\.\d+)", image)
         if python:
             assert f"Python :: {python[1]}\n" in configuration["metadata"]["classifiers"] + "\n", image
-    usage = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
-    assert set(IMAGE.findall(usage)) == set(named)
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    assert set(IMAGE.findall(page)) == set(named)

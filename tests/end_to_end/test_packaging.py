@@ -246,7 +246,7 @@ def test_each_proven_range_stands_in_one_place_and_python_is_what_these_releases
     assert pythons[0] == lowest
     assert f"(3, {lowest.partition('.')[2]})" in makefile and f"Python {lowest} or newer" in makefile
     assert f'target-version = "py{lowest.replace(".", "")}"' in project and f'python_version = "{lowest}"' in project
-    for document in ("README.md", "CONTRIBUTING.md", "docs/usage.md"):
+    for document in ("README.md", "CONTRIBUTING.md", "docs/install.md"):
         assert f"Python {lowest} or newer" in (ROOT / document).read_text(), document
 
 

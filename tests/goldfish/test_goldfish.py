@@ -253,7 +253,7 @@ def test_order_counts_for_hash_and_not_for_the_product():
 def test_products_of_wide_windows_are_often_zero():
     """With h = 50 a window of independent ids has 50 factors 2 in the mean, and 64 of them make the product 0.
 
-    Then all such windows have one number of the table, 0.23, which k = 50 keeps: docs/usage.md has these shares.
+    Then all such windows have one number of the table, 0.23, which k = 50 keeps: docs/goldfish.md has these shares.
     """
     tokens = torch.randint(1, 131_072, (128, 4097), generator=torch.Generator().manual_seed(0))
     mask = goldfish_mask(tokens, k=50, context_width=50)[:, 50:]

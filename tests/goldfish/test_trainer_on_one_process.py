@@ -86,7 +86,7 @@ def trainer_for(args: GoldfishConfig, *, model: torch.nn.Module | None = None, *
 
 
 def test_rows_of_any_length_need_a_tokenizer_alone(tmp_path):
-    """As the snippets of README and docs/usage.md: no data_collator, and rows with input_ids and labels."""
+    """As the snippets of README and docs/goldfish.md: no data_collator, and rows with input_ids and labels."""
     rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in samples()]
     assert len({len(row["labels"]) for row in rows}) > 1
     words = Tokenizer(models.WordLevel({"<pad>": PAD, "<unk>": 1}, unk_token="<unk>"))

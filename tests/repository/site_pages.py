@@ -2,7 +2,8 @@
 
 - The menu is docs/index.md: the first link of each list item, under the heading that it stands under.
 - A block ```{api} PACKAGE with public names, one a line, becomes their documentation, made of the docstrings; a
-  block ```{help} with commands becomes what they say with --help.
+  block ```{help} with commands becomes what they say with --help; a block ```{messages} with modules becomes a table
+  of their errors and warnings.
 - Links to files that are no pages, and names of files in backticks, lead to a page with the file; public names in
   backticks to the reference.
 - A picture of ours stands in the page as SVG, so that it has the colours of the page.
@@ -36,6 +37,7 @@ from sphinx.transforms import SphinxTransform
 from hf_axonn.cli.main import main as hf_axonn_main
 from hf_axonn_eval.__main__ import main as eval_main
 from tests.helpers import ROOT
+from tests.repository.messages_page import MESSAGES, messages_table
 from tests.repository.site_docstrings import inline, options_of, shown_signature, to_rst
 
 
@@ -55,6 +57,7 @@ def read_source(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] = notebook(json.loads(source[0]))
     source[0] = API.sub(lambda block: api(block[1], block[2].splitlines()), source[0])
     source[0] = HELP.sub(lambda block: commands(block[1].splitlines()), source[0])
+    source[0] = MESSAGES.sub(lambda block: messages_table(block[1].splitlines()), source[0])
     if docname == MENU:
         source[0] += menu(source[0])
 
