@@ -12,11 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from hf_axonn.compat.messages import on_first_rank
 from hf_axonn.topology.axis_order import ORDER, check_order
 from hf_axonn.topology.grid import AXES, Grid
 
 
 VARIABLE = "AXONN_CONFIG"
+LAUNCH_FILE = "AXONN_LAUNCH_FILE"  # the name of the file, for messages
 REDUCE_DTYPES = ("float32", "bfloat16", "float64")
 LAYOUTS = ("auto", "token", "feature")
 SAVE_FAILURES = ("stop", "continue")
@@ -224,6 +226,43 @@ class AxonnConfig(Settings):
                 f"the environment variable {VARIABLE} cannot be used: {error} It is set by the launcher from the "
                 f'launch file; written by hand it looks like {{"grid": {{"z": 2, "x": 2}}}}.'
             ) from None
+
+    @classmethod
+    def with_launch(cls, given: AxonnConfig | None, call: str) -> AxonnConfig:
+        """Join the settings of the launch file and those that a call in the code gives; either may be missing.
+
+        Args:
+            given: the settings in the code. One that has its default value leaves the launch file's.
+            call: the name of the call, for messages.
+        Raises:
+            ValueError: neither names a grid, or both name another grid or another value of a setting. Of several
+                ranks that raise this, the first prints it.
+        """
+        launched = cls.from_env()
+        if launched is None and given is None:
+            raise ValueError(
+                f"{call}() without a grid takes it from the launch file, but {VARIABLE} is not set: start with "
+                "accelerate launch --config axonn.yaml, or pass grid=Grid(...)."
+            )
+        if launched is None or given is None:
+            return launched or given
+        values = {}
+        for item in fields(cls):
+            ours, theirs = getattr(given, item.name), getattr(launched, item.name)
+            if ours not in (theirs, item.default) and theirs != item.default:
+                file = os.environ.get(LAUNCH_FILE) or f"the variable {VARIABLE}"
+                error = f"{item.name} has two values. {file}: {_short(theirs)}; code, {call}: {_short(ours)}. "
+                error += f"Leave {item.name} out of the code, which then takes that of the launch, or change one."
+                raise on_first_rank(ValueError(error))
+            values[item.name] = theirs if ours == item.default else ours
+        return cls(**values)
+
+
+def _short(value: Any) -> str:
+    """A setting for a message; of a grid the axes that are used."""
+    if not isinstance(value, Grid):
+        return str(value)
+    return ", ".join(f"{axis}={size}" for axis, size in value.as_dict().items() if size > 1) or "one rank"
 
 
 def _counts(value: Any) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Concatenate, ParamSpec
@@ -20,7 +21,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils.dataclasses import DDPCommunicationHookType
 
 from hf_axonn.compat.versions import check_versions, refusal
-from hf_axonn.config import PRECISIONS, VARIABLE, AxonnConfig, Settings
+from hf_axonn.config import PRECISIONS, AxonnConfig, Settings
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, versions
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
@@ -56,12 +57,13 @@ class AxonnPlugin(ParallelismConfig):
 
     Args:
         grid: sizes of the axes; None takes the grid and all settings of the launch file (the environment variable
-            AXONN_CONFIG).
+            AXONN_CONFIG). Under a launch file it must be that of the file.
         overlap, reduce_dtype, residual_dtype, keep_gathered, prefetch, tune_matmuls, layout, async_save, save_failure,
             schedule, stages_per_rank, stage_layers: see `config.Settings`.
     Raises:
-        ValueError: no grid is given and none was launched, or there are settings without a grid, or a library has a
-            release that is not proven (`check_versions`); later, when the Accelerator is made: the grid is not the
+        ValueError: no grid is given and none was launched, or the launch file has another grid or another value of a
+            setting (`AxonnConfig.with_launch`), or there are settings without a grid, or a library has a release that
+            is not proven (`check_versions`); later, when the Accelerator is made: the grid is not the
             number of processes, or residual_dtype is given without bf16, or fp8, fp16 with pipe, or a communication
             hook of DistributedDataParallel is asked for.
     """
@@ -77,12 +79,7 @@ class AxonnPlugin(ParallelismConfig):
         given = _Arguments(*args, **kwargs)
         settings = {item.name: getattr(given, item.name) for item in fields(Settings)}
         if given.grid is None:
-            config = AxonnConfig.from_env()
-            if config is None:
-                raise ValueError(
-                    f"AxonnPlugin() without a grid takes it from the launch file, but {VARIABLE} is not set: start "
-                    "with accelerate launch --config axonn.yaml, or pass grid=Grid(...)."
-                )
+            config = AxonnConfig.with_launch(None, "AxonnPlugin")
             unread = [name for name, value in settings.items() if value != getattr(Settings, name)]
             if unread:
                 raise ValueError(
@@ -90,7 +87,7 @@ class AxonnPlugin(ParallelismConfig):
                     f"{unread[0]} there, under axonn_config, or pass grid=Grid(...) as well."
                 )
         else:
-            config = AxonnConfig(grid=given.grid, **settings)
+            config = AxonnConfig.with_launch(AxonnConfig(grid=given.grid, **settings), "AxonnPlugin")
         self.config = config
         if config.grid.size > 1:
             check_versions()
@@ -176,13 +173,14 @@ class AxonnPlugin(ParallelismConfig):
 def install_default() -> None:
     """Let a bare `Accelerator()` or `Trainer` of this process use the grid of the launch file.
 
-    Called in worker processes right after accelerate.parallelism_config has been imported (see launch/autoload.py).
+    Called in worker processes right after accelerate.parallelism_config has been imported, or this module if that is
+    what imports accelerate (see launch/autoload.py), and in those of a notebook, where accelerate may be there.
     Raises nothing, which could end in torch's import: releases that are not proven are refused by the AxonnPlugin that
     `Accelerator()` makes, and until then nothing of theirs is replaced.
     """
-    import accelerate.parallelism_config as module
-
-    module.ParallelismConfig = AxonnPlugin
+    for name, module in [*sys.modules.items()]:  # accelerate's modules import the class from each other
+        if name.partition(".")[0] == "accelerate" and vars(module).get("ParallelismConfig") is ParallelismConfig:
+            module.ParallelismConfig = AxonnPlugin
     os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     if not refusal():
         _install_trainer_hooks()

@@ -49,6 +49,17 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
+def on_first_rank(error: Exception) -> Exception:
+    """The error itself, which every rank of a launch raises at the same place: only the first one will print it.
+
+    Where the watchdog runs, it sees to that (distributed/watchdog). This is for what is raised before the ranks meet.
+    """
+    before = sys.excepthook
+    if os.environ.get("RANK", "0") != "0" and before is sys.__excepthook__:
+        sys.excepthook = lambda kind, raised, where: None if raised is error else before(kind, raised, where)
+    return error
+
+
 def _followed() -> int:
     level = logging.getLevelName(os.environ.get("ACCELERATE_LOG_LEVEL", "").upper())
     if isinstance(level, int):

@@ -98,9 +98,16 @@ def _launch_arguments_start(program: str) -> int | None:
 
 
 def _install_plugin() -> None:
-    from hf_axonn.plugin import install_default
+    """Accelerate has just been imported; if plugin.py is what imports it, wait until that is complete, too."""
+    from hf_axonn.compat.post_import import after_import
 
-    install_default()
+    def install() -> None:
+        from hf_axonn.plugin import install_default
+
+        install_default()
+
+    after_import("hf_axonn.plugin", install)
+    import hf_axonn.plugin  # noqa: F401  (which calls it, unless it was there)
 
 
 def _keep_section() -> None:

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from hf_axonn.compat.versions import bounds, check_versions, requirements
+from hf_axonn.config import LAUNCH_FILE
 from hf_axonn.launch.launch_file import SECTION, check_spelling, resolve
 
 
@@ -50,10 +51,10 @@ def prepare_or_exit(arguments: Sequence[str]) -> list[str]:
 def prepare(arguments: Sequence[str]) -> list[str]:
     """Turn the arguments of a launch into arguments of stock `accelerate launch`.
 
-    Where the launch file has an `axonn_config`, sets AXONN_CONFIG (and, on CPUs, ACCELERATE_USE_CPU and
-    OMP_NUM_THREADS, on GPUs those of gpu_settings.py) in os.environ, which accelerate copies to the processes, and
-    writes a temporary launch file that is deleted when this process ends. Without one, only `--config` is respelled
-    `--config_file`.
+    Where the launch file has an `axonn_config`, sets AXONN_CONFIG and AXONN_LAUNCH_FILE (and, on CPUs,
+    ACCELERATE_USE_CPU and OMP_NUM_THREADS, on GPUs those of gpu_settings.py) in os.environ, which accelerate copies to
+    the processes, and writes a temporary launch file that is deleted when this process ends. Without one, only
+    `--config` is respelled `--config_file`.
 
     Args:
         arguments: what stands after `accelerate launch`: options, the script, the script's own arguments.
@@ -77,7 +78,7 @@ def prepare(arguments: Sequence[str]) -> list[str]:
         raise ValueError(f"{given or path}: {error}") from None
     for note in launch.notes:
         print(f"hf_axonn: {note}", file=sys.stderr)
-    os.environ.update(launch.environment)
+    os.environ.update(launch.environment, **{LAUNCH_FILE: str(given or path)})
     return command.without("cpu", *CONFIG_OPTIONS).arguments(f"--config_file={write_temporary(launch.settings)}")
 
 

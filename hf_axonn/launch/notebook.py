@@ -25,7 +25,7 @@ from typing import Any
 
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.post_import import after_import
-from hf_axonn.config import PRECISIONS, VARIABLE, AxonnConfig
+from hf_axonn.config import LAUNCH_FILE, PRECISIONS, VARIABLE, AxonnConfig
 from hf_axonn.launch.gpu_settings import gpu_settings, has_nvidia
 from hf_axonn.topology.grid import Grid
 
@@ -82,7 +82,8 @@ def notebook_launcher(
         raise ValueError("mixed_precision is 'fp16', which accelerate ignores on CPUs: write bf16 or no.")
     with tempfile.TemporaryDirectory(prefix="axonn-") as folder:
         result = Path(folder) / "result"
-        environment = {VARIABLE: config.to_json(), "ACCELERATE_MIXED_PRECISION": mixed_precision}
+        environment = {VARIABLE: config.to_json(), LAUNCH_FILE: "notebook_launcher"}
+        environment["ACCELERATE_MIXED_PRECISION"] = mixed_precision
         if not use_cpu and has_nvidia():
             chosen, notes = gpu_settings(config.grid, os.environ)
             environment |= chosen
@@ -146,13 +147,10 @@ class _Worker:
 def _use_grid() -> None:
     """As in a process that was launched with a file, where accelerate is imported after this."""
     from hf_axonn.compat.accelerate import forget_state
-    from hf_axonn.plugin import AxonnPlugin, install_default
+    from hf_axonn.plugin import install_default
 
     forget_state()
     install_default()
-    for name in ("accelerate", "accelerate.accelerator"):
-        if name in sys.modules:
-            sys.modules[name].ParallelismConfig = AxonnPlugin
 
 
 def _no_table() -> None:

@@ -33,8 +33,8 @@ def settings_of(grid: Grid | AxonnConfig | None, options: dict[str, Any]) -> Axo
     """The settings that the arguments of a strategy name.
 
     Raises:
-        ValueError: a grid is given twice, or not at all where none was launched; settings beside an AxonnConfig; a
-            grid with pipe; `order` or `save_failure`, which Lightning has no use for.
+        ValueError: a grid is given twice, or not at all where none was launched, or another one was; settings beside
+            an AxonnConfig; a grid with pipe; `order` or `save_failure`, which Lightning has no use for.
     """
     sizes = {axis: options.pop(axis) for axis in AXES if axis in options}
     if grid is not None and sizes:
@@ -59,7 +59,7 @@ def settings_of(grid: Grid | AxonnConfig | None, options: dict[str, Any]) -> Axo
             f"order is {', '.join(config.order)}, but it is applied where axonn-launch starts processes, and "
             "Lightning starts these: omit order, or launch with axonn_config in a launch file."
         )
-    return _checked(config)
+    return _checked(AxonnConfig.with_launch(config, "the strategy"))
 
 
 def _checked(config: AxonnConfig) -> AxonnConfig:

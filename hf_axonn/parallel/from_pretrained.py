@@ -23,12 +23,17 @@ from hf_axonn.distributed.consistency import raise_on_all_ranks
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.dtensors import local_slices
 from hf_axonn.parallel.four_bit import add_second_scales
-from hf_axonn.parallel.parallelize import parallelize
+from hf_axonn.parallel.parallelize import join_settings, parallelize
 from hf_axonn.topology.grid import Grid
 
 
 def from_pretrained(
-    name_or_path: str, *, grid: Grid, config: AxonnConfig | None = None, auto_class: type | None = None, **kwargs: Any
+    name_or_path: str,
+    *,
+    grid: Grid | None = None,
+    config: AxonnConfig | None = None,
+    auto_class: type | None = None,
+    **kwargs: Any,
 ) -> nn.Module:
     """Load a causal LM so that every rank reads only its own slices of the weights.
 
@@ -41,22 +46,25 @@ def from_pretrained(
 
     Args:
         name_or_path: what `AutoModelForCausalLM.from_pretrained` takes.
-        grid: sizes of the axes. A grid of one rank gives the plain model.
-        config: overlap switches and reduce_dtype; None takes those of the launch file if it has this grid.
+        grid: sizes of the axes; None takes those of `config`, or of the launch file. A grid of one rank gives the
+            plain model.
+        config: overlap switches and reduce_dtype, beside those of the launch file.
         auto_class: AutoModelForCausalLM if None.
         kwargs: for `from_pretrained`: dtype, attn_implementation, revision and so on.
     Returns:
         The model, in eval mode as from_pretrained leaves it, on this rank's device.
     Raises:
-        ValueError: quantized weights other than bitsandbytes' 4 bits, device_map, tp_plan or ignore_mismatched_sizes
-            among the arguments, an incomplete sharded checkpoint, weights that the checkpoint lacks (they would be
-            filled with numbers that differ from rank to rank) or has in another size; on every rank, if one of them
-            cannot read its slices.
+        ValueError: there is no grid, or the launch file has another (`AxonnConfig.with_launch`); quantized weights
+            other than bitsandbytes' 4 bits, device_map, tp_plan or ignore_mismatched_sizes among the arguments, an
+            incomplete sharded checkpoint, weights that the checkpoint lacks (they would be filled with numbers that
+            differ from rank to rank) or has in another size; on every rank, if one of them cannot read its slices.
     Collectives: those of `parallelize` for a model on the meta device, and of `raise_on_all_ranks`; those of
         `verify_together` for a sharded checkpoint, and of `add_second_scales` in 4 bits.
     """
     from transformers import AutoModelForCausalLM
 
+    config = join_settings("from_pretrained", grid, config)
+    grid = config.grid
     auto_class = auto_class or AutoModelForCausalLM
     refused = [
         key for key in ("device_map", "tp_plan", "tp_size", "distributed_config") if kwargs.get(key) is not None

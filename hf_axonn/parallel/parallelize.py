@@ -51,7 +51,9 @@ from hf_axonn.pipeline.stages import divide
 from hf_axonn.topology.grid import Grid
 
 
-def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = None) -> tuple[nn.Module, Report]:
+def parallelize(
+    model: nn.Module, grid: Grid | None = None, *, config: AxonnConfig | None = None
+) -> tuple[nn.Module, Report]:
     """Shard a model over a grid, in place.
 
     Every rank must call it with the same model class and grid. The weights of rank 0 are the ones that count, as in
@@ -60,12 +62,14 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
 
     Args:
         model: a Transformers model, with or without PEFT adapters, or any nn.Module.
-        grid: sizes of the axes; their product is the number of ranks.
-        config: overlap switches and reduce_dtype; None takes those of the launch file if it has this grid.
+        grid: sizes of the axes; their product is the number of ranks. None takes those of `config`, or of the launch
+            file.
+        config: overlap switches and reduce_dtype, beside those of the launch file.
     Returns:
         (the model itself, a report of what was sharded and what was not and why).
     Raises:
-        ValueError: the grid is not the size of the world, the model is sharded already, quantized otherwise than in
+        ValueError: there is no grid, or the launch file has another (`AxonnConfig.with_launch`); the grid is not the
+            size of the world, the model is sharded already, quantized otherwise than in
             bitsandbytes' 4 bits, or has adapters or 4-bit weights that cannot be sharded; ranks have other models,
             settings or versions; a library has a release that is not proven (`check_versions`); the process group has
             no backend for the device that the model is on, or the model is on the CPU in a world that trains on GPUs.
@@ -73,7 +77,8 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     Collectives: those of `assert_same_on_all_ranks`, creation of the process groups, and `broadcast_all` of
         parameters and buffers.
     """
-    config = config or _launched_config(grid)
+    config = join_settings("parallelize", grid, config)
+    grid = config.grid
     if grid.size == 1:
         return model, Report(str(grid), "one rank, the model is untouched")
     check_versions()
@@ -199,7 +204,7 @@ def _refuse_resize(
 
 
 @contextlib.contextmanager
-def auto_parallelize(grid: Grid, *, config: AxonnConfig | None = None) -> Iterator[None]:
+def auto_parallelize(grid: Grid | None = None, *, config: AxonnConfig | None = None) -> Iterator[None]:
     """AxoNN's easy API: the modules that are built inside are sharded when the block ends.
 
         with auto_parallelize(grid):
@@ -210,12 +215,14 @@ def auto_parallelize(grid: Grid, *, config: AxonnConfig | None = None) -> Iterat
     `sync_gradients(net)`. Ranks with the same (data, z) must get the same inputs.
 
     Args:
-        grid: sizes of the axes; their product is the number of ranks.
-        config: overlap switches and reduce_dtype; None takes those of the launch file if it has this grid.
+        grid: sizes of the axes; their product is the number of ranks. None takes those of `config`, or of the launch
+            file.
+        config: overlap switches and reduce_dtype, beside those of the launch file.
     Raises:
         As `parallelize`.
     Collectives: those of `parallelize`, for each such module.
     """
+    config = join_settings("auto_parallelize", grid, config)
     built: list[nn.Module] = []
     initialize = nn.Module.__init__
 
@@ -231,10 +238,15 @@ def auto_parallelize(grid: Grid, *, config: AxonnConfig | None = None) -> Iterat
     inside = {id(child) for module in built for child in module.modules() if child is not module}
     for module in built:
         if id(module) not in inside and any(True for _ in module.parameters()):
-            parallelize(module, grid, config=config)
+            parallelize(module, config=config)
 
 
-def _launched_config(grid: Grid) -> AxonnConfig:
-    """The settings of the launch file if it launched this grid, else the defaults."""
-    launched = AxonnConfig.from_env()
-    return launched if launched is not None and launched.grid == grid else AxonnConfig(grid=grid)
+def join_settings(call: str, grid: Grid | None, config: AxonnConfig | None) -> AxonnConfig:
+    """The settings that a call with these arguments names, and those of the launch file.
+
+    Raises:
+        ValueError: there is no grid, or two different ones.
+    """
+    if config is not None and grid not in (None, config.grid):
+        raise ValueError(f"{call}() is given two grids: grid is {grid}, config.grid is {config.grid}. Omit grid.")
+    return AxonnConfig.with_launch(config or (AxonnConfig(grid=grid) if grid is not None else None), call)

@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, TorchDynamoPlugin
 from torch.utils.data import DataLoader, IterableDataset
 
-from hf_axonn import AxonnPlugin, Grid, from_pretrained
+from hf_axonn import AxonnPlugin, AxonnStrategy, Grid, auto_parallelize, from_pretrained, parallelize
 from hf_axonn.config import VARIABLE, AxonnConfig, Overlap
 from tests.helpers.float64 import Float64
 from tests.helpers.models import tiny_model
@@ -141,6 +141,29 @@ def test_the_grid_of_the_launch_file(monkeypatch):
     monkeypatch.delenv(VARIABLE)
     with pytest.raises(ValueError, match="accelerate launch --config axonn.yaml"):
         AxonnPlugin()
+
+
+def test_a_grid_in_the_code_that_the_launch_file_contradicts(monkeypatch):
+    """Whatever takes a grid says so, and before a model is read: there is none of that name."""
+    monkeypatch.setenv(VARIABLE, json.dumps({"grid": {"z": 2}, "layout": "token"}))
+    monkeypatch.setenv("AXONN_LAUNCH_FILE", "axonn.yaml")
+    calls = {
+        "AxonnPlugin": lambda grid: AxonnPlugin(grid),
+        "from_pretrained": lambda grid: from_pretrained("nowhere", grid=grid),
+        "parallelize": lambda grid: parallelize(torch.nn.Linear(2, 2), grid),
+        "auto_parallelize": lambda grid: auto_parallelize(grid).__enter__(),
+        "the strategy": lambda grid: AxonnStrategy(grid),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=f"^grid has two values. axonn.yaml: z=2; code, {name}: z=2, x=2. Leave"):
+            call(Grid(z=2, x=2))
+    assert AxonnPlugin(Grid(z=2)).config == AxonnPlugin().config == AxonnConfig(grid=Grid(z=2), layout="token")
+    with pytest.raises(ValueError, match="two grids: grid is data=1,z=2,y=1,x=1, config.grid is data=1,z=1,y=1,x=2"):
+        from_pretrained("nowhere", grid=Grid(z=2), config=AxonnConfig(grid=Grid(x=2)))
+    monkeypatch.delenv(VARIABLE)
+    for call in (lambda: from_pretrained("nowhere"), lambda: parallelize(torch.nn.Linear(2, 2))):
+        with pytest.raises(ValueError, match=r"\(\) without a grid takes it from the launch file, but AXONN_CONFIG"):
+            call()
 
 
 def test_the_plugin_takes_every_setting_of_a_launch_file():

@@ -1,7 +1,10 @@
 """The section axonn_config: what is accepted, and that every refusal says what to write instead."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -126,3 +129,45 @@ def test_values_given_in_code_are_checked_too():
         AxonnConfig(grid=4)
     with pytest.raises(ValueError, match="reduce_dtype is 'int8'"):
         AxonnConfig(grid=Grid(), reduce_dtype="int8")
+
+
+def test_the_code_and_the_launch_file_are_joined(monkeypatch):
+    monkeypatch.setenv("AXONN_CONFIG", AxonnConfig(grid=Grid(z=2, x=2), keep_gathered=3).to_json())
+    launched = AxonnConfig.from_env()
+    assert AxonnConfig.with_launch(None, "call") == launched
+    assert AxonnConfig.with_launch(AxonnConfig(grid=Grid(z=2, x=2)), "call") == launched
+    given = AxonnConfig(grid=Grid(z=2, x=2), keep_gathered=3, layout="token")
+    assert AxonnConfig.with_launch(given, "call") == given
+    monkeypatch.delenv("AXONN_CONFIG")
+    assert AxonnConfig.with_launch(given, "call") is given
+    with pytest.raises(ValueError, match=r"call\(\) without a grid takes it from the launch file, but AXONN"):
+        AxonnConfig.with_launch(None, "call")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (AxonnConfig(grid=Grid(z=2, x=2)), "grid has two values. axonn.yaml: z=2; code, call: z=2, x=2. Leave grid"),
+        (AxonnConfig(grid=Grid()), "axonn.yaml: z=2; code, call: one rank."),
+        (AxonnConfig(grid=Grid(z=2), prefetch=1), "prefetch has two values. axonn.yaml: 2; code, call: 1."),
+    ],
+)
+def test_the_code_and_the_launch_file_differ(given, message, monkeypatch):
+    monkeypatch.setenv("AXONN_CONFIG", AxonnConfig(grid=Grid(z=2), prefetch=2).to_json())
+    monkeypatch.setenv("AXONN_LAUNCH_FILE", "axonn.yaml")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        AxonnConfig.with_launch(given, "call")
+
+
+def test_of_several_ranks_one_prints_the_difference():
+    code = """
+from hf_axonn.config import AxonnConfig, Grid
+AxonnConfig.with_launch(AxonnConfig(grid=Grid(x=2)), "call")
+"""
+    printed = {}
+    for rank in ("0", "1"):
+        environment = {**os.environ, "AXONN_CONFIG": '{"grid": {"z": 2}}', "AXONN_LAUNCH_FILE": "a.yaml", "RANK": rank}
+        ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert ended.returncode == 1
+        printed[rank] = ended.stderr
+    assert "a.yaml: z=2; code, call: x=2" in printed["0"] and not printed["1"]

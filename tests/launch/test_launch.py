@@ -33,7 +33,7 @@ axonn_config:
 SCRIPT = """\
 import json, os, sys
 names = ("AXONN_CONFIG", "WORLD_SIZE", "ACCELERATE_USE_CPU", "OMP_NUM_THREADS", "ACCELERATE_MIXED_PRECISION")
-names += ("TORCH_DEVICE_BACKEND_AUTOLOAD",)
+names += ("AXONN_LAUNCH_FILE", "TORCH_DEVICE_BACKEND_AUTOLOAD")
 with open("rank" + os.environ["RANK"] + ".json", "w") as file:
     json.dump({**{name: os.environ.get(name) for name in names}, "argv": sys.argv[1:]}, file)
 """
@@ -61,7 +61,7 @@ def start(directory, *words, file=GOOD, **environment):
 def file(tmp_path, monkeypatch):
     """A good launch file; nothing that prepare() does outlives the test."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    for variable in ("AXONN_CONFIG", "ACCELERATE_USE_CPU", "OMP_NUM_THREADS"):
+    for variable in ("AXONN_CONFIG", "AXONN_LAUNCH_FILE", "ACCELERATE_USE_CPU", "OMP_NUM_THREADS"):
         monkeypatch.setenv(variable, "")
     path = tmp_path / "axonn.yaml"
     path.write_text(GOOD)
@@ -153,6 +153,7 @@ def test_every_launcher_starts_the_ranks(launcher, tmp_path):
     assert len(ranks) == 2
     for rank in ranks:
         assert rank["AXONN_CONFIG"].startswith('{"grid": {"data": 1, "z": 1, "y": 1, "x": 2}')
+        assert rank["AXONN_LAUNCH_FILE"] == "axonn.yaml"
         assert rank["argv"] == ["--config", "mine"]
         assert (rank["WORLD_SIZE"], rank["ACCELERATE_USE_CPU"], rank["ACCELERATE_MIXED_PRECISION"]) == (
             "2",

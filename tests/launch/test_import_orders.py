@@ -1,0 +1,70 @@
+"""Every public name can be the first import of a program, in plain Python and in a rank of a launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import hf_axonn
+import hf_axonn_eval
+from tests.helpers import ROOT
+from tests.helpers.import_orders import RANK
+
+
+NAMES = [(package.__name__, name) for package in (hf_axonn, hf_axonn_eval) for name in package._EXPORTS]
+CORE = ("AxonnPlugin", "GoldfishTrainer", "from_pretrained")
+BEFORE = (
+    "import accelerate",
+    "from accelerate import Accelerator, ParallelismConfig",
+    "import torch",
+    "import transformers",
+    "from transformers import TrainingArguments",
+    "from transformers import Trainer",
+    "import peft",
+    "import trl",
+)
+
+
+def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in RANK}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, env={**kept, **environment}, cwd=ROOT, capture_output=True, text=True)
+
+
+def check(cases: list[tuple[bool, str, str, str]]) -> None:
+    ended = run_python("-m", "tests.helpers.import_orders", json.dumps(cases))
+    assert ended.returncode == 0, ended.stdout[-8000:] + ended.stderr[-2000:]
+
+
+def test_the_first_import_of_a_script_in_a_rank():
+    ended = run_python("-c", "from hf_axonn import AxonnPlugin; assert AxonnPlugin().grid.z == 2", **RANK)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_names_of_a_script_first_in_a_rank():
+    check([(True, "", "hf_axonn", name) for name in CORE])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launched", [False, True])
+@pytest.mark.parametrize("package", ["hf_axonn", "hf_axonn_eval"])
+def test_every_name_first(package, launched):
+    check([(launched, "", module, name) for module, name in NAMES if module == package])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", BEFORE)
+def test_after_another_library(before):
+    check([(launched, before, "hf_axonn", name) for launched in (False, True) for name in CORE])
+
+
+@pytest.mark.slow
+def test_every_module_first_in_a_rank():
+    """Nobody should need to, but pickles and tracebacks name them."""
+    found = sorted((ROOT / "hf_axonn").rglob("*.py"))
+    parts = [path.relative_to(ROOT).with_suffix("").parts for path in found]
+    check([(True, "", ".".join(each[:-1]), each[-1]) for each in parts if not each[-1].startswith("__")])
