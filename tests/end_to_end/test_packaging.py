@@ -4,7 +4,6 @@ import ast
 import configparser
 import email
 import importlib.metadata
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,6 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import pytest
 import torch
@@ -22,8 +20,7 @@ import yaml
 import hf_axonn
 import hf_axonn_eval
 from tests.helpers import ROOT
-from tests.helpers.eval_support import tiny_llama, topics_tokenizer
-from tests.repository.test_docs import blocks, command_lines
+from tests.helpers.fenced_blocks import run_page
 
 
 FOLDERS = {
@@ -266,23 +263,12 @@ def test_the_version_is_the_same_everywhere():
     assert [date for _, date in headings[1:]] == sorted((date for _, date in headings[1:]), reverse=True)
 
 
-# Before the model of README's program, which has a tokenizer and rows.
-PRELUDE = """
-import json
-from transformers import AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("model")
-with open("documents.jsonl") as file:
-    tokens = [tokenizer(json.loads(line)["text"])["input_ids"][:40] for line in file]
-rows = [{"input_ids": ids, "labels": ids} for ids in tokens]
-"""
-# What README says in its text.
+# What README and the pages say in their text.
 IN_TEXT = """
-accelerate launch --config readme.yaml train.py
 hf-axonn convert out plain
 hf-axonn verify out
-hf-axonn doctor --config axonn.yaml --model model
-hf-axonn certify --config axonn.yaml --model model --steps 2
+hf-axonn doctor --config axonn.yaml --model MODEL
+hf-axonn certify --config axonn.yaml --model MODEL --steps 2
 hf-axonn env
 hf-axonn --print-completion bash
 hf-axonn-eval --print_completion zsh
@@ -312,35 +298,15 @@ def empty(wheel, tmp_path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_every_command_of_readme_runs_from_the_wheel_in_an_empty_environment(empty, tmp_path):
-    """In a folder outside of any clone, in the order of the page, and without a warning."""
+def test_readme_runs_from_the_wheel_in_an_empty_environment(empty, tmp_path):
+    """In a folder outside of any clone, word for word, and without a warning."""
     user = tmp_path / "user"
-    user.mkdir()
-    model = tiny_llama()
-    model.config.max_position_embeddings = 512
-    model.save_pretrained(user / "model")
-    tokenizer = topics_tokenizer()
-    tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.save_pretrained(user / "model")
-    texts = [topics[name][:2000] for name in sorted(topics) if len(topics[name]) > 2000][:12]
-    rows = [{"id": str(place), "text": text, "bucket": place % 2} for place, text in enumerate(texts)]
-    (user / "documents.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    of_readme = [block for block in blocks() if block.place.startswith("README.md:")]
-    (program,) = [block.text for block in of_readme if block.language == "python"]
-    (settings,) = [block.text for block in of_readme if block.language == "yaml"]
-    (user / "readme.yaml").write_text(settings + "\nuse_cpu: true\n")
-    program = program.replace("MODEL", "model").replace('"out"', '"program", max_steps=2')
-    (user / "train.py").write_text(PRELUDE + program)
-
-    lines = [line for block in of_readme if block.language == "console" for line in command_lines(block)]
-    commands = [line for line in lines if line[0] not in ("make", "pip")]
-    assert {line[0] for line in commands} == {"hf-axonn", "hf-axonn-eval", "accelerate"} and len(commands) >= 7
-    smaller = {"MODEL": "model", "2048": "64"}
-    commands = [[smaller.get(word, word) for word in line] if "plan" not in line else line for line in commands]
-    for command in (*commands, *map(str.split, IN_TEXT.strip().splitlines())):
+    printed = run_page("README.md", user, tmp_path / "venv" / "bin")
+    assert not re.search("Warning|Error", printed), printed[-6000:]
+    for command in map(str.split, IN_TEXT.strip().splitlines()):
         ended = subprocess.run(command, cwd=user, env=empty, stdin=subprocess.DEVNULL, capture_output=True, text=True)
         said = ended.stdout + ended.stderr
         assert ended.returncode == 0, f"{' '.join(command)}: {said[-6000:]}"
         assert not re.search("Traceback|Warning|Error", said), f"{' '.join(command)}: {said[-6000:]}"
-    made = ("out/axonn_checkpoint.json", "plain/model.safetensors", "runs/report/report.html", "program")
+    made = ("out/axonn_checkpoint.json", "plain/model.safetensors", "runs/report/report.html", "out-script")
     assert not [name for name in made if not (user / name).exists()]

@@ -8,9 +8,7 @@ import inspect
 import io
 import re
 import shlex
-import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,17 +21,15 @@ from hf_axonn.launch.command import accelerate_options
 from hf_axonn_eval.__main__ import main as eval_main
 from tests.benchmarks.gpu.__main__ import main as gpu_main
 from tests.helpers import ROOT
-from tests.repository.documents import DOCUMENTS, defined_in
+from tests.repository.documents import DOCUMENTS, FENCE, SHELL, Block, blocks, defined_in
 from tests.versions.environments import main as versions_main
 
 
 PACKAGES = ("hf_axonn", "hf_axonn_eval", "hf_axonn_scripts")
-FENCE = re.compile(r"^( *)```([^`\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 OPTION = re.compile(r"(?<![\w-])--[a-zA-Z][\w-]*")
 DOTTED = re.compile(r"\bhf_axonn(?:_eval|_scripts)?(?:\.[A-Za-z_]\w*)+")
-SHELL = ("bash", "console", "sh")
 # Programs by the words that begin them in a command line; the longest that fits counts.
 TRAINING = {name: f"hf_axonn_scripts.{name}" for name in ("finetune", "finetune_no_trainer", "finetune_chat")}
 TRAINING["study"] = "hf_axonn_scripts.study.study"
@@ -52,27 +48,6 @@ PROGRAMS = {
     ("python", "-m", "tests.benchmarks.gpu"): GPU,
     ("python", "-m", "tests.versions.environments"): VERSIONS,
 }
-
-
-@dataclass(frozen=True)
-class Block:
-    """A fenced block, and where it stands."""
-
-    place: str
-    language: str
-    text: str
-
-
-def blocks(*languages: str) -> list[Block]:
-    """All fenced blocks in one of the languages; in any, if none is given."""
-    found = []
-    for document in DOCUMENTS:
-        text = document.read_text(encoding="utf-8")
-        for match in FENCE.finditer(text):
-            line = text.count("\n", 0, match.start()) + 1
-            body = textwrap.dedent(match[3]).strip("\n")  # blocks in a list are indented
-            found.append(Block(f"{document.relative_to(ROOT)}:{line}", match[2], body))
-    return [block for block in found if not languages or block.language in languages]
 
 
 def prose(document: Path) -> str:

@@ -12,7 +12,7 @@ import hf_axonn_eval
 from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.time.exposed import Overlaps, exposed
 from tests.helpers import ROOT
-from tests.repository.documents import DOCUMENTS
+from tests.repository.documents import DOCUMENTS, FENCE, blocks
 from tests.repository.pictures import (
     CONTEXT,
     FOLDER,
@@ -25,7 +25,7 @@ from tests.repository.pictures import (
     timeline,
 )
 from tests.repository.site_docstrings import options_of, shown_signature, to_rst
-from tests.repository.test_docs import DOTTED, FENCE, blocks, inline_code
+from tests.repository.test_docs import DOTTED, inline_code
 
 
 MENU = ROOT / "docs" / "index.md"
