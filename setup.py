@@ -8,7 +8,7 @@ from setuptools import setup
 
 
 HERE = Path(__file__).resolve().parent
-RELATIVE = re.compile(r"\[([^\]]*)\]\((?![a-z]+:|#)([^)\s]+)\)")
+RELATIVE = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z]+:|#)([^)\s]+)\)")
 
 
 def long_description(readme: str, source: str | None, version: str) -> str:
@@ -16,12 +16,18 @@ def long_description(readme: str, source: str | None, version: str) -> str:
 
     Args:
         readme: its text.
-        source: the address of the repository, whose files of this version are linked; None: links become their text.
+        source: the address of the repository, whose files of this version are linked; None: links become their text,
+            and pictures are left out.
         version: of the package; the tag is v and this.
     """
-    if source is None:
-        return RELATIVE.sub(r"\1", readme)
-    return RELATIVE.sub(rf"[\1]({source.rstrip('/')}/blob/v{version}/\2)", readme)
+
+    def absolute(link: re.Match[str]) -> str:
+        picture, text, target = link.groups()
+        if source is None:
+            return "" if picture else text
+        return f"{picture}[{text}]({source.rstrip('/')}/{'raw' if picture else 'blob'}/v{version}/{target})"
+
+    return RELATIVE.sub(absolute, readme)
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from hf_axonn.compat.messages import on_first_rank
+from hf_axonn.compat.messages import printed_on_first_rank
 from hf_axonn.topology.axis_order import ORDER, check_order
 from hf_axonn.topology.grid import AXES, Grid
 
@@ -251,9 +251,11 @@ class AxonnConfig(Settings):
             ours, theirs = getattr(given, item.name), getattr(launched, item.name)
             if ours not in (theirs, item.default) and theirs != item.default:
                 file = os.environ.get(LAUNCH_FILE) or f"the variable {VARIABLE}"
-                error = f"{item.name} has two values. {file}: {_short(theirs)}; code, {call}: {_short(ours)}. "
-                error += f"Leave {item.name} out of the code, which then takes that of the launch, or change one."
-                raise on_first_rank(ValueError(error))
+                with printed_on_first_rank():
+                    raise ValueError(
+                        f"{item.name} has two values. {file}: {_short(theirs)}; code, {call}: {_short(ours)}. Leave "
+                        f"{item.name} out of the code, which then takes that of the launch, or change one of them."
+                    )
             values[item.name] = theirs if ours == item.default else ours
         return cls(**values)
 

@@ -11,9 +11,11 @@ of a command, and why a run ends (distributed/watchdog): these are printed, and 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 
 
 class _Follower(logging.Logger):
@@ -49,15 +51,19 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def on_first_rank(error: Exception) -> Exception:
-    """The error itself, which every rank of a launch raises at the same place: only the first one will print it.
+@contextlib.contextmanager
+def printed_on_first_rank() -> Iterator[None]:
+    """An error that leaves the block, which every rank of a launch raises, is printed by the first one alone.
 
     Where the watchdog runs, it sees to that (distributed/watchdog). This is for what is raised before the ranks meet.
     """
-    before = sys.excepthook
-    if os.environ.get("RANK", "0") != "0" and before is sys.__excepthook__:
-        sys.excepthook = lambda kind, raised, where: None if raised is error else before(kind, raised, where)
-    return error
+    try:
+        yield
+    except Exception as error:
+        before, this = sys.excepthook, error
+        if os.environ.get("RANK", "0") != "0" and before is sys.__excepthook__:
+            sys.excepthook = lambda kind, raised, where: None if raised is this else before(kind, raised, where)
+        raise
 
 
 def _followed() -> int:

@@ -26,12 +26,13 @@ def test_relative_links_lead_to_the_files_of_the_version():
     links = LINK.findall(page)
     assert len(relative) > 10 and len(links) == len(LINK.findall(readme))
     assert all(link.startswith("https://") for link in links)
-    here = {link.removeprefix(f"{ADDRESS}/blob/v1.2.3/") for link in links if link.startswith(ADDRESS)}
+    here = {re.sub(f"^{ADDRESS}/(blob|raw)/v1.2.3/", "", link) for link in links if link.startswith(ADDRESS)}
     assert here == set(relative)
+    assert re.findall(r"!\[[^\]]*\]\(([^)]*)\)", page) == [f"{ADDRESS}/raw/v1.2.3/docs/pictures/grid.svg"]
 
 
 def test_without_an_address_a_link_is_its_text():
     readme = "[docs](docs/usage.md), [part](#part), [paper](https://arxiv.org/abs/1), `a[0](b)` ![x](picture.png)"
     page = long_description(readme, None, "1.2.3")
     assert page.startswith("docs, [part](#part), [paper](https://arxiv.org/abs/1),")
-    assert "(docs/usage.md)" not in page
+    assert "(docs/usage.md)" not in page and page.endswith("`a0` ")
