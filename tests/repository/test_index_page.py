@@ -1,10 +1,14 @@
-"""The page of an index is README.md, with links that lead somewhere from there."""
+"""README.md: what its table says of plans, and its links where it is the page of an index."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
 
+import pytest
+
+from hf_axonn.cli.init import planned
+from hf_axonn.topology.grid import Grid
 from tests.helpers import ROOT
 
 
@@ -36,3 +40,25 @@ def test_without_an_address_a_link_is_its_text():
     page = long_description(readme, None, "1.2.3")
     assert page.startswith("docs, [part](#part), [paper](https://arxiv.org/abs/1),")
     assert "(docs/usage.md)" not in page and page.endswith("`a0` ")
+
+
+@pytest.mark.parametrize(
+    ("model", "machine", "gpus", "sequences", "seq", "grid"),
+    [
+        ("gpt-20b", "dgx-h100", 64, 512, 2048, Grid(data=2, z=32)),
+        ("gpt-80b", "dgx-h100@400", 256, 512, 2048, Grid(z=64, x=4)),
+        ("gpt-80b", "dgx-h100", 512, 128, 32768, Grid(data=4, z=32, x=4)),
+        ("gpt-320b", "perlmutter", 4096, 8192, 2048, Grid(data=2, z=512, x=4)),
+    ],
+)
+def test_the_plans_of_the_table_when_to_use_this(model, machine, gpus, sequences, seq, grid):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    found = planned(model, machine, sequences, seq, gpus, "bf16")
+    assert found.best.grid == grid
+    sizes = ", ".join(f"{axis}={size}" for axis, size in grid.as_dict().items() if size > 1)
+    (row,) = [line for line in readme.splitlines() if f"the plan is {sizes}" in line]
+    assert f"{seq:,} tokens" in row and f"{gpus:,}" in row and model.removeprefix("gpt-").upper() in row
+    without = [each for each in found.ranked if each.grid.x == each.grid.y == 1]
+    assert bool(without) == (grid not in (Grid(data=2, z=512, x=4), Grid(data=4, z=32, x=4)))
+    if grid == Grid(z=64, x=4):
+        assert round(without[0].total / found.best.total, 2) == 1.26
