@@ -55,13 +55,13 @@ def get_logger(name: str) -> logging.Logger:
 def printed_on_first_rank() -> Iterator[None]:
     """An error that leaves the block, which every rank of a launch raises, is printed by the first one alone.
 
-    Where the watchdog runs, it sees to that (distributed/watchdog). This is for what is raised before the ranks meet.
+    For what may be raised before the ranks meet; afterwards the watchdog sees to it (distributed/watchdog).
     """
     try:
         yield
     except Exception as error:
         before, this = sys.excepthook, error
-        if os.environ.get("RANK", "0") != "0" and before is sys.__excepthook__:
+        if os.environ.get("RANK", "0") != "0":
             sys.excepthook = lambda kind, raised, where: None if raised is this else before(kind, raised, where)
         raise
 
