@@ -239,13 +239,15 @@ class AxonnConfig(Settings):
                 ranks that raise this, the first prints it.
         """
         launched = cls.from_env()
-        if launched is None and given is None:
-            raise ValueError(
-                f"{call}() without a grid takes it from the launch file, but {VARIABLE} is not set: start with "
-                "accelerate launch --config axonn.yaml, or pass grid=Grid(...)."
-            )
-        if launched is None or given is None:
-            return launched or given
+        if launched is None:
+            if given is None:
+                raise ValueError(
+                    f"{call}() without a grid takes it from the launch file, but {VARIABLE} is not set: start with "
+                    "accelerate launch --config axonn.yaml, or pass grid=Grid(...)."
+                )
+            return given
+        if given is None:
+            return launched
         values = {}
         for item in fields(cls):
             ours, theirs = getattr(given, item.name), getattr(launched, item.name)
