@@ -60,7 +60,8 @@ def run_record(
             "attn_implementation": getattr(model.config, "_attn_implementation", None),
             "tokenizer_sha256": tokenizer_record["sha256"],
         },
-        "model": dict(model_record),
+        "access": "weights",
+        "model": {**model_record, "vocabulary": model.config.get_text_config().vocab_size},
         "tokenizer": dict(tokenizer_record),
         "settings": dict(settings),
         "precision": {
