@@ -8,7 +8,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hf_axonn_eval.analysis.intervals import BY_DOCUMENT, EXACT, FEWEST_DOCUMENTS, FEWEST_OF_MEAN, GAINED_AND_LOST, MEAN
+from hf_axonn_eval.analysis.intervals import (
+    BY_DOCUMENT,
+    EXACT,
+    FEWEST_DOCUMENTS,
+    FEWEST_OF_MEAN,
+    GAINED_AND_LOST,
+    MEAN,
+)
 
 
 STUDIED = 0.95  # the confidence of the study

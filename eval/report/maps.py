@@ -229,7 +229,7 @@ def _coarse(stretches: Sequence[Stretch], tokens: int) -> Sequence[tuple[int, in
 
 
 def _seen(drawn: DocumentMap) -> str:
-    return f"seen {drawn.bucket}x by the samples file"
+    return f"seen {drawn.bucket}x"
 
 
 def _short(name: str) -> str:

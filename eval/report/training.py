@@ -48,8 +48,9 @@ def models(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         run = summary["run"]
         if run is not None:
             tokenizer = (run.get("tokenizer") or {}).get("sha256") or run["identity"].get("tokenizer_sha256")
-            cells = [str(run["model"].get("path", "a model in memory")), access(run), _date(run)]
-            digests = [tokenizer or UNKNOWN, str(run["identity"]["model_fingerprint"])]
+            path = (run.get("model") or {}).get("path", "a model in memory")
+            cells = [str(path), access(run), _date(run)]
+            digests = [tokenizer or UNKNOWN, str(run["identity"].get("model_fingerprint", UNKNOWN))]
             body.append([name, *cells, *(digest[:SHORT] for digest in digests)])
     return ["model", "path", "level of access", "measured", "tokenizer, sha256", "weights, sha256"], body
 
@@ -62,7 +63,7 @@ def records(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
         for number, part in enumerate(_all_parts(record) if record is not None else (), start=1):
             data = part.get("data") or {}
             rows = UNKNOWN if data.get("rows") is None else f"{data['rows']:,}"
-            digest = (data.get("sha256") or "")[:SHORT] or f"{UNKNOWN}: {data.get('why', 'no record')}"
+            digest = (data.get("rows_sha256") or "")[:SHORT] or f"{UNKNOWN}: {data.get('why', 'no record')}"
             body.append([name, str(number), describe_loss(part), *describe_counts(part), rows, digest])
     return ["model", "part", "loss", "steps", "tokens", "dropped", "rows", "rows, sha256"], body
 

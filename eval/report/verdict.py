@@ -95,7 +95,9 @@ def _verdict(comparison: Comparison, name: str) -> str:
     often = times(buckets) if len(buckets) < 3 else f"{buckets[0]} to {buckets[-1]} times"
     which = f"{count(seen['n'], 'sample')} seen {often} according to the samples file"
     share = f"{seen['count']:,} of {which}"
-    upper = f"up to {percent(seen['high'])} is compatible with this" if seen["low"] is not None else seen["interval"]
+    upper = "how much is compatible with this is not known, of a single document"
+    if seen["low"] is not None:
+        upper = f"up to {percent(seen['high'])} is compatible with this"
     beside = _beside(comparison, name)
     if not seen["count"]:
         told = f"No evidence of verbatim memorization by {name}: {share} came back by greedy decoding; {upper}"
@@ -105,13 +107,13 @@ def _verdict(comparison: Comparison, name: str) -> str:
         )
     elif entry["more"] is None:
         told = (
-            f"{name} reproduced {share}{_ends(seen)} by greedy decoding; with no controls and no base run to compare "
-            "with, this may be what anyone would guess, and no verdict is given"
+            f"{name} reproduced {share}{_ends(seen)} by greedy decoding; with no test against controls or a base run, "
+            "this may be what anyone would guess, and no verdict is given"
         )
     else:
         told = (
             f"No clear evidence of verbatim memorization by {name}: {share}{_ends(seen)} came back by greedy decoding"
-            f"{beside}; chance may give such a difference; {upper}"
+            f"{beside}; no test shows that more came back; {upper}"
         )
     return f"{told}{_drawn(comparison['runs'][name], buckets)}."
 

@@ -143,7 +143,8 @@ def plot(comparison: Mapping[str, Any], path: str | os.PathLike) -> None:
             colour = COLOURS[number % len(COLOURS)]
             bars[name] = axes.bar(places, means, width, yerr=whiskers, capsize=3, label=name, color=colour)
             zeros = [place for place, mean in zip(places, means, strict=True) if mean == 0]
-            axes.plot(zeros, [0] * len(zeros), "o", color=colour, clip_on=False)
+            if zeros:  # a bar without height has no colour
+                axes.plot(zeros, [0] * len(zeros), "o", color=colour, clip_on=False)
         axes.set_title(visible(tables.title(metric)))
         axes.set_xticks(range(len(buckets)), [f"{bucket}x" for bucket in buckets])
         axes.set_xlabel("times seen, by the samples file")

@@ -8,10 +8,10 @@
         strategy        of the goldfish loss, "none" for the ordinary one, "unknown" where a checkpoint has no record
         k, context_width, start_position, seed, as_reference, ignored_token, table_sha256     as far as they matter
         steps, tokens, dropped
-        data            `rows`, and `sha256` of their input_ids (`Data`), or `why` there is none
+        data            `rows`, and `rows_sha256`, of their input_ids (`Data`), or `why` there is none
         started         when the part began
     saved       when this file was written
-    model       name or path of the model that training started from
+    model       name of the model that training started from, of a path the last part
     earlier     the record that lay beside that one, if there was one
 
 Trainers with `GoldfishMixin` write it into every checkpoint and model that they save. No communication.
@@ -49,14 +49,17 @@ class Data:
         self._facts: dict[str, Any] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """`rows`, None if that is not known, and `sha256`; where that is None, `why`. Computed once."""
+        """`rows`, None if that is not known, and `rows_sha256`; where that is None, `why`. Computed once."""
         if self._facts is None:
             try:
                 count = len(self._rows)
             except TypeError:
                 count = None
-            digest, why = _checksum(self._rows, count)
-            self._facts = {"rows": count, "sha256": digest, **({} if digest else {"why": why})}
+            try:
+                digest, why = _checksum(self._rows, count)
+            except Exception as problem:  # noqa: BLE001 - of a data set of any kind; a save does not fail for it
+                digest, why = None, f"reading the rows failed ({type(problem).__name__}: {problem})"
+            self._facts = {"rows": count, "rows_sha256": digest, **({} if digest else {"why": why})}
             self._rows = None
         return self._facts
 
@@ -69,8 +72,9 @@ class TrainingRecord:
     """
 
     def __init__(self, model: str | None = None) -> None:
-        self._model = model or None
-        self._earlier = read_or_none(model) if model and os.path.isdir(model) else None
+        local = bool(model) and os.path.isdir(model)
+        self._model = (os.path.basename(os.path.abspath(model)) if local else model) if model else None
+        self._earlier = read_or_none(model) if model and local else None
         self._parts: list[dict[str, Any]] = []
         self._open = False
         self._first_step = 0  # of the part, or of what was added to it by this run
@@ -171,17 +175,16 @@ def read_or_none(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def card(record: Mapping[str, Any]) -> str:
-    """Write the section of a model card, as Markdown."""
-    lines = ["## Training record", "", f"From `{RECORD}`, which lies beside the weights.", ""]
-    lines += [
-        "| loss | steps | tokens | dropped | rows | SHA-256 of the rows |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    """Write the section of a model card, as Markdown that follows a text; "" if nothing was trained."""
+    if not record["parts"]:
+        return ""
+    lines = ["", "", "## Training record", "", f"From `{RECORD}`, which lies beside the weights.", ""]
+    lines += ["| loss | steps | tokens | dropped | rows | SHA-256 of the rows |", "|" + " --- |" * 6]
     for part in record["parts"]:
         data = part.get("data") or {}
         cells = [describe_loss(part), *(describe_counts(part))]
         cells += ["unknown" if data.get("rows") is None else f"{data['rows']:,}"]
-        cells += [data.get("sha256") or f"unknown: {data.get('why', 'no record')}"]
+        cells += [data.get("rows_sha256") or f"unknown: {data.get('why', 'no record')}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
@@ -217,7 +220,7 @@ def _check(record: Any, depth: int = 0) -> None:
         data = part.get("data") or {}
         if not isinstance(part["strategy"], str) or not isinstance(data.get("rows"), int | None):
             raise ValueError(f"strategy is {part['strategy']!r}, and rows are {data.get('rows')!r}")
-        if not all(isinstance(value, str | None) for value in (data.get("sha256"), data.get("why"))):
+        if not all(isinstance(value, str | None) for value in (data.get("rows_sha256"), data.get("why"))):
             raise ValueError(f"data are {data!r}")
     if record.get("earlier") is not None:
         _check(record["earlier"], depth + 1)
@@ -256,6 +259,9 @@ def _checksum(rows: Any, count: int | None) -> tuple[str | None, str]:
 def _arrow_rows(rows: Any) -> Iterator[Any]:
     for batch in rows.select_columns(["input_ids"]).with_format("arrow").iter(1000):
         for chunk in batch.column("input_ids").chunks:
+            if not hasattr(chunk, "offsets"):  # lists of one length
+                yield from chunk.to_pylist()
+                continue
             values, ends = chunk.values.to_numpy(zero_copy_only=False), chunk.offsets.to_numpy()
             yield from (values[begin:end] for begin, end in zip(ends[:-1], ends[1:], strict=True))
 

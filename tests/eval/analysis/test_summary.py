@@ -59,9 +59,9 @@ def test_several_samples_of_a_document_are_not_independent():
 
 
 def test_a_comparison_pairs_the_samples():
-    base = [result(f"{place}", token_accuracy=place / 10) for place in range(9)]
+    base = [result(f"{place}", token_accuracy=place / 20) for place in range(12)]
     trained = [  # in another order, and each about 0.05 better
-        result(f"{place}", token_accuracy=place / 10 + 0.05 + 0.001 * (place % 3 - 1)) for place in (8, *range(8))
+        result(f"{place}", token_accuracy=place / 20 + 0.05 + 0.001 * (place % 3 - 1)) for place in (11, *range(11))
     ]
     comparison = compare({"trained": trained, "base": base})
     assert comparison["base"] == "base" and list(comparison["minus_base"]) == ["trained"]
