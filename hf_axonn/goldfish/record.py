@@ -77,7 +77,7 @@ class TrainingRecord:
         self._earlier = read_or_none(model) if model and local else None
         self._parts: list[dict[str, Any]] = []
         self._open = False
-        self._first_step = 0  # of the part, or of what was added to it by this run
+        self._first_step = 0  # where the part began
 
     def begin(self, settings: Mapping[str, Any], data: Data, *, step: int) -> None:
         """Begin a part at a step, unless one has begun and was not ended."""
@@ -135,10 +135,12 @@ class TrainingRecord:
         }
 
     def write(self, directory: str | os.PathLike[str]) -> None:
-        """Write the file, if anything was trained."""
-        if self._parts:
-            text = json.dumps(self.as_dict(), indent=1)
-            Path(directory, RECORD).write_text(text + "\n", encoding="utf-8")
+        """Write the file; before any training that of the model as it was, or none."""
+        path, record = Path(directory, RECORD), self.as_dict() if self._parts else self._earlier
+        if record is None:
+            path.unlink(missing_ok=True)  # of other weights
+        else:
+            path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def read_record(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
