@@ -91,13 +91,10 @@ def test_rows_that_are_not_stored_have_no_checksum_and_a_reason():
         (Made(), 3, "the rows are made when they are asked for"),
         (Dataset.from_list([{"text": "x"}]), 1, "the rows have no input_ids before they are asked for"),
         (None, None, "the trainer has no train_dataset"),
-        (
-            [{"input_ids": ["a"]}],
-            1,
-            "reading the rows failed (ValueError: invalid literal for int() with base 10: 'a')",
-        ),
     ):
         assert Data(rows).facts() == {"rows": count, "rows_sha256": None, "why": why}
+    words = Data([{"input_ids": ["a"]}]).facts()
+    assert words["rows_sha256"] is None and words["why"].startswith("reading the rows failed (ValueError")
 
 
 def test_a_run_counts_what_it_trained_on(whole):
