@@ -33,7 +33,7 @@ def chance_of(summary: Mapping[str, Any], record: Mapping[str, Any] | None) -> d
         None also where no size is known.
     """
     record = record or {}
-    vocabulary = (record.get("model") or {}).get("vocabulary") or (record.get("tokenizer") or {}).get("size")
+    vocabulary = record.get("vocabulary") or (record.get("tokenizer") or {}).get("size")
     if not isinstance(vocabulary, int) or vocabulary < 1:
         return None
     return against_chance(summary["metrics"].get("nll", {}).get("mean"), vocabulary)

@@ -61,7 +61,8 @@ def run_record(
             "tokenizer_sha256": tokenizer_record["sha256"],
         },
         "access": "weights",
-        "model": {**model_record, "vocabulary": model.config.get_text_config().vocab_size},
+        "model": dict(model_record),
+        "vocabulary": model.config.get_text_config().vocab_size,
         "tokenizer": dict(tokenizer_record),
         "settings": dict(settings),
         "precision": {

@@ -258,7 +258,7 @@ def test_from_the_trainer_to_the_report(tmp_path):
     record, results = read_run(tmp_path / "run")
     training = read_record(tmp_path / "model")
     assert record["model"]["training"] == training and record["access"] == "weights"
-    assert record["model"]["vocabulary"] == len(topics_tokenizer())
+    assert record["vocabulary"] == len(topics_tokenizer())
     comparison = compare({"goldfish": results}, records={"goldfish": record})
     paths = write_report(comparison, tmp_path / "report")
     tokens, dropped = training["tokens"], training["dropped"]

@@ -92,9 +92,9 @@ def test_the_rate_of_false_evidence_is_at_most_that_of_the_confidence():
 @pytest.mark.parametrize(
     ("record", "vocabulary"),
     [
-        ({"model": {"vocabulary": 800}, "tokenizer": {"size": 700}}, 800),
+        ({"vocabulary": 800, "tokenizer": {"size": 700}}, 800),
         ({"tokenizer": {"size": 700}}, 700),
-        ({"model": {"vocabulary": "800"}}, None),
+        ({"vocabulary": "800"}, None),
         ({"tokenizer": {"size": None}}, None),
         (None, None),
     ],

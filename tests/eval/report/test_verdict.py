@@ -24,7 +24,7 @@ def run(known: int, *, seen: int = 12, controls: int = 12, **options):
 def record(**changes) -> dict:
     return {
         "identity": {"samples": 24, "samples_sha256": "ab", "model_fingerprint": "cd" * 32, "dtype": "float32"},
-        "model": {"path": "/home/someone/runs/ckpt", "vocabulary": 100}, "grid": None, "device": {"type": "cpu"},
+        "model": {"path": "/home/someone/runs/ckpt"}, "vocabulary": 100, "grid": None, "device": {"type": "cpu"},
         "tokenizer": {"path": "tok", "size": 90, "sha256": "ef" * 32, "checked": True},
         "settings": {"sampler": {"top_k": 40, "top_p": None}, "batches": {"rows": 4, "number": 3}},
         "versions": {"torch": "2.13.0"}, "started": "2026-02-03T04:05:06+0000", **changes,
