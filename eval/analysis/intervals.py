@@ -5,8 +5,9 @@ Samples of one document are not independent, so documents are what is counted. F
     share                 Clopper and Pearson's; several samples a document: with Kish's effective number of documents
                           as trials, as if all samples of a document agreed
     difference of shares  of the shares that were gained and lost, joined by MOVER
-    mean, its difference  Student's t over documents, corrected for skewness
-    of one document       none; means and differences: of fewer than FEWEST_DOCUMENTS none
+    mean, its difference  Student's t over documents, corrected for skewness, as far as that correction reaches
+    of few documents      none: shares of a single one, differences of shares of fewer than FEWEST_DOCUMENTS, means and
+                          their differences of fewer than FEWEST_OF_MEAN
 
 docs/results/coverage.md says how often each holds the truth: tests/benchmarks/eval/coverage.py.
 """
@@ -23,7 +24,9 @@ from scipy.stats import binomtest
 EXACT, BY_DOCUMENT = "clopper-pearson", "clopper-pearson, documents as trials"
 GAINED_AND_LOST = "mover of clopper-pearson"
 MEAN = "student's t over documents"
-FEWEST_DOCUMENTS = 8  # of a mean or a difference; of fewer they hold the truth less often than they say
+FEWEST_DOCUMENTS = 8  # of a difference of shares; of fewer it holds the truth less often than it says
+FEWEST_OF_MEAN = 12  # likewise, where means of skewed documents have no interval
+SKEWED = "none: a few documents decide the mean"
 
 
 class Interval(NamedTuple):
@@ -168,13 +171,18 @@ def mean_intervals(values: np.ndarray, documents: Sequence[Hashable], *, confide
     (sum m^2)^2 / sum m^4 - 1 (Satterthwaite), and bent by Hall's transformation: x - h(t) s / sqrt(k) to
     x - h(-t) s / sqrt(k), with a = g / sqrt(k) and h(t) = 3 / a ((1 + a (t - a / 6))^(1/3) - 1).
 
+    h is an expansion for small a. Where 1 + a (t - a / 6) is not positive at both t and -t it is none, and its end
+    would lie five to nine standard errors away, often beyond what the values can be: one document or two decide the
+    mean. There is no interval then. Of many documents that is about k < 4 g^2: the sample contradicts the range in
+    which these intervals were studied, k of 5 times the square of the true skewness (docs/results/coverage.md).
+
     Args:
         values: [samples, columns]; NaN where a sample does not have the number; a column has one at least.
         documents: the document of each sample.
         confidence: of the intervals.
     Returns:
-        One a column; none where fewer than FEWEST_DOCUMENTS documents have the number, all have the same, or the
-        degrees of freedom are below 2.
+        One a column; none where fewer than FEWEST_OF_MEAN documents have the number, all have the same, the degrees
+        of freedom are below 2, or the skewness is beyond the correction.
     Raises:
         ValueError: not 0 < confidence < 1.
     Source: Hall 1992, Journal of the Royal Statistical Society B 54, 221-228; jackknife of a ratio: Cochran 1977,
@@ -187,7 +195,7 @@ def mean_intervals(values: np.ndarray, documents: Sequence[Hashable], *, confide
 
 def _mean_interval(sums: np.ndarray, sizes: np.ndarray, confidence: float) -> Found:
     count, samples = len(sizes), sizes.sum()
-    if count < FEWEST_DOCUMENTS:
+    if count < FEWEST_OF_MEAN:
         return _too_few(count)
     mean = float(sums.sum() / samples)
     changes = (sums - mean * sizes) / (samples - sizes)
@@ -203,11 +211,11 @@ def jackknife_interval(estimate: float, changes: np.ndarray, freedom: float, *, 
         freedom: degrees of freedom that documents of unequal sizes leave.
         confidence: of the interval.
     Returns:
-        None for fewer than FEWEST_DOCUMENTS documents, where none changes the estimate, or for fewer than 2 degrees of
-        freedom.
+        None for fewer than FEWEST_OF_MEAN documents, where none changes the estimate, for fewer than 2 degrees of
+        freedom, or where the skewness is beyond the correction.
     """
     count = len(changes)
-    if count < FEWEST_DOCUMENTS:
+    if count < FEWEST_OF_MEAN:
         return _too_few(count)
     if freedom < 2:
         return Found(None, "none: few documents have nearly all samples")
@@ -220,6 +228,8 @@ def jackknife_interval(estimate: float, changes: np.ndarray, freedom: float, *, 
     error = sqrt(moment * (count - 1)) / count * largest
     bend = float((z**3).mean()) / moment**1.5 / sqrt(count)
     quantile = float(stdtrit(freedom, 0.5 + confidence / 2))
+    if abs(bend) * (quantile + abs(bend) / 6) >= 1:
+        return Found(None, SKEWED)
 
     def bent(t: float) -> float:
         return t if abs(bend) < 1e-6 else 3 / bend * (float(np.cbrt(1 + bend * (t - bend / 6))) - 1)

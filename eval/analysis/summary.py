@@ -5,7 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from hf_axonn_eval.analysis.chance import chance_of
 from hf_axonn_eval.analysis.estimates import differences, group, membership
+from hf_axonn_eval.analysis.evidence import evidence, holm
 from hf_axonn_eval.analysis.guesses import ERRORS, recall_at_errors
 from hf_axonn_eval.analysis.intervals import check_confidence, mcnemar
 from hf_axonn_eval.analysis.table import MEMBERSHIP, Table, share_names
@@ -37,7 +39,8 @@ def summarize(
         confidence: of the intervals.
     Returns:
         A JSON-ready dict: `run`; `intervals`; `buckets`, which maps the bucket, as text, to its numbers; `all`, the
-        same over all buckets. The numbers of a group are
+        same over all buckets; `chance`, what `chance_of` returns, if the record tells the size of the vocabulary. The
+        numbers of a group are
 
         - `samples`, `documents`: how many;
         - `metrics`: by name an estimate, that is `mean`, `low`, `high`, `n` (samples that have it), `interval` (its
@@ -84,7 +87,8 @@ def compare(
           `n` and `interval`, its kind;
         - `mcnemar`: for each other run, bucket and yes-or-no metric what `mcnemar` returns, and `p_holm`, its p by
           Holm's correction for all these tests; those of bucket 0, the controls, are corrected apart. "all" is of
-          everything that was trained on, if that is more than one bucket.
+          everything that was seen, if that is more than one bucket;
+        - `evidence`: what the function of this name returns.
     Raises:
         ValueError: no runs, a `base` that is not among them, or runs that were not asked the same samples.
     """
@@ -111,7 +115,7 @@ def compare(
     changes = {name: _changes(table, tables[base]) for name, table in others.items()}
     for controls in (False, True):
         groups = (group for run in changes.values() for name, group in run.items() if (name == "0") == controls)
-        _correct([test for group in groups for test in group.values()])
+        holm([test for group in groups for test in group.values()])
     return {
         "base": base,
         "intervals": options,
@@ -122,6 +126,7 @@ def compare(
         },
         "minus_base": {name: _differences(table, tables[base], options) for name, table in others.items()},
         "mcnemar": changes,
+        "evidence": evidence(tables, base, options),
     }
 
 
@@ -144,11 +149,13 @@ def _summarize(
     if not np.isnan(losses).any():
         recall = recall_at_errors(losses, table.columns["exact_match"] == 1)
         everything["recall_at_errors"] = {"errors": ERRORS, "recall": recall, "n": len(table)}
+    chance = chance_of(everything, record)
     return {
         "run": dict(record) if record is not None else None,
         "intervals": options,
         "buckets": groups,
         "all": everything,
+        **({"chance": chance} if chance is not None else {}),
     }
 
 
@@ -171,10 +178,10 @@ def _differences(table: Table, base: Table, options: dict[str, Any]) -> dict[str
 
 
 def _changes(table: Table, base: Table) -> dict[str, Any]:
-    groups, trained = table.groups(), table.buckets != 0
+    groups, seen = table.groups(), table.buckets != 0
     del groups["all"]
-    if len(set(table.buckets[trained])) > 1:
-        groups["all"] = trained
+    if len(set(table.buckets[seen])) > 1:
+        groups["all"] = seen
     changes: dict[str, Any] = {}
     for name, chosen in groups.items():
         changes[name] = {}
@@ -184,17 +191,6 @@ def _changes(table: Table, base: Table) -> dict[str, Any]:
                 after, before = (each.columns[metric][asked] == 1 for each in (table, base))
                 changes[name][metric] = mcnemar(after, before, table.rows(asked).documents)
     return changes
-
-
-def _correct(tests: Sequence[dict[str, Any]]) -> None:
-    """Add p by Holm's correction: with those of at most 5% called changes, the chance of any false one is at most 5%.
-
-    Source: Holm 1979, A simple sequentially rejective multiple test procedure.
-    """
-    largest = 0.0
-    for place, test in enumerate(sorted(tests, key=lambda test: test["p"])):
-        largest = max(largest, min(1.0, (len(tests) - place) * test["p"]))
-        test["p_holm"] = largest
 
 
 def _options(confidence: float) -> dict[str, Any]:

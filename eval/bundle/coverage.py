@@ -8,7 +8,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hf_axonn_eval.analysis.intervals import BY_DOCUMENT, EXACT, FEWEST_DOCUMENTS, GAINED_AND_LOST, MEAN
+from hf_axonn_eval.analysis.intervals import (
+    BY_DOCUMENT,
+    EXACT,
+    FEWEST_DOCUMENTS,
+    FEWEST_OF_MEAN,
+    GAINED_AND_LOST,
+    MEAN,
+)
 
 
 STUDIED = 0.95  # the confidence of the study
@@ -30,11 +37,11 @@ STUDIES: dict[str, dict[str, Any]] = {
         "range": f"{FEWEST_DOCUMENTS} documents and more",
     },
     MEAN: {
-        "lowest": 0.937,
-        "cases": 63,
+        "lowest": 0.933,
+        "cases": 53,
         "page": _PAGE,
-        "range": f"{FEWEST_DOCUMENTS} documents and more, and at least four times as many as the square of the "
-        "skewness of the values, which data do not tell: not means of what is rare",
+        "range": f"{FEWEST_OF_MEAN} documents and more, and at least five times as many as the square of the skewness "
+        "of the values, which data do not prove: not means of what is rare",
     },
     "auc": _PRINTED,
     "tpr": {"lowest": 0.935, "page": _ATTACKS, "range": "from 10 / rate independent controls on"},

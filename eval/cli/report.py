@@ -25,7 +25,7 @@ def add(commands) -> None:
     add("--samples", metavar="FILE", help="what `samples` wrote: the HTML page then shows prefixes")
     add("--tokenizer", metavar="DIR", help="to show tokens as text (default: that of the base run, if it is there)")
     add("--examples", type=at_least_one, default=4, metavar="N", help="texts shown of every bucket (default 4)")
-    add("--title", default="Extraction", metavar="TEXT", help="heading of the HTML page")
+    add("--title", metavar="TEXT", help="heading of the report (default: the names of runs and models)")
     add("--goldfish", metavar="MASK", help="the mask of training, such as strategy=hash-table,k=4,context_width=13")
     add("--budget_queries", type=at_least_one, nargs="+", default=(), metavar="N", help="what so many queries extract")
     add("--budget_tokens", type=at_least_one, nargs="+", default=(), metavar="N", help="what so many tokens extract")

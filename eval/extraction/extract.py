@@ -6,7 +6,6 @@ and values that the pass left behind. Samples are dealt to the ranks in units (b
 written before the next one begins.
 """
 
-import math
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from hf_axonn.compat.messages import get_logger
+from hf_axonn_eval.analysis.chance import against_chance
 from hf_axonn_eval.analysis.intervals import check_confidence
 from hf_axonn_eval.analysis.summary import summarize
 from hf_axonn_eval.data.jsonl import is_count
@@ -187,11 +187,12 @@ def extract(
     if directory is not None:
         run = read_record(directory.path)  # with all parts, not only this one
         summary = summarize(results, record=run, confidence=confidence)
-        loss = summary["all"]["metrics"].get("nll", {}).get("mean")
-        directory.finish({**summary, "chance": against_chance(loss, vocabulary)})
+        chance = against_chance(summary["all"]["metrics"].get("nll", {}).get("mean"), vocabulary)
+        warn_of_chance(chance, vocabulary)
+        directory.finish({**summary, "chance": chance})
         return results
     losses = [-result.logprob / result.suffix_length for result in results if result.logprob is not None]
-    against_chance(sum(losses) / len(losses) if losses else None, vocabulary)
+    warn_of_chance(against_chance(sum(losses) / len(losses) if losses else None, vocabulary), vocabulary)
     return sorted(results, key=lambda result: order[result.sample_id])
 
 
@@ -209,25 +210,17 @@ def tokenizer_record_of(tokenizer, samples: Sequence[Sample]) -> dict[str, Any]:
     return {**(identity or dict.fromkeys(("path", "size", "sha256"))), "checked": checked}
 
 
-def against_chance(loss: float | None, vocabulary: int) -> dict[str, Any] | None:
-    """Compare a mean loss, in nats a token, with that of guessing evenly among all tokens; warn if it is no better.
-
-    Returns:
-        For summary.json both (`nll`, `chance_nll`) and `no_better`; None if no log-probabilities were measured.
-    """
-    if loss is None:
-        return None
-    chance = math.log(vocabulary)
-    if loss >= chance:
+def warn_of_chance(chance: dict[str, Any] | None, vocabulary: int) -> None:
+    """Warn of a model that is no better than guessing; `chance` is what `against_chance` returns."""
+    if chance is not None and chance["no_better"]:
         logger.warning(
             "the mean loss of the suffixes is %.2f nats a token, no better than chance: %.2f, the logarithm of the "
             "vocabulary of %d. That nothing is extracted says nothing then. Either the samples are of another "
             "tokenizer, or the model is not trained, or its weights were wrongly loaded.",
-            loss,
-            chance,
+            chance["nll"],
+            chance["chance_nll"],
             vocabulary,
         )
-    return {"nll": loss, "chance_nll": chance, "no_better": loss >= chance}
 
 
 def _without(unit: Sequence[Sequence[int]], done: set[int]) -> list[list[int]]:

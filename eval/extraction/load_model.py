@@ -92,6 +92,7 @@ def load_model(
             "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
             "attn_implementation": getattr(model.config, "_attn_implementation", None),
             "tokenizer": str(tokenizer or path),
+            "training": work_split.on_rank_zero(lambda: _training_record(path, directory, exact)),
         },
     )
 
@@ -124,6 +125,26 @@ def start_distributed() -> None:
         # gloo's set-up does not wait for all: without this, a rank that ends with an error of its own while another is
         # still joining makes that one end with gloo's
         PartialState(cpu=not torch.cuda.is_available()).wait_for_everyone()
+
+
+def _training_record(path: str | os.PathLike, directory: Path | None, revision: str | None) -> dict[str, Any] | None:
+    """What was trained, as the file beside the weights says; None without one, or with a damaged one, of which a
+    warning tells.
+    """
+    from hf_axonn.goldfish.record import RECORD, read_or_none
+
+    if directory is None:
+        from transformers.utils.hub import cached_file
+
+        options = {} if revision is None else {"revision": revision}
+        try:
+            found = cached_file(str(path), RECORD, _raise_exceptions_for_missing_entries=False, **options)
+        except OSError:
+            found = None
+        if found is None:
+            return None
+        directory = Path(found).parent
+    return read_or_none(directory)
 
 
 def _directory(path: str | os.PathLike) -> Path | None:

@@ -60,7 +60,9 @@ def run_record(
             "attn_implementation": getattr(model.config, "_attn_implementation", None),
             "tokenizer_sha256": tokenizer_record["sha256"],
         },
+        "access": "weights",
         "model": dict(model_record),
+        "vocabulary": model.config.get_text_config().vocab_size,
         "tokenizer": dict(tokenizer_record),
         "settings": dict(settings),
         "precision": {

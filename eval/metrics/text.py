@@ -214,7 +214,7 @@ def edit_distance(generated: Sequence[int], suffix: Sequence[int]) -> float:
     return Levenshtein.distance(list(generated), list(suffix)) / len(suffix)
 
 
-@register_metric("extraction_strength", "extraction strength", shown_in="summary", least=0, most=1)
+@register_metric("extraction_strength", "extraction strength", shown_in="report", least=0, most=1)
 def extraction_strength(hits: Sequence[bool]) -> float:
     """1 - k / |y|, k the smallest number of shown suffix tokens after which every further one is the first choice.
 

@@ -1,4 +1,5 @@
-"""What a report opens with, a sentence each: what was asked, what came back, how sure that is, what was left out.
+"""What a report says after its verdicts, a sentence each: what was asked, what came back, how sure that is, what was
+left out, and what the models say of their own training.
 
 Every number is one of the comparison's.
 """
@@ -6,67 +7,68 @@ Every number is one of the comparison's.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_axonn_eval.report import protocols, tables
+from hf_axonn_eval.report import protocols, tables, training
+from hf_axonn_eval.report.verdict import DRAWS, P
+from hf_axonn_eval.report.words import count, listed, times
 
 
 METRIC = "exact_match"
-DRAWS = "1000"  # of the stated sampler, if there is one; one of metrics.discoverability.TRIES
-P = "0.5"
 _FEW = 5  # buckets that are named one by one
 
 Comparison = Mapping[str, Any]
 
 
 def answer(comparison: Comparison) -> list[str]:
-    """The four sentences.
+    """The five sentences.
 
-    What greedy decoding gave back is told of the samples that were trained on most often and of the controls, and
-    what sampling finds of all that were trained on.
+    How often a document was seen is what the samples file says. What greedy decoding gave back is told of the samples
+    that were seen most often and of the controls, and what sampling finds of all that were seen.
 
     Args:
         comparison: what `compare` returned.
     """
-    trained = [bucket for bucket in tables.buckets(comparison) if bucket != "0"]
-    told = max(trained, key=int, default="0")
+    seen = [bucket for bucket in tables.buckets(comparison) if bucket != "0"]
+    told = max(seen, key=int, default="0")
     return [
-        _asked(comparison, trained),
-        _came_back(comparison, trained, told),
+        _asked(comparison, seen),
+        _came_back(comparison, seen, told),
         _how_sure(comparison, told),
         _left_out(comparison),
+        training.sentence(comparison),
     ]
 
 
-def _asked(comparison: Comparison, trained: Sequence[str]) -> str:
+def _asked(comparison: Comparison, seen: Sequence[str]) -> str:
     groups = comparison["runs"][comparison["base"]]["buckets"]
-    samples = sum(groups[bucket]["samples"] for bucket in trained)
+    samples = sum(groups[bucket]["samples"] for bucket in seen)
     controls = groups.get("0", {"samples": 0})["samples"]
     everything = comparison["runs"][comparison["base"]]["all"]
-    times = _times(listed(trained, "or") if len(trained) <= _FEW else f"{trained[0]} to {trained[-1]}")
-    if not trained:
-        whose = ": only controls, which were not trained on"
+    often = times(seen) if len(seen) <= _FEW else f"{seen[0]} to {seen[-1]} times"
+    if not seen:
+        whose = ": only controls, which were not seen"
     elif not controls:
-        whose = f", trained on {times}, without any controls"
+        whose = f", seen {often}, without any controls,"
     else:
-        whose = f": {samples:,} trained on {times}, and {_count(controls, 'control')}"
+        whose = f": {samples:,} seen {often}, and {count(controls, 'control')},"
     runs = list(comparison["runs"])
     return (
-        f"{_count(len(runs), 'model')} ({listed(runs)}) {'was' if len(runs) == 1 else 'were'} asked to continue "
-        f"{_count(everything['samples'], 'sample')} of {_count(everything['documents'], 'document')}{whose}. "
-        f"{protocols.standing(comparison)}"
+        f"{count(len(runs), 'model')} ({listed(runs)}) {'was' if len(runs) == 1 else 'were'} asked to continue "
+        f"{count(everything['samples'], 'sample')} of {count(everything['documents'], 'document')}{whose} according "
+        f"to the samples file. {protocols.standing(comparison)}"
     ).rstrip()
 
 
-def _came_back(comparison: Comparison, trained: Sequence[str], told: str) -> str:
+def _came_back(comparison: Comparison, seen: Sequence[str], told: str) -> str:
     if not _shares(comparison, told):
         return "Whether these were reproduced verbatim was not measured."
-    whose = f"samples trained on {'most often, ' if len(trained) > 1 else ''}{_times(told)}" if trained else "controls"
+    whose = f"samples seen {'most often, ' if len(seen) > 1 else ''}{times([told])}" if seen else "controls"
     sentence = f"Of the {whose}, greedy decoding reproduced verbatim {_from_each(_shares(comparison, told))}"
-    if trained and _shares(comparison, "0"):
+    if seen and _shares(comparison, "0"):
         sentence += f", and of the controls {_from_each(_shares(comparison, '0'))}"
-    drawn = {name: _drawn(run, trained or ["0"]) for name, run in comparison["runs"].items()}
+    drawn = {name: _drawn(run, seen or ["0"]) for name, run in comparison["runs"].items()}
     drawn = {name: share for name, share in drawn.items() if share}
     if drawn:
-        sentence += "; of all that was trained on" if trained else "; of these"
+        sentence += "; of all samples seen" if seen else "; of these"
         sentence += f", {int(DRAWS):,} draws find at least as likely as not {_from_each(drawn)}"
     return f"{sentence}."
 
@@ -101,14 +103,14 @@ def _left_out(comparison: Comparison) -> str:
         "beyond_max_documents": "over a bucket's limit",
         "dropped": "dropped by name",
     }
-    gone = [f"{_count(counts[reason], 'document')} {why}" for reason, why in reasons.items() if counts[reason]]
-    gone += [_count(counts["duplicate_samples"], "duplicate sample")] if counts["duplicate_samples"] else []
+    gone = [f"{count(counts[reason], 'document')} {why}" for reason, why in reasons.items() if counts[reason]]
+    gone += [count(counts["duplicate_samples"], "duplicate sample")] if counts["duplicate_samples"] else []
     samples = {"repetitive_suffixes": "sample with a repetitive suffix", "windows_too_short": "short window"}
-    gone += [_count(counts[reason], one) for reason, one in samples.items() if counts[reason]]
+    gone += [count(counts[reason], one) for reason, one in samples.items() if counts[reason]]
     left_out = f"this was left out: {listed(gone)}" if gone else "nothing was left out"
     decoded = counts["not_round_trip"]
-    changed = f"; the tokenizer does not give back {_count(decoded, 'document')} unchanged" if decoded else ""
-    return f"When the samples were made of {_count(counts['documents'], 'document')}, {left_out}{changed}."
+    changed = f"; the tokenizer does not give back {count(decoded, 'document')} unchanged" if decoded else ""
+    return f"When the samples were made of {count(counts['documents'], 'document')}, {left_out}{changed}."
 
 
 def _shares(comparison: Comparison, bucket: str) -> dict[str, str]:
@@ -133,17 +135,3 @@ def _from_each(shares: Mapping[str, str]) -> str:
     if len(shares) > 1 and len(set(shares.values())) == 1:
         return f"{next(iter(shares.values()))} from each"
     return listed([f"{share} from {name}" for name, share in shares.items()])
-
-
-def _times(buckets: str) -> str:
-    return "once" if buckets == "1" else f"{buckets} times"
-
-
-def _count(number: int, one: str) -> str:
-    return f"{number:,} {one}{'' if number == 1 else 's'}"
-
-
-def listed(words: Sequence[object], last: str = "and") -> str:
-    """a, b and c."""
-    texts = [str(word) for word in words]
-    return f" {last} ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)

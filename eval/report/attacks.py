@@ -12,7 +12,7 @@ from typing import Any
 from hf_axonn_eval.analysis.attack_cost import EASIEST, TRAINED
 from hf_axonn_eval.analysis.coverage import FULL, Book
 from hf_axonn_eval.analysis.goldfish_tokens import DROPPED, SUPERVISED
-from hf_axonn_eval.report.tables import Details, bucket_name, difference_text, percent
+from hf_axonn_eval.report.tables import SEEN, Details, bucket_name, difference_text, percent
 
 
 MOST_PASSAGES = 10  # of a run in the tables; passages.csv has all
@@ -47,7 +47,7 @@ def coverage(comparison: Comparison) -> list[Details]:
                 [*about, *(_covered(book["at_as_released"].get(value), book["characters"]) for value in thresholds)]
             )
     kinds = {book["probability"] for run in entry["runs"].values() for book in run.values()}
-    headings = ["document", "model", "trained on", "characters", "in a suffix"]
+    headings = ["document", "model", SEEN, "characters", "in a suffix"]
     headings += [f"p_z >= {threshold}" for threshold in thresholds] + [GREEDY, "longest passage"]
     what = "; ".join(sorted(_P.get(kind, "by the stated sampler") for kind in kinds))
     note = (
@@ -64,7 +64,7 @@ def coverage(comparison: Comparison) -> list[Details]:
             "as the code of Cooper et al. 2025 counts (max_variable_length_probs at 7720bceb): to compare with its "
             "figures."
         )
-        headings = ["document", "model", "trained on", *(f"p_z >= {threshold}" for threshold in thresholds)]
+        headings = ["document", "model", SEEN, *(f"p_z >= {threshold}" for threshold in thresholds)]
         found.append(Details("Coverage by the ranges of the published code", headings, released, note))
     return found
 
@@ -125,14 +125,14 @@ def goldfish(comparison: Comparison) -> list[Details]:
         "difference but for chance. No difference proves nothing by itself: with another tokenizer, context width or "
         "strategy than those of training there is none either, and with another k only a part of it."
     )
-    headings = ["trained on", "model", "tokens", "hits", "accuracy", "nll, nats a token"]
+    headings = [SEEN, "model", "tokens", "hits", "accuracy", "nll, nats a token"]
     return [Details("Dropped and supervised tokens", headings, body, note)]
 
 
 def cost(comparison: Comparison) -> list[Details]:
     """Expected queries and tokens of each text, and what numbers of queries and budgets give."""
     groups = [
-        (TRAINED if bucket == TRAINED else bucket_name(bucket), name, run[bucket])
+        ("all but 0x" if bucket == TRAINED else bucket_name(bucket), name, run[bucket])
         for bucket in dict.fromkeys(bucket for run in (comparison.get("attack_cost") or {}).values() for bucket in run)
         for name, run in comparison["attack_cost"].items()
         if bucket in run
@@ -146,7 +146,7 @@ def cost(comparison: Comparison) -> list[Details]:
             known = each["queries"] is not None and each["tokens"] is not None
             cells.append(f"{_number(each['queries'])}, {_number(each['tokens'])}" if known else "never")
         body.append([bucket, name, *cells])
-    headings = ["trained on", "model", "never drawn", *(f"easiest {share:.0%}" for share in EASIEST)]
+    headings = [SEEN, "model", "never drawn", *(f"easiest {share:.0%}" for share in EASIEST)]
     note = (
         "Expected queries, and tokens of prefixes and suffixes, until the suffix has come, for the hardest of this "
         "share of the samples: 1 / q queries, with q the chance of the suffix in one draw of the stated sampler."
@@ -162,7 +162,7 @@ def cost(comparison: Comparison) -> list[Details]:
     found.append(
         Details(
             "What n queries of each sample give",
-            ["trained on", "model", "tokens for n = 1", *numbers_of],
+            [SEEN, "model", "tokens for n = 1", *numbers_of],
             [
                 [bucket, name, _number(of["tokens"]), *(_expected(of["tries"][number]) for number in tries)]
                 for bucket, name, of in groups
@@ -173,7 +173,7 @@ def cost(comparison: Comparison) -> list[Details]:
     found.append(
         Details(
             "Tokens for each text that n queries of each sample give",
-            ["trained on", "model", *numbers_of],
+            [SEEN, "model", *numbers_of],
             [[bucket, name, *(_each(of["tries"][number]) for number in tries)] for bucket, name, of in groups],
             "Tokens of all queries, prefixes and suffixes, by the expected number of samples.",
         )
@@ -184,7 +184,7 @@ def cost(comparison: Comparison) -> list[Details]:
         for row in of["budgets"]
     ]
     if budgets:
-        headings = ["trained on", "model", "budget", "queries of each", "expected", "tokens for each"]
+        headings = [SEEN, "model", "budget", "queries of each", "expected", "tokens for each"]
         found.append(Details("What a budget gives, spread evenly", headings, budgets, sure))
     return found
 

@@ -114,7 +114,7 @@ def bar_chart(
     y_label: str,
     y_high: float | None = None,
 ) -> str:
-    """Bars with whiskers, those of one group beside each other.
+    """Bars with whiskers, those of one group beside each other; a number that is 0 is a point.
 
     Args:
         groups: names under the chart.
@@ -146,6 +146,8 @@ def bar_chart(
                 f'<rect class="bar s{number % SERIES}" x="{left:.1f}" y="{upper:.1f}" width="{max(width - 2, 1):.1f}" '
                 f'height="{y.start - upper:.1f}"><title>{label}</title></rect>'
             )
+            if point.y == 0:  # a bar without height has no colour
+                shapes.append(_dot(middle - 1, upper, number))
             if point.low is not None and point.high is not None:
                 shapes += _whisker(middle - 1, y.place(point.low), y.place(point.high))
     return _svg(shapes, title=title, x_label=x_label, y_label=y_label)
@@ -169,9 +171,12 @@ def _line(points: Sequence[Point], x: Axis, y: Axis, number: int) -> list[str]:
         shapes += _whisker(x.place(points[0].x), y.place(points[0].low), y.place(points[0].high))
     shapes.append(f'<polyline class="line {kind}" points="{" ".join(along)}"/>')
     if len(points) <= _FEW:
-        circles = (place.split(",") for place in along)
-        shapes += [f'<circle class="dot {kind}" cx="{left}" cy="{top}" r="3"/>' for left, top in circles]
+        shapes += [_dot(x.place(point.x), y.place(point.y), number) for point in points]
     return shapes
+
+
+def _dot(x: float, y: float, number: int) -> str:
+    return f'<circle class="dot s{number % SERIES}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
 
 
 def _tip(x: float, y: float, number: int, text: str) -> str:

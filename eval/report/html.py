@@ -16,7 +16,7 @@ from hf_axonn_eval.analysis.coverage import Book
 from hf_axonn_eval.data.results import SampleResult
 from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.data.visible import PAGE, visible
-from hf_axonn_eval.report import attacks, curves, maps, tables
+from hf_axonn_eval.report import attacks, curves, maps, tables, verdict
 from hf_axonn_eval.report.answer import answer
 from hf_axonn_eval.report.charts import COLOURS, Point, bar_chart, line_chart
 from hf_axonn_eval.report.texts import text_examples
@@ -42,7 +42,7 @@ def html_page(
     samples: Sequence[Sample] | None = None,
     tokenizer=None,
     examples: int = 4,
-    title: str = "Extraction",
+    title: str | None = None,
     books: Mapping[str, Sequence[Book]] | None = None,
 ) -> str:
     """The page.
@@ -54,30 +54,94 @@ def html_page(
         samples: what was asked: for the prefixes.
         tokenizer: to show the prefixes, and to mark what agrees token by token.
         examples: samples of each bucket whose texts are shown.
-        title: heading of the page.
+        title: heading of the page; by default the names of the runs and models.
         books: what `books` returned, for the maps over characters and the passages.
     """
     numbers = {name: [_without_tokens(result) for result in results] for name, results in (runs or {}).items()}
+    parts = {
+        "prefix": _prefix(comparison, numbers),
+        "survival": _survival(comparison, numbers),
+        "probability": _probability(numbers),
+        "draws": _draws(comparison, numbers),
+        "maps": _maps(numbers),
+        "books": _books(comparison, books or {}),
+        "examples": text_examples(runs or {}, samples=samples, tokenizer=tokenizer, count=examples),
+    }
     page = _TEMPLATES.get_template("page.html").render(
-        title=title,
+        title=title or verdict.page_title(comparison),
         answer=answer(comparison),
+        verdict=verdict,
         comparison=comparison,
         tables=tables,
         names=list(comparison["runs"]),
         colours=len(COLOURS),
-        has_results=bool(numbers),
+        missing=_missing(comparison, parts, has_results=bool(numbers)),
         bucket_charts=_bucket_charts(comparison),
-        prefix=_prefix(comparison, numbers),
-        survival=_survival(comparison, numbers),
-        probability=_probability(numbers),
-        draws=_draws(comparison, numbers),
-        maps=_maps(numbers),
         attacks=attacks,
-        books=_books(comparison, books or {}),
-        examples=text_examples(runs or {}, samples=samples, tokenizer=tokenizer, count=examples),
         has_prefixes=bool(samples) and tokenizer is not None,
+        **parts,
     )
     return visible(page, keep=PAGE)
+
+
+def _missing(comparison: Mapping[str, Any], parts: Mapping[str, Any], *, has_results: bool) -> dict[str, str]:
+    """Sections that nothing was measured for, and why, or how it is measured."""
+    summary_only = "only a summary was given; write_report(..., runs=...) draws this from the results."
+    found = {
+        "models": (tables.models(comparison), "the records of the runs (run.json) were not given."),
+        "differences": (
+            comparison["minus_base"],
+            "there is one run; an untrained one beside it shows the training.",
+        ),
+        "prefix": (parts["prefix"], summary_only),
+        "survival": (parts["survival"] or tables.shorter(comparison), summary_only),
+        "probability": (
+            parts["probability"],
+            "probabilities were not measured: extract without --stop_early." if has_results else summary_only,
+        ),
+        "draws": (
+            parts["draws"] or tables.discoverability(comparison) or tables.guesses(comparison),
+            "no sampler was stated, so nothing is said about drawing: extract with --sampler.",
+        ),
+        "near_copies": (
+            tables.near_copies(comparison),
+            "nothing was decoded (--no_generation) or searched (--near_copies).",
+        ),
+        "cost": (attacks.cost(comparison), "it needs a sampler (extract --sampler), and the command report."),
+        "goldfish": (
+            attacks.goldfish(comparison),
+            "the report was not told of a goldfish mask (--goldfish, with --samples).",
+        ),
+        "membership": (
+            tables.membership(comparison),
+            "no membership scores are in these results, or there is no control bucket (0) to compare with.",
+        ),
+        "undecided": (tables.near_ties(comparison), "these results do not say how close the two best tokens were."),
+        "degenerate": (
+            tables.degenerate(comparison),
+            "these results do not say how much the suffixes repeat themselves.",
+        ),
+        "left_out": (
+            tables.left_out(comparison),
+            "the records of the runs do not say; they do if extract finds the file that the command samples writes "
+            "beside the samples.",
+        ),
+        "coverage": (
+            parts["books"] or attacks.coverage(comparison),
+            "the report was not given the documents, or none of them was asked at several places (--documents, with "
+            "--samples of a sliding window).",
+        ),
+        "maps": (
+            parts["maps"],
+            "no document was asked at several offsets; a sliding window (protocol cooper100) makes maps.",
+        ),
+        "texts": (
+            parts["examples"],
+            "there are no texts: extract without --no_generation, or give the samples and a tokenizer.",
+        ),
+        "provenance": (tables.provenance(comparison), "the records of the runs (run.json) were not given."),
+    }
+    return {section: why for section, (content, why) in found.items() if not content}
 
 
 def _without_tokens(result: SampleResult) -> SampleResult:
@@ -92,7 +156,7 @@ def _bucket_charts(comparison: Mapping[str, Any]) -> list[str]:
             [tables.bucket_name(bucket) for bucket in buckets],
             {name: [_point(comparison, name, bucket, metric) for bucket in buckets] for name in comparison["runs"]},
             title=f"{tables.title(metric)} by bucket",
-            x_label="times trained on",
+            x_label="times seen, by the samples file",
             y_label=tables.title(metric),
             y_high=1.0,
         )
@@ -201,7 +265,7 @@ def _lines(found: Mapping[str, Mapping[str, list[Point]]], **options: Any) -> li
     return [
         line_chart(
             series,
-            title=f"{options['y_label']}, trained on {bucket}x",
+            title=f"{options['y_label']}, seen {bucket}x by the samples file",
             **options | {"y_label": f"{tables.bucket_name(bucket)}: {options['y_label']}"},
         )
         for bucket, series in found.items()

@@ -44,7 +44,7 @@ class DocumentMap:
 
     Args:
         document_id: the document.
-        bucket: how often it was trained on.
+        bucket: how often it was seen, by the samples file.
         tokens: how many places the strip has; where the last suffix ends, or the characters of the document.
         windows: number of samples.
         extracted: how many of them are reproduced verbatim.
@@ -108,7 +108,7 @@ def maps_svg(maps: Mapping[str, Sequence[DocumentMap]], *, alone: bool = False) 
     shapes, top = [], 0.0
     for of_document in zip(*maps.values(), strict=True):
         tokens = max(drawn.tokens for drawn in of_document)
-        title = f"{of_document[0].document_id} ({_trained(of_document[0])}, {tokens:,} {of_document[0].unit}s)"
+        title = f"{of_document[0].document_id} ({_seen(of_document[0])}, {tokens:,} {of_document[0].unit}s)"
         shapes.append(f'<text class="document" x="0" y="{top + 12:.1f}">{escape(title)}</text>')
         top += _HEADING
         for name, drawn in zip(maps, of_document, strict=True):
@@ -145,7 +145,7 @@ def maps_png(maps: Mapping[str, Sequence[DocumentMap]], path: str | os.PathLike)
             axes.broken_barh(
                 [(start, end - start) for start, end in drawn.verbatim], (row - 0.2, 0.16), color="#c00000"
             )
-        title = visible(f"{of_document[0].document_id} ({_trained(of_document[0])})")
+        title = visible(f"{of_document[0].document_id} ({_seen(of_document[0])})")
         axes.set_title(title, fontsize=9, loc="left", parse_math=False)
         axes.set_yticks(
             [row + 0.3 for row in range(len(maps))],
@@ -228,8 +228,8 @@ def _coarse(stretches: Sequence[Stretch], tokens: int) -> Sequence[tuple[int, in
     return [(int(start * edge), int(end * edge), shade) for start, end, shade in _stretches(bins) if shade]
 
 
-def _trained(drawn: DocumentMap) -> str:
-    return f"trained on {drawn.bucket}x"
+def _seen(drawn: DocumentMap) -> str:
+    return f"seen {drawn.bucket}x"
 
 
 def _short(name: str) -> str:

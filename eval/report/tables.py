@@ -8,9 +8,11 @@ from hf_axonn_eval.analysis.estimates import LIKELY
 from hf_axonn_eval.data.jsonl import is_count
 from hf_axonn_eval.metrics.bleu import NEAR_BLEU
 from hf_axonn_eval.metrics.registry import METRICS
-from hf_axonn_eval.report import protocols
+from hf_axonn_eval.report import protocols, training
+from hf_axonn_eval.report.words import listed, settings
 
 
+SEEN = "seen"  # heads the column of buckets
 ATTACKS = {
     "loss": "loss",
     "zlib": "zlib",
@@ -49,7 +51,7 @@ def rows(
             metrics = group(runs[name], bucket)["metrics"]
             cells = [estimate_text(metrics.get(metric), interval=metric in intervals) for metric in columns]
             body.append([bucket_name(bucket), name, *cells])
-    return ["trained on", "model", *(title(metric) for metric in columns)], body
+    return [SEEN, "model", *(title(metric) for metric in columns)], body
 
 
 def difference_rows(
@@ -63,15 +65,28 @@ def difference_rows(
         for name, run in differences.items():
             cells = [difference_text(run[bucket].get(metric), interval=metric in intervals) for metric in columns]
             body.append([bucket_name(bucket), name, *cells])
-    return ["trained on", "model", *(title(metric) for metric in columns)], body
+    return [SEEN, "model", *(title(metric) for metric in columns)], body
 
 
 def caption(comparison: Mapping[str, Any]) -> str:
-    """What the brackets mean."""
+    """What the first column and the brackets mean, and why some numbers have none."""
     return (
-        f"In brackets: {percent(comparison)} intervals; Clopper and Pearson's for shares, with documents as trials "
-        "where they have several samples, and Student's t over documents, corrected for skewness, for means."
-    )
+        "Seen: how often the training saw a document according to the samples file; 0x are controls. In brackets: "
+        f"{percent(comparison)} intervals; Clopper and Pearson's for shares, with documents as trials where they have "
+        "several samples, and Student's t over documents, corrected for skewness, for means. "
+        f"{_without_intervals(comparison)}"
+    ).rstrip()
+
+
+def _without_intervals(comparison: Mapping[str, Any]) -> str:
+    """Why numbers of the table have no interval, in a sentence; empty if all have one."""
+    reasons: dict[str, None] = {}
+    for _, _, numbers in _groups(comparison):
+        for metric in report_columns():
+            entry = numbers["metrics"].get(metric)
+            if entry is not None and entry["low"] is None:
+                reasons[str(entry.get("interval", "none")).removeprefix("none: ")] = None
+    return f"Without brackets there is no interval: {listed(sorted(reasons), 'or')}." if reasons else ""
 
 
 def percent(comparison: Mapping[str, Any]) -> str:
@@ -95,10 +110,10 @@ def provenance(comparison: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             "grid": str(run["grid"] or "none"),
             "device": ", ".join(str(value) for value in run["device"].values() if value),
             "protocol": protocols.standing({"runs": {name: summary}}),
-            "settings": ", ".join(
-                f"{key} {value}" for key, value in run.get("settings", {}).items() if key != "protocol"
-            ),
-            "versions": ", ".join(f"{package} {number}" for package, number in run["versions"].items()),
+            "level of access": training.access(run),
+            "tokenizer": settings(run.get("tokenizer") or {}),
+            "settings": settings({key: value for key, value in run.get("settings", {}).items() if key != "protocol"}),
+            "versions": settings(run["versions"]),
             "command": " ".join(map(str, run.get("command", ()))),
             "started": str(run.get("started", "")),
         }
@@ -132,7 +147,7 @@ def buckets(comparison: Mapping[str, Any]) -> list[str]:
 
 
 def bucket_name(bucket: str) -> str:
-    """How often it was trained on: "12x", or "all"."""
+    """How often it was seen, by the samples file: "12x", or "all"."""
     return bucket if bucket == "all" else f"{bucket}x"
 
 
@@ -165,6 +180,7 @@ class Details(NamedTuple):
 def all_details(comparison: Mapping[str, Any]) -> list[Details]:
     """All of them, in the order of a report."""
     makers = (
+        models,
         changes,
         shorter,
         discoverability,
@@ -177,6 +193,19 @@ def all_details(comparison: Mapping[str, Any]) -> list[Details]:
         protocol,
     )
     return [details for make in makers for details in make(comparison)]
+
+
+def models(comparison: Mapping[str, Any]) -> list[Details]:
+    """How the models were reached, and what they were trained on by the record beside their weights."""
+    headings, body = training.models(comparison)
+    note = "The level of access is what this measurement had; others, such as texts alone, may show less."
+    found = [Details("Models", headings, body, note)] if body else []
+    headings, body = training.records(comparison)
+    note = (
+        "training_record.json, which hf_axonn's trainers write beside the weights; nobody else has checked it. "
+        "Dropped: labels that the goldfish loss left out, as counted. The SHA-256 is of the input_ids of all rows."
+    )
+    return found + ([Details("Training records", headings, body, note)] if body else [])
 
 
 def changes(comparison: Mapping[str, Any]) -> list[Details]:
@@ -194,9 +223,9 @@ def changes(comparison: Mapping[str, Any]) -> list[Details]:
             note = (
                 f"Samples that are {title(metric)} in the run and not in {base}, the other way round, and in both. p "
                 "is of McNemar's exact test with a document as one trial. p (Holm) is corrected for the number of "
-                f"tests of {'controls' if controls else 'what was trained on'}, {len(tests)} (Holm 1979)."
+                f"tests of {'controls' if controls else 'what was seen'}, {len(tests)} (Holm 1979)."
             )
-            headings = ["trained on", "model", "gained", "lost", "both", "documents gained, lost", "p", "p (Holm)"]
+            headings = [SEEN, "model", "gained", "lost", "both", "documents gained, lost", "p", "p (Holm)"]
             heading = f"{title(metric).capitalize()} against {base}{', controls' if controls else ''}: McNemar's test"
             body = [cells for tested, cells, _ in tests if tested == metric]
             folded = all(p == 1 for tested, _, p in tests if tested == metric)
@@ -211,7 +240,7 @@ def shorter(comparison: Mapping[str, Any]) -> list[Details]:
         [bucket, name, *(estimate_text(numbers["exact_match_at"].get(length)) for length in lengths)]
         for bucket, name, numbers in _groups(comparison)
     ]
-    headings = ["trained on", "model", *(f"first {length}" for length in lengths)]
+    headings = [SEEN, "model", *(f"first {length}" for length in lengths)]
     return [Details("Verbatim, suffixes cut to their first tokens", headings, body)] if lengths else []
 
 
@@ -226,7 +255,7 @@ def discoverability(comparison: Mapping[str, Any]) -> list[Details]:
             [bucket, name, _draws(numbers[p]["median_n"]), *(estimate_text(numbers[p]["tries"].get(n)) for n in tries)]
             for bucket, name, numbers in groups
         ]
-        headings = ["trained on", "model", "median n", *(f"n = {int(n):,}" for n in tries)]
+        headings = [SEEN, "model", "median n", *(f"n = {int(n):,}" for n in tries)]
         found.append(Details(f"(n, {p})-discoverable", headings, body, samplers(comparison)))
     return found
 
@@ -240,13 +269,13 @@ def near_copies(comparison: Mapping[str, Any]) -> list[Details]:
             verbatim, near, run = (numbers["metrics"].get(one) for one in ("exact_match", "near_verbatim", "lccs"))
             decoded.append([bucket, name, *map(estimate_text, (verbatim, near, numbers["bleu_copies"], run))])
     if decoded:
-        headings = ["trained on", "model", "verbatim", "edits at most 10%", f"BLEU above {NEAR_BLEU}", "LCCS"]
+        headings = [SEEN, "model", "verbatim", "edits at most 10%", f"BLEU above {NEAR_BLEU}", "LCCS"]
         note = "One pass over each sample, and one token at a time from the first miss on. LCCS: longest run / suffix."
         found.append(Details("Near copies by greedy decoding", headings, decoded, note))
     searched = [(bucket, name, numbers["near_copies"]) for bucket, name, numbers in groups if "near_copies" in numbers]
     if searched:
         edits = list(searched[0][2]["edits"])
-        headings = ["trained on", "model", *(f"k = {edit}" for edit in edits), "tokens read, in draws"]
+        headings = [SEEN, "model", *(f"k = {edit}" for edit in edits), "tokens read, in draws"]
         note = (
             "Lower bounds, which a search found, for texts within k edits of tokens; 0: the suffix itself. "
             f"{samplers(comparison) or 'Drawn at temperature 1 from all tokens.'}"
@@ -265,7 +294,7 @@ def near_copies(comparison: Mapping[str, Any]) -> list[Details]:
 
 
 def membership(comparison: Mapping[str, Any]) -> list[Details]:
-    """How well each score parts what was trained on from bucket 0."""
+    """How well each score parts what was seen from bucket 0."""
     body, rates = [], []
     for bucket, name, numbers in _groups(comparison):
         for score, attack in numbers.get("membership", {}).items():
@@ -274,7 +303,7 @@ def membership(comparison: Mapping[str, Any]) -> list[Details]:
             body.append(
                 [bucket, name, ATTACKS.get(score, score), f"{attack['members']}, {attack['controls']}", *cells]
             )
-    headings = ["trained on", "model", "score", "members, controls", "AUC"]
+    headings = [SEEN, "model", "score", "members, controls", "AUC"]
     headings += [f"TPR at {float(rate.removeprefix('tpr_at_')):.1%} FPR" for rate in rates]
     note = (
         "AUC 0.5 is chance. A TPR is given from 10 / FPR independent controls on, with the interval of the FPR at its "
@@ -296,7 +325,7 @@ def near_ties(comparison: Mapping[str, Any]) -> list[Details]:
         for bucket, name, numbers in _groups(comparison)
         if (entry := numbers.get("undecided"))
     ]
-    headings = ["trained on", "model", "undecided", "verbatim, whichever way they fall"]
+    headings = [SEEN, "model", "undecided", "verbatim, whichever way they fall"]
     return [Details("Undecided samples", headings, body)] if body else []
 
 
@@ -307,7 +336,7 @@ def degenerate(comparison: Mapping[str, Any]) -> list[Details]:
         for bucket, name, numbers in _groups(comparison)
         if (entry := numbers.get("degenerate"))
     ]
-    headings = ["trained on", "model", "degenerate", "verbatim among the others"]
+    headings = [SEEN, "model", "degenerate", "verbatim among the others"]
     note = "A suffix that repeats itself is easily right without having been learnt."
     return [Details("Degenerate suffixes", headings, body, note)] if body else []
 

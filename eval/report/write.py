@@ -20,6 +20,7 @@ from hf_axonn_eval.report.markdown import code, plain
 from hf_axonn_eval.report.markdown import table as markdown_table
 from hf_axonn_eval.report.protocols import standing
 from hf_axonn_eval.report.tables import all_details, changes
+from hf_axonn_eval.report.verdict import cannot_show, page_title, verdicts, warnings
 
 
 PLOTTED = ("exact_match", "rougeL", "token_accuracy")
@@ -33,7 +34,7 @@ def write_report(
     samples: Sequence[Sample] | None = None,
     tokenizer=None,
     examples: int = 4,
-    title: str = "Extraction",
+    title: str | None = None,
     books: Mapping[str, Sequence[Book]] | None = None,
 ) -> dict[str, Path]:
     """Write summary.json, report.md, report.html and plot.png, and maps.svg and maps.png where there are maps.
@@ -47,7 +48,7 @@ def write_report(
         samples: what was asked, for the prefixes.
         tokenizer: for the texts of prefixes and tokens.
         examples: samples of each bucket whose texts are shown.
-        title: heading of the page.
+        title: heading of the page and of report.md; by default the names of the runs and models.
         books: what `books` returned; the comparison has its `coverage` then.
     Returns:
         The paths, by file name.
@@ -59,7 +60,7 @@ def write_report(
     )
     texts = {
         "summary.json": json_text(comparison),
-        "report.md": markdown(comparison),
+        "report.md": markdown(comparison, title=title),
         "report.html": page,
     }
     for name, text in texts.items():
@@ -82,7 +83,8 @@ def terminal_table(comparison: Mapping[str, Any], *, columns: Sequence[str] | No
     """The table for `rich.print`; narrow, so of the intervals it shows only those of shares."""
     columns = tables.terminal_columns() if columns is None else columns
     headings, body = tables.rows(comparison, columns=columns, intervals=share_names())
-    return _rich("Extraction", headings, body, f"{tables.caption(comparison)} {standing(comparison)}".rstrip())
+    told = [tables.caption(comparison), standing(comparison), *warnings(comparison)]
+    return _rich("Extraction", headings, body, " ".join(filter(None, told)))
 
 
 def terminal_differences(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None) -> list:
@@ -93,9 +95,16 @@ def terminal_differences(comparison: Mapping[str, Any], *, columns: Sequence[str
     return found + [_rich(one.title, one.headings, one.rows, one.note) for one in changes(comparison)]
 
 
-def markdown(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None) -> str:
-    """The answer, the tables, the differences from the base model and where the numbers come from, as Markdown."""
-    lines = ["# Extraction", "", plain(" ".join(answer(comparison))), ""]
+def markdown(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None, title: str | None = None) -> str:
+    """The verdicts, the answer, the tables, the differences from the base model and where the numbers come from, as
+    Markdown.
+    """
+    lines = [f"# {plain(title or page_title(comparison))}", ""]
+    for warning in warnings(comparison):
+        lines += [f"**Warning:** {plain(warning)}", ""]
+    lines += [*(f"- {plain(verdict)}" for verdict in verdicts(comparison)), ""]
+    lines += [f"What this design cannot show: {plain(' '.join(cannot_show(comparison)))}", ""]
+    lines += [plain(" ".join(answer(comparison))), ""]
     lines += [*markdown_table(*tables.rows(comparison, columns=columns)), "", tables.caption(comparison), ""]
     if comparison["minus_base"]:
         lines += [f"## Difference from {code(comparison['base'])}, sample by sample", ""]
@@ -111,7 +120,7 @@ def markdown(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = N
 
 
 def plot(comparison: Mapping[str, Any], path: str | os.PathLike) -> None:
-    """Bars per bucket and run with intervals, one panel for each of PLOTTED that was measured."""
+    """Bars per bucket and run with intervals, points where a number is 0, one panel for each of PLOTTED."""
     # the object interface, not pyplot: no global state and no display
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -133,9 +142,12 @@ def plot(comparison: Mapping[str, Any], path: str | os.PathLike) -> None:
             whiskers = [[_whisker(entry, end) for _, entry in drawn] for end in ("low", "high")]
             colour = COLOURS[number % len(COLOURS)]
             bars[name] = axes.bar(places, means, width, yerr=whiskers, capsize=3, label=name, color=colour)
+            zeros = [place for place, mean in zip(places, means, strict=True) if mean == 0]
+            if zeros:  # a bar without height has no colour
+                axes.plot(zeros, [0] * len(zeros), "o", color=colour, clip_on=False)
         axes.set_title(visible(tables.title(metric)))
         axes.set_xticks(range(len(buckets)), [f"{bucket}x" for bucket in buckets])
-        axes.set_xlabel("times trained on")
+        axes.set_xlabel("times seen, by the samples file")
         axes.set_ylim(0, 1.05)
     # named one by one, as otherwise a legend leaves out what begins with "_"
     figure.legend(list(bars.values()), list(map(visible, bars)), loc="outside lower center", ncols=len(runs))

@@ -16,6 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from hf_axonn.compat.messages import get_logger
+from hf_axonn_eval.analysis.chance import against_chance
 from hf_axonn_eval.analysis.intervals import check_confidence
 from hf_axonn_eval.analysis.summary import summarize
 from hf_axonn_eval.data.jsonl import is_count
@@ -23,7 +24,7 @@ from hf_axonn_eval.data.protocols import checked as checked_protocol
 from hf_axonn_eval.data.results import RunDirectory, SampleResult, read_record
 from hf_axonn_eval.data.samples import Sample, samples_digest
 from hf_axonn_eval.data.tokenizer_identity import check_ids
-from hf_axonn_eval.extraction.extract import against_chance, look_through, tokenizer_record_of
+from hf_axonn_eval.extraction.extract import look_through, tokenizer_record_of, warn_of_chance
 from hf_axonn_eval.extraction.prefix_matching import matched
 from hf_axonn_eval.extraction.run_record import this_start
 from hf_axonn_eval.extraction.runner import eos_ids, result_of
@@ -162,9 +163,10 @@ def extract_served(
             sampler.text if sampler is not None else "",
             alternatives,
         )
-    loss = summary["all"]["metrics"].get("nll", {}).get("mean")
     vocabulary = len(tokenizer)  # without the padding of the model's, which the server does not tell
-    directory.finish({**summary, "chance": against_chance(loss, vocabulary), "sampled_unknown": unknown})
+    chance = against_chance(summary["all"]["metrics"].get("nll", {}).get("mean"), vocabulary)
+    warn_of_chance(chance, vocabulary)
+    directory.finish({**summary, "chance": chance, "sampled_unknown": unknown})
     return results
 
 
@@ -280,6 +282,7 @@ def _record(
             "attn_implementation": None,
             "tokenizer_sha256": tokenizer_record["sha256"],
         },
+        "access": "log-probabilities and texts of a server",
         "model": {"path": f"{served['name']} at {served['base_url']}", "fingerprint": no_fingerprint, **served},
         "tokenizer": tokenizer_record,
         "settings": settings,

@@ -11,6 +11,8 @@ dropped and all tokens cost; `log` adds the sums over ranks.
 Evaluation is never masked, and its loss is the total negative log-likelihood over the total number of target tokens.
 The stock Trainer reports the mean over batches of each batch's mean, which depends on how the batches are cut.
 
+What is trained on is counted, and written beside the weights into every checkpoint: record.py, recording.py.
+
 It works with one process and a plain model, and with a model that is sharded over a grid; the latter carries its own
 subclass of `CausalLMLoss`.
 """
@@ -21,7 +23,7 @@ import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +36,8 @@ from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.goldfish.mask import HASHES, check_options, count_unprotected, find_document_ids, goldfish_mask
-from hf_axonn.goldfish.table import load_table, table_sha256
+from hf_axonn.goldfish.recording import RecordingMixin
+from hf_axonn.goldfish.table import CPU_TABLE_SHA256, load_table, table_sha256
 from hf_axonn.losses.causal_lm import IGNORE_INDEX, CausalLMLoss, install_causal_lm_loss, mean_losses, widest_float
 from hf_axonn.trainer import hooks as trainer_hooks
 from hf_axonn.trainer.liger import without_losses
@@ -48,12 +51,6 @@ SAMPLE_LENGTHS = "sample_lengths"  # the private key of a collator that puts all
 PRIVATE_KEYS = (UNMASKED_LABELS, SAMPLE_LENGTHS)
 DOCUMENT_KEYS = ("position_ids", "seq_idx", "attention_mask", "cu_seq_lens_q")
 EVAL_SUMS = ("nll", "tokens", "entropy", "top1")  # over target tokens; the last two where the trainer knows them
-
-
-if TYPE_CHECKING:
-    _MixedInto = Trainer  # whose methods the mixin calls
-else:
-    _MixedInto = object
 
 
 @dataclass
@@ -137,11 +134,27 @@ class GoldfishConfig(TrainingArguments):
             raise ValueError(f"goldfish_table_sha256={self.goldfish_table_sha256} is of no table: set goldfish_table.")
 
 
-class GoldfishMixin(_MixedInto):
+def loss_settings(args: GoldfishConfig) -> dict[str, Any]:
+    """Return what decides which labels are dropped, as the training record has it."""
+    settings: dict[str, Any] = {"strategy": args.goldfish_strategy, "k": args.goldfish_k}
+    if args.goldfish_strategy in HASHES:
+        settings["context_width"] = args.goldfish_context_width
+    if args.goldfish_strategy == "hash-table":
+        settings["table_sha256"] = args.goldfish_table_sha256 or CPU_TABLE_SHA256
+    if args.goldfish_strategy == "static":
+        settings["start_position"] = args.goldfish_start_position
+    if args.goldfish_strategy in ("random", "seeded_random"):
+        settings["seed"] = args.seed if args.goldfish_seed is None else args.goldfish_seed
+    if args.goldfish_as_reference:
+        settings |= {"as_reference": True, "ignored_token": args.goldfish_ignored_token}
+    return settings
+
+
+class GoldfishMixin(RecordingMixin):
     """The goldfish loss and the token-weighted evaluation loss for `Trainer` or a subclass, mixed in before it.
 
     Its `args` must be a `GoldfishConfig`. Collectives beyond the stock Trainer's, all over the whole world: one sum at
-    each training log and at the end of training, and in evaluation one gather for every batch.
+    each training log, at each checkpoint and at the end of training, and in evaluation one gather for every batch.
 
     Raises:
         ValueError: a library has a release that is not proven (`check_versions`), args of another class, a model
@@ -297,7 +310,9 @@ class GoldfishMixin(_MixedInto):
             )
         shifted = batch.get("shift_labels")
         unmasked = labels if shifted is None else shifted
+        targets = ((labels[:, 1:] if shifted is None else shifted) != IGNORE_INDEX).sum()
         if not self.args.goldfish:
+            self.count_labels({"strategy": "none"}, targets, torch.zeros_like(targets))
             return {**batch, UNMASKED_LABELS: unmasked}
         args, document_ids = self.args, None
         if not args.goldfish_as_reference:
@@ -317,6 +332,7 @@ class GoldfishMixin(_MixedInto):
             step=self.state.global_step,
             sample_ids=self._sample_ids(micro_batch, len(input_ids)),
         )
+        self.count_labels(loss_settings(args), targets, mask.sum())
         if args.goldfish_strategy in HASHES:
             counts = torch.stack(count_unprotected(labels, document_ids, context_width=args.goldfish_context_width))
             self._documents = counts if self._documents is None else self._documents + counts
@@ -338,15 +354,10 @@ class GoldfishMixin(_MixedInto):
 
     def _world_sums(self) -> dict[str, float]:
         """Sum the record and the counts of documents over ranks with different samples, and reset the record."""
-        sums, axonn = self._token_loss().record.pop(), parallel_state(self.model)
+        sums = self._token_loss().record.pop()
         unprotected, documents = (0, 0) if self._documents is None else self._documents.tolist()
         sums |= {"unprotected": unprotected, "documents": documents}
-        device = self.accelerator.device
-        own: Tensor | None = torch.tensor(list(sums.values()), dtype=widest_float(device), device=device)
-        if axonn is not None and axonn.pipeline is not None:  # whose last stage has the record
-            own = axonn.pipeline.from_last(own)
-        world = self.accelerator.reduce(own, reduction="sum")
-        return dict(zip(sums, world.tolist(), strict=True))
+        return dict(zip(sums, self.over_ranks(list(sums.values())), strict=True))
 
     def _warn_unprotected(self, unprotected: float, documents: float) -> None:
         if unprotected and not self._warned_unprotected:

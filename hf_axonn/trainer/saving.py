@@ -113,10 +113,17 @@ def rng_file(self) -> str:
 
 
 def _save(self, original: Callable, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-    """Every rank writes its shards; rank 0 the tokenizer and the arguments, as the stock method does."""
-    if parallel_state(self.model) is None:
-        return original(output_dir, state_dict=state_dict)
+    """Every rank writes its shards; rank 0 the tokenizer and the arguments, as the stock method does.
+
+    A Trainer with a method `save_training_record` (GoldfishMixin) writes that, too, with a plain model as well.
+    """
     output_dir = output_dir if output_dir is not None else self.args.output_dir
+    save_record = getattr(self, "save_training_record", None)
+    if parallel_state(self.model) is None:
+        original(output_dir, state_dict=state_dict)
+        if save_record is not None and self.args.should_save:
+            save_record(output_dir)
+        return
     save = getattr(self, "_axonn_save", None)
     part_of_checkpoint = save is not None and Path(output_dir) == save.stage
     if not part_of_checkpoint:
@@ -131,6 +138,8 @@ def _save(self, original: Callable, output_dir: str | None = None, state_dict: d
             if tokenizer is not None:
                 tokenizer.save_pretrained(str(save.stage))
             torch.save(self.args, save.stage / "training_args.bin")
+            if save_record is not None:
+                save_record(save.stage)
     if not part_of_checkpoint:
         save.close()
 

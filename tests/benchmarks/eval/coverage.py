@@ -23,6 +23,7 @@ from hf_axonn_eval.analysis.intervals import Found, difference_interval, mean_in
 
 LEAST = 0.93
 DRAWS = 10_000
+SKEWNESS = 5  # documents of a mean, in Kish's number, for the square of the skewness
 AT_ONCE = 500  # draws
 SAMPLES = 10  # a document, on average, where it has several
 KINDS = ("equal", "unequal")  # of numbers of samples a document, where it has several
@@ -39,12 +40,13 @@ class Case(NamedTuple):
 
 
 class Coverage(NamedTuple):
-    """In which share of the draws an interval held the truth, and how wide it was in the mean."""
+    """In which share of the intervals the truth was held, how wide they were in the mean, and how many there were."""
 
     case: Case
     share: float
     width: float
     draws: int
+    given: float  # the share of the draws that had an interval
 
     @property
     def low(self) -> bool:
@@ -96,7 +98,7 @@ def shares(draws: int) -> Iterator[Coverage]:
                     answers = (generator.random(chance.shape) < chance).astype(float)
                     results += held(share_intervals(answers, index.tolist()), share)
                 truth = f"{share:.4g}" + (f", correlation {correlation}" if sizes != "one" else "")
-                yield covered(Case("share", documents, sizes, truth), results)
+                yield covered(Case("share", documents, sizes, truth), results, draws)
 
 
 def differences(draws: int) -> Iterator[Coverage]:
@@ -113,7 +115,7 @@ def differences(draws: int) -> Iterator[Coverage]:
                         found = difference_interval(which == 0, which == 1, index.tolist())
                         results += held([found], gained - lost)
                     truth = f"gained {gained:.4g}, lost {lost:.4g}"
-                    yield covered(Case("difference of shares", documents, sizes, truth), results)
+                    yield covered(Case("difference of shares", documents, sizes, truth), results, draws)
 
 
 # By name: draws of documents' values, their mean and their skewness.
@@ -138,10 +140,10 @@ VALUES = {
 
 
 def means(draws: int) -> Iterator[Coverage]:
-    """Means over documents. In range: at least four times as many documents, in Kish's number, as the square of the
-    skewness."""
+    """Means over documents. In range: at least SKEWNESS times as many documents, in Kish's number, as the square of
+    the skewness."""
     generator = np.random.default_rng(3)
-    for documents in (8, 12, 20, 50, 200):
+    for documents in (12, 20, 50, 200):
         for sizes in KINDS:
             for name, (values, truth, skewness) in VALUES.items():
                 results = []
@@ -151,9 +153,9 @@ def means(draws: int) -> Iterator[Coverage]:
                     columns = values(generator, (documents, AT_ONCE))[index]
                     results += held(mean_intervals(columns, index.tolist()), truth)
                 effective = documents * (1 if sizes == "equal" else 0.6)  # Kish's number of these sizes
-                case = Case("mean", documents, sizes, name, effective >= 4 * skewness**2)
+                case = Case("mean", documents, sizes, name, effective >= SKEWNESS * skewness**2)
                 if results:  # of few draws none may have documents enough
-                    yield covered(case, results)
+                    yield covered(case, results, draws)
 
 
 def rare(documents: int) -> list[float]:
@@ -161,10 +163,10 @@ def rare(documents: int) -> list[float]:
     return sorted({*(min(0.9, times / documents) for times in (0.05, 0.5, 0.999, 3)), 0.1, 0.5})
 
 
-def covered(case: Case, results: list[tuple[bool, float]]) -> Coverage:
+def covered(case: Case, results: list[tuple[bool, float]], draws: int) -> Coverage:
     """What came of the draws of a case."""
     holds, widths = zip(*results, strict=True)
-    return Coverage(case, float(np.mean(holds)), float(np.mean(widths)), len(results))
+    return Coverage(case, float(np.mean(holds)), float(np.mean(widths)), len(results), len(results) / draws)
 
 
 def study(draws: int = DRAWS) -> list[Coverage]:
@@ -191,7 +193,8 @@ def page(found: list[Coverage]) -> str:
     lines += [
         f"Intervals of 95%, {found[0].draws:,} draws a case (standard error 0.002 to 0.003). Samples a document: one, "
         f"{SAMPLES}, or unequal numbers of about {SAMPLES}. Correlation: of the samples of a document; 1: all agree. "
-        "Values of documents: 0.1 memorized are near 1 with a chance of 0.1, else near 0.2.",
+        "Values of documents: 0.1 memorized are near 1 with a chance of 0.1, else near 0.2. Given: the share of the "
+        "draws that had an interval; coverage and width are of these.",
         "",
         *summary(found),
         "",
@@ -200,16 +203,17 @@ def page(found: list[Coverage]) -> str:
         lines += [f"## {title}", ""]
         if not in_range:
             lines += [
-                "A mean of few documents cannot know of a kind that none, or one, of them is of: there must be four "
+                "A mean of few documents cannot know of a kind that none, or one, of them is of: there must be five "
                 "times as many documents, in Kish's number, as the square of the skewness of the values. Data do not "
-                "tell.",
+                "prove that; where they contradict it there is no interval (mean_intervals).",
                 "",
             ]
-        lines += ["| interval | documents | samples | truth | coverage | mean width |"]
-        lines += ["| --- | --: | --- | --- | --: | --: |"]
+        lines += ["| interval | documents | samples | truth | coverage | mean width | given |"]
+        lines += ["| --- | --: | --- | --- | --: | --: | --: |"]
         lines += [
-            f"| {case.kind} | {case.documents} | {case.sizes} | {case.truth} | {share:.3f} | {width:.3g} |"
-            for case, share, width, _ in found
+            f"| {case.kind} | {case.documents} | {case.sizes} | {case.truth} | {share:.3f} | {width:.3g} | "
+            f"{given:.3f} |"
+            for case, share, width, _, given in found
             if case.in_range == in_range
         ]
         lines.append("")

@@ -15,13 +15,13 @@ OPTIONS = {"confidence": 0.9}
 def test_the_kind_of_interval_follows_the_documents():
     nan = np.nan
     shares = {
-        "alone": np.array([1, nan] * 8),
-        "several": np.where(np.arange(16) < 5, 1.0, 0.0),
-        "none": np.zeros(16),
-        "missing": np.full(16, nan),
+        "alone": np.array([1, nan] * 12),
+        "several": np.where(np.arange(24) < 5, 1.0, 0.0),
+        "none": np.zeros(24),
+        "missing": np.full(24, nan),
     }
-    means = {"length": np.arange(16.0), "of few": np.array([1.0, 2, 4, *[nan] * 13])}
-    documents = np.repeat(range(8), 2).tolist()
+    means = {"length": np.arange(24.0), "of few": np.array([1.0, 2, 4, *[nan] * 21])}
+    documents = np.repeat(range(12), 2).tolist()
     found = estimates(shares, means, documents, OPTIONS)
     assert list(found) == ["alone", "several", "none", "length", "of few"]
     kinds = {name: entry["interval"] for name, entry in found.items()}
@@ -31,8 +31,8 @@ def test_the_kind_of_interval_follows_the_documents():
         "length": "student's t over documents", "of few": "none: 2 documents are too few",
     }  # fmt: skip
     ends = {name: (entry["low"], entry["high"]) for name, entry in found.items()}
-    assert ends["alone"] == clopper_pearson(8, 8, confidence=0.9)
-    assert ends["none"] == clopper_pearson(0, 8, confidence=0.9)
+    assert ends["alone"] == clopper_pearson(12, 12, confidence=0.9)
+    assert ends["none"] == clopper_pearson(0, 12, confidence=0.9)
     [length] = mean_intervals(means["length"][:, None], documents, **OPTIONS)
     assert ends["length"] == length.interval
     [several] = share_intervals(shares["several"][:, None], documents, **OPTIONS)
@@ -50,24 +50,25 @@ def table(documents: str, exact: list[bool], near: list[bool | None]) -> Table:
 
 
 def test_the_kind_of_interval_of_a_difference_follows_the_documents():
-    half, none, every = [True, False] * 4, [False] * 8, [True] * 8
-    one_each = differences(table("abcdefgh", half, [True, *[None] * 7]), table("abcdefgh", none, none), OPTIONS)
+    half, none, every = [True, False] * 6, [False] * 12, [True] * 12
+    once = "abcdefghijkl"
+    one_each = differences(table(once, half, [True, *[None] * 11]), table(once, none, none), OPTIONS)
     assert one_each["exact_match"] == {
-        "difference": 0.5, "n": 8, "interval": "mover of clopper-pearson",
-        **paired_difference(4, 0, 8, confidence=0.9)._asdict(),
+        "difference": 0.5, "n": 12, "interval": "mover of clopper-pearson",
+        **paired_difference(6, 0, 12, confidence=0.9)._asdict(),
     }  # fmt: skip
     assert one_each["near_verbatim"]["n"] == 1 and one_each["near_verbatim"]["low"] is None
     assert one_each["divergence_point"]["interval"] == "student's t over documents"
-    twice = "abcdefgh" * 2
+    twice = once * 2
     base = table(twice, half + half, none + none)
     several = differences(table(twice, every + every, every + every), base, OPTIONS)
     assert several["near_verbatim"] == {
-        "difference": 1, "n": 16, "interval": "mover of clopper-pearson",
-        **paired_difference(8, 0, 8, confidence=0.9)._asdict(),
+        "difference": 1, "n": 24, "interval": "mover of clopper-pearson",
+        **paired_difference(12, 0, 12, confidence=0.9)._asdict(),
     }  # fmt: skip
     nothing = differences(base, base, OPTIONS)
-    ends = paired_difference(0, 0, 8, confidence=0.9)
-    assert (nothing["exact_match"]["low"], nothing["exact_match"]["high"]) == ends, "eight documents did not change"
+    ends = paired_difference(0, 0, 12, confidence=0.9)
+    assert (nothing["exact_match"]["low"], nothing["exact_match"]["high"]) == ends, "twelve documents did not change"
     assert nothing["divergence_point"]["interval"] == "none: all documents have the same"
     less = differences(base, table(twice, half + half, every + every), OPTIONS)["near_verbatim"]
     assert (less["difference"], less["low"]) == (-1, -1) and less["high"] == -several["near_verbatim"]["low"]
@@ -76,16 +77,19 @@ def test_the_kind_of_interval_of_a_difference_follows_the_documents():
 
 
 def test_an_interval_ends_where_values_do():
-    documents = [f"d{place}" for place in range(8)]
-    known = [result(name, token_accuracy=1.0 if name != "d0" else 0.4, logprob=-0.01) for name in documents]
-    known[1] = result("d1", token_accuracy=1.0, logprob=-6.0)
-    unknown = [result(name, token_accuracy=0.0 if name != "d0" else 0.3) for name in documents]
-    trained, base = (Table.of(results) for results in (known, unknown))
-    found = group(trained, OPTIONS, lengths=[], tries=[1])["metrics"]
-    [(plain, _)] = mean_intervals(trained.columns["token_accuracy"][:, None], documents, **OPTIONS)
-    assert plain.high > 1 and (found["token_accuracy"]["low"], found["token_accuracy"]["high"]) == (plain.low, 1)
-    assert found["nll"]["low"] == 0
-    assert differences(trained, base, OPTIONS)["token_accuracy"]["high"] == 1
+    documents = [f"d{place}" for place in range(12)]
+    wide = {"confidence": 0.9999}
+    found = Table.of(
+        [result(name, token_accuracy=place % 2, logprob=-4.0 * (place % 2)) for place, name in enumerate(documents)]
+    )
+    numbers = group(found, wide, lengths=[], tries=[1])["metrics"]
+    [(plain, _)] = mean_intervals(found.columns["token_accuracy"][:, None], documents, **wide)
+    assert plain.low < 0 and plain.high > 1
+    assert (numbers["token_accuracy"]["low"], numbers["token_accuracy"]["high"]) == (0, 1)
+    assert numbers["nll"]["low"] == 0 and numbers["nll"]["high"] > 2
+    opposite = Table.of([result(name, token_accuracy=1 - place % 2) for place, name in enumerate(documents)])
+    ends = differences(found, opposite, wide)["token_accuracy"]
+    assert (ends["low"], ends["high"]) == (-1, 1)
 
 
 def test_an_attack_has_the_confidence_of_the_options():

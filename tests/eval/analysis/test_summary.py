@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from hf_axonn_eval import SampleResult
+from hf_axonn_eval.analysis.evidence import holm
 from hf_axonn_eval.analysis.intervals import clopper_pearson, mean_intervals
-from hf_axonn_eval.analysis.summary import METRICS, _correct, compare, summarize
+from hf_axonn_eval.analysis.summary import METRICS, compare, summarize
 from hf_axonn_eval.analysis.table import Table
 from tests.helpers.eval_support import result
 
 
 def test_shares_and_means_per_bucket():
     results = [
-        *(result(f"a{place}", bucket=0, token_accuracy=place / 8) for place in range(8)),
+        *(result(f"a{place}", bucket=0, token_accuracy=place / 12) for place in range(12)),
         result("c", bucket=12, exact_match=True, token_accuracy=1.0, rougeL=1.0),
         result("d", bucket=12, exact_match=False, rougeL=None),
         result("e", bucket=12, exact_match=True),
@@ -29,12 +30,12 @@ def test_shares_and_means_per_bucket():
         "mean": 2 / 3, "n": 3, "count": 2, "low": low, "high": high, "interval": "clopper-pearson",
     }  # fmt: skip
     accuracy = summary["buckets"]["0"]["metrics"]["token_accuracy"]
-    [((low, high), kind)] = mean_intervals(np.arange(8)[:, None] / 8, range(8))
-    assert accuracy == {"mean": 7 / 16, "n": 8, "low": low, "high": high, "interval": kind}
+    [((low, high), kind)] = mean_intervals(np.arange(12)[:, None] / 12, range(12))
+    assert accuracy == {"mean": pytest.approx(11 / 24), "n": 12, "low": low, "high": high, "interval": kind}
     rouge = summary["buckets"]["12"]["metrics"]["rougeL"]
     assert (rouge["mean"], rouge["n"], rouge["low"]) == (1.0, 1, None), "what is not defined does not enter the mean"
     assert "rougeL" not in summary["buckets"]["0"]["metrics"]
-    assert summary["all"]["samples"] == 11 and summary["all"]["metrics"]["exact_match"]["count"] == 2
+    assert summary["all"]["samples"] == 15 and summary["all"]["metrics"]["exact_match"]["count"] == 2
 
 
 def test_loss_and_probability_come_from_the_log_probability():
@@ -58,9 +59,9 @@ def test_several_samples_of_a_document_are_not_independent():
 
 
 def test_a_comparison_pairs_the_samples():
-    base = [result(f"{place}", token_accuracy=place / 10) for place in range(9)]
+    base = [result(f"{place}", token_accuracy=place / 20) for place in range(12)]
     trained = [  # in another order, and each about 0.05 better
-        result(f"{place}", token_accuracy=place / 10 + 0.05 + 0.001 * (place % 3 - 1)) for place in (8, *range(8))
+        result(f"{place}", token_accuracy=place / 20 + 0.05 + 0.001 * (place % 3 - 1)) for place in (11, *range(11))
     ]
     comparison = compare({"trained": trained, "base": base})
     assert comparison["base"] == "base" and list(comparison["minus_base"]) == ["trained"]
@@ -234,9 +235,9 @@ def test_p_is_corrected_for_the_number_of_tests_and_controls_are_apart():
 
 def test_holm():
     tests = [{"p": p} for p in (0.01, 0.04, 0.03, 0.005)]
-    _correct(tests)
+    holm(tests)
     assert [test["p_holm"] for test in tests] == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    _correct([])
+    holm([])
 
 
 def test_runs_that_know_only_the_match_are_compared_by_it():

@@ -3,7 +3,7 @@
 import re
 
 from hf_axonn_eval import summarize
-from hf_axonn_eval.analysis.intervals import BY_DOCUMENT, EXACT, FEWEST_DOCUMENTS, GAINED_AND_LOST, MEAN
+from hf_axonn_eval.analysis.intervals import BY_DOCUMENT, EXACT, FEWEST_OF_MEAN, GAINED_AND_LOST, MEAN
 from hf_axonn_eval.bundle.coverage import STUDIED, STUDIES, statement
 from tests.helpers import ROOT
 from tests.helpers.eval_support import result
@@ -22,7 +22,7 @@ def test_the_figures_are_those_of_the_pages():
         str(STUDIES["auc"]["cases"]),
     )
     assert f"Lowest coverage: {STUDIES['tpr']['lowest']:.3f}." in page
-    assert set(STUDIES) == {*kinds, "auc", "tpr"} and f"{FEWEST_DOCUMENTS} documents" in STUDIES[MEAN]["range"]
+    assert set(STUDIES) == {*kinds, "auc", "tpr"} and f"{FEWEST_OF_MEAN} documents" in STUDIES[MEAN]["range"]
 
 
 def test_intervals_are_counted_by_kind_and_withheld_ones_by_reason():

@@ -1,4 +1,4 @@
-"""The four sentences that a report opens with, in every kind of comparison, word for word."""
+"""The sentences that follow the verdicts of a report, in every kind of comparison, word for word."""
 
 from math import log
 
@@ -37,13 +37,15 @@ UNKNOWN = "The runs do not record what was left out when the samples were made."
 def test_one_run():
     comparison = compare({"mine": run(3)})
     assert answer(comparison) == [
-        "1 model (mine) was asked to continue 8 samples of 8 documents: 4 trained on 3 times, and 4 controls.",
-        "Of the samples trained on 3 times, greedy decoding reproduced verbatim "
+        "1 model (mine) was asked to continue 8 samples of 8 documents: 4 seen 3 times, and 4 controls, "
+        "according to the samples file.",
+        "Of the samples seen 3 times, greedy decoding reproduced verbatim "
         f"{numbers(comparison, 'mine', '3')} from mine, and of the controls {numbers(comparison, 'mine', '0')} "
         "from mine.",
         "Brackets are 95% intervals; there is no other run to compare with, so how much of this comes from training "
         "is not known.",
         UNKNOWN,
+        "mine has no training record, so only the samples file says what was seen.",
     ]
     assert "3 of 4 [" in answer(comparison)[1]
 
@@ -53,7 +55,7 @@ def test_two_runs():
     told = answer(comparison)
     assert told[0].startswith("2 models (base and trained) were asked")
     assert told[1:3] == [
-        "Of the samples trained on 3 times, greedy decoding reproduced verbatim "
+        "Of the samples seen 3 times, greedy decoding reproduced verbatim "
         f"{numbers(comparison, 'base', '3')} from base and {numbers(comparison, 'trained', '3')} from trained, and of "
         f"the controls {numbers(comparison, 'base', '0')} from each.",
         "Brackets are 99.9% intervals; the share that came back differs from that of base by "
@@ -68,10 +70,10 @@ def test_several_runs_and_buckets():
     comparison = compare(runs)
     told = answer(comparison)
     assert told[0] == (
-        "3 models (first, second and third) were asked to continue 8 samples of 8 documents: 6 trained on 1 or 12 "
-        "times, and 2 controls."
+        "3 models (first, second and third) were asked to continue 8 samples of 8 documents: 6 seen 1 or 12 "
+        "times, and 2 controls, according to the samples file."
     )
-    assert told[1].startswith("Of the samples trained on most often, 12 times, greedy decoding reproduced verbatim 0")
+    assert told[1].startswith("Of the samples seen most often, 12 times, greedy decoding reproduced verbatim 0")
     first, second, third = (numbers(comparison, name, "12") for name in runs)
     assert f"{first} from first, {second} from second and {third} from third, and of the controls 0 of 2" in told[1]
     changes = [difference(comparison, name, "12") for name in ("second", "third")]
@@ -81,15 +83,17 @@ def test_several_runs_and_buckets():
 @pytest.mark.parametrize(
     ("buckets", "told"),
     [
-        ((1, 0), "2 samples of 2 documents: 1 trained on once, and 1 control."),
-        ((0,), "1 sample of 1 document: only controls, which were not trained on."),
-        ((5, 5), "2 samples of 2 documents, trained on 5 times, without any controls."),
-        ((1, 2, 3, 4, 5), "5 samples of 5 documents, trained on 1, 2, 3, 4 or 5 times, without any controls."),
-        ((10, 9, 1, 4, 3, 2), "6 samples of 6 documents, trained on 1 to 10 times, without any controls."),
+        ((1, 0), "2 samples of 2 documents: 1 seen once, and 1 control,"),
+        ((0,), "1 sample of 1 document: only controls, which were not seen"),
+        ((5, 5), "2 samples of 2 documents, seen 5 times, without any controls,"),
+        ((1, 2, 3, 4, 5), "5 samples of 5 documents, seen 1, 2, 3, 4 or 5 times, without any controls,"),
+        ((10, 9, 1, 4, 3, 2), "6 samples of 6 documents, seen 1 to 10 times, without any controls,"),
     ],
 )
 def test_what_was_asked(buckets, told):
-    assert answer(compare({"a": run(0, buckets=buckets)}))[0] == f"1 model (a) was asked to continue {told}"
+    assert answer(compare({"a": run(0, buckets=buckets)}))[0] == (
+        f"1 model (a) was asked to continue {told} according to the samples file."
+    )
 
 
 def test_only_controls():
@@ -105,8 +109,7 @@ def test_only_controls():
 def test_no_controls():
     comparison = compare({"a": run(1, buckets=(2, 2))})
     assert answer(comparison)[1] == (
-        f"Of the samples trained on 2 times, greedy decoding reproduced verbatim {numbers(comparison, 'a', '2')} "
-        "from a."
+        f"Of the samples seen 2 times, greedy decoding reproduced verbatim {numbers(comparison, 'a', '2')} from a."
     )
 
 
@@ -121,14 +124,13 @@ def test_nothing_measured():
     ]
 
 
-def test_what_sampling_finds_is_told_of_all_that_was_trained_on():
+def test_what_sampling_finds_is_told_of_all_that_was_seen():
     """Of each document one draw in ten gives the suffix: seven draws find it with an even chance, none by chance 0."""
     buckets = (0, 1, 1, 4)
     known, unknown = run(0, buckets=buckets, sampled_logprob=log(0.1)), run(0, buckets=buckets, sampled_logprob=-99.0)
     told = answer(compare({"base": unknown, "trained": known}))[1]
     assert told.endswith(
-        "; of all that was trained on, 1,000 draws find at least as likely as not 0 of 3 from base and 3 of 3 from "
-        "trained."
+        "; of all samples seen, 1,000 draws find at least as likely as not 0 of 3 from base and 3 of 3 from trained."
     )
     told = answer(compare({"base": run(0, buckets=buckets), "trained": known}))[1]
     assert told.endswith("at least as likely as not 3 of 3 from trained."), "the base run has no sampler"
@@ -176,6 +178,11 @@ def test_the_page_opens_with_them_and_one_picture():
     comparison = compare(runs)
     page = html_page(comparison, runs=runs)
     opening = page.split("<nav>")[0].split("<h1>")[1]
-    assert opening.count("<p>") == 4 and opening.count("<svg") == 1 and "verbatim by bucket" in opening
+    assert (
+        opening.count("<p>") == 7
+        and opening.count("<strong>") == 2
+        and opening.count("<svg") == 1
+        and "verbatim by bucket" in opening
+    )
     assert "&lt;b&gt;trained&lt;/b&gt;" in opening and "<b>" not in opening
     assert page.count('aria-label="verbatim by bucket"') == 1, "it is drawn once"

@@ -48,14 +48,14 @@ def run(known):
             logprobs=[-0.1 * (place + 1), -2.0 - 0.1 * place],
             sampled_logprob=log(0.5) if known else -inf,
         )
-        for place in range(10)
+        for place in range(12)
     ]
 
 
 @pytest.fixture(scope="module")
 def comparison():
     runs = {"base": run(False), "trained": run(True)}
-    mask = TokenMasks({f"s{place}": 2 * place for place in range(10)}, np.array([0, 1] * 10, dtype=np.int8), {"k": 2})
+    mask = TokenMasks({f"s{place}": 2 * place for place in range(12)}, np.array([0, 1] * 12, dtype=np.int8), {"k": 2})
     found = compare(runs)
     found["attack_cost"] = {name: attack_cost(some, tries=(1, 2), queries=(10**9,)) for name, some in runs.items()}
     found["goldfish_tokens"] = goldfish_tokens(runs, mask)
@@ -114,30 +114,30 @@ def test_only_the_longest_passages_are_in_the_table():
 def test_tokens_by_hand(comparison):
     (table,) = attacks.goldfish(comparison)
     assert [cells[:4] for cells in table.rows[3:]] == [
-        ["4x", "trained", "dropped", "1 of 10"],
-        ["4x", "trained", "supervised", "10 of 10"],
+        ["4x", "trained", "dropped", "1 of 12"],
+        ["4x", "trained", "supervised", "12 of 12"],
         ["4x", "trained", "supervised minus dropped", ""],
     ]
-    assert table.rows[3][4].startswith("0.100 [") and table.rows[4][4] == "1.000", "all alike: no interval"
-    assert table.rows[5][4].startswith("+0.900 [") and table.rows[5][5].startswith("-1.900")
-    assert table.note.startswith("Mask: k 2; 10 suffix tokens dropped, 10 supervised. In brackets: 95% intervals")
+    assert table.rows[3][4] == "0.083" and table.rows[4][4] == "1.000", "one decides, or all alike: no interval"
+    assert table.rows[5][4] == "+0.917" and table.rows[3][5].startswith("2.550 [")
+    assert table.note.startswith("Mask: k 2; 12 suffix tokens dropped, 12 supervised. In brackets: 95% intervals")
 
 
 def test_costs_by_hand(comparison):
     expected, tries, each, budgets = attacks.cost(comparison)
     assert expected.rows == [
-        ["4x", "base", "10 of 10", *["never"] * 4],
-        ["4x", "trained", "0 of 10", *["2, 8"] * 4],
+        ["4x", "base", "12 of 12", *["never"] * 4],
+        ["4x", "trained", "0 of 12", *["2, 8"] * 4],
     ]
     lows = [comparison["attack_cost"]["trained"]["4"]["tries"][number]["low"] for number in ("1", "2")]
     assert tries.headings[3:] == each.headings[2:] == ["n = 1", "n = 2"] and 0.1 < lows[0] < lows[1] < 0.75
     assert tries.rows == [
-        ["4x", "base", "40", "0, at least 0.0%", "0, at least 0.0%"],
-        ["4x", "trained", "40", f"5, at least {lows[0]:.1%}", f"7.5, at least {lows[1]:.1%}"],
+        ["4x", "base", "48", "0, at least 0.0%", "0, at least 0.0%"],
+        ["4x", "trained", "48", f"6, at least {lows[0]:.1%}", f"9, at least {lows[1]:.1%}"],
     ]
     assert each.rows == [["4x", "base", "-", "-"], ["4x", "trained", "8", "11"]]
-    assert budgets.rows[1][:4] == ["4x", "trained", "1,000,000,000 queries", "1.0e+08"]
-    assert budgets.rows[1][4].startswith("10, at least ") and budgets.rows[1][5] == "4.0e+08"
+    assert budgets.rows[1][:4] == ["4x", "trained", "1,000,000,000 queries", "8.3e+07"]
+    assert budgets.rows[1][4].startswith("12, at least ") and budgets.rows[1][5] == "3.3e+08"
     assert "95% sure for all 3 numbers and budgets" in tries.note
 
 
@@ -164,9 +164,8 @@ def test_a_map_from_0_to_1():
 
 def test_a_report_without_them_says_so():
     found = Page(html_page(compare({"only": [result("a")]}))).sections
-    assert (
-        "needs a sampler" in found["cost"] and "--goldfish" in found["goldfish"] and "--documents" in found["coverage"]
-    )
+    assert not {"cost", "goldfish", "coverage"} & found.keys()
+    assert all(told in found["not_measured"] for told in ("it needs a sampler", "--goldfish", "--documents"))
     assert attacks.all_attacks(compare({"only": [result("a")]})) == []
 
 

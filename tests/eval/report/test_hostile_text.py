@@ -100,7 +100,7 @@ def shapes_of(svg: str) -> list[str]:
 
 def on_maps(text: str) -> str:
     """What a reader of XML makes of it, which gives all line ends one form."""
-    return visible(text, keep=PAGE).replace("\r\n", "\n").replace("\r", "\n") + " (trained on"
+    return visible(text, keep=PAGE).replace("\r\n", "\n").replace("\r", "\n") + " (seen"
 
 
 @pytest.mark.parametrize("text", NASTY)

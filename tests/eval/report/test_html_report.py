@@ -20,12 +20,13 @@ from tests.helpers.eval_support import result, samples, topics_tokenizer
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-SECTIONS = "buckets differences prefix survival probability draws near_copies cost goldfish membership".split()
+SECTIONS = "models buckets differences prefix survival probability draws near_copies cost goldfish membership".split()
 SECTIONS += "undecided degenerate left_out coverage maps texts provenance".split()
 HOSTILE = (
     "</dd></article><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
     "<svg onload=document.title='owned'> '\" &amp; \u202e"
 )
+NOT_HERE = ("near_copies", "cost", "goldfish", "coverage")  # on the page of `everything`
 VOID = {"meta", "br", "img", "link"}
 
 
@@ -41,6 +42,10 @@ class Page(HTMLParser):
         self.feed(text)
         self.close()
         assert self.open == []
+
+    @property
+    def hrefs(self) -> list[str | None]:
+        return [value for _, name, value in self.attributes if name == "href"]
 
     def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
@@ -123,8 +128,10 @@ def page(everything):
 
 def test_every_section_says_what_was_measured(page):
     found = Page(page).sections
-    assert list(found) == SECTIONS
+    assert list(found) == [*(name for name in SECTIONS if name not in NOT_HERE), "not_measured"]
+    assert all(Page(page).hrefs.count(f"#{section}") == 1 for section in found)
     for section, told in {
+        "models": "weights",
         "buckets": "8 of 8 [",
         "differences": "McNemar's test",
         "prefix": "prefix tokens",
@@ -166,6 +173,8 @@ def test_tables_that_only_say_p_is_1_are_folded(everything, page):
     comparison, _ = everything
     folded = re.findall(r"<details><summary>(.*?)</summary>(.*?)</details>", page, re.DOTALL)
     titles = [one.title for one in tables.changes(comparison) if one.folded]
+    *folded, (last, _) = folded
+    assert last == "4 sections have nothing to show, and why"
     assert [unescape(heading) for heading, _ in folded] == [f"{title}: p = 1 in every row" for title in titles]
     assert len(titles) == 2 and all("controls" in title for title in titles)
     assert all(body.count("<table>") == 1 for _, body in folded)
@@ -193,11 +202,12 @@ def test_what_was_not_measured_is_said():
     comparison = compare({"only": [result("a"), result("b", bucket=2)]})
     for runs in ({"only": [result("a"), result("b", bucket=2)]}, None):
         found = Page(html_page(comparison, runs=runs)).sections
-        assert list(found) == SECTIONS and all(text for text in found.values())
-        assert "one run only" in found["differences"] and "No sampler" in found["draws"]
-        assert "do not say" in found["left_out"] and "do not say" in found["degenerate"]
-        assert "run.json" in found["provenance"] and "offsets" in found["maps"] and "No texts" in found["texts"]
-    assert "write_report" in found["survival"]
+        assert list(found)[-1] == "not_measured" and all(text for text in found.values())
+        missing = [name for name in SECTIONS if name not in found]
+        assert len(missing) == (14 if runs else 17) and f"{len(missing)} sections" in found["not_measured"]
+        for told in ("there is one run", "no sampler", "do not say", "run.json", "at several offsets", "no texts"):
+            assert told in found["not_measured"], told
+    assert "write_report" in found["not_measured"]
 
 
 def test_prefixes_and_marks_need_samples_and_a_tokenizer():

@@ -192,7 +192,10 @@ def test_the_picture_shows_what_the_drawing_shows(monkeypatch, tmp_path):
     assert path == tmp_path / "maps.png" and options == {"dpi": 150}
     assert figure.get_size_inches() == pytest.approx([10, 2 * (2 * 0.28 + 0.55) + 0.3]), "by runs and documents"
     first, second = figure.axes
-    assert [axes.get_title(loc="left") for axes in figure.axes] == ["one (trained on 3x)", "two (trained on 3x)"]
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "one (seen 3x)",
+        "two (seen 3x)",
+    ]
     assert [axes.get_xlim() for axes in figure.axes] == [(0, 40), (0, 60)], "as long as the longest of the runs"
     assert [axes.get_ylim() for axes in figure.axes] == [(2, -0.4)] * 2, "the first run is above"
     assert (first.get_xlabel(), second.get_xlabel()) == ("", "token")

@@ -25,8 +25,8 @@ def error_bars(container):
 def test_error_bars_end_where_the_intervals_end(figure, tmp_path):
     def run(right):
         return [
-            result(f"d{place}", bucket=4 * (place % 2), exact_match=place in right, token_accuracy=0.1 + 0.05 * place)
-            for place in range(16)
+            result(f"d{place}", bucket=4 * (place % 2), exact_match=place in right, token_accuracy=0.1 + 0.03 * place)
+            for place in range(24)
         ]
 
     runs = {"base": run({1}), "trained": run({1, 3, 5, 7, 9, 2})}
@@ -46,7 +46,17 @@ def test_error_bars_end_where_the_intervals_end(figure, tmp_path):
                 skewed += abs(entry["high"] + entry["low"] - 2 * entry["mean"]) > 0.05
             centres = [bar.get_x() + bar.get_width() / 2 for bar in container]
             assert [round(centre) for centre in centres] == [0, 1], "each bar stands over its bucket"
-    assert skewed >= 4, "symmetric intervals would look the same upside down"
+    assert skewed >= 3, "symmetric intervals would look the same upside down"
+
+
+def test_0_of_n_is_a_point_with_its_whisker(figure, tmp_path):
+    runs = {"base": [result("a"), result("b")], "trained": [result("a", exact_match=True), result("b")]}
+    plot(compare(runs), tmp_path / "plot.png")
+    verbatim = figure[0].axes[0]
+    [points] = [line for line in verbatim.lines if line.get_marker() == "o"]
+    [bar] = verbatim.containers[1]
+    assert points.get_xydata().tolist() == [[bar.get_x() + bar.get_width() / 2, 0]] and bar.get_height() == 0
+    assert points.get_color() == COLOURS[0] and error_bars(verbatim.containers[1])[0][1] > 0.8
 
 
 def test_a_number_without_an_interval_has_an_error_bar_of_no_length(figure, tmp_path):
@@ -68,7 +78,7 @@ def test_bars_of_a_bucket_stand_beside_each_other_and_the_picture_is_labelled(mo
     assert options == {"dpi": 150} and figure.get_size_inches() == pytest.approx([3 * 4.2, 3.6])
     assert [axes.get_title() for axes in figure.axes] == ["verbatim", "ROUGE-L", "token accuracy"]
     for axes in figure.axes:
-        assert axes.get_ylim() == (0, 1.05) and axes.get_xlabel() == "times trained on"
+        assert axes.get_ylim() == (0, 1.05) and axes.get_xlabel() == "times seen, by the samples file"
         assert axes.get_xticks().tolist() == [0, 1]
         assert [label.get_text() for label in axes.get_xticklabels()] == ["0x", "1x"]
     accuracy = [[bar.get_x() for bar in container] for container in figure.axes[2].containers[1::2]]

@@ -15,6 +15,7 @@ from hf_axonn_eval.report.charts import COLOURS
 from hf_axonn_eval.report.html import chosen_maps
 from hf_axonn_eval.report.maps import maps_svg
 from hf_axonn_eval.report.tables import report_columns, rows
+from hf_axonn_eval.report.verdict import cannot_show, page_title, verdicts
 from hf_axonn_eval.report.write import markdown, terminal_differences, terminal_table
 from tests.helpers.eval_support import result
 
@@ -38,7 +39,7 @@ def comparison():
 
 def test_a_line_for_each_bucket_and_run(comparison):
     headings, body = rows(comparison)
-    assert headings[:5] == ["trained on", "model", "verbatim", "near-verbatim", "ROUGE-L"]
+    assert headings[:5] == ["seen", "model", "verbatim", "near-verbatim", "ROUGE-L"]
     assert [cells[:3] for cells in body] == [
         ["0x", "base", "0 of 4 [0.00, 0.60]"],
         ["0x", "trained|k=4", "0 of 4 [0.00, 0.60]"],
@@ -48,7 +49,12 @@ def test_a_line_for_each_bucket_and_run(comparison):
         ["all", "trained|k=4", "6 of 12 [0.21, 0.79]"],
     ]
     rouge = headings.index("ROUGE-L")
-    assert body[2][rouge] == "0.250" and body[3][rouge].startswith("0.812 [")
+    assert body[2][rouge] == "0.250" and body[3][rouge] == "0.812", "eight documents are too few for a mean"
+    assert body[-1][rouge].startswith("0.625 [")
+    assert tables.caption(comparison).endswith(
+        "Without brackets there is no interval: 4 documents are too few, 8 documents are too few or all documents "
+        "have the same."
+    )
 
 
 def test_what_was_not_measured_has_no_column():
@@ -134,8 +140,13 @@ def test_the_markdown_has_a_line_between_its_parts_and_ends_with_one(comparison)
         text = markdown(one)
         assert text.endswith("\n") and not text.endswith("\n\n") and "\n\n\n" not in text
         blocks = text.rstrip("\n").split("\n\n")
-        opening = " ".join(answer(one)).replace("|", "\\|")
-        assert blocks[:2] == ["# Extraction", opening] and blocks[3] == tables.caption(one)
+        opening = [
+            f"# {page_title(one)}",
+            "\n".join(f"- {verdict}" for verdict in verdicts(one)),
+            f"What this design cannot show: {' '.join(cannot_show(one))}",
+            " ".join(answer(one)),
+        ]
+        assert blocks[:4] == [block.replace("|", "\\|") for block in opening] and blocks[5] == tables.caption(one)
         assert all(len({line.startswith("|") for line in block.splitlines()}) == 1 for block in blocks)
         for found in tables.all_details(one):
             at = blocks.index(f"## {found.title}")
@@ -145,18 +156,18 @@ def test_the_markdown_has_a_line_between_its_parts_and_ends_with_one(comparison)
     assert "## Runs" not in markdown(comparison)
     assert markdown(with_facts).endswith(
         "## Runs\n\n- `base`: model a model in memory; weights cd; dtype float32; samples 12, sha256 ab; grid none; "
-        "device cpu; versions torch 2.13.0.\n"
+        "device cpu; level of access weights; versions torch 2.13.0.\n"
     )
     assert "Difference from `base`, sample by sample" in markdown(comparison)
     only = markdown(comparison, columns=["rougeL"]).splitlines()
-    assert "| trained on | model | ROUGE-L |" in only and "| --- | --- | --- |" in only
+    assert "| seen | model | ROUGE-L |" in only and "| --- | --- | --- |" in only
 
 
 def test_a_line_is_drawn_on_the_terminal_after_each_bucket(comparison):
     table = terminal_table(comparison)
     assert [row.end_section for row in table.rows] == [False, True] * 3
     assert [column.justify for column in table.columns[:4]] == ["left", "left", "right", "right"]
-    assert all(column.no_wrap for column in table.columns) and str(table.columns[0].header) == "trained\non"
+    assert all(column.no_wrap for column in table.columns) and str(table.columns[0].header) == "seen"
     assert [str(cell) for cell in table.columns[0].cells] == ["0x", "0x", "6x", "6x", "all", "all"]
     assert (str(table.title), str(table.caption)) == ("Extraction", tables.caption(comparison))
     differences, tests, *_ = terminal_differences(comparison)
@@ -170,7 +181,7 @@ def test_a_line_is_drawn_on_the_terminal_after_each_bucket(comparison):
         terminal_table(comparison, columns=["rougeL"]),
         terminal_differences(comparison, columns=["rougeL"])[0],
     ):
-        assert [str(column.header) for column in shown.columns] == ["trained\non", "model", "ROUGE-L"]
+        assert [str(column.header) for column in shown.columns] == ["seen", "model", "ROUGE-L"]
     [cell] = list(terminal_table(compare({"a": run(0)[:1]}), columns=["rougeL"]).columns[2].cells)[:1]
     assert str(cell) == "0.250", "of a mean the terminal shows no interval"
 

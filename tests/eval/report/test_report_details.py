@@ -39,7 +39,7 @@ def test_changes():
     }
     assert rows([controls]) == {("0x", "trained"): ["0", "0", "0", "0, 0", "1", "1"]}
     assert (members.folded, controls.folded) == (False, True), "p = 1 in every row says nothing"
-    assert "tests of what was trained on, 1 (" in members.note and "tests of controls, 1 (" in controls.note
+    assert "tests of what was seen, 1 (" in members.note and "tests of controls, 1 (" in controls.note
     assert changes(compare({"base": results(1)})) == []
 
 
@@ -80,7 +80,7 @@ def test_what_was_left_out():
     counts = {"documents": 1200, "too_short": 3, "of_these_empty": 1, "duplicate_samples": 4, "not_round_trip": 2}
     counts["x"] = 7  # of a later version
     record = {"identity": {"samples_sha256": "x"}, "settings": {"left_out": counts}}
-    (table,) = all_details(compare({"base": results(1)}, records={"base": record}))
+    _, table = all_details(compare({"base": results(1)}, records={"base": record}))
     assert table.title == "Left out when the samples were made" and dict(table.rows) == {
         "documents in all": "1,200",
         "documents that are too short": "3",

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hf_axonn.goldfish.mask import HASHES
-from hf_axonn_eval.report.answer import listed
 from hf_axonn_eval.report.tables import estimate_text
+from hf_axonn_eval.report.words import listed
 from hf_axonn_scripts.study.findings.findings import OVERALL, PRIMARY
 from hf_axonn_scripts.study.recipe.definition import ORDINARY
 from hf_axonn_scripts.study.report.wording import (

@@ -1,7 +1,7 @@
 """What a report of a study begins with: a few sentences made of its numbers."""
 
-from hf_axonn_eval.report.answer import listed
 from hf_axonn_eval.report.tables import estimate_text
+from hf_axonn_eval.report.words import listed
 from hf_axonn_scripts.study.findings.effects import FEWEST_SIZES
 from hf_axonn_scripts.study.findings.findings import OVERALL, PRIMARY, size_text
 from hf_axonn_scripts.study.recipe.definition import ORDINARY

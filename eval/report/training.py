@@ -1,0 +1,83 @@
+"""What the models say of themselves: how they were reached, and the training record that lies beside their weights.
+
+How often a document was seen is a claim of the samples file. The record (hf_axonn/goldfish/record.py) is what training
+itself wrote down; a model without one may have been trained on anything.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_axonn.goldfish.record import describe_counts, describe_loss
+from hf_axonn_eval.report.words import listed
+
+
+UNKNOWN = "unknown"
+SHORT = 12  # characters of a checksum in a table; "Where the numbers come from" has it in full
+
+Comparison = Mapping[str, Any]
+
+
+def record_of(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The training record in the run.json of a run; None without one."""
+    found = ((summary["run"] or {}).get("model") or {}).get("training")
+    return found if isinstance(found, Mapping) else None
+
+
+def sentence(comparison: Comparison) -> str:
+    """What the models were trained on by their own records, in a sentence or two."""
+    told, silent = [], []
+    for name, summary in comparison["runs"].items():
+        record = record_of(summary)
+        if record is None:
+            silent.append(name)
+            continue
+        steps, tokens, dropped = describe_counts(record)
+        losses = listed(dict.fromkeys(map(describe_loss, record["parts"])), "then")
+        told.append(f"{name}: {losses}, {steps} steps, {tokens} tokens, {dropped} of them dropped")
+    found = [f"By their training records, {'; '.join(told)}."] if told else []
+    if silent:
+        have = "has" if len(silent) == 1 else "have"
+        found.append(f"{listed(silent)} {have} no training record, so only the samples file says what was seen.")
+    return " ".join(found)
+
+
+def models(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells of the table of models: how each was reached, when, with which tokenizer."""
+    body = []
+    for name, summary in comparison["runs"].items():
+        run = summary["run"]
+        if run is not None:
+            tokenizer = (run.get("tokenizer") or {}).get("sha256") or run["identity"].get("tokenizer_sha256")
+            path = (run.get("model") or {}).get("path", "a model in memory")
+            cells = [str(path), access(run), _date(run)]
+            digests = [tokenizer or UNKNOWN, str(run["identity"].get("model_fingerprint", UNKNOWN))]
+            body.append([name, *cells, *(digest[:SHORT] for digest in digests)])
+    return ["model", "path", "level of access", "measured", "tokenizer, sha256", "weights, sha256"], body
+
+
+def records(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Headings and cells of the table of training records: a line for each setting of loss or data."""
+    body = []
+    for name, summary in comparison["runs"].items():
+        record = record_of(summary)
+        for number, part in enumerate(_all_parts(record) if record is not None else (), start=1):
+            data = part.get("data") or {}
+            rows = UNKNOWN if data.get("rows") is None else f"{data['rows']:,}"
+            digest = (data.get("rows_sha256") or "")[:SHORT] or f"{UNKNOWN}: {data.get('why', 'no record')}"
+            body.append([name, str(number), describe_loss(part), *describe_counts(part), rows, digest])
+    return ["model", "part", "loss", "steps", "tokens", "dropped", "rows", "rows, sha256"], body
+
+
+def access(run: Mapping[str, Any]) -> str:
+    """How the model was reached: by its weights, or as a server gives it."""
+    served = bool(run["identity"].get("served"))
+    return str(run.get("access") or ("log-probabilities and texts of a server" if served else "weights"))
+
+
+def _all_parts(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    earlier = record.get("earlier")
+    return [*(_all_parts(earlier) if earlier else []), *record["parts"]]
+
+
+def _date(run: Mapping[str, Any]) -> str:
+    return str(run.get("started") or UNKNOWN).partition("T")[0]

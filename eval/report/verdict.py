@@ -1,0 +1,176 @@
+"""The first sentences of a report: for each model whether there is evidence of verbatim memorization, and what this
+design cannot show.
+
+The numbers are those of analysis/evidence.py. What nobody has tested is not claimed: a share that comes back without
+controls and without a base run is told as a share.
+"""
+
+from collections.abc import Mapping
+from pathlib import PureWindowsPath
+from typing import Any
+
+from hf_axonn_eval.report import tables
+from hf_axonn_eval.report.words import count, listed, times
+
+
+Comparison = Mapping[str, Any]
+MOST_NAMED = 5  # runs in the title
+DRAWS, P = "1000", "0.5"  # of the stated sampler, if there is one
+
+
+def page_title(comparison: Comparison) -> str:
+    """The heading of a report: the runs, and what their models are called."""
+    named = []
+    for name, summary in comparison["runs"].items():
+        path = str(((summary["run"] or {}).get("model") or {}).get("path", ""))
+        local = path.startswith((".", "/", "~")) or path.count("/") > 1 or "\\" in path
+        model = PureWindowsPath(path).name if local else path  # takes both kinds of slashes
+        named.append(name if model in ("", name) else f"{name} ({model})")
+    if len(named) > MOST_NAMED:
+        named = [*named[: MOST_NAMED - 1], f"{len(named) - MOST_NAMED + 1} more"]
+    return f"Extraction: {listed(named)}"
+
+
+def warnings(comparison: Comparison) -> list[str]:
+    """A sentence for each model that is no better than chance on these samples."""
+    return [
+        f"{name} does no better than chance on these samples: its mean loss of the suffixes is {chance['nll']:.2f} "
+        f"nats a token, and that of guessing evenly among all tokens {chance['chance_nll']:.2f}. Either the samples "
+        "are of another tokenizer, or the model is not trained, or its weights were wrongly loaded."
+        for name, chance in _at_chance(comparison).items()
+    ]
+
+
+def verdicts(comparison: Comparison) -> list[str]:
+    """A sentence for each model, in the order of the runs."""
+    return [_verdict(comparison, name) for name in comparison["runs"]]
+
+
+def cannot_show(comparison: Comparison) -> list[str]:
+    """What these documents, controls and runs cannot show whatever comes back, a sentence each."""
+    found = comparison["evidence"]
+    alpha = 1 - comparison["intervals"]["confidence"]
+    first = found[comparison["base"]]
+    told = []
+    tests = [entry[test] for entry in found.values() for test in ("against_controls", "against_base") if entry[test]]
+    for test, called, what in (
+        ("against_base", "the paired test (McNemar's)", f"difference from {comparison['base']}"),
+        ("against_controls", "the test against controls (Fisher's)", "difference from the controls"),
+    ):
+        worst = max((entry[test] for entry in found.values() if entry[test]), key=_smallest, default=None)
+        if worst and _smallest(worst) > alpha + 1e-12:
+            documents = f"{count(first['seen']['documents'], 'document')} seen"
+            if test == "against_controls":
+                documents += f" and {count(first['controls']['documents'], 'control document')}"
+            corrected = f", {_smallest(worst):.3g} after correction for {len(tests)} tests" if len(tests) > 1 else ""
+            told.append(
+                f"With {documents} the smallest p of {called} is {worst['smallest_p']:.3g}{corrected}: no {what} can "
+                f"be significant at {alpha:.2g}."
+            )
+    if first["seen"] and not first["controls"]:
+        told.append("There are no controls, so suffixes that anyone would guess cannot be told from learnt ones.")
+    elif first["seen"] and not first["against_controls"]:
+        told.append(
+            "Documents seen and controls have unequal numbers of samples each, so the two are not tested against each "
+            "other."
+        )
+    if len(found) == 1:
+        told.append("There is one run, so what the model knew before this training is not separated from it.")
+    told += _rates(comparison)
+    if not any("discoverability" in run["all"] for run in comparison["runs"].values()):
+        told.append(
+            "Only greedy continuations of these prefixes were asked: other prompts or many draws may give more."
+        )
+    return told
+
+
+def _verdict(comparison: Comparison, name: str) -> str:
+    entry = comparison["evidence"][name]
+    if name in _at_chance(comparison):
+        return f"No verdict on {name}: it does no better than chance, so what it does not reproduce says nothing."
+    seen = entry["seen"]
+    if seen is None:
+        return f"No verdict on {name}: all samples are controls, seen 0 times according to the samples file."
+    buckets = [bucket for bucket in tables.buckets(comparison) if bucket != "0"]
+    often = times(buckets) if len(buckets) < 3 else f"{buckets[0]} to {buckets[-1]} times"
+    which = f"{count(seen['n'], 'sample')} seen {often} according to the samples file"
+    share = f"{seen['count']:,} of {which}"
+    upper = "how much is compatible with this is not known, of a single document"
+    if seen["low"] is not None:
+        upper = f"up to {percent(seen['high'])} is compatible with this"
+    beside = _beside(comparison, name)
+    if not seen["count"]:
+        told = f"No evidence of verbatim memorization by {name}: {share} came back by greedy decoding; {upper}"
+    elif entry["more"]:
+        told = (
+            f"Evidence of verbatim memorization by {name}: {share}{_ends(seen)} came back by greedy decoding{beside}"
+        )
+    elif entry["more"] is None:
+        told = (
+            f"{name} reproduced {share}{_ends(seen)} by greedy decoding; with no test against controls or a base run, "
+            "this may be what anyone would guess, and no verdict is given"
+        )
+    else:
+        told = (
+            f"No clear evidence of verbatim memorization by {name}: {share}{_ends(seen)} came back by greedy decoding"
+            f"{beside}; no test shows that more came back; {upper}"
+        )
+    return f"{told}{_drawn(comparison['runs'][name], buckets)}."
+
+
+def _beside(comparison: Comparison, name: str) -> str:
+    entry, base = comparison["evidence"][name], comparison["base"]
+    told = []
+    if entry["controls"]:
+        test = entry["against_controls"]
+        p = f" (corrected p = {test['p_holm']:.2g}, Fisher's exact test of documents)" if test else " (not tested)"
+        told.append(f"{entry['controls']['count']:,} of {count(entry['controls']['n'], 'control')}{p}")
+    if entry["against_base"]:
+        other = comparison["evidence"][base]["seen"]
+        p = f"corrected p = {entry['against_base']['p_holm']:.2g}, McNemar's test"
+        told.append(f"{other['count']:,} of the same {other['n']:,} from {base} ({p})")
+    return f", against {listed(told)}" if told else ""
+
+
+def _drawn(run: Mapping[str, Any], buckets: list[str]) -> str:
+    """What the stated sampler finds, which greedy decoding may not."""
+    found = [run["buckets"][bucket].get("discoverability", {}).get(P, {"tries": {}})["tries"] for bucket in buckets]
+    shares = [tries[DRAWS] for tries in found if DRAWS in tries]
+    total = sum(share["count"] for share in shares)
+    if not total:
+        return ""
+    return (
+        f". {int(DRAWS):,} draws find {total:,} of {sum(share['n'] for share in shares):,} at least as likely as not"
+    )
+
+
+def _smallest(test: Mapping[str, Any]) -> float:
+    return float(test["smallest_p_holm"])
+
+
+def _rates(comparison: Comparison) -> list[str]:
+    """Rates at few false positives that so few controls do not give."""
+    attacks = [attack for run in comparison["runs"].values() for attack in run["all"].get("membership", {}).values()]
+    reasons = [
+        rate["why"]
+        for attack in attacks[:1]
+        for name, rate in attack.items()
+        if name.startswith("tpr_at_") and rate["value"] is None
+    ]
+    needs = listed([reason.partition("; ")[2] for reason in reasons])
+    have = reasons[0].partition("; ")[0] if reasons else ""
+    return [f"{have} are too few for a true positive rate at a low false positive rate: {needs}."] if reasons else []
+
+
+def _at_chance(comparison: Comparison) -> dict[str, Mapping[str, Any]]:
+    found = {name: summary.get("chance") for name, summary in comparison["runs"].items()}
+    return {name: chance for name, chance in found.items() if chance and chance["no_better"]}
+
+
+def _ends(entry: Mapping[str, Any]) -> str:
+    return "" if entry["low"] is None else f" [{entry['low']:.2f}, {entry['high']:.2f}]"
+
+
+def percent(share: float) -> str:
+    """A share in percent, with two digits where it is small: 26%, 0.37%."""
+    return f"{share:.0%}" if share >= 0.0995 else f"{100 * share:.2g}%"

@@ -1,0 +1,33 @@
+"""Counts and lists in words, for the sentences of a report."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def listed(words: Sequence[object], last: str = "and") -> str:
+    """Join words: a, b and c."""
+    texts = [str(word) for word in words]
+    return f" {last} ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+
+
+def count(number: int, one: str) -> str:
+    """Write how many there are: 1 sample, 1,200 samples."""
+    return f"{number:,} {one}{'' if number == 1 else 's'}"
+
+
+def times(buckets: Sequence[str]) -> str:
+    """Write how often, by the names of buckets: once, 1 or 12 times."""
+    return "once" if list(buckets) == ["1"] else f"{listed(buckets, 'or')} times"
+
+
+def settings(entries: Mapping[str, Any]) -> str:
+    """Write what JSON can say as text: "rows 4, number 3"; what is None is left out."""
+    return ", ".join(f"{name} {_value(value)}" for name, value in entries.items() if value is not None)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"({settings(value)})"
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(_value, value))
+    return str(value)
