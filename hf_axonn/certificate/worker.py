@@ -36,6 +36,7 @@ from hf_axonn.certificate.loading import load_model
 from hf_axonn.certificate.recording import Recorder, norm_of
 from hf_axonn.certificate.rows import Row, collate, collate_evenly, pack, seen_in, spans, tokens_of
 from hf_axonn.certificate.script import run_script
+from hf_axonn.certificate.watching import be_watched
 from hf_axonn.compat.accelerate import as_on_gpus, forget_state
 
 
@@ -51,6 +52,7 @@ def main() -> None:
     """Run the job of the command line; a failure is left in a file, and ends the process."""
     job = Job.load(sys.argv[1])
     parallel, rank = int(os.environ.get("WORLD_SIZE", 1)) > 1, int(os.environ.get("RANK", 0))
+    be_watched(Path(job.folder, side(parallel)), rank)
     try:
         run(job, sys.argv[2:])
         PartialState().destroy_process_group()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -21,6 +22,7 @@ from tests.helpers.launching import forked
 from tests.helpers.ranks import run_ranks
 
 
+SCRIPTS = Path(__file__).parent / "scripts"
 BASE = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "mixed_precision": "no"}
 
 
@@ -54,6 +56,15 @@ def _run_alone(folder: Path) -> None:
     assert ended.code == 0, ended.output[-4000:]
 
 
+def certified(job: Job, plan: LaunchPlan) -> list[CaseResult]:
+    """What becomes of all cases of a job that nothing has run yet."""
+    _run_alone(Path(job.folder))
+    run_ranks(_rank, job.ranks, job, plan, "", timeout=500)
+    if resumed := [f"{path}-{optimizer}" for path, optimizer in job.cases if path == "resumed"]:
+        run_ranks(_rank, job.ranks, job, plan, "", resumed, timeout=500)  # by new processes
+    return conclude(job, plan)
+
+
 def many_processes(job: Job, folder: Path, plan: LaunchPlan, planted: str = "") -> CaseResult:
     """What becomes of a job on the ranks of its launch file, whose run on one process is there, in another folder."""
     shutil.copytree(job.folder, folder)
@@ -73,7 +84,7 @@ def assert_named(job: Job, plan: LaunchPlan, folder: Path, error: str, kind: str
     assert not result.documented and said in result.cause, result.cause
 
 
-def _rank(job: Job, plan: LaunchPlan, planted: str) -> None:
+def _rank(job: Job, plan: LaunchPlan, planted: str, cases: Sequence[str] = ()) -> None:
     os.environ["ACCELERATE_USE_CPU"] = "true"
     os.environ["ACCELERATE_MIXED_PRECISION"] = plan.settings["mixed_precision"]
     if plan.own:
@@ -85,7 +96,7 @@ def _rank(job: Job, plan: LaunchPlan, planted: str) -> None:
         on_cpus()
     if planted:
         ERRORS[planted]()
-    worker.run(job)
+    worker.run(job, cases)
 
 
 def plan_of(folder: Path, ranks: int, dtype: str = FLOAT64, **settings) -> LaunchPlan:

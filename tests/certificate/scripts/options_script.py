@@ -73,7 +73,9 @@ class Noisy(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict:
         row = dict(self.of[index])
-        row["input_ids"] = [random.randint(4, WORDS - 1) if random.random() < 0.2 else each for each in row["input_ids"]]
+        row["input_ids"] = [
+            random.randint(4, WORDS - 1) if random.random() < 0.2 else each for each in row["input_ids"]
+        ]
         return row
 
 
@@ -202,6 +204,12 @@ WAYS = {
     ),
     "Trainer, masked with a seed": lambda: train(
         rows(labels=False), DataCollatorForLanguageModeling(tokenizer(), seed=3, **MASKING), masked=True
+    ),
+    "Trainer, BERT, means of ranks": lambda: train(
+        rows(labels=False),
+        DataCollatorForLanguageModeling(tokenizer(), **MASKING),
+        masked=True,
+        average_tokens_across_devices=False,
     ),
     "Trainer, split_batches": lambda: train(rows(), **SPLIT),
     "Trainer, label_smoothing_factor": lambda: train(rows(), label_smoothing_factor=0.1),
