@@ -91,6 +91,9 @@ def _rank(job: Job, plan: LaunchPlan, planted: str, cases: Sequence[str] = ()) -
         section = {key: value for key, value in plan.settings["axonn_config"].items()}
         os.environ[VARIABLE] = AxonnConfig.from_mapping(section).to_json()
         notebook._use_grid()
+    if plan.fsdp:
+        of_file = {name.upper(): str(value) for name, value in plan.settings["fsdp_config"].items()}
+        os.environ |= {"ACCELERATE_USE_FSDP": "true", **of_file}
     if plan.zero is not None:  # what accelerate launch leaves in the environment
         os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(plan.zero.stage)}
         on_cpus()

@@ -72,6 +72,7 @@ def of_script(name: str, settings: dict[str, Any] | None = None, model: str = "g
     return Setup(name, settings=settings or DDP, script=name, model=model)
 
 
+KINDS = {"llama": "LlamaForCausalLM"}  # TRL's scripts ask for it
 TRAINER = ("trainer",)
 BOTH = ("trainer", "loop")
 RIGHT = (
@@ -193,7 +194,7 @@ def write_inputs(folder: Path) -> None:
     from tests.helpers.chats import chat_tokenizer, chats
 
     for kind in ("gpt2", "llama", "bert", "modernbert"):
-        AutoConfig.for_model(kind).save_pretrained(folder / kind)
+        AutoConfig.for_model(kind, architectures=[KINDS.get(kind, "")]).save_pretrained(folder / kind)
     chat_tokenizer().save_pretrained(folder / "llama")
     rows = [dict(row) for row in chats(40, 1)]
     for name in ("sft", "dpo"):
@@ -299,11 +300,7 @@ def main(names: list[str]) -> int:
             wrong += not right
             said += "" if right else ": " + "; ".join(f"{its.path} {its.first} {its.cause}" for its in results)
             kind = f"script: {setup.name}" if setup.script else setup.name
-            under = (
-                json.dumps(setup.settings.get("axonn_config", {}).get("grid"))
-                if "axonn_config" in setup.settings
-                else "DDP"
-            )
+            under = plan_of(folder, 2, **setup.settings).title.removesuffix(", 2 ranks")
             _row(kind, under, said, f"{time.monotonic() - begin:.0f}")
         print()
         _row("planted error", "found in", "cause", "seconds")

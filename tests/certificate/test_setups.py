@@ -15,6 +15,7 @@ from tests.certificate.runs import SCRIPTS, launch_file
 from tests.certificate.tables import (
     PLANTED,
     RIGHT,
+    Setup,
     certify_setup,
     find_planted,
     is_found,
@@ -75,6 +76,16 @@ def test_bert_under_trainer_has_the_gradient_times_the_number_of_ranks(tmp_path,
     """A mistake of the libraries, which is found: the loss ignores the number of tokens that Trainer has counted."""
     (result,) = certify_setup(of_script("Trainer, masked language model", model="bert"), tmp_path / "run", inputs)
     assert not result.documented and "times 2 (the number of ranks" in result.cause, (result.first, result.cause)
+
+
+@pytest.mark.slow
+def test_a_run_of_dispatched_batches_goes_on_with_other_rows(tmp_path, inputs):
+    """A mistake of the libraries, which is found: Accelerate skips a batch where all ranks have had one."""
+    dispatched = {"accelerator_config": {"dispatch_batches": True}}
+    results = certify_setup(Setup("resumed", dispatched, cases=("trainer", "resumed")), tmp_path / "run", inputs)
+    resumed = next(result for result in results if result.path == "resumed")
+    assert not resumed.documented and resumed.first[0] == "samples", (resumed.first, resumed.cause)
+    assert all(result.equal or result.documented for result in results if result is not resumed)
 
 
 @pytest.mark.slow
