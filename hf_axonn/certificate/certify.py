@@ -31,7 +31,7 @@ from hf_axonn.certificate.recording import Record
 from hf_axonn.certificate.report import certificate, exit_code, lines, page, plan_lines
 from hf_axonn.certificate.shrinking import config_of, shrunk
 from hf_axonn.certificate.steps import DTYPES
-from hf_axonn.certificate.watching import STANDS_STILL, wait_for
+from hf_axonn.certificate.watching import STANDS_STILL, cases_begun, wait_for
 from hf_axonn.certificate.worker import ALONE, TOGETHER
 
 
@@ -105,8 +105,7 @@ def _failure(job: Job, names: list[str], progress: Progress) -> str:
         _run(job, TOGETHER, names, progress)
     except RuntimeError as problem:
         progress.ended("does not run")
-        begun = Path(job.folder, TOGETHER, "begun-rank0.txt")
-        failed = begun.read_text(encoding="utf-8") if begun.exists() else names[0]
+        failed = [names[0], *cases_begun(Path(job.folder, TOGETHER))][-1]
         job.failed[failed] = str(problem)
         return failed
     return ""

@@ -58,14 +58,14 @@ def wait_for(process: subprocess.Popen[bytes], folder: Path, limit: float, began
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, limit: float, began: Callable[[str], None]) -> str:
     begin = mark = time.monotonic()
-    used, case = 0.0, ""
+    used, told = 0.0, 0
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(LOOK)
-        at = folder / "begun-rank0.txt"
-        if at.exists() and (now_at := at.read_text(encoding="utf-8")) not in ("", case):
-            case = now_at
+        begun = cases_begun(folder)
+        for case in begun[told:]:
             began(case)
+        told = len(begun)
         if process.poll() is not None:
             return ""
         now, ranks = time.monotonic(), _ranks(folder)
@@ -79,6 +79,12 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, limit: float, began: 
         if why:
             _end(process, ranks)
             return why
+
+
+def cases_begun(folder: Path) -> list[str]:
+    """The cases that rank 0 has begun, in their order."""
+    begun = folder / "begun-rank0.txt"
+    return begun.read_text(encoding="utf-8").splitlines() if begun.exists() else []
 
 
 def _ranks(folder: Path) -> dict[int, psutil.Process]:

@@ -77,7 +77,8 @@ def run(job: Job, names: Sequence[str] = ()) -> None:
     for path, optimizer in job.cases:
         if f"{path}-{optimizer}" in names or not names and path != "resumed":
             forget_state()
-            begun.write_text(f"{path}-{optimizer}", encoding="utf-8")
+            with begun.open("a", encoding="utf-8") as cases:
+                cases.write(f"{path}-{optimizer}\n")
             with Float64() if exact else contextlib.nullcontext(), without_noise(exact):
                 ways[path](job, path, optimizer)
 
