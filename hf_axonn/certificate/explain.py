@@ -137,19 +137,20 @@ def _of_step(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int], 
         return found
 
     right = total(lambda share, batches: 1 / tokens)
-    means = total(lambda share, batches: 1 / (max(1, sum(its.counted for its in batches)) * len(shares)))
+    by_rank = total(lambda share, batches: 1 / (max(1, sum(its.counted for its in batches)) * len(shares)))
     micro = total(lambda share, batches: 1 / (max(1, share.tokens) * number))
     filled = repeated_at_the_end(runs, result.groups, job.positions, step, job.steps)
     held = {piece.name for pieces in ranks for piece in pieces}
     missing = any(name not in held and bool(its.any()) for name, its in right.items())
-    for truth, said in ((right, ""), (means, RANK_MEANS), (micro, BATCH_MEANS)):
+    for truth, said in ((right, ""), (by_rank, RANK_MEANS), (micro, BATCH_MEANS)):
         scaling = _scaling(ranks, truth)
         if scaling.left <= FITS and not missing:
             if not close(scaling.ratio, 1):
                 return f"gradients are {said or TOKENS} times {_named(scaling.ratio, factors)}", False
+            extra = "" if filled else _extra_samples(runs, result, job, step)
             if said:
-                return f"gradients are {said}, not {TOKENS}", _is_documented(job, runs, said)
-            extra = _extra_samples(runs, result, job, step)
+                means = f"gradients are {said}, not {TOKENS}"
+                return "; ".join(filter(None, (means, extra))), _is_documented(job, runs, said) and not extra
             return (REPEATED, True) if filled else (extra, not extra)
     own = [total(lambda share, batches: 1 / tokens, [batches]) for batches in shares]
     group_of = {rank: index for index, group in enumerate(result.groups) for rank in group}

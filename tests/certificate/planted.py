@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard
 from accelerate.optimizer import AcceleratedOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,6 +48,13 @@ def duplicated_sample() -> None:
     stock = worker.collate
     if dist.get_rank() == 1:
         worker.collate = lambda rows: stock([rows[-1], *rows[1:]])
+
+
+def duplicated_index() -> None:
+    """The loader that Accelerate has made for rank 1 gives the last row of a batch twice, and not its first one."""
+    stock = BatchSamplerShard.__iter__
+    if dist.get_rank() == 1:
+        BatchSamplerShard.__iter__ = lambda self: ([batch[-1], *batch[1:]] for batch in stock(self))
 
 
 def unclipped_rank() -> None:
@@ -279,6 +287,7 @@ ERRORS = {
         forgotten_average,
         scaled_loss,
         duplicated_sample,
+        duplicated_index,
         unclipped_rank,
         dropped_bias,
         means_of_means,

@@ -11,7 +11,7 @@ import pytest
 
 from hf_axonn.certificate.report import exit_code, verdict
 from hf_axonn.cli.main import main
-from tests.certificate.runs import SCRIPTS, launch_file
+from tests.certificate.runs import SCRIPTS, launch_file, many_processes, plan_of, script_on_one_process
 from tests.certificate.tables import (
     PLANTED,
     RIGHT,
@@ -22,6 +22,7 @@ from tests.certificate.tables import (
     is_named,
     job_of_planted,
     of_script,
+    words_of,
     write_inputs,
 )
 
@@ -69,6 +70,16 @@ def test_a_right_setup_is_not_called_different(tmp_path, inputs, setup):
 def test_a_planted_error_is_found_and_named(tmp_path, planted, error):
     result = find_planted(tmp_path / "run", error, *planted)
     assert is_found(result) and is_named(error, result), (result.first, result.cause)
+
+
+def test_means_of_means_do_not_hide_a_row_that_is_seen_twice(tmp_path, inputs):
+    """What is documented of a loop's loss is no excuse for its samples."""
+    plan = plan_of(tmp_path, 2)
+    job = script_on_one_process(tmp_path / "alone", plan, *words_of(of_script("accumulation"), inputs))
+    right = many_processes(job, tmp_path / "right", plan)
+    assert right.documented and "their means over tokens" in right.cause, (right.first, right.cause)
+    wrong = many_processes(job, tmp_path / "wrong", plan, "duplicated_index")
+    assert wrong.first[0] == "samples" and not wrong.documented and "were seen by no rank" in wrong.cause
 
 
 @pytest.mark.slow
