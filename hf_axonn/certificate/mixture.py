@@ -17,7 +17,7 @@ from hf_axonn.certificate.float64 import error_floor
 from hf_axonn.certificate.pieces import Piece
 
 
-FITS = 1e-8  # relative
+FITS = 1e-8  # relative; the parameters before a step are those of the run, so this is looser than the bound
 ROUNDED = 1e-2  # relative; what rounding to bf16 may leave
 
 

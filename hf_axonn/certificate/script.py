@@ -389,11 +389,11 @@ def _of_accelerators(run: _Run) -> dict[tuple[Any, str], Any]:
         with counted_as(run.loading.positions) if run.loading.positions > 1 else contextlib.nullcontext():
             move(self, *words, **options)
 
-    classes, clipper = (Accelerator, TrainingMethods), nn.utils
+    classes = (Accelerator, TrainingMethods)
     return {
         (Accelerator, "__init__"): init,
         **{(kind, "clip_grad_norm_"): clipping(kind.clip_grad_norm_) for kind in classes},
-        **{(clipper, name): clipping_bare(getattr(clipper, name)) for name in CLIPPING},
+        **{(nn.utils, name): clipping_bare(getattr(nn.utils, name)) for name in CLIPPING},
         **{(kind, "backward"): passing(kind.backward) for kind in classes},
         (Tensor, "backward"): bare,
         (AcceleratedOptimizer, "step"): stepping,
