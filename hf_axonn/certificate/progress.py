@@ -63,4 +63,5 @@ def estimated_seconds(job: Job) -> int:
     share = max(1.0, job.ranks / core_count())  # of ranks on a core
     single = sum(path != "resumed" for path, _ in job.cases)
     starts = 1 + launches * (LAUNCHER + share)
-    return max(1, round(started * (starts + CASE * (single + len(job.cases) * share))))
+    seconds: float = started * (starts + CASE * (single + len(job.cases) * share))
+    return max(1, round(seconds))

@@ -315,7 +315,7 @@ def _of_models(run: _Run) -> dict[tuple[Any, str], Any]:
 def _of_accelerators(run: _Run) -> dict[tuple[Any, str], Any]:
     """What is noted of training, and settings that are the certificate's."""
     make, step, move = Accelerator.__init__, AcceleratedOptimizer.step, AcceleratedScheduler.step
-    differentiate = Tensor.backward
+    differentiate: Any = Tensor.backward
     named = names_of(make)
     entered: list[bool] = []
     last: list[Any] = []
