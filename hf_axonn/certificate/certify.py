@@ -26,10 +26,12 @@ from hf_axonn.certificate.explain import explain
 from hf_axonn.certificate.job import FLOAT64, Job, make_job, make_script_job, read_arguments
 from hf_axonn.certificate.launch_plan import LaunchPlan, divided, read_launch_plan
 from hf_axonn.certificate.own_dtype import compare_in_own_dtype
+from hf_axonn.certificate.progress import Progress, estimated_seconds
 from hf_axonn.certificate.recording import Record
-from hf_axonn.certificate.report import certificate, exit_code, lines, page
+from hf_axonn.certificate.report import certificate, exit_code, lines, page, plan_lines
 from hf_axonn.certificate.shrinking import config_of, shrunk
 from hf_axonn.certificate.steps import DTYPES
+from hf_axonn.certificate.watching import STANDS_STILL, cases_begun, wait_for
 from hf_axonn.certificate.worker import ALONE, TOGETHER
 
 
@@ -69,7 +71,7 @@ def prepare(
     return job
 
 
-def run_both(job: Job) -> None:
+def run_both(job: Job, progress: Progress) -> None:
     """Train on one process, then under the launch file. What fails there is noted in `job.failed`, and others go on.
 
     Raises:
@@ -79,9 +81,9 @@ def run_both(job: Job) -> None:
     for path, optimizer in job.cases:
         waiting.setdefault(path, []).append(f"{path}-{optimizer}")
     resumed = waiting.pop("resumed", [])
-    _run(job, ALONE, [name for names in waiting.values() for name in names])
+    _run(job, ALONE, [name for names in waiting.values() for name in names], progress)
     while waiting:
-        failed = _failure(job, [name for names in waiting.values() for name in names])
+        failed = _failure(job, [name for names in waiting.values() for name in names], progress)
         if not failed:
             break
         path = next(path for path, names in waiting.items() if failed in names)
@@ -93,17 +95,17 @@ def run_both(job: Job) -> None:
         if before in job.failed:
             job.failed[name] = f"not run, as {before} does not run"
         else:
-            _failure(job, [name])
+            _failure(job, [name], progress)
     job.save()
 
 
-def _failure(job: Job, names: list[str]) -> str:
+def _failure(job: Job, names: list[str], progress: Progress) -> str:
     """Run cases under the launch file; which one failed, which is noted, or nothing."""
     try:
-        _run(job, TOGETHER, names)
+        _run(job, TOGETHER, names, progress)
     except RuntimeError as problem:
-        begun = Path(job.folder, TOGETHER, "begun-rank0.txt")
-        failed = begun.read_text(encoding="utf-8") if begun.exists() else names[0]
+        progress.ended("does not run")
+        failed = [names[0], *cases_begun(Path(job.folder, TOGETHER))][-1]
         job.failed[failed] = str(problem)
         return failed
     return ""
@@ -118,10 +120,11 @@ def command(job: Job, name: str, cases: Sequence[str]) -> list[str]:
     return [sys.executable, *launch, "-m", WORKER, file, *cases]
 
 
-def _run(job: Job, name: str, cases: list[str]) -> None:
+def _run(job: Job, name: str, cases: list[str], progress: Progress) -> None:
     folder = Path(job.folder) / name
-    for path in (*folder.glob("failed-rank*.txt"), *folder.glob("begun-rank*.txt")):
-        path.unlink()
+    for what in ("failed", "begun", "pid", "stack"):
+        for path in folder.glob(f"{what}-rank*.txt"):
+            path.unlink()
     environment = {
         key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "AXONN_CONFIG"))
     }
@@ -130,29 +133,25 @@ def _run(job: Job, name: str, cases: list[str]) -> None:
     environment |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled"}
     where = Path.cwd() if job.script else folder  # a script's data may lie where its user is
     with open(folder / "log.txt", "a", encoding="utf-8") as log:
-        try:
-            code = subprocess.run(
-                command(job, name, cases),
-                cwd=where,
-                env=environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=LIMIT,
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = None
-    if code != 0:
-        raise RuntimeError(_why(folder, code))
+        process = subprocess.Popen(
+            command(job, name, cases), cwd=where, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+        side = "one process" if name == ALONE else f"{job.ranks} ranks"
+        early = wait_for(process, folder, LIMIT, lambda case: progress.began(side, case))
+    if early or process.returncode:
+        raise RuntimeError(_why(folder, early or f"ended with {process.returncode}"))
+    progress.ended()
 
 
-def _why(folder: Path, code: int | None) -> str:
-    """The first failure that a process has left, else the end of the log."""
+def _why(folder: Path, end: str) -> str:
+    """The first failure that a process has left, else how the run ended and the end of the log."""
     what = "the run on one process" if folder.name == ALONE else "the run under the launch file"
     failed = sorted(folder.glob("failed-rank*.txt"), key=lambda path: path.stat().st_mtime)
+    if end.startswith(STANDS_STILL):
+        return f"{what} {end} (all of it: {folder / 'log.txt'})"
     if failed:
         first = failed[0].read_text(encoding="utf-8").partition("\nTraceback")[0]
         return f"{what} failed on {failed[0].stem.removeprefix('failed-')}: {first} (all of it: {folder / 'log.txt'})"
-    end = f"took more than {LIMIT} s" if code is None else f"ended with {code}"
     lines = (folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines()[-LINES:]
     return "\n".join([f"{what} {end}: {folder / 'log.txt'}", *lines])
 
@@ -199,7 +198,7 @@ def certify(
     command_line: list[str],
     dtype: str = FLOAT64,
 ) -> tuple[int, list[str]]:
-    """Certify a launch file.
+    """Certify a launch file; the plan and a line for each run are printed while it goes on.
 
     Args:
         config: any launch file of Accelerate.
@@ -211,7 +210,7 @@ def certify(
         command_line: what the certificate says that it was made by.
         dtype: in which the ranks compute and are compared: float64, bf16 or fp32.
     Returns:
-        The exit code, and the lines of the screen.
+        The exit code, and the lines of the verdict.
     Raises:
         ValueError: nothing was started; the message says why.
         RuntimeError: the run on one process failed.
@@ -228,7 +227,12 @@ def certify(
         job = prepare_script(output.resolve(), plan, script, steps=steps)
     else:
         job = prepare(output.resolve(), plan, model, steps=steps, trainer=arguments, dtype=dtype)
-    run_both(job)
+    progress = Progress(job)
+    try:
+        progress.begin(plan_lines(job, plan.title, model, estimated_seconds(job)))
+        run_both(job, progress)
+    finally:
+        progress.close()
     results = conclude(job, plan)
     job.notes += _elsewhere(job)
     about, files = _about(job, model)

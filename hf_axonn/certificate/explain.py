@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_axonn.certificate.compare import (
     BOUND,
@@ -25,13 +26,13 @@ from hf_axonn.certificate.compare import (
 )
 from hf_axonn.certificate.float64 import Float64
 from hf_axonn.certificate.job import WITNESS, Job
-from hf_axonn.certificate.loading import load_model, script_model
+from hf_axonn.certificate.loading import load_model, load_saved, script_model
+from hf_axonn.certificate.mixture import FITS, Share, mixture_of, name_mixtures, only_rounded, other_losses
 from hf_axonn.certificate.pieces import Piece, assembled
 from hf_axonn.certificate.recording import Record
 from hf_axonn.certificate.rows import Row, collate, labels_of, pack, tokens_of
 
 
-FITS = 1e-8  # relative; the parameters before a step are those of the run, so this is looser than the bound
 REPEATED = "Accelerate fills the last batch of an epoch with the samples of its beginning (even_batches)"
 TOKENS = "the mean over the tokens of a step"
 RANK_MEANS = "the mean over the ranks of their means over tokens"
@@ -52,15 +53,15 @@ def explain(job: Job, runs: Runs, result: CaseResult, factors: Mapping[str, int]
     if result.first is None:
         return
     kind, error = result.first
-    if job.trainer.get("label_smoothing_factor") and kind not in ("evaluation", "saved"):
-        return
     finders: dict[str, Callable[[Job, Runs, CaseResult, dict[str, int]], tuple[str, bool]]] = {
         "samples": _of_training,
+        "start": _of_start,
         "loss": _of_training,
         "gradient": _of_training,
         "norm": _of_norm,
         "parameter": _of_update,
         "evaluation": _of_evaluation,
+        "saved": _of_saved,
     }
     if kind in finders:
         text, documented = finders[kind](job, runs, result, dict(factors))
@@ -89,12 +90,24 @@ def _of_training(job: Job, runs: Runs, result: CaseResult, factors: dict[str, in
 
 def _after(job: Job, runs: Runs, result: CaseResult, begin: int) -> str:
     """What is wrong besides gradients that differ as documented: from there on no step is that of one process."""
-    problem = _replay(job, runs, result, begin)
+    problem = _replay(job, runs, result, begin) or drift(runs, begin, job.steps)
     if not problem and runs.one.evaluation and _evaluation(job, runs, result) == "other":
         problem = "the evaluation loss is not that of the run's own parameters"
     if not problem and "saved" in result.worst and not result.worst["saved"].size <= BOUND:
-        problem = "what is saved is not what was trained"
+        problem, _ = _of_saved(job, runs, result, {})
     return problem
+
+
+def drift(runs: Runs, begin: int, end: int) -> str:
+    """Which rank's parameters are not those of its copies, from which step on."""
+    for step in range(begin, end + 1):
+        each = [record.parameters(step) for record in runs.many]
+        truth = assembled(each)
+        for rank, pieces in enumerate(each):
+            for error in piece_errors(pieces, truth, step, rank):
+                if error.wrong:
+                    return f"{error.name} of rank {rank} is not that of the other ranks after step {step}"
+    return ""
 
 
 def _of_step(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int], step: int) -> tuple[str, bool]:
@@ -124,26 +137,51 @@ def _of_step(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int], 
         return found
 
     right = total(lambda share, batches: 1 / tokens)
-    means = total(lambda share, batches: 1 / (max(1, sum(its.counted for its in batches)) * len(shares)))
+    by_rank = total(lambda share, batches: 1 / (max(1, sum(its.counted for its in batches)) * len(shares)))
     micro = total(lambda share, batches: 1 / (max(1, share.tokens) * number))
     filled = repeated_at_the_end(runs, result.groups, job.positions, step, job.steps)
     held = {piece.name for pieces in ranks for piece in pieces}
     missing = any(name not in held and bool(its.any()) for name, its in right.items())
-    for truth, said in ((right, ""), (means, RANK_MEANS), (micro, BATCH_MEANS)):
+    for truth, said in ((right, ""), (by_rank, RANK_MEANS), (micro, BATCH_MEANS)):
         scaling = _scaling(ranks, truth)
         if scaling.left <= FITS and not missing:
             if not close(scaling.ratio, 1):
                 return f"gradients are {said or TOKENS} times {_named(scaling.ratio, factors)}", False
+            extra = "" if filled else _extra_samples(runs, result, job, step)
             if said:
-                return f"gradients are {said}, not {TOKENS}", _is_documented(job, runs, said)
-            extra = _extra_samples(runs, result, job, step)
+                means = f"gradients are {said}, not {TOKENS}"
+                return "; ".join(filter(None, (means, extra))), _is_documented(job, runs, said) and not extra
             return (REPEATED, True) if filled else (extra, not extra)
     own = [total(lambda share, batches: 1 / tokens, [batches]) for batches in shares]
     group_of = {rank: index for index, group in enumerate(result.groups) for rank in group}
     alone = [_scaling([pieces], own[group_of[rank]]) for rank, pieces in enumerate(ranks)]
     if len(shares) > 1 and all(each.left <= FITS for each in alone):
         return f"gradients are {OWN} (times {_named(alone[0].ratio, factors)})", False
-    return _by_parameter(ranks, right, factors, step), False
+    if len(result.groups) < job.positions:
+        return _extra_samples(runs, result, job, step), False
+    return _of_other_gradients(runs, result, ranks, shares, right, factors, step), False
+
+
+def _of_other_gradients(
+    runs: Runs,
+    result: CaseResult,
+    ranks: Sequence[Sequence[Piece]],
+    shares: Sequence[Sequence[Share]],
+    right: dict[str, Tensor],
+    factors: dict[str, int],
+    step: int,
+) -> str:
+    """The cause where gradients are no multiple of an average that is known."""
+    before = [record.gradients(step - 1) if step > record.after + 1 else [] for record in runs.many]
+    found = [mixture_of(pieces, held, shares) for pieces, held in zip(ranks, before, strict=True)]
+    known = [mixture for mixture in found if mixture is not None]
+    if len(known) == len(found) and not all(mixture.right for mixture in known):
+        return name_mixtures(known, shares, result.groups)
+    if wrong := other_losses([record.losses[step - 1] for record in runs.many], shares, result.groups):
+        return wrong
+    if rounded := only_rounded(ranks, right):
+        return f"gradients are {TOKENS}, {rounded}"
+    return _by_parameter(ranks, right, factors, step)
 
 
 def _is_documented(job: Job, runs: Runs, said: str) -> bool:
@@ -158,6 +196,8 @@ def _is_documented(job: Job, runs: Runs, said: str) -> bool:
 
 def _extra_samples(runs: Runs, result: CaseResult, job: Job, step: int) -> str:
     problem = sample_problem(runs, result.groups, job.positions, step)
+    if len(result.groups) == 1 < job.positions:
+        return f"every rank has the same samples, as of a loader that Accelerator.prepare was not given: {problem}"
     return f"gradients are right for the samples that the ranks saw, but {problem}" if problem else ""
 
 
@@ -174,15 +214,6 @@ def _model_at(job: Job, runs: Runs, step: int) -> nn.Module:
             parameter.copy_(before[name])
     model.train()
     return model
-
-
-@dataclass(frozen=True)
-class Share:
-    """Of a micro-batch: gradients of the sum of its tokens' losses, how many are predicted, and how many counted."""
-
-    gradient: dict[str, Tensor]
-    tokens: int
-    counted: int
 
 
 def _count(runs: Runs, rows: Sequence[Row]) -> Callable[[Mapping[str, Tensor]], int]:
@@ -204,6 +235,7 @@ def _shares(job: Job, runs: Runs, result: CaseResult, model: nn.Module, step: in
     rows = [] if job.script else job.rows
     count = _count(runs, rows)
     made = pack if job.packing else collate
+    smoothing = _smoothing(job, result)
     found = []
     for group in result.groups:
         record, batches = runs.many[group[0]], []
@@ -215,11 +247,27 @@ def _shares(job: Job, runs: Runs, result: CaseResult, model: nn.Module, step: in
             number = tokens_of(batch)
             model.zero_grad()
             with Float64():
-                (model(**batch).loss * number).backward()
+                summed = mean_loss(model, batch, smoothing) * number
+                summed.backward()
             gradients = {name: its.grad.clone() for name, its in model.named_parameters() if its.grad is not None}
-            batches.append(Share(gradients, number, count(batch)))
+            batches.append(Share(gradients, float(summed.detach()), number, count(batch)))
         found.append(batches)
     return found
+
+
+def _smoothing(job: Job, result: CaseResult) -> float:
+    """By which Trainer smooths labels; a loop of Accelerate does not."""
+    return 0.0 if result.path == "loop" else float(job.trainer.get("label_smoothing_factor") or 0.0)
+
+
+def mean_loss(model: nn.Module, batch: Mapping[str, Tensor], smoothing: float) -> Tensor:
+    """The mean loss of a batch: the model's own, or that of smoothed labels, as Trainer has it of causal models."""
+    if not smoothing:
+        own: Tensor = model(**batch).loss
+        return own
+    outputs = model(**{name: value for name, value in batch.items() if name != "labels"})
+    smoothed: Tensor = LabelSmoother(epsilon=smoothing)(outputs, batch["labels"], shift_labels=True)
+    return smoothed
 
 
 def _scaling(ranks: Sequence[Sequence[Piece]], truth: Mapping[str, Tensor]) -> Scaling:
@@ -266,6 +314,28 @@ def _by_parameter(
     return f"of the gradients, these are not {TOKENS}: {'; '.join(said)}{more}"
 
 
+def _of_start(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int]) -> tuple[str, bool]:
+    """Which ranks begin with other weights."""
+    wrong = sorted({error.rank for kind, error in result.errors if kind == "start" and error.wrong})
+    if len(wrong) == len(runs.many):
+        return "every rank begins with other weights than one process", False
+    listed = ", ".join(map(str, wrong))
+    return f"rank(s) {listed} begin with other weights, the others with those of one process", False
+
+
+def _of_saved(job: Job, runs: Runs, result: CaseResult, factors: dict[str, int]) -> tuple[str, bool]:
+    """Of which step the weights are that were saved."""
+    folder = runs.many[0].folder / "saved"
+    if not any(folder.glob("*.safetensors*")):
+        return "", False
+    loaded = {name: weight.detach() for name, weight in load_saved(job, folder).named_parameters()}
+    for step in range(runs.many[0].after, job.steps):
+        held = assembled(record.parameters(step) for record in runs.many)
+        if all(name in loaded and torch.equal(loaded[name], weight) for name, weight in held.items()):
+            return f"what is saved are the weights after step {step}, and not after step {job.steps}", False
+    return "what is saved is not what was trained, in any step", False
+
+
 def _of_norm(
     job: Job, runs: Runs, result: CaseResult, factors: dict[str, int], fits: float = FITS
 ) -> tuple[str, bool]:
@@ -306,9 +376,11 @@ def _replay(job: Job, runs: Runs, result: CaseResult, begin: int, fits: float = 
                 continue
             if close(ratio, 1, fits):
                 return f"rank {record.rank} does not clip in step {step}, though the norm is {norm:.4g}"
+            if abs(ratio) <= fits:
+                return f"rank {record.rank} makes no step {step}"
             said = f"step {step} of rank {record.rank} is that of its gradients times {ratio / clip:.6g}"
-            at = f", as if it clipped at {ratio * norm:.4g} and not at {most:.4g}" if ratio < 1 else ""
-            return said + at
+            at = f", as if its learning rate were {rate * ratio / clip:.4g} and not {rate:.4g}"
+            return said + at + (f", or it clipped at {ratio * norm:.4g} and not at {most:.4g}" if ratio < 1 else "")
     return ""
 
 
@@ -330,7 +402,8 @@ def _of_evaluation(job: Job, runs: Runs, result: CaseResult, factors: dict[str, 
     of which it counts the full ones once for each rank that has them, and the last one once."""
     what = _evaluation(job, runs, result)
     if what == "filled":
-        return f"Trainer's evaluation loss is a mean over batches, and {REPEATED}", True
+        of_split = ", and split_batches lets it count full ones several times" if job.loaders["split_batches"] else ""
+        return f"Trainer's evaluation loss is a mean over batches{of_split}, and {REPEATED}", True
     same = job.ranks // job.positions
     counted = f"the evaluation loss counts full batches {same} times, as so many ranks have them, the last one once"
     return (counted if what == "counted" else ""), False
@@ -349,7 +422,7 @@ def _evaluations(job: Job, runs: Runs, result: CaseResult) -> dict[str, float]:
     """The evaluation losses that are known, of the run's own parameters."""
     model = _model_at(job, runs, job.steps + 1).eval()
     averaged = runs.one.facts["sums_tokens"] and job.trainer.get("average_tokens_across_devices") is not False
-    whole = job.batch * job.positions
+    whole, split = job.batch * job.positions, job.loaders["split_batches"]
     count = _count(runs, job.rows)
 
     def usual(rounds: Sequence[Sequence[Sequence[int]]], same: int) -> float:
@@ -359,12 +432,12 @@ def _evaluations(job: Job, runs: Runs, result: CaseResult) -> dict[str, float]:
             for seen in each:
                 batch = (pack if job.packing else collate)([job.asked[index] for index in seen])
                 with Float64(), torch.no_grad():
-                    sums.append(float(model(**batch).loss) * tokens_of(batch))
+                    sums.append(float(mean_loss(model, batch, _smoothing(job, result))) * tokens_of(batch))
                 tokens.append(count(batch) if runs.one.facts["sums_tokens"] else tokens_of(batch))
             found: list[float] = []
             for total, number, seen in zip(sums, tokens, each, strict=True):
                 value = total * len(each) / sum(tokens) if averaged else total / number
-                found += [value] * len(seen) * same
+                found += [value] * (whole if split else len(seen)) * same
             losses += found if each is not rounds[-1] else found[: len(job.asked) % whole or whole]
         return sum(losses) / len(losses)
 

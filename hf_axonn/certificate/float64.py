@@ -5,15 +5,19 @@ Both sides of a comparison run under `Float64()`. Nothing here may change what i
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
 
+NOISE = 1e-12  # of the root mean square of all gradients: below it they are rounding
 _CASTS = {torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16}
 _CONVERSIONS = {torch.Tensor.to, torch.Tensor.type}
 _CHANGED = _CASTS | _CONVERSIONS
@@ -56,6 +60,34 @@ def recompute_exactly(model: nn.Module) -> None:
         if isinstance(layer, GradientCheckpointingLayer) and getattr(layer, "gradient_checkpointing", False):
             for child in layer.children():
                 recompute_in_float64(child)
+
+
+@contextlib.contextmanager
+def without_noise(exact: bool = True) -> Iterator[None]:
+    """Inside, every optimizer takes gradients that are nothing but rounding for zero.
+
+    Adafactor and others divide a gradient by its size, so they make full steps of rounding, as of a key bias, whose
+    gradient is zero by mathematics. Both sides of a comparison are rid of it, each rank by what it holds.
+    """
+    if not exact:
+        yield
+        return
+    handle = register_optimizer_step_pre_hook(_zero_noise)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@torch.no_grad()
+def _zero_noise(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    held = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in held if grad is not None]
+    numbers = sum(grad.numel() for grad in local)
+    squares = sum(float(grad.double().square().sum()) for grad in local)
+    least = NOISE * math.sqrt(squares / max(1, numbers))
+    for grad in local:
+        grad.masked_fill_(grad.abs() < least, 0)
 
 
 class ExactLogProbs:

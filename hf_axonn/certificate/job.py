@@ -120,16 +120,34 @@ class Job:
         return max(1, self.steps - 2) if any(path == "resumed" for path, _ in self.cases) else 0
 
     @property
+    def loaders(self) -> dict[str, Any]:
+        """How Accelerate makes loaders of a Trainer, and so of the loop: split_batches and so on."""
+        from transformers.trainer_pt_utils import AcceleratorConfig
+
+        given = self.trainer.get("accelerator_config") or {}
+        made = AcceleratorConfig.from_json_file(given) if isinstance(given, str) else AcceleratorConfig(**given)
+        return {name: getattr(made, name) for name in ("split_batches", "dispatch_batches", "even_batches")}
+
+    @property
+    def uneven(self) -> bool:
+        """Whether the epoch may have an uneven end: without even_batches some ranks would have a batch more."""
+        return bool(self.loaders["even_batches"])
+
+    def batch_of(self, parallel: bool) -> int:
+        """Rows that a loader gives at a time: one process has those of all positions, and so has a split batch."""
+        return self.batch * (1 if parallel and not self.loaders["split_batches"] else self.positions)
+
+    @property
     def rows(self) -> list[Row]:
         """The rows of an epoch: full steps, and in the last one a micro-batch that some positions get little of."""
         whole = self.batch * self.positions
-        number = (self.steps * self.accumulation - 1) * whole + max(1, whole // 2 - 1)
-        return make_rows(number, self.vocabulary, self.seed + 2)
+        last = max(1, whole // 2 - 1) if self.uneven else whole
+        return make_rows((self.steps * self.accumulation - 1) * whole + last, self.vocabulary, self.seed + 2)
 
     @property
     def asked(self) -> list[Row]:
         """The rows of the evaluation, with an uneven end, too."""
-        return make_rows(2 * self.batch * self.positions + 1, self.vocabulary, self.seed + 3)
+        return make_rows(2 * self.batch * self.positions + self.uneven, self.vocabulary, self.seed + 3)
 
     def rate(self, optimizer: str) -> float:
         """The learning rate: the user's, else one with which a step is well above the rounding of the parameters."""

@@ -31,7 +31,6 @@ from hf_axonn.certificate.compare import (
 )
 from hf_axonn.certificate.explain import (
     BATCH_MEANS,
-    FITS,
     OWN,
     RANK_MEANS,
     REPEATED,
@@ -45,6 +44,7 @@ from hf_axonn.certificate.explain import (
 from hf_axonn.certificate.float64 import Float64, error_floor
 from hf_axonn.certificate.job import Job
 from hf_axonn.certificate.launch_plan import LaunchPlan
+from hf_axonn.certificate.mixture import FITS
 from hf_axonn.certificate.pieces import Piece, assembled
 from hf_axonn.certificate.recording import Record
 from hf_axonn.certificate.rounding import ALARMS, RUNS, OtherSums, Step, length_bound, length_error, number_bound

@@ -12,6 +12,7 @@ from typing import Any
 
 from hf_axonn.certificate.compare import BOUND, KINDS, CaseResult, Error
 from hf_axonn.certificate.job import FLOAT64, Job
+from hf_axonn.launch.launch_file import core_count
 
 
 EQUAL, DIFFERENT = 0, 1
@@ -43,19 +44,49 @@ def exit_code(results: list[CaseResult]) -> int:
     return EQUAL if all(result.equal or result.documented for result in results) else DIFFERENT
 
 
+def plan_lines(job: Job, title: str, model: str | None, seconds: int) -> list[str]:
+    """What will be run, before it is."""
+    runs = ", ".join(f"{path} {optimizer}" for path, optimizer in job.cases)
+    return [
+        f"{title}, beside one process, in {job.dtype}.",
+        f"  model     {f'{model}, made small' if model else 'that of the script, made small'}",
+        f"  settings  {settings(job)}",
+        f"  runs      {runs}; {_shape(job)}",
+        f"  time      about {seconds} s on {core_count()} cores",
+        "",
+    ]
+
+
+def settings(job: Job) -> str:
+    """Those of the user, in a line."""
+    if job.script:
+        return "those of the script"
+    given = {**job.trainer, **({"peft": job.peft} if job.peft else {}), **({"packing": True} if job.packing else {})}
+    if job.accumulation > 1:
+        given = {"gradient_accumulation_steps": job.accumulation, **given}
+    return ", ".join(f"{name}: {value}" for name, value in given.items()) or "none given: those by default"
+
+
+def _shape(job: Job) -> str:
+    if job.script:
+        return f"{job.steps} steps, of the script's rows, on {job.positions} position(s)"
+    rows = job.batch * job.positions * job.accumulation
+    end = "; the last one is not full" if job.uneven else ""
+    return (
+        f"{job.steps} steps, of {rows} rows: {job.positions} position(s) x {job.accumulation} micro-batch(es) x "
+        f"{job.batch}{end}"
+    )
+
+
 def lines(job: Job, title: str, results: list[CaseResult], model: str) -> list[str]:
-    """The screen."""
+    """The verdict, on one screen."""
     kinds = [kind for kind in KINDS if any(kind in result.worst for result in results)]
     width = max(len(_name(result)) for result in results) + 2
-    rows = job.batch * job.positions * job.accumulation
-    shape = f"{rows} rows: {job.positions} position(s) x {job.accumulation} micro-batch(es) x {job.batch}"
-    shape += "; the last one is not full"
-    if job.script:
-        shape = f"the script's rows, on {job.positions} position(s)"
     text = [
         f"{title}: {verdict(results, job.dtype)}.",
-        f"  model    {model}",
-        f"  steps    {job.steps}, of {shape}",
+        f"  model     {model}",
+        f"  settings  {settings(job)}",
+        f"  compared  {_shape(job)}",
         "",
         "  " + " " * width + "".join(f"{kind:<12}" for kind in kinds),
     ]

@@ -40,9 +40,9 @@ def make_rows(number: int, vocabulary: int, seed: int) -> list[Row]:
     raise ValueError(f"a vocabulary of {vocabulary} is too small for {number} rows that differ.")
 
 
-def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """A batch, right-padded to its longest row."""
-    longest = max(len(row["input_ids"]) for row in rows)
+def collate(rows: Sequence[Row], least: int = 0) -> dict[str, Tensor]:
+    """A batch, right-padded to its longest row, and to a least length."""
+    longest = max(least, *(len(row["input_ids"]) for row in rows))
 
     def padded(values: list[int], value: int) -> list[int]:
         return values + [value] * (longest - len(values))
@@ -52,6 +52,11 @@ def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
         "attention_mask": torch.tensor([padded([1] * len(row["input_ids"]), 0) for row in rows]),
         "labels": torch.tensor([padded(row["labels"], IGNORED) for row in rows]),
     }
+
+
+def collate_evenly(rows: Sequence[Row]) -> dict[str, Tensor]:
+    """A batch, right-padded to the longest row that there may be: rank 0 joins such batches (dispatch_batches)."""
+    return collate(rows, LONGEST)
 
 
 def tokens_of(batch: Mapping[str, Tensor]) -> int:

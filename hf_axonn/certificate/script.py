@@ -7,31 +7,30 @@ positions have together; lengths of loaders and steps of schedules are those of 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import inspect
 import json
 import os
 import random
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
-from accelerate.data_loader import DataLoaderAdapter, DataLoaderDispatcher, DataLoaderShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import GradientState
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, RandomSampler
 from transformers import AutoConfig, BatchEncoding, PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
 from hf_axonn.accelerator.training import TrainingMethods
 from hf_axonn.certificate.float64 import ExactLogProbs, recompute_exactly
 from hf_axonn.certificate.job import Job
+from hf_axonn.certificate.loaders import NOT_PREPARED, Loading, names_of
 from hf_axonn.certificate.loading import EXACT, distributed
 from hf_axonn.certificate.recording import Recorder, number
 from hf_axonn.certificate.shrinking import shrunk
@@ -59,6 +58,7 @@ FIXED: dict[str, Any] = {
     "neftune_noise_alpha": None,
     "report_to": "none",
 }
+CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 WRITES = ("w", "a", "x", "+")  # one of them is in the mode of a file that is opened for writing
 
 
@@ -74,23 +74,22 @@ class _Run:
         recorder: of the case.
         parallel: whether this is a run under the launch file.
     Attributes:
-        times: by which a batch is larger than the script's: one process has the rows of all positions.
+        loading: what its loaders share.
         vocabulary: of the small model; 0: not loaded yet.
         models: directories of the small models.
-        seen: batches that a loader has given and no backward pass has used, by the loader's id.
-        accelerates, started, written: whether there is an Accelerator, whether a backward pass was begun, and whether
-            the gradients of this step were noted.
+        accelerator: the script's last one; started, written: whether a backward pass was begun, and whether the
+            gradients of this step were noted.
         trainer: the script's, if it has one.
         norms, logged: for each step, the one that is being made too; counted: for each micro-batch.
     """
 
     def __init__(self, job: Job, recorder: Recorder, parallel: bool) -> None:
         self.job, self.recorder, self.parallel = job, recorder, parallel
-        self.times = 1 if parallel else job.positions
+        self.loading = Loading(1 if parallel else job.positions, job.seed, self.batch)
         self.vocabulary = 0
         self.models: list[str] = []
-        self.seen: dict[int, list[dict[str, Any]]] = {}
-        self.accelerates = self.started = self.written = False
+        self.accelerator: Accelerator | None = None
+        self.started = self.written = False
         self.trainer: Trainer | None = None
         self.norms: list[float | None] = [None]
         self.logged: list[dict[str, float]] = []
@@ -114,7 +113,7 @@ class _Run:
         return folder
 
     def load(self, kind: type[PreTrainedModel], config: Any, options: dict[str, Any]) -> Any:
-        """The small model, as the script asks for it."""
+        """The small model, as the script asks for it; its name is that of the large one, for tokenizers and copies."""
         if any(options.get(name) for name in ("quantization_config", "load_in_8bit", "load_in_4bit")):
             raise ValueError("the script loads quantized weights, which are no float64: omit quantization_config.")
         kept = {name: value for name, value in options.items() if name not in (*PLACE, *DTYPES)}
@@ -125,6 +124,8 @@ class _Run:
         if str(kept.get("attn_implementation") or "sdpa") not in ("sdpa", "eager"):
             kept.pop("attn_implementation")
         model = _LOAD.__func__(kind, self.small(kind, config), **(kept | EXACT))
+        if name := getattr(config, "name_or_path", ""):
+            model.config.name_or_path = model.name_or_path = name
         _seed(self.job.seed)  # whatever loading has drawn
         return model
 
@@ -145,7 +146,8 @@ class _Run:
         return BatchEncoding(found) if isinstance(values, BatchEncoding) else found
 
     def backward(self, accelerator: Accelerator, loss: Tensor) -> None:
-        """Before a backward pass: note its micro-batch and its loss; before the first one, the weights."""
+        """Before a backward pass: note its micro-batch and its part of the step's loss; before the first one, the
+        weights."""
         if not prepared_models(accelerator):
             raise ValueError("the script prepares no model with Accelerator.prepare.")
         if not self.started:
@@ -153,8 +155,9 @@ class _Run:
             self.recorder.start(self.bare(accelerator))
             self.started = True
         self.written = False
-        waiting = self.seen.get(id(GradientState().active_dataloader), [])
-        self.recorder.batch(waiting.pop(0) if waiting else {}, loss.detach() / accelerator.gradient_accumulation_steps)
+        loader = GradientState().active_dataloader
+        waiting = self.loading.seen.get(NOT_PREPARED if loader is None else id(loader), [])
+        self.recorder.batch(waiting.pop(0) if waiting else {}, loss.detach())
 
     def bare(self, accelerator: Accelerator) -> nn.Module:
         """The model without wrappers; of several, the first one that is trained."""
@@ -189,13 +192,21 @@ class _Run:
         """Write the rest, or say why there is nothing.
 
         Raises:
-            ValueError: the script built no Trainer and no Accelerator, loaded no model, or made fewer steps.
+            ValueError: the script built no Trainer and no Accelerator, loaded no model, made no backward pass, stepped
+                no prepared optimizer, or made fewer steps.
         """
         name = self.job.script[0]
-        if not self.accelerates:
+        if self.accelerator is None:
             raise ValueError(f"{name} builds no Trainer and no Accelerator: there is nothing to compare.")
-        if self.started and not self.models:
+        if not self.started:
+            raise ValueError(f"{name} ended without a backward pass: there is nothing to compare.")
+        if not self.models:
             raise ValueError(f"{name} loads no model of Transformers, so that none was made small.")
+        if not self.steps:
+            raise ValueError(
+                f"{name} makes backward passes, and no step of an optimizer that Accelerator.prepare was given: "
+                "prepare the optimizer too."
+            )
         if self.steps < self.job.steps:
             raise ValueError(f"{name} ended after {self.steps} of {self.job.steps} step(s): give fewer --steps.")
         self.recorder.close(
@@ -228,7 +239,7 @@ def run_script(job: Job, recorder: Recorder, *, parallel: bool) -> None:
     words, places = sys.argv, list(sys.path)
     sys.argv, sys.path[0] = list(job.script), str(script.parent)
     _seed(job.seed)
-    with replaced(_of_models(run) | _of_data(run) | _of_accelerators(run) | _of_trainers(run)):
+    with replaced(_of_models(run) | run.loading.replacements() | _of_accelerators(run) | _of_trainers(run)):
         try:
             runpy.run_path(str(script), run_name="__main__")
         except _Enough:
@@ -301,77 +312,11 @@ def _of_models(run: _Run) -> dict[tuple[Any, str], Any]:
     }
 
 
-def _namer(function: Callable[..., Any], *first: str) -> Callable[[Sequence[Any]], dict[str, Any]]:
-    """What gives the positional arguments of a method, after those of `first`, their names."""
-    names = [name for name in inspect.signature(function).parameters if name not in ("self", *first)]
-    return lambda words: dict(zip(names, words, strict=False))
-
-
-def _of_data(run: _Run) -> dict[tuple[Any, str], Any]:
-    """Loaders: no workers; ids of the small vocabulary; on one process, the rows of all positions at a time."""
-    make, length, adapt = DataLoader.__init__, DataLoader.__len__, DataLoaderAdapter.__init__
-    named = _namer(make, "dataset")
-    adapting: list[bool] = []  # while Accelerate makes a loader of one that is there
-
-    def adapted(self: Any, *words: Any, **options: Any) -> None:
-        adapting.append(True)
-        try:
-            adapt(self, *words, **options)
-        finally:
-            adapting.pop()
-
-    def init(self: Any, dataset: Any, *words: Any, **options: Any) -> None:
-        options |= named(words)
-        options |= {"num_workers": 0, "prefetch_factor": None, "persistent_workers": False, "pin_memory": False}
-        options.pop("multiprocessing_context", None)
-        if options.get("shuffle") and options.get("generator") is None and not adapting:
-            # Accelerate draws an order of its own on many processes, and torch another one on one
-            options.pop("shuffle")
-            options["sampler"] = RandomSampler(dataset, generator=torch.Generator().manual_seed(run.job.seed))
-        if run.times > 1 and not adapting:
-            sampler: Any = options.get("batch_sampler")
-            if isinstance(getattr(sampler, "batch_size", None), int):
-                sampler.batch_size *= run.times
-            elif sampler is not None:
-                kind = type(sampler).__name__
-                raise ValueError(f"{kind} has no batch_size, so that one process cannot have the rows of all.")
-            elif options.get("batch_size", 1) is not None:
-                options["batch_size"] = options.get("batch_size", 1) * run.times
-                self.__dict__["batches_of_positions"] = run.times
-        make(self, dataset, **options)
-        collate = self.collate_fn
-        if not getattr(collate, "of_certificate", False):
-            changed: Any = lambda rows: run.batch(collate(rows))  # noqa: E731
-            changed.of_certificate = True
-            self.collate_fn = changed
-
-    def __len__(self: Any) -> int:
-        times = self.__dict__.get("batches_of_positions")
-        if times is None or isinstance(self.dataset, torch.utils.data.IterableDataset):
-            return int(length(self))
-        rows, each = len(self.sampler), int(self.batch_size) // times
-        return int(rows // each if self.drop_last else -(-rows // each))
-
-    def noting(stock: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        def iterate(self: Any) -> Iterator[Any]:
-            for batch in stock(self):
-                run.seen.setdefault(id(self), []).append(dict(batch) if isinstance(batch, Mapping) else {})
-                yield batch
-
-        return iterate
-
-    return {
-        (DataLoaderAdapter, "__init__"): adapted,
-        (DataLoader, "__init__"): init,
-        (DataLoader, "__len__"): __len__,
-        **{(kind, "__iter__"): noting(kind.__iter__) for kind in (DataLoaderShard, DataLoaderDispatcher)},
-    }
-
-
 def _of_accelerators(run: _Run) -> dict[tuple[Any, str], Any]:
     """What is noted of training, and settings that are the certificate's."""
     make, step, move = Accelerator.__init__, AcceleratedOptimizer.step, AcceleratedScheduler.step
-    named = _namer(make)
+    differentiate: Any = Tensor.backward
+    named = names_of(make)
     entered: list[bool] = []
     last: list[Any] = []
 
@@ -386,7 +331,7 @@ def _of_accelerators(run: _Run) -> dict[tuple[Any, str], Any]:
             PartialState(cpu=True)
             as_on_gpus()
         make(self, **options)
-        run.accelerates = True
+        run.accelerator = self
 
     def clipping(stock: Callable[..., Any]) -> Callable[..., Any]:
         def clip(self: Any, *words: Any, **options: Any) -> Any:
@@ -398,10 +343,23 @@ def _of_accelerators(run: _Run) -> dict[tuple[Any, str], Any]:
 
         return clip
 
+    def clipping_bare(stock: Callable[..., Any]) -> Callable[..., Any]:
+        """torch's own functions, which Accelerate's use too."""
+
+        def clip(*words: Any, **options: Any) -> Any:
+            if run.accelerator is None or not run.accelerator.sync_gradients or run.written:
+                return stock(*words, **options)
+            run.gradients(run.accelerator)
+            norm = stock(*words, **options)
+            run.norms[-1] = None if norm is None else number(norm)
+            return norm
+
+        return clip
+
     def passing(stock: Callable[..., Any]) -> Callable[..., Any]:
         def backward(self: Any, loss: Tensor, **options: Any) -> Any:
             if not entered:
-                run.backward(self, loss)
+                run.backward(self, loss / self.gradient_accumulation_steps)
                 last[:] = [self]
             entered.append(True)
             try:
@@ -410,6 +368,13 @@ def _of_accelerators(run: _Run) -> dict[tuple[Any, str], Any]:
                 entered.pop()
 
         return backward
+
+    def bare(loss: Tensor, *words: Any, **options: Any) -> None:
+        """`loss.backward()` in place of `accelerator.backward(loss)`."""
+        if not entered and run.accelerator is not None and prepared_models(run.accelerator):
+            run.backward(run.accelerator, loss)
+            last[:] = [run.accelerator]
+        differentiate(loss, *words, **options)
 
     def stepping(self: Any, closure: Any = None) -> None:
         synced = self.gradient_state.sync_gradients and bool(last)
@@ -421,17 +386,16 @@ def _of_accelerators(run: _Run) -> dict[tuple[Any, str], Any]:
             run.stepped(last[0], rate)
 
     def moving(self: Any, *words: Any, **options: Any) -> None:
-        if run.times == 1:
-            move(self, *words, **options)
-            return
-        with counted_as(run.times):
+        with counted_as(run.loading.positions) if run.loading.positions > 1 else contextlib.nullcontext():
             move(self, *words, **options)
 
     classes = (Accelerator, TrainingMethods)
     return {
         (Accelerator, "__init__"): init,
         **{(kind, "clip_grad_norm_"): clipping(kind.clip_grad_norm_) for kind in classes},
+        **{(nn.utils, name): clipping_bare(getattr(nn.utils, name)) for name in CLIPPING},
         **{(kind, "backward"): passing(kind.backward) for kind in classes},
+        (Tensor, "backward"): bare,
         (AcceleratedOptimizer, "step"): stepping,
         (AcceleratedScheduler, "step"): moving,
     }

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from hf_axonn.certificate.compare import Runs, piece_errors
-from hf_axonn.certificate.explain import BATCH_MEANS, FITS, RANK_MEANS, TOKENS, _count
+from hf_axonn.certificate.explain import BATCH_MEANS, RANK_MEANS, TOKENS, _count
 from hf_axonn.certificate.float64 import Float64, error_floor
 from hf_axonn.certificate.job import WITNESS, Job
 from hf_axonn.certificate.launch_plan import LaunchPlan
 from hf_axonn.certificate.loading import load_model
+from hf_axonn.certificate.mixture import FITS
 from hf_axonn.certificate.pieces import Piece, assembled
 from hf_axonn.certificate.rounding import RUNS, Batch, Precision, Step, length_error, replicas, step_of
 from hf_axonn.certificate.rows import collate, pack, tokens_of

@@ -16,12 +16,12 @@ import itertools
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, InitProcessGroupKwargs, PartialState
+from accelerate import Accelerator, DataLoaderConfiguration, InitProcessGroupKwargs, PartialState
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -29,12 +29,14 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import logging
 
 from hf_axonn.certificate.deepspeed import before_steps, on_cpus
-from hf_axonn.certificate.float64 import Float64, recompute_exactly
+from hf_axonn.certificate.float64 import Float64, recompute_exactly, without_noise
 from hf_axonn.certificate.job import FLOAT64, WITNESS, Job
+from hf_axonn.certificate.loaders import drawn_alike
 from hf_axonn.certificate.loading import load_model
 from hf_axonn.certificate.recording import Recorder, norm_of
-from hf_axonn.certificate.rows import Row, collate, pack, seen_in, spans, tokens_of
+from hf_axonn.certificate.rows import Row, collate, collate_evenly, pack, seen_in, spans, tokens_of
 from hf_axonn.certificate.script import run_script
+from hf_axonn.certificate.watching import be_watched
 from hf_axonn.compat.accelerate import as_on_gpus, forget_state
 
 
@@ -50,6 +52,7 @@ def main() -> None:
     """Run the job of the command line; a failure is left in a file, and ends the process."""
     job = Job.load(sys.argv[1])
     parallel, rank = int(os.environ.get("WORLD_SIZE", 1)) > 1, int(os.environ.get("RANK", 0))
+    be_watched(Path(job.folder, side(parallel)), rank)
     try:
         run(job, sys.argv[2:])
         PartialState().destroy_process_group()
@@ -74,8 +77,9 @@ def run(job: Job, names: Sequence[str] = ()) -> None:
     for path, optimizer in job.cases:
         if f"{path}-{optimizer}" in names or not names and path != "resumed":
             forget_state()
-            begun.write_text(f"{path}-{optimizer}", encoding="utf-8")
-            with Float64() if exact else contextlib.nullcontext():
+            with begun.open("a", encoding="utf-8") as cases:
+                cases.write(f"{path}-{optimizer}\n")
+            with Float64() if exact else contextlib.nullcontext(), without_noise(exact):
                 ways[path](job, path, optimizer)
 
 
@@ -102,9 +106,10 @@ def _recorder(job: Job, path: str, optimizer: str) -> Recorder:
     return Recorder(_folder(job, path, optimizer), int(os.environ.get("RANK", 0)), job.rows, after)
 
 
-def _batch(job: Job) -> int:
-    """Rows of a micro-batch of one process."""
-    return job.batch if _parallel() else job.batch * job.positions
+def _collator(job: Job) -> Any:
+    if job.packing:
+        return pack
+    return collate_evenly if job.loaders["dispatch_batches"] else collate
 
 
 class _RecordingTrainer(Trainer):
@@ -114,6 +119,7 @@ class _RecordingTrainer(Trainer):
     asked: list[dict[str, Any]]
     answers: list[Any]
     counted: list[int | None]
+    times: int = 1  # by which a batch is larger than that of a rank
     engine: Any = None  # of DeepSpeed, whose steps come within `training_step`
 
     @property
@@ -134,6 +140,31 @@ class _RecordingTrainer(Trainer):
         if self.accelerator.sync_gradients and self.engine is None:
             self.recorder.gradients(self.trained)
         return loss
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """As the stock method of a rank, so that all processes draw the same order."""
+        with self._as_a_rank():
+            return drawn_alike(super()._get_train_sampler(train_dataset), self.args.seed)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        """As the stock method of a rank."""
+        with self._as_a_rank():
+            return super()._get_eval_sampler(eval_dataset)
+
+    @contextlib.contextmanager
+    def _as_a_rank(self) -> Iterator[None]:
+        """Inside, the arguments say how large the batches of a rank are: rows are grouped by their lengths so."""
+        if self.args.train_sampling_strategy != "group_by_length":
+            yield
+            return
+        before = self.args.per_device_train_batch_size, self.args.per_device_eval_batch_size
+        self.args.per_device_train_batch_size, self.args.per_device_eval_batch_size = (
+            size // self.times for size in before
+        )
+        try:
+            yield
+        finally:
+            self.args.per_device_train_batch_size, self.args.per_device_eval_batch_size = before
 
     def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *_: Any, **kwargs: Any) -> Any:
         """As the stock method, which is asked for logits; they are kept here, and go nowhere."""
@@ -168,8 +199,8 @@ def _arguments(job: Job, optimizer: str, folder: Path) -> TrainingArguments:
         options.pop("optim_args", None)
     options |= {
         "output_dir": str(folder / "output"),
-        "per_device_train_batch_size": _batch(job),
-        "per_device_eval_batch_size": _batch(job),
+        "per_device_train_batch_size": job.batch_of(_parallel()),
+        "per_device_eval_batch_size": job.batch_of(_parallel()),
         "gradient_accumulation_steps": job.accumulation,
         "max_steps": job.steps,
         "optim": optimizer,
@@ -201,10 +232,11 @@ def _trainer(job: Job, path: str, optimizer: str) -> None:
         args=arguments,
         train_dataset=job.rows,
         eval_dataset=job.asked,
-        data_collator=pack if job.packing else collate,
+        data_collator=_collator(job),
         callbacks=[_Steps(recorder)],
     )
     trainer.recorder, trainer.asked, trainer.answers, trainer.counted = recorder, [], [], []
+    trainer.times = job.batch_of(_parallel()) // job.batch_of(True)
     saved = _folder(job, "trainer", optimizer) / "output" / f"checkpoint-{job.saved_at}"
     trainer.train(resume_from_checkpoint=str(saved) if path == "resumed" else None)
     metrics = trainer.evaluate()
@@ -247,14 +279,12 @@ def _loop(job: Job, path: str, optimizer: str) -> None:
         as_on_gpus()
     zero = _zero(job)
     backend = {"kwargs_handlers": [InitProcessGroupKwargs(backend="gloo")]}
-    accelerator = (
-        Accelerator(**backend, gradient_accumulation_steps=job.accumulation) if zero else Accelerator(cpu=True)
-    )
+    ways: dict[str, Any] = {"gradient_accumulation_steps": job.accumulation, **backend} if zero else {"cpu": True}
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**job.loaders), **ways)
     model: Any = load_model(job, parallel=_parallel(), dtype=_dtype(job))
     model.train()
     kind = {WITNESS: torch.optim.SGD, "adamw_torch": torch.optim.AdamW}[optimizer]
-    made = pack if job.packing else collate
-    loader: Any = DataLoader(job.rows, batch_size=_batch(job), collate_fn=made)  # type: ignore[arg-type]
+    loader: Any = DataLoader(job.rows, job.batch_of(_parallel()), collate_fn=_collator(job))  # type: ignore[arg-type]
     model, trained, loader = accelerator.prepare(model, kind(model.parameters(), lr=job.rate(optimizer)), loader)
     bare = accelerator.unwrap_model(model)
     recorder.start(bare)

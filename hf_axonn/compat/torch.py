@@ -16,11 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from hf_axonn.compat.replaced import replaced
 
 
 OperatorMode = TorchDispatchMode  # sees operators below autograd, forward and backward
+MapFetcher = _MapDatasetFetcher  # reads and collates the items of a batch of a map-style dataset
 
 
 def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tensor) -> DeviceMesh:

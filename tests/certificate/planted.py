@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
+from accelerate.data_loader import BatchSamplerShard
+from accelerate.optimizer import AcceleratedOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_axonn.certificate import worker
@@ -48,6 +50,13 @@ def duplicated_sample() -> None:
         worker.collate = lambda rows: stock([rows[-1], *rows[1:]])
 
 
+def duplicated_index() -> None:
+    """The loader that Accelerate has made for rank 1 gives the last row of a batch twice, and not its first one."""
+    stock = BatchSamplerShard.__iter__
+    if dist.get_rank() == 1:
+        BatchSamplerShard.__iter__ = lambda self: ([batch[-1], *batch[1:]] for batch in stock(self))
+
+
 def unclipped_rank() -> None:
     """Rank 1 computes the norm, and leaves its gradients as they are."""
     stock = Accelerator.clip_grad_norm_
@@ -67,6 +76,189 @@ def dropped_bias() -> None:
         return loss
 
     transformers.Trainer.training_step = step
+
+
+def means_of_means() -> None:
+    """Trainer divides by the tokens of a rank, and not by those of all."""
+    stock = transformers.Trainer._get_num_items_in_batch
+
+    def own(self, *args, **kwargs):
+        self.args.average_tokens_across_devices = False
+        try:
+            return stock(self, *args, **kwargs)
+        finally:
+            self.args.average_tokens_across_devices = True
+
+    transformers.Trainer._get_num_items_in_batch = own
+
+
+def unprepared_loader() -> None:
+    """Trainer's loader of training is not given to Accelerate."""
+    stock = transformers.Trainer._get_dataloader
+
+    def bare(self, *args, is_training=False, **kwargs):
+        made = stock(self, *args, is_training=is_training, **kwargs)
+        if not is_training:
+            return made
+        return torch.utils.data.DataLoader(self.train_dataset, self._train_batch_size, collate_fn=self.data_collator)
+
+    transformers.Trainer._get_dataloader = bare
+
+
+def _of_inputs(change) -> None:
+    """Rank 1 computes its losses of other inputs than its loader has given."""
+    stock = transformers.Trainer.compute_loss
+
+    def changed(self, model, inputs, *args, **kwargs):
+        return stock(self, model, change(dict(inputs)), *args, **kwargs)
+
+    if dist.get_rank() == 1:
+        transformers.Trainer.compute_loss = changed
+
+
+def labels_of_one_rank() -> None:
+    """Rank 1 learns to predict the second token after each."""
+    _of_inputs(lambda inputs: {**inputs, "labels": inputs["labels"].roll(1, 1)})
+
+
+def positions_of_one_rank() -> None:
+    """Rank 1 counts positions from 1."""
+
+    def shifted(inputs):
+        places = torch.arange(1, inputs["input_ids"].shape[1] + 1).expand_as(inputs["input_ids"])
+        return {**inputs, "position_ids": places}
+
+    _of_inputs(shifted)
+
+
+def _of_gradients(change) -> None:
+    """Something happens to the model's gradients after each backward pass of Trainer."""
+    stock = transformers.Trainer.training_step
+
+    def step(self, model, *args, **kwargs):
+        loss = stock(self, model, *args, **kwargs)
+        change(self, model)
+        return loss
+
+    transformers.Trainer.training_step = step
+
+
+def left_out_micro_batch() -> None:
+    """The first micro-batch of rank 1 in each step is not counted."""
+    stock = transformers.Trainer.compute_loss
+    seen = []
+
+    def counted(self, *args, **kwargs):
+        loss = stock(self, *args, **kwargs)
+        seen.append(loss)
+        return loss if len(seen) % self.args.gradient_accumulation_steps == 0 or isinstance(loss, tuple) else loss * 0
+
+    if dist.get_rank() == 1:
+        transformers.Trainer.compute_loss = counted
+
+
+def kept_gradient() -> None:
+    """Nothing sets gradients to zero after a step."""
+    transformers.GPT2LMHeadModel.zero_grad = lambda self, *_, **__: None
+    DistributedDataParallel.zero_grad = lambda self, *_, **__: None
+    AcceleratedOptimizer.zero_grad = lambda self, *_, **__: None
+
+
+def scaled_gradient() -> None:
+    """The gradient of the embeddings is added up over the ranks and not averaged."""
+
+    def double(trainer, model):
+        if trainer.accelerator.sync_gradients:
+            model.module.transformer.wpe.weight.grad.mul_(2)
+
+    _of_gradients(double)
+
+
+def clipped_before_averaging() -> None:
+    """Every rank clips its own gradients, then they are averaged."""
+    stock = transformers.Trainer.training_step
+
+    def step(self, model, *args, **kwargs):
+        with model.no_sync():
+            loss = stock(self, model, *args, **kwargs)
+        if self.accelerator.sync_gradients:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+        return loss
+
+    transformers.Trainer.training_step = step
+
+
+def rounded_average() -> None:
+    """DistributedDataParallel averages gradients in bf16."""
+    made = DistributedDataParallel.__init__
+
+    def average(_state, bucket):  # torch looks at annotations, which are texts here
+        short = bucket.buffer().bfloat16()
+        dist.all_reduce(short)
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer().copy_(short / dist.get_world_size()))
+        return future
+
+    def make(self, *args, **kwargs) -> None:
+        made(self, *args, **kwargs)
+        self.register_comm_hook(None, average)
+
+    DistributedDataParallel.__init__ = make
+
+
+def other_rate_of_a_rank() -> None:
+    """Rank 1 steps with twice the learning rate."""
+    stock = torch.optim.SGD.step
+
+    def step(self, *args, **kwargs):
+        for group in self.param_groups:
+            group["lr"] *= 2
+        try:
+            return stock(self, *args, **kwargs)
+        finally:
+            for group in self.param_groups:
+                group["lr"] /= 2
+
+    if dist.get_rank() == 1:
+        torch.optim.SGD.step = step
+
+
+def step_left_out() -> None:
+    """Rank 1 makes no step of its optimizer."""
+    if dist.get_rank() == 1:
+        torch.optim.SGD.step = lambda self, *_, **__: None
+
+
+def other_weights_of_a_rank() -> None:
+    """Rank 1 begins with other weights, after DistributedDataParallel has made them the same."""
+    made = DistributedDataParallel.__init__
+
+    def make(self, *args, **kwargs) -> None:
+        made(self, *args, **kwargs)
+        with torch.no_grad():
+            next(self.parameters()).mul_(1.01)
+
+    if dist.get_rank() == 1:
+        DistributedDataParallel.__init__ = make
+
+
+def saved_too_early() -> None:
+    """`save_model` writes the weights with which training began."""
+    begin, write = transformers.Trainer.train, transformers.Trainer.save_model
+    kept = {}
+
+    def train(self, *args, **kwargs):
+        kept.update({name: value.clone() for name, value in self.model.state_dict().items()})
+        return begin(self, *args, **kwargs)
+
+    def save(self, *args, **kwargs):
+        self.accelerator.unwrap_model(self.model).load_state_dict(kept)
+        return write(self, *args, **kwargs)
+
+    transformers.Trainer.train, transformers.Trainer.save_model = train, save
 
 
 def unreduced_by_deepspeed() -> None:
@@ -95,8 +287,22 @@ ERRORS = {
         forgotten_average,
         scaled_loss,
         duplicated_sample,
+        duplicated_index,
         unclipped_rank,
         dropped_bias,
+        means_of_means,
+        unprepared_loader,
+        labels_of_one_rank,
+        positions_of_one_rank,
+        left_out_micro_batch,
+        kept_gradient,
+        scaled_gradient,
+        clipped_before_averaging,
+        rounded_average,
+        other_rate_of_a_rank,
+        step_left_out,
+        other_weights_of_a_rank,
+        saved_too_early,
         unreduced_by_deepspeed,
         ungathered_by_deepspeed,
     )

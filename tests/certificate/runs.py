@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -21,6 +22,7 @@ from tests.helpers.launching import forked
 from tests.helpers.ranks import run_ranks
 
 
+SCRIPTS = Path(__file__).parent / "scripts"
 BASE = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "mixed_precision": "no"}
 
 
@@ -54,6 +56,15 @@ def _run_alone(folder: Path) -> None:
     assert ended.code == 0, ended.output[-4000:]
 
 
+def certified(job: Job, plan: LaunchPlan) -> list[CaseResult]:
+    """What becomes of all cases of a job that nothing has run yet."""
+    _run_alone(Path(job.folder))
+    run_ranks(_rank, job.ranks, job, plan, "", timeout=500)
+    if resumed := [f"{path}-{optimizer}" for path, optimizer in job.cases if path == "resumed"]:
+        run_ranks(_rank, job.ranks, job, plan, "", resumed, timeout=500)  # by new processes
+    return conclude(job, plan)
+
+
 def many_processes(job: Job, folder: Path, plan: LaunchPlan, planted: str = "") -> CaseResult:
     """What becomes of a job on the ranks of its launch file, whose run on one process is there, in another folder."""
     shutil.copytree(job.folder, folder)
@@ -73,19 +84,22 @@ def assert_named(job: Job, plan: LaunchPlan, folder: Path, error: str, kind: str
     assert not result.documented and said in result.cause, result.cause
 
 
-def _rank(job: Job, plan: LaunchPlan, planted: str) -> None:
+def _rank(job: Job, plan: LaunchPlan, planted: str, cases: Sequence[str] = ()) -> None:
     os.environ["ACCELERATE_USE_CPU"] = "true"
     os.environ["ACCELERATE_MIXED_PRECISION"] = plan.settings["mixed_precision"]
     if plan.own:
         section = {key: value for key, value in plan.settings["axonn_config"].items()}
         os.environ[VARIABLE] = AxonnConfig.from_mapping(section).to_json()
         notebook._use_grid()
+    if plan.fsdp:
+        of_file = {name.upper(): str(value) for name, value in plan.settings["fsdp_config"].items()}
+        os.environ |= {"ACCELERATE_USE_FSDP": "true", **of_file}
     if plan.zero is not None:  # what accelerate launch leaves in the environment
         os.environ |= {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(plan.zero.stage)}
         on_cpus()
     if planted:
         ERRORS[planted]()
-    worker.run(job)
+    worker.run(job, cases)
 
 
 def plan_of(folder: Path, ranks: int, dtype: str = FLOAT64, **settings) -> LaunchPlan:
