@@ -79,6 +79,52 @@ def _whole_value(_: object, args: tuple[DTensor], kwargs: dict) -> float:
         return args[0].full_tensor().item()
 
 
+# What Python calls of the right operand's class first, too, where that is a subclass of the left one's.
+OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv")
+
+
+def meet_plain_tensors(whole: Callable[[DTensor], torch.Tensor]) -> None:
+    """Let a number that was made of parameters on an `unnamed_mesh` be a plain one where an operator (+ - * /) has it
+    and a plain tensor, as in `loss + penalty`: torch would make a DTensor of both, which collectives, and code that
+    adds it in place to another tensor, refuse. Once.
+
+    Args:
+        whole: makes the plain number, in the graph.
+    """
+    if hasattr(DTensor, "meets_plain_tensors"):
+        return
+
+    def meeting(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def operator(self: DTensor, other: Any) -> Any:
+            plain = isinstance(other, torch.Tensor) and not isinstance(other, DTensor)
+            if plain and self.dim() == 0 and hasattr(self.device_mesh, "of_grid"):
+                return original(whole(self), other)
+            return original(self, other)
+
+        return operator
+
+    dispatcher: Any = DTensor._op_dispatcher
+    tail = getattr(dispatcher, "_dispatch_fast_path_python_tail", None)  # since torch 2.10
+
+    def explaining(operator: Any, args: tuple, *more: Any) -> Any:
+        try:
+            return tail(operator, args, *more)  # type: ignore[misc]
+        except AssertionError:
+            if isinstance(args[0], DTensor):
+                raise
+            raise TypeError(
+                f"{operator} would change a plain tensor in place by a number that was computed from sharded "
+                "parameters: write loss = loss + penalty instead of loss += penalty."
+            ) from None
+
+    for name in OPERATORS:
+        setattr(DTensor, f"__{name}__", meeting(getattr(DTensor, f"__{name}__")))
+    if tail is not None:
+        dispatcher._dispatch_fast_path_python_tail = explaining
+    DTensor.meets_plain_tensors = True  # type: ignore[attr-defined]
+
+
 def decide_finiteness(reduce: Callable[[torch.Tensor], object]) -> None:
     """Let a GradScaler that has looked at gradients on an `unnamed_mesh` take the answer that `reduce` leaves.
 
@@ -454,12 +500,14 @@ def when_out_of_memory(function: Callable[[], object]) -> None:
     cast(Any, torch._C)._cuda_attach_out_of_memory_observer(lambda device, asked, total, free: function())
 
 
-total_norm = torch.nn.utils.get_total_norm  # torch's own, whatever `total_norm_by` has put in its place
+# torch's own, whatever `total_norm_by` has put in their place
+total_norm, clip_with_norm = torch.nn.utils.get_total_norm, torch.nn.utils.clip_grads_with_norm_
 
 
 def total_norm_by(other: Callable[[list[torch.Tensor], float], torch.Tensor | None]) -> None:
     """Let `torch.nn.utils.clip_grad_norm_` and `get_total_norm` return what `other(tensors, norm_type)` returns, where
-    that is not None. For scripts that have imported `clip_grad_norm_` before, too."""
+    that is not None, and clip DTensors and plain gradients together. For scripts that have imported `clip_grad_norm_`
+    before, too."""
     from torch.nn.utils import clip_grad
 
     def norm_of(
@@ -475,5 +523,20 @@ def total_norm_by(other: Callable[[list[torch.Tensor], float], torch.Tensor | No
         # The norm of this one norm, which is the same, for the error that torch raises.
         return total_norm([found], norm_type, error_if_nonfinite, foreach)
 
+    def clip(
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm: torch.Tensor,
+        foreach: bool | None = None,
+    ) -> None:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        sharded = [each for each in parameters if isinstance(each.grad, DTensor)]
+        plain = [each for each in parameters if not isinstance(each.grad, DTensor)]
+        if sharded and plain and isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        for group in (sharded, plain):  # one kernel does not take both
+            clip_with_norm(group, max_norm, norm, foreach)
+
     setattr(clip_grad, "_get_total_norm", norm_of)  # noqa: B010
-    torch.nn.utils.get_total_norm = norm_of
+    setattr(clip_grad, "_clip_grads_with_norm_", clip)  # noqa: B010
+    torch.nn.utils.get_total_norm, torch.nn.utils.clip_grads_with_norm_ = norm_of, clip
