@@ -85,8 +85,8 @@ OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv")
 
 def meet_plain_tensors(whole: Callable[[DTensor], torch.Tensor]) -> None:
     """Let a number that was made of parameters on an `unnamed_mesh` be a plain one where an operator (+ - * /) has it
-    and a plain tensor, as in `loss + penalty`: torch would make a DTensor of both, which collectives, and code that
-    adds it in place to another tensor, refuse. Once.
+    and a plain tensor, as in `loss + penalty` or `loss += penalty`: torch would make a DTensor of both, which
+    collectives refuse, and has an AssertionError for sums in place. Once.
 
     Args:
         whole: makes the plain number, in the graph.
@@ -104,25 +104,36 @@ def meet_plain_tensors(whole: Callable[[DTensor], torch.Tensor]) -> None:
 
         return operator
 
-    dispatcher: Any = DTensor._op_dispatcher
-    tail = getattr(dispatcher, "_dispatch_fast_path_python_tail", None)  # since torch 2.10
-
-    def explaining(operator: Any, args: tuple, *more: Any) -> Any:
-        try:
-            return tail(operator, args, *more)  # type: ignore[misc]
-        except AssertionError:
-            if isinstance(args[0], DTensor):
-                raise
-            raise TypeError(
-                f"{operator} would change a plain tensor in place by a number that was computed from sharded "
-                "parameters: write loss = loss + penalty instead of loss += penalty."
-            ) from None
-
     for name in OPERATORS:
         setattr(DTensor, f"__{name}__", meeting(getattr(DTensor, f"__{name}__")))
-    if tail is not None:
-        dispatcher._dispatch_fast_path_python_tail = explaining
+    handlers: dict = DTensor._op_dispatcher._custom_op_handlers
+    for name in ("add_", "sub_"):
+        operator = getattr(torch.ops.aten, name).Tensor
+        handlers[operator] = functools.partial(_in_place, handlers)
     DTensor.meets_plain_tensors = True  # type: ignore[attr-defined]
+
+
+def _in_place(handlers: dict, operator: Any, args: tuple, kwargs: dict) -> Any:
+    """`own += other` and `own -= other` where one is a DTensor; the sums of gradients come here, too.
+
+    Raises:
+        TypeError: `own` is a plain tensor. Python then makes it `own = own + other`, as of any other operands.
+    """
+    own, other = args[0], args[1]
+    if not isinstance(own, DTensor):
+        raise TypeError(
+            f"{operator} would change a plain tensor in place by a number that was computed from sharded parameters: "
+            "use loss + penalty or loss += penalty."
+        )
+    alike = isinstance(other, DTensor) and own.shape == other.shape and own.placements == other.placements
+    if alike and hasattr(own.device_mesh, "of_grid") and own.device_mesh is other.device_mesh:
+        operator(own._local_tensor, other._local_tensor, *args[2:], **kwargs)
+        return own
+    handler = handlers.pop(operator)
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        handlers[operator] = handler
 
 
 def decide_finiteness(reduce: Callable[[torch.Tensor], object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,8 @@ MEETINGS = {
     "radd": lambda loss, penalty: penalty + loss,
     "sub": lambda loss, penalty: loss - (-penalty),
     "mul": lambda loss, penalty: loss + penalty * torch.ones(()),
+    "iadd": lambda loss, penalty: operator.iadd(loss, penalty),
+    "isub": lambda loss, penalty: operator.isub(loss, -penalty),
     "stack": lambda loss, penalty: torch.stack([loss, penalty]).sum(),  # stays a DTensor
 }
 
@@ -140,8 +143,8 @@ def test_four_ranks_equal_one_process(tmp_path) -> None:
 def _refused() -> None:
     model, _ = parallelize(tiny_model("llama").train(), Grid(x=2))
     loss = model(**tiny_batch(2, 5)).loss
-    with pytest.raises(TypeError, match="write loss = loss \\+ penalty"):
-        loss += PENALTIES["squares"](model)
+    with pytest.raises(TypeError, match="use loss \\+ penalty"):
+        loss.add_(PENALTIES["squares"](model))
     model, _ = parallelize(tiny_model("llama").train(), Grid(pipe=2))
     message = refused(lambda: torch.zeros(()) + PENALTIES["squares"](model))
     assert "the parameters of its own stages only" in message and "weight_decay" in message

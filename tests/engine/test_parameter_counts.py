@@ -58,7 +58,9 @@ def answers(folder: Path, model: nn.Module, grid: Grid | None) -> dict[str, int]
         found["trainable"], found["all"] = model.get_nb_trainable_parameters()
         found["status"] = get_model_status(model).total_params
     found["trainer.get_num_trainable_parameters"] = trainer.get_num_trainable_parameters()
-    model.get_output_embeddings().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if "layers.3." in name:
+            parameter.requires_grad_(False)
     trainer.accelerator.prepare_model(model)
     found["frozen since"] = trainer.get_num_trainable_parameters()
     return found
