@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, cast
 
@@ -77,63 +77,6 @@ def read_whole_values() -> None:
 def _whole_value(_: object, args: tuple[DTensor], kwargs: dict) -> float:
     with torch.no_grad():
         return args[0].full_tensor().item()
-
-
-# What Python calls of the right operand's class first, too, where that is a subclass of the left one's.
-OPERATORS = ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv")
-
-
-def meet_plain_tensors(whole: Callable[[DTensor], torch.Tensor]) -> None:
-    """Let a number that was made of parameters on an `unnamed_mesh` be a plain one where an operator (+ - * /) has it
-    and a plain tensor, as in `loss + penalty` or `loss += penalty`: torch would make a DTensor of both, which
-    collectives refuse, and has an AssertionError for sums in place. Once.
-
-    Args:
-        whole: makes the plain number, in the graph.
-    """
-    if hasattr(DTensor, "meets_plain_tensors"):
-        return
-
-    def meeting(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def operator(self: DTensor, other: Any) -> Any:
-            plain = isinstance(other, torch.Tensor) and not isinstance(other, DTensor)
-            if plain and self.dim() == 0 and hasattr(self.device_mesh, "of_grid"):
-                return original(whole(self), other)
-            return original(self, other)
-
-        return operator
-
-    for name in OPERATORS:
-        setattr(DTensor, f"__{name}__", meeting(getattr(DTensor, f"__{name}__")))
-    handlers: dict = DTensor._op_dispatcher._custom_op_handlers
-    for name in ("add_", "sub_"):
-        operator = getattr(torch.ops.aten, name).Tensor
-        handlers[operator] = functools.partial(_in_place, handlers)
-    DTensor.meets_plain_tensors = True  # type: ignore[attr-defined]
-
-
-def _in_place(handlers: dict, operator: Any, args: tuple, kwargs: dict) -> Any:
-    """`own += other` and `own -= other` where one is a DTensor; the sums of gradients come here, too.
-
-    Raises:
-        TypeError: `own` is a plain tensor. Python then makes it `own = own + other`, as of any other operands.
-    """
-    own, other = args[0], args[1]
-    if not isinstance(own, DTensor):
-        raise TypeError(
-            f"{operator} would change a plain tensor in place by a number that was computed from sharded parameters: "
-            "use loss + penalty or loss += penalty."
-        )
-    alike = isinstance(other, DTensor) and own.shape == other.shape and own.placements == other.placements
-    if alike and hasattr(own.device_mesh, "of_grid") and own.device_mesh is other.device_mesh:
-        operator(own._local_tensor, other._local_tensor, *args[2:], **kwargs)
-        return own
-    handler = handlers.pop(operator)
-    try:
-        return operator(*args, **kwargs)
-    finally:
-        handlers[operator] = handler
 
 
 def decide_finiteness(reduce: Callable[[torch.Tensor], object]) -> None:
@@ -509,45 +452,3 @@ def write_allocations(path: str) -> None:
 def when_out_of_memory(function: Callable[[], object]) -> None:
     """Call a function when CUDA's allocator finds no memory, before the error is raised."""
     cast(Any, torch._C)._cuda_attach_out_of_memory_observer(lambda device, asked, total, free: function())
-
-
-# torch's own, whatever `total_norm_by` has put in their place
-total_norm, clip_with_norm = torch.nn.utils.get_total_norm, torch.nn.utils.clip_grads_with_norm_
-
-
-def total_norm_by(other: Callable[[list[torch.Tensor], float], torch.Tensor | None]) -> None:
-    """Let `torch.nn.utils.clip_grad_norm_` and `get_total_norm` return what `other(tensors, norm_type)` returns, where
-    that is not None, and clip DTensors and plain gradients together. For scripts that have imported `clip_grad_norm_`
-    before, too."""
-    from torch.nn.utils import clip_grad
-
-    def norm_of(
-        tensors: torch.Tensor | Iterable[torch.Tensor],
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> torch.Tensor:
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        found = other(tensors, float(norm_type))
-        if found is None:
-            return total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-        # The norm of this one norm, which is the same, for the error that torch raises.
-        return total_norm([found], norm_type, error_if_nonfinite, foreach)
-
-    def clip(
-        parameters: torch.Tensor | Iterable[torch.Tensor],
-        max_norm: float,
-        norm: torch.Tensor,
-        foreach: bool | None = None,
-    ) -> None:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        sharded = [each for each in parameters if isinstance(each.grad, DTensor)]
-        plain = [each for each in parameters if not isinstance(each.grad, DTensor)]
-        if sharded and plain and isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        for group in (sharded, plain):  # one kernel does not take both
-            clip_with_norm(group, max_norm, norm, foreach)
-
-    setattr(clip_grad, "_get_total_norm", norm_of)  # noqa: B010
-    setattr(clip_grad, "_clip_grads_with_norm_", clip)  # noqa: B010
-    torch.nn.utils.get_total_norm, torch.nn.utils.clip_grads_with_norm_ = norm_of, clip

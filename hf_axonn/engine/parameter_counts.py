@@ -12,7 +12,7 @@ from typing import NamedTuple
 from torch import nn
 
 from hf_axonn.engine.four_bit import elements_of
-from hf_axonn.engine.state import is_parallelized, parallel_state
+from hf_axonn.engine.state import is_parallelized
 
 
 class Counted(NamedTuple):
@@ -45,9 +45,9 @@ def own_counts(model: nn.Module) -> dict[str, Counted]:
 
 def whole_counts(model: nn.Module) -> list[Counted]:
     """What a model has on all stages; of one that is not over a grid, or holds one that is, as well."""
-    parts = [module for module in model.modules() if is_parallelized(module)]
-    elsewhere = [counted for part in parts for counted in parallel_state(part).elsewhere.values()]
-    return [*own_counts(model).values(), *elsewhere]
+    # A PeftModel has the attributes of what it holds.
+    states = dict.fromkeys(module.axonn for module in model.modules() if is_parallelized(module))
+    return [*own_counts(model).values(), *(each for state in states for each in state.elsewhere.values())]
 
 
 def num_parameters(model: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

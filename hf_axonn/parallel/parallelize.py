@@ -27,15 +27,9 @@ from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.plan import plan_for
 from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.checkpoint.full_state import install_save_pretrained
+from hf_axonn.compat.dtensor_numbers import meet_plain_tensors, total_norm_by
 from hf_axonn.compat.peft import without_peft
-from hf_axonn.compat.torch import (
-    backend_of,
-    default_device_type,
-    meet_plain_tensors,
-    quiet_redistribution,
-    read_whole_values,
-    total_norm_by,
-)
+from hf_axonn.compat.torch import backend_of, default_device_type, quiet_redistribution, read_whole_values
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import broadcast_all

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.compat.torch import total_norm
+from hf_axonn.compat.dtensor_numbers import total_norm
 from hf_axonn.distributed.collectives import gather_quietly
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import whole
