@@ -145,9 +145,10 @@ def parallelize(model: nn.Module, grid: Grid, *, config: AxonnConfig | None = No
     if state.pipeline is not None:
         state.pipeline.know_modules()
     inner.register_load_state_dict_pre_hook(take_shards)
-    for count in (num_parameters, get_memory_footprint):
-        if hasattr(inner, count.__name__):
-            vars(inner)[count.__name__] = functools.partial(count, inner)
+    if state.pipeline is not None or state.four_bit:  # else the method of the class counts right
+        for count in (num_parameters, get_memory_footprint):
+            if hasattr(inner, count.__name__):
+                vars(inner)[count.__name__] = functools.partial(count, inner)
     if hasattr(inner, "resize_token_embeddings"):
         inner.resize_token_embeddings = functools.partial(_refuse_resize, inner)
     install_save_pretrained(inner)

@@ -193,7 +193,7 @@ def floating_point_ops(self, original: Callable, *args, **kwargs) -> int:
 
 def compute_loss(self, original: Callable, model: nn.Module, *args, **kwargs):
     """Without `average_tokens_across_devices` a loss is divided by the items of this (data, z), and no share."""
-    state = parallel_state(self.accelerator.unwrap_model(model))
+    state = parallel_state(model)
     if state is None or self.args.average_tokens_across_devices:
         return original(model, *args, **kwargs)
     with replaced({(state.context, "items_of_all"): False}):
