@@ -23,6 +23,7 @@ from hf_axonn.compat.accelerate import is_prepared, prepared_loaders, prepared_m
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, loader_facts
 from hf_axonn.distributed.mesh import SAME_SAMPLES, GridMesh, grid_mesh
+from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.state import parallel_state
 
 
@@ -149,7 +150,7 @@ class DataMethods:
                 )
 
     def gather(self, tensor):
-        """As the stock method, with one block for each data-parallel rank."""
+        """As the stock method, with one block for each data-parallel rank. What is sharded is made whole first."""
         grid = self.axonn_mesh.grid
 
         def distinct(gathered: torch.Tensor) -> torch.Tensor:
@@ -157,7 +158,7 @@ class DataMethods:
             by_rank = gathered.view(grid.data, grid.pipe, grid.z, grid.x * grid.y, rows, *gathered.shape[1:])
             return by_rank[:, 0, :, 0].flatten(0, 2)
 
-        return recursively_apply(distinct, super().gather(tensor))
+        return recursively_apply(distinct, super().gather(recursively_apply(whole, tensor)))
 
     def gather_for_metrics(self, input_data, use_gather_object: bool = False):
         """As the stock method, which calls `gather`; objects are taken from one rank for each data-parallel rank."""

@@ -1,6 +1,6 @@
 """Adapters that PEFT puts into a model after it was sharded: get_peft_model, add_adapter, PeftModel.from_pretrained.
 
-PEFT has no place to plug this in, so three methods of its classes are wrapped as soon as it is imported. For a model
+PEFT has no place to plug this in, so four methods of its classes are wrapped as soon as it is imported. For a model
 that is not sharded each calls PEFT's own and nothing else. Checked with peft 0.20 and 0.21.
 """
 
@@ -24,6 +24,7 @@ from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.engine.linears import is_conv1d
+from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.engine.state import ParallelState, is_parallelized
 from hf_axonn.layers.dropout import mix
 
@@ -46,7 +47,8 @@ def _install() -> None:
     from peft.peft_model import PeftModel  # `peft` itself may be in the middle of its import
     from peft.tuners.tuners_utils import BaseTuner
 
-    wrappers = ((BaseTuner, inject_adapter), (PeftModel, add_adapter), (PeftModel, save_pretrained))
+    of_model = (add_adapter, save_pretrained, get_nb_trainable_parameters)
+    wrappers = ((BaseTuner, inject_adapter), *((PeftModel, wrapper) for wrapper in of_model))
     originals = [(owner, wrapper, getattr(owner, wrapper.__name__)) for owner, wrapper in wrappers]
     let_load_state_dict_shard()
     for owner, wrapper, original in originals:
@@ -171,6 +173,13 @@ def add_adapter(self, original: Callable, adapter_name: str, peft_config, *args,
     for part, state in sharded_parts(self):
         check_config(state, part, peft_config)
     return original(adapter_name, peft_config, *args, **kwargs)
+
+
+def get_nb_trainable_parameters(self, original: Callable) -> tuple[int, int]:
+    """As PEFT's, of the whole model: of weights of 4 bits, and of all stages over pipe. No communication."""
+    if not sharded_parts(self):
+        return original()
+    return num_parameters(self, only_trainable=True), num_parameters(self)
 
 
 def save_pretrained(self, original: Callable, *args, **kwargs) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn, cast
 
@@ -454,28 +454,3 @@ def write_allocations(path: str) -> None:
 def when_out_of_memory(function: Callable[[], object]) -> None:
     """Call a function when CUDA's allocator finds no memory, before the error is raised."""
     cast(Any, torch._C)._cuda_attach_out_of_memory_observer(lambda device, asked, total, free: function())
-
-
-total_norm = torch.nn.utils.get_total_norm  # torch's own, whatever `total_norm_by` has put in its place
-
-
-def total_norm_by(other: Callable[[list[torch.Tensor], float], torch.Tensor | None]) -> None:
-    """Let `torch.nn.utils.clip_grad_norm_` and `get_total_norm` return what `other(tensors, norm_type)` returns, where
-    that is not None. For scripts that have imported `clip_grad_norm_` before, too."""
-    from torch.nn.utils import clip_grad
-
-    def norm_of(
-        tensors: torch.Tensor | Iterable[torch.Tensor],
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> torch.Tensor:
-        tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        found = other(tensors, float(norm_type))
-        if found is None:
-            return total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-        # The norm of this one norm, which is the same, for the error that torch raises.
-        return total_norm([found], norm_type, error_if_nonfinite, foreach)
-
-    setattr(clip_grad, "_get_total_norm", norm_of)  # noqa: B010
-    torch.nn.utils.get_total_norm = norm_of

@@ -121,7 +121,9 @@ class GridMesh(GridPosition):
                 for y in range(self.grid.y)
             ]
         )
-        return unnamed_mesh([self._groups[(axis,)] for axis in WEIGHT_AXES], self.device_type, ranks)
+        mesh = unnamed_mesh([self._groups[(axis,)] for axis in WEIGHT_AXES], self.device_type, ranks)
+        vars(mesh)["pipe"] = self.grid.pipe  # of all stages one has what lies on it
+        return mesh
 
 
 def _remedy() -> str:

@@ -57,6 +57,8 @@ class PassContext:
         averages_itself: whether a backward pass averages them at its end, whoever has called it.
         will_average: whether the backward pass that is under way will do so.
         defer_head: whether the head leaves its logits to the loss in this pass (training with labels).
+        items_of_all: whether the num_items_in_batch of a pass are those of all ranks, and not of this (data, z) alone.
+        share_factor: what a loss for num_items_in_batch is multiplied by in this pass (losses/shares.py).
         random_seed, random_count: of the `keyed_random` that is open (layers/dropout.py).
         stage: of a pipeline that is running (pipeline/); None outside of them.
         deferred: where backward passes leave the computation of weight gradients (`matmul3d.finish_deferred`); None:
@@ -77,6 +79,8 @@ class PassContext:
         self.averages_itself = False
         self.will_average = False
         self.defer_head = False
+        self.items_of_all = True
+        self.share_factor = 1
         self.stage: StagePass | None = None
         self.deferred: list[partial[list[Tensor]]] | None = None
         self.random_seed: int | None = None

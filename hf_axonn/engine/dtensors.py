@@ -46,6 +46,22 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def whole_number(number: DTensor) -> Tensor:
+    """Return a number that was made of parameters as a plain tensor, in the graph. Collectives: as `full_tensor`.
+
+    Raises:
+        ValueError: over a grid with pipe, where it is made of the parameters of this rank's stages alone.
+    """
+    if getattr(number.device_mesh, "pipe", 1) > 1:
+        raise ValueError(
+            "a number that was computed from parameters or gradients, as a penalty or a norm, meets a plain tensor, "
+            "as the loss; but over a grid with pipe this rank has the parameters of its own stages only. Let the "
+            "optimizer decay weights (weight_decay), or use a grid without pipe; full_tensor() gives the number of "
+            "these stages."
+        )
+    return number.full_tensor()
+
+
 def distributed(parameter: nn.Parameter, placements: Sequence[Placement], mesh: GridMesh) -> nn.Parameter:
     """A full parameter, the same on all ranks, as a DTensor. No communication."""
     full = parameter.detach().contiguous()

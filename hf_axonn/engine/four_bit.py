@@ -183,9 +183,11 @@ def with_marks(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
 
 
 def elements_of(parameter: Tensor) -> int:
-    """Numbers of a parameter, of which one of 4 bits stores less than a byte."""
-    four_bit = getattr(parameter, "four_bit", None)
-    return parameter.numel() if four_bit is None else four_bit.rows * four_bit.cols
+    """Numbers of a parameter, of which one of 4 bits, sharded or bitsandbytes' own, stores less than a byte."""
+    four_bit, quantized = getattr(parameter, "four_bit", None), getattr(parameter, "quant_state", None)
+    if four_bit is None:
+        return parameter.numel() if quantized is None else quantized.shape.numel()
+    return four_bit.rows * four_bit.cols
 
 
 class FourBitWeight(ShardedWeight):

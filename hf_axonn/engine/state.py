@@ -28,6 +28,7 @@ from hf_axonn.topology.grid import Grid
 
 
 if TYPE_CHECKING:
+    from hf_axonn.engine.parameter_counts import Counted
     from hf_axonn.layers.base import Reading
     from hf_axonn.layers.block import Block
     from hf_axonn.parallel.compiled import Region
@@ -64,6 +65,7 @@ class ParallelState:
         work_axes: name of a module -> on which of (x, y) ranks do different work inside of it.
         full_sequence: names of the modules that get the full sequence.
         pipeline: the stages of a model that is divided over pipe (pipeline/); None of others.
+        elsewhere: what only other stages have, by name (`Pipeline.know_parameters`).
         check_batch: compares what a pass is given over the ranks that share samples (parallel/batch_check.py).
         adapted: modules of PEFT that have their sharded layers (adapters/install.py).
     """
@@ -97,6 +99,7 @@ class ParallelState:
         self.work_axes: dict[str, tuple[str, ...]] = {}
         self.full_sequence: set[str] = set()
         self.pipeline: Pipeline | None = None
+        self.elsewhere: dict[str, Counted] = {}
         self.check_batch: Callable[[tuple, dict[str, Any]], None] = lambda args, kwargs: None
         self.adapted: WeakSet[nn.Module] = WeakSet()
         self._zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}

@@ -9,8 +9,8 @@ ones together with those of the other (data, z):
     anything else                      the logits of all real tokens are gathered, and the function is called on them
 
 Which it is a probe decides: the function is called on random logits, with a mask. Gradients are averaged over (data,
-z) afterwards, so each rank's own share is multiplied by their number. Without gradients (evaluation) nothing is
-marked: as with every loss there, a rank computes that of its own samples.
+z) afterwards, so each rank's own share is multiplied by their number. Nothing is marked in a pass that has neither
+gradients nor labels: ranks that generate do not wait for each other, and have the loss of their own samples.
 
 Over pipe a stage has the routers of its own layers. It adds their sums to those that the stage before has handed on
 with the residual stream, hands them on, and the last one makes the loss of them: that of Switch Transformers is the
@@ -79,9 +79,12 @@ def empty_routing(experts: int, device: torch.device | str) -> Tensor:
 
 
 class RouterLogits(tuple):
-    """Router logits [B * S, E] of each layer, of this rank's samples, and the `RouterLoss` of their model."""
+    """Router logits [B * S, E] of each layer, of this rank's samples, and the `RouterLoss` of their model.
 
-    def __new__(cls, logits: Iterable[Tensor], router_loss: RouterLoss):
+    What Accelerate and Trainer make of an output's tuples (`type(logits)(...)`) has none, as any other tuple.
+    """
+
+    def __new__(cls, logits: Iterable[Tensor], router_loss: RouterLoss | None = None):
         self = super().__new__(cls, logits)
         self.router_loss = router_loss
         return self
@@ -121,10 +124,11 @@ def _names_of(model: nn.Module) -> dict:
 def _of_all_ranks(original: Callable) -> Callable:
     @functools.wraps(original)
     def function(gate_logits, *args, **kwargs):
-        if not isinstance(gate_logits, RouterLogits):
+        router_loss = getattr(gate_logits, "router_loss", None)
+        if router_loss is None:
             return original(gate_logits, *args, **kwargs)
         arguments = inspect.signature(original).bind(gate_logits, *args, **kwargs).arguments
-        return gate_logits.router_loss.compute(original, arguments)
+        return router_loss.compute(original, arguments)
 
     function.of_one_process = original
     return function
@@ -135,13 +139,20 @@ class RouterLoss:
 
     def __init__(self, state: ParallelState, model: nn.Module, base: nn.Module) -> None:
         self.state = state
-        self._is_share = False
-        patch_forward(model, self._model)
+        self._has_labels = False
+        patch_forward(model, functools.partial(self._model, inspect.signature(model.forward)))
         patch_forward(base, self._base)
 
-    def _model(self, original: Callable, *args, **kwargs):
-        self._is_share = kwargs.get("num_items_in_batch") is not None
-        return original(*args, **kwargs)
+    def _model(self, signature: inspect.Signature, original: Callable, *args, **kwargs):
+        self._has_labels = signature.bind_partial(*args, **kwargs).arguments.get("labels") is not None
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._has_labels = False
+
+    def _is_of_all(self) -> bool:
+        """Whether all ranks of (data, z) are in the pass that is under way."""
+        return torch.is_grad_enabled() or self._has_labels
 
     def _base(self, original: Callable, *args, **kwargs):
         output = original(*args, **kwargs)
@@ -149,23 +160,20 @@ class RouterLoss:
             return output
         if self.state.context.stage is not None:  # which may have no router
             output["router_logits"] = RouterLogits(output.get("router_logits") or (), self)
-        elif torch.is_grad_enabled() and output.get("router_logits"):
+        elif self._is_of_all() and output.get("router_logits"):
             output["router_logits"] = RouterLogits(output["router_logits"], self)
         return output
 
     def compute(self, original: Callable, arguments: dict) -> Tensor:
-        """The loss of all (data, z), or this rank's share of it where the losses of the ranks are to be added up."""
+        """The loss of all (data, z). Collectives: those of `switch_loss`, or an all-gather of the logits."""
         mesh = self.state.mesh
         if self.state.context.stage is not None:
             return self._of_stage(self.state.context.stage, **arguments)
-        samples = mesh.size("data", "z")
-        if samples == 1:
-            value = original(**arguments)
-        elif _is_of_switch(original):
-            value = switch_loss(**arguments, mesh=mesh)
-        else:
-            value = original(**_of_all_tokens(arguments, mesh))
-        return value / samples if self._is_share else value
+        if mesh.size("data", "z") == 1:
+            return original(**arguments)
+        if _is_of_switch(original):
+            return switch_loss(**arguments, mesh=mesh)
+        return original(**_of_all_tokens(arguments, mesh))
 
     def _of_stage(
         self,
@@ -177,7 +185,7 @@ class RouterLoss:
     ) -> Tensor:
         """The loss of the routers of all stages in the last one; elsewhere 0, and `stage.routing` goes on.
 
-        Without gradients that of this rank's own samples. Collectives: as `switch_loss`, in the last stage.
+        Collectives: as `switch_loss`, in the last stage.
         """
         mesh, wanted = self.state.mesh, len(empty_routing(num_experts, "meta"))
         if stage.routing is not None and len(stage.routing) != wanted:
@@ -192,10 +200,9 @@ class RouterLoss:
             return stage.routing.new_zeros((), dtype=torch.float32)
         sums, probability = stage.routing.split([num_experts + 1, num_experts])
         counts, probability = sums.detach().to(torch.int64), probability.to(torch.float32)
-        if not torch.is_grad_enabled():
-            return _switch_loss(counts, probability)
-        value = _switch_loss(*_of_all_samples(counts, probability, mesh))
-        return value / mesh.size("data", "z") if self._is_share else value
+        if self._is_of_all():
+            counts, probability = _of_all_samples(counts, probability, mesh)
+        return _switch_loss(counts, probability)
 
 
 def _real(stage: StagePass, attention_mask: Tensor | None) -> Tensor | None:

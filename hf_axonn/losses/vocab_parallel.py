@@ -130,7 +130,10 @@ class ShardedCausalLMLoss(CausalLMLoss):
 
     def normalize(self, weighted_sum: Tensor, kept_count: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
         """As the base class. In training without num_items_in_batch: sum * data * z / kept tokens of all ranks, so
-        that the average over data and z that gradients get is right for unequal counts."""
+        that the average over data and z that gradients get is right for unequal counts. With num_items_in_batch, in a
+        pass whose loss is divided at its end (losses/shares.py), times what it is divided by."""
+        if num_items_in_batch is not None and self.state.context.share_factor != 1:
+            weighted_sum = weighted_sum * self.state.context.share_factor
         if num_items_in_batch is not None or not torch.is_grad_enabled():
             return super().normalize(weighted_sum, kept_count, num_items_in_batch)
         mesh = self.state.mesh

@@ -31,7 +31,7 @@ from hf_axonn.compat.messages import get_logger
 from hf_axonn.distributed.collectives import reduce_, world_rank
 from hf_axonn.distributed.mesh import SAME_SAMPLES
 from hf_axonn.distributed.watchdog.progress import PROGRESS
-from hf_axonn.engine.four_bit import elements_of
+from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.monitoring.waits import WaitTimer
 from hf_axonn.planner.measure.peaks import peak_tflops as peak_of
@@ -84,8 +84,7 @@ class Monitor:
         self._world = dist.group.WORLD if dist.is_initialized() else None
         self._counts = state is None or state.mesh.index(*SAME_SAMPLES) == 0
         self._peak, self._shape = _peak_and_shape(model, self._device, peak_tflops)
-        every = [(elements_of(parameter), parameter.requires_grad) for parameter in model.parameters()]
-        self._trained = sum(size for size, trained in every if trained) / sum(size for size, _ in every)
+        self._trained = num_parameters(model, only_trainable=True) / num_parameters(model)
         self._waits = WaitTimer(self._device) if state is not None and state.grid.size > 1 else None
         self._measure_next = True
         self._warm, self._between_steps, self._done = False, False, PROGRESS.done

@@ -30,6 +30,7 @@ from hf_axonn.layers.moe import experts_layer, is_experts
 from hf_axonn.layers.norms import FeatureNorm, HeadNorm
 from hf_axonn.layers.vocabulary import Embedding, Head
 from hf_axonn.losses.router_aux import install_router_loss
+from hf_axonn.losses.shares import install_shares
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
 from hf_axonn.parallel.decoder import install_causal_lm, install_decoder, install_recomputation
 from hf_axonn.topology.heads import Heads, feature_slice
@@ -88,6 +89,7 @@ def install_layers(
         Reading(state, reader)
     install_causal_lm(state, model)
     install_router_loss(state, model)
+    install_shares(state, model)
     if has_causal_lm_loss(model):
         vocabulary = getattr(output_embedding(model), "out_features", text_config(model).vocab_size)
         model.loss_function = ShardedCausalLMLoss(state, vocabulary)

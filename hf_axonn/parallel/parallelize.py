@@ -27,6 +27,7 @@ from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.plan import plan_for
 from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.checkpoint.full_state import install_save_pretrained
+from hf_axonn.compat.dtensor_numbers import meet_plain_tensors, total_norm_by
 from hf_axonn.compat.peft import without_peft
 from hf_axonn.compat.torch import backend_of, default_device_type, quiet_redistribution, read_whole_values
 from hf_axonn.compat.versions import check_versions
@@ -35,9 +36,10 @@ from hf_axonn.distributed.collectives import broadcast_all
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, model_facts, versions
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.distributed.watchdog.watchdog import watch
-from hf_axonn.engine.dtensors import take_shards
+from hf_axonn.engine.dtensors import take_shards, whole_number
 from hf_axonn.engine.loss_scaling import check_gradients_together
 from hf_axonn.engine.optimizer_steps import step_on_shards
+from hf_axonn.engine.parameter_counts import get_memory_footprint, num_parameters
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ParallelState, is_parallelized
 from hf_axonn.losses.router_aux import check_routers
@@ -46,6 +48,7 @@ from hf_axonn.parallel.compiled import compile_regions
 from hf_axonn.parallel.four_bit import check_four_bit, four_bit_modules, pack_four_bit, refuse_quantized
 from hf_axonn.parallel.install import install_layers, shard_parameters
 from hf_axonn.pipeline.forward import install_pipeline
+from hf_axonn.pipeline.norms import norm_of_all
 from hf_axonn.pipeline.pipeline import Pipeline
 from hf_axonn.pipeline.stages import divide
 from hf_axonn.topology.grid import Grid
@@ -104,6 +107,8 @@ def parallelize(
     state = ParallelState(grid_mesh(grid, device_type), config)
     quiet_redistribution()
     read_whole_values()
+    meet_plain_tensors(whole_number)
+    total_norm_by(norm_of_all)
     check_gradients_together()
     with without_wrappers(inner):  # adapters follow what is done to the model that they adapt
         plan = plan_for(inner)
@@ -145,6 +150,10 @@ def parallelize(
     if state.pipeline is not None:
         state.pipeline.know_modules()
     inner.register_load_state_dict_pre_hook(take_shards)
+    if state.pipeline is not None or state.four_bit:  # else the method of the class counts right
+        for count in (num_parameters, get_memory_footprint):
+            if hasattr(inner, count.__name__):
+                vars(inner)[count.__name__] = functools.partial(count, inner)
     if hasattr(inner, "resize_token_embeddings"):
         inner.resize_token_embeddings = functools.partial(_refuse_resize, inner)
     install_save_pretrained(inner)

@@ -1,5 +1,6 @@
-"""The norm of gradients over all stages: of `accelerator.clip_grad_norm_`, of Trainer, and of a loop's own
-`torch.nn.utils.clip_grad_norm_`, which would take that of the stage alone."""
+"""Norms of gradients that torch would not take: over all stages of a pipeline, and of shards beside plain tensors, as
+a head of the user's has. For `accelerator.clip_grad_norm_`, Trainer, and a loop's own
+`torch.nn.utils.clip_grad_norm_`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.compat.torch import total_norm, total_norm_by
+from hf_axonn.compat.dtensor_numbers import total_norm
 from hf_axonn.distributed.collectives import gather_quietly
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import whole
@@ -27,7 +28,6 @@ _alive: WeakSet[Pipeline] = WeakSet()
 def watch_norms(pipeline: Pipeline) -> None:
     """Let norms that torch takes of gradients of this pipeline's model be those of all of its stages."""
     _alive.add(pipeline)
-    total_norm_by(_of_all_stages)
 
 
 def norm_over_stages(
@@ -63,11 +63,19 @@ def _norm(gradients: Sequence[Tensor], norm_type: float, device: torch.device) -
     return cast(Tensor, torch.linalg.vector_norm(every, norm_type))
 
 
-def _of_all_stages(gradients: list[Tensor], norm_type: float) -> Tensor | None:
-    """The norm where gradients are of a pipeline that is alive, else None. A stage that has none of them, as of frozen
-    layers, takes part in that of the others."""
+def norm_of_all(gradients: list[Tensor], norm_type: float) -> Tensor | None:
+    """The norm where gradients are of a pipeline that is alive, or some are shards on a grid and some plain tensors;
+    else None. A stage that has none of them, as of frozen layers, takes part in that of the others.
+
+    Raises and communicates as `norm_over_stages`; without a pipeline, the collectives of a norm of DTensors.
+    """
     given = {id(each) for each in gradients}
     meant = [each for each in _alive if any(id(parameter.grad) in given for parameter in each.parameters)]
     if not gradients and len(_alive) == 1:
         meant = list(_alive)
-    return norm_over_stages(gradients, meant, meant[0].state.mesh, norm_type) if meant else None
+    if meant:
+        return norm_over_stages(gradients, meant, meant[0].state.mesh, norm_type)
+    sharded = [each for each in gradients if isinstance(each, DTensor)]
+    if not 0 < len(sharded) < len(gradients) or not hasattr(sharded[0].device_mesh, "of_grid"):
+        return None
+    return _norm(gradients, norm_type, sharded[0].device).to(sharded[0].dtype)

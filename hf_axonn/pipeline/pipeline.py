@@ -28,6 +28,7 @@ from hf_axonn.distributed.watchdog.watchdog import has_stages
 from hf_axonn.engine.dtensors import local
 from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.engine.matmul3d import finish_deferred
+from hf_axonn.engine.parameter_counts import Counted, own_counts
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.dropout import dropout_names, probability
 from hf_axonn.losses.router_aux import carried_experts
@@ -100,6 +101,16 @@ class Pipeline:
                 "and an optimizer wants parameters: let each stage train some (stage_layers says which layers it "
                 "has), or use a grid without pipe."
             )
+        self.know_parameters()
+
+    def know_parameters(self) -> None:
+        """Note what other stages have, for numbers that a rank alone is asked for (`num_parameters`). Collectives over
+        pipe: those of `gather_texts`."""
+        own = own_counts(self.model)
+        every = gather_json(own, self.state.mesh.device, self.group)
+        self.state.elsewhere = {
+            name: Counted(*its) for counts in every for name, its in counts.items() if name not in own
+        }
 
     def _adapted_ends(self, *, embedding: bool, head: bool) -> None:
         """Give a weight that both ends have the name that an adapter around the embedding gives it on one process, and
@@ -304,20 +315,21 @@ class Pipeline:
 
     def _shared(self, output: Any, sent: list[Tensor]) -> Any:
         """The output of the last stage, on all ranks of pipe."""
-        if output.get("router_logits") is not None:  # of the layers of one stage
-            output["router_logits"] = None
         values, source = {name: output.get(name) for name in SHARED}, self.source
         facts = self._facts_of_last(values)
         for name, value in values.items():
             if name not in facts:
-                if value is not None and self.here != source:
-                    output[name] = None
+                if self.here != source:
+                    values[name] = None
                 continue
             value = self._like_last(value, facts[name])
             if facts[name][2]:
-                output[name] = share(value, self.group, self.source, sent)
+                values[name] = share(value, self.group, self.source, sent)
             else:
-                output[name] = broadcast_over(value.detach().contiguous(), source, self.group)
+                values[name] = broadcast_over(value.detach().contiguous(), source, self.group)
+        # Of router logits a stage has those of its own layers. What is None is left out, as Transformers does.
+        found = {name: value for name, value in (dict(output) | values).items() if name != "router_logits"}
+        output = type(output)(**{name: value for name, value in found.items() if value is not None})
         self._watch_tied(output)
         watch_backward(self.model, self.state, output)
         return output

@@ -24,6 +24,8 @@ from hf_axonn.compat.transformers import compute_where_launched, pass_on_ddp_tim
 from hf_axonn.distributed.consistency import argument_facts, assert_same_on_all_ranks
 from hf_axonn.distributed.mesh import SAME_SAMPLES
 from hf_axonn.distributed.watchdog.progress import PROGRESS
+from hf_axonn.engine.dtensors import whole
+from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.trainer import accumulation, hub, liger, resume, rollouts, saving, smoothing, trl, watching
 
@@ -64,14 +66,21 @@ def install(trainer_class: type) -> None:
 
 
 def _install_functions() -> None:
-    """Two functions that Trainer calls. Scripts look for the last checkpoint themselves, too."""
-    from transformers import trainer, trainer_utils
+    """Functions that Trainer calls. Scripts look for the last checkpoint and count parameters themselves, too."""
+    from transformers import trainer, trainer_pt_utils, trainer_utils
 
     within: Any = trainer
     find, patch = trainer_utils.get_last_checkpoint, within.apply_liger_kernel
     ours = functools.wraps(find)(functools.partial(resume.get_last_checkpoint, find))
     trainer_utils.get_last_checkpoint = within.get_last_checkpoint = ours
+    count = within.get_model_param_count
+    ours = functools.wraps(count)(functools.partial(_get_model_param_count, count))
+    trainer_pt_utils.get_model_param_count = within.get_model_param_count = ours
     within.apply_liger_kernel = functools.wraps(patch)(functools.partial(liger.apply_liger_kernel, patch))
+
+
+def _get_model_param_count(original: Callable, model: nn.Module, trainable_only: bool = False) -> int:
+    return num_parameters(model, trainable_only) if parallel_state(model) else original(model, trainable_only)
 
 
 def _bound(wrapper: Callable, original: Callable) -> Callable:
@@ -182,6 +191,20 @@ def floating_point_ops(self, original: Callable, *args, **kwargs) -> int:
     return 0 if any(here.get(axis) for axis in SAME_SAMPLES) else original(*args, **kwargs)
 
 
+def compute_loss(self, original: Callable, model: nn.Module, *args, **kwargs):
+    """Without `average_tokens_across_devices` a loss is divided by the items of this (data, z), and no share."""
+    state = parallel_state(model)
+    if state is None or self.args.average_tokens_across_devices:
+        return original(model, *args, **kwargs)
+    with replaced({(state.context, "items_of_all"): False}):
+        return original(model, *args, **kwargs)
+
+
+def get_num_trainable_parameters(self, original: Callable) -> int:
+    """Of all stages over pipe."""
+    return num_parameters(self.model, only_trainable=True) if parallel_state(self.model) else original()
+
+
 def train(self, original: Callable, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
     """All ranks must have the same arguments. Collectives: those of `assert_same_on_all_ranks`, then Trainer's."""
     if _plugin(self) is not None:
@@ -193,7 +216,7 @@ def train(self, original: Callable, resume_from_checkpoint: str | bool | None = 
 def training_step(self, original: Callable, *args, **kwargs):
     """Note the step, which a resumed run does not count from one."""
     PROGRESS.done = self.state.global_step
-    return original(*args, **kwargs)
+    return whole(original(*args, **kwargs))  # a penalty may have made the loss a DTensor, which Trainer adds in place
 
 
 WRAPPERS = (
@@ -204,6 +227,8 @@ WRAPPERS = (
     _prepare_for_training,
     call_model_init,
     _get_num_items_in_batch,
+    compute_loss,
+    get_num_trainable_parameters,
     *saving.WRAPPERS,
     *resume.WRAPPERS,
     train,

@@ -200,7 +200,9 @@ def _output(model: nn.Module, inputs: dict[str, Any], statistics: Callable):
             raise ValueError(
                 f"{type(model).__name__} returns no auxiliary loss of its router: set router_aux_loss_coef=0.0."
             )
-        loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * found.aux_loss
+        state = parallel_state(model)
+        shares = state.mesh.size("data", "z") if state is not None and items is not None else 1
+        loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * found.aux_loss / shares
     return FusedCausalLMOutput(
         loss=loss,
         log_probs=found.log_probs,

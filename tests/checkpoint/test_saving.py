@@ -17,9 +17,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from hf_axonn import Grid, finish_saves, load_sharded, parallelize, save_sharded
+from hf_axonn import Grid, finish_saves, load_sharded, parallelize, save_sharded, sync_gradients
 from hf_axonn.checkpoint import save as saving
 from hf_axonn.checkpoint import shard_files
 from hf_axonn.checkpoint.commit import recover
@@ -30,7 +32,8 @@ from hf_axonn.cli.main import main
 from hf_axonn.distributed.collectives import barrier, world_rank
 from hf_axonn.trainer.saving import checkpoints_in, tidy
 from tests.helpers.crashes import die_at, run_to_the_end, values_of
-from tests.helpers.models import tiny_model
+from tests.helpers.equality import full
+from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
 
 
@@ -421,6 +424,31 @@ def test_a_save_in_the_background_is_the_same_to_the_bit(tmp_path):
     run_ranks(save_both_ways, 2, tmp_path)
     first, second = (check_complete(tmp_path / name) for name in ("foreground", "background"))
     assert first.files == second.files and first.model == second.model and first.save != second.save
+
+
+def save_by_torch(folder: Path) -> None:
+    model, _ = parallelize(tiny_model("llama"), Grid(z=2))
+    group = dist.new_group(backend="gloo")  # not that of training, whose collectives go on
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        model(**tiny_batch(2, 5)).loss.backward()
+        sync_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            saved = {name: full(value) for name, value in model.state_dict().items()}
+            writing = dcp.async_save({"model": model.state_dict()}, checkpoint_id=folder, process_group=group)
+    writing.result()
+    again, _ = parallelize(tiny_model("llama", seed=5), Grid(x=2))
+    read = {"model": again.state_dict()}
+    dcp.load(read, checkpoint_id=folder)
+    assert all(torch.equal(full(value), saved[name]) for name, value in read["model"].items())
+    dist.destroy_process_group(group)
+
+
+def test_torch_saves_in_the_background_by_a_group_of_its_own(tmp_path):
+    """As docs/reliability.md has it."""
+    run_ranks(save_by_torch, 2, tmp_path / "state")
 
 
 def leave_early(directory: Path) -> None:

@@ -110,7 +110,7 @@ def make_sft(output: Path, grid: Grid | None, *, goldfish: bool = True, kind: st
     from hf_axonn import GoldfishSFTConfig, GoldfishSFTTrainer
 
     trainer_options = {key: changes.pop(key) for key in ("peft_config", "callbacks") if key in changes}
-    completions = changes.pop("completions", True)
+    completions, eval_rows = changes.pop("completions", True), changes.pop("eval_rows", 7)
     own = dict(max_length=37, gradient_checkpointing=False, bf16=False, max_steps=3, per_device_eval_batch_size=3)
     options = training_options(output, grid, goldfish=goldfish, **dict(save_strategy="no") | own | changes)
     trainer_class, config = (GoldfishSFTTrainer, GoldfishSFTConfig) if goldfish else (SFTTrainer, SFTConfig)
@@ -118,7 +118,7 @@ def make_sft(output: Path, grid: Grid | None, *, goldfish: bool = True, kind: st
         model=tiny_model(kind) if model is None else model,
         args=config(**options),
         train_dataset=chats(80, seed=0, completions=completions),
-        eval_dataset=chats(7, seed=1, completions=completions),
+        eval_dataset=chats(eval_rows, seed=1, completions=completions),
         processing_class=chat_tokenizer(),
         **trainer_options,
     )

@@ -98,16 +98,14 @@ def _on_grid(grid, truths):
         mine = [layer[..., tokens, :] for layer in logits]
         if mask:
             more["attention_mask"] = more["attention_mask"][rows]
-        for is_share in (False, True):
-            router_loss = RouterLoss.__new__(RouterLoss)
-            router_loss.state, router_loss._is_share = state, is_share
-            ours, own = value_and_gradient(
-                _of_all_ranks(FUNCTIONS[name]), mine, more, functools.partial(RouterLogits, router_loss=router_loss)
-            )
-            # Gradients are averaged over (data, z) afterwards; shares are added up before that.
-            torch.testing.assert_close(ours, loss / samples if is_share else loss, rtol=1e-7, atol=0)
-            factor = 1 if is_share else samples
-            torch.testing.assert_close(own, gradient[..., tokens, :] * factor, rtol=1e-6, atol=1e-12)
+        router_loss = RouterLoss.__new__(RouterLoss)
+        router_loss.state = state
+        ours, own = value_and_gradient(
+            _of_all_ranks(FUNCTIONS[name]), mine, more, functools.partial(RouterLogits, router_loss=router_loss)
+        )
+        # Gradients are averaged over (data, z) afterwards.
+        torch.testing.assert_close(ours, loss, rtol=1e-7, atol=0)
+        torch.testing.assert_close(own, gradient[..., tokens, :] * samples, rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("grid", [Grid(z=2), Grid(data=2), Grid(data=2, z=2), Grid(z=2, x=2)], ids=str)
