@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hf_axonn_eval.data.jsonl import BOM, is_count, json_lines, replacing, write_json
+from hf_axonn_eval.data.jsonl import BOM, is_count, json_lines, made_of, replacing, write_json
 
 
 T = TypeVar("T")
@@ -233,7 +233,7 @@ def read_canaries(directory: str | os.PathLike) -> CanarySet:
             raise ValueError("the format, canaries and candidates are texts, and there is a canary")
         return CanarySet(
             **{name: about[name] for name in ("format", "space", "seed")},
-            canaries=tuple(Canary(**canary) for canary in about["canaries"]),
+            canaries=tuple(made_of(Canary, canary) for canary in about["canaries"]),
             candidates=tuple(candidates),
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
