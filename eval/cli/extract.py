@@ -81,6 +81,8 @@ def run(arguments: argparse.Namespace) -> None:
         "left_out": counts(about),
         "confidence": arguments.confidence,
     }
+    if arguments.server is not None:
+        _check_server(arguments, options)
     _announce(arguments, samples, about, options)
     if arguments.server is not None:
         _show(_from_server(arguments, samples, options, common), arguments)
@@ -130,8 +132,7 @@ def _announce(
     metrics += ["likelihood of the guesses"] if options["guesses"] else []
     metrics += [f"near copies ({options['near_copies'].text})"] if options["near_copies"] is not None else []
     metrics += ["membership scores"] if arguments.membership else []
-    on = f"at {arguments.server}" if arguments.server is not None else f"over the grid {_grid_text(arguments)}"
-    say(f"model      {arguments.model}, {on}")
+    say(f"model      {arguments.model}, {_where(arguments)}")
     say(
         f"samples    {len(samples):,} of {arguments.samples}{f': {buckets}' if buckets else ''}; the first has "
         f"{len(first.prefix)} + {len(first.suffix)} tokens{f'; protocol {protocol}' if protocol else ''}"
@@ -141,9 +142,14 @@ def _announce(
     say(f"output     {arguments.output}{f', where {there:,} of {len(samples):,} samples are done' if there else ''}")
 
 
-def _grid_text(arguments: argparse.Namespace) -> str:
-    grid = read_grid(arguments.grid)
-    return str(grid) if grid is not None else "of one process" if os.environ.get("WORLD_SIZE", "1") == "1" else "none"
+def _where(arguments: argparse.Namespace) -> str:
+    """Where the model runs, in words."""
+    if arguments.server is not None:
+        return f"at {arguments.server}"
+    grid, ranks = read_grid(arguments.grid), int(os.environ.get("WORLD_SIZE", "1"))
+    if grid is not None:
+        return f"over the grid {grid}"
+    return "on one process" if ranks == 1 else f"in full on each of {ranks} processes"
 
 
 def _show(results: Sequence[Any], arguments: argparse.Namespace) -> None:
@@ -153,14 +159,13 @@ def _show(results: Sequence[Any], arguments: argparse.Namespace) -> None:
     name = run_name(arguments.output)
     show({name: results}, arguments, records={name: read_record(Path(arguments.output))})
     words = ["hf-axonn-eval", "report", "--runs", f"{name}={arguments.output}", "--samples", arguments.samples]
-    say(f"saved: {arguments.output}. Next, with a base model's run first among --runs where there is one:")
+    say(f"saved      {arguments.output}")
+    say("next, with the run of the untrained model first where there is one:")
     say(f"    {shlex.join([*words, '--output', f'{os.path.normpath(arguments.output)}-report'])}")
 
 
-def _from_server(
-    arguments: argparse.Namespace, samples: Sequence[Any], options: Mapping[str, Any], common: Mapping[str, Any]
-) -> Sequence[Any]:
-    """The results of a model that a server holds."""
+def _check_server(arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option that a model on a server cannot have, or has not."""
     given = [name for name in _OF_WEIGHTS if getattr(arguments, name) not in (None, False, "auto")]
     if given:
         raise ValueError(
@@ -170,6 +175,12 @@ def _from_server(
         raise ValueError("--server does not go with --near_copies: a search is hundreds of requests a sample.")
     if arguments.tokenizer is None:
         raise ValueError("--server needs --tokenizer: texts are written with it, and its ids are checked.")
+
+
+def _from_server(
+    arguments: argparse.Namespace, samples: Sequence[Any], options: Mapping[str, Any], common: Mapping[str, Any]
+) -> Sequence[Any]:
+    """The results of a model that a server holds."""
     from hf_axonn_eval.extraction.extract import check_tokenizer
     from hf_axonn_eval.extraction.load_model import load_tokenizer
     from hf_axonn_eval.served.completions import CompletionsBackend

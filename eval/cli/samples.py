@@ -150,7 +150,8 @@ def run(arguments: argparse.Namespace) -> None:
             say(f"    {line}")
     model = arguments.tokenizer if kind_of(arguments.tokenizer) == ("model", "") else "MODEL"
     words = ["hf-axonn-eval", "extract", "--model", model, "--samples", arguments.output, "--output", "runs/base"]
-    say(f"next:\n    {shlex.join(words)}")
+    say("next:")
+    say(f"    {shlex.join(words)}")
 
 
 def _say_written(arguments: argparse.Namespace, tally: Any, digest: str) -> None:

@@ -205,7 +205,7 @@ def test_samples_and_extract_say_what_they_do_and_what_they_wrote(place, tmp_pat
     told = capsys.readouterr()
     assert told.out.startswith("documents  documents.jsonl\ntokenizer  ") and "document/s" not in told.err
     for line in (
-        "cuts       kind offsets, prefix_length 32, suffix_length 32, offset 0, combine product",
+        "cuts       kind offsets, prefix_length 32, suffix_length 32, offset 0, combine product, bos tokenizer",
         "output     samples.jsonl",
         "6 samples from 7 documents: samples.jsonl",
         "  left out: 1 too short",
@@ -215,7 +215,7 @@ def test_samples_and_extract_say_what_they_do_and_what_they_wrote(place, tmp_pat
     assert main(["extract", "--model", model, "--samples", "samples.jsonl", "--output", "runs/base"]) == 0
     told = capsys.readouterr()
     for line in (
-        f"model      {model}, over the grid of one process",
+        f"model      {model}, on one process",
         "samples    6 of samples.jsonl: 6 of bucket 40; the first has 32 + 32 tokens",
         "measures   exact match, probability of the suffix, ROUGE and edit distance (by decoding)",
         "output     runs/base",
