@@ -180,13 +180,14 @@ class Announcement(TrainerCallback):
         accumulated = args.gradient_accumulation_steps
         parts += f" x {accumulated} accumulated" if accumulated > 1 else ""
         epochs = state.max_steps * batch / len(rows) if args.max_steps > 0 else args.num_train_epochs
+        passes = f"{epochs:.2g} {'epoch' if epochs == 1 else 'epochs'}"
         begin = f", from step {state.global_step} on" if state.global_step else ""
         mixed = trainer.accelerator.mixed_precision
         say(
             f"model      {describe_model(model)}",
             f"grid       {describe_grid(model)}",
             f"loss       {describe_loss(args, share)}",
-            f"steps      {state.max_steps:,} ({epochs:.2g} {'epoch' if epochs == 1 else 'epochs'}){begin}; {batch} rows a step: {parts}",
+            f"steps      {state.max_steps:,} ({passes}){begin}; {batch} rows a step: {parts}",
             f"precision  {'as the weights' if mixed == 'no' else mixed + ' mixed precision'}",
             f"output     {args.output_dir}",
         )
