@@ -61,15 +61,15 @@ def say_used(output: Path) -> None:
         )
 
 
-def say_data(args: DataArguments, rows: Rows, epochs: float) -> None:
+def say_data(args: DataArguments, rows: Rows, epochs: float | None) -> None:
     """Say what became of the documents, and warn of those that are on the wrong side.
 
     Args:
         args: What was read.
         rows: What became of it.
-        epochs: How often training goes through the rows.
+        epochs: How often training goes through the rows; None: the steps are given.
     """
-    each = "" if epochs == 1 else f" in each of {epochs:g} epochs"
+    each = "" if epochs == 1 else " in an epoch" if epochs is None else f" in each of {epochs:g} epochs"
     if rows.buckets is None:
         seen = f"each is seen once{each} (no column {args.bucket_column})"
     else:
@@ -128,20 +128,11 @@ def describe_loss(args, share: float | None) -> str:
 
 def dropped_share(args, batch: Mapping[str, torch.Tensor]) -> float | None:
     """Return which share of the labels of a batch the goldfish loss drops; None if there is nothing to learn in it."""
-    labels = batch["labels"].clone()
-    labels[:, 0] = -100  # the first token of a row is no target
-    if not (labels != -100).any():
-        return None
-    names = ("position_ids", "attention_mask")
-    ids = (
-        None
-        if args.goldfish_as_reference
-        else find_document_ids(batch["input_ids"], **{name: batch.get(name) for name in names})
-    )
+    names = () if args.goldfish_as_reference else ("position_ids", "attention_mask")
     mask = goldfish_mask(
         batch["input_ids"],
-        labels,
-        ids,
+        batch["labels"],
+        find_document_ids(batch["input_ids"], **{name: batch.get(name) for name in names}) if names else None,
         strategy=args.goldfish_strategy,
         k=args.goldfish_k,
         context_width=args.goldfish_context_width,
@@ -150,9 +141,10 @@ def dropped_share(args, batch: Mapping[str, torch.Tensor]) -> float | None:
         ignored_token=args.goldfish_ignored_token,
         table=load_table(args.goldfish_table, args.goldfish_table_sha256) if args.goldfish_table else None,
         seed=args.seed,
-        sample_ids=torch.arange(len(labels)),
+        sample_ids=torch.arange(len(batch["labels"])),
     )
-    return (mask & (labels != -100)).sum().item() / (labels != -100).sum().item()
+    targets = (batch["labels"] != -100)[:, 1:]  # the first token of a row is none
+    return (mask[:, 1:] & targets).sum().item() / targets.sum().item() if targets.any() else None
 
 
 class Announcement(TrainerCallback):

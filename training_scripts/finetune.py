@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> GoldfishTrainer:
         # One process prepares the rows, the others read them from the cache.
         with args.main_process_first(desc="tokens to rows"):
             rows = load_rows(data_args, tokenizer, seed=args.seed)
-        say_data(data_args, rows, args.num_train_epochs)
+        say_data(data_args, rows, None if args.max_steps > 0 else args.num_train_epochs)
         check_tokenizer(model_args, rows)
         model = load_model(model_args, launched.grid if launched else None)
         if data_args.packing:

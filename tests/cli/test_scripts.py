@@ -92,7 +92,8 @@ def test_finetune_on_the_grid_of_a_launch_file(tmp_path):
     ended = run(tmp_path, *command)
     assert ended.code == 0, ended.output
     counts = (
-        "3 of bucket 0 (controls, left out), 3 of bucket 1, 2 of bucket 2; each is seen as often as its bucket says"
+        "3 of bucket 0 (controls, left out), 3 of bucket 1, 2 of bucket 2; each is seen as often as its bucket says "
+        "in an epoch"
     )
     for line in (  # by one process each, and no bars where the output is a file
         f"documents  8 of documents.jsonl: {counts}",
