@@ -41,11 +41,11 @@ def use_terminal() -> bool:
     """Switch progress bars off where stderr is no terminal, and write lines at once; return whether it is one."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
-    if sys.stderr.isatty() and FIRST:
-        return True
-    transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    return False
+    terminal = sys.stderr.isatty()
+    if not (terminal and FIRST):
+        transformers.utils.logging.disable_progress_bar()
+        datasets.disable_progress_bars()
+    return terminal
 
 
 def say_used(output: Path) -> None:

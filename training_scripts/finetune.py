@@ -155,6 +155,8 @@ def check_tokenizer(args: ModelArguments, rows: Rows) -> None:
     Raises:
         ValueError: An id is too large for the model.
     """
+    if (Path(args.model) / "adapter_config.json").is_file():
+        return  # the configuration is with its base model
     gguf = {"gguf_file": args.gguf_file} if args.gguf_file else {}
     config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code, **gguf)
     vocabulary = getattr(config.get_text_config(), "vocab_size", None)
