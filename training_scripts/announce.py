@@ -20,7 +20,7 @@ import torch
 import transformers
 from transformers import TrainerCallback
 
-from hf_axonn import parallel_state
+from hf_axonn import GoldfishConfig, parallel_state
 from hf_axonn.checkpoint.manifest import MANIFEST, read_manifest
 from hf_axonn.goldfish.mask import find_document_ids, goldfish_mask
 from hf_axonn.goldfish.table import load_table
@@ -87,13 +87,13 @@ def say_data(args: DataArguments, rows: Rows, epochs: float | None) -> None:
 
 
 def _tokens(rows: datasets.Dataset) -> int:
-    return pc.sum(pc.list_value_length(rows.data.column("input_ids"))).as_py()
+    return int(pc.sum(pc.list_value_length(rows.data.column("input_ids"))).as_py())
 
 
-def describe_model(model) -> str:
+def describe_model(model: Any) -> str:
     """Return type, size and dtype of a model, and what of it is trained."""
     parallel = parallel_state(model)
-    if parallel is None:
+    if parallel is None or parallel.report is None:
         total = sum(parameter.numel() for parameter in model.parameters())
     else:
         total = sum(entry.parameters for entry in parallel.report.entries)
@@ -108,7 +108,7 @@ def describe_model(model) -> str:
     return f"{text}; frozen, but for LoRA of rank {lora.r} (alpha {lora.lora_alpha}) on {where}"
 
 
-def describe_grid(model) -> str:
+def describe_grid(model: torch.nn.Module) -> str:
     """Return the grid and its number of processes, or that there is none."""
     parallel = parallel_state(model)
     if parallel is not None:
@@ -117,7 +117,7 @@ def describe_grid(model) -> str:
     return "one process, no grid" if ranks == 1 else f"{ranks} processes, no grid: each holds the whole model"
 
 
-def describe_loss(args, share: float | None) -> str:
+def describe_loss(args: GoldfishConfig, share: float | None) -> str:
     """Return which loss is trained with, and which share of labels it leaves out."""
     if not args.goldfish:
         return "ordinary: every label counts"
@@ -126,7 +126,7 @@ def describe_loss(args, share: float | None) -> str:
     return f"goldfish ({settings}){dropped}"
 
 
-def dropped_share(args, batch: Mapping[str, torch.Tensor]) -> float | None:
+def dropped_share(args: GoldfishConfig, batch: Mapping[str, torch.Tensor]) -> float | None:
     """Return which share of the labels of a batch the goldfish loss drops; None if there is nothing to learn in it."""
     names = () if args.goldfish_as_reference else ("position_ids", "attention_mask")
     mask = goldfish_mask(
@@ -154,10 +154,10 @@ class Announcement(TrainerCallback):
         trainer: Whose run it is.
     """
 
-    def __init__(self, trainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Print the model, the grid, the loss and the steps."""
         trainer, model = self.trainer, self.trainer.accelerator.unwrap_model(self.trainer.model)
         rows, share = trainer.train_dataset, None

@@ -121,7 +121,7 @@ def warnings_of(buckets: np.ndarray, group: np.ndarray, name: str) -> list[str]:
 def _digests(documents: datasets.Dataset, column: str) -> np.ndarray:
     """A number for every entry of a column, alike for the same entries alone; kept in the cache of `datasets`."""
 
-    def digest(entries: list, places: list[int]) -> dict[str, list[int]]:
+    def digest(entries: list[Any], places: list[int]) -> dict[str, list[int]]:
         pairs = zip(entries, places, strict=True)
         texts = [repr((entry, place) if entry is None else entry) for entry, place in pairs]
         return {"digest": [_hash(text) for text in texts]}

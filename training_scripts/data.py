@@ -112,7 +112,7 @@ def load_rows(args: DataArguments, tokenizer, *, seed: int = 42) -> Rows:
     number = len(documents)
     buckets = read_buckets(documents, args.bucket_column, args.data)
     warnings: list[str] = []
-    group = None
+    group = np.arange(number)
     content = "input_ids" if "input_ids" in documents.column_names else args.text_column
     if buckets is not None or args.held_out:
         # Without buckets a column id may be anything.

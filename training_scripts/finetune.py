@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> GoldfishTrainer:
     """Train, evaluate what was held out, and save the model with its tokenizer."""
     model_args, data_args, args = parse(argv)
     args.disable_tqdm = args.disable_tqdm or not use_terminal()
-    output = Path(args.output_dir)
+    output = Path(str(args.output_dir))
     if not args.resume_from_checkpoint:
         say_used(output)
     launched = AxonnConfig.from_env()

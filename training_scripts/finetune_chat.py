@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> GoldfishSFTTrainer:
     data_args, model_args, args = parse(argv)
     args.disable_tqdm = args.disable_tqdm or not use_terminal()
     if not args.resume_from_checkpoint:
-        say_used(Path(args.output_dir))
+        say_used(Path(str(args.output_dir)))
     # One process reads the file, the others its cache.
     with args.main_process_first(desc="conversations"):
         is_file = data_args.data.endswith((".json", ".jsonl"))
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> GoldfishSFTTrainer:
         trainer.save_metrics("eval", trainer.evaluate())
     trainer.save_model()
     trainer.save_state()
-    say_saved(Path(args.output_dir))
+    say_saved(Path(str(args.output_dir)))
     return trainer
 
 

@@ -178,7 +178,7 @@ def _check_server(arguments: argparse.Namespace, options: Mapping[str, Any]) -> 
 
 
 def _from_server(
-    arguments: argparse.Namespace, samples: Sequence[Any], options: Mapping[str, Any], common: Mapping[str, Any]
+    arguments: argparse.Namespace, samples: Any, options: Mapping[str, Any], common: Mapping[str, Any]
 ) -> Sequence[Any]:
     """The results of a model that a server holds."""
     from hf_axonn_eval.extraction.extract import check_tokenizer
