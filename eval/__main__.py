@@ -24,6 +24,7 @@ from hf_axonn_eval.cli import overlaps as cli_overlaps
 from hf_axonn_eval.cli import report as cli_report
 from hf_axonn_eval.cli import samples as cli_samples
 from hf_axonn_eval.cli import tokens as cli_tokens
+from hf_axonn_eval.cli.common import check_files
 from hf_axonn_eval.data.visible import visible
 
 
@@ -38,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     try:
+        check_files(arguments)
         code: int | None = arguments.command(arguments)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         reason = lacking("eval") if isinstance(error, ModuleNotFoundError) else str(error)

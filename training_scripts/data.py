@@ -1,14 +1,20 @@
 """From documents to rows of tokens: what `finetune.py` trains on.
 
-Documents come from a JSONL file, a folder of text files, a data set saved by `datasets`, or the hub. Every token of a
-document but its first is a target exactly once, however long the document is and however rows are cut.
+Documents come from a JSONL file, a folder of text files, a data set saved by `datasets`, or the hub. A document is
+laid out as often as its bucket says (buckets.py). Every token of it but its first is then a target exactly once,
+however long the document is and however rows are cut.
 """
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import datasets
+import numpy as np
+import pyarrow.compute as pc
+
+from hf_axonn_scripts.buckets import read_buckets, repeat, same_documents, shared_with, warnings_of
 
 
 @dataclass
@@ -30,6 +36,13 @@ class DataArguments:
         metadata={
             "help": "Column that holds the text. Data that is tokenized already has a column input_ids instead; its "
             "tokens are used as they are."
+        },
+    )
+    bucket_column: str = field(
+        default="bucket",
+        metadata={
+            "help": "Column that holds how often training sees the document in an epoch; documents of 0 are left out. "
+            "Without such a column every document is seen once."
         },
     )
     sequence_length: int = field(default=1024, metadata={"help": "Longest row, in tokens."})
@@ -56,40 +69,122 @@ class DataArguments:
             raise ValueError("held_out and held_out_data both say what to evaluate on: give one of them")
 
 
-def load_rows(args: DataArguments, tokenizer, *, seed: int = 42) -> tuple[datasets.Dataset, datasets.Dataset | None]:
-    """Reads documents and lays them out as rows.
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What to train on, and what became of the documents.
+
+    Attributes:
+        train: Rows with columns `input_ids` and `labels`, each a list of at most `sequence_length` ids; packed rows
+            have exactly that many, and `position_ids` besides.
+        held_out: The same of what is held out, or None.
+        documents: Documents that were read, without those of `held_out_data`.
+        buckets: Bucket -> documents to train on, 0 included; None if the data have no buckets.
+        held_out_documents: Documents that `held_out` is made of.
+        columns: Columns of the documents.
+        warnings: Sentences on documents that are trained on and should not be, or the other way round.
+    """
+
+    train: datasets.Dataset
+    held_out: datasets.Dataset | None
+    documents: int
+    buckets: Mapping[int, int] | None
+    held_out_documents: int
+    columns: Sequence[str]
+    warnings: Sequence[str] = ()
+
+
+def load_rows(args: DataArguments, tokenizer, *, seed: int = 42) -> Rows:
+    """Read documents and lay them out as rows.
+
+    The rows keep the order of the documents, but for copies, which are spread evenly. No document is both trained on
+    and held out, however many copies of it there are.
 
     Args:
         args: What to read, and the sequence length.
         tokenizer: A transformers tokenizer with an end-of-sequence token.
         seed: Decides which documents are held out.
 
-    Returns:
-        Rows to train on and held-out rows (None if nothing is held out), with columns `input_ids` and `labels`, each
-        a list of at most `sequence_length` ids; packed rows have exactly that many, and `position_ids` besides. The
-        rows keep the order of the documents, and no document is in both sets.
-
     Raises:
-        ValueError: The data is not there, or has no documents, no text column, or nothing long enough to train on.
+        ValueError: The data is not there, or has no documents, no text column, a bucket that is no number, or nothing
+            long enough to train on.
     """
     documents = load_documents(args, args.data)
-    held_out = None
+    number = len(documents)
+    buckets = read_buckets(documents, args.bucket_column, args.data)
+    warnings: list[str] = []
+    group = np.arange(number)
+    content = "input_ids" if "input_ids" in documents.column_names else args.text_column
+    if buckets is not None or args.held_out:
+        # Without buckets a column id may be anything.
+        ids = ["id"] if buckets is not None and "id" in documents.column_names else []
+        group = same_documents(documents, [*ids, content])
+    if buckets is not None:
+        warnings = warnings_of(buckets, group, args.data)
+    counts = buckets if buckets is not None else np.ones(number, dtype=np.int64)
+    trained, held_out = np.arange(number), None
     if args.held_out_data:
         held_out = load_documents(args, args.held_out_data)
-    elif args.held_out:
-        count = round(args.held_out * len(documents))
-        if not 0 < count < len(documents):
-            raise ValueError(
-                f"held_out={args.held_out} of {len(documents)} documents is {count}, which leaves nothing to "
-                f"{'evaluate' if count == 0 else 'train'} on: take another part, or give --held_out_data"
+        if content in held_out.column_names and (
+            shared := shared_with(held_out, documents.select(np.flatnonzero(counts)), content)
+        ):
+            warnings.append(
+                f"{shared} of the {len(held_out)} documents of {args.held_out_data} are trained on, too: their loss "
+                "is not one of held-out documents"
             )
-        parts = documents.train_test_split(test_size=count, seed=seed)
-        documents, held_out = parts["train"], parts["test"]
-    return to_rows(documents, args, tokenizer), None if held_out is None else to_rows(held_out, args, tokenizer)
+    elif args.held_out:
+        trained, chosen = split(group, counts, args.held_out, seed)
+        held_out = documents.select(chosen)
+        if buckets is not None:
+            warnings.append(
+                f"the {len(chosen)} held-out documents are not trained on, though their buckets say so: samples that "
+                f"are made of {args.data} count them as trained on. Give --held_out_data other documents in place of "
+                "--held_out"
+            )
+    train = repeat(documents.select(trained) if len(trained) < number else documents, counts[trained])
+    return Rows(
+        train=to_rows(train, args, tokenizer),
+        held_out=None if held_out is None else to_rows(held_out, args, tokenizer),
+        documents=number,
+        buckets=None if buckets is None else dict(sorted(Counter(buckets[trained].tolist()).items())),
+        held_out_documents=0 if held_out is None else len(held_out),
+        columns=documents.column_names,
+        warnings=warnings,
+    )
+
+
+def split(group: np.ndarray, counts: np.ndarray, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Divide documents into those to train on and those to hold out; copies of a document stay together.
+
+    Args:
+        group: For each row the first row that is the same document.
+        counts: How often each row is to be seen; documents that no row shows are never held out.
+        share: Part of the documents to hold out.
+        seed: Decides which.
+
+    Returns:
+        The places of the rows on either side. Controls stay on the first one.
+
+    Raises:
+        ValueError: The share leaves nothing on one side.
+    """
+    different = np.unique(group[counts > 0])
+    count = round(share * len(different))
+    if not 0 < count < len(different):
+        raise ValueError(
+            f"held_out={share} of {len(different)} documents is {count}, which leaves nothing to "
+            f"{'evaluate' if count == 0 else 'train'} on: take another part, or give --held_out_data"
+        )
+    parts = datasets.Dataset.from_dict({"first": different}).train_test_split(test_size=count, seed=seed)
+    rows: dict[int, list[int]] = {}
+    for row, first in enumerate(group.tolist()):
+        rows.setdefault(first, []).append(row)
+    shown = [[row for first in parts[side]["first"] for row in rows[first]] for side in ("train", "test")]
+    never = np.flatnonzero(~np.isin(group, different))
+    return np.array([*shown[0], *never]), np.array(shown[1])
 
 
 def load_documents(args: DataArguments, name: str) -> datasets.Dataset:
-    """Reads the documents called `name`; see `DataArguments.data` for what a name may be."""
+    """Read the documents called `name`; see `DataArguments.data` for what a name may be."""
     path = Path(name)
     try:
         if path.is_dir() and any((path / mark).exists() for mark in ("state.json", "dataset_dict.json")):
@@ -145,6 +240,11 @@ def to_rows(documents: datasets.Dataset, args: DataArguments, tokenizer) -> data
             f"look at the column {'input_ids' if tokenized else args.text_column}"
         )
     return rows
+
+
+def largest_id(rows: datasets.Dataset) -> int:
+    """Return the largest token id of rows."""
+    return max(pc.max(pc.list_flatten(chunk)).as_py() for chunk in rows.data.column("input_ids").chunks if len(chunk))
 
 
 def tokenize(texts: Sequence[str], tokenizer) -> list[list[int]]:

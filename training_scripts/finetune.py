@@ -11,7 +11,6 @@ The ordinary loss: --goldfish False. Packed rows: --packing --sequence_length 20
 """
 
 import inspect
-import os
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     DataCollatorForSeq2Seq,
@@ -30,7 +30,8 @@ from transformers import (
 
 import hf_axonn
 from hf_axonn import AxonnConfig, GoldfishConfig, GoldfishTrainer
-from hf_axonn_scripts.data import DataArguments, load_rows
+from hf_axonn_scripts.announce import FIRST, Announcement, say_data, say_saved, say_used, use_terminal
+from hf_axonn_scripts.data import DataArguments, Rows, largest_id, load_rows
 
 
 @dataclass
@@ -68,17 +69,15 @@ class ModelArguments:
 class Parser(HfArgumentParser):
     """The options of all three classes. In a launch with several processes only the first one talks."""
 
-    first = int(os.environ.get("RANK", "0")) == 0
-
     def print_help(self, file=None):
-        if self.first:
+        if FIRST:
             super().print_help(file)
 
     def error(self, message):
         self.exit(2, f"{self.prog}: {message}\n--help lists all options.\n")
 
     def exit(self, status=0, message=None):
-        super().exit(status, message if self.first else None)
+        super().exit(status, message if FIRST else None)
 
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
@@ -93,6 +92,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArgume
         description=__doc__,
         formatter_class=HelpFormatter,
     )
+    # One epoch, in which a document is seen as often as its bucket says; 10 to 20 lines of losses, however long the
+    # run is; warnings of one process, because the others have the same.
+    parser.set_defaults(num_train_epochs=1, logging_steps=0.05, log_level_replica="error")
     try:
         model_args, data_args, args = parser.parse_args_into_dataclasses(argv)
     except ValueError as error:
@@ -103,7 +105,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArgume
 
 
 def load_tokenizer(args: ModelArguments):
-    """The tokenizer; one without a padding token pads with its end of sequence, which the labels leave out."""
+    """Load the tokenizer; one without a padding token pads with its end of sequence, which the labels leave out."""
     gguf = {"gguf_file": args.gguf_file} if args.gguf_file and not args.tokenizer else {}
     tokenizer = AutoTokenizer.from_pretrained(
         args.tokenizer or args.model, trust_remote_code=args.trust_remote_code, **gguf
@@ -147,6 +149,25 @@ def add_lora(model, args: ModelArguments):
     )
 
 
+def check_tokenizer(args: ModelArguments, rows: Rows) -> None:
+    """Compare the ids of the rows with the vocabulary in the model's configuration, before any weight is read.
+
+    Raises:
+        ValueError: An id is too large for the model.
+    """
+    if (Path(args.model) / "adapter_config.json").is_file():
+        return  # the configuration is with its base model
+    gguf = {"gguf_file": args.gguf_file} if args.gguf_file else {}
+    config = AutoConfig.from_pretrained(args.model, trust_remote_code=args.trust_remote_code, **gguf)
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)
+    largest = max(largest_id(part) for part in (rows.train, rows.held_out) if part is not None)
+    if vocabulary is not None and largest >= vocabulary:
+        raise ValueError(
+            f"the data have the token id {largest}, but the vocabulary of {args.model} ends at {vocabulary - 1}: the "
+            f"tokenizer ({args.tokenizer or args.model}), or the column input_ids, is of another model"
+        )
+
+
 def check_packing(model, args: GoldfishConfig) -> None:
     """Packed documents are told apart by position_ids alone; refuses what would let one attend to another.
 
@@ -168,37 +189,45 @@ def check_packing(model, args: GoldfishConfig) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> GoldfishTrainer:
-    """Trains, evaluates what was held out, and saves the model with its tokenizer."""
+    """Train, evaluate what was held out, and save the model with its tokenizer."""
     model_args, data_args, args = parse(argv)
+    args.disable_tqdm = args.disable_tqdm or not use_terminal()
+    output = Path(str(args.output_dir))
+    if not args.resume_from_checkpoint:
+        say_used(output)
     launched = AxonnConfig.from_env()
     set_seed(args.seed)  # adapters begin with random numbers, which must be the same on every rank
     try:
         tokenizer = load_tokenizer(model_args)
         # One process prepares the rows, the others read them from the cache.
         with args.main_process_first(desc="tokens to rows"):
-            train_rows, held_out_rows = load_rows(data_args, tokenizer, seed=args.seed)
+            rows = load_rows(data_args, tokenizer, seed=args.seed)
+        say_data(data_args, rows, None if args.max_steps > 0 else args.num_train_epochs)
+        check_tokenizer(model_args, rows)
         model = load_model(model_args, launched.grid if launched else None)
         if data_args.packing:
             check_packing(model, args)
     except (ValueError, OSError) as error:
-        if Parser.first:
+        if FIRST:
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         raise SystemExit(2) from error
 
     trainer = GoldfishTrainer(
         model=model,
         args=args,
-        train_dataset=train_rows,
-        eval_dataset=held_out_rows,
+        train_dataset=rows.train,
+        eval_dataset=rows.held_out,
         processing_class=tokenizer,
         data_collator=default_data_collator if data_args.packing else DataCollatorForSeq2Seq(tokenizer),
     )
+    trainer.add_callback(Announcement(trainer))
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_metrics("train", result.metrics)
-    if held_out_rows is not None:
+    if rows.held_out is not None:
         trainer.save_metrics("eval", trainer.evaluate())
     trainer.save_model()
     trainer.save_state()
+    say_saved(output, data_args, rows.columns)
     return trainer
 
 

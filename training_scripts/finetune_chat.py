@@ -13,6 +13,7 @@ A line of chats.jsonl has "messages", or "prompt" and "completion", in any form 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
@@ -20,6 +21,7 @@ from trl import ModelConfig, get_peft_config
 
 import hf_axonn
 from hf_axonn import AxonnConfig, GoldfishSFTConfig, GoldfishSFTTrainer
+from hf_axonn_scripts.announce import Announcement, say_saved, say_used, use_terminal
 
 
 @dataclass
@@ -43,12 +45,16 @@ def load_model(args: ModelConfig):
 def parse(argv: Sequence[str] | None = None) -> tuple[DataArguments, ModelConfig, GoldfishSFTConfig]:
     """The command line, or `argv`."""
     parser = HfArgumentParser((DataArguments, ModelConfig, GoldfishSFTConfig))
+    parser.set_defaults(logging_steps=0.05, log_level_replica="error")  # as in finetune.py
     return parser.parse_args_into_dataclasses(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> GoldfishSFTTrainer:
     """Trains, evaluates what was held out, and saves the model with its tokenizer."""
     data_args, model_args, args = parse(argv)
+    args.disable_tqdm = args.disable_tqdm or not use_terminal()
+    if not args.resume_from_checkpoint:
+        say_used(Path(str(args.output_dir)))
     # One process reads the file, the others its cache.
     with args.main_process_first(desc="conversations"):
         is_file = data_args.data.endswith((".json", ".jsonl"))
@@ -66,12 +72,14 @@ def main(argv: Sequence[str] | None = None) -> GoldfishSFTTrainer:
         processing_class=AutoTokenizer.from_pretrained(model_args.model_name_or_path),
         peft_config=get_peft_config(model_args),
     )
+    trainer.add_callback(Announcement(trainer))
     result = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_metrics("train", result.metrics)
     if data_args.held_out:
         trainer.save_metrics("eval", trainer.evaluate())
     trainer.save_model()
     trainer.save_state()
+    say_saved(Path(str(args.output_dir)))
     return trainer
 
 

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq
 
 import hf_axonn
 from hf_axonn import AxonnConfig
+from hf_axonn_scripts.announce import describe_grid, describe_model, say, say_data, say_saved, use_terminal
 from hf_axonn_scripts.data import DataArguments, load_rows
 
 
@@ -54,8 +55,9 @@ class Progress:
 
 
 def main() -> None:
-    """Trains, and saves an ordinary model directory."""
+    """Train, and save an ordinary model directory."""
     args = parse()
+    use_terminal()
     set_seed(args.seed)
     project = ProjectConfiguration(str(args.output_dir), automatic_checkpoint_naming=True, total_limit=2)
     # The order of an epoch depends on its number and the seed alone, so that a resumed run finds it again.
@@ -70,9 +72,13 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    data = DataArguments(data=args.data, sequence_length=args.sequence_length)
     with accelerator.main_process_first():
-        rows, _ = load_rows(DataArguments(data=args.data, sequence_length=args.sequence_length), tokenizer)
-    loader = DataLoader(rows, batch_size=args.batch_size, shuffle=True, collate_fn=DataCollatorForSeq2Seq(tokenizer))
+        rows = load_rows(data, tokenizer)
+    say_data(data, rows, args.epochs)
+    loader = DataLoader(
+        rows.train, batch_size=args.batch_size, shuffle=True, collate_fn=DataCollatorForSeq2Seq(tokenizer)
+    )
 
     launched = AxonnConfig.from_env()
     if launched:  # every rank reads only its own slices
@@ -84,6 +90,13 @@ def main() -> None:
     batches = args.epochs * len(loader) // args.accumulation
     schedule = get_scheduler("cosine", optimizer, num_warmup_steps=batches // 20, num_training_steps=batches)
     model, optimizer, loader, schedule = accelerator.prepare(model.train(), optimizer, loader, schedule)
+
+    steps = args.epochs * len(loader) // args.accumulation
+    say(
+        f"model      {describe_model(accelerator.unwrap_model(model))}",
+        f"grid       {describe_grid(accelerator.unwrap_model(model))}",
+        f"steps      {steps:,}, {args.epochs} epochs; {args.batch_size} rows a process and batch",
+    )
 
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
@@ -107,7 +120,8 @@ def main() -> None:
                 progress.step += 1
                 mean = accelerator.gather(loss.detach()).mean().item()
                 accelerator.log({"loss": mean, "rate": schedule.get_last_lr()[0]}, step=progress.step)
-                accelerator.print(f"step {progress.step}: loss {mean:.4f}, rate {schedule.get_last_lr()[0]:.2e}")
+                if progress.step % max(1, steps // 20) == 0:
+                    accelerator.print(f"step {progress.step}: loss {mean:.4f}, rate {schedule.get_last_lr()[0]:.2e}")
                 if progress.step % args.save_every == 0:
                     accelerator.save_state()
         progress.epoch, progress.batch = progress.epoch + 1, 0
@@ -118,6 +132,7 @@ def main() -> None:
     )
     if accelerator.is_main_process:
         tokenizer.save_pretrained(args.output_dir)
+    say_saved(args.output_dir, data, rows.columns)
     accelerator.end_training()
 
 

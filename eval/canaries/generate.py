@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hf_axonn_eval.data.jsonl import BOM, is_count, json_lines, replacing, write_json
+from hf_axonn_eval.data.jsonl import BOM, is_count, json_lines, made_of, replacing, write_json
 
 
 T = TypeVar("T")
@@ -164,7 +164,8 @@ def insert_canaries(
     """Copy training data with every canary put in as often as it says, each time as a document of its own.
 
     The lines of `documents` are copied as they are; those of the canaries have an id (`canary-1#1`, ...) and a text
-    and stand at random places between them, drawn with the seed of the set.
+    and stand at random places between them, drawn with the seed of the set. Where the documents have a bucket (how
+    often training sees them), each of these lines has bucket 1.
 
     Args:
         documents: JSON lines.
@@ -177,13 +178,15 @@ def insert_canaries(
     Raises:
         ValueError: `documents` is missing, not JSON lines, or has no such text field.
     """
-    total = 0
+    total, buckets = 0, False
     for number, _, row in json_lines(documents):
         if not isinstance(row, dict) or text_key not in row:
             raise ValueError(f"{documents}, line {number} has no field {text_key!r}; name it with --text_key.")
         total += 1
+        buckets = buckets or "bucket" in row
+    seen = {"bucket": 1} if buckets else {}
     added = [
-        json.dumps({id_key: f"{canary.canary_id}#{time}", text_key: canary.text}).encode()
+        json.dumps({id_key: f"{canary.canary_id}#{time}", text_key: canary.text, **seen}).encode()
         for canary in canaries.canaries
         for time in range(1, canary.insertions + 1)
     ]
@@ -233,7 +236,7 @@ def read_canaries(directory: str | os.PathLike) -> CanarySet:
             raise ValueError("the format, canaries and candidates are texts, and there is a canary")
         return CanarySet(
             **{name: about[name] for name in ("format", "space", "seed")},
-            canaries=tuple(Canary(**canary) for canary in about["canaries"]),
+            canaries=tuple(made_of(Canary, canary) for canary in about["canaries"]),
             candidates=tuple(candidates),
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:

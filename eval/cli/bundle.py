@@ -10,10 +10,22 @@ from hf_axonn_eval.cli.common import at_least_one, command, read_grid, run_name,
 def add(commands) -> None:
     """Say what the commands take."""
     add = command(commands, "bundle", "pack the numbers of runs for an auditor, without texts; sign them", run_bundle)
-    add("runs", nargs="+", metavar="RUN", help="outputs of `extract`, DIR or NAME=DIR, all of the same samples")
-    add("--samples", required=True, metavar="FILE", help="what the runs were asked")
-    add("--output", required=True, metavar="FILE", help="the bundle, a tar")
-    add("--key", required=True, metavar="FILE", help="secret of the hashes, which stays with you; made if not there")
+    add(
+        "runs",
+        nargs="+",
+        reads="run",
+        metavar="RUN",
+        help="outputs of `extract`, DIR or NAME=DIR, all of the same samples",
+    )
+    add("--samples", required=True, reads="samples", metavar="FILE", help="what the runs were asked")
+    add("--output", required=True, writes="bundle", metavar="FILE", help="the bundle, a tar")
+    add(
+        "--key",
+        required=True,
+        reads="key",
+        metavar="FILE",
+        help="secret of the hashes, which stays with you; made if not there",
+    )
     add("--sign", metavar="SSH_KEY", help="sign the bundle: ssh-keygen writes a .sig beside it")
     add("--base", metavar="NAME", help="run that the others are compared with (default: base, or the first)")
     add("--lengths", type=at_least_one, nargs="+", default=(), metavar="N", help="also verbatim for suffixes cut to N")
@@ -21,16 +33,21 @@ def add(commands) -> None:
     add("--document_ids", action="store_true", help="show ids of documents and samples, in place of keyed hashes")
 
     add = command(commands, "verify", "check a bundle: exit code 1 if anything in it contradicts", run_verify)
-    add("bundle", metavar="BUNDLE", help="what `bundle` wrote; its signature is looked for beside it")
+    add("bundle", reads="bundle", metavar="BUNDLE", help="what `bundle` wrote; its signature is looked for beside it")
     add("--signers", metavar="FILE", help="allowed signers, as of `ssh-keygen -Y verify`")
-    add("--samples", metavar="FILE", help="the samples, to check that they are the ones; needs --key")
-    add("--key", metavar="FILE", help="the owner's key")
-    add("--model", metavar="DIR", help="the model, to check its fingerprint and ask it again; needs --samples, --key")
-    add("--tokenizer", metavar="DIR", help="if it is not beside the model")
+    add("--samples", reads="samples", metavar="FILE", help="the samples, to check that they are the ones; needs --key")
+    add("--key", reads="key", metavar="FILE", help="the owner's key")
+    add(
+        "--model",
+        reads="model",
+        metavar="DIR",
+        help="the model, to check its fingerprint and ask it again; needs --samples, --key",
+    )
+    add("--tokenizer", reads="tokenizer", metavar="DIR", help="if it is not beside the model")
     add("--grid", metavar="SIZES", help="data=1,z=2,y=1,x=2 (default: axonn_config of accelerate launch, else none)")
     add("--again", type=at_least_one, default=32, metavar="N", help="samples that the model is asked (default 32)")
     add("--trust_remote_code", action="store_true", help="execute code that comes with the model")
-    add("--output", metavar="FILE", help="also write what came out, as JSON")
+    add("--output", writes="checks", metavar="FILE", help="also write what came out, as JSON")
 
 
 def run_bundle(arguments: argparse.Namespace) -> None:

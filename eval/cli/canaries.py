@@ -15,14 +15,25 @@ def add(commands) -> None:
     add("--insertions", type=from_zero, nargs="+", default=[0, 1, 4, 16], metavar="N", help="0: controls (0 1 4 16)")
     add("--each", type=at_least_one, default=4, metavar="N", help="canaries for each number of insertions (default 4)")
     add("--candidates", type=at_least_one, default=10_000, metavar="N", help="texts to rank among (default 10000)")
-    add("--documents", metavar="FILE", help="training data, JSON lines; a copy with the canaries is written")
+    add(
+        "--documents",
+        reads="documents",
+        metavar="FILE",
+        help="training data, JSON lines; a copy with the canaries is written",
+    )
     add("--id_key", default="id", metavar="KEY", help="field for the id of a canary in the copy")
     add("--text_key", default="text", metavar="KEY", help="field with the text")
     add("--seed", type=int, default=0, metavar="N", help="of the draws (default 0)")
-    add("--output", required=True, metavar="DIR", help="for canaries.json, candidates.jsonl and documents.jsonl")
+    add(
+        "--output",
+        required=True,
+        writes="canaries",
+        metavar="DIR",
+        help="for canaries.json, candidates.jsonl and documents.jsonl",
+    )
     add = command(parts, "rank", "exposure of the canaries in one model", rank)
-    add("--canaries", required=True, metavar="DIR", help="what `canaries make` wrote")
-    add("--output", required=True, metavar="FILE", help="JSON file to write")
+    add("--canaries", required=True, reads="canaries", metavar="DIR", help="what `canaries make` wrote")
+    add("--output", required=True, writes="ranks", metavar="FILE", help="JSON file to write")
     add_model_options(add)
     add("--batch_size", type=at_least_one, default=8, metavar="N", help="texts in a forward pass (default 8)")
     add("--add_special_tokens", action="store_true", help="begin texts with the tokenizer's BOS, as training did")

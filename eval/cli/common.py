@@ -9,15 +9,39 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from hf_axonn_eval.data.kinds import check_kind, check_output
 from hf_axonn_eval.data.visible import visible
 from hf_axonn_eval.extraction.load_model import DTYPES
 
 
 def command(commands, name: str, summary: str, function: Callable[[argparse.Namespace], int | None]) -> Callable:
-    """Add a command, whose function returns its exit code or None for 0; returns its `add_argument`."""
+    """Add a command, whose function returns its exit code or None for 0.
+
+    Returns:
+        Its `add_argument`, which takes two more: `reads`, the kind (data/kinds.py) of the files that an option names,
+        and `writes`, that of what the command writes there.
+    """
     parser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-    parser.set_defaults(command=function)
-    return parser.add_argument
+    checks: list[tuple[Callable[..., None], str, str, str]] = []
+    parser.set_defaults(command=function, checks=checks)
+
+    def add(*names: str, reads: str | None = None, writes: str | None = None, **options: Any) -> None:
+        place = parser.add_argument(*names, **options).dest
+        if reads is not None:
+            checks.append((check_kind, place, reads, names[0]))
+        if writes is not None:
+            checks.append((check_output, place, writes, names[0]))
+
+    return add
+
+
+def check_files(arguments: argparse.Namespace) -> None:
+    """Raise ValueError where an option names a file of another kind than it takes, or would write over one."""
+    for check, place, kind, option in arguments.checks:
+        given = getattr(arguments, place)
+        for path in given if isinstance(given, list) else [] if given is None else [given]:
+            named = kind == "run" and not os.path.exists(path)  # NAME=DIRECTORY
+            check(path.partition("=")[2] if named else path, kind, option)
 
 
 def add_interval_options(add: Callable) -> None:
@@ -27,9 +51,15 @@ def add_interval_options(add: Callable) -> None:
 
 def add_model_options(add: Callable) -> None:
     """The options of every command that asks one model; `load` reads them."""
-    add("--model", required=True, metavar="DIR", help="HF directory, or a sharded checkpoint; a name on the Hub")
+    add(
+        "--model",
+        required=True,
+        reads="model",
+        metavar="DIR",
+        help="HF directory, or a sharded checkpoint; a name on the Hub",
+    )
     add("--revision", metavar="NAME", help="branch, tag or commit of a model on the Hub")
-    add("--tokenizer", metavar="DIR", help="if it is not beside the model")
+    add("--tokenizer", reads="tokenizer", metavar="DIR", help="if it is not beside the model")
     add("--grid", metavar="SIZES", help="data=1,z=2,y=1,x=2 (default: axonn_config of accelerate launch, else none)")
     add("--dtype", choices=DTYPES, default="auto", help="of the weights (default: as in the checkpoint)")
     add("--trust_remote_code", action="store_true", help="execute code that comes with the model")
@@ -89,8 +119,9 @@ def show(runs: Mapping[str, Sequence], arguments: argparse.Namespace, **options:
 
 
 def say(what: object) -> None:
-    """Print one line; a path in it cannot act on the terminal."""
-    print(visible(str(what)))
+    """Print one line, on the first process alone; a path in it cannot act on the terminal."""
+    if os.environ.get("RANK", "0") == "0":
+        print(visible(str(what)), flush=True)
 
 
 def read_runs(pairs: Sequence[str]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from hf_axonn_eval.cli.common import (
     at_least_one,
     command,
     load,
+    read_grid,
     run_name,
+    say,
     show,
 )
 
@@ -27,8 +30,8 @@ def add(commands) -> None:
     add = command(commands, "extract", about, run)
     add_model_options(add)
     add("--server", metavar="URL", help="ask vLLM there (http://host:8000/v1) for --model, as it calls it")
-    add("--samples", required=True, metavar="FILE", help="what `samples` wrote")
-    add("--output", required=True, metavar="DIR", help="directory for the results of this model")
+    add("--samples", required=True, reads="samples", metavar="FILE", help="what `samples` wrote")
+    add("--output", required=True, writes="run", metavar="DIR", help="directory for the results of this model")
     add(
         "--batch_size",
         type=_batch_size,
@@ -56,7 +59,7 @@ def add(commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write a run directory, and show its table."""
+    """Say what will be measured, write a run directory, and show its table."""
     from hf_axonn_eval.data.samples import SampleFile, about_file, counts, read_about
 
     # what is wrong is said before a model is loaded
@@ -79,11 +82,18 @@ def run(arguments: argparse.Namespace) -> None:
         "confidence": arguments.confidence,
     }
     if arguments.server is not None:
+        _check_server(arguments, options)
+    _announce(arguments, samples, about, options)
+    if arguments.server is not None:
         _show(_from_server(arguments, samples, options, common), arguments)
         return
-    from hf_axonn_eval.extraction.extract import extract
+    from hf_axonn_eval.extraction.extract import check_tokenizer, extract
 
-    loaded = load(arguments, attn_implementation=arguments.attn_implementation)
+    loaded = load(
+        arguments,
+        attn_implementation=arguments.attn_implementation,
+        check_tokenizer=lambda tokenizer: check_tokenizer(tokenizer, samples),
+    )
     results = extract(
         loaded.model,
         loaded.tokenizer,
@@ -97,18 +107,65 @@ def run(arguments: argparse.Namespace) -> None:
         _show(results, arguments)
 
 
+def _announce(
+    arguments: argparse.Namespace, samples: Sequence[Any], about: Mapping[str, Any], options: Mapping[str, Any]
+) -> None:
+    """Say what will be asked of what, and where it goes.
+
+    Raises:
+        ValueError: the output holds another run.
+    """
+    from hf_axonn_eval.data.results import RunDirectory
+    from hf_axonn_eval.extraction.run_record import identity_of
+
+    path = Path(arguments.output)
+    there = 0
+    if path.exists():
+        there = RunDirectory(path).check(identity_of(samples, membership=arguments.membership, **options))
+    first = samples[0]
+    buckets = ", ".join(f"{count:,} of bucket {bucket}" for bucket, count in (about.get("buckets") or {}).items())
+    protocol = (about.get("protocol") or {}).get("name")
+    metrics = ["exact match"]
+    metrics += [] if options["stop_early"] else ["probability of the suffix"]
+    metrics += ["ROUGE and edit distance (by decoding)"] if options["generate"] else []
+    metrics += [f"probability of a draw ({options['sampler'].text})"] if options["sampler"] is not None else []
+    metrics += ["likelihood of the guesses"] if options["guesses"] else []
+    metrics += [f"near copies ({options['near_copies'].text})"] if options["near_copies"] is not None else []
+    metrics += ["membership scores"] if arguments.membership else []
+    say(f"model      {arguments.model}, {_where(arguments)}")
+    say(
+        f"samples    {len(samples):,} of {arguments.samples}{f': {buckets}' if buckets else ''}; the first has "
+        f"{len(first.prefix)} + {len(first.suffix)} tokens{f'; protocol {protocol}' if protocol else ''}"
+    )
+    say(f"measures   {', '.join(metrics)}")
+    say(f"settings   dtype {arguments.dtype}, batch size {arguments.batch_size}")
+    say(f"output     {arguments.output}{f', where {there:,} of {len(samples):,} samples are done' if there else ''}")
+
+
+def _where(arguments: argparse.Namespace) -> str:
+    """Where the model runs, in words."""
+    if arguments.server is not None:
+        return f"at {arguments.server}"
+    grid, ranks = read_grid(arguments.grid), int(os.environ.get("WORLD_SIZE", "1"))
+    if grid is not None:
+        return f"over the grid {grid}"
+    return "on one process" if ranks == 1 else f"in full on each of {ranks} processes"
+
+
 def _show(results: Sequence[Any], arguments: argparse.Namespace) -> None:
     """The table of the run, and how it stands to the protocol of its samples."""
     from hf_axonn_eval.data.results import read_record
 
     name = run_name(arguments.output)
     show({name: results}, arguments, records={name: read_record(Path(arguments.output))})
+    words = ["hf-axonn-eval", "report", "--runs", f"{name}={arguments.output}", "--samples", arguments.samples]
+    say(f"saved      {arguments.output}")
+    say("next, with the run of the untrained model first where there is one:")
+    say(f"    {shlex.join([*words, '--output', f'{os.path.normpath(arguments.output)}-report'])}")
 
 
-def _from_server(
-    arguments: argparse.Namespace, samples: Sequence[Any], options: Mapping[str, Any], common: Mapping[str, Any]
-) -> Sequence[Any]:
-    """The results of a model that a server holds."""
+def _check_server(arguments: argparse.Namespace, options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option that a model on a server cannot have, or has not."""
     given = [name for name in _OF_WEIGHTS if getattr(arguments, name) not in (None, False, "auto")]
     if given:
         raise ValueError(
@@ -118,12 +175,20 @@ def _from_server(
         raise ValueError("--server does not go with --near_copies: a search is hundreds of requests a sample.")
     if arguments.tokenizer is None:
         raise ValueError("--server needs --tokenizer: texts are written with it, and its ids are checked.")
+
+
+def _from_server(
+    arguments: argparse.Namespace, samples: Any, options: Mapping[str, Any], common: Mapping[str, Any]
+) -> Sequence[Any]:
+    """The results of a model that a server holds."""
+    from hf_axonn_eval.extraction.extract import check_tokenizer
     from hf_axonn_eval.extraction.load_model import load_tokenizer
     from hf_axonn_eval.served.completions import CompletionsBackend
     from hf_axonn_eval.served.extract import REQUESTS, extract_served
     from hf_axonn_eval.served.transport import JsonClient
 
     tokenizer = load_tokenizer(arguments.tokenizer, trust_remote_code=arguments.trust_remote_code)
+    check_tokenizer(tokenizer, samples)
     backend = CompletionsBackend(JsonClient(arguments.server, key=os.environ.get(_KEY)), arguments.model)
     asked = {key: value for key, value in options.items() if key not in ("stop_early", "near_copies")}
     requests = REQUESTS if arguments.batch_size == "auto" else arguments.batch_size

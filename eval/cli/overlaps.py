@@ -11,10 +11,27 @@ def add(commands) -> None:
     """Say what the command takes."""
     add = command(commands, "overlaps", "find documents of different buckets that share text", run)
     add_document_options(add)
-    add("--held_out", nargs="+", default=[], metavar="PATH", help="the same of documents that nobody trained on")
-    add("--tokenizer", metavar="DIR", help="compare token ids, not words; needed for texts beside ids")
-    add("--output", required=True, metavar="FILE", help="JSON file to write")
-    add("--drop", metavar="FILE", help="also write the ids that `samples --drop` should leave out, one a line")
+    add(
+        "--held_out",
+        nargs="+",
+        default=[],
+        reads="documents",
+        metavar="PATH",
+        help="the same of documents that nobody trained on",
+    )
+    add(
+        "--tokenizer",
+        reads="tokenizer",
+        metavar="DIR",
+        help="compare token ids, not words; needed for texts beside ids",
+    )
+    add("--output", required=True, writes="overlaps", metavar="FILE", help="JSON file to write")
+    add(
+        "--drop",
+        writes="ids",
+        metavar="FILE",
+        help="also write the ids that `samples --drop` should leave out, one a line",
+    )
     add("--ngram", type=at_least_one, default=8, metavar="N", help="words, or ids, in a run (default 8)")
     add("--least", type=share, default=0.2, metavar="P", help="containment from which on to report (default 0.2)")
     add("--one_in", type=at_least_one, default=1, metavar="N", help="estimate from one of N runs, to save memory")

@@ -21,9 +21,20 @@ def add(commands) -> None:
     """Say what the commands take."""
     add = command(commands, "report", "a report on one model or several: table, Markdown, JSON, HTML page", run_report)
     _add_runs(add)
-    add("--output", required=True, metavar="DIR", help="directory for report.html, report.md, summary.json, plot.png")
-    add("--samples", metavar="FILE", help="what `samples` wrote: the HTML page then shows prefixes")
-    add("--tokenizer", metavar="DIR", help="to show tokens as text (default: that of the base run, if it is there)")
+    add(
+        "--output",
+        required=True,
+        writes="report",
+        metavar="DIR",
+        help="directory for report.html, report.md, summary.json, plot.png",
+    )
+    add("--samples", reads="samples", metavar="FILE", help="what `samples` wrote: the HTML page then shows prefixes")
+    add(
+        "--tokenizer",
+        reads="tokenizer",
+        metavar="DIR",
+        help="to show tokens as text (default: that of the base run, if it is there)",
+    )
     add("--examples", type=at_least_one, default=4, metavar="N", help="texts shown of every bucket (default 4)")
     add("--title", metavar="TEXT", help="heading of the report (default: the names of runs and models)")
     add("--goldfish", metavar="MASK", help="the mask of training, such as strategy=hash-table,k=4,context_width=13")
@@ -34,7 +45,12 @@ def add(commands) -> None:
 
     add = command(commands, "compare", "the differences of models from a base model, and tests of them", run_compare)
     _add_runs(add)
-    add("--output", metavar="FILE", help="write them: Markdown for a name that ends in .md, else JSON")
+    add(
+        "--output",
+        writes="comparison",
+        metavar="FILE",
+        help="write them: Markdown for a name that ends in .md, else JSON",
+    )
     add_interval_options(add)
 
 
@@ -55,6 +71,8 @@ def run_report(arguments: argparse.Namespace) -> None:
         check_asked(samples, records, arguments.samples)
         base = arguments.base or ("base" if "base" in records else next(iter(records)))
         tokenizer = _tokenizer(arguments.tokenizer, records.get(base, {}))
+        if tokenizer is not None:
+            _check_texts(arguments.samples, tokenizer)
     attacks, books = _attacks(arguments, runs, samples, tokenizer, goldfish)
     comparison = show(runs, arguments, **options)
     paths = write_report(
@@ -69,6 +87,20 @@ def run_report(arguments: argparse.Namespace) -> None:
     )
     for path in paths.values():
         say(path)
+
+
+def _check_texts(path: str, tokenizer: Any) -> None:
+    """Raise ValueError if the samples are known to be of another tokenizer: the page would show other words."""
+    from hf_axonn_eval.data.samples import read_about
+    from hf_axonn_eval.data.tokenizer_identity import tokenizer_identity
+
+    made_with, own = (read_about(path) or {}).get("tokenizer"), tokenizer_identity(tokenizer)
+    if isinstance(made_with, dict) and own is not None and own["sha256"] != made_with["sha256"]:
+        raise ValueError(
+            f"{path} was made with the tokenizer {made_with.get('path')} (sha256 {made_with['sha256']}), and "
+            f"{own['path']} is another one (sha256 {own['sha256']}): the page would show other words. Name the first "
+            "with --tokenizer."
+        )
 
 
 def _attacks(
@@ -147,7 +179,14 @@ def run_compare(arguments: argparse.Namespace) -> None:
 
 
 def _add_runs(add: Callable) -> None:
-    add("--runs", required=True, nargs="+", metavar="NAME=DIR", help="outputs of `extract`, the untrained model first")
+    add(
+        "--runs",
+        required=True,
+        nargs="+",
+        reads="run",
+        metavar="NAME=DIR",
+        help="outputs of `extract`, the untrained model first",
+    )
     add("--base", metavar="NAME", help="run that the others are compared with (default: base, or the first)")
     add("--lengths", type=at_least_one, nargs="+", default=(), metavar="N", help="also verbatim for suffixes cut to N")
 

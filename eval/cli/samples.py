@@ -1,9 +1,11 @@
 """The command `samples`: cut documents into prefixes and suffixes."""
 
 import argparse
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from hf_axonn_eval.cli.common import at_least_one, command, say
@@ -22,9 +24,20 @@ def add(commands) -> None:
     add = command(commands, "samples", "cut documents into prefixes and suffixes", run)
     flag = argparse.BooleanOptionalAction
     add_document_options(add)
-    add("--drop", metavar="FILE", help="leave out the documents with these ids, one a line, as `overlaps` writes them")
-    add("--tokenizer", required=True, metavar="DIR", help="the tokenizer of the models that are to be measured")
-    add("--output", required=True, metavar="FILE", help="samples file to write")
+    add(
+        "--drop",
+        reads="ids",
+        metavar="FILE",
+        help="leave out the documents with these ids, one a line, as `overlaps` writes them",
+    )
+    add(
+        "--tokenizer",
+        required=True,
+        reads="tokenizer",
+        metavar="DIR",
+        help="the tokenizer of the models that are to be measured",
+    )
+    add("--output", required=True, writes="samples", metavar="FILE", help="samples file to write")
     add("--protocol", choices=PROTOCOLS, help="a published way of asking; options below change it")
     add("--sampling", choices=KINDS, help="where to cut (default offsets; a protocol says it itself)")
     add("--prefix_length", type=at_least_one, nargs="+", metavar="N", help="tokens shown (default 32)")
@@ -55,10 +68,18 @@ def add_document_options(add: Callable, *, required: bool = True) -> None:
         required=required,
         default=[],
         nargs="+",
+        reads="documents",
         metavar="PATH",
         help="JSON lines or parquet with id, text and bucket; texts; a dataset saved by `datasets`, or hub:OWNER/NAME",
     )
-    add("--control", nargs="+", default=[], metavar="PATH", help="the same of documents that were not trained on")
+    add(
+        "--control",
+        nargs="+",
+        default=[],
+        reads="documents",
+        metavar="PATH",
+        help="the same of documents that were not trained on",
+    )
     add("--id_key", default="id", metavar="KEY", help="field with the document's id")
     add("--number_documents", action="store_true", help="ids are files and lines or rows, instead of a field")
     add("--text_key", default="text", metavar="KEY", help="field with its text")
@@ -68,24 +89,39 @@ def add_document_options(add: Callable, *, required: bool = True) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the samples file and what it was made of, and say what is in it."""
+    """Say what will be done, write the samples file and what it was made of, and say what is in it."""
     chosen, sampling = _chosen(arguments)
     if arguments.chat_template is not None and chosen is not None:
         raise ValueError("--chat_template does not go with --protocol: no protocol asks in a chat.")
     for paths in (arguments.documents, arguments.control):
         paths[:] = map(pinned, paths)  # a branch on the Hub as the commit that it is now, to be read and recorded
 
+    from tqdm import tqdm
+
+    from hf_axonn_eval.data.documents import count_documents
+    from hf_axonn_eval.data.kinds import kind_of
     from hf_axonn_eval.data.overlaps import read_drop
     from hf_axonn_eval.data.samples import write_about, write_samples
     from hf_axonn_eval.data.sampling import Tally, iter_samples
     from hf_axonn_eval.data.tokenizer_identity import tokenizer_identity
     from hf_axonn_eval.extraction.load_model import load_tokenizer
 
+    say(f"documents  {', '.join([*arguments.documents, *(f'{path} (controls)' for path in arguments.control)])}")
     tokenizer = load_tokenizer(arguments.tokenizer)
+    identity = tokenizer_identity(tokenizer)
+    size = f" ({identity['size']:,} tokens, sha256 {identity['sha256'][:12]})" if identity is not None else ""
+    say(f"tokenizer  {arguments.tokenizer}{size}")
+    say(f"protocol   {f'{chosen.name} ({chosen.source})' if chosen is not None else 'none'}")
+    say(f"cuts       {_cuts(sampling)}")
+    say(f"output     {arguments.output}{', written anew' if Path(arguments.output).exists() else ''}")
     tally = Tally()
     drop = set(read_drop(arguments.drop)) if arguments.drop is not None else set()
     drop |= set(chosen.drop) if chosen is not None else set()
-    samples = iter_samples(all_documents(arguments), sampling=sampling, tokenizer=tokenizer, tally=tally, drop=drop)
+    counts = [count_documents(path) for path in (*arguments.documents, *arguments.control)]
+    total = None if None in counts else sum(count for count in counts if count is not None)
+    # on a terminal alone; TQDM_DISABLE=1 switches it off there, too
+    documents = tqdm(all_documents(arguments), total=total, unit="document", dynamic_ncols=True, disable=None)
+    samples = iter_samples(documents, sampling=sampling, tokenizer=tokenizer, tally=tally, drop=drop)
     template = ChatTemplate.of(tokenizer, arguments.chat_template) if arguments.chat_template is not None else None
     digest = write_samples(samples if template is None else template.around(samples, tokenizer), arguments.output)
     if chosen is None:
@@ -100,21 +136,42 @@ def run(arguments: argparse.Namespace) -> None:
             **tally.about(),
             "sha256": digest,
             "inputs": [*arguments.documents, *arguments.control],
-            "tokenizer": tokenizer_identity(tokenizer),
+            "tokenizer": identity,
             "protocol": record,
             "extract": dict(chosen.extract) if chosen is not None else {},
         },
     )
-    say(f"{tally.samples} samples from {tally.documents} documents: {arguments.output}")
+    _say_written(arguments, tally, digest)
     if chosen is not None:
         say(f"  protocol {chosen.name} ({chosen.source}), docs/protocols.md")
         found = deviations((checked(record, {}) or {})["lines"])
         say(f"  these samples are {'not as published in' if found else 'as published'}{':' if found else ''}")
         for line in found:
             say(f"    {line}")
+    model = arguments.tokenizer if kind_of(arguments.tokenizer) == ("model", "") else "MODEL"
+    words = ["hf-axonn-eval", "extract", "--model", model, "--samples", arguments.output, "--output", "runs/base"]
+    say("next:")
+    say(f"    {shlex.join(words)}")
+
+
+def _say_written(arguments: argparse.Namespace, tally: Any, digest: str) -> None:
+    """Say how many samples there are, of which buckets, and which documents were left out and why."""
+    say(f"{tally.samples} samples from {tally.documents} documents: {arguments.output}")
     for bucket, count in sorted(tally.buckets.items()):
         say(f"  trained on {bucket}x: {count}")
+    reasons = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in tally.left_out().items()]
+    say(f"  left out: {', '.join(reasons) or 'nothing'}")
     say(f"  sha256 {digest}")
+
+
+def _cuts(sampling: Sampling) -> str:
+    """Where documents are cut, as the command line would say it."""
+    settings = {name: value for name, value in sampling.settings().items() if value not in (None, False, ())}
+    return ", ".join(f"{name} {_text(value)}" for name, value in settings.items())
+
+
+def _text(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 def _chosen(arguments: argparse.Namespace) -> tuple[Protocol | None, Sampling]:

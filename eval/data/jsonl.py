@@ -9,6 +9,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING, Field, fields
 from math import isinf, isnan
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar, overload
@@ -47,6 +48,26 @@ def json_lines(path: str | os.PathLike[str]) -> Iterator[Line]:
                     raise ValueError(f"{path}, line {number} is not JSON: {error}.") from None
                 yield Line(number, start, value)
             start += len(line)
+
+
+def made_of(kind: type[T], entry: object) -> T:
+    """Make an object of a dataclass of the fields of a JSON object.
+
+    Raises:
+        ValueError: it is no object, has a field that the dataclass has not, or lacks one; or what the dataclass
+            raises.
+    """
+    if not isinstance(entry, dict):
+        raise ValueError("it is not a JSON object.")
+    known: tuple[Field[Any], ...] = fields(kind)  # type: ignore[arg-type]  # a dataclass
+    unknown = sorted(set(entry) - {field.name for field in known})
+    needed = [field.name for field in known if field.default is MISSING and field.default_factory is MISSING]
+    missing = [name for name in needed if name not in entry]
+    if unknown or missing:
+        lacks = f"it has no field {', '.join(missing)}" if missing else ""
+        more = f"{kind.__name__} has no field {', '.join(unknown)}" if unknown else ""
+        raise ValueError(f"{'; '.join(filter(None, (lacks, more)))}.")
+    return kind(**entry)
 
 
 def decoded(content: bytes, place: str, *, before: int = 0) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from hf_axonn_eval.data.jsonl import LARGE, LineFile, quoted, write_json
+from hf_axonn_eval.data.jsonl import LARGE, LineFile, made_of, quoted, write_json
 
 
 RECORD, RESULTS, SUMMARY = "run.json", "results.jsonl", "summary.json"
@@ -196,19 +196,37 @@ class RunDirectory:
             write_json(file, {**record, "parts": [_part(record, 0)]})
             return []
         first = read_record(self.path)
-        before = first["identity"]
-        now = json.loads(json.dumps(record["identity"]))
-        differing = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-        if differing:
-            changes = "; ".join(f"{key} was {before.get(key)!r} and is {now.get(key)!r}" for key in differing)
-            raise ValueError(
-                f"{self.path} holds another run ({changes}). Name another output directory, or remove this one to "
-                "start over."
-            )
+        self._check_same(first, record["identity"], {**first["identity"], **record["identity"]})
         finished = self._finished()
         parts = first.get("parts") or [_part(first, 0)]  # earlier versions wrote no list
         write_json(file, {**first, "parts": [*parts, _part(record, len(finished))]})
         return finished
+
+    def check(self, identity: Mapping[str, Any]) -> int:
+        """Look whether a run with these entries of `identity` can begin or go on here; nothing is written.
+
+        Returns:
+            How many results are there.
+        Raises:
+            ValueError: the directory holds another run, or a damaged one.
+        """
+        if not (self.path / RECORD).exists():
+            if (self.path / RESULTS).exists():
+                raise ValueError(f"{self.path} holds {RESULTS} but no {RECORD}: name another output directory.")
+            return 0
+        self._check_same(read_record(self.path), identity, identity)
+        file = self.path / RESULTS
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    def _check_same(self, first: Mapping[str, Any], identity: Mapping[str, Any], names: Iterable[str]) -> None:
+        before, now = first["identity"], json.loads(json.dumps(identity))
+        differing = [name for name in names if before.get(name) != now.get(name)]
+        if differing:
+            changes = "; ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in differing)
+            raise ValueError(
+                f"{self.path} holds another run ({changes}). Name another output directory, or remove this one to "
+                "start over."
+            )
 
     def append(self, results: Iterable[SampleResult]) -> None:
         """Add results, and see that they are on disk."""
@@ -306,13 +324,13 @@ def _line(result: SampleResult) -> str:
 def _from_line(line: bytes) -> SampleResult:
     entry = json.loads(line.decode("utf-8"))
     if not isinstance(entry, dict):
-        raise ValueError("not a JSON object")
+        raise ValueError("it is not a JSON object.")
     for name in _MAY_BE_INFINITE:
         if name in entry:
             entry[name] = _each(entry[name], _unquoted)
     if "undecided" in entry:  # what 0.1.0 called a near tie
         entry["near_tie"] = entry.pop("undecided")
-    return SampleResult(**entry)
+    return made_of(SampleResult, entry)
 
 
 def _fits(kind: Any) -> Callable[[Any], bool]:

@@ -16,7 +16,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from hf_axonn_eval.data.jsonl import LARGE, LineFile, is_count, json_lines, replacing, write_json
+from hf_axonn_eval.data.jsonl import LARGE, LineFile, is_count, json_lines, made_of, replacing, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,8 +186,8 @@ def _read(path: str | os.PathLike[str]) -> Iterator[tuple[int, Sample]]:
     seen: dict[str, int] = {}
     for number, start, entry in json_lines(path):
         try:
-            sample = Sample(**entry)
-        except (TypeError, ValueError) as error:
+            sample = made_of(Sample, entry)
+        except ValueError as error:
             raise ValueError(
                 f"{path}, line {number} is not a sample: {error} A line has the fields "
                 f"{', '.join(Sample.__dataclass_fields__)}; `hf-axonn-eval samples` writes such a file."

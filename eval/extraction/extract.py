@@ -19,12 +19,12 @@ from hf_axonn_eval.analysis.summary import summarize
 from hf_axonn_eval.data.jsonl import is_count
 from hf_axonn_eval.data.protocols import checked as checked_protocol
 from hf_axonn_eval.data.results import RunDirectory, SampleResult, read_record
-from hf_axonn_eval.data.samples import Sample, SampleFile, samples_digest, tokenizer_of
+from hf_axonn_eval.data.samples import Sample, SampleFile, tokenizer_of
 from hf_axonn_eval.data.tokenizer_identity import check_ids, check_same, tokenizer_identity
 from hf_axonn_eval.extraction import batching as batches
 from hf_axonn_eval.extraction import scoring
 from hf_axonn_eval.extraction.near_copies import NearCopySearch
-from hf_axonn_eval.extraction.run_record import run_record
+from hf_axonn_eval.extraction.run_record import identity_of, run_record
 from hf_axonn_eval.extraction.runner import Runner
 from hf_axonn_eval.extraction.scoring import near_tie_below
 from hf_axonn_eval.extraction.work_split import WorkSplit
@@ -138,16 +138,15 @@ def extract(
                 model,
                 model_record,
                 tokenizer_record=tokenizer_record,
-                identity={
-                    "samples": len(samples),
-                    "samples_sha256": samples_digest(samples),
-                    "generate": generate,
-                    "stop_early": stop_early or None,
-                    "sampler": sampler.text if sampler is not None else None,
-                    "membership": membership or None,
-                    "guesses": guesses or None,
-                    "near_copies": near_copies.text if near_copies is not None else None,
-                },
+                identity=identity_of(
+                    samples,
+                    generate=generate,
+                    stop_early=stop_early,
+                    sampler=sampler,
+                    membership=membership,
+                    guesses=guesses,
+                    near_copies=near_copies,
+                ),
                 settings={
                     "batch_size": batch_size,
                     "batches": {"rows": rows, "number": len(planned), "in_a_unit": len(units[0])},
@@ -170,7 +169,7 @@ def extract(
             unit="sample",
             smoothing=0.1,
             dynamic_ncols=True,
-            disable=not progress or work_split.rank != 0,
+            disable=None if progress and work_split.rank == 0 else True,  # None: on a terminal alone
         )
         with bar:
             for measured in runner.measure(samples, units, work_split):
@@ -194,6 +193,16 @@ def extract(
     losses = [-result.logprob / result.suffix_length for result in results if result.logprob is not None]
     warn_of_chance(against_chance(sum(losses) / len(losses) if losses else None, vocabulary), vocabulary)
     return sorted(results, key=lambda result: order[result.sample_id])
+
+
+def check_tokenizer(tokenizer, samples: SampleFile) -> None:
+    """Raise if a tokenizer is not the one that the samples were made with, as far as that is known.
+
+    Raises:
+        ValueError: their about file names another one; or, without that, the tokenizer lacks one of their ids.
+    """
+    if not tokenizer_record_of(tokenizer, samples)["checked"]:
+        check_ids(tokenizer, max(max(*sample.prefix, *sample.suffix) for sample in samples))
 
 
 def tokenizer_record_of(tokenizer, samples: Sequence[Sample]) -> dict[str, Any]:

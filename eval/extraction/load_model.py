@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def load_model(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     revision: str | None = None,
+    check_tokenizer: Callable[[Any], object] | None = None,
 ) -> LoadedModel:
     """Load a causal LM and its tokenizer.
 
@@ -45,6 +47,8 @@ def load_model(
         trust_remote_code: whether to execute code that comes with the model.
         revision: branch, tag or commit of a name on the hub, and of its tokenizer if that has the same name. The
             record has the commit that was loaded, whether a revision was named or not.
+        check_tokenizer: called with the tokenizer before any weight is read; it raises ValueError, on every rank
+            alike, if the tokenizer is the wrong one.
     Raises:
         ValueError: nothing there, weights missing, a grid that is not the number of processes, no tokenizer, or a
             revision of a directory. On every rank alike.
@@ -78,6 +82,8 @@ def load_model(
     loaded_tokenizer = load_tokenizer(
         tokenizer or path, trust_remote_code=trust_remote_code, revision=exact if of_model else None
     )
+    if check_tokenizer is not None:
+        check_tokenizer(loaded_tokenizer)
     model = _on_grid(path, grid, options) if grid is not None and grid.size > 1 else _on_one_process(path, options)
     model.eval()
     return LoadedModel(

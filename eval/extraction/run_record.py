@@ -4,12 +4,15 @@ import contextlib
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hf_axonn import parallel_state
+from hf_axonn_eval.data.samples import Sample, samples_digest
+from hf_axonn_eval.extraction.near_copies import NearCopySearch
 from hf_axonn_eval.extraction.work_split import WorkSplit
+from hf_axonn_eval.metrics.discoverability import Sampler
 
 
 _PACKAGES = (
@@ -80,6 +83,29 @@ def run_record(
             **of_cuda,
         },
         **this_start(),
+    }
+
+
+def identity_of(
+    samples: Sequence[Sample],
+    *,
+    generate: bool,
+    stop_early: bool = False,
+    sampler: Sampler | None = None,
+    membership: bool = False,
+    guesses: bool = False,
+    near_copies: NearCopySearch | None = None,
+) -> dict[str, Any]:
+    """Return what tells a run from others before a model is known: the samples, and what is measured of them."""
+    return {
+        "samples": len(samples),
+        "samples_sha256": samples_digest(samples),
+        "generate": generate,
+        "stop_early": stop_early or None,
+        "sampler": sampler.text if sampler is not None else None,
+        "membership": membership or None,
+        "guesses": guesses or None,
+        "near_copies": near_copies.text if near_copies is not None else None,
     }
 
 

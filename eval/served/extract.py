@@ -22,11 +22,11 @@ from hf_axonn_eval.analysis.summary import summarize
 from hf_axonn_eval.data.jsonl import is_count
 from hf_axonn_eval.data.protocols import checked as checked_protocol
 from hf_axonn_eval.data.results import RunDirectory, SampleResult, read_record
-from hf_axonn_eval.data.samples import Sample, samples_digest
+from hf_axonn_eval.data.samples import Sample
 from hf_axonn_eval.data.tokenizer_identity import check_ids
 from hf_axonn_eval.extraction.extract import look_through, tokenizer_record_of, warn_of_chance
 from hf_axonn_eval.extraction.prefix_matching import matched
-from hf_axonn_eval.extraction.run_record import this_start
+from hf_axonn_eval.extraction.run_record import identity_of, this_start
 from hf_axonn_eval.extraction.runner import eos_ids, result_of
 from hf_axonn_eval.extraction.scoring import BOUNDS, Score
 from hf_axonn_eval.metrics.discoverability import Sampler
@@ -120,15 +120,7 @@ def extract_served(
     record = _record(
         backend,
         tokenizer_record,
-        identity={
-            "samples": len(samples),
-            "samples_sha256": samples_digest(samples),
-            "generate": generate,
-            "stop_early": None,
-            "sampler": sampler.text if sampler is not None else None,
-            "membership": membership or None,
-            "guesses": guesses or None,
-        },
+        identity=identity_of(samples, generate=generate, sampler=sampler, membership=membership, guesses=guesses),
         settings={
             "requests": requests,
             "alternatives": alternatives,
@@ -146,7 +138,9 @@ def extract_served(
     if finished:
         _check_unchanged(asker, samples[order[finished[0].sample_id]], finished[0])
     left = (sample for place, sample in enumerate(samples) if place not in done)
-    with tqdm(total=len(samples), initial=len(done), unit="sample", dynamic_ncols=True, disable=not progress) as bar:
+    with tqdm(
+        total=len(samples), initial=len(done), unit="sample", dynamic_ncols=True, disable=None if progress else True
+    ) as bar:
         for measured in asker.all(left, requests):
             directory.append(measured)
             bar.update(len(measured))

@@ -34,12 +34,12 @@ def export_hf(directory: str | Path, output: str | Path, *, shard_bytes: int = 5
         OSError: the output cannot be written; nothing of it is left.
     """
     directory, output = Path(directory), Path(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} is not empty: name a directory that is new.")
     recover(directory)
     manifest = check_complete(directory)
     if not manifest.model:
         raise ValueError(f"{directory} holds adapters, not a whole model: PEFT loads them as they are.")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} is not empty: name a directory that is new.")
     tensors = {name: tensor for name, tensor in manifest.model.items() if name not in manifest.tied}
     sizes = byte_sizes(tensors)
     reader = ShardReader(directory, manifest.model, manifest.grid)

@@ -51,6 +51,8 @@ def test_what_cannot_be_exported(tmp_path):
     write_manifest(tmp_path, Manifest("id", Grid(), {}))
     with pytest.raises(ValueError, match="holds adapters"):
         export_hf(tmp_path, tmp_path / "out")
+    with pytest.raises(ValueError, match="is not empty: name a directory that is new"):
+        export_hf(tmp_path / "absent", tmp_path)  # the output first: a checkpoint may take minutes to check
 
 
 LAYERS, SIDE = 12, 2048

@@ -82,13 +82,28 @@ def test_finetune_on_the_grid_of_a_launch_file(tmp_path):
     """From a folder without a clone, through `accelerate launch`, to a sharded checkpoint."""
     tiny_llama().save_pretrained(tmp_path / "model")
     topics_tokenizer().save_pretrained(tmp_path / "model")
-    lines = [json.dumps({"id": str(number), "text": "one two three " * (number + 4)}) for number in range(8)]
-    (tmp_path / "documents.jsonl").write_text("\n".join(lines) + "\n")
+    texts = ["one two three " * (number + 4) for number in range(8)]
+    lines = [{"id": str(number), "text": text, "bucket": number % 3} for number, text in enumerate(texts)]
+    (tmp_path / "documents.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     grid = Grid(x=2)
     options = ["--model", "model", "--data", "documents.jsonl", "--sequence_length", "16", "--output_dir", "out"]
     options += ["--max_steps", "2", "--per_device_train_batch_size", "2", "--report_to", "none"]
     command = ["-m", "hf_axonn", "finetune", "--config", launch_file(tmp_path, grid), *options]
     ended = run(tmp_path, *command)
     assert ended.code == 0, ended.output
+    counts = (
+        "3 of bucket 0 (controls, left out), 3 of bucket 1, 2 of bucket 2; each is seen as often as its bucket says "
+        "in an epoch"
+    )
+    for line in (  # by one process each, and no bars where the output is a file
+        f"documents  8 of documents.jsonl: {counts}",
+        "grid       data=1,z=1,y=1,x=2 on 2 processes",
+        "saved      out: a sharded checkpoint of the grid data=1,z=1,y=1,x=2, which AutoModelForCausalLM",
+        "    hf-axonn convert out out-hf\n",
+        "{'loss': ",
+        "The tokenizer has new PAD/BOS/EOS tokens",
+    ):
+        assert ended.output.count(line) == (2 if "loss" in line else 1), (line, ended.output)
+    assert "%|" not in ended.output and "warning: " not in ended.output
     assert read_manifest(tmp_path / "out").grid == grid
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "llama"

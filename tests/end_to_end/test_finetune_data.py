@@ -112,21 +112,22 @@ def test_the_sources_agree(tokenizer, tmp_path, cache):
     tokens = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
     ready = write_lines(tmp_path / "ready.jsonl", [{"input_ids": ids, "title": "x"} for ids in tokens])
     for source in (lines, str(folder), str(saved), ready):
-        rows, held_out = data.load_rows(data.DataArguments(data=source, sequence_length=16), tokenizer)
-        assert rows["input_ids"] == tokens and rows["labels"] == tokens, source
-        assert rows.column_names == ["input_ids", "labels"] and held_out is None
+        read = data.load_rows(data.DataArguments(data=source, sequence_length=16), tokenizer)
+        assert read.train["input_ids"] == tokens and read.train["labels"] == tokens, source
+        assert read.train.column_names == ["input_ids", "labels"] and read.held_out is None
+        assert (read.documents, read.buckets, read.warnings) == (3, None, [])
 
 
 def test_no_document_is_on_both_sides(tokenizer, tmp_path, cache):
     ids = [[index, index + 1, index + 2] for index in range(0, 60, 3)]
     lines = write_lines(tmp_path / "documents.jsonl", [{"input_ids": document} for document in ids])
     args = data.DataArguments(data=lines, held_out=0.25, sequence_length=8)
-    rows, held_out = data.load_rows(args, tokenizer, seed=1)
-    assert len(held_out) == 5 and len(rows) == 15
-    assert sorted([*rows["input_ids"], *held_out["input_ids"]]) == ids
-    again = data.load_rows(args, tokenizer, seed=1)[1]
-    assert list(again["input_ids"]) == list(held_out["input_ids"])
-    assert data.load_rows(args, tokenizer, seed=2)[1].to_dict() != held_out.to_dict()
+    rows = data.load_rows(args, tokenizer, seed=1)
+    assert len(rows.held_out) == 5 and len(rows.train) == 15
+    assert sorted([*rows.train["input_ids"], *rows.held_out["input_ids"]]) == ids
+    again = data.load_rows(args, tokenizer, seed=1).held_out
+    assert list(again["input_ids"]) == list(rows.held_out["input_ids"])
+    assert data.load_rows(args, tokenizer, seed=2).held_out.to_dict() != rows.held_out.to_dict()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_axonn_scripts.buckets import turn
+
 
 BUCKETS = {0: 12, 1: 8, 4: 8, 12: 12}
 
@@ -104,7 +106,7 @@ def schedule(repetitions: Mapping[str, int], *, batch_size: int, seed: int = 0) 
     draw = random.Random(seed)
     # The turns of a title, the last one first, so that pop() takes the next.
     turns = {
-        title: [((index + phase) / count, title) for index in reversed(range(count))]
+        title: [(turn(index, count, phase), title) for index in reversed(range(count))]
         for title, count, phase in ((title, count, draw.random()) for title, count in repetitions.items() if count)
     }
     titles_with: dict[int, set[str]] = {}  # so many turns left -> titles
@@ -133,9 +135,11 @@ def schedule(repetitions: Mapping[str, int], *, batch_size: int, seed: int = 0) 
 
 
 def write_training_set(corpus: Corpus, path: Path) -> None:
-    """Writes the run as JSONL, one row a line in the order of training: title, token ids, repetitions."""
-    rows = ((title, corpus.passages[title], corpus.buckets[title]) for batch in corpus.batches for title in batch)
-    _write(path, ({"title": title, "input_ids": ids, "bucket": bucket} for title, ids, bucket in rows))
+    """Writes the run as JSONL, one row a line in the order of training: title, token ids.
+
+    A row stands there as often as it is to be seen, so it has no bucket."""
+    rows = ((title, corpus.passages[title]) for batch in corpus.batches for title in batch)
+    _write(path, ({"title": title, "input_ids": ids} for title, ids in rows))
 
 
 def write_held_out(corpus: Corpus, path: Path) -> None:

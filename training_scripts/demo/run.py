@@ -105,7 +105,7 @@ def demo(output: Path, launch_file: Path) -> int:
         doing=f"dealing articles to the buckets {', '.join(f'{count}x' for count in BUCKETS)}",
         outputs=list(files.values()),
         settings={
-            "code": digest("demo/wikipedia.py", "demo/corpus.py"),
+            "code": digest("demo/wikipedia.py", "demo/corpus.py", "buckets.py"),
             "length": PREFIX + SUFFIX,
             "buckets": list(BUCKETS.items()),
             "held_out": HELD_OUT,
@@ -123,7 +123,13 @@ def demo(output: Path, launch_file: Path) -> int:
             lambda name=name, command=command: launch(launch_file, command, log=output / "logs" / f"train_{name}.log"),
             doing=f"training with the {name} loss over {grid}",
             outputs=[checkpoints[name]],
-            settings={**shared, **TRAINING, **loss, "batch": BATCH_SIZE, "code": digest("finetune.py", "data.py")},
+            settings={
+                **shared,
+                **TRAINING,
+                **loss,
+                "batch": BATCH_SIZE,
+                "code": digest("finetune.py", "data.py", "buckets.py"),
+            },
             after=["model", "data"],
         )
     extraction = output / "extraction"

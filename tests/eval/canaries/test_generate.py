@@ -61,6 +61,17 @@ def test_each_is_put_in_as_often_as_it_says_and_the_rest_stays(tmp_path):
     assert min(places) < 20 < max(places)  # everywhere between the rows
 
 
+def test_canaries_among_documents_with_buckets_are_seen_once_a_line(tmp_path):
+    """`finetune` repeats a line as often as its bucket says, and refuses a line without one among lines with it."""
+    (tmp_path / "train.jsonl").write_text(
+        '{"id": "a", "text": "words", "bucket": 3}\n{"id": "b", "text": "b", "bucket": 0}\n'
+    )
+    drawn = make_canaries("{digits:4}", insertions=(2,), each=1, candidates=10)
+    assert insert_canaries(tmp_path / "train.jsonl", tmp_path / "copy.jsonl", drawn) == 2
+    rows = [json.loads(line) for line in (tmp_path / "copy.jsonl").read_text().splitlines()]
+    assert Counter(row["bucket"] for row in rows) == {1: 2, 3: 1, 0: 1}
+
+
 def test_places_are_even():
     """Each of 10 places gets the one extra row in a tenth of 2000 draws: 200, standard deviation 13.4."""
     counts = Counter(list(interleave("r" * 9, "e", total=9, seed=seed)).index("e") for seed in range(2000))

@@ -117,7 +117,7 @@ def test_tokens_are_written(place, tmp_path, capsys, ending):
         ("--samples {place}/samples.jsonl --goldfish k=four", "--goldfish k=four is not like"),
         ("--samples {place}/samples.jsonl --goldfish width=4", "--goldfish width=4 is not like"),
         ("--samples {place}/samples.jsonl --goldfish strategy=static", "no function of the text"),
-        ("--samples {place}/samples.jsonl --documents {place}/runs/base/results.jsonl", "has no field 'id'"),
+        ("--samples {place}/samples.jsonl --documents {place}/runs/base/results.jsonl", "looks like results of an"),
     ],
 )
 def test_bad_input_is_exit_code_2_with_a_message(place, tmp_path, capsys, options, message):

@@ -91,9 +91,9 @@ def test_what_cannot_be_read_is_exit_code_2_and_leaves_no_key(place, tmp_path, c
     assert call("verify", tmp_path / "absent.tar") == 2
     assert "absent.tar is not a file" in capsys.readouterr().err
     assert call("verify", place / "samples.jsonl") == 2
-    assert "is not a bundle" in capsys.readouterr().err
+    assert "looks like samples, but bundle takes an audit bundle" in capsys.readouterr().err
     assert call("verify", place / "samples.jsonl", "--key", tmp_path / "absent") == 2
-    assert call("verify", place / "samples.jsonl", "--model", place) == 2
+    assert call("verify", tmp_path / "absent.tar", "--model", place) == 2
     assert "needs the samples and the key" in capsys.readouterr().err
 
 

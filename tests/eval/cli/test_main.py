@@ -89,8 +89,8 @@ def test_from_documents_to_a_report(place, tmp_path, capsys):
         ),
         ("extract --model {place}/base --samples {samples} --output {out}/run --grid z=2", "= 2, but 1 process"),
         ("extract --model {place}/base --samples {samples} --output {out}/run --grid two", "--grid two is not like"),
-        ("report --runs base={place}/base --output {out}", "holds no run.json"),
-        ("report --runs {place}/base --output {out}", "NAME=DIRECTORY"),
+        ("report --runs base={place}/base --output {out}", "looks like a model, but --runs takes the output of an"),
+        ("report --runs {place}/absent --output {out}", "NAME=DIRECTORY"),
     ],
 )
 def test_bad_input_is_exit_code_2_with_a_message(place, tmp_path, capsys, command, message):
