@@ -10,7 +10,6 @@ The ordinary loss: --goldfish False. Packed rows: --packing --sequence_length 20
 --held_out 0.05 --eval_strategy epoch. Go on after an interruption: --resume_from_checkpoint last.
 """
 
-import inspect
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from transformers import (
 
 import hf_axonn
 from hf_axonn import AxonnConfig, GoldfishConfig, GoldfishTrainer
+from hf_axonn.engine.documents import why_documents_mix
 from hf_axonn_scripts.announce import FIRST, Announcement, say_data, say_saved, say_used, use_terminal
 from hf_axonn_scripts.data import DataArguments, Rows, largest_id, load_rows
 
@@ -172,13 +172,11 @@ def check_packing(model, args: GoldfishConfig) -> None:
     """Packed documents are told apart by position_ids alone; refuses what would let one attend to another.
 
     Raises:
-        ValueError: The model takes no position_ids, or flash attention would read several rows as one.
+        ValueError: Documents in a row of this model see each other, or flash attention would read several rows as one.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if "position_ids" not in inspect.signature(base.forward).parameters:
-        raise ValueError(
-            f"--packing needs a model that reads position_ids, and {type(base).__name__} does not: leave it out"
-        )
+    if reason := why_documents_mix(model):
+        raise ValueError(f"--packing would let documents of {type(base).__name__} see each other, {reason}: omit it")
     implementation = base.config._attn_implementation or ""  # noqa: SLF001  (its only name)
     rows = max(args.per_device_train_batch_size, args.per_device_eval_batch_size)
     if "flash" in implementation and rows > 1:

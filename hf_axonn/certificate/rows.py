@@ -6,11 +6,12 @@ Every row is another sequence of tokens, so a batch tells which rows it has, who
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from hf_axonn.engine.documents import document_fields, find_document_ids
 
 
 Row = dict[str, list[int]]
@@ -73,15 +74,19 @@ def labels_of(batch: Mapping[str, Tensor]) -> int:
 
 def spans(batch: Mapping[str, Tensor]) -> list[tuple[int, Tensor]]:
     """Of each row of a batch in which line it is, and where there: without padding, or one of a packed line."""
-    ids = batch["input_ids"]
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
     places = torch.arange(ids.shape[1])
-    mask, positions = batch.get("attention_mask"), batch.get("position_ids")
-    if mask is not None and mask.shape == ids.shape:
-        return [(line, places[its.bool()]) for line, its in enumerate(mask)]
-    if positions is None or len(ids) > 1:
+    documents = find_document_ids(ids, **document_fields(batch))
+    if documents is None:
         return [(line, places) for line in range(len(ids))]
-    starts = (positions[0] == 0).nonzero().flatten().tolist()
-    return [(0, places[start:end]) for start, end in itertools.pairwise([*starts, ids.shape[1]])]
+    if mask is not None and mask.shape == ids.shape:
+        documents = documents.masked_fill(mask == 0, -1)
+    return [
+        (line, places[numbers == number])
+        for line, numbers in enumerate(documents)
+        for number in numbers.unique().tolist()
+        if number >= 0
+    ]
 
 
 def seen_in(batch: Mapping[str, Tensor], rows: Sequence[Row]) -> list[int]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
+import inspect
 import os
 import re
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from packaging.version import Version
 from torch import Tensor, nn
@@ -194,6 +197,32 @@ def has_causal_lm_loss(model: nn.Module) -> bool:
         return model.loss_function is ForCausalLMLoss
     except (AttributeError, KeyError, ValueError):
         return False
+
+
+def masks_read_positions(model: nn.Module) -> bool:
+    """Whether a model's own code passes `position_ids` to the functions that make its attention masks. A model without
+    source code, or of another library, is taken to do so."""
+    from transformers import PreTrainedModel
+
+    files = {type(each).__module__ for each in model.modules() if isinstance(each, PreTrainedModel)}
+    return not files or any(map(_masks_read_positions, files))
+
+
+@functools.cache
+def _masks_read_positions(module: str) -> bool:
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return True
+    for node in ast.walk(tree):
+        names: set[Any] = set()
+        if isinstance(node, ast.Call):
+            names = {keyword.arg for keyword in node.keywords}
+        elif isinstance(node, ast.Dict):
+            names = {key.value for key in node.keys if isinstance(key, ast.Constant)}
+        if {"config", "attention_mask", "position_ids"} <= names:
+            return True
+    return False
 
 
 def from_config_of(kind: type[PreTrainedModel]) -> Callable[..., PreTrainedModel]:

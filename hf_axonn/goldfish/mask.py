@@ -23,6 +23,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_axonn.engine.documents import positions_in_document
 from hf_axonn.goldfish import draws
 from hf_axonn.goldfish.table import TABLE_SIZE, cpu_table
 from hf_axonn.losses.causal_lm import IGNORE_INDEX
@@ -57,7 +58,7 @@ def goldfish_mask(
     Args:
         input_ids: [B, S] integers. What the hashes read, prompts included.
         labels: [B, S] not shifted; where they are -100 nothing is dropped, because nothing is learnt. None: all count.
-        document_ids: [B, S] integers, a new document starts where the number changes (`find_document_ids`).
+        document_ids: [B, S] integers, a new document starts where the number changes (`hf_axonn.engine.documents`).
             None: each row is one document, whatever was packed into it, as for the authors' code and Megatron-LM's.
         strategy: one of `STRATEGIES`.
         k: one token in k is dropped, at least 2.
@@ -169,68 +170,6 @@ def _check_tensors(
         raise ValueError(f"sample_ids have shape {tuple(sample_ids.shape)}: one number a row, [{len(input_ids)}].")
 
 
-def positions_in_document(input_ids: Tensor, document_ids: Tensor | None = None) -> Tensor:
-    """Count tokens from the start of each document: [B, S] int64, 0 at the first token."""
-    steps = torch.arange(input_ids.shape[1], device=input_ids.device).expand(input_ids.shape)
-    if document_ids is None:
-        return steps
-    starts = torch.where(_starts(document_ids), steps, 0)
-    return steps - starts.cummax(dim=1).values
-
-
-def document_ids_from_position_ids(position_ids: Tensor) -> Tensor:
-    """Number the documents of packed rows by where their positions stop counting up by one.
-
-    Transformers cuts its attention masks by the same rule.
-
-    Args:
-        position_ids: [B, S] integers.
-    Returns:
-        [B, S] int64, 0 for the first document of a row.
-    """
-    return (position_ids.diff(dim=1, prepend=position_ids[:, :1] - 1) != 1).long().cumsum(dim=1)
-
-
-def find_document_ids(
-    input_ids: Tensor,
-    *,
-    position_ids: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-) -> Tensor | None:
-    """Number the documents of a batch from whatever its collator says about them.
-
-    A document starts wherever any of the arguments says that one does. Those that are None, or of another shape than
-    [1 or B, S], say nothing (a 4-d attention mask, the 3-d positions of images).
-
-    Args:
-        input_ids: [B, S], read only for its shape and device.
-        position_ids: a document starts where they do not count up by one.
-        seq_idx: numbers of documents: one starts where the number changes.
-        attention_mask: the same: 0 and 1 part padding from text, larger numbers name packed documents.
-        cu_seq_lens_q: [documents + 1] bounds of the documents in a batch of one row.
-    Returns:
-        [B, S] int64, or None where nothing was said.
-    """
-    rows, length = input_ids.shape
-    starts = None
-
-    def add(found: Tensor) -> None:
-        nonlocal starts
-        found = found.to(input_ids.device).expand(rows, length)
-        starts = found if starts is None else starts | found
-
-    for tensor in (position_ids, seq_idx, attention_mask):
-        if tensor is not None and tensor.dim() == 2 and tensor.shape[0] in (1, rows) and tensor.shape[1] == length:
-            add(_starts(document_ids_from_position_ids(tensor) if tensor is position_ids else tensor))
-    if cu_seq_lens_q is not None and rows == 1:
-        flags = torch.zeros(1, length + 1, dtype=torch.bool, device=cu_seq_lens_q.device)
-        flags[0, cu_seq_lens_q.long().clamp(0, length)] = True
-        add(flags[:, :length])
-    return None if starts is None else starts.long().cumsum(dim=1)
-
-
 def count_unprotected(
     labels: Tensor, document_ids: Tensor | None = None, *, context_width: int
 ) -> tuple[Tensor, Tensor]:
@@ -253,10 +192,3 @@ def count_unprotected(
     )
     counted = targets > 0
     return (counted & (late == 0)).sum(), counted.sum()
-
-
-def _starts(document_ids: Tensor) -> Tensor:
-    """True at the first token of each document; the first token of a row is one."""
-    starts = torch.ones_like(document_ids, dtype=torch.bool)
-    starts[:, 1:] = document_ids[:, 1:] != document_ids[:, :-1]
-    return starts

@@ -11,7 +11,8 @@ dropped and all tokens cost; `log` adds the sums over ranks.
 Evaluation is never masked, and its loss is the total negative log-likelihood over the total number of target tokens.
 The stock Trainer reports the mean over batches of each batch's mean, which depends on how the batches are cut.
 
-What is trained on is counted, and written beside the weights into every checkpoint: record.py, recording.py.
+What is trained on is counted, and written beside the weights into every checkpoint: record.py, recording.py. Documents
+that are packed into one row do not see each other (engine/documents.py), in training and in evaluation.
 
 It works with one process and a plain model, and with a model that is sharded over a grid; the latter carries its own
 subclass of `CausalLMLoss`.
@@ -34,8 +35,9 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.versions import check_versions
+from hf_axonn.engine.documents import document_fields, find_document_ids, separate_documents
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.goldfish.mask import HASHES, check_options, count_unprotected, find_document_ids, goldfish_mask
+from hf_axonn.goldfish.mask import HASHES, check_options, count_unprotected, goldfish_mask
 from hf_axonn.goldfish.recording import RecordingMixin
 from hf_axonn.goldfish.table import CPU_TABLE_SHA256, load_table, table_sha256
 from hf_axonn.losses.causal_lm import IGNORE_INDEX, CausalLMLoss, install_causal_lm_loss, mean_losses, widest_float
@@ -49,7 +51,6 @@ logger = get_logger(__name__)
 UNMASKED_LABELS = "unmasked_labels"  # the private key: labels before goldfish, aligned with what the loss reads
 SAMPLE_LENGTHS = "sample_lengths"  # the private key of a collator that puts all samples into one row: their tokens
 PRIVATE_KEYS = (UNMASKED_LABELS, SAMPLE_LENGTHS)
-DOCUMENT_KEYS = ("position_ids", "seq_idx", "attention_mask", "cu_seq_lens_q")
 EVAL_SUMS = ("nll", "tokens", "entropy", "top1")  # over target tokens; the last two where the trainer knows them
 
 
@@ -205,6 +206,7 @@ class GoldfishMixin(RecordingMixin):
         """Compute the loss as the Trainer does, with the unmasked labels handed to the loss function alone."""
         unmasked = inputs.get(UNMASKED_LABELS)
         inputs = {name: value for name, value in inputs.items() if name not in PRIVATE_KEYS}
+        inputs = self._separated(inputs)
         loss = self._token_loss()
         calls = loss.calls
         # nn.DataParallel cuts the batch in the model's forward, where the loss's own labels would not be cut with it.
@@ -228,7 +230,7 @@ class GoldfishMixin(RecordingMixin):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
         """Evaluate a batch as the Trainer does, and add up what its samples cost."""
-        loss = self._token_loss()
+        loss, inputs = self._token_loss(), self._separated(inputs)
         with loss.capture(inputs.get(SAMPLE_LENGTHS)) as rows, loss.alone() if prediction_loss_only else nullcontext():
             result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         own = torch.cat([part.to(self.args.device) for part in rows]) if rows else None
@@ -316,7 +318,7 @@ class GoldfishMixin(RecordingMixin):
             return {**batch, UNMASKED_LABELS: unmasked}
         args, document_ids = self.args, None
         if not args.goldfish_as_reference:
-            document_ids = find_document_ids(input_ids, **{key: batch.get(key) for key in DOCUMENT_KEYS})
+            document_ids = find_document_ids(input_ids, **document_fields(batch))
         mask = goldfish_mask(
             input_ids,
             labels,
@@ -340,6 +342,12 @@ class GoldfishMixin(RecordingMixin):
         if shifted is not None:
             masked["shift_labels"] = shifted.masked_fill(F.pad(mask[:, 1:], (0, 1)), IGNORE_INDEX)
         return masked
+
+    def _separated(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The batch with documents that do not see each other; over a grid the forward pass itself separates them."""
+        if parallel_state(self.model) is not None:
+            return inputs
+        return separate_documents(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), inputs)
 
     def _sample_ids(self, micro_batch: int, rows: int) -> Tensor:
         """[rows] place of each sample in the optimizer step over all ranks, on the CPU; alike however it is cut."""

@@ -31,6 +31,7 @@ from hf_axonn.compat.messages import get_logger
 from hf_axonn.distributed.collectives import reduce_, world_rank
 from hf_axonn.distributed.mesh import SAME_SAMPLES
 from hf_axonn.distributed.watchdog.progress import PROGRESS
+from hf_axonn.engine.documents import document_fields, find_document_ids, positions_in_document
 from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.monitoring.waits import WaitTimer
@@ -231,19 +232,15 @@ class Monitor:
 def tokens_and_squares(batch: Mapping[str, Any]) -> Tensor:
     """Tokens of a batch, and the sum of the squares of the lengths of its sequences, by which attention grows [2].
 
-    A sequence is a row without its padding, or where there are `position_ids` as they start again in a packed row.
+    A sequence is a row without its padding, or a document of a packed row (`find_document_ids`).
     """
-    ids, mask, positions = (batch.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
     assert isinstance(ids, Tensor)
     real = torch.ones_like(ids, dtype=torch.bool)
     if isinstance(mask, Tensor) and mask.shape == ids.shape:
         real = mask.bool()
-    lengths = real.sum(dim=-1)
-    if isinstance(positions, Tensor) and positions.shape == ids.shape:
-        squares = ((2 * positions + 1) * real).sum()  # 1 + 3 + 5 + ... of n terms is n * n
-    else:
-        squares = lengths.square().sum()
-    return torch.stack([lengths.sum(), squares])
+    places = positions_in_document(ids, find_document_ids(ids, **document_fields(batch)))
+    return torch.stack([real.sum(), ((2 * places + 1) * real).sum()])  # 1 + 3 + 5 + ... of n terms is n * n
 
 
 def _peak_and_shape(model: nn.Module, device: torch.device, given: float | None) -> tuple[float | None, Stack | None]:

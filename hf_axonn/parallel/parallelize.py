@@ -45,6 +45,7 @@ from hf_axonn.engine.state import ParallelState, is_parallelized
 from hf_axonn.losses.router_aux import check_routers
 from hf_axonn.parallel.batch_check import install_batch_check
 from hf_axonn.parallel.compiled import compile_regions
+from hf_axonn.parallel.documents import install_documents
 from hf_axonn.parallel.four_bit import check_four_bit, four_bit_modules, pack_four_bit, refuse_quantized
 from hf_axonn.parallel.install import install_layers, shard_parameters
 from hf_axonn.pipeline.forward import install_pipeline
@@ -136,6 +137,7 @@ def parallelize(
             kinds = {id(each): kinds[id(each)] for each in inner.parameters() if id(each) in kinds}
         shard_parameters(inner, kinds, state)
         install_layers(inner, plan, kinds, state, layout)
+        install_documents(inner)
         if grid.pipe > 1:
             state.pipeline = Pipeline(state, stages, inner, list(before))
             install_pipeline(inner, state.pipeline)

@@ -36,7 +36,8 @@ from hf_axonn.trainer.smoothing import loss_to_smooth
 logger = get_logger(__name__)
 Batch = dict[str, Any]
 
-PADS = {"attention_mask": 0, "position_ids": 0, "token_type_ids": 0}  # of keys with a value for each token
+# Of keys with a value for each token.
+PADS = {"attention_mask": 0, "position_ids": 0, "seq_idx": -1, "token_type_ids": 0}
 
 
 def get_batch_samples(self, original: Callable, *args, **kwargs):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 
 import pytest
+import torch
 
+from hf_axonn.engine.documents import separate_documents, why_documents_mix
 from tests.benchmarks.architectures import survey as architectures
-from tests.benchmarks.architectures.survey import BOUND, MODEL_TYPES, prepare, survey, survey_grid
+from tests.benchmarks.architectures.survey import BOUND, MODEL_TYPES, in_float64, prepare, survey, survey_grid
 from tests.benchmarks.architectures.survey_table import Row, markdown, summary
-from tests.benchmarks.architectures.tiny_configs import UNTRAINABLE
+from tests.benchmarks.architectures.tiny_configs import UNTRAINABLE, tiny_model
 
 
 # One type of each kind of structure.
@@ -41,6 +44,48 @@ def test_one_of_each_kind():
     assert not problems(rows)
     assert all(set(row.errors) == {"x2y2", "z2"} and row.sharded > 0 for row in rows)
     assert next(row for row in rows if row.model_type == "llama").planned
+
+
+def mixes_documents(model) -> bool:
+    """Whether tokens of a document change logits of the next one in its row, as `separate_documents` passes them."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 120, (1, 16), generator=generator)
+    other = torch.cat([(ids[:, :7] + 5) % 110 + 3, ids[:, 7:]], dim=1)
+    positions = torch.tensor([[*range(7), *range(9)]])
+    takes = inspect.signature(model.forward).parameters
+    logits = []
+    for tokens in (ids, other):
+        batch = separate_documents(model, {"input_ids": tokens, "position_ids": positions})
+        with in_float64(), torch.no_grad():
+            given = {name: value for name, value in batch.items() if name in takes or name != "position_ids"}
+            logits.append(model(**given).logits[:, 7:])
+    before, after = logits
+    return bool((before - after).abs().max() > 1e-12)
+
+
+def unforeseen(types) -> list[str]:
+    """The model types of which `why_documents_mix` says something else than what they do."""
+    wrong = []
+    for model_type in types:
+        try:
+            model = tiny_model(model_type).eval()
+            mixed = mixes_documents(model)
+        except (ImportError, RuntimeError, ValueError):  # no text alone, or not installed
+            continue
+        if mixed != bool(why_documents_mix(model)):
+            wrong.append(model_type)
+    return wrong
+
+
+def test_which_models_mix_packed_documents():
+    """One that separates them, the same with other masks, one whose masks read no positions, and other states."""
+    assert unforeseen(["llama", "mistral", "gemma3_text", "granitemoe", "gpt_oss", "opt", "bloom", "mamba"]) == []
+
+
+@pytest.mark.slow
+def test_of_all_models_it_is_known_whether_they_mix_packed_documents():
+    """But for BLT, whose patches of bytes reach across documents."""
+    assert unforeseen([name for name in MODEL_TYPES if name not in UNTRAINABLE]) == ["blt"]
 
 
 @pytest.mark.slow

@@ -338,7 +338,7 @@ def test_accelerate_launch_with_a_stock_trainer_ends_with_the_message(tmp_path, 
 
 def _account(rank: int, **changes) -> Account:
     values = dict(place="host a", when="in step 5", done=4, collectives=100, last="all_gather")
-    values.update(batch="input_ids [2, 8]", patient=False, still=27.0, idle=27.0)
+    values.update(batch="input_ids [2, 8]", patient=False, still=27.0, idle=27.0, used=0.1)
     return Account(**{"rank": rank, **values, "waiting": True, "stack": ("a.py:1 in f: x()",), **changes})
 
 
@@ -404,7 +404,7 @@ def test_a_backward_pass_on_another_thread_waits_for_others_too():
 def test_ranks_that_all_wait_are_told_with_their_batches():
     text = _judge(_account(0), _account(1, batch="input_ids [2, 9]", stack=("b.py:2 in g: y()",)))
     assert "rank 0: input_ids [2, 8]; rank 1: input_ids [2, 9]" in text
-    assert "rank 1: all_gather at b.py:2" in text
+    assert "rank 1: b.py:2 in g: y(), after all_gather" in text
 
 
 def test_ranks_in_words():

@@ -5,14 +5,8 @@ import math
 import pytest
 import torch
 
-from hf_axonn.goldfish.mask import (
-    STRATEGIES,
-    count_unprotected,
-    document_ids_from_position_ids,
-    find_document_ids,
-    goldfish_mask,
-    positions_in_document,
-)
+from hf_axonn.engine.documents import document_ids_from_position_ids, find_document_ids, positions_in_document
+from hf_axonn.goldfish.mask import STRATEGIES, count_unprotected, goldfish_mask
 
 
 H = 13

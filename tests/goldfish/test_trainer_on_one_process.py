@@ -85,13 +85,17 @@ def trainer_for(args: GoldfishConfig, *, model: torch.nn.Module | None = None, *
     return GoldfishTrainer(model=tiny_model() if model is None else model, args=args, **(defaults | options))
 
 
+def tokenizer_of_words() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({"<pad>": PAD, "<unk>": 1}, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
+
+
 def test_rows_of_any_length_need_a_tokenizer_alone(tmp_path):
     """As the snippets of README and docs/goldfish.md: no data_collator, and rows with input_ids and labels."""
     rows = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in samples()]
     assert len({len(row["labels"]) for row in rows}) > 1
-    words = Tokenizer(models.WordLevel({"<pad>": PAD, "<unk>": 1}, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>")
-    trainer = trainer_for(config(tmp_path), train_dataset=rows, data_collator=None, processing_class=tokenizer)
+    options = {"data_collator": None, "processing_class": tokenizer_of_words()}
+    trainer = trainer_for(config(tmp_path), train_dataset=rows, **options)
     padded, wanted = trainer.data_collator(rows[:2]), collate(rows[:2])
     assert padded["labels"].tolist() == wanted["labels"].tolist()
     trainer.train()
@@ -250,6 +254,33 @@ def test_packed_rows_are_masked_as_their_documents_are_and_short_ones_are_report
     warnings = [record.getMessage() for record in caplog.records if "not protected" in record.getMessage()]
     assert len(warnings) == 1 and warnings[0].startswith("3 of the 7 documents")
     assert "shorter than 10 tokens" in warnings[0]
+
+
+@pytest.mark.parametrize("collator", ["its own", "flattening", "cu_seq_lens alone"])
+def test_packed_documents_do_not_see_each_other(tmp_path, collator):
+    """In training and in evaluation: as if each were a row of its own, whose first label is ignored."""
+    every = samples()
+    packed = [[every[index] for index in indices] for indices in ((0, 1, 2), (3, 6))]  # 44 tokens each
+    rows = [
+        {
+            "input_ids": sum((part["input_ids"] for part in parts), []),
+            "labels": sum(([-100, *part["labels"][1:]] for part in parts), []),
+            "position_ids": [place for part in parts for place in range(len(part["labels"]))],
+        }
+        for parts in packed
+    ]
+    options = {"data_collator": None, "processing_class": tokenizer_of_words()}
+    data = Dataset.from_list(rows)
+    if collator != "its own":
+        data = Dataset.from_list(sum(packed, []))
+        alone = {"return_position_ids": False, "return_flash_attn_kwargs": True} if "alone" in collator else {}
+        options = {"data_collator": DataCollatorWithFlattening(**alone)}
+    args = config(tmp_path, learning_rate=0.0, logging_strategy="epoch", use_cache=True)
+    trainer = trainer_for(args, train_dataset=data, eval_dataset=data, **options)
+    trainer.train()
+    expected = losses_by_hand(trainer.model, sum(packed, []), context_width=3)
+    assert {key: steps_logged(trainer)[0][key] for key in expected} == pytest.approx(expected, rel=1e-6)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected["loss_all"], rel=1e-6)
 
 
 def test_short_documents_are_reported_without_logs_and_not_for_static(tmp_path, caplog):

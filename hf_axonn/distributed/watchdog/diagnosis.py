@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from hf_axonn.distributed.watchdog.crashes import Crash
 from hf_axonn.distributed.watchdog.progress import Account
 
 
 REPORTED = 8  # ranks are named one by one, more are counted
+QUIET = 0.05  # of the time, and half a second: a process that uses no more of the processor receives no data
+EVERY_RANK = "Every rank has to make the same calls in the same order, also where `if is_main_process` keeps one out."
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
@@ -27,6 +30,7 @@ def diagnose(
     limit: float,
     broken: bool,
     blocking: bool = True,
+    crashes: Mapping[int, Crash] | None = None,
 ) -> str | None:
     """Find who holds the others up.
 
@@ -41,6 +45,7 @@ def diagnose(
         broken: whether a connection broke, or somebody only waited.
         blocking: whether who waits for a collective stands in it, as on gloo. NCCL's return at once, and the main
             thread stands wherever it next needs a value.
+        crashes: what ended silent ranks, as far as it is known.
     Returns:
         The message, or None if the run only takes long: the others wait without a limit for one that is at work, or
         nobody waits for anybody.
@@ -51,6 +56,8 @@ def diagnose(
         if accounts
         else "nobody else answers"
     )
+    if known := {rank: crash for rank, crash in (crashes or {}).items() if rank in silent}:
+        return _crashed(known, silent, accounts, when)
     if silent:
         who = ranks_in_words(sorted(silent))
         places = "; ".join(silent[rank] for rank in sorted(silent)[:REPORTED])
@@ -65,6 +72,8 @@ def diagnose(
             "number of steps and leave a script at the same place."
         )
     waited = max(account.still for account in accounts)
+    if _wait_apart(accounts):
+        return _disagreement(accounts, when, waited)
     behind = _behind(accounts)
     if len(behind) == len(accounts) and not any(account.waiting for account in accounts):
         if broken:
@@ -95,6 +104,59 @@ def diagnose(
     )
 
 
+def diagnose_early(accounts: Sequence[Account], *, still: float) -> str | None:
+    """Find ranks that wait for each other in different calls, long before the timeout: nothing will part them.
+
+    On gloo only, where who waits stands in the call.
+
+    Args:
+        accounts: of all ranks.
+        still: seconds for which each has stood, without data that arrive.
+    Returns:
+        The message, or None if anything may still move: a rank works, is new in its place or receives data, or all
+        wait in the same call.
+    """
+    stand = all(each.still >= still and each.used < QUIET * each.still + 0.5 for each in accounts)
+    if not (stand and _wait_apart(accounts)):
+        return None
+    when = max(accounts, key=lambda each: each.done).when
+    return _disagreement(accounts, when, min(each.still for each in accounts))
+
+
+def _wait_apart(accounts: Sequence[Account]) -> bool:
+    """Whether all ranks wait, and not in the same call of the user's program."""
+    calls = {each.call for each in accounts}
+    return all(each.waiting for each in accounts) and "" not in calls and len(calls) > 1
+
+
+def _crashed(crashes: Mapping[int, Crash], places: Mapping[int, str], accounts: Sequence[Account], when: str) -> str:
+    """What ended ranks that have left a trace, and in which calls all are."""
+    first = min(crashes)
+    crash, lines = crashes[first], _lines(accounts, crashes)
+    who = f"{ranks_in_words(sorted(crashes))} ({'; '.join(places[rank] for rank in sorted(crashes)[:REPORTED])})"
+    if crash.reason != "Aborted" or not crash.waiting:
+        stack = "\n".join(f"    {line}" for line in crash.stack)
+        return f"{who} died {when}: {crash.reason}. The ranks are at\n{lines}\nWhere rank {first} was:\n{stack}"
+    calls = {each.call for each in (*accounts, *crashes.values())}
+    apart = "the ranks are in different calls" if len(calls) > 1 else "their tensors differ in size"
+    return (
+        f"{who} died {when}: gloo aborts a process that receives another number of bytes than it waits for, and "
+        f"{apart}.\n{lines}\n{EVERY_RANK}"
+    )
+
+
+def _lines(accounts: Sequence[Account], crashes: Mapping[int, Crash] | None = None) -> str:
+    """Which ranks are in which call, a line for each."""
+    places: dict[str, list[int]] = {}
+    for each in accounts:
+        where = each.call or (each.stack[-1] if each.stack else "?")
+        places.setdefault(f"{where}{each.last and f', after {each.last}'}", []).append(each.rank)
+    for rank, crash in sorted((crashes or {}).items()):
+        where = crash.call or (crash.stack[-1] if crash.stack else "?")
+        places.setdefault(where, []).append(rank)
+    return "\n".join(f"    {ranks_in_words(ranks)}: {where}" for where, ranks in places.items())
+
+
 def _behind(accounts: Sequence[Account]) -> list[Account]:
     """Who has issued fewer collectives than others of the same stage; all, where nobody has."""
     stages: dict[int, list[Account]] = {}
@@ -123,12 +185,9 @@ def who_works(accounts: Sequence[Account]) -> str:
 
 def _disagreement(accounts: Sequence[Account], when: str, waited: float) -> str:
     """All wait, each for others: they do not agree on what to do next."""
-    places: dict[tuple[str, str], list[int]] = {}
-    for account in accounts:
-        where = account.call or (account.stack[-1] if account.stack else "?")
-        places.setdefault((account.last, where), []).append(account.rank)
-    lines = "\n".join(f"    {ranks_in_words(ranks)}: {last} at {where}" for (last, where), ranks in places.items())
-    return f"all ranks have waited {waited:.0f} s for each other {when}.{_batches(accounts)} They wait at\n{lines}"
+    lines, batches = _lines(accounts), _batches(accounts)
+    remedy = f"\n{EVERY_RANK}" if _wait_apart(accounts) else ""
+    return f"all ranks have waited {waited:.0f} s for each other {when}.{batches} They wait at\n{lines}{remedy}"
 
 
 def _calls(accounts: Sequence[Account]) -> str:

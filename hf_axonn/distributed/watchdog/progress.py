@@ -86,6 +86,7 @@ class Account:
         patient: whether it waits in `collectives.barrier`, which has no limit of time.
         still: for how long its main thread has been in the same place, in seconds.
         idle: for how long its main thread has not used the processor, in seconds; 0 while `work` is under way.
+        used: processor time of the whole process since its main thread stands, in seconds: data that arrive cost some.
         stack: the innermost frames of its main thread, the innermost last.
         call: the line of the user's program on which that is, empty if there is none.
         work, pipe, passing: as in Progress.
@@ -102,6 +103,7 @@ class Account:
     patient: bool
     still: float
     idle: float
+    used: float
     stack: tuple[str, ...]
     call: str = ""
     work: str = ""
@@ -150,7 +152,12 @@ def used_seconds() -> float:
 
 def _is_waiting(frame: FrameType, files: tuple[str, ...] = WAITING) -> bool:
     code = frame.f_code
-    return code.co_name == WAITING_FUNCTION or PurePath(code.co_filename).as_posix().endswith(files)
+    return code.co_name == WAITING_FUNCTION or is_waiting_file(code.co_filename, files)
+
+
+def is_waiting_file(name: str, files: tuple[str, ...] = WAITING) -> bool:
+    """Whether a thread that goes no further in this file is waiting for other ranks."""
+    return PurePath(name).as_posix().endswith(files)
 
 
 def waits_for_others() -> bool:
@@ -167,15 +174,21 @@ def waits_for_others() -> bool:
 
 def program_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     """The line of the user's program in frames with their lines, the innermost first; empty if all are libraries'."""
-    for frame, line in frames:
-        name = frame.f_code.co_filename
+    return source_line((frame.f_code.co_filename, line) for frame, line in frames)
+
+
+def source_line(places: Iterable[tuple[str, int]]) -> str:
+    """The same for files and lines."""
+    for name, line in places:
         if not name.startswith(LIBRARIES) and "-packages/" not in name:
             return f"{name}:{line} `{linecache.getline(name, line).strip()}`"
     return ""
 
 
-def account(rank: int, place: str, still: float, idle: float, raised: BaseException | None = None) -> Account:
-    """This rank's answer. `still` and `idle` are those of Account; `raised` is what has ended its program, if any."""
+def account(
+    rank: int, place: str, *, still: float, idle: float, used: float, raised: BaseException | None = None
+) -> Account:
+    """This rank's answer. Times are those of Account; `raised` is what has ended its program, if any."""
     frames = main_frames()
     lines = [(frame, frame.f_lineno) for frame in frames]
     if raised is not None:
@@ -193,6 +206,7 @@ def account(rank: int, place: str, still: float, idle: float, raised: BaseExcept
         patient=any(_is_waiting(frame, WAITING[:1]) and frame.f_code.co_name == "barrier" for frame in frames),
         still=still,
         idle=0.0 if PROGRESS.work else idle,
+        used=used,
         stack=tuple(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in reversed(summary)),
         call=program_line(lines),
         work=PROGRESS.work,

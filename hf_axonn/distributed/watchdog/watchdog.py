@@ -9,6 +9,9 @@ is written there while all goes well.
     a rank hangs                   a rank whose main thread has not moved for nine tenths of the process group's
                                    timeout asks. The rank that issued the fewest collectives is reported, with its
                                    stack, unless it is at work and the others wait in a barrier without a limit
+    ranks wait in different calls  a call that only some ranks make: after a minute without any movement it is certain,
+                                   and both calls are reported. Where gloo aborts a rank before, because the calls
+                                   send other sizes, it leaves its stack in a file (crashes.py)
     Ctrl-C                         ends a rank that waits in a collective, too: it does not come to Python there
     a launcher is killed           its ranks see that torchrun or accelerate launch is no longer their parent, and end
 
@@ -29,15 +32,19 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterable
+from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 
 from hf_axonn.compat.torch import backend_of, store_outlives_ranks, watch_store, world_timeout
 from hf_axonn.distributed.collectives import observe
-from hf_axonn.distributed.watchdog.diagnosis import diagnose, who_works
+from hf_axonn.distributed.watchdog.crashes import Crash, CrashFile, crashes_in, remove
+from hf_axonn.distributed.watchdog.diagnosis import diagnose, diagnose_early, who_works
 from hf_axonn.distributed.watchdog.progress import (
     PROGRESS,
     Account,
@@ -55,6 +62,7 @@ HASTE = 1.5  # seconds in which who knows the cause may say it, when all have an
 LEAVING = 1.5  # seconds after Ctrl-C in which the main thread may leave a collective
 GRACE = 5.0  # seconds in which a rank that was asked to end may end by itself; a fifth if it waits for others
 SHARE = 0.9  # of the process group's timeout
+EARLY = 60.0  # seconds after which ranks that wait are asked whether they wait in different calls; then twice as long
 SILENCE = 0.05  # of that timeout may pass without an answer of a rank that does not let its threads run for a while
 SWITCH = "AXONN_WATCH"
 LONGEST_CAUSE = 2000
@@ -131,10 +139,11 @@ class Watchdog:
         self._interrupted: float | None = None  # when Ctrl-C came
         self._interval = max(INTERVAL, self.size / 2000)
         self._still_since, self._footprint = time.monotonic(), None
-        self._idle_since, self._used = time.monotonic(), 0.0
+        self._idle_since, self._used, self._process_used = time.monotonic(), 0.0, 0.0
         # Each looks at itself once in an interval: of two that stop together, one seems to have stood longer.
         self._standstill = max(self.limit - 3 * self._interval, self.limit / 2)
         self._asked = time.monotonic()  # when this rank last asked why nobody moves
+        self._early = EARLY
         self._blocking = backend_of() == "gloo"
         PROGRESS.begin()
         self._counting = contextlib.ExitStack()
@@ -144,6 +153,10 @@ class Watchdog:
         atexit.register(self.at_exit)
         self._termination = Termination()
         self._store.set(f"place/{self.rank}", self.place)
+        # The same folder on every host; only its ranks look into it.
+        name = self._store.compare_set("crashes", "", tempfile.mktemp(prefix="hf_axonn-watch-"))  # noqa: S306
+        self._crashes = name.decode()
+        self._crash_file = CrashFile(self._crashes, self.rank)
         threading.Thread(target=self._run, name="hf_axonn-watch", daemon=True).start()
 
     def has_stages(self, text: str) -> None:
@@ -155,6 +168,7 @@ class Watchdog:
         self._stopped.set()
         self._counting.close()
         self._termination.close()
+        self._crash_file.close()
         atexit.unregister(self.at_exit)
         if sys.excepthook is self._hook:
             sys.excepthook = self._hook_before
@@ -189,6 +203,9 @@ class Watchdog:
                 elif self._is_still():
                     self._call_roll(broken=False)
                     self._asked = time.monotonic()  # called off: wait as long again
+                elif self._is_still(self._early) and self._blocking and waits_for_others():
+                    self._early *= 2
+                    self._call_roll(broken=False, early=True)
             except RuntimeError:  # the store is gone, and with it whoever kept it: the run is over or soon will be
                 if terminated:
                     _leave(128 + signal.SIGTERM)
@@ -213,13 +230,14 @@ class Watchdog:
         now = footprint()
         if now != self._footprint:
             self._footprint, self._still_since = now, time.monotonic()
+            self._process_used, self._early = time.process_time(), EARLY
         used = used_seconds()
         if used != self._used:
             self._used, self._idle_since = used, time.monotonic()
 
-    def _is_still(self) -> bool:
+    def _is_still(self, seconds: float | None = None) -> bool:
         """Whether the main thread has not moved for so long that somebody should ask why."""
-        return time.monotonic() - max(self._still_since, self._asked) > self.limit
+        return time.monotonic() - max(self._still_since, self._asked) > (seconds or self.limit)
 
     def _attend(self) -> None:
         """Somebody raised the alarm: answer if it is a roll call, and end if there is a verdict."""
@@ -236,13 +254,25 @@ class Watchdog:
         with self._lock:
             if not self._answered:
                 self._answered = True
-                still, idle = time.monotonic() - self._still_since, time.monotonic() - self._idle_since
-                answer = json.dumps(account(self.rank, self.place, still, idle, self._raised).to_dict())
+                now = time.monotonic()
+                own = account(
+                    self.rank,
+                    self.place,
+                    still=now - self._still_since,
+                    idle=now - self._idle_since,
+                    used=time.process_time() - self._process_used,
+                    raised=self._raised,
+                )
+                answer = json.dumps(own.to_dict())
+                for rank, crash in crashes_in(self._crashes):
+                    self._store.set(f"crash/{rank}", json.dumps(crash.to_dict()))
                 self._store.set(f"account/{self.round}/{self.rank}", answer)
 
     def _next_round(self) -> None:
         with self._lock:
             self.round, self._answered = self.round + 1, False
+        if self._is_still(self._early):  # of many ranks one has asked for all
+            self._early *= 2
 
     def result(self) -> dict | None:
         key = f"result/{self.round}"
@@ -255,10 +285,11 @@ class Watchdog:
         self._store.set(f"alarm/{self.round}", "1")
         return result == wanted.encode()
 
-    def _call_roll(self, *, broken: bool, ending: bool = False) -> dict | None:
+    def _call_roll(self, *, broken: bool, ending: bool = False, early: bool = False) -> dict | None:
         """Ask every rank where it is; the first to ask judges. Returns the result; None if there is none in time.
 
-        `broken`: a connection is; `ending`: all are asked to end, so that only who is gone is of interest.
+        `broken`: a connection is; `ending`: all are asked to end, so that only who is gone is of interest; `early`:
+        the timeout is far, so that only ranks that wait in different calls are of interest.
         """
         number = self.round
         judging = self._store.add(f"callers/{number}", 1) == 1
@@ -281,8 +312,19 @@ class Watchdog:
         accounts, silent, ended = self._accounts(number)
         if ending and not silent and not ended:
             text = None
+        elif early:
+            all_wait = not silent and not ended
+            text = diagnose_early(accounts, still=EARLY - 3 * self._interval) if all_wait else None
         else:
-            text = diagnose(accounts, silent, ended, limit=self._standstill, broken=broken, blocking=self._blocking)
+            text = diagnose(
+                accounts,
+                silent,
+                ended,
+                limit=self._standstill,
+                broken=broken,
+                blocking=self._blocking,
+                crashes=self._known_crashes(silent),
+            )
             if text is None and (works := who_works(accounts)):
                 _say(works, "still waiting")
         if self._decide(text or "") and text:
@@ -304,9 +346,15 @@ class Watchdog:
                 silent[rank] = self._store.get(f"place/{rank}").decode() if known else "never began"
         return accounts, silent, ended
 
+    def _known_crashes(self, silent: Iterable[int]) -> dict[int, Crash]:
+        known = [rank for rank in silent if self._store.check([f"crash/{rank}"])]
+        return {rank: Crash(**json.loads(self._store.get(f"crash/{rank}"))) for rank in known}
+
     def _end(self, result: dict) -> None:
         """End this process, which may be waiting in a collective."""
         self._ending.set()
+        for rank, _ in crashes_in(self._crashes):
+            remove(Path(self._crashes, str(rank)))
         if result["by"] != self.rank:
             _record(RuntimeError(result["text"]))
         grace = GRACE / 5 if waits_for_others() else GRACE

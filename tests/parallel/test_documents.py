@@ -1,0 +1,203 @@
+"""Documents packed into one row do not see each other, whichever field of the batch parts them.
+
+The truth is each document in a batch of its own, on one process, in float64.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from torch import Tensor, nn
+from transformers import (
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    PreTrainedTokenizerFast,
+    default_data_collator,
+)
+
+from hf_axonn import Grid, parallelize, sync_gradients
+from hf_axonn.engine.documents import separate_documents, why_documents_mix
+from tests.helpers.equality import exact
+from tests.helpers.float64 import relative_errors
+from tests.helpers.models import tiny_model
+from tests.helpers.ranks import run_ranks
+
+
+BOUND = 1e-10
+LENGTHS = (7, 9)
+FIRST = slice(0, LENGTHS[0])
+SECOND = slice(LENGTHS[0], sum(LENGTHS))
+
+
+def documents() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, 131, (length,), generator=generator) for length in LENGTHS]
+
+
+def packed_row() -> dict[str, list[int]]:
+    """As finetune.py packs: the first label of a document is ignored."""
+    parts = [document.tolist() for document in documents()]
+    return {
+        "input_ids": sum(parts, []),
+        "labels": sum(([-100, *part[1:]] for part in parts), []),
+        "position_ids": [place for part in parts for place in range(len(part))],
+    }
+
+
+def collated() -> dict[str, dict[str, Tensor]]:
+    """The same two documents by every collator, and by fields that users' collators have."""
+    vocabulary = Tokenizer(models.WordLevel({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=vocabulary, pad_token="[PAD]", unk_token="[UNK]")
+    row = packed_row()
+    samples = [{"input_ids": part.tolist()} for part in documents()]
+    flat = {"return_position_ids": False, "return_tensors": "pt"}
+    plain = default_data_collator([row])
+    ones = torch.ones_like(plain["input_ids"])
+    bare = {name: value for name, value in plain.items() if name != "position_ids"}
+    numbers = torch.tensor([[1] * LENGTHS[0] + [2] * LENGTHS[1]])
+    batches = {
+        "default": plain,
+        "default with a mask of ones": {**plain, "attention_mask": ones},
+        "DataCollatorForSeq2Seq": dict(DataCollatorForSeq2Seq(tokenizer)([row])),
+        "flattening": DataCollatorWithFlattening()(samples),
+        "cu_seq_lens alone": DataCollatorWithFlattening(return_flash_attn_kwargs=True, **flat)(samples),
+        "seq_idx alone": DataCollatorWithFlattening(return_seq_idx=True, **flat)(samples),
+        "a mask that numbers documents": {**bare, "attention_mask": numbers},
+        "positions that run on": {**plain, "position_ids": torch.arange(16)[None], "seq_idx": numbers},
+        "padded": {name: padded(name, value) for name, value in {**plain, "attention_mask": ones}.items()},
+    }
+    trl = pytest.importorskip("trl.trainer.sft_trainer")
+    batches["TRL without padding"] = trl.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(samples)
+    return {name: dict(batch) for name, batch in batches.items()}
+
+
+def padded(name: str, value: Tensor) -> Tensor:
+    return torch.nn.functional.pad(value, (0, 3), value=-100 if name == "labels" else 0)
+
+
+def truth(model: nn.Module) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean loss and gradients of the two documents, each in a batch of its own."""
+    model.zero_grad()
+    losses = [model(input_ids=part[None], labels=part[None]).loss * (len(part) - 1) for part in documents()]
+    loss = sum(losses) / sum(length - 1 for length in LENGTHS)
+    loss.backward()
+    gradients = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+    model.zero_grad()
+    return loss.detach(), gradients
+
+
+def changed(model: nn.Module, batch: dict[str, Tensor]) -> int:
+    """How many logits of the second document change with the tokens of the first."""
+    other = dict(batch)
+    other["input_ids"] = batch["input_ids"].clone()
+    other["input_ids"][:, FIRST] = (other["input_ids"][:, FIRST] + 11) % 128 + 3
+    with torch.no_grad():
+        before, after = (model(**given).logits[:, SECOND] for given in (batch, other))
+    return int(((before - after).abs() > 1e-9).sum())
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mistral"])
+@exact()
+def test_documents_of_every_collator_are_apart_on_one_process(kind, attention):
+    model = tiny_model(kind, attention=attention).eval()
+    assert why_documents_mix(model) == ""
+    expected, gradients = truth(model)
+    mixed = []
+    for name, batch in collated().items():
+        mixed += [name] if changed(model, batch) else []
+        separated = separate_documents(model, batch)
+        assert changed(model, separated) == 0, name
+        loss = model(**separated).loss
+        loss.backward()
+        found = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+        model.zero_grad()
+        assert loss.item() == pytest.approx(expected.item(), rel=BOUND), name
+        assert max(relative_errors(found, gradients).values()) < BOUND, name
+    assert len(mixed) == len(collated()), mixed  # as Transformers takes them: with a cache all see each other
+
+
+def test_documents_are_apart_in_flex_attention():
+    """Its mask is a BlockMask. Not compiled, which takes 20 s; torch has no backward pass of it on CPUs."""
+    model = tiny_model("llama", attention="flex_attention", dtype=torch.float32).eval()
+    batch = collated()["DataCollatorForSeq2Seq"]
+    with torch.compiler.set_stance("force_eager"):
+        assert changed(model, batch) > 0
+        assert changed(model, separate_documents(model, batch)) == 0
+
+
+def test_what_is_no_packed_batch_stays_as_it_is():
+    model = tiny_model("llama")
+    ids = torch.arange(12).view(2, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    hole = torch.tensor([[1, 1, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    restarting = torch.tensor([[0, 1, 2, 0, 1, 2]])
+    for fields in (
+        {},
+        {"attention_mask": mask},
+        {"attention_mask": hole},
+        {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)},  # left padding, as generate's
+        {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)},
+        {"position_ids": torch.arange(6)[None], "use_cache": True},
+        {"position_ids": restarting, "past_key_values": object()},
+        {"position_ids": restarting, "attention_mask": torch.ones(2, 1, 6, 6)},
+    ):
+        batch = {"input_ids": ids, **fields}
+        assert separate_documents(model, batch) is batch, fields
+
+
+def test_options_that_would_mix_documents_are_refused():
+    model = tiny_model("llama")
+    batch = {"input_ids": torch.zeros(2, 6, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    with pytest.raises(ValueError, match="use_cache=True"):
+        separate_documents(model, {**batch, "use_cache": True})
+    model.config._attn_implementation_internal = "flash_attention_2"
+    with pytest.raises(ValueError, match="2 rows .* flash_attention_2"):
+        separate_documents(model, batch)
+    assert separate_documents(model, {name: value[:1] for name, value in batch.items()})["use_cache"] is False
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("bloom", "takes no position_ids"), ("opt", "does not pass position_ids"), ("lfm2", "conv")]
+)
+def test_a_model_that_mixes_documents_is_named_once(kind, reason, caplog):
+    model = tiny_model(
+        kind, attention="eager", **({"layer_types": ["conv", "full_attention"]} if kind == "lfm2" else {})
+    ).eval()
+    batch = {"input_ids": torch.ones(1, 6, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            separate_documents(model, batch)
+    warnings = [record.getMessage() for record in caplog.records if "see each other" in record.getMessage()]
+    assert len(warnings) == 1 and reason in warnings[0] and type(model).__name__ in warnings[0]
+
+
+GRIDS = (Grid(z=2), Grid(x=2), Grid(pipe=2))
+
+
+@exact()
+def on_grids() -> dict[str, list[float]]:
+    """Errors of loss and gradients, and the number of logits that change, by grid and collator."""
+    found = {}
+    expected, gradients = truth(tiny_model("llama"))
+    for grid in GRIDS:
+        model, _ = parallelize(tiny_model("llama").train(), grid)
+        for name, batch in collated().items():
+            loss = model(**batch).loss
+            loss.backward()
+            sync_gradients(model)
+            here = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+            model.zero_grad()
+            errors = relative_errors(here, {name: gradients[name] for name in here})
+            change = 0 if grid.pipe > 1 else changed(model, batch)  # only the last stage has logits
+            found[f"{grid}: {name}"] = [abs(loss.item() / expected.item() - 1), max(errors.values()), change]
+    return found
+
+
+def test_documents_of_every_collator_are_apart_on_grids():
+    for found in run_ranks(on_grids, 2):
+        wrong = {name: values for name, values in found.items() if max(values) > BOUND}
+        assert not wrong
