@@ -111,6 +111,7 @@ def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer 
         return
     with save.writing():
         if not hasattr(model, "peft_config"):
+            _note_dtype(model)
             for config in (getattr(model, name, None) for name in ("config", "generation_config")):
                 if config is not None and hasattr(
                     config, "save_pretrained"
@@ -121,6 +122,15 @@ def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer 
             (save.stage / OPTIMIZER / VALUES).write_text(json.dumps(values, indent=1))
         if state is not None and state.tuner is not None:
             (save.stage / LAYOUTS).write_text(state.tuner.to_json())
+
+
+def _note_dtype(model: nn.Module) -> None:
+    """Let the config say in which dtype weights are written, as `save_pretrained` does: it is that in which they will
+    be read, and a model may have got another one since it was loaded. No communication."""
+    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    config: Any = getattr(model, "config", None)
+    if config is not None and dtypes:
+        config.dtype = functools.reduce(torch.promote_types, dtypes)
 
 
 def load_sharded(model: nn.Module, directory: str | Path, *, optimizer: torch.optim.Optimizer | None = None) -> None:

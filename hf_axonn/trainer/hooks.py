@@ -25,7 +25,7 @@ from hf_axonn.distributed.consistency import argument_facts, assert_same_on_all_
 from hf_axonn.distributed.mesh import SAME_SAMPLES
 from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.trainer import accumulation, hub, liger, resume, rollouts, saving, smoothing, trl, watching
+from hf_axonn.trainer import accumulation, hub, liger, masters, resume, rollouts, saving, smoothing, trl, watching
 
 
 SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")
@@ -94,10 +94,12 @@ def create_accelerator_and_postprocess(self, original: Callable) -> None:
 
 
 def _prepare_for_training(self, original: Callable, *args, **kwargs):
-    """TRL divides what it gathers by `_tp_size`; ours are counted once by `gather` already."""
+    """TRL divides what it gathers by `_tp_size`; ours are counted once by `gather` already. What is trained becomes
+    float32 before the optimizer is made."""
     if _plugin(self) is not None and hasattr(self, "_tp_size"):
         self._tp_size = 1
         trl.freeze_references(self)
+    masters.keep(self)
     return original(*args, **kwargs)
 
 
@@ -206,6 +208,7 @@ WRAPPERS = (
     _get_num_items_in_batch,
     *saving.WRAPPERS,
     *resume.WRAPPERS,
+    *masters.WRAPPERS,
     train,
     *accumulation.WRAPPERS,
     training_step,
