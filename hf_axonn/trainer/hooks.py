@@ -127,6 +127,7 @@ def _make_ready(self) -> None:
         "fp16_full_eval": self.args.fp16_full_eval,
         "bf16_full_eval": self.args.bf16_full_eval,
         "fsdp": bool(self.args.fsdp),
+        "fsdp_config": bool(self.args.fsdp_config),
         "deepspeed": bool(self.args.deepspeed),
         "activation_offloading": getattr(self.args, "activation_offloading", False),
         # Other engines, which hold the whole model on each rank.
