@@ -107,11 +107,11 @@ def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer 
         tensors, values = flat_optimizer_state(model, optimizer)
         values = functools.reduce(operator.or_, over_stages(values, save.grid, save.device))
         save.add(OPTIMIZER, tensors)
+    _note_dtype(model)
     if save.rank != 0:
         return
     with save.writing():
         if not hasattr(model, "peft_config"):
-            _note_dtype(model)
             for config in (getattr(model, name, None) for name in ("config", "generation_config")):
                 if config is not None and hasattr(
                     config, "save_pretrained"
@@ -127,6 +127,8 @@ def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer 
 def _note_dtype(model: nn.Module) -> None:
     """Let the config say in which dtype weights are written, as `save_pretrained` does: it is that in which they will
     be read, and a model may have got another one since it was loaded. No communication."""
+    if hasattr(model, "peft_config"):  # the base is not written
+        return
     dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
     config: Any = getattr(model, "config", None)
     if config is not None and dtypes:

@@ -12,11 +12,13 @@ where they stand. So a model that only generates, a reference model and the froz
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.torch import set_dtype
@@ -60,6 +62,20 @@ def make_masters(parameters: Iterable[torch.Tensor], *, mixed_precision: str) ->
             left = parameter.dtype
     if left is not None and world_rank() == 0:
         _warn(str(left).removeprefix("torch."))
+
+
+def _look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Before the first step of an optimizer: what a loop of the user's own, which nobody prepared, trains in half
+    precision of the models that were loaded or sharded here."""
+    if optimizer not in _looked_at:
+        _looked_at.add(optimizer)
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        ours = (each for each in parameters if isinstance(each, DTensor) or hasattr(each, "dtype_is_open"))
+        make_masters(ours, mixed_precision="no")
+
+
+_looked_at: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+register_optimizer_step_pre_hook(_look)
 
 
 @functools.cache

@@ -180,7 +180,7 @@ def _refuse_trained(rest: nn.Module) -> None:
 
 def fit_optimizer(optimizer: Optimizer, model: nn.Module, precision: Any) -> None:
     """Let an optimizer train the shards of a model, also one that was made on its full parameters; in mixed precision
-    they become float32 (engine/master_weights.py). With bf16-true they are bfloat16, as that name says.
+    they become float32 (engine/master_weights.py).
 
     Raises:
         ValueError: it keeps low-bit state, needs a closure, has taken steps on full parameters, or trains nothing of
@@ -191,9 +191,8 @@ def fit_optimizer(optimizer: Optimizer, model: nn.Module, precision: Any) -> Non
         raise ValueError("LBFGS is not supported over a grid: its step flattens full parameters. Use AdamW, for one.")
     point_to_shards(optimizer)
     follow_grid(optimizer)
-    given, wanted = (parameter for group in optimizer.param_groups for parameter in group["params"]), str(precision)
-    if wanted != "bf16-true":
-        make_masters(given, mixed_precision={"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(wanted, "no"))
+    mixed = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(str(precision), "no")
+    make_masters((each for group in optimizer.param_groups for each in group["params"]), mixed_precision=mixed)
     owned = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(

@@ -89,12 +89,13 @@ class Pipeline:
             any(probability(module, *dropout_names(module))() for module in self.model.modules()),
             [stage.index for stage in self.stages.own],
             [hasattr(module, "base_layer") for module in (input_embedding(self.model), output_embedding(self.model))],
-            str(cast(nn.Embedding, input_embedding(self.model)).weight.dtype) if self.here == 0 else "",
+            str(cast(nn.Embedding, input_embedding(self.model)).weight.dtype)[6:] if self.here == 0 else "",
         ]
         every = gather_json(facts, self.state.mesh.device, self.group)
         self.stages.drops = any(drops for _, drops, *_ in every)
         self._adapted_ends(embedding=any(its[0] for *_, its, _ in every), head=any(its[1] for *_, its, _ in every))
-        self.stages.take_dtype(getattr(torch, every[0][-1].removeprefix("torch.")))
+        if dtype := every[0][-1]:  # which a fake world of another rank does not know
+            self.stages.take_dtype(getattr(torch, dtype))
         idle = sorted(stage for trains, _, its, *_ in every for stage in its if not trains)
         if idle and len(idle) < self.stages.total:
             raise ValueError(

@@ -118,10 +118,19 @@ def test_one_process(folder, tmp_path):
         assert share < 0.7 and norm == 0, "then there would be nothing to warn of"
         assert len(messages) == 1 and "bfloat16" in messages[0] and "dtype=torch.float32" in messages[0]
 
-    messages[:] = heard()
+    messages.clear()
+    master_weights._warn.cache_clear()
     model = from_pretrained(str(folder), grid=Grid())
     trainer_of(model, tmp_path, bf16=False, max_steps=1).train()
     assert dtypes(model) == {HALF} and len(messages) == 1, "without mixed precision nothing is changed"
+
+    messages.clear()
+    master_weights._warn.cache_clear()
+    model = from_pretrained(str(folder), grid=Grid()).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    model(**collate([token_data(1, seed=5)[0]])).loss.backward()
+    optimizer.step()
+    assert len(messages) == 1, "nor in a loop of one's own, which is told at its first step"
 
 
 def test_the_checkpoint_of_a_run_and_its_continuation_are_float32(folder, tmp_path):
