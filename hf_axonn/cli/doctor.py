@@ -21,7 +21,7 @@ from hf_axonn.launch.command import read_launch_file, write_temporary
 from hf_axonn.launch.launch_file import SECTION, Launch, check_spelling, resolve
 from hf_axonn.planner.jobs import DTYPE_BYTES
 from hf_axonn.planner.machine import known_machines, load_machine
-from hf_axonn.planner.memory import MOMENTS, RESERVE, Memory, memory
+from hf_axonn.planner.memory import RESERVE, Memory, memory
 from hf_axonn.planner.model.shapes import Step
 from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.pipelined import memory_of_rank
@@ -268,7 +268,7 @@ def _examine_memory(
 ) -> None:
     """Bytes of rank 0, which holds most; against the memory of a device where that is known."""
     size = DTYPE_BYTES[options.weights]
-    states = local * size * (2 + MOMENTS)
+    states = local * 4 * size  # parameter, gradient and two moments, which torch's AdamW keeps in the same dtype
     total: float = states
     text = f"memory of rank 0: {states / GIB:.2f} GiB parameters, gradients and AdamW's moments"
     try:
