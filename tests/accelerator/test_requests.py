@@ -73,6 +73,11 @@ def check_accelerators() -> None:
     accelerator = fresh(parallelism_config=plugin)
     message = refused(accelerator.prepare, model)
     assert "the model lies on the grid" in message and "x=2" in message and "z=2" in message
+    ids = torch.full((2, 4), 5 + accelerator.process_index)
+    message = refused(model.train(), input_ids=ids, labels=ids)
+    assert (
+        f"the grid {Grid(x=2)}, but samples are divided by that of this process's Accelerator, {Grid(z=2)}" in message
+    )
     accelerator = fresh(parallelism_config=AxonnPlugin(grid=Grid(x=2), reduce_dtype="bfloat16", async_save=True))
     message = refused(accelerator.prepare, model)
     assert "AxonnPlugin(reduce_dtype='bfloat16') has no effect" in message and "plugin.config" in message
