@@ -4,8 +4,8 @@
     accelerator = Accelerator()                        # under `accelerate launch --config axonn.yaml`
 
 To Accelerate, pipe * x * y is its tensor-parallel size (ranks that get the same samples) and data * z its sharded
-data-parallel size (ranks that get different ones). No class of Accelerate is changed: `_validate_accelerator` gets the
-live object, and turns that one into a `GridAccelerator` (accelerator/accelerator.py).
+data-parallel size (ranks that get different ones). No method of Accelerate's classes is changed:
+`_validate_accelerator` gets the live object, and turns that one into a `GridAccelerator` (accelerator/accelerator.py).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, Concatenate, ParamSpec
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils.dataclasses import DDPCommunicationHookType
 
+from hf_axonn.accelerator.requests import refuse_other_engines, watch_accelerators
 from hf_axonn.compat.versions import check_versions, refusal
 from hf_axonn.config import PRECISIONS, AxonnConfig, Settings
 from hf_axonn.distributed.consistency import assert_same_on_all_ranks, versions
@@ -63,9 +64,9 @@ class AxonnPlugin(ParallelismConfig):
     Raises:
         ValueError: no grid is given and none was launched, or the launch file has another grid or another value of a
             setting (`AxonnConfig.with_launch`), or there are settings without a grid, or a library has a release that
-            is not proven (`check_versions`); later, when the Accelerator is made: the grid is not the
-            number of processes, or residual_dtype is given without bf16, or fp8, fp16 with pipe, or a communication
-            hook of DistributedDataParallel is asked for.
+            is not proven (`check_versions`); later, when the Accelerator is made: the grid is not the number of
+            processes, or residual_dtype is given without bf16, or fp8, fp16 with pipe, another engine or a
+            communication hook of DistributedDataParallel is asked for (accelerator/requests.py).
     """
 
     @_arguments_of(_Arguments)
@@ -92,6 +93,7 @@ class AxonnPlugin(ParallelismConfig):
         if config.grid.size > 1:
             check_versions()
             _install_trainer_hooks()
+            watch_accelerators()
         super().__init__(
             dp_replicate_size=1,
             dp_shard_size=config.grid.dp_size,
@@ -131,6 +133,8 @@ class AxonnPlugin(ParallelismConfig):
     def _validate_accelerator(self, accelerator) -> None:
         from hf_axonn.accelerator.accelerator import bind  # which imports accelerate, of which this is a part
 
+        if self.grid.size > 1:
+            refuse_other_engines(self.grid)
         if accelerator.num_processes > 1:
             watch()
             facts = {

@@ -3,6 +3,7 @@
     training.py   prepare, backward, accumulate, clipping, schedulers
     data.py       data loaders, gather, reduce: who has which samples
     files.py      save_model, save_state, load_state
+    masters.py    float32 weights for optimizers
 
 No class of accelerate is changed: an Accelerator that was made with an AxonnPlugin becomes one of this class.
 """
@@ -13,12 +14,13 @@ from accelerate import Accelerator
 
 from hf_axonn.accelerator.data import DataMethods
 from hf_axonn.accelerator.files import FileMethods, LoadMethods
+from hf_axonn.accelerator.masters import MasterMethods
 from hf_axonn.accelerator.training import TrainingMethods
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.optimizer_steps import step_on_shards
 
 
-class GridMethods(TrainingMethods, DataMethods, FileMethods):
+class GridMethods(TrainingMethods, DataMethods, FileMethods, MasterMethods):
     """What is different over a grid; stands before the class whose methods it replaces."""
 
 
@@ -26,7 +28,11 @@ class GridAccelerator(GridMethods, Accelerator):
     """accelerate's Accelerator over a grid. Made by `bind`, not by its constructor."""
 
 
-class SingleAccelerator(LoadMethods, Accelerator):
+class SingleMethods(LoadMethods, MasterMethods):
+    """What is different on a grid of one rank."""
+
+
+class SingleAccelerator(SingleMethods, Accelerator):
     """accelerate's Accelerator on a grid of one rank, which also loads the states of larger grids."""
 
 
@@ -35,7 +41,7 @@ def bind(accelerator: Accelerator, plugin) -> None:
     accelerator.axonn_plugin = plugin
     step_on_shards()  # before a learning rate schedule wraps the step of an optimizer
     own = type(accelerator)
-    methods, ready = (LoadMethods, SingleAccelerator) if plugin.grid.size == 1 else (GridMethods, GridAccelerator)
+    methods, ready = (SingleMethods, SingleAccelerator) if plugin.grid.size == 1 else (GridMethods, GridAccelerator)
     if plugin.grid.size > 1:
         grid_mesh(plugin.grid, accelerator.device.type)
     if own is Accelerator:

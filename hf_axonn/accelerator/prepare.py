@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from hf_axonn.accelerator.requests import check_model
 from hf_axonn.compat.messages import get_logger
 from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.state import parallel_state
@@ -17,10 +18,17 @@ logger = get_logger(__name__)
 
 
 def shard_plain_model(model: nn.Module, plugin, device: torch.device) -> bool:
-    """Parallelize a model that is not, with a warning that names the better way. Returns whether it had to."""
+    """Parallelize a model that is not, with a warning that names the better way. Returns whether it had to.
+
+    Raises:
+        ValueError: it lies on another grid, or with other settings (`check_model`); as `parallelize`.
+    """
     from hf_axonn.parallel.parallelize import parallelize
 
-    if plugin.grid.size == 1 or parallel_state(model) is not None:
+    state = parallel_state(model)
+    if state is not None:
+        check_model(state, plugin.config)
+    if plugin.grid.size == 1 or state is not None:
         return False
     if world_rank() == 0 and plugin.grid.size > plugin.grid.data and _could_be_read_in_slices(model):
         _advise(str(plugin.grid))

@@ -74,6 +74,7 @@ class TrainingMethods:
         with replaced({(shared, "dynamo_plugin"): off} if state is not None else {}):
             prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         self.check_even_batches()
+        self.stages_agree()
         if state is not None:
             if dynamo.backend != DynamoBackend.NO:
                 options = dynamo.to_kwargs()

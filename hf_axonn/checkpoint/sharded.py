@@ -107,6 +107,7 @@ def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer 
         tensors, values = flat_optimizer_state(model, optimizer)
         values = functools.reduce(operator.or_, over_stages(values, save.grid, save.device))
         save.add(OPTIMIZER, tensors)
+    _note_dtype(model)
     if save.rank != 0:
         return
     with save.writing():
@@ -121,6 +122,17 @@ def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer 
             (save.stage / OPTIMIZER / VALUES).write_text(json.dumps(values, indent=1))
         if state is not None and state.tuner is not None:
             (save.stage / LAYOUTS).write_text(state.tuner.to_json())
+
+
+def _note_dtype(model: nn.Module) -> None:
+    """Let the config say in which dtype weights are written, as `save_pretrained` does: it is that in which they will
+    be read, and a model may have got another one since it was loaded. No communication."""
+    if hasattr(model, "peft_config"):  # the base is not written
+        return
+    dtypes = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    config: Any = getattr(model, "config", None)
+    if config is not None and dtypes:
+        config.dtype = functools.reduce(torch.promote_types, dtypes)
 
 
 def load_sharded(model: nn.Module, directory: str | Path, *, optimizer: torch.optim.Optimizer | None = None) -> None:

@@ -21,7 +21,7 @@ from hf_axonn.launch.command import read_launch_file, write_temporary
 from hf_axonn.launch.launch_file import SECTION, Launch, check_spelling, resolve
 from hf_axonn.planner.jobs import DTYPE_BYTES
 from hf_axonn.planner.machine import known_machines, load_machine
-from hf_axonn.planner.memory import MOMENT_BYTES, RESERVE, Memory, memory
+from hf_axonn.planner.memory import RESERVE, Memory, memory
 from hf_axonn.planner.model.shapes import Step
 from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.pipelined import memory_of_rank
@@ -62,7 +62,7 @@ def add_doctor(commands) -> None:
     parser.add_argument("--batch", type=int, help="rows of a micro-batch, per_device_train_batch_size")
     parser.add_argument("--seq", type=int, default=2048, help="tokens of a row")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
-    parser.add_argument("--weights", choices=WEIGHT_DTYPES, default="float32", help="dtype of the weights")
+    parser.add_argument("--weights", choices=WEIGHT_DTYPES, default="float32", help="dtype of the trained weights")
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing is on")
     parser.add_argument("--gpu-memory", type=float, help="memory of a device in GiB (2**30 bytes)")
     parser.add_argument(
@@ -268,7 +268,7 @@ def _examine_memory(
 ) -> None:
     """Bytes of rank 0, which holds most; against the memory of a device where that is known."""
     size = DTYPE_BYTES[options.weights]
-    states = local * (2 * size + MOMENT_BYTES)
+    states = local * 4 * size  # parameter, gradient and two moments, which torch's AdamW keeps in the same dtype
     total: float = states
     text = f"memory of rank 0: {states / GIB:.2f} GiB parameters, gradients and AdamW's moments"
     try:

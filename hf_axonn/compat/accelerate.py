@@ -6,8 +6,10 @@ Checked with accelerate 1.12 to 1.15, torch 2.11 and 2.13.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -76,6 +78,25 @@ def parallelism_in_use() -> tuple[Any, Any]:
     state = sys.modules.get("accelerate.state")
     shared = state.AcceleratorState._shared_state if state is not None else {}
     return shared.get("parallelism_config"), shared.get("device")
+
+
+def check_arguments(check: Callable[[Any, dict[str, Any]], None]) -> None:
+    """Have `check(accelerator, arguments)` look at each Accelerator of this process that is made from now on, once it
+    is made: what it does not use of its arguments is gone then."""
+    from accelerate import Accelerator
+
+    original = Accelerator.__init__
+    if hasattr(original, "checks_arguments"):
+        return
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        check(self, signature.bind(self, *args, **kwargs).arguments)
+
+    __init__.checks_arguments = True  # type: ignore[attr-defined]
+    Accelerator.__init__ = __init__
 
 
 def ranks_sharing_samples() -> int:

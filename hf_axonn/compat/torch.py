@@ -168,6 +168,14 @@ def follow_dtype(parameter: DTensor) -> None:
         parameter._local_tensor, parameter._spec = new._local_tensor, new._spec
 
 
+def set_dtype(parameter: DTensor, dtype: torch.dtype) -> None:
+    """Give a DTensor that is a leaf its values in another dtype; the object, and what refers to it, stay. No
+    communication."""
+    new = parameter.detach().to(dtype)
+    parameter.data = new
+    parameter._local_tensor, parameter._spec = new._local_tensor, new._spec
+
+
 def apply_of_class(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
     """What `module.to` and others do to a module, where an instance has a method in place of it."""
     return type(module)._apply(module, *args, **kwargs)

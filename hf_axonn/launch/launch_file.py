@@ -28,6 +28,11 @@ REFUSED_SECTIONS = {
     "mpirun_config": "mpirun_hostfile",
     "fp8_config": "fp8_backend",
 }
+# Options of accelerate launch that only these read.
+OTHERS_OPTIONS = (
+    *("fsdp_", "deepspeed_", "zero_stage", "zero3_", "offload_", "gradient_accumulation_steps", "gradient_clipping"),
+    *("megatron_lm_", "parallelism_config_", "fp8_", "mpirun_"),
+)
 # What makes accelerate start one process for each rank by torchrun.
 MULTI_DEVICE = tuple(f"MULTI_{kind}" for kind in ("GPU", "XPU", "NPU", "HPU", "MLU", "SDAA", "MUSA", "NEURON"))
 
@@ -113,6 +118,12 @@ def _refuse(settings: Mapping[str, Any], options: Mapping[str, str | None]) -> N
         if settings.get(section) or switch in options:
             name = section if settings.get(section) else f"--{switch}"
             raise ValueError(f"{name} cannot stand beside axonn_config, which splits the model itself: remove one.")
+    for option in options:
+        if option.startswith(OTHERS_OPTIONS):
+            raise ValueError(
+                f"--{option} is read by another engine and has no effect beside axonn_config, which splits the model "
+                "itself: remove one."
+            )
     environment = settings.get("compute_environment", "LOCAL_MACHINE")
     if environment != "LOCAL_MACHINE":
         raise ValueError(f"compute_environment is {environment!r}; with axonn_config write LOCAL_MACHINE.")

@@ -120,7 +120,7 @@ class AxonnFabricStrategy(GridProcesses, ParallelStrategy):
         Raises:
             ValueError: see `fit_optimizer`.
         """
-        fit_optimizer(optimizer, nn.ModuleList(self.models))
+        fit_optimizer(optimizer, nn.ModuleList(self.models), self.precision.precision)
         return optimizer
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:

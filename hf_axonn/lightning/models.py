@@ -15,6 +15,7 @@ from hf_axonn.accelerator.prepare import point_to_shards, refuse_low_bit
 from hf_axonn.compat.lightning import is_compiled
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import broadcast_all
+from hf_axonn.engine.master_weights import make_masters
 from hf_axonn.engine.state import is_parallelized, parallel_state
 from hf_axonn.parallel.parallelize import parallelize
 
@@ -177,8 +178,9 @@ def _refuse_trained(rest: nn.Module) -> None:
         )
 
 
-def fit_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Let an optimizer train the shards of a model, also one that was made on its full parameters.
+def fit_optimizer(optimizer: Optimizer, model: nn.Module, precision: Any) -> None:
+    """Let an optimizer train the shards of a model, also one that was made on its full parameters; in mixed precision
+    they become float32 (engine/master_weights.py).
 
     Raises:
         ValueError: it keeps low-bit state, needs a closure, has taken steps on full parameters, or trains nothing of
@@ -189,6 +191,8 @@ def fit_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         raise ValueError("LBFGS is not supported over a grid: its step flattens full parameters. Use AdamW, for one.")
     point_to_shards(optimizer)
     follow_grid(optimizer)
+    mixed = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(str(precision), "no")
+    make_masters((each for group in optimizer.param_groups for each in group["params"]), mixed_precision=mixed)
     owned = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in owned for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError(

@@ -126,7 +126,7 @@ class AxonnStrategy(GridProcesses, ParallelStrategy):
             )
         assert self.sharded is not None
         for optimizer in self.optimizers:
-            fit_optimizer(optimizer, self.sharded)
+            fit_optimizer(optimizer, self.sharded, self.precision_plugin.precision)
 
     def setup_precision_plugin(self) -> None:
         """As the stock method; clipping, for which Lightning asks its plugin, is over all shards."""

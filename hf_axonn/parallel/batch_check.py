@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_axonn.compat.accelerate import epoch_being_read
+from hf_axonn.compat.accelerate import epoch_being_read, parallelism_in_use
 from hf_axonn.distributed.collectives import gather_quietly
 from hf_axonn.distributed.consistency import differences, digest_number, gather_json
 from hf_axonn.distributed.mesh import SAME_SAMPLES
@@ -107,7 +107,13 @@ class BatchCheck:
         at = self.mesh.coordinates
         found = differences(list(facts.values()), list(facts))
         found = [text for text in found if not text.startswith(EARLIER[:9])] or found
-        if found == [] or (len(found) == 1 and found[0].startswith("the random state")):
+        divides = getattr(parallelism_in_use()[0], "grid", self.mesh.grid)
+        if divides != self.mesh.grid:
+            remedy = (
+                f"The model lies on the grid {self.mesh.grid}, but samples are divided by that of this process's "
+                f"Accelerator, {divides}: give both the same grid."
+            )
+        elif found == [] or (len(found) == 1 and found[0].startswith("the random state")):
             remedy = (
                 "They would drop different values: give all ranks one seed, transformers.set_seed(N) without "
                 "device_specific."

@@ -22,6 +22,7 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.consistency import raise_on_all_ranks
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.dtensors import local_slices
+from hf_axonn.engine.master_weights import leave_dtype_open
 from hf_axonn.parallel.four_bit import add_second_scales
 from hf_axonn.parallel.parallelize import join_settings, parallelize
 from hf_axonn.topology.grid import Grid
@@ -50,7 +51,9 @@ def from_pretrained(
             plain model.
         config: overlap switches and reduce_dtype, beside those of the launch file.
         auto_class: AutoModelForCausalLM if None.
-        kwargs: for `from_pretrained`: dtype, attn_implementation, revision and so on.
+        kwargs: for `from_pretrained`: dtype, attn_implementation, revision and so on. Without a dtype the weights have
+            that of the checkpoint, until they are trained in mixed precision: then they become float32
+            (engine/master_weights.py).
     Returns:
         The model, in eval mode as from_pretrained leaves it, on this rank's device.
     Raises:
@@ -78,9 +81,13 @@ def from_pretrained(
             f"{name_or_path} is a sharded checkpoint, which cannot be read in 4 bits over a grid: write an ordinary "
             "directory first, with hf-axonn convert."
         )
+    open_dtype = kwargs.get("dtype", kwargs.get("torch_dtype")) is None
     if grid.size == 1:
         _verify(name_or_path)
-        return auto_class.from_pretrained(name_or_path, **kwargs)
+        model = auto_class.from_pretrained(name_or_path, **kwargs)
+        if open_dtype:
+            leave_dtype_open(model)
+        return model
     check_versions()
     if kwargs.get("ignore_mismatched_sizes"):
         raise ValueError("ignore_mismatched_sizes: every rank would fill such weights with other numbers; omit it.")
@@ -113,6 +120,8 @@ def from_pretrained(
             "it with AutoModelForCausalLM.from_pretrained and shard the result with hf_axonn.parallelize."
         )
     add_second_scales(model)
+    if open_dtype:
+        leave_dtype_open(model)
     if gguf_file:
         model.name_or_path = model.config.name_or_path = str(origin)
     return model

@@ -79,8 +79,8 @@ class Pipeline:
         return carried_experts(self.model) if wanted else 0
 
     def know_modules(self) -> None:
-        """Look at the model once it has its modules, and again when adapters have come. Collectives over pipe: those
-        of `gather_texts`.
+        """Look at the model once it has its modules, and again when adapters have come or its weights have another
+        dtype. Collectives over pipe: those of `gather_texts`.
 
         Raises:
             ValueError: some stages have parameters to train, and others none; on every rank.
@@ -90,11 +90,14 @@ class Pipeline:
             any(probability(module, *dropout_names(module))() for module in self.model.modules()),
             [stage.index for stage in self.stages.own],
             [hasattr(module, "base_layer") for module in (input_embedding(self.model), output_embedding(self.model))],
+            str(cast(nn.Embedding, input_embedding(self.model)).weight.dtype)[6:] if self.here == 0 else "",
         ]
         every = gather_json(facts, self.state.mesh.device, self.group)
-        self.stages.drops = any(drops for _, drops, _, _ in every)
-        self._adapted_ends(embedding=any(its[0] for *_, its in every), head=any(its[1] for *_, its in every))
-        idle = sorted(stage for trains, _, its, _ in every for stage in its if not trains)
+        self.stages.drops = any(drops for _, drops, *_ in every)
+        self._adapted_ends(embedding=any(its[0] for *_, its, _ in every), head=any(its[1] for *_, its, _ in every))
+        if dtype := every[0][-1]:  # which a fake world of another rank does not know
+            self.stages.take_dtype(getattr(torch, dtype))
+        idle = sorted(stage for trains, _, its, *_ in every for stage in its if not trains)
         if idle and len(idle) < self.stages.total:
             raise ValueError(
                 f"of {self.stages.total} stages over pipe, {', '.join(map(str, idle))} would have nothing to train, "

@@ -84,6 +84,13 @@ class Stages:
         self.tied: nn.Module | None = None
         self._layers = layers
 
+    def take_dtype(self, dtype: torch.dtype) -> None:
+        """Have hidden states of the dtype that the embedding has now."""
+        self.dtype = dtype
+        for module in self.decoder.modules():
+            if isinstance(module, ElsewhereEmbedding):
+                module.dtype = dtype
+
     @contextlib.contextmanager
     def running(self, stage: Stage, received: Sequence[Tensor], seed: int | None = None) -> Iterator[StagePass]:
         """Inside, the forward of the model is that of a stage.

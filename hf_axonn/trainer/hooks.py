@@ -27,7 +27,7 @@ from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.trainer import accumulation, hub, liger, resume, rollouts, saving, smoothing, trl, watching
+from hf_axonn.trainer import accumulation, hub, liger, masters, resume, rollouts, saving, smoothing, trl, watching
 
 
 SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")
@@ -103,10 +103,12 @@ def create_accelerator_and_postprocess(self, original: Callable) -> None:
 
 
 def _prepare_for_training(self, original: Callable, *args, **kwargs):
-    """TRL divides what it gathers by `_tp_size`; ours are counted once by `gather` already."""
+    """TRL divides what it gathers by `_tp_size`; ours are counted once by `gather` already. What is trained becomes
+    float32 before the optimizer is made."""
     if _plugin(self) is not None and hasattr(self, "_tp_size"):
         self._tp_size = 1
         trl.freeze_references(self)
+    masters.keep(self)
     return original(*args, **kwargs)
 
 
@@ -134,6 +136,7 @@ def _make_ready(self) -> None:
         "fp16_full_eval": self.args.fp16_full_eval,
         "bf16_full_eval": self.args.bf16_full_eval,
         "fsdp": bool(self.args.fsdp),
+        "fsdp_config": bool(self.args.fsdp_config),
         "deepspeed": bool(self.args.deepspeed),
         "activation_offloading": getattr(self.args, "activation_offloading", False),
         # Other engines, which hold the whole model on each rank.
@@ -231,6 +234,7 @@ WRAPPERS = (
     get_num_trainable_parameters,
     *saving.WRAPPERS,
     *resume.WRAPPERS,
+    *masters.WRAPPERS,
     train,
     *accumulation.WRAPPERS,
     training_step,

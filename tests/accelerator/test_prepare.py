@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hf_axonn.accelerator import prepare
+from hf_axonn.config import AxonnConfig
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.topology.grid import Grid
 from tests.helpers.models import tiny_model
@@ -24,7 +25,8 @@ def heard() -> list[str]:
 
 def check_plain_model() -> list[str]:
     messages = heard()
-    plugin, model = SimpleNamespace(grid=Grid(x=dist.get_world_size()), config=None), tiny_model("llama")
+    config = AxonnConfig(grid=Grid(x=dist.get_world_size()))
+    plugin, model = SimpleNamespace(grid=config.grid, config=config), tiny_model("llama")
     assert prepare.shard_plain_model(model, plugin, torch.device("cpu"))
     assert str(parallel_state(model).grid) == str(plugin.grid)
     assert not prepare.shard_plain_model(model, plugin, torch.device("cpu")), "it is sharded already"

@@ -189,6 +189,9 @@ def test_other_ways_to_split_a_model_are_refused_by_name(section):
         ),
         ({"distributed_type": "MULTI_GPUS"}, {}, "distributed_type is MULTI_GPUS"),
         ({}, {"tpu": None}, "distributed_type is TPU"),
+        ({}, {"parallelism_config_cp_size": "2"}, "--parallelism_config_cp_size is read by another engine"),
+        ({}, {"fsdp_version": "2"}, "--fsdp_version is read by another engine and has no effect beside axonn_config"),
+        ({}, {"gradient_accumulation_steps": "2"}, "--gradient_accumulation_steps is read by another engine"),
         (
             {"distributed_type": "NO"},
             {},

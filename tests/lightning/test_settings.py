@@ -9,6 +9,7 @@ from lightning.pytorch.plugins.precision import HalfPrecision, Precision
 from torch import nn
 
 from hf_axonn import AxonnConfig, AxonnFabricStrategy, AxonnStrategy, Grid
+from hf_axonn.engine.master_weights import leave_dtype_open
 from hf_axonn.lightning.files import local_path
 from hf_axonn.lightning.models import PRECISIONS, check_precision, fit_optimizer, model_inside, put_on_grid, without
 from tests.helpers.models import tiny_model
@@ -111,9 +112,20 @@ def test_precisions():
 def test_optimizers_that_cannot_train_shards_are_refused():
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="LBFGS is not supported"):
-        fit_optimizer(torch.optim.LBFGS(model.parameters()), model)
+        fit_optimizer(torch.optim.LBFGS(model.parameters()), model, "32-true")
     with pytest.raises(ValueError, match=r"the optimizer \(SGD\) has no parameter of the model \(Linear\)"):
-        fit_optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1), model)
+        fit_optimizer(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1), model, "32-true")
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16-mixed", torch.float32), ("32-true", torch.bfloat16), ("bf16-true", torch.bfloat16)]
+)
+def test_mixed_precision_trains_float32_weights(precision, dtype):
+    model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    leave_dtype_open(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    fit_optimizer(optimizer, model, precision)
+    assert {each.dtype for each in optimizer.param_groups[0]["params"]} == {dtype} == {model.weight.dtype}
 
 
 def test_paths_of_other_file_systems_are_refused(tmp_path):

@@ -1,0 +1,100 @@
+"""Requests that a grid would not fulfil are refused, with the names of both.
+
+Accelerate reads the same environment for every engine, and takes what it does not use without a word: an FSDP plugin
+beside a grid, the sizes of its own ParallelismConfig, the grid of a second Accelerator. A run that asks for something
+should get it or an error. Settings of DistributedDataParallel that change no result (find_unused_parameters,
+static_graph, bucket_cap_mb, broadcast_buffers, gradient_as_bucket_view) are fulfilled by doing nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from hf_axonn.compat.accelerate import check_arguments, parallelism_in_use
+from hf_axonn.config import AxonnConfig, Settings
+from hf_axonn.topology.grid import Grid
+
+
+if TYPE_CHECKING:
+    from hf_axonn.engine.state import ParallelState
+
+
+# The variable by which Accelerate turns another engine on, also for a plugin object -> what asks for it.
+ENGINES = {
+    "ACCELERATE_USE_FSDP": "FSDP (fsdp_plugin, TrainingArguments(fsdp=...), distributed_type: FSDP)",
+    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed (deepspeed_plugin, TrainingArguments(deepspeed=...), deepspeed_config)",
+    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM (megatron_lm_plugin, megatron_lm_config)",
+}
+SIZES = tuple(f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP"))
+OF_TRAINER = ("async_save", "save_failure")  # settings that Trainer reads, and not the model
+ON = ("1", "true", "yes", "y", "t", "on")
+
+
+def refuse_other_engines(grid: Grid, environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse what the environment asks of other engines; a plugin object of Accelerate sets it, too. No communication.
+
+    Raises:
+        ValueError: another engine is turned on, or a size of Accelerate's own ParallelismConfig is not 1.
+    """
+    for variable, engine in ENGINES.items():
+        if environ.get(variable, "").lower() in ON:
+            raise ValueError(
+                f"{variable}={environ[variable]} asks for {engine}, and AxonnPlugin for the grid {grid}, which shards "
+                "the model itself: omit one of them."
+            )
+    for variable in SIZES:
+        if environ.get(variable, "1") not in ("", "1"):
+            raise ValueError(
+                f"{variable}={environ[variable]} asks for Accelerate's own ParallelismConfig, and AxonnPlugin for the "
+                f"grid {grid}: unset the variable (--{variable.lower()} of accelerate launch, parallelism_config of "
+                "the launch file), and write sizes as axes of the grid."
+            )
+
+
+def watch_accelerators() -> None:
+    """Compare what each Accelerator of this process is given from now on with what it gets. No communication."""
+    check_arguments(_check_accelerator)
+
+
+def _check_accelerator(accelerator: Any, arguments: Mapping[str, Any]) -> None:
+    """Refuse the grid of an Accelerator that comes after another: all of a process share the state of the first.
+
+    Raises:
+        ValueError: the grid or the settings of its AxonnPlugin are not in effect, or a torch_tp_plugin stands beside.
+    """
+    wanted = getattr(arguments.get("parallelism_config"), "config", None)
+    found = getattr(parallelism_in_use()[0], "config", None)
+    if isinstance(wanted, AxonnConfig) and wanted != found:
+        raise ValueError(
+            f"this Accelerator was given AxonnPlugin({wanted}), but the first Accelerator of this process has "
+            f"{f'AxonnPlugin({found})' if found else 'no grid'}, and all share its state: give both the same "
+            "plugin, or train in another process."
+        )
+    if arguments.get("torch_tp_plugin") is not None and found is not None and found.grid.size > 1:
+        raise ValueError(
+            f"torch_tp_plugin asks for Transformers' tensor parallelism, and AxonnPlugin for the grid {found.grid}: "
+            "omit torch_tp_plugin, and write its tp_size as the axis x of the grid."
+        )
+
+
+def check_model(state: ParallelState, config: AxonnConfig) -> None:
+    """Compare the grid that a model lies on with that of the Accelerator or Trainer that gets it. No communication.
+
+    Raises:
+        ValueError: it is another grid, or the AxonnPlugin has a setting that the model was sharded without.
+    """
+    if state.grid != config.grid:
+        raise ValueError(
+            f"the model lies on the grid {state.grid}, and the AxonnPlugin of this Accelerator or Trainer has "
+            f"{config.grid}: give hf_axonn.from_pretrained (or parallelize) and AxonnPlugin the same grid."
+        )
+    for name in (item.name for item in fields(Settings) if item.name not in OF_TRAINER):
+        asked, found = getattr(config, name), getattr(state.config, name)
+        if asked not in (found, getattr(Settings, name)):
+            raise ValueError(
+                f"AxonnPlugin({name}={asked!r}) has no effect on a model that was sharded with {name}={found!r} "
+                "before: pass config=plugin.config to hf_axonn.from_pretrained (or parallelize)."
+            )
