@@ -34,6 +34,7 @@ def test_every_page_is_here_and_what_is_left_out_has_a_reason():
     assert sum(len(of_page(page)) for page in LEAVES) >= 31
 
 
+@pytest.mark.timeout(1800)  # a minute on two idle cores
 def test_the_blocks_of_readme_run(tmp_path):
     printed = run_page("README.md", tmp_path / "reader")
     assert not re.search("Warning|Error", printed), printed[-6000:]
@@ -42,6 +43,7 @@ def test_the_blocks_of_readme_run(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("page", sorted(set(LEAVES) - {"README.md"}))
 def test_the_blocks_of_a_page_run(page, tmp_path):
     run_page(page, tmp_path / "reader")
