@@ -13,7 +13,7 @@ from tests.repository.documents import blocks
 # What a page leaves behind that it promises.
 LEAVES = {
     "README.md": ["out/axonn_checkpoint.json", "out-script/axonn_checkpoint.json", "runs/report/report.html"],
-    "docs/tutorials/fine_tune.md": ["out-script/axonn_checkpoint.json", "runs/report/report.html"],
+    "docs/tutorials/fine_tune.md": ["trained/axonn_checkpoint.json", "runs/report/report.html"],
     "docs/tutorials/cluster.md": ["grid/checkpoint-6/axonn_checkpoint.json", "plain/model.safetensors"],
     "docs/tutorials/audit.md": ["overlaps.json", "runs/report/report.html", "audit.tar"],
     "docs/how_to/lightning.md": ["exported/model.safetensors", "loop/lightning.pt"],
