@@ -184,7 +184,7 @@ def install_default() -> None:
     """
     for name, module in [*sys.modules.items()]:  # accelerate's modules import the class from each other
         if name.partition(".")[0] == "accelerate" and vars(module).get("ParallelismConfig") is ParallelismConfig:
-            module.ParallelismConfig = AxonnPlugin
+            vars(module)["ParallelismConfig"] = AxonnPlugin
     os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     if not refusal():
         _install_trainer_hooks()
