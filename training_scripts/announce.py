@@ -10,6 +10,7 @@ import io
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,12 @@ def say(*lines: str) -> None:
 
 
 def use_terminal() -> bool:
-    """Switch progress bars off where stderr is no terminal, and write lines at once; return whether it is one."""
+    """Write lines at once, without progress bars where stderr is no terminal; return whether it is one.
+
+    Python's warnings are those of the first process, because the others have the same.
+    """
+    if not FIRST:
+        warnings.simplefilter("ignore")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     terminal = sys.stderr.isatty()
@@ -104,8 +110,9 @@ def describe_model(model: Any) -> str:
         return text
     lora = next(iter(peft.values()))
     modules = getattr(lora, "target_modules", None)
-    where = ", ".join(sorted(modules)) if isinstance(modules, (list, set, tuple)) else modules
-    return f"{text}; frozen, but for LoRA of rank {lora.r} (alpha {lora.lora_alpha}) on {where}"
+    if isinstance(modules, (list, set, tuple)):  # full names where all-linear was asked for
+        modules = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
+    return f"{text}; frozen, but for LoRA of rank {lora.r} (alpha {lora.lora_alpha}) on {modules}"
 
 
 def describe_grid(model: torch.nn.Module) -> str:
