@@ -23,6 +23,7 @@ from transformers import TrainerCallback
 
 from hf_axonn import GoldfishConfig, parallel_state
 from hf_axonn.checkpoint.manifest import MANIFEST, read_manifest
+from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.goldfish.mask import find_document_ids, goldfish_mask
 from hf_axonn.goldfish.table import load_table
 from hf_axonn_scripts.data import DataArguments, Rows
@@ -98,13 +99,9 @@ def _tokens(rows: datasets.Dataset) -> int:
 
 def describe_model(model: Any) -> str:
     """Return type, size and dtype of a model, and what of it is trained."""
-    parallel = parallel_state(model)
-    if parallel is None or parallel.report is None:
-        total = sum(parameter.numel() for parameter in model.parameters())
-    else:
-        total = sum(entry.parameters for entry in parallel.report.entries)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    text = f"{type(base).__name__}, {total:,} parameters, {_name(next(model.parameters()).dtype)} weights"
+    dtype = _name(next(model.parameters()).dtype)
+    text = f"{type(base).__name__}, {num_parameters(model):,} parameters, {dtype} weights"
     peft = getattr(model, "peft_config", None)
     if not peft:
         return text
