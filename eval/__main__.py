@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: not every terminal can show every name
     arguments = _parser().parse_args(argv)
-    logging.basicConfig(format="%(levelname)s: %(message)s")
+    first = os.environ.get("RANK", "0") == "0"  # what libraries warn of is the same on every rank
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING if first else logging.ERROR)
     try:
         check_files(arguments)
         code: int | None = arguments.command(arguments)

@@ -10,6 +10,7 @@ import io
 import os
 import shlex
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from transformers import TrainerCallback
 
 from hf_axonn import GoldfishConfig, parallel_state
 from hf_axonn.checkpoint.manifest import MANIFEST, read_manifest
+from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.goldfish.mask import find_document_ids, goldfish_mask
 from hf_axonn.goldfish.table import load_table
 from hf_axonn_scripts.data import DataArguments, Rows
@@ -38,7 +40,12 @@ def say(*lines: str) -> None:
 
 
 def use_terminal() -> bool:
-    """Switch progress bars off where stderr is no terminal, and write lines at once; return whether it is one."""
+    """Write lines at once, without progress bars where stderr is no terminal; return whether it is one.
+
+    Python's warnings are those of the first process, because the others have the same.
+    """
+    if not FIRST:
+        warnings.simplefilter("ignore")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     terminal = sys.stderr.isatty()
@@ -92,20 +99,17 @@ def _tokens(rows: datasets.Dataset) -> int:
 
 def describe_model(model: Any) -> str:
     """Return type, size and dtype of a model, and what of it is trained."""
-    parallel = parallel_state(model)
-    if parallel is None or parallel.report is None:
-        total = sum(parameter.numel() for parameter in model.parameters())
-    else:
-        total = sum(entry.parameters for entry in parallel.report.entries)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    text = f"{type(base).__name__}, {total:,} parameters, {_name(next(model.parameters()).dtype)} weights"
+    dtype = _name(next(model.parameters()).dtype)
+    text = f"{type(base).__name__}, {num_parameters(model):,} parameters, {dtype} weights"
     peft = getattr(model, "peft_config", None)
     if not peft:
         return text
     lora = next(iter(peft.values()))
     modules = getattr(lora, "target_modules", None)
-    where = ", ".join(sorted(modules)) if isinstance(modules, (list, set, tuple)) else modules
-    return f"{text}; frozen, but for LoRA of rank {lora.r} (alpha {lora.lora_alpha}) on {where}"
+    if isinstance(modules, (list, set, tuple)):  # full names where all-linear was asked for
+        modules = ", ".join(sorted({name.rpartition(".")[2] for name in modules}))
+    return f"{text}; frozen, but for LoRA of rank {lora.r} (alpha {lora.lora_alpha}) on {modules}"
 
 
 def describe_grid(model: torch.nn.Module) -> str:

@@ -95,7 +95,7 @@ def main() -> None:
     say(
         f"model      {describe_model(accelerator.unwrap_model(model))}",
         f"grid       {describe_grid(accelerator.unwrap_model(model))}",
-        f"steps      {steps:,}, {args.epochs} epochs; {args.batch_size} rows a process and batch",
+        f"steps      {steps:,}; epochs {args.epochs}; {args.batch_size} rows a process and batch",
     )
 
     progress = Progress()

@@ -6,6 +6,7 @@ is imported when it runs, so that --help does not wait for torch.
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -69,10 +70,10 @@ def load(arguments: argparse.Namespace, **options: Any):
     """The model that `add_model_options` named, as a `models.LoadedModel`; `options` are more of `load_model`."""
     from hf_axonn_eval.extraction.load_model import load_model
 
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("RANK", "0") != "0" or not sys.stderr.isatty():
         from transformers.utils.logging import disable_progress_bar
 
-        disable_progress_bar()  # one bar for the job, not one a rank
+        disable_progress_bar()  # one bar for the job, not one a rank, and none in a file
     return load_model(
         arguments.model,
         grid=read_grid(arguments.grid),

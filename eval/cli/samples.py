@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hf_axonn_eval.cli.common import at_least_one, command, say
+from hf_axonn_eval.cli.common import at_least_one, command, run_name, say
 from hf_axonn_eval.data.chat import STYLES, ChatTemplate
 from hf_axonn_eval.data.contract import deviations
 from hf_axonn_eval.data.hub import pinned
@@ -148,8 +148,10 @@ def run(arguments: argparse.Namespace) -> None:
         say(f"  these samples are {'not as published in' if found else 'as published'}{':' if found else ''}")
         for line in found:
             say(f"    {line}")
-    model = arguments.tokenizer if kind_of(arguments.tokenizer) == ("model", "") else "MODEL"
-    words = ["hf-axonn-eval", "extract", "--model", model, "--samples", arguments.output, "--output", "runs/base"]
+    model, name = "MODEL", "base"
+    if kind_of(arguments.tokenizer) == ("model", ""):
+        model, name = arguments.tokenizer, run_name(arguments.tokenizer)
+    words = ["hf-axonn-eval", "extract", "--model", model, "--samples", arguments.output, "--output", f"runs/{name}"]
     say("next:")
     say(f"    {shlex.join(words)}")
 

@@ -182,7 +182,7 @@ def test_a_run_says_what_it_does_and_what_it_left(model, folder, capsys):
     text = capsys.readouterr().out
     assert "warning: out holds checkpoint-60, model.safetensors, training_args.bin of an earlier run" in text
     assert "loss       ordinary: every label counts" in text
-    assert "frozen, but for LoRA of rank 2 (alpha 32) on " in text
+    assert "LoRA of rank 2 (alpha 32) on down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj\n" in text
     assert "saved      out: LoRA adapters" in text
 
 

@@ -209,7 +209,7 @@ def test_samples_and_extract_say_what_they_do_and_what_they_wrote(place, tmp_pat
         "output     samples.jsonl",
         "6 samples from 7 documents: samples.jsonl",
         "  left out: 1 too short",
-        f"    hf-axonn-eval extract --model {model} --samples samples.jsonl --output runs/base",
+        f"    hf-axonn-eval extract --model {model} --samples samples.jsonl --output runs/model",
     ):
         assert line in told.out.splitlines(), told.out
     assert main(["extract", "--model", model, "--samples", "samples.jsonl", "--output", "runs/base"]) == 0
