@@ -68,13 +68,13 @@ def difference_rows(
     return [SEEN, "model", *(title(metric) for metric in columns)], body
 
 
-def caption(comparison: Mapping[str, Any]) -> str:
-    """What the first column and the brackets mean, and why some numbers have none."""
+def caption(comparison: Mapping[str, Any], *, means: bool = True) -> str:
+    """What the first column and the brackets mean, and, where the table shows those of means, why some have none."""
     return (
         "Seen: how often the training saw a document according to the samples file; 0x are controls. In brackets: "
         f"{percent(comparison)} intervals; Clopper and Pearson's for shares, with documents as trials where they have "
         "several samples, and Student's t over documents, corrected for skewness, for means. "
-        f"{_without_intervals(comparison)}"
+        f"{_without_intervals(comparison) if means else ''}"
     ).rstrip()
 
 

@@ -7,7 +7,7 @@ itself wrote down; a model without one may have been trained on anything.
 from collections.abc import Mapping
 from typing import Any
 
-from hf_axonn.goldfish.record import describe_counts, describe_loss
+from hf_axonn.goldfish.record import describe_counts, describe_loss, is_record
 from hf_axonn_eval.report.words import listed
 
 
@@ -19,8 +19,8 @@ Comparison = Mapping[str, Any]
 
 def record_of(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The training record in the run.json of a run; None without one."""
-    found = ((summary["run"] or {}).get("model") or {}).get("training")
-    return found if isinstance(found, Mapping) else None
+    found: Mapping[str, Any] | None = ((summary["run"] or {}).get("model") or {}).get("training")
+    return found if is_record(found) else None
 
 
 def sentence(comparison: Comparison) -> str:
@@ -32,7 +32,7 @@ def sentence(comparison: Comparison) -> str:
             silent.append(name)
             continue
         steps, tokens, dropped = describe_counts(record)
-        losses = listed(dict.fromkeys(map(describe_loss, record["parts"])), "then")
+        losses = listed(list(dict.fromkeys(map(describe_loss, record["parts"]))), "then")
         told.append(f"{name}: {losses}, {steps} steps, {tokens} tokens, {dropped} of them dropped")
     found = [f"By their training records, {'; '.join(told)}."] if told else []
     if silent:
@@ -51,7 +51,8 @@ def models(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
             path = (run.get("model") or {}).get("path", "a model in memory")
             cells = [str(path), access(run), _date(run)]
             digests = [tokenizer or UNKNOWN, str(run["identity"].get("model_fingerprint", UNKNOWN))]
-            body.append([name, *cells, *(digest[:SHORT] for digest in digests)])
+            digests = [UNKNOWN if digest.startswith(UNKNOWN) else digest[:SHORT] for digest in digests]
+            body.append([name, *cells, *digests])
     return ["model", "path", "level of access", "measured", "tokenizer, sha256", "weights, sha256"], body
 
 

@@ -83,7 +83,7 @@ def terminal_table(comparison: Mapping[str, Any], *, columns: Sequence[str] | No
     """The table for `rich.print`; narrow, so of the intervals it shows only those of shares."""
     columns = tables.terminal_columns() if columns is None else columns
     headings, body = tables.rows(comparison, columns=columns, intervals=share_names())
-    told = [tables.caption(comparison), standing(comparison), *warnings(comparison)]
+    told = [tables.caption(comparison, means=False), standing(comparison), *warnings(comparison)]
     return _rich("Extraction", headings, body, " ".join(filter(None, told)))
 
 
@@ -91,7 +91,7 @@ def terminal_differences(comparison: Mapping[str, Any], *, columns: Sequence[str
     """The differences from the base run for `rich.print`, as narrow as `terminal_table`, and the tests of them."""
     columns = tables.terminal_columns() if columns is None else columns
     headings, body = tables.difference_rows(comparison, columns=columns, intervals=share_names())
-    found = [_rich(f"Difference from {comparison['base']}", headings, body, tables.caption(comparison))]
+    found = [_rich(f"Difference from {comparison['base']}", headings, body, tables.caption(comparison, means=False))]
     return found + [_rich(one.title, one.headings, one.rows, one.note) for one in changes(comparison)]
 
 

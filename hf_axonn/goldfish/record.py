@@ -33,6 +33,7 @@ FORMAT = "hf_axonn training record 1"
 UNKNOWN = "unknown"
 MOST_BYTES = 2**20  # of a record
 MOST_DATA = 2**33  # bytes of a data set that are read for its checksum: some ten seconds
+_NOT_ONE = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 _COUNTS = ("steps", "tokens", "dropped")
 
 
@@ -72,9 +73,9 @@ class TrainingRecord:
     """
 
     def __init__(self, model: str | None = None) -> None:
-        local = bool(model) and os.path.isdir(model)
-        self._model = (os.path.basename(os.path.abspath(model)) if local else model) if model else None
-        self._earlier = read_or_none(model) if model and local else None
+        self._model, self._earlier = model or None, None
+        if model and os.path.isdir(model):
+            self._model, self._earlier = os.path.basename(os.path.abspath(model)), read_or_none(model)
         self._parts: list[dict[str, Any]] = []
         self._open = False
         self._first_step = 0  # where the part began
@@ -157,12 +158,21 @@ def read_record(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
         _check(record)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as problem:
+    except (OSError, *_NOT_ONE) as problem:
         raise ValueError(
             f"{path} is no training record ({type(problem).__name__}: {problem}): remove it, or take that of the "
             "checkpoint that the weights come from."
         ) from None
     return dict(record)
+
+
+def is_record(content: Any) -> bool:
+    """Whether something that JSON can say is a training record."""
+    try:
+        _check(content)
+    except _NOT_ONE:
+        return False
+    return True
 
 
 def read_or_none(directory: str | os.PathLike[str]) -> dict[str, Any] | None:

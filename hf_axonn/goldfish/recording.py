@@ -83,7 +83,8 @@ class RecordingMixin(_MixedInto):
         tensor: Tensor | None = torch.tensor([*own, *labels], dtype=widest_float(device), device=device)
         if axonn is not None and axonn.pipeline is not None:  # whose last stage has the record of the loss
             tensor = axonn.pipeline.from_last(tensor)
-        *found, tokens, dropped = self.accelerator.reduce(tensor, reduction="sum").tolist()
+        world: list[float] = self.accelerator.reduce(tensor, reduction="sum").tolist()
+        *found, tokens, dropped = world
         self._training_record.add(step=self.state.global_step, tokens=round(tokens), dropped=round(dropped))
         return found
 

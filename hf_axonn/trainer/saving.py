@@ -137,9 +137,10 @@ def _save(self, original: Callable, output_dir: str | None = None, state_dict: d
             tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
             if tokenizer is not None:
                 tokenizer.save_pretrained(str(save.stage))
-            torch.save(self.args, save.stage / "training_args.bin")
+            stage = save.stage
+            torch.save(self.args, stage / "training_args.bin")
             if save_record is not None:
-                save_record(save.stage)
+                save_record(stage)
     if not part_of_checkpoint:
         save.close()
 

@@ -228,6 +228,15 @@ def test_on_a_grid_it_is_under_the_manifest_and_survives_export_and_another_grid
     assert record["steps"] == 4 and len(record["parts"]) == 1 and record["tokens"] > truth["tokens"]
 
 
+def _under_ddp(folder: Path) -> None:
+    trainer_for(folder, per_device_train_batch_size=1).train()
+
+
+def test_under_ddp_the_counts_are_those_of_all_ranks(tmp_path):
+    run_ranks(_under_ddp, 2, tmp_path)
+    assert counts(read_record(tmp_path / "checkpoint-6")) == (6, *by_hand())
+
+
 def test_from_the_trainer_to_the_report(tmp_path):
     """A tiny model is trained, asked and reported on in one process: the page says what the record says."""
     from hf_axonn_eval import compare, extract, load_model, write_report

@@ -169,7 +169,8 @@ def test_a_line_is_drawn_on_the_terminal_after_each_bucket(comparison):
     assert [column.justify for column in table.columns[:4]] == ["left", "left", "right", "right"]
     assert all(column.no_wrap for column in table.columns) and str(table.columns[0].header) == "seen"
     assert [str(cell) for cell in table.columns[0].cells] == ["0x", "0x", "6x", "6x", "all", "all"]
-    assert (str(table.title), str(table.caption)) == ("Extraction", tables.caption(comparison))
+    assert (str(table.title), str(table.caption)) == ("Extraction", tables.caption(comparison, means=False))
+    assert "Without brackets" not in str(table.caption), "of a mean the terminal shows no interval"
     differences, tests, *_ = terminal_differences(comparison)
     assert [row.end_section for row in differences.rows] == [True] * 3
     assert (str(differences.title), str(tests.title)) == (

@@ -4,6 +4,7 @@ from math import log
 
 import pytest
 
+from hf_axonn.goldfish.record import FORMAT
 from hf_axonn_eval import compare, html_page, write_report
 from hf_axonn_eval.report import tables, training
 from hf_axonn_eval.report.verdict import cannot_show, page_title, percent, verdicts, warnings
@@ -32,7 +33,7 @@ def record(**changes) -> dict:
 
 
 TRAINING = {
-    "steps": 30, "tokens": 1000, "dropped": 250, "model": "org/base", "earlier": None,
+    "format": FORMAT, "steps": 30, "tokens": 1000, "dropped": 250, "model": "org/base", "earlier": None,
     "parts": [
         {
             "strategy": "none", "steps": 10, "tokens": 0, "dropped": 0,
@@ -142,6 +143,9 @@ def test_models_and_training_records_are_tables():
         "table=33025be4fa64), 30 steps, 1,000 tokens, 25.00% of them dropped. base has no training record, so only "
         "the samples file says what was seen."
     )
+    for damaged in ({"steps": 1}, [], {**TRAINING, "steps": "1"}, {**TRAINING, "parts": [{}]}):
+        other = {**trained, "model": {"path": "x", "training": damaged}}
+        assert len(tables.models(compare({"a": run(0)}, records={"a": other}))) == 1, "no table of what is no record"
     earlier = {**trained, "model": {"path": "x", "training": {**TRAINING, "earlier": TRAINING}}}
     assert len(training.records(compare({"a": run(0)}, records={"a": earlier}))[1]) == 4
 
