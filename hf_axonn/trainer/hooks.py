@@ -74,8 +74,8 @@ def _install_functions() -> None:
     ours = functools.wraps(find)(functools.partial(resume.get_last_checkpoint, find))
     trainer_utils.get_last_checkpoint = within.get_last_checkpoint = ours
     count = within.get_model_param_count
-    ours = functools.wraps(count)(functools.partial(_get_model_param_count, count))
-    trainer_pt_utils.get_model_param_count = within.get_model_param_count = ours
+    counting = functools.wraps(count)(functools.partial(_get_model_param_count, count))
+    trainer_pt_utils.get_model_param_count = within.get_model_param_count = counting
     within.apply_liger_kernel = functools.wraps(patch)(functools.partial(liger.apply_liger_kernel, patch))
 
 

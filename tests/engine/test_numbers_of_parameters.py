@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from pathlib import Path
 
@@ -49,9 +50,8 @@ def loop(grid: Grid | None) -> list[dict]:
     accelerator = Accelerator(cpu=True, parallelism_config=AxonnPlugin(grid=grid) if grid else None)
     model = accelerator.prepare_model(tiny_model("llama").train())
     batch = rows_of(tiny_batch(4, 7), grid, dist.get_rank()) if grid else tiny_batch(4, 7)
-    pairs = [("squares", way) for way in MEETINGS] + [(penalty, "add") for penalty in PENALTIES]
     found = []
-    for penalty, way in pairs:
+    for way, penalty in zip(MEETINGS, itertools.cycle(PENALTIES)):
         with Float64():
             loss = MEETINGS[way](model(**batch).loss, PENALTIES[penalty](model))
             accelerator.backward(loss)

@@ -58,11 +58,11 @@ CASES = {
         goldfish=False, packing=True, loss_type="dft", completions=False, assistant_only_loss=True
     ),
     "wrapped goldfish, full sequences": dict(packing=True, packing_strategy="wrapped", completions=False),
-    # Both need whole logits for the loss, and have a second pass for the metrics.
-    "stock with label smoothing": dict(goldfish=False, label_smoothing_factor=0.1),
     "experts with auxiliary loss": dict(
         goldfish=False, kind="qwen3_moe", sizes=EXPERTS, packing=True, evaluate=True, eval_packing=False, eval_rows=8
     ),
+    # Both need whole logits for the loss, and have a second pass for the metrics.
+    "stock with label smoothing": dict(goldfish=False, label_smoothing_factor=0.1),
     # The head is then one that PEFT has wrapped, and whose logits are formed.
     "a saved head beside LoRA": dict(packing=True, peft_config=lora(modules_to_save=["lm_head"])),
 }
