@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.accelerator.adafactor import follow_grid
+from hf_axonn.accelerator.masters import stages_agree
 from hf_axonn.accelerator.prepare import point_to_shards, refuse_low_bit, shard_plain_model
 from hf_axonn.compat.accelerate import is_over, prepared_models, prepared_optimizers, without_autocast
 from hf_axonn.compat.messages import get_logger
@@ -74,7 +75,7 @@ class TrainingMethods:
         with replaced({(shared, "dynamo_plugin"): off} if state is not None else {}):
             prepared = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         self.check_even_batches()
-        self.stages_agree()
+        stages_agree(prepared_models(self))
         if state is not None:
             if dynamo.backend != DynamoBackend.NO:
                 options = dynamo.to_kwargs()

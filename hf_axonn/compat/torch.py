@@ -171,7 +171,7 @@ def follow_dtype(parameter: DTensor) -> None:
 def set_dtype(parameter: DTensor, dtype: torch.dtype) -> None:
     """Give a DTensor that is a leaf its values in another dtype; the object, and what refers to it, stay. No
     communication."""
-    new = parameter.detach().to(dtype)
+    new = cast(DTensor, parameter.detach().to(dtype))
     parameter.data = new
     parameter._local_tensor, parameter._spec = new._local_tensor, new._spec
 
