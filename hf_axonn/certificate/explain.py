@@ -216,11 +216,14 @@ def _model_at(job: Job, runs: Runs, step: int) -> nn.Module:
     return model
 
 
-def _count(runs: Runs, rows: Sequence[Row]) -> Callable[[Mapping[str, Tensor]], int]:
-    """How the run counts tokens: Trainer those that are predicted, or all labels, as it knows the model's loss."""
+def _count(runs: Runs, rows: Sequence[Row], shifts: bool = True) -> Callable[[Mapping[str, Tensor]], int]:
+    """How the run counts tokens: Trainer those that are predicted, or all labels, as it knows the model's loss; a loop
+    those that the loss is a mean over, which is of all labels where it does not shift them."""
     counted = runs.one.facts.get("counted") or [None]
     if runs.one.facts.get("models"):
-        return labels_of if counted[0] is not None and counted[0] == labels_of(runs.one.batches(1)[0]) else tokens_of
+        if counted[0] is None:
+            return tokens_of if shifts else labels_of
+        return labels_of if counted[0] == labels_of(runs.one.batches(1)[0]) else tokens_of
     at = 0
     for batches in runs.one.samples:  # the first step in which both differ
         whole = collate([rows[index] for batch in batches for index in batch])
@@ -230,10 +233,17 @@ def _count(runs: Runs, rows: Sequence[Row]) -> Callable[[Mapping[str, Tensor]], 
     return tokens_of
 
 
+def _shifts(model: nn.Module) -> bool:
+    """Whether a model's loss is of the token after each, and not of the label at its place."""
+    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return not encodes and not type(model).__name__.endswith(("ForMaskedLM", "ForTokenClassification"))
+
+
 def _shares(job: Job, runs: Runs, result: CaseResult, model: nn.Module, step: int) -> list[list[Share]]:
     """For each position its micro-batches."""
     rows = [] if job.script else job.rows
-    count = _count(runs, rows)
+    shifts = not job.script or _shifts(model)
+    count = _count(runs, rows, shifts)
     made = pack if job.packing else collate
     smoothing = _smoothing(job, result)
     found = []
@@ -244,7 +254,7 @@ def _shares(job: Job, runs: Runs, result: CaseResult, model: nn.Module, step: in
             if not seen or min(seen) < 0:
                 continue
             batch = known[index] if job.script else made([rows[row] for row in seen])
-            number = tokens_of(batch)
+            number = tokens_of(batch) if shifts else labels_of(batch)
             model.zero_grad()
             with Float64():
                 summed = mean_loss(model, batch, smoothing) * number

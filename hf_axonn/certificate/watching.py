@@ -25,9 +25,17 @@ IDLE = 0.02  # of a core, by which a rank that waits may be busy
 STANDS_STILL = "stands still"
 INNERMOST = 12  # frames of a stack, in which a collective is looked for
 FRAME = re.compile(r'File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)')
-# Of collectives; and what stands between them and their caller.
-COLLECTIVES = (f"{os.sep}torch{os.sep}distributed{os.sep}", f"{os.sep}torch{os.sep}autograd{os.sep}")
-BETWEEN = (f"{os.sep}torch{os.sep}", f"{os.sep}certificate{os.sep}", f"{os.sep}contextlib.py")
+# Where ranks wait, and who stands between that and the line of the user.
+COLLECTIVES = tuple(
+    os.sep.join(("", "torch", *words, "")) for words in (("distributed",), ("autograd",), ("nn", "parallel"))
+)
+LIBRARIES = (
+    f"{os.sep}site-packages{os.sep}",
+    f"{os.sep}torch{os.sep}",
+    str(Path(__file__).parent),
+    "<frozen",
+    "runpy",
+)
 NO_NAMES = ("wrapper", "wait", "__torch_function__", "handle_torch_function", "_engine_run_backward")
 
 
@@ -139,6 +147,6 @@ def place(stack: str) -> tuple[str, str]:
     frames = [match.groupdict() for match in FRAME.finditer(stack)]
     inner = [frame for frame in frames[:INNERMOST] if any(part in frame["file"] for part in COLLECTIVES)]
     names = [frame["name"] for frame in inner if frame["name"] not in NO_NAMES]
-    outer = [frame for frame in frames if not any(part in frame["file"] for part in BETWEEN)]
-    where = outer[0] if outer else {"file": "unknown", "line": "0"}
+    outer = [frame for frame in frames if not any(part in frame["file"] for part in LIBRARIES)]
+    where = (outer or [frame for frame in frames if frame not in inner] or [{"file": "unknown", "line": "0"}])[0]
     return (names[0] if names else "", f"{os.sep.join(Path(where['file']).parts[-2:])}, line {where['line']}")

@@ -178,3 +178,9 @@ def test_a_run_that_ends_by_itself_is_no_run_that_stands_still(tmp_path):
 def test_a_process_in_no_collective_is_not_called_waiting():
     stack = 'Current thread (most recent call first):\n  File "/a/train.py", line 7 in read\n'
     assert watching.place(stack.partition("first)")[2]) == ("", "a/train.py, line 7")
+    stack = """  File "/x/site-packages/torch/distributed/distributed_c10d.py", line 9 in all_gather
+  File "/x/site-packages/torch/distributed/c10d_logger.py", line 8 in wrapper
+  File "/x/site-packages/accelerate/utils/operations.py", line 7 in _gpu_gather
+  File "/home/certificate/train.py", line 3 in main
+  File "<frozen runpy>", line 88 in _run_code"""
+    assert watching.place(stack) == ("all_gather", "certificate/train.py, line 3")
