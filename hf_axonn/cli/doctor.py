@@ -111,14 +111,14 @@ def examine_launch(path: str, findings: Findings) -> Launch:
     Raises:
         ValueError: it would be refused.
     """
-    from accelerate.commands.config.config_args import load_config_from_file
-
     settings = read_launch_file(Path(path))
     check_spelling(path, settings)
     if SECTION not in settings:
         raise ValueError(f"{path} has no section {SECTION}: accelerate would launch it without a grid.")
     if settings.get("use_cpu") in (False, None):
         settings["use_cpu"] = True  # whether there are GPUs here says nothing of where it is to run
+    from accelerate.commands.config.config_args import load_config_from_file
+
     try:
         launch = resolve(settings, {})
         load_config_from_file(write_temporary(launch.settings))

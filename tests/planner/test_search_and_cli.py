@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 
+import huggingface_hub
 import pytest
 import torch
 import yaml
@@ -259,16 +260,21 @@ def test_long_sequences_and_repeated_attention_are_told(capsys, tmp_path):
     assert "max_position_embeddings" not in capsys.readouterr().out
 
 
-def test_a_model_may_be_named_as_on_the_hub(monkeypatch):
+def test_a_model_may_be_named_as_on_the_hub(monkeypatch, tmp_path):
     sizes = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     config = AutoConfig.for_model("mixtral", **sizes, intermediate_size=64, vocab_size=64)
-    monkeypatch.setattr(AutoConfig, "from_pretrained", {"some/model": config}.__getitem__)
+    config.save_pretrained(tmp_path)
+    found = {("some/model", "config.json"): str(tmp_path / "config.json")}
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *names: found[names])
     assert read_shape("some/model") == shape_of(config.to_dict())
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="some/model is no model: its config.json has no model_type"):
+        read_shape("some/model")
 
-    def missing(name):
+    def missing(name, _):
         raise OSError(f"{name} is not on the hub\nand more")
 
-    monkeypatch.setattr(AutoConfig, "from_pretrained", missing)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", missing)
     with pytest.raises(ValueError, match="another/model is no model: another/model is not on the hub$"):
         read_shape("another/model")
     with pytest.raises(ValueError, match="there is no model 'nothing'"):
