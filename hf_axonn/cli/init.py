@@ -117,7 +117,7 @@ def run_init(options: argparse.Namespace) -> int:
     tokens = _answer(options.batch_tokens, "tokens of a step", ROWS * processes * seq, number, asks)
     batch = batch_of(tokens, seq, processes)
     said = [f"{batch.note}."] if batch.note else []
-    if shape:
+    if shape and devices.machine:
         found = planned(shape, devices.machine, batch.sequences, seq, processes, precision)
         said += [*unlike(found, devices.machine, processes // nodes, nodes), *in_short(found)]
         said += [f"  {long}"] if (long := too_long(seq, shape.context)) else []

@@ -26,7 +26,9 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*arguments, **{"allow_abbrev": False, **options})
         self.add_argument("--version", action="version", version=VERSION, help="print the version, and end")
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(  # type: ignore[override]  # overloaded in the stubs
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
         """As argparse, which calls this for subcommands as well; options are spelt as they are listed first."""
         return super().parse_known_args(self._spelt(sys.argv[1:] if args is None else args), namespace)
 
