@@ -7,13 +7,13 @@
     hf-axonn-eval report --runs base=runs/base trained=runs/trained --output runs/report
 """
 
-import argparse
 import io
 import logging
 import os
 import sys
 from collections.abc import Sequence
 
+from hf_axonn.compat.arguments import Parser
 from hf_axonn.compat.completion import add_completion
 from hf_axonn.compat.extras import lacking
 from hf_axonn_eval.cli import bundle as cli_bundle
@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: not every terminal can show every name
     arguments = _parser().parse_args(argv)
+    arguments.own_process = argv is None
     first = os.environ.get("RANK", "0") == "0"  # what libraries warn of is the same on every rank
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING if first else logging.ERROR)
     try:
@@ -61,15 +62,14 @@ def _leave_distributed() -> None:
         torch.distributed.destroy_process_group()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="hf-axonn-eval",
         description="Measure how much of its training data a causal language model reproduces verbatim.",
         epilog="docs/evaluation.md defines every metric.",
-        allow_abbrev=False,
     )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    add_completion(parser, "--print_completion")
+    add_completion(parser)
     commands = parser.add_subparsers(
         required=True,
         metavar="samples | overlaps | extract | report | compare | tokens | canaries | bundle | verify | export",

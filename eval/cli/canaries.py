@@ -8,7 +8,7 @@ from hf_axonn_eval.cli.common import add_model_options, at_least_one, command, f
 def add(commands) -> None:
     """Say what the two commands take."""
     summary = "put synthetic secrets into training data, and rank them by a model"
-    parser = commands.add_parser("canaries", help=summary, description=summary, allow_abbrev=False)
+    parser = commands.add_parser("canaries", help=summary, description=summary)
     parts = parser.add_subparsers(required=True, metavar="make | rank")
     add = command(parts, "make", "draw canaries and candidates, and put the canaries into training data", make)
     add("--format", default="The random number is {digits:9}.", metavar="TEXT", help="fields: digits, letters, hex")

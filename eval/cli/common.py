@@ -8,6 +8,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from hf_axonn_eval.data.kinds import check_kind, check_output
@@ -22,7 +23,7 @@ def command(commands, name: str, summary: str, function: Callable[[argparse.Name
         Its `add_argument`, which takes two more: `reads`, the kind (data/kinds.py) of the files that an option names,
         and `writes`, that of what the command writes there.
     """
-    parser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+    parser = commands.add_parser(name, help=summary, description=summary)
     checks: list[tuple[Callable[..., None], str, str, str]] = []
     parser.set_defaults(command=function, checks=checks)
 
@@ -83,6 +84,15 @@ def load(arguments: argparse.Namespace, **options: Any):
         revision=arguments.revision,
         **options,
     )
+
+
+def load_tokenizer(path: str, arguments: argparse.Namespace):
+    """The tokenizer of a command that needs no model: without torch where the process is there for the command."""
+    from hf_axonn.compat.without_torch import without_torch
+    from hf_axonn_eval.extraction.load_model import load_tokenizer
+
+    with without_torch() if arguments.own_process else nullcontext():
+        return load_tokenizer(path)
 
 
 def from_zero(text: str, least: int = 0) -> int:

@@ -4,7 +4,7 @@ import argparse
 import re
 from pathlib import Path
 
-from hf_axonn_eval.cli.common import command, say
+from hf_axonn_eval.cli.common import command, load_tokenizer, say
 
 
 _FORMATS = ("lm-eval", "open-unlearning")
@@ -35,10 +35,9 @@ def run(arguments: argparse.Namespace) -> None:
     from hf_axonn_eval.data.samples import SampleFile, samples_digest, tokenizer_of
     from hf_axonn_eval.data.tokenizer_identity import check_same, tokenizer_identity
     from hf_axonn_eval.export.texts import Tally
-    from hf_axonn_eval.extraction.load_model import load_tokenizer
 
     samples, directory = SampleFile(arguments.samples), Path(arguments.output)
-    tokenizer, tally = load_tokenizer(arguments.tokenizer), Tally()
+    tokenizer, tally = load_tokenizer(arguments.tokenizer, arguments), Tally()
     identity = tokenizer_identity(tokenizer)
     checked = check_same(identity, tokenizer_of(samples))
     if arguments.format == "lm-eval":

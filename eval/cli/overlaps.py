@@ -3,7 +3,7 @@
 import argparse
 from itertools import chain
 
-from hf_axonn_eval.cli.common import at_least_one, command, say, share
+from hf_axonn_eval.cli.common import at_least_one, command, load_tokenizer, say, share
 from hf_axonn_eval.cli.samples import add_document_options, all_documents, documents_of
 
 
@@ -43,12 +43,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     from hf_axonn_eval.data.jsonl import write_json
     from hf_axonn_eval.data.overlaps import find_overlaps, write_drop
-    from hf_axonn_eval.extraction.load_model import load_tokenizer
 
     found = find_overlaps(
         all_documents(arguments),
         chain(*(documents_of(arguments, path, bucket=0) for path in arguments.held_out)),
-        tokenizer=load_tokenizer(arguments.tokenizer) if arguments.tokenizer is not None else None,
+        tokenizer=load_tokenizer(arguments.tokenizer, arguments) if arguments.tokenizer is not None else None,
         n=arguments.ngram,
         least=arguments.least,
         one_in=arguments.one_in,

@@ -10,6 +10,7 @@ from hf_axonn_eval.cli.common import (
     at_least_one,
     check_asked,
     command,
+    load_tokenizer,
     read_runs,
     say,
     show,
@@ -70,7 +71,7 @@ def run_report(arguments: argparse.Namespace) -> None:
         samples = read_samples(arguments.samples)
         check_asked(samples, records, arguments.samples)
         base = arguments.base or ("base" if "base" in records else next(iter(records)))
-        tokenizer = _tokenizer(arguments.tokenizer, records.get(base, {}))
+        tokenizer = _tokenizer(arguments, records.get(base, {}))
         if tokenizer is not None:
             _check_texts(arguments.samples, tokenizer)
     attacks, books = _attacks(arguments, runs, samples, tokenizer, goldfish)
@@ -191,11 +192,9 @@ def _add_runs(add: Callable) -> None:
     add("--lengths", type=at_least_one, nargs="+", default=(), metavar="N", help="also verbatim for suffixes cut to N")
 
 
-def _tokenizer(named: str | None, record: dict):
+def _tokenizer(arguments: argparse.Namespace, record: dict):
     """The tokenizer that was named, else that of the run if it is still there, else None."""
-    from hf_axonn_eval.extraction.load_model import load_tokenizer
-
-    path = named or record.get("model", {}).get("tokenizer")
-    if named is None and (path is None or not Path(path).is_dir()):
+    path = arguments.tokenizer or record.get("model", {}).get("tokenizer")
+    if arguments.tokenizer is None and (path is None or not Path(path).is_dir()):
         return None
-    return load_tokenizer(path)
+    return load_tokenizer(path, arguments)

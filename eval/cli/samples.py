@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hf_axonn_eval.cli.common import at_least_one, command, run_name, say
+from hf_axonn_eval.cli.common import at_least_one, command, load_tokenizer, run_name, say
 from hf_axonn_eval.data.chat import STYLES, ChatTemplate
 from hf_axonn_eval.data.contract import deviations
 from hf_axonn_eval.data.hub import pinned
@@ -100,14 +100,12 @@ def run(arguments: argparse.Namespace) -> None:
 
     from hf_axonn_eval.data.documents import count_documents
     from hf_axonn_eval.data.kinds import kind_of
-    from hf_axonn_eval.data.overlaps import read_drop
     from hf_axonn_eval.data.samples import write_about, write_samples
     from hf_axonn_eval.data.sampling import Tally, iter_samples
     from hf_axonn_eval.data.tokenizer_identity import tokenizer_identity
-    from hf_axonn_eval.extraction.load_model import load_tokenizer
 
     say(f"documents  {', '.join([*arguments.documents, *(f'{path} (controls)' for path in arguments.control)])}")
-    tokenizer = load_tokenizer(arguments.tokenizer)
+    tokenizer = load_tokenizer(arguments.tokenizer, arguments)
     identity = tokenizer_identity(tokenizer)
     size = f" ({identity['size']:,} tokens, sha256 {identity['sha256'][:12]})" if identity is not None else ""
     say(f"tokenizer  {arguments.tokenizer}{size}")
@@ -115,7 +113,7 @@ def run(arguments: argparse.Namespace) -> None:
     say(f"cuts       {_cuts(sampling)}")
     say(f"output     {arguments.output}{', written anew' if Path(arguments.output).exists() else ''}")
     tally = Tally()
-    drop = set(read_drop(arguments.drop)) if arguments.drop is not None else set()
+    drop = _drop(arguments.drop)
     drop |= set(chosen.drop) if chosen is not None else set()
     counts = [count_documents(path) for path in (*arguments.documents, *arguments.control)]
     total = None if None in counts else sum(count for count in counts if count is not None)
@@ -174,6 +172,15 @@ def _cuts(sampling: Sampling) -> str:
 
 def _text(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _drop(path: str | None) -> set[str]:
+    """The ids of a file that `overlaps` wrote."""
+    if path is None:
+        return set()
+    from hf_axonn_eval.data.overlaps import read_drop
+
+    return set(read_drop(path))
 
 
 def _chosen(arguments: argparse.Namespace) -> tuple[Protocol | None, Sampling]:

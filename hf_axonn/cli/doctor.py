@@ -11,6 +11,7 @@ what will be; the memory of a step is the estimate of planner/memory.py.
 from __future__ import annotations
 
 import argparse
+import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from hf_axonn.compat.versions import NEEDED, OPTIONAL, bounds, check_versions, o
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.command import read_launch_file, write_temporary
 from hf_axonn.launch.launch_file import SECTION, Launch, check_spelling, resolve
-from hf_axonn.planner.jobs import DTYPE_BYTES
+from hf_axonn.planner.jobs import DTYPE_BYTES, SEQUENCE, too_long
 from hf_axonn.planner.machine import known_machines, load_machine
 from hf_axonn.planner.memory import RESERVE, Memory, memory
 from hf_axonn.planner.model.shapes import Step
@@ -34,6 +35,7 @@ from hf_axonn.topology.weight_kind import WeightKind
 FINE, WARNED, REFUSED = 0, 1, 2
 GIB = 2**30
 WEIGHT_DTYPES = ("bfloat16", "float32")
+TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"}
 UNEVEN = 1.1  # a rank with a tenth more than its share is worth a word
 
 
@@ -60,7 +62,7 @@ def add_doctor(commands) -> None:
     parser.add_argument("--config", required=True, help="the launch file, with a section axonn_config")
     parser.add_argument("--model", help="a model's directory, its config.json, or its name on the hub")
     parser.add_argument("--batch", type=int, help="rows of a micro-batch, per_device_train_batch_size")
-    parser.add_argument("--seq", type=int, default=2048, help="tokens of a row")
+    parser.add_argument("--seq", type=int, help=f"tokens of a row; by default {SEQUENCE}, or what the model allows")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--weights", choices=WEIGHT_DTYPES, default="float32", help="dtype of the trained weights")
     parser.add_argument("--checkpointing", action="store_true", help="activation checkpointing is on")
@@ -111,14 +113,14 @@ def examine_launch(path: str, findings: Findings) -> Launch:
     Raises:
         ValueError: it would be refused.
     """
-    from accelerate.commands.config.config_args import load_config_from_file
-
     settings = read_launch_file(Path(path))
     check_spelling(path, settings)
     if SECTION not in settings:
         raise ValueError(f"{path} has no section {SECTION}: accelerate would launch it without a grid.")
     if settings.get("use_cpu") in (False, None):
         settings["use_cpu"] = True  # whether there are GPUs here says nothing of where it is to run
+    from accelerate.commands.config.config_args import load_config_from_file
+
     try:
         launch = resolve(settings, {})
         load_config_from_file(write_temporary(launch.settings))
@@ -153,6 +155,11 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
     from hf_axonn.parallel.parallelize import parallelize
 
     config = _model_config(options.model)
+    _examine_folder(Path(options.model), findings)
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
+    options.seq = options.seq or min(SEQUENCE, context or SEQUENCE)
+    if long := too_long(options.seq, context):
+        findings.warnings.append(f"{long}: take a shorter --seq.")
     grid = launch.config.grid
     dtype = getattr(torch, options.weights)
     with torch.device("meta"):
@@ -180,13 +187,61 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
 def _model_config(name: str):
     from transformers import AutoConfig
 
+    path = Path(name)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"{name} has no config.json{_instead(path)}.")
     try:
-        path = Path(name)
-        if path.is_dir() and not (path / "config.json").is_file():
-            raise ValueError(f"{name} has no config.json.")
         return AutoConfig.from_pretrained(name)
-    except OSError as problem:
+    except (OSError, ValueError) as problem:
         raise ValueError(f"{name} is no model: {str(problem).partition(chr(10))[0]}") from None
+
+
+def _instead(folder: Path) -> str:
+    """What a folder without config.json holds, and what to give."""
+    if (folder / "adapter_config.json").is_file():
+        base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
+        return f", it holds an adapter: give its base model, {base}"
+    if any(folder.glob("*.gguf")):
+        return ", it holds GGUF files, which have their configuration inside: give the config.json of the model"
+    inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    return f": give one of those inside it, {', '.join(inside)}" if inside else ""
+
+
+def _examine_folder(folder: Path, findings: Findings) -> None:
+    """Look for the weights and the tokenizer of a directory; of a config.json alone neither is asked for."""
+    from hf_axonn.checkpoint.manifest import WEIGHTS, is_sharded_checkpoint
+
+    if not folder.is_dir():
+        return
+    files = {path.name for path in folder.iterdir()}
+    weights = {name for name in files if WEIGHTS.fullmatch(name)}
+    missing = {
+        shard
+        for index in weights
+        if index.endswith(".json")
+        for shard in _read(folder / index).get("weight_map", {}).values()
+        if shard not in files
+    }
+    if missing:
+        findings.warnings.append(
+            f"{folder} lacks {len(missing)} file(s) of weights that its index names, {min(missing)} first: it cannot "
+            "be loaded."
+        )
+    elif not weights and not is_sharded_checkpoint(folder):
+        findings.warnings.append(
+            f"{folder} has no weights, so from_pretrained cannot load it: give {folder / 'config.json'} if they are "
+            "to be random."
+        )
+    elif not files & TOKENIZER_FILES:
+        findings.facts.append(f"note: {folder} has no tokenizer: a script takes it from somewhere else.")
+
+
+def _read(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise ValueError(f"{path} cannot be read: {problem}") from None
+    return content if isinstance(content, dict) else {}
 
 
 def _empty_model(config, dtype):

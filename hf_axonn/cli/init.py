@@ -23,9 +23,11 @@ from typing import Any
 from hf_axonn.cli.plan_report import in_short, inline, number_of, pasted, sizes
 from hf_axonn.config import PRECISIONS
 from hf_axonn.launch.launch_file import core_count, gpu_count
-from hf_axonn.planner.jobs import batch_of, make_job, number
+from hf_axonn.planner.jobs import SEQUENCE, batch_of, number, too_long, usual_seq
 from hf_axonn.planner.machine import known_machines, load_machine, machine_of_gpus
 from hf_axonn.planner.model.catalog import GPTS
+from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.predict import Job
 from hf_axonn.planner.search import GridRanking, plan
 from hf_axonn.planner.settings import EXACT
 from hf_axonn.planner.tracing.read_shape import read_shape
@@ -34,7 +36,6 @@ from hf_axonn.topology.grid import Grid
 
 PORT = 29500  # of the rendezvous of several nodes, torchrun's default
 ROWS = 8  # of a rank in a step where nobody says: Trainer's per_device_train_batch_size
-SEQUENCE = 2048
 CPU_PROCESSES = 4  # at most, where nobody says: CPU grids are for trying
 MODEL_HELP = f"a config.json, its directory, a name on the hub (org/model), or {', '.join(GPTS)}"
 
@@ -74,7 +75,9 @@ def add_init(commands) -> None:
     parser.add_argument(
         "--mixed-precision", choices=PRECISIONS, help="bf16 by default on GPUs that have it, no on CPUs"
     )
-    parser.add_argument("--seq", type=number, help=f"tokens of a sequence; {SEQUENCE} by default")
+    parser.add_argument(
+        "--seq", type=number, help=f"tokens of a sequence; by default {SEQUENCE}, or what the model allows"
+    )
     parser.add_argument(
         "--batch-tokens", type=number, help=f"tokens of a step, such as 1M; by default {ROWS} sequences a process"
     )
@@ -109,13 +112,15 @@ def run_init(options: argparse.Namespace) -> int:
     precision = _answer(options.mixed_precision, "mixed precision", usual, _precision, asks)
     if devices.use_cpu and precision == "fp16":
         raise ValueError("mixed precision is fp16, which accelerate ignores on CPUs: use bf16 or no.")
-    seq = _answer(options.seq, "tokens of a sequence", SEQUENCE, number, asks)
+    shape = read_shape(model) if devices.machine and model else None
+    seq = _answer(options.seq, "tokens of a sequence", usual_seq(shape) if shape else SEQUENCE, number, asks)
     tokens = _answer(options.batch_tokens, "tokens of a step", ROWS * processes * seq, number, asks)
     batch = batch_of(tokens, seq, processes)
     said = [f"{batch.note}."] if batch.note else []
-    if devices.machine and model:
-        found = planned(model, devices.machine, batch.sequences, seq, processes, precision)
+    if shape and devices.machine:
+        found = planned(shape, devices.machine, batch.sequences, seq, processes, precision)
         said += [*unlike(found, devices.machine, processes // nodes, nodes), *in_short(found)]
+        said += [f"  {long}"] if (long := too_long(seq, shape.context)) else []
         section = pasted(found.best)
         about = f"{model} on {number_of(processes, 'GPU')} of {found.job.machine.name}"
     else:
@@ -174,10 +179,17 @@ def check_processes(processes: int, nodes: int, devices: Devices, *, named: bool
         )
 
 
-def planned(model: str, machine: str, sequences: int, seq: int, processes: int, precision: str) -> GridRanking:
+def planned(shape: Stack, machine: str, sequences: int, seq: int, processes: int, precision: str) -> GridRanking:
     """The plan of `hf-axonn plan` with its defaults; raises ValueError if no grid fits."""
     compute = 4 if precision == "no" else 2
-    job = make_job(model, machine, sequences, seq, read=read_shape, compute_bytes=compute, param_bytes=4)
+    job = Job(
+        shape=shape,
+        machine=load_machine(machine),
+        sequences=sequences,
+        seq=seq,
+        compute_bytes=compute,
+        param_bytes=4,
+    )
     found = plan(job, processes, free=EXACT)
     if not found.ranked:
         raise ValueError(found.why_none())

@@ -20,20 +20,19 @@ from __future__ import annotations
 import argparse
 import sys
 
-from hf_axonn import __version__
 from hf_axonn.cli.certify import add_certify, run_certify
 from hf_axonn.cli.doctor import add_doctor, run_doctor
 from hf_axonn.cli.init import add_init, run_init
 from hf_axonn.cli.plan import add_bench_links, add_plan, run_bench_links, run_plan
 from hf_axonn.cli.scripts import SCRIPTS, run_script
+from hf_axonn.compat.arguments import Parser
 from hf_axonn.compat.completion import add_completion
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     about = "Launch files, plans, checkpoints and bug reports of hf_axonn."
-    parser = argparse.ArgumentParser(prog="hf-axonn", description=about)
-    parser.add_argument("--version", action="version", version=__version__)
+    parser = Parser(prog="hf-axonn", description=about)
     add_completion(parser)
     commands = parser.add_subparsers(dest="command", required=True)
     add_init(commands)

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from typing import Any
 
-from hf_axonn.cli.plan_report import doubts, header, lines, number_of, sweep_lines
+from hf_axonn.cli.plan_report import cost, doubts, header, lines, number_of, sweep_lines
 from hf_axonn.planner import confidence, settings
-from hf_axonn.planner.jobs import PRECISION_BYTES, batch_of, make_job, number, pipe_sizes
+from hf_axonn.planner.jobs import PRECISION_BYTES, SEQUENCE, batch_of, make_job, number, pipe_sizes, usual_seq
 from hf_axonn.planner.machine import known_machines
 from hf_axonn.planner.model.catalog import GPTS
 from hf_axonn.planner.model.shapes import BASES
+from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.pipelined import Pipelined
 from hf_axonn.planner.predict import Job, Prediction
 from hf_axonn.planner.search import GridRanking, grids, plan, sweep
@@ -49,6 +51,10 @@ PARTS = {
 HATCHES = {"exposed": "///", "other": "...", "slowdown": "xxx"}
 
 
+# Options that others have no effect on.
+WITHOUT = {"paper": ("tokens", "price", "overlap", "plot"), "sweep": ("overlap",)}
+
+
 def add_plan(commands) -> None:
     """Register `plan` with the subparsers of main.py."""
     parser = commands.add_parser("plan", help="rank all grids of a number of GPUs by predicted time")
@@ -63,7 +69,9 @@ def add_plan(commands) -> None:
     batch = parser.add_mutually_exclusive_group(required=True)
     batch.add_argument("--batch-tokens", type=number, help="tokens of the full batch, such as 16.8M")
     batch.add_argument("--batch-sequences", type=number, help="or its sequences")
-    parser.add_argument("--seq", type=number, required=True, help="tokens of a sequence")
+    parser.add_argument(
+        "--seq", type=number, help=f"tokens of a sequence; by default {SEQUENCE}, or what the model allows"
+    )
     parser.add_argument("--top", type=int, default=10, help="how many grids to show")
     parser.add_argument("--weights", choices=dtypes, default="fp32", help="dtype of weights and gradients")
     parser.add_argument("--activations", choices=dtypes, default="bf16", help="dtype of products")
@@ -84,6 +92,7 @@ def add_plan(commands) -> None:
     )
     parser.add_argument("--attention", help="attention kernel of the machine's file; by default its first")
     parser.add_argument("--tokens", type=number, help="tokens of the whole training, such as 2T: days and GPU hours")
+    parser.add_argument("--price", type=_price, metavar="MONEY", help="of a GPU hour: what the training costs")
     parser.add_argument("--overlap", action="store_true", help="what each overlap of communication gains")
     parser.add_argument("--schedule", choices=("hf_axonn", "axonn"), default="hf_axonn", help="whose collectives")
     parser.add_argument("--paper", action="store_true", help="rank by the paper's equations alone")
@@ -107,7 +116,13 @@ def run_plan(options: argparse.Namespace) -> int:
         raise ValueError("--gpus is missing: give the number of GPUs, or --sweep FIRST..LAST.")
     if options.weak and not options.sweep:
         raise ValueError("--weak goes with --sweep FIRST..LAST.")
+    for one, others in WITHOUT.items():
+        for other in others:
+            if getattr(options, one) and getattr(options, other):
+                raise ValueError(f"--{one} says nothing of --{other}: leave one of them out.")
     counts = _gpu_counts(options.sweep) if options.sweep else [options.gpus]
+    shape = read_shape(options.model)
+    options.seq = options.seq or usual_seq(shape)
     tokens = options.batch_tokens or options.batch_sequences * options.seq
     batch = batch_of(tokens, options.seq, counts[0] if options.weak else counts[-1])
     if batch.note:
@@ -124,19 +139,28 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.pipe != "1" and (options.schedule != "hf_axonn" or options.paper or options.lora):
         raise ValueError("--pipe is planned for this engine's schedule, and without --paper and --lora.")
     options.pipes = pipe_sizes(options.pipe, "--pipe")
-    job = _job(options, batch.sequences, fixed)
+    job = _job(options, shape, batch.sequences, fixed)
     if options.sweep:
         return _sweep(options, job, counts)
     return _paper(options, job) if options.paper else _plan(options, job)
 
 
-def _job(options: argparse.Namespace, sequences: int, fixed: dict[str, Any]) -> Job:
+def _price(text: str) -> float:
+    try:
+        if 0 < float(text) < math.inf:
+            return float(text)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+
+
+def _job(options: argparse.Namespace, shape: Stack, sequences: int, fixed: dict[str, Any]) -> Job:
     return make_job(
         options.model,
         options.machine,
         sequences,
         options.seq,
-        read=read_shape,
+        read=lambda _: shape,
         compute_bytes=PRECISION_BYTES[options.activations],
         param_bytes=PRECISION_BYTES[options.weights],
         attention=options.attention,
@@ -151,9 +175,11 @@ def _plan(options: argparse.Namespace, job: Job) -> int:
     """The grids of one number of GPUs."""
     found = plan(job, options.gpus, free=options.free, pipes=options.pipes)
     if options.json:
-        print(json.dumps(as_json(found, options.top), indent=2))
+        print(json.dumps(as_json(found, options), indent=2))
     else:
-        print("\n".join(lines(found, options.top, tokens=options.tokens, overlap=options.overlap)))
+        print(
+            "\n".join(lines(found, options.top, tokens=options.tokens, price=options.price, overlap=options.overlap))
+        )
     if options.plot and found.ranked:
         plot_plan(found, options.plot, options.top)
     return 0 if found.ranked else 1
@@ -163,12 +189,12 @@ def _sweep(options: argparse.Namespace, job: Job, counts: list[int]) -> int:
     """The best grid of each of several numbers of GPUs."""
     plans = sweep(job, counts, weak=options.weak, free=options.free, pipes=options.pipes)
     if options.json:
-        print(json.dumps([as_json(found, 1) for found in plans], indent=2))
+        print(json.dumps([as_json(found, options, 1) for found in plans], indent=2))
     else:
         print(
             header(job, f"{options.sweep} GPUs") + ("; the batch grows with the GPUs" if options.weak else "") + "\n"
         )
-        print("\n".join(sweep_lines(plans)))
+        print("\n".join(sweep_lines(plans, options.tokens, options.price)))
     if options.plot and any(found.ranked for found in plans):
         plot_sweep(plans, options.plot, weak=options.weak)
     return 0 if all(found.ranked for found in plans) else 1
@@ -199,14 +225,14 @@ def _paper(options: argparse.Namespace, job: Job) -> int:
     return 0
 
 
-def as_json(found: GridRanking, top: int) -> dict[str, Any]:
-    """A plan as JSON."""
+def as_json(found: GridRanking, options: argparse.Namespace, top: int | None = None) -> dict[str, Any]:
+    """A plan as JSON, with `top` grids, those of --top by default."""
     return {
         "machine": found.job.machine.name,
         "gpus": found.gpus,
         "sequences": found.job.sequences,
         "seq": found.job.seq,
-        "ranked": [entry_json(entry) for entry in found.ranked[:top]],
+        "ranked": [entry_json(entry, options) for entry in found.ranked[: top or options.top]],
         "fit": len(found.ranked),
         "do_not_fit": len(found.too_big),
         "impossible": len(found.impossible),
@@ -214,8 +240,8 @@ def as_json(found: GridRanking, top: int) -> dict[str, Any]:
     }
 
 
-def entry_json(entry: Prediction) -> dict[str, Any]:
-    """A prediction as JSON: seconds, bytes, FLOP/s."""
+def entry_json(entry: Prediction, options: argparse.Namespace) -> dict[str, Any]:
+    """A prediction as JSON: seconds, bytes, FLOP/s, and what the training costs."""
     return {
         "grid": entry.grid.as_dict(),
         "order": written(entry.order, entry.grid),
@@ -232,6 +258,7 @@ def entry_json(entry: Prediction) -> dict[str, Any]:
         "hfu": entry.hfu,
         "memory_bytes": entry.memory.by_kind(),
         "fits": entry.fits,
+        "cost": cost(entry, options.tokens, options.price),
         **({"pipeline": pipeline_json(entry.pipelined)} if entry.pipelined else {}),
     }
 

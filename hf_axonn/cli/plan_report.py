@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_axonn.planner import confidence, settings
+from hf_axonn.planner.jobs import too_long
 from hf_axonn.planner.memory import RESERVE
 from hf_axonn.planner.predict import Job, Prediction, predict, reorder
 from hf_axonn.planner.search import GridRanking, alternatives
@@ -55,13 +56,15 @@ def header(job: Job, gpus: str) -> str:
     )
 
 
-def lines(found: GridRanking, top: int, *, tokens: int | None = None, overlap: bool = False) -> list[str]:
+def lines(
+    found: GridRanking, top: int, *, tokens: int | None = None, price: float | None = None, overlap: bool = False
+) -> list[str]:
     """A plan as text.
 
     Args:
         found: the plan.
         top: how many grids.
-        tokens: of the whole training, for its days and GPU hours; None: not said.
+        tokens, price: as for `cost`.
         overlap: whether to say what each overlap of communication gains on the first grid.
     """
     job = found.job
@@ -69,13 +72,51 @@ def lines(found: GridRanking, top: int, *, tokens: int | None = None, overlap: b
     if not found.ranked:
         return [*text, found.why_none(), *_left_out(found)]
     left_out = _left_out(found)
-    text += [*_answer(found, tokens), "", *_table(found.ranked[:top]), *(["", *left_out] if left_out else [])]
+    text += [
+        *_answer(found, cost(found.best, tokens, price)),
+        "",
+        *_table(found.ranked[:top]),
+        *(["", *left_out] if left_out else []),
+    ]
     if overlap:
         text += ["", *_overlaps(found.best)]
     return [*text, "", *pasted(found.best)]
 
 
-def _answer(found: GridRanking, tokens: int | None) -> list[str]:
+def cost(entry: Prediction, tokens: int | None = None, price: float | None = None) -> dict[str, Any]:
+    """What a training costs on a grid: days, GPU hours and money, with the interval of its step.
+
+    Args:
+        tokens: of the whole training; None: of a billion.
+        price: of a GPU hour, in any currency; None: no money.
+    """
+    tokens = tokens or 10**9
+    days = tokens / entry.tokens_per_second / 86400
+    amounts = {"gpu_hours": days * 24 * entry.grid.size}
+    if price is not None:
+        amounts["money"] = price * amounts["gpu_hours"]
+    found: dict[str, Any] = {"tokens": tokens, "days": days, **({} if price is None else {"price": price})}
+    for name, amount in amounts.items():
+        found[name] = amount
+        found[f"{name}_interval"] = [amount * end / entry.total for end in confidence.seconds(entry)]
+    return found
+
+
+def _cost_line(found: dict[str, Any]) -> str:
+    days = found["days"]
+    text = f"{_short(found['tokens'])} tokens: " + (f"{days:,.1f} days" if days >= 1 else f"{24 * days:.3g} hours")
+    for name, what in (("gpu_hours", "GPU hours"), ("money", f"at {found.get('price', 0):g} a GPU hour")):
+        if name in found:
+            low, high = map(_amount, found[f"{name}_interval"])
+            text += f", {_amount(found[name])} {what} ({low} to {high})"
+    return text
+
+
+def _amount(number: float) -> str:
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _answer(found: GridRanking, costs: dict[str, Any]) -> list[str]:
     """The first grid: how long, how much, with which settings, and how sure."""
     best = found.best
     chosen = settings.as_text(best.job)
@@ -92,11 +133,8 @@ def _answer(found: GridRanking, tokens: int | None) -> list[str]:
         f"communication beside it, {_part(waits, best)} s waiting for communication"
         + (f", {_part(best.seconds['bubble'], best)} s for other stages" if best.pipelined else ""),
         *_stages(best),
+        f"  {_cost_line(costs)}",
     ]
-    if tokens:
-        days = tokens / best.tokens_per_second / 86400
-        hours = days * 24 * best.grid.size
-        text.append(f"  {_short(tokens)} tokens: {days:,.1f} days, {hours:,.0f} GPU hours")
     return text + [f"  {line}" for line in (*doubts(found), *_rounding(best))]
 
 
@@ -152,11 +190,8 @@ def doubts(found: GridRanking) -> list[str]:
         )
     others = [(name, entry) for name, entry in alternatives(found) if entry.grid != best.grid]
     text += [f"with {name} the first would be {sizes(entry.grid)}" for name, entry in others]
-    if best.job.shape.context and best.job.seq > best.job.shape.context:
-        text.append(
-            f"sequences of {best.job.seq:,} tokens are longer than the {best.job.shape.context:,} that the config "
-            "allows (max_position_embeddings)"
-        )
+    if long := too_long(best.job.seq, best.job.shape.context):
+        text.append(long)
     ranks = _repeats(best)
     if ranks > 1:
         text.append(
@@ -263,8 +298,11 @@ def inline(grid: Grid) -> str:
     return "{" + ", ".join(f"{axis}: {size}" for axis, size in grid.as_dict().items()) + "}"
 
 
-def sweep_lines(plans: list[GridRanking]) -> list[str]:
-    """Plans as a table, one line a number of GPUs; efficiency: FLOP/s of a GPU beside those of the first plan."""
+def sweep_lines(plans: list[GridRanking], tokens: int | None = None, price: float | None = None) -> list[str]:
+    """Plans as a table, one line a number of GPUs; efficiency: FLOP/s of a GPU beside those of the first plan.
+
+    With `tokens` or `price` each has a line more, with its `cost`.
+    """
     text = [f"{'GPUs':>7} {'grid':<32} {'step s':>9} {'tokens/s':>13} {'PF':>9} {'TF/GPU':>7} {'efficiency':>10}"]
     first_flops = next((found.best.flops for found in plans if found.ranked), 1.0)
     for found in plans:
@@ -276,4 +314,6 @@ def sweep_lines(plans: list[GridRanking]) -> list[str]:
             f"{found.gpus:>7} {sizes(best.grid):<32} {best.total:>9.3f} {best.tokens_per_second:>13,.0f} "
             f"{best.flops * found.gpus / 1e15:>9.1f} {best.flops / 1e12:>7.1f} {best.flops / first_flops:>10.1%}"
         )
+        if tokens or price is not None:
+            text.append(f"{'':>7} {_cost_line(cost(best, tokens, price))}")
     return text

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from hf_axonn.compat.arguments import VERSION
 from hf_axonn.compat.extras import lacking
 
 
@@ -33,6 +34,9 @@ def run_script(name: str, arguments: Sequence[str]) -> int:
     A launch takes the place of this process. What a script raises is its own, and ends with its traceback.
     """
     module = SCRIPTS[name][0]
+    if "--version" in arguments:
+        print(VERSION)
+        return 0
     asks = "--help" in arguments or "-h" in arguments
     if BEFORE[name] and not asks and (reason := lacking(EXTRAS[name], *BEFORE[name])):
         print(f"hf-axonn {name}: {reason}", file=sys.stderr)

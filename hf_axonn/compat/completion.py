@@ -14,10 +14,10 @@ from typing import Any
 SHELLS = ("bash", "zsh", "fish")
 
 
-def add_completion(parser: argparse.ArgumentParser, option: str = "--print-completion") -> None:
+def add_completion(parser: argparse.ArgumentParser) -> None:
     """Give the parser of a command the option that prints its script. Its `prog` is the command's name."""
     parser.add_argument(
-        option,
+        "--print-completion",
         choices=SHELLS,
         action=_PrintCompletion,
         help="print a script for this shell that completes the command, and end",

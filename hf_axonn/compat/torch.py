@@ -14,7 +14,6 @@ import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
@@ -35,6 +34,8 @@ def unnamed_mesh(groups: list[ProcessGroup], device_type: str, ranks: torch.Tens
         groups: one for each dim of `ranks`, this rank's own.
         ranks: global ranks by position.
     """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # it imports torch._inductor: a second
+
     _clear_sharding_prop_cache()
     mesh = DeviceMesh(device_type, ranks, _init_backend=False)
     mesh._dim_group_names = [group.group_name for group in groups]

@@ -15,7 +15,7 @@ class Entry:
     Args:
         name: its name in the model.
         kind: of its weights.
-        parameters: elements of its own parameters, in the full model.
+        parameters: elements of its own parameters, in the full model; of tied ones in the first module alone.
         reason: why it is not sharded, or how; empty where the kind says it all.
     """
 
@@ -34,12 +34,14 @@ class Report:
         summary: how the model was sharded.
         layout: how the residual stream is laid out between blocks, and why.
         entries: one for each module that has parameters of its own.
+        counted: ids of the parameters in them, while they are written.
     """
 
     grid: str
     summary: str
     layout: str = ""
     entries: list[Entry] = field(default_factory=list)
+    counted: set[int] = field(default_factory=set, repr=False, compare=False)
 
     def lines(self) -> list[str]:
         """One line a module: `sharded NAME KIND` or `not sharded NAME: REASON`, for grep."""

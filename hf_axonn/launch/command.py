@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from hf_axonn.compat.arguments import VERSION
 from hf_axonn.compat.versions import bounds, check_versions, requirements
 from hf_axonn.config import LAUNCH_FILE
 from hf_axonn.launch.launch_file import SECTION, check_spelling, resolve
@@ -33,6 +34,7 @@ def main() -> None:
 
     parser = launch_command_parser()
     parser.prog = "axonn-launch"
+    parser.add_argument("--version", action="version", version=VERSION, help="print the version, and end")
     parser.epilog = f"--config is short for --config_file; the file may hold the section {SECTION}."
     arguments = parser.parse_args(prepare_or_exit(sys.argv[1:]))
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"

@@ -7,9 +7,11 @@ nothing. Options on the command line hold over the file, as in accelerate.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from glob import glob
 from typing import Any
 
 from hf_axonn.config import PRECISIONS, VARIABLE, AxonnConfig
@@ -33,6 +35,8 @@ OTHERS_OPTIONS = (
     *("fsdp_", "deepspeed_", "zero_stage", "zero3_", "offload_", "gradient_accumulation_steps", "gradient_clipping"),
     *("megatron_lm_", "parallelism_config_", "fp8_", "mpirun_"),
 )
+# Of drivers that torch.cuda needs: NVIDIA's, on Jetson too, AMD's, and Windows' under WSL.
+DRIVER_FILES = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
 # What makes accelerate start one process for each rank by torchrun.
 MULTI_DEVICE = tuple(f"MULTI_{kind}" for kind in ("GPU", "XPU", "NPU", "HPU", "MLU", "SDAA", "MUSA", "NEURON"))
 
@@ -236,7 +240,12 @@ def _use_cpu(
 
 
 def gpu_count() -> int:
-    """Number of NVIDIA or AMD GPUs that torch sees; -1 where it cannot say."""
+    """Number of NVIDIA or AMD GPUs that torch sees; -1 where it cannot say.
+
+    Where Linux has no file of a GPU's driver there is none, and torch is not imported.
+    """
+    if sys.platform == "linux" and not any(glob(pattern) for pattern in DRIVER_FILES):
+        return 0
     import torch
 
     try:

@@ -97,8 +97,11 @@ def install_layers(
 
 def _note(state: ParallelState, name: str, module: nn.Module, kind: WeightKind, reason: str = "") -> None:
     """Write a module into the report."""
-    parameters = sum(elements_of(parameter) for parameter in module._parameters.values() if parameter is not None)
-    state.report.entries.append(Entry(name or "(root)", kind, parameters, reason))
+    report = state.report
+    assert report is not None
+    own = [each for each in module._parameters.values() if each is not None and id(each) not in report.counted]
+    report.counted.update(map(id, own))
+    report.entries.append(Entry(name or "(root)", kind, sum(map(elements_of, own)), reason))
 
 
 def _remaining(model: nn.Module, state: ParallelState) -> Iterator[tuple[str, nn.Module]]:

@@ -31,6 +31,7 @@ OPTIONAL = ("checkpointing", "weights", "pipe")
 PLAN_EXAMPLE = "plan: {model: DIRECTORY, machine: dgx-h100, batch_tokens: 4M, seq: 4096}"
 NEAR = 0.05  # a batch may be changed by so much, to divide among more grids
 SAID = 0.01  # and by so much without a word
+SEQUENCE = 2048  # tokens where nobody says, unless the model's window is shorter
 
 
 def number(text: Any) -> int:
@@ -48,6 +49,20 @@ def number(text: Any) -> int:
     if value < 1 or isinstance(text, bool):
         raise ValueError(f"{text!r} is not a number of at least 1.")
     return value
+
+
+def usual_seq(shape: Stack) -> int:
+    """Tokens of a sequence where nobody says: SEQUENCE, or the window of the model where that is shorter."""
+    return min(SEQUENCE, shape.context or SEQUENCE)
+
+
+def too_long(seq: int, context: int) -> str:
+    """A sentence where sequences are longer than a config allows (0: it does not say); else nothing."""
+    if not 0 < context < seq:
+        return ""
+    return (
+        f"sequences of {seq:,} tokens are longer than the {context:,} that the config allows (max_position_embeddings)"
+    )
 
 
 class Batch(NamedTuple):
@@ -212,8 +227,7 @@ def resolve_auto(
         f"grid: auto is {best.grid}{lying}{kept}, {best.total:.3g} s a step predicted, micro-batches: "
         f"{best.micro_batches}."
     ]
-    if batch.note:
-        notes.append(f"{batch.note}.")
+    notes += [f"{note}." for note in (batch.note, too_long(seq, job.shape.context)) if note]
     if len(found.ranked) > 1:
         second = found.ranked[1]
         notes.append(f"second is {second.grid}, {second.total / best.total - 1:.1%} slower.")

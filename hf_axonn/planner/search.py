@@ -80,6 +80,8 @@ class GridRanking:
                 f"no grid of {self.gpus} GPUs fits: the smallest, {least.grid}, needs {needs:.1f} of {has:.0f} GiB (a "
                 "tenth is kept free): take more GPUs, or shorter sequences."
             )
+        if not self.impossible:
+            return f"no grid of {self.gpus} GPUs is possible: no size of pipe to plan with divides {self.gpus}."
         grid, why = self.impossible[0]
         return f"no grid of {self.gpus} GPUs is possible, for instance {grid}: {why}. Take a larger batch."
 

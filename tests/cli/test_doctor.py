@@ -34,7 +34,12 @@ def write(folder, model=None, *, processes=4, **section):
     (folder / "axonn.yaml").write_text(yaml.safe_dump(settings))
     if model is not None:
         model.save_pretrained(folder)
-    return ["doctor", "--config", str(folder / "axonn.yaml"), *(["--model", str(folder)] if model else [])]
+    return [
+        "doctor",
+        "--config",
+        str(folder / "axonn.yaml"),
+        *(["--model", str(folder / "config.json")] if model else []),
+    ]
 
 
 def even_llama(**changes):
@@ -113,6 +118,76 @@ def test_every_reason_to_look_again(tmp_path, capsys):
     found = warnings_of(capsys, [*small, "--gpu-memory", "0.0001"])
     assert "y is 4 and x is 1" in found and "x * y = 4 does not divide the 2 ranks of a machine" in found
     assert "do not fit into" in found and "--checkpointing" in found
+
+
+def test_tied_weights_are_counted_once(tmp_path, capsys):
+    count = 128 * 48  # of the embedding and the head
+    for tied in (True, False):
+        assert main(write(tmp_path, even_llama(tie_word_embeddings=tied), grid={"z": 2, "x": 2})) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.endswith("  vocabulary"))
+        assert line.split() == [
+            "sharded",
+            "2",
+            "modules",
+            f"{count if tied else 2 * count:,}",
+            "parameters",
+            "vocabulary",
+        ]
+
+
+def test_rows_are_as_long_as_the_window_allows(tmp_path, capsys):
+    command = write(tmp_path, even_llama(max_position_embeddings=512), grid={"z": 2, "x": 2})
+    assert main(command) == 0
+    assert "1 row(s) of 512 tokens" in capsys.readouterr().out
+    longer = "sequences of 2,048 tokens are longer than the 512 that the config allows"
+    assert longer in warnings_of(capsys, [*command, "--seq", "2048"])
+    assert main(write(tmp_path, even_llama(max_position_embeddings=4096), grid={"z": 2, "x": 2})) == 0
+    assert "1 row(s) of 2048 tokens" in capsys.readouterr().out
+
+
+def test_a_folder_holds_weights_and_says_what_it_lacks(tmp_path, capsys):
+    command = write(tmp_path, even_llama(), grid={"z": 2, "x": 2})
+    folder = tmp_path / "model"
+    command[-1] = str(folder)
+    model = AutoModelForCausalLM.from_config(even_llama())
+    model.config.save_pretrained(folder)
+    without = warnings_of(capsys, command)
+    assert (
+        f"{folder} has no weights" in without and f"give {folder / 'config.json'} if they are to be random" in without
+    )
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert main(command) == 0
+    printed = capsys.readouterr().out
+    assert "nothing to mend" in printed and f"note: {folder} has no tokenizer" in printed
+    (folder / "tokenizer.json").touch()
+    assert main(command) == 0 and "has no tokenizer" not in capsys.readouterr().out
+    shards = sorted(folder.glob("model-*.safetensors"))
+    shards[1].unlink()
+    assert f"lacks 1 file(s) of weights that its index names, {shards[1].name} first" in warnings_of(capsys, command)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        (
+            "adapter_config.json",
+            '{"base_model_name_or_path": "some/base"}',
+            "it holds an adapter: give its base model, some/base",
+        ),
+        ("model.gguf", "", "it holds GGUF files"),
+        ("checkpoint-7/config.json", "{}", "give one of those inside it, checkpoint-7"),
+        ("config.json", '{"model_type": "no_such_type"}', "no_such_type"),
+        ("config.json", "{", "is no model"),
+    ],
+)
+def test_folders_that_are_no_model_say_what_to_give(tmp_path, capsys, file, content, message):
+    command = write(tmp_path, grid={"x": 2}, processes=2)
+    path = tmp_path / "model" / file
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert main([*command, "--model", str(tmp_path / "model")]) == 2
+    told = capsys.readouterr().err
+    assert message in told and len(told.splitlines()) == 1
 
 
 def test_of_a_pipeline_the_first_rank_holds_its_stages_and_what_is_in_flight(tmp_path, capsys):

@@ -153,6 +153,16 @@ def test_a_machine_that_was_measured(here, capsys):
         assert "The fastest of" in capsys.readouterr().out
 
 
+def test_sequences_are_as_long_as_the_window_allows(here, capsys):
+    tiny_config("llama", max_position_embeddings=512).save_pretrained(here / "model")
+    command = ["init", "--machine", "dgx-h100", "--model", "model", "--force"]
+    assert main(command) == 0
+    assert "64 sequences of 512 tokens a step" in (here / "axonn.yaml").read_text()
+    assert "longer than" not in capsys.readouterr().out
+    assert main([*command, "--seq", "1024"]) == 0
+    assert "sequences of 1,024 tokens are longer than the 512 that the config allows" in capsys.readouterr().out
+
+
 def test_nodes_that_are_not_those_of_the_plan_are_said(here, capsys):
     command = ["init", "--machine", "dgx-h100", "--model", "gpt-5b", "--nodes", "4", "--processes", "16"]
     assert main(command) == 0

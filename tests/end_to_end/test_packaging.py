@@ -271,7 +271,7 @@ hf-axonn doctor --config axonn.yaml --model MODEL
 hf-axonn certify --config axonn.yaml --model MODEL --steps 2
 hf-axonn env
 hf-axonn --print-completion bash
-hf-axonn-eval --print_completion zsh
+hf-axonn-eval --print-completion zsh
 accelerate env --config_file axonn.yaml
 accelerate test --config_file axonn.yaml
 """

@@ -88,7 +88,7 @@ def _check_report(model, report) -> None:
     for entry in report.not_sharded():
         assert f"not sharded {entry.name}: {entry.reason}" in lines and len(entry.reason) > 10
     total = sum(parameter.numel() for parameter in model.parameters())
-    assert sum(entry.parameters for entry in report.entries) >= total  # tied ones are counted twice
+    assert sum(entry.parameters for entry in report.entries) == total
     assert report.summary in str(report)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 
+import huggingface_hub
 import pytest
 import torch
 import yaml
@@ -28,6 +30,7 @@ from hf_axonn.topology.axis_order import ORDER, written
 from hf_axonn.topology.grid import Grid
 from tests.helpers import ROOT
 from tests.helpers.calls import calls_of
+from tests.helpers.models import tiny_config
 from tests.helpers.ranks import run_ranks
 
 
@@ -259,16 +262,21 @@ def test_long_sequences_and_repeated_attention_are_told(capsys, tmp_path):
     assert "max_position_embeddings" not in capsys.readouterr().out
 
 
-def test_a_model_may_be_named_as_on_the_hub(monkeypatch):
+def test_a_model_may_be_named_as_on_the_hub(monkeypatch, tmp_path):
     sizes = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
     config = AutoConfig.for_model("mixtral", **sizes, intermediate_size=64, vocab_size=64)
-    monkeypatch.setattr(AutoConfig, "from_pretrained", {"some/model": config}.__getitem__)
+    config.save_pretrained(tmp_path)
+    found = {("some/model", "config.json"): str(tmp_path / "config.json")}
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *names: found[names])
     assert read_shape("some/model") == shape_of(config.to_dict())
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="some/model is no model: its config.json has no model_type"):
+        read_shape("some/model")
 
-    def missing(name):
+    def missing(name, _):
         raise OSError(f"{name} is not on the hub\nand more")
 
-    monkeypatch.setattr(AutoConfig, "from_pretrained", missing)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", missing)
     with pytest.raises(ValueError, match="another/model is no model: another/model is not on the hub$"):
         read_shape("another/model")
     with pytest.raises(ValueError, match="there is no model 'nothing'"):
@@ -346,6 +354,56 @@ def test_the_answer_counts_days_and_overlaps(capsys):
     assert seconds[-1] == pytest.approx(best["step_seconds"], abs=1e-3) and seconds[0] > seconds[-1]
     low, high = best["step_seconds_interval"]
     assert low < best["step_seconds"] <= high
+
+
+def test_costs_are_those_of_the_step_and_its_interval(capsys):
+    command = [*COMMAND, "--gpus", "64", "--price", "2.5"]
+    assert main([*command, "--json", "--top", "2"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["ranked"]
+    for entry in (first, second):
+        cost = entry["cost"]
+        hours = 64 * 1e9 / entry["tokens_per_second"] / 3600
+        assert cost["tokens"] == 10**9 and cost["gpu_hours"] == pytest.approx(hours)
+        assert cost["days"] == pytest.approx(hours / 64 / 24)
+        assert cost["money"] == pytest.approx(2.5 * hours) and cost["price"] == 2.5
+        for name in ("gpu_hours", "money"):
+            relative = [end / cost[name] for end in cost[f"{name}_interval"]]
+            assert relative == pytest.approx([end / entry["step_seconds"] for end in entry["step_seconds_interval"]])
+    assert main(command) == 0
+    amount = r"[\d.]+ {} \([\d.]+ to [\d.]+\)"
+    amounts = f"1B tokens: [0-9.]+ hours, {amount.format('GPU hours')}, {amount.format('at 2.5 a GPU hour')}"
+    assert re.search(amounts, capsys.readouterr().out)
+    assert main([*COMMAND, "--sweep", "64..128", "--tokens", "2T", "--price", "2"]) == 0
+    assert capsys.readouterr().out.count("at 2 a GPU hour") == 2
+    assert main([*COMMAND, "--gpus", "64"]) == 0
+    assert "GPU hours" in (printed := capsys.readouterr().out) and "a GPU hour " not in printed
+
+
+def test_sequences_are_as_long_as_the_window_allows(tmp_path, capsys):
+    for window, seq in ((512, 512), (4096, 2048)):
+        tiny_config("llama", max_position_embeddings=window).save_pretrained(tmp_path)
+        command = ["plan", "--model", str(tmp_path), "--machine", "dgx-h100", "--gpus", "8", "--batch-sequences", "8"]
+        assert main(command) == 0
+        assert f"8 sequences of {seq:,} tokens a step" in capsys.readouterr().out
+    section = {"grid": "auto", "plan": {**AUTO, "model": str(tmp_path), "seq": 8192}}
+    _, notes = resolve_auto(section, 4, mixed_precision="bf16", read=read_shape)
+    assert (
+        "sequences of 8,192 tokens are longer than the 4,096 that the config allows (max_position_embeddings)."
+        in notes
+    )
+
+
+@pytest.mark.parametrize(
+    "words", ["--paper --gpus 8 --price 1", "--paper --gpus 8 --tokens 1B", "--sweep 1..8 --overlap"]
+)
+def test_options_without_effect_are_refused(words, capsys):
+    assert main([*COMMAND, *words.split()]) == 2
+    assert "leave one of them out" in capsys.readouterr().err
+
+
+def test_sizes_of_pipe_that_divide_nothing(capsys):
+    assert main([*COMMAND, "--gpus", "64", "--pipe", "3"]) == 1
+    assert "no grid of 64 GPUs is possible: no size of pipe to plan with divides 64" in capsys.readouterr().out
 
 
 def test_the_paper_mode_ranks_by_communication(capsys):

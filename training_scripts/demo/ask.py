@@ -2,9 +2,9 @@
 
     python ask.py --samples samples.jsonl --output runs --batch_size 20 --top_k 40 base=model ordinary=checkpoint
 
-gives runs/base and runs/ordinary, each what `python -m hf_axonn_eval extract --model DIR --sampler
-temperature=1,top_k=40` writes. One process reads each model whole, also from the shards of a grid: a model that fits
-is asked faster so than over the grid that trained it, and to start Python for each takes longer than to ask.
+gives runs/base and runs/ordinary, each what `hf-axonn-eval extract --model DIR --sampler temperature=1,top_k=40`
+writes. One process reads each model whole, also from the shards of a grid: a model that fits is asked faster so than
+over the grid that trained it, and to start Python for each takes longer than to ask.
 """
 
 import argparse

@@ -18,6 +18,7 @@ import yaml
 
 import hf_axonn
 from hf_axonn import AxonnConfig
+from hf_axonn.compat.arguments import Parser
 from hf_axonn.topology.grid import Grid
 from hf_axonn_scripts.demo import inputs
 from hf_axonn_scripts.demo.corpus import BUCKETS, Corpus, build_corpus, write_held_out, write_training_set
@@ -54,7 +55,7 @@ LOSSES = {
 
 def main() -> int:
     """Does every step that is missing; returns 0 if the claims hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="directory for all files")
     parser.add_argument(
         "--launch_file",

@@ -16,6 +16,7 @@ import signal
 import sys
 from pathlib import Path
 
+from hf_axonn.compat.arguments import Parser
 from hf_axonn_scripts.demo.pipeline import Stamps
 from hf_axonn_scripts.study.recipe.definition import Recipe
 from hf_axonn_scripts.study.recipe.reader import read_recipe
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="a file, or the name of one in training_scripts/study/recipes")
     parser.add_argument("--output", type=Path, help="directory for all files (default: runs/study/NAME)")
     parser.add_argument("--minutes", type=float, help="begin no step that is not predicted to end in this time")

@@ -40,13 +40,16 @@ def read_shape(model: str) -> Stack:
 
 
 def _hub_config(name: str) -> dict[str, Any]:
-    """The config of a model on the hub, or in its cache."""
-    from transformers import AutoConfig
+    """The config.json of a model on the hub, or in its cache."""
+    from huggingface_hub import hf_hub_download
 
     try:
-        return dict(AutoConfig.from_pretrained(name).to_dict())
+        config = _config(Path(hf_hub_download(name, "config.json")))
     except (OSError, ValueError) as problem:
         raise ValueError(f"{name} is no model: {str(problem).partition(chr(10))[0]}") from None
+    if config is None or "model_type" not in config:
+        raise ValueError(f"{name} is no model: its config.json has no model_type.")
+    return config
 
 
 def _config(path: Path) -> dict[str, Any] | None:

@@ -1,0 +1,47 @@
+"""The parser of every command of this package: argparse's, with a few habits for all of them.
+
+- `--batch-size` and `--batch_size` are the same option, whichever of the two is listed.
+- Every command and subcommand has `--version`.
+- Options are not abbreviated, so that a new one never changes what a script of yours means.
+- A usage error is two lines: what is wrong, and where help is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from hf_axonn import __version__
+
+
+VERSION = f"hf_axonn {__version__}"
+
+
+class Parser(argparse.ArgumentParser):
+    """`argparse.ArgumentParser` with the habits of this package; its subparsers are of this class too."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{"allow_abbrev": False, **options})
+        self.add_argument("--version", action="version", version=VERSION, help="print the version, and end")
+
+    def parse_known_args(  # type: ignore[override]  # overloaded in the stubs
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> Any:
+        """As argparse, which calls this for subcommands as well; options are spelt as they are listed first."""
+        return super().parse_known_args(self._spelt(sys.argv[1:] if args is None else args), namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """End with exit code 2, without the list of all options."""
+        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help shows the options.\n")
+
+    def _spelt(self, words: Sequence[str]) -> list[str]:
+        """The words with dashes and underscores of option names as they are listed; what follows `--` is no option."""
+        listed = {name.replace("_", "-"): name for name in self._option_string_actions if name.startswith("--")}
+        end = words.index("--") if "--" in words else len(words)
+        found = []
+        for word in words[:end]:
+            name, equals, value = word.partition("=")
+            found.append(listed.get(name.replace("_", "-"), name) + equals + value)
+        return [*found, *words[end:]]
