@@ -82,8 +82,6 @@ class TrainingMethods:
                 if not dynamo.dynamic:  # `accelerate launch` says False where nobody has said anything
                     options.pop("dynamic", None)
                 compile_regions(state, model, **options)
-            if state.pipeline is not None:
-                state.pipeline.know_parameters()  # of which some may have been frozen since
             state.context.averages_itself = True
             # Scripts take these from the wrapper that DistributedDataParallel would be.
             prepared.no_sync = partial(self.no_sync, prepared)
