@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,11 +41,6 @@ def shard(model) -> DTensor:
     return next(its for its in model.parameters() if isinstance(its, DTensor))
 
 
-def step_of(batch) -> str:
-    """Something of many bytes."""
-    return str(batch)
-
-
 # By the name that the message has to have.
 CALLS: dict[str, Callable] = {
     "model.generate(": lambda model, batch: model.generate(batch["input_ids"], max_new_tokens=2, do_sample=False),
@@ -52,7 +48,7 @@ CALLS: dict[str, Callable] = {
     ".full_tensor()": lambda model, batch: shard(model).full_tensor(),
     "model.save_pretrained(": lambda model, batch: model.save_pretrained("nowhere"),
     "hf_axonn.save_sharded(": lambda model, batch: hf_axonn.save_sharded(model, "nowhere"),
-    "dist.all_gather_object(": lambda model, batch: dist.all_gather_object([None, None], step_of(batch)),
+    "dist.all_gather_object(": lambda model, batch: dist.all_gather_object([None, None], str(batch)),
     "clip_grad_norm_(": lambda model, batch: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
     "hf_axonn.sync_gradients(": lambda model, batch: hf_axonn.sync_gradients(model),
     "barrier()": lambda model, batch: barrier(),
@@ -78,6 +74,7 @@ def _rank(rank: int, port, listening, log: str, call: str) -> None:
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
     faulthandler.disable()  # pytest's
+    tempfile.tempdir = str(Path(log).parent)
     watchdog.EARLY = 4.0
     PROGRESS.begin()
     listening.wait()
@@ -86,6 +83,7 @@ def _rank(rank: int, port, listening, log: str, call: str) -> None:
         train(call)
     except BaseException:
         sys.excepthook(*sys.exc_info())
+    watchdog.ended()
     sys.stderr.flush()
     os._exit(1)
 
@@ -134,6 +132,7 @@ def test_what_each_rank_is_in_is_told(tmp_path, part):
             text
         )
         assert "Every rank has to make the same calls" in text and "out of memory" not in text
+    assert not list(tmp_path.glob("hf_axonn-watch-*"))
 
 
 GENERATES = """

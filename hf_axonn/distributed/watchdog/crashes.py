@@ -55,22 +55,18 @@ class CrashFile:
             self._file.flush()
             faulthandler.enable(self._file)
 
-    def close(self) -> None:
-        """Stop, and remove the file and, if it is the last, its folder."""
-        if self._file is None:
-            return
-        faulthandler.disable()
-        self._file.close()
-        self._file = None
-        remove(self._path)
-
-
-def remove(path: Path) -> None:
-    """Remove the file of a rank and, if it was the last, its folder."""
-    with contextlib.suppress(OSError):
-        path.unlink()
-    with contextlib.suppress(OSError):
-        path.parent.rmdir()
+    def close(self, *, of_all: bool = False) -> None:
+        """Stop, and remove this file and those of ranks that crashed, or of all; with the last one the folder goes."""
+        if self._file is not None:
+            faulthandler.disable()
+            self._file.close()
+            self._file = None
+        folder = self._path.parent
+        crashed = [folder / str(rank) for rank, _ in crashes_in(str(folder))]
+        with contextlib.suppress(OSError):
+            for path in list(folder.iterdir()) if of_all else [self._path, *crashed]:
+                path.unlink(missing_ok=True)
+            folder.rmdir()
 
 
 def crashes_in(folder: str) -> Iterator[tuple[int, Crash]]:

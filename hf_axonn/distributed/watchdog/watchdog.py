@@ -36,14 +36,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
 
 from hf_axonn.compat.torch import backend_of, store_outlives_ranks, watch_store, world_timeout
 from hf_axonn.distributed.collectives import observe
-from hf_axonn.distributed.watchdog.crashes import Crash, CrashFile, crashes_in, remove
+from hf_axonn.distributed.watchdog.crashes import Crash, CrashFile, crashes_in
 from hf_axonn.distributed.watchdog.diagnosis import diagnose, diagnose_early, who_works
 from hf_axonn.distributed.watchdog.progress import (
     PROGRESS,
@@ -172,6 +171,10 @@ class Watchdog:
         atexit.unregister(self.at_exit)
         if sys.excepthook is self._hook:
             sys.excepthook = self._hook_before
+
+    def close_files(self) -> None:
+        """The run is over: what ended ranks is known."""
+        self._crash_file.close(of_all=True)
 
     def at_exit(self) -> None:
         # Also of a script that has ended its process group (`accelerator.end_training`): others may wait for it.
@@ -353,8 +356,6 @@ class Watchdog:
     def _end(self, result: dict) -> None:
         """End this process, which may be waiting in a collective."""
         self._ending.set()
-        for rank, _ in crashes_in(self._crashes):
-            remove(Path(self._crashes, str(rank)))
         if result["by"] != self.rank:
             _record(RuntimeError(result["text"]))
         grace = GRACE / 5 if waits_for_others() else GRACE
@@ -406,6 +407,8 @@ def _say(text: str, what: str = "the run ends") -> None:
 
 
 def _leave(code: int) -> None:
+    if _watch is not None:
+        _watch.close_files()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
