@@ -23,8 +23,9 @@ from transformers import TrainerCallback
 
 from hf_axonn import GoldfishConfig, parallel_state
 from hf_axonn.checkpoint.manifest import MANIFEST, read_manifest
+from hf_axonn.engine.documents import document_fields, find_document_ids
 from hf_axonn.engine.parameter_counts import num_parameters
-from hf_axonn.goldfish.mask import find_document_ids, goldfish_mask
+from hf_axonn.goldfish.mask import goldfish_mask
 from hf_axonn.goldfish.table import load_table
 from hf_axonn_scripts.data import DataArguments, Rows
 
@@ -132,11 +133,11 @@ def describe_loss(args: GoldfishConfig, share: float | None) -> str:
 
 def dropped_share(args: GoldfishConfig, batch: Mapping[str, torch.Tensor]) -> float | None:
     """Return which share of the labels of a batch the goldfish loss drops; None if there is nothing to learn in it."""
-    names = () if args.goldfish_as_reference else ("position_ids", "attention_mask")
+    ids = None if args.goldfish_as_reference else find_document_ids(batch["input_ids"], **document_fields(batch))
     mask = goldfish_mask(
         batch["input_ids"],
         batch["labels"],
-        find_document_ids(batch["input_ids"], **{name: batch.get(name) for name in names}) if names else None,
+        ids,
         strategy=args.goldfish_strategy,
         k=args.goldfish_k,
         context_width=args.goldfish_context_width,
