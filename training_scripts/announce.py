@@ -133,11 +133,11 @@ def describe_loss(args: GoldfishConfig, share: float | None) -> str:
 
 def dropped_share(args: GoldfishConfig, batch: Mapping[str, torch.Tensor]) -> float | None:
     """Return which share of the labels of a batch the goldfish loss drops; None if there is nothing to learn in it."""
-    as_one, fields = args.goldfish_as_reference, document_fields(batch)
+    ids = None if args.goldfish_as_reference else find_document_ids(batch["input_ids"], **document_fields(batch))
     mask = goldfish_mask(
         batch["input_ids"],
         batch["labels"],
-        None if as_one else find_document_ids(batch["input_ids"], **fields),
+        ids,
         strategy=args.goldfish_strategy,
         k=args.goldfish_k,
         context_width=args.goldfish_context_width,

@@ -28,8 +28,10 @@ class MasterMethods:
 
 
 def stages_agree(models: Iterable[nn.Module]) -> None:
-    """Let the stages of pipelines know which dtype travels between them, and what of the others is trained. Collectives:
-    those of `Pipeline.know_modules`."""
+    """Let the stages of pipelines know which dtype travels between them, and what of the others is trained.
+
+    Collectives: those of `Pipeline.know_modules`.
+    """
     for model in models:
         state = parallel_state(model)
         if state is not None and state.pipeline is not None:
