@@ -7,12 +7,12 @@ all ranks are (`Pipeline.know_parameters`), and nothing here communicates.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import nn
 
 from hf_axonn.engine.four_bit import elements_of
-from hf_axonn.engine.state import is_parallelized
+from hf_axonn.engine.state import ParallelState, is_parallelized
 
 
 class Counted(NamedTuple):
@@ -46,7 +46,7 @@ def own_counts(model: nn.Module) -> dict[str, Counted]:
 def whole_counts(model: nn.Module) -> list[Counted]:
     """What a model has on all stages; of one that is not over a grid, or holds one that is, as well."""
     # A PeftModel has the attributes of what it holds.
-    states = dict.fromkeys(module.axonn for module in model.modules() if is_parallelized(module))
+    states = dict.fromkeys(cast(ParallelState, each.axonn) for each in model.modules() if is_parallelized(each))
     return [*own_counts(model).values(), *(each for state in states for each in state.elsewhere.values())]
 
 
