@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import IO
 
 from hf_axonn.distributed.watchdog.progress import FRAMES, is_waiting_file, source_line
 
@@ -45,7 +46,7 @@ class CrashFile:
 
     def __init__(self, folder: str, rank: int) -> None:
         self._path = Path(folder, str(rank))
-        self._file = None
+        self._file: IO[str] | None = None
         if faulthandler.is_enabled():
             return
         with contextlib.suppress(OSError):

@@ -137,7 +137,7 @@ def _crashed(crashes: Mapping[int, Crash], places: Mapping[int, str], accounts: 
     if crash.reason != "Aborted" or not crash.waiting:
         stack = "\n".join(f"    {line}" for line in crash.stack)
         return f"{who} died {when}: {crash.reason}. The ranks are at\n{lines}\nWhere rank {first} was:\n{stack}"
-    calls = {*(each.call for each in accounts), *(each.call for each in crashes.values())}
+    calls = {each.call for each in accounts} | {each.call for each in crashes.values()}
     apart = "the ranks are in different calls" if len(calls) > 1 else "their tensors differ in size"
     return (
         f"{who} died {when}: gloo aborts a process that receives another number of bytes than it waits for, and "
