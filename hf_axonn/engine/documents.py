@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -110,8 +111,10 @@ def separate_documents(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any
 
     With packed documents the copy has `position_ids` that start again at each of them, `use_cache=False` and no
     `attention_mask`: padding becomes a document of its own. A batch with `past_key_values`, or with a mask that is
-    not one number a token, was prepared by the caller and stays as it is. Labels are not touched. Waits for the
-    device where the batch has one of `DOCUMENT_KEYS`. No communication.
+    not one number a token, was prepared by the caller and stays as it is. So does one whose `position_ids` skip
+    numbers and never start again (training for longer contexts). Labels are not touched. No communication. Waits for
+    the device where the batch has another of `DOCUMENT_KEYS` than the mask; whether masks number documents is read in
+    the first batch of a model alone.
 
     A model that mixes documents in any case (`why_documents_mix`) is named in a warning, once.
 
@@ -127,9 +130,11 @@ def separate_documents(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any
         return batch
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == tokens.shape):
         return batch
+    base = without_peft(model)
+    if mask is not None and len(fields) == 1 and not _masks_number_documents(base, mask):
+        return batch
     if not _is_packed(tokens, fields, mask):
         return batch
-    base = without_peft(model)
     if reason := why_documents_mix(model):
         _warn_once(type(base).__name__, reason)
     if _why_attention_mixes(model):
@@ -181,8 +186,23 @@ def _tokens(batch: Mapping[str, Any]) -> Tensor | None:
     return embeds[..., 0] if isinstance(embeds, Tensor) and embeds.dim() == 3 else None
 
 
+def _masks_number_documents(model: nn.Module, mask: Tensor) -> bool:
+    """Whether the masks of a model's batches number documents, as that of its first batch does or does not."""
+    if model not in _numbering:
+        _numbering[model] = not bool((mask <= 1).all())
+    return _numbering[model]
+
+
+_numbering: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+
+
 def _is_packed(tokens: Tensor, fields: dict[str, Tensor], mask: Tensor | None) -> bool:
     """Whether a row has tokens of two documents; padding between or around text is none. Waits for the device."""
+    positions = fields.get("position_ids")
+    if positions is not None and positions.dim() == 2:  # numbers that are skipped begin no document here
+        again = torch.zeros_like(positions, dtype=torch.bool)
+        again[:, 1:] = (positions[:, 1:] < positions[:, :-1]) | (positions[:, 1:] == 0)
+        fields = fields | {"position_ids": positions_in_document(positions, again.cumsum(dim=1))}
     if mask is None:
         documents = find_document_ids(tokens, **fields)
         return documents is not None and bool((documents[:, -1] != documents[:, 0]).any())

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from hf_axonn import parallelize
+from hf_axonn.engine.documents import separate_documents
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import Batch, exact, mean_over_world, model_loss
@@ -170,9 +171,10 @@ def outcome(model: nn.Module, batch: Batch, dp_size: int = 1) -> Outcome:
 
 
 def truth(example: Example) -> Outcome | None:
-    """The outcome on one process; None where it refuses."""
+    """The outcome on one process, of documents that do not see each other; None where it refuses."""
     try:
-        loss, gradients = outcome(example.model(), example.batch)
+        model = example.model()
+        loss, gradients = outcome(model, separate_documents(model, example.batch))
     except REFUSALS:
         return None
     if not (example.batch["labels"][:, 1:] != -100).any():  # 0/0 there, 0 here: losses/causal_lm.py::CausalLMLoss

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from hf_axonn import Grid, parallelize, sync_gradients
+from hf_axonn.engine import documents as documents_of_engine
 from hf_axonn.engine.documents import separate_documents, why_documents_mix
 from tests.helpers.equality import exact
 from tests.helpers.float64 import relative_errors
@@ -168,11 +169,35 @@ def test_a_model_that_mixes_documents_is_named_once(kind, reason, caplog):
         kind, attention="eager", **({"layer_types": ["conv", "full_attention"]} if kind == "lfm2" else {})
     ).eval()
     batch = {"input_ids": torch.ones(1, 6, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    documents_of_engine._warn_once.cache_clear()  # once in a process, in which other tests may have asked before
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             separate_documents(model, batch)
     warnings = [record.getMessage() for record in caplog.records if "see each other" in record.getMessage()]
     assert len(warnings) == 1 and reason in warnings[0] and type(model).__name__ in warnings[0]
+
+
+def test_positions_that_skip_numbers_begin_no_document():
+    """Training for longer contexts skips positions within a document; Transformers attends across with a mask."""
+    model = tiny_model("llama").eval()
+    batch = {
+        "input_ids": torch.ones(1, 6, dtype=torch.long),
+        "attention_mask": torch.ones(1, 6, dtype=torch.long),
+        "position_ids": torch.tensor([[0, 1, 2, 40, 41, 42]]),
+    }
+    assert separate_documents(model, batch) is batch
+    again = batch | {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
+    assert "attention_mask" not in separate_documents(model, again)
+
+
+def test_masks_that_number_documents_are_found_in_the_first_batch():
+    ids = torch.ones(1, 6, dtype=torch.long)
+    numbers = torch.tensor([[1, 1, 1, 2, 2, 2]])
+    model = tiny_model("llama").eval()
+    for _ in range(2):
+        assert separate_documents(model, {"input_ids": ids, "attention_mask": numbers})["position_ids"][0, 3] == 0
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    assert separate_documents(model, batch) is batch
 
 
 GRIDS = (Grid(z=2), Grid(x=2), Grid(pipe=2))
