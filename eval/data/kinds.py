@@ -100,38 +100,38 @@ def kind_of(path: str | os.PathLike[str]) -> Found | None:
     return Found("key") if is_key else None
 
 
-def check_kind(path: str | os.PathLike[str], wanted: str, option: str) -> None:
+def check_kind(path: str | os.PathLike[str], expected: str, option: str) -> None:
     """Refuse what is certainly something else.
 
     Args:
         path: what was given; nothing there, or nothing that is known, is left to whoever reads it.
-        wanted: a kind of _WHAT.
+        expected: a kind of _WHAT.
         option: for which it was given.
     Raises:
         ValueError: it is of another kind. One sentence: what it is, what the option takes, and what to do.
     """
     found = kind_of(path)
-    if found is not None and found.kind not in _ACCEPTED.get(wanted, (wanted,)):
+    if found is not None and found.kind not in _ACCEPTED.get(expected, (expected,)):
         raise ValueError(
-            f"{path}{found.where} looks like {_WHAT[found.kind]}, but {option} takes {_WHAT[wanted]}: "
-            f"{_remedy(Path(path), found.kind, wanted)}."
+            f"{path}{found.where} looks like {_WHAT[found.kind]}, but {option} takes {_WHAT[expected]}: "
+            f"{_remedy(Path(path), found.kind, expected)}."
         )
 
 
-def check_output(path: str | os.PathLike[str], wanted: str, option: str) -> None:
+def check_output(path: str | os.PathLike[str], expected: str, option: str) -> None:
     """Refuse to write over something else.
 
     Args:
         path: where a command will write.
-        wanted: the kind of what it writes.
+        expected: the kind of what it writes.
         option: which names the path.
     Raises:
         ValueError: what is there is of another kind.
     """
     found = kind_of(path)
-    if found is not None and found.kind != wanted:
+    if found is not None and found.kind != expected:
         raise ValueError(
-            f"{path}{found.where} looks like {_WHAT[found.kind]}, and {option} would write {_WHAT[wanted]} there: "
+            f"{path}{found.where} looks like {_WHAT[found.kind]}, and {option} would write {_WHAT[expected]} there: "
             "name another place."
         )
 
@@ -151,21 +151,21 @@ _REMEDIES: Mapping[str, str] = {
 }
 
 
-def _remedy(path: Path, found: str, wanted: str) -> str:
-    if (found, wanted) == ("documents", "samples"):
+def _remedy(path: Path, found: str, expected: str) -> str:
+    if (found, expected) == ("documents", "samples"):
         return (
             f"`hf-axonn-eval samples --documents {path} --tokenizer MODEL --output samples.jsonl` makes samples of it"
         )
-    if wanted == "run" and found in ("samples", "model"):
-        asked = {"samples": "MODEL", "model": path}[found], {"samples": path, "model": "samples.jsonl"}[found]
-        return f"`hf-axonn-eval extract --model {asked[0]} --samples {asked[1]} --output runs/NAME` makes a run"
-    if (wanted == "run" and found in _INSIDE_A_RUN) or (wanted == "canaries" and found == "canaries file"):
+    if expected == "run" and found in ("samples", "model"):
+        example = {"samples": "MODEL", "model": path}[found], {"samples": path, "model": "samples.jsonl"}[found]
+        return f"`hf-axonn-eval extract --model {example[0]} --samples {example[1]} --output runs/NAME` makes a run"
+    if (expected == "run" and found in _INSIDE_A_RUN) or (expected == "canaries" and found == "canaries file"):
         return f"name the directory that it is in, {path.parent}"
-    if wanted == "samples" and found in ("run", *_INSIDE_A_RUN):
+    if expected == "samples" and found in ("run", *_INSIDE_A_RUN):
         return "name the samples that the run was asked"
-    if wanted == "samples" and found == "about":
+    if expected == "samples" and found == "about":
         return f"name the samples, {path.with_name(path.name.removesuffix('.about.json'))}"
-    return _REMEDIES[wanted]
+    return _REMEDIES[expected]
 
 
 def _keys(text: bytes) -> set[str]:

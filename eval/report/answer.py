@@ -28,11 +28,11 @@ def answer(comparison: Comparison) -> list[str]:
         comparison: what `compare` returned.
     """
     seen = [bucket for bucket in tables.buckets(comparison) if bucket != "0"]
-    told = max(seen, key=int, default="0")
+    largest = max(seen, key=int, default="0")
     return [
         _asked(comparison, seen),
-        _came_back(comparison, seen, told),
-        _how_sure(comparison, told),
+        _came_back(comparison, seen, largest),
+        _how_sure(comparison, largest),
         _left_out(comparison),
         training.sentence(comparison),
     ]
@@ -58,11 +58,11 @@ def _asked(comparison: Comparison, seen: Sequence[str]) -> str:
     ).rstrip()
 
 
-def _came_back(comparison: Comparison, seen: Sequence[str], told: str) -> str:
-    if not _shares(comparison, told):
+def _came_back(comparison: Comparison, seen: Sequence[str], largest: str) -> str:
+    if not _shares(comparison, largest):
         return "Whether these were reproduced verbatim was not measured."
-    whose = f"samples seen {'most often, ' if len(seen) > 1 else ''}{times([told])}" if seen else "controls"
-    sentence = f"Of the {whose}, greedy decoding reproduced verbatim {_from_each(_shares(comparison, told))}"
+    whose = f"samples seen {'most often, ' if len(seen) > 1 else ''}{times([largest])}" if seen else "controls"
+    sentence = f"Of the {whose}, greedy decoding reproduced verbatim {_from_each(_shares(comparison, largest))}"
     if seen and _shares(comparison, "0"):
         sentence += f", and of the controls {_from_each(_shares(comparison, '0'))}"
     drawn = {name: _drawn(run, seen or ["0"]) for name, run in comparison["runs"].items()}
@@ -73,14 +73,14 @@ def _came_back(comparison: Comparison, seen: Sequence[str], told: str) -> str:
     return f"{sentence}."
 
 
-def _how_sure(comparison: Comparison, told: str) -> str:
-    if not _shares(comparison, told):
+def _how_sure(comparison: Comparison, largest: str) -> str:
+    if not _shares(comparison, largest):
         return "So there is no share of them to be sure of."
     changes = []
     for name in comparison["minus_base"]:
-        difference = comparison["minus_base"][name][told].get(METRIC)
+        difference = comparison["minus_base"][name][largest].get(METRIC)
         if difference is not None:
-            p = comparison["mcnemar"][name][told][METRIC]["p_holm"]
+            p = comparison["mcnemar"][name][largest][METRIC]["p_holm"]
             changes.append(f"{tables.difference_text(difference)} for {name} (p = {p:.2g})")
     against = "there is no other run to compare with, so how much of this comes from training is not known"
     if changes:
@@ -88,7 +88,9 @@ def _how_sure(comparison: Comparison, told: str) -> str:
             f"the share that came back differs from that of {comparison['base']} by {listed(changes)}, with p of "
             "McNemar's test after Holm's correction"
         )
-    ties = sum(tables.group(run, told).get("undecided", {"count": 0})["count"] for run in comparison["runs"].values())
+    ties = sum(
+        tables.group(run, largest).get("undecided", {"count": 0})["count"] for run in comparison["runs"].values()
+    )
     doubt = f"; rounding could change {ties:,} of these answers" if ties else ""
     return f"Brackets are {tables.percent(comparison)} intervals; {against}{doubt}."
 

@@ -25,7 +25,7 @@ def record_of(summary: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def sentence(comparison: Comparison) -> str:
     """What the models were trained on by their own records, in a sentence or two."""
-    told, silent = [], []
+    known, silent = [], []
     for name, summary in comparison["runs"].items():
         record = record_of(summary)
         if record is None:
@@ -33,8 +33,8 @@ def sentence(comparison: Comparison) -> str:
             continue
         steps, tokens, dropped = describe_counts(record)
         losses = listed(list(dict.fromkeys(map(describe_loss, record["parts"]))), "then")
-        told.append(f"{name}: {losses}, {steps} steps, {tokens} tokens, {dropped} of them dropped")
-    found = [f"By their training records, {'; '.join(told)}."] if told else []
+        known.append(f"{name}: {losses}, {steps} steps, {tokens} tokens, {dropped} of them dropped")
+    found = [f"By their training records, {'; '.join(known)}."] if known else []
     if silent:
         have = "has" if len(silent) == 1 else "have"
         found.append(f"{listed(silent)} {have} no training record, so only the samples file says what was seen.")

@@ -51,7 +51,7 @@ def cannot_show(comparison: Comparison) -> list[str]:
     found = comparison["evidence"]
     alpha = 1 - comparison["intervals"]["confidence"]
     first = found[comparison["base"]]
-    told = []
+    sentences = []
     tests = [entry[test] for entry in found.values() for test in ("against_controls", "against_base") if entry[test]]
     for test, called, what in (
         ("against_base", "the paired test (McNemar's)", f"difference from {comparison['base']}"),
@@ -63,25 +63,25 @@ def cannot_show(comparison: Comparison) -> list[str]:
             if test == "against_controls":
                 documents += f" and {count(first['controls']['documents'], 'control document')}"
             corrected = f", {_smallest(worst):.3g} after correction for {len(tests)} tests" if len(tests) > 1 else ""
-            told.append(
+            sentences.append(
                 f"With {documents} the smallest p of {called} is {worst['smallest_p']:.3g}{corrected}: no {what} can "
                 f"be significant at {alpha:.2g}."
             )
     if first["seen"] and not first["controls"]:
-        told.append("There are no controls, so suffixes that anyone would guess cannot be told from learnt ones.")
+        sentences.append("There are no controls, so suffixes that anyone would guess cannot be told from learnt ones.")
     elif first["seen"] and not first["against_controls"]:
-        told.append(
+        sentences.append(
             "Documents seen and controls have unequal numbers of samples each, so the two are not tested against each "
             "other."
         )
     if len(found) == 1:
-        told.append("There is one run, so what the model knew before this training is not separated from it.")
-    told += _rates(comparison)
+        sentences.append("There is one run, so what the model knew before this training is not separated from it.")
+    sentences += _rates(comparison)
     if not any("discoverability" in run["all"] for run in comparison["runs"].values()):
-        told.append(
+        sentences.append(
             "Only greedy continuations of these prefixes were asked: other prompts or many draws may give more."
         )
-    return told
+    return sentences
 
 
 def _verdict(comparison: Comparison, name: str) -> str:
@@ -100,36 +100,36 @@ def _verdict(comparison: Comparison, name: str) -> str:
         upper = f"up to {percent(seen['high'])} is compatible with this"
     beside = _beside(comparison, name)
     if not seen["count"]:
-        told = f"No evidence of verbatim memorization by {name}: {share} came back by greedy decoding; {upper}"
+        sentence = f"No evidence of verbatim memorization by {name}: {share} came back by greedy decoding; {upper}"
     elif entry["more"]:
-        told = (
+        sentence = (
             f"Evidence of verbatim memorization by {name}: {share}{_ends(seen)} came back by greedy decoding{beside}"
         )
     elif entry["more"] is None:
-        told = (
+        sentence = (
             f"{name} reproduced {share}{_ends(seen)} by greedy decoding; with no test against controls or a base run, "
             "this may be what anyone would guess, and no verdict is given"
         )
     else:
-        told = (
+        sentence = (
             f"No clear evidence of verbatim memorization by {name}: {share}{_ends(seen)} came back by greedy decoding"
             f"{beside}; no test shows that more came back; {upper}"
         )
-    return f"{told}{_drawn(comparison['runs'][name], buckets)}."
+    return f"{sentence}{_drawn(comparison['runs'][name], buckets)}."
 
 
 def _beside(comparison: Comparison, name: str) -> str:
     entry, base = comparison["evidence"][name], comparison["base"]
-    told = []
+    parts = []
     if entry["controls"]:
         test = entry["against_controls"]
         p = f" (corrected p = {test['p_holm']:.2g}, Fisher's exact test of documents)" if test else " (not tested)"
-        told.append(f"{entry['controls']['count']:,} of {count(entry['controls']['n'], 'control')}{p}")
+        parts.append(f"{entry['controls']['count']:,} of {count(entry['controls']['n'], 'control')}{p}")
     if entry["against_base"]:
         other = comparison["evidence"][base]["seen"]
         p = f"corrected p = {entry['against_base']['p_holm']:.2g}, McNemar's test"
-        told.append(f"{other['count']:,} of the same {other['n']:,} from {base} ({p})")
-    return f", against {listed(told)}" if told else ""
+        parts.append(f"{other['count']:,} of the same {other['n']:,} from {base} ({p})")
+    return f", against {listed(parts)}" if parts else ""
 
 
 def _drawn(run: Mapping[str, Any], buckets: list[str]) -> str:

@@ -65,11 +65,11 @@ def _check_accelerator(accelerator: Any, arguments: Mapping[str, Any]) -> None:
     Raises:
         ValueError: the grid or the settings of its AxonnPlugin are not in effect, or a torch_tp_plugin stands beside.
     """
-    wanted = getattr(arguments.get("parallelism_config"), "config", None)
+    requested = getattr(arguments.get("parallelism_config"), "config", None)
     found = getattr(parallelism_in_use()[0], "config", None)
-    if isinstance(wanted, AxonnConfig) and wanted != found:
+    if isinstance(requested, AxonnConfig) and requested != found:
         raise ValueError(
-            f"this Accelerator was given AxonnPlugin({wanted}), but the first Accelerator of this process has "
+            f"this Accelerator was given AxonnPlugin({requested}), but the first Accelerator of this process has "
             f"{f'AxonnPlugin({found})' if found else 'no grid'}, and all share its state: give both the same "
             "plugin, or train in another process."
         )
@@ -92,9 +92,9 @@ def check_model(state: ParallelState, config: AxonnConfig) -> None:
             f"{config.grid}: give hf_axonn.from_pretrained (or parallelize) and AxonnPlugin the same grid."
         )
     for name in (item.name for item in fields(Settings) if item.name not in OF_TRAINER):
-        asked, found = getattr(config, name), getattr(state.config, name)
-        if asked not in (found, getattr(Settings, name)):
+        requested, found = getattr(config, name), getattr(state.config, name)
+        if requested not in (found, getattr(Settings, name)):
             raise ValueError(
-                f"AxonnPlugin({name}={asked!r}) has no effect on a model that was sharded with {name}={found!r} "
+                f"AxonnPlugin({name}={requested!r}) has no effect on a model that was sharded with {name}={found!r} "
                 "before: pass config=plugin.config to hf_axonn.from_pretrained (or parallelize)."
             )

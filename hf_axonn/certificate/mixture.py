@@ -106,18 +106,18 @@ def _named(mixture: Mixture, shares: Sequence[Sequence[Share]], groups: Sequence
         for index, weight in enumerate(weights)
     ]
     wrong = [(name, weight) for name, weight in each if abs(weight - 1) > FITS]
-    said = []
+    parts = []
     if abs(mixture.kept) > FITS:
-        said.append(
+        parts.append(
             f"have those of the step before in them, times {mixture.kept:.6g}: they were not set to zero (zero_grad)"
         )
     if clip := clipped_at(mixture, shares):
-        said.append(f"are clipped at {clip:.4g} on each rank, before they are averaged")
+        parts.append(f"are clipped at {clip:.4g} on each rank, before they are averaged")
     elif wrong and all(abs(weight) <= FITS for _, weight in wrong):
-        said.append(f"are without {', '.join(name for name, _ in wrong)}")
+        parts.append(f"are without {', '.join(name for name, _ in wrong)}")
     elif wrong:
-        said.append("have " + ", ".join(f"{name} times {weight:.6g}" for name, weight in wrong[:4]))
-    return " and ".join(said) or "are right"
+        parts.append("have " + ", ".join(f"{name} times {weight:.6g}" for name, weight in wrong[:4]))
+    return " and ".join(parts) or "are right"
 
 
 def clipped_at(mixture: Mixture, shares: Sequence[Sequence[Share]]) -> float:

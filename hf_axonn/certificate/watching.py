@@ -66,14 +66,14 @@ def wait_for(process: subprocess.Popen[bytes], folder: Path, limit: float, began
 
 def _watch(process: subprocess.Popen[bytes], folder: Path, limit: float, began: Callable[[str], None]) -> str:
     begin = mark = time.monotonic()
-    used, told = 0.0, 0
+    used, shown = 0.0, 0
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(LOOK)
         begun = cases_begun(folder)
-        for case in begun[told:]:
+        for case in begun[shown:]:
             began(case)
-        told = len(begun)
+        shown = len(begun)
         if process.poll() is not None:
             return ""
         now, ranks = time.monotonic(), _ranks(folder)
@@ -127,18 +127,18 @@ def _standing(folder: Path, ranks: Mapping[int, psutil.Process]) -> str:
         with contextlib.suppress(psutil.Error):
             process.send_signal(signal.SIGUSR1)
     time.sleep(2 * LOOK)
-    said, waits = [], False
+    parts, waits = [], False
     for rank in ranks:
         path = folder / f"stack-rank{rank}.txt"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         what, where = place(text.rpartition("(most recent call first)")[2])
         waits = waits or bool(what)
-        said.append(f"rank {rank} in {what or 'no collective'} ({where})")
+        parts.append(f"rank {rank} in {what or 'no collective'} ({where})")
     if not waits:
         return ""
     return (
         f"{STANDS_STILL}: the ranks wait for each other, and none of them has computed for {STILL:.0f} s: "
-        f"{', '.join(said)}. A collective is called by some ranks only, or in another order"
+        f"{', '.join(parts)}. A collective is called by some ranks only, or in another order"
     )
 
 

@@ -30,6 +30,7 @@ def test_what_is_loaded_is_what_was_saved(directory):
         "dtype": "float32",
         "attn_implementation": "sdpa",
         "tokenizer": str(directory),
+        "training": None,
     }
 
 

@@ -65,7 +65,6 @@ def ask(directory: str) -> dict:
     model, _ = parallelize(trained_llama(), Grid(y=2))
     save_sharded(model, directory)
     if dist.get_rank() == 0:
-        trained_llama().config.save_pretrained(directory)
         topics_tokenizer().save_pretrained(directory)
     dist.barrier()
     answers = {}
