@@ -66,6 +66,7 @@ def shown_bars() -> Iterator[list[bool]]:
 
 
 def _equal(folder: Path) -> None:
+    logging.enable_progress_bar()  # a test before this one may have switched it off
     for kind in ("qwen3", "smollm2"):
         plain = AutoModelForCausalLM.from_pretrained(folder / kind)
         for grid in GRIDS:

@@ -106,6 +106,9 @@ def test_a_map_hatches_what_is_missing(content):
     assert [patch.get_hatch() for patch in axes.patches].count("//") == 1
 
 
+ENDS = ("low", "high")
+
+
 def test_curves_have_intervals_seeds_and_hollow_markers_for_what_is_apart(content):
     axes = figures.by_repetitions(content).axes[0]
     bars = {one.get_label(): one for one in axes.containers if isinstance(one, ErrorbarContainer)}
@@ -115,7 +118,10 @@ def test_curves_have_intervals_seeds_and_hollow_markers_for_what_is_apart(conten
     assert list(line.get_xdata()) == pytest.approx([1, 4, 16], rel=0.1) and axes.get_xscale() == "log"
     assert list(line.get_ydata()) == pytest.approx([row["gain"]["mean"] for row in rows])
     drawn = [tuple(segment[:, 1]) for segment in whiskers[0].get_segments()]
-    assert drawn == [pytest.approx((row["gain"]["low"], row["gain"]["high"])) for row in rows]
+    ends = [
+        [row["gain"][end] if row["gain"][end] is not None else row["gain"]["mean"] for end in ENDS] for row in rows
+    ]
+    assert drawn == [pytest.approx(tuple(pair)) for pair in ends]  # without an interval, a point
     assert line.get_linestyle() != "None" and bars["Known"][0].get_linestyle() == "None"
     assert to_hex(bars["Known"][0].get_markerfacecolor()) == "#ffffff" != to_hex(line.get_markerfacecolor())
     seeds = [one for one in axes.lines if one.get_marker() == "." and len(one.get_xdata()) == 3]

@@ -108,13 +108,13 @@ def test_held_out_loss_of_every_model_with_differences(output, without_harness, 
         assert entry["mean"] == pytest.approx(loss.mean, rel=1e-6)
         assert entry["tokens"] == loss.tokens == len(rows) * (LENGTH - 1)
         assert entry["documents"] == 11  # of 12 texts
-        assert entry["low"] < entry["mean"] < entry["high"]
+        assert entry["low"] is entry["high"] is None  # of fewer than 12 documents
         assert found[name]["checkpoint"] == checkpoint
     loss = {name: found[name]["held_out_loss"]["mean"] for name in RUNS}
     for name in RUNS[1:]:
         change = found[name]["minus_base"]["held_out_loss"]
         assert change["difference"] == pytest.approx(loss[name] - loss["base"])
-        assert change["low"] < change["difference"] < change["high"]
+        assert change["low"] is change["high"] is None  # of fewer than 12 documents
     assert "minus_base" not in found["base"]
     assert [name for name in RUNS if "minus_ordinary" in found[name]] == ["k2-s0"]
     change = found["k2-s0"]["minus_ordinary"]["held_out_loss"]["difference"]

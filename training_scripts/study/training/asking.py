@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_axonn.goldfish.record import read_or_none
 from hf_axonn_eval import SampleFile, Sampler, extract, rank_canaries, read_about
 from hf_axonn_eval.canaries.generate import read_canaries
 from hf_axonn_eval.canaries.rank import ranking_record
@@ -28,6 +29,7 @@ def record_of(model, directory: Path) -> dict[str, Any]:
         "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "attn_implementation": getattr(model.config, "_attn_implementation", None),
         "tokenizer": str(directory),
+        "training": read_or_none(directory),
     }
 
 
