@@ -146,7 +146,7 @@ def test_the_checkpoint_of_a_run_and_its_continuation_are_float32(folder, tmp_pa
 def check_grid(folder, where) -> None:
     messages = heard()
     kept = dict(residual_dtype="bfloat16", keep_gathered="all")
-    for grid, settings in ((Grid(z=2), {}), (Grid(x=2), kept), (Grid(data=2), {}), (Grid(pipe=2), {})):
+    for grid, settings in ((Grid(z=2), kept), (Grid(pipe=2), {})):
         config = AxonnConfig(grid=grid, **settings)
         found = []
         for asked, first in ((None, True), (None, False), (FULL, True)):

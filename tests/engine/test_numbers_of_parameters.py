@@ -24,7 +24,8 @@ from tests.helpers.training import collate, numbers, token_data, training_option
 
 
 BOUND = 1e-10
-TWO = [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)]
+TWO = [Grid(x=2), Grid(z=2)]
+OTHERS = [Grid(y=2), Grid(data=2)]
 FOUR = [Grid(z=2, x=2), Grid(data=2, z=2), Grid(y=2, x=2), Grid(data=2, y=2)]
 PENALTIES = {
     "squares": lambda model: 0.1 * sum(each.pow(2).sum() for each in model.parameters()),
@@ -136,8 +137,9 @@ def test_two_ranks_equal_one_process(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_four_ranks_equal_one_process(tmp_path) -> None:
-    check(tmp_path, FOUR)
+@pytest.mark.parametrize("grids", [OTHERS, FOUR], ids=["two ranks", "four ranks"])
+def test_other_grids_equal_one_process(tmp_path, grids) -> None:
+    check(tmp_path, grids)
 
 
 def _refused() -> None:

@@ -24,7 +24,8 @@ from tests.layers.test_moe import moe
 
 BOUND = 1e-10
 ROWS = 8
-TWO = [Grid(z=2), Grid(data=2), Grid(x=2), Grid(y=2), Grid(pipe=2)]
+TWO = [Grid(z=2), Grid(pipe=2)]
+OTHERS = [Grid(data=2), Grid(x=2), Grid(y=2)]
 FOUR = [Grid(z=2, x=2), Grid(data=2, z=2), Grid(data=2, y=2), Grid(pipe=2, z=2), Grid(pipe=2, data=2)]
 
 
@@ -132,9 +133,15 @@ OWN_ITEMS = (("average_tokens_across_devices", False),)
 
 def test_two_ranks_equal_one_process(tmp_path) -> None:
     cases = [(grid, "routers", ()) for grid in TWO]
-    cases += [(grid, kind, ()) for grid in TWO[:2] for kind in MODELS if kind != "routers"]
+    cases += [(Grid(z=2), kind, ()) for kind in MODELS if kind != "routers"]
     cases += [(Grid(z=2), "routers", (("goldfish", True),)), (Grid(data=2), "rows", OWN_ITEMS)]
     check(tmp_path, cases)
+
+
+@pytest.mark.slow
+def test_other_grids_of_two_ranks_equal_one_process(tmp_path) -> None:
+    cases = [(grid, "routers", ()) for grid in OTHERS]
+    check(tmp_path, cases + [(Grid(data=2), kind, ()) for kind in MODELS if kind != "routers"])
 
 
 @pytest.mark.slow

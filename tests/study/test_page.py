@@ -129,7 +129,7 @@ def test_verdicts_follow_the_planted_effects(content):
     assert verdicts["Do small models stay near the control?"] == "otherwise"
     assert verdicts["Does goldfish remove copies?"] == "as reported"
     assert verdicts["Does leaving out at random protect?"] == "as reported"
-    # No dropped token of these passages is predicted, so the difference of a model has no interval (docs/evaluation.md).
+    # No dropped token of these passages is predicted, so the difference has no interval (docs/evaluation.md).
     assert verdicts["Are dropped tokens not learnt?"] == "not decided"
     assert verdicts["What does goldfish cost?"] == "not measured"
 
