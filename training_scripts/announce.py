@@ -196,7 +196,7 @@ def say_saved(output: Path, args: DataArguments | None = None, columns: Sequence
     Args:
         output: Where the model was saved.
         args: Which data it was trained on.
-        columns: Columns of the data; with id, text and bucket they are documents that samples can be made of.
+        columns: Columns of the data; with id and text they are documents that samples can be made of.
     """
     if not FIRST:
         return
@@ -208,8 +208,12 @@ def say_saved(output: Path, args: DataArguments | None = None, columns: Sequence
             commands.append(["hf-axonn", "convert", output, f"{output}-hf"])
     if (output / "adapter_config.json").is_file():
         form, commands = "LoRA adapters, which AutoModelForCausalLM.from_pretrained reads with their base model", []
-    if args is not None and {"id", "text", "bucket"} <= set(columns) and Path(args.data).exists():
+    if args is not None and {"id", "text"} <= set(columns) and Path(args.data).exists():
         samples = ["hf-axonn-eval", "samples", "--documents", args.data, "--tokenizer", output]
+        if args.bucket_column in columns:
+            samples += [] if args.bucket_column == "bucket" else ["--bucket_key", args.bucket_column]
+        else:
+            samples += ["--bucket", 1]  # each was seen once an epoch
         commands.append([*samples, "--output", "samples.jsonl"])
     run = f"runs/{output.resolve().name}"
     commands.append(["hf-axonn-eval", "extract", "--model", output, "--samples", "samples.jsonl", "--output", run])

@@ -107,9 +107,13 @@ def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArgume
 def load_tokenizer(args: ModelArguments):
     """Load the tokenizer; one without a padding token pads with its end of sequence, which the labels leave out."""
     gguf = {"gguf_file": args.gguf_file} if args.gguf_file and not args.tokenizer else {}
-    tokenizer = AutoTokenizer.from_pretrained(
-        args.tokenizer or args.model, trust_remote_code=args.trust_remote_code, **gguf
-    )
+    name = args.tokenizer or args.model
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=args.trust_remote_code, **gguf)
+    except (ValueError, OSError) as error:
+        if Path(name).exists():
+            raise
+        raise ValueError(f"{name} is neither a folder here, nor a model on the hub: {error}") from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer

@@ -420,8 +420,8 @@ def _log_left_out(tally: Tally, sampling: Sampling) -> None:
         )
     if tally.not_round_trip:
         logger.warning(
-            "%d of %d documents are not given back unchanged by the tokenizer (decoded, their tokens are another "
-            "text); tokens are what is compared.",
+            "the tokenizer does not give back %d of %d documents unchanged (decoded, the tokens are another text); "
+            "tokens are what is compared.",
             tally.not_round_trip,
             tally.documents,
         )

@@ -25,8 +25,8 @@ LEFT_OUT = {  # what sampling.Tally counts, and of how many
     "too_short": "documents that are too short",
     "of_these_empty": "of these, documents without a token",
     "too_long": "documents that are too long",
-    "beyond_max_documents": "documents beyond the most of a bucket",
-    "dropped": "documents on the list of `samples --drop`",
+    "beyond_max_documents": "documents beyond --max_documents of their bucket",
+    "dropped": "documents on the list of samples --drop",
     "duplicate_samples": "samples with the tokens of an earlier one",
     "duplicates_of_other_buckets": "of these, samples of another bucket than the earlier one",
     "repetitive_suffixes": "samples whose suffix has too few different tokens",
@@ -203,7 +203,8 @@ def models(comparison: Mapping[str, Any]) -> list[Details]:
     headings, body = training.records(comparison)
     note = (
         "training_record.json, which hf_axonn's trainers write beside the weights; nobody else has checked it. "
-        "Dropped: labels that the goldfish loss left out, as counted. The SHA-256 is of the input_ids of all rows."
+        "Tokens: those with a label, which the first of a row has not. Dropped: labels that the goldfish loss left "
+        "out, as counted. The SHA-256 is of the input_ids of all rows."
     )
     return found + ([Details("Training records", headings, body, note)] if body else [])
 
@@ -326,7 +327,8 @@ def near_ties(comparison: Mapping[str, Any]) -> list[Details]:
         if (entry := numbers.get("undecided"))
     ]
     headings = [SEEN, "model", "undecided", "verbatim, whichever way they fall"]
-    return [Details("Undecided samples", headings, body)] if body else []
+    note = "Undecided: rounding may decide whether the sample is verbatim, as two tokens are almost equally likely."
+    return [Details("Undecided samples", headings, body, note)] if body else []
 
 
 def degenerate(comparison: Mapping[str, Any]) -> list[Details]:

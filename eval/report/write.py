@@ -84,7 +84,7 @@ def terminal_table(comparison: Mapping[str, Any], *, columns: Sequence[str] | No
     columns = tables.terminal_columns() if columns is None else columns
     headings, body = tables.rows(comparison, columns=columns, intervals=share_names())
     told = [tables.caption(comparison, means=False), standing(comparison), *warnings(comparison)]
-    return _rich("Extraction", headings, body, " ".join(filter(None, told)))
+    return _rich("Extraction", headings, body, *filter(None, told))
 
 
 def terminal_differences(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None) -> list:
@@ -160,12 +160,16 @@ def _whisker(entry: Mapping[str, Any], end: str) -> float:
     return 0.0 if entry[end] is None else abs(entry[end] - entry["mean"])
 
 
-def _rich(title: str, headings: Sequence[str], body: Sequence[Sequence[str]], caption: str):
+def _rich(title: str, headings: Sequence[str], body: Sequence[Sequence[str]], *notes: str):
     from rich.table import Table
     from rich.text import Text
 
     # a plain string would be markup, and the names of emoji in it pictures
-    table = Table(title=Text(visible(title), "table.title"), caption=Text(visible(caption), "table.caption"))
+    table = Table(
+        title=Text(visible(title), "table.title"),
+        caption=Text("\n".join(map(visible, notes)), "table.caption"),
+        caption_justify="left",
+    )
     for place, heading in enumerate(headings):
         # a cell in two lines is hard to read, a heading is not
         name = Text(visible(heading).replace(" ", "\n"))

@@ -250,11 +250,13 @@ def _left_out(found: GridRanking) -> list[str]:
     text = []
     if found.too_big:
         least = found.too_big[0]
-        text.append(
+        line = (
             f"{number_of(len(found.too_big), 'grid')} left out: more than {found.job.machine.memory / 2**30:.0f} GiB, "
-            f"of which {RESERVE:.0%} is kept free; the smallest is {sizes(least.grid)} with "
-            f"{least.memory.total / 2**30:.1f} GiB"
+            f"of which {RESERVE:.0%} is kept free"
         )
+        if found.ranked:  # else `why_none` has named it
+            line += f"; the smallest is {sizes(least.grid)} with {least.memory.total / 2**30:.1f} GiB"
+        text.append(line)
     if found.impossible:
         grid, why = found.impossible[0]
         text.append(f"{number_of(len(found.impossible), 'grid')} left out, for instance {sizes(grid)}: {why}")

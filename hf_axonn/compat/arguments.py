@@ -10,13 +10,25 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from hf_axonn import __version__
 
 
 VERSION = f"hf_axonn {__version__}"
+
+
+def told(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`read` as the type of an option: argparse prints the message of its ValueError, not one of its own."""
+
+    def value(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as problem:
+            raise argparse.ArgumentTypeError(str(problem)) from None
+
+    return value
 
 
 class Parser(argparse.ArgumentParser):

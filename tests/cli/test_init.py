@@ -189,7 +189,7 @@ def test_on_a_terminal_what_no_option_says_is_asked_until_it_is_right(here, answ
     assert launch.config.grid.size == 8 and launch.settings["mixed_precision"] == "bf16"
     printed = capsys.readouterr().out
     assert "there is no model 'nowhere'" in printed and "'fp8' is none of bf16, fp16, no" in printed
-    assert "gpt-5b on 8 GPUs of dgx-h200, 2 sequences of 2,048 tokens" in (here / "axonn.yaml").read_text()
+    assert "gpt-5b on 8 GPUs of dgx-h200, for 2 sequences of 2,048 tokens" in (here / "axonn.yaml").read_text()
 
 
 def test_no_answer_is_no_model_and_yes_asks_nothing(here, answers, gpus, capsys):

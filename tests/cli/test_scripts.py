@@ -97,7 +97,7 @@ def test_finetune_on_the_grid_of_a_launch_file(tmp_path):
     )
     for line in (  # by one process each, and no bars where the output is a file
         f"documents  8 of documents.jsonl: {counts}",
-        "model      LlamaForCausalLM, 118,512 parameters, float32 weights",
+        "model      LlamaForCausalLM, 80,112 parameters, float32 weights",
         "grid       data=1,z=1,y=1,x=2 on 2 processes",
         "saved      out: a sharded checkpoint of the grid data=1,z=1,y=1,x=2, which AutoModelForCausalLM",
         "    hf-axonn convert out out-hf\n",

@@ -206,3 +206,25 @@ def test_a_sharded_checkpoint_is_converted_next(folder, monkeypatch, capsys):
     announce.say_saved(folder / "my out")
     text = capsys.readouterr().out
     assert "a sharded checkpoint of the grid z=2" in text and f"hf-axonn convert '{folder}/my out' " in text
+
+
+@pytest.mark.parametrize(
+    ("columns", "more"),
+    [("id text bucket", ""), ("id text", " --bucket 1"), ("id text seen", " --bucket_key seen")],
+)
+def test_samples_are_made_with_the_buckets_of_the_data(folder, capsys, columns, more):
+    (folder / "d.jsonl").write_text("")
+    column = "seen" if "seen" in columns else "bucket"
+    announce.say_saved(folder / "o", data.DataArguments("d.jsonl", bucket_column=column), columns.split())
+    assert f"--documents d.jsonl --tokenizer {folder}/o{more} --output samples.jsonl" in capsys.readouterr().out
+
+
+def test_a_model_that_is_nowhere_is_named(folder, monkeypatch, capsys):
+    def nothing(*_, **__):
+        raise OSError("no connection")
+
+    monkeypatch.setattr(finetune.AutoTokenizer, "from_pretrained", nothing)
+    with pytest.raises(ValueError, match="MODLE is neither a folder here, nor a model on the hub: no connection"):
+        finetune.load_tokenizer(finetune.ModelArguments(model="MODLE"))
+    with pytest.raises(OSError, match="no connection"):  # what is there has another fault
+        finetune.load_tokenizer(finetune.ModelArguments(model=str(folder)))

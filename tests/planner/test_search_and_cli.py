@@ -437,9 +437,19 @@ def test_wrong_commands_end_with_2_and_a_message(more, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("gpus", "message"), [("0", "'0' is not a number of at least 1."), ("few", "'few' is not a number such as 4096")]
+)
+def test_an_option_that_is_no_number_is_told_what_a_number_is(gpus, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*COMMAND, "--gpus", gpus])
+    assert ended.value.code == 2 and f"argument --gpus: {message}" in capsys.readouterr().err
+
+
 def test_a_model_that_fits_nowhere_ends_with_1(capsys):
     assert main([*COMMAND, "--model", "gpt-640b", "--gpus", "4"]) == 1
-    assert "no grid of 4 GPUs fits" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "no grid of 4 GPUs fits: the smallest" in printed and printed.count("smallest") == 1
 
 
 AUTO = {"model": "gpt-5b", "machine": "perlmutter", "batch_tokens": "1M", "seq": 2048}
