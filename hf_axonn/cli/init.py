@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_axonn.cli.plan_report import in_short, inline, number_of, pasted, sizes
-from hf_axonn.compat.arguments import told
+from hf_axonn.compat.arguments import with_reason
 from hf_axonn.config import PRECISIONS
 from hf_axonn.launch.launch_file import core_count, gpu_count
 from hf_axonn.planner.jobs import SEQUENCE, batch_of, number, too_long, usual_seq
@@ -69,21 +69,23 @@ def add_init(commands) -> None:
         "no option says.",
     )
     parser.add_argument("--model", help=f"{MODEL_HELP}; without it the grid is the default one")
-    parser.add_argument("--nodes", type=told(number), help="nodes, each with as many processes; 1 by default")
+    parser.add_argument("--nodes", type=with_reason(number), help="nodes, each with as many processes; 1 by default")
     parser.add_argument(
         "--processes",
-        type=told(number),
+        type=with_reason(number),
         help="processes on all nodes together; by default one for each GPU, on CPUs 2 or 4",
     )
     parser.add_argument(
         "--mixed-precision", choices=PRECISIONS, help="bf16 by default on GPUs that have it, no on CPUs"
     )
     parser.add_argument(
-        "--seq", type=told(number), help=f"tokens of a sequence; by default {SEQUENCE}, or what the model allows"
+        "--seq",
+        type=with_reason(number),
+        help=f"tokens of a sequence; by default {SEQUENCE}, or what the model allows",
     )
     parser.add_argument(
         "--batch-tokens",
-        type=told(number),
+        type=with_reason(number),
         help=f"tokens of a step, such as 1M; by default {ROWS} sequences a process",
     )
     parser.add_argument(

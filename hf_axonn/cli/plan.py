@@ -18,7 +18,7 @@ import sys
 from typing import Any
 
 from hf_axonn.cli.plan_report import cost, doubts, header, lines, number_of, sweep_lines
-from hf_axonn.compat.arguments import told
+from hf_axonn.compat.arguments import with_reason
 from hf_axonn.planner import confidence, settings
 from hf_axonn.planner.jobs import PRECISION_BYTES, SEQUENCE, batch_of, make_job, number, pipe_sizes, usual_seq
 from hf_axonn.planner.machine import known_machines
@@ -66,12 +66,14 @@ def add_plan(commands) -> None:
         help=f"a config.json, its directory, a name on the hub (org/model), or {', '.join(GPTS)}",
     )
     parser.add_argument("--machine", required=True, help=f"{', '.join(known_machines())}, or a JSON file")
-    parser.add_argument("--gpus", type=told(number), help="number of GPUs")
+    parser.add_argument("--gpus", type=with_reason(number), help="number of GPUs")
     batch = parser.add_mutually_exclusive_group(required=True)
-    batch.add_argument("--batch-tokens", type=told(number), help="tokens of the full batch, such as 16.8M")
-    batch.add_argument("--batch-sequences", type=told(number), help="or its sequences")
+    batch.add_argument("--batch-tokens", type=with_reason(number), help="tokens of the full batch, such as 16.8M")
+    batch.add_argument("--batch-sequences", type=with_reason(number), help="or its sequences")
     parser.add_argument(
-        "--seq", type=told(number), help=f"tokens of a sequence; by default {SEQUENCE}, or what the model allows"
+        "--seq",
+        type=with_reason(number),
+        help=f"tokens of a sequence; by default {SEQUENCE}, or what the model allows",
     )
     parser.add_argument("--top", type=int, default=10, help="how many grids to show")
     parser.add_argument("--weights", choices=dtypes, default="fp32", help="dtype of weights and gradients")
@@ -88,14 +90,14 @@ def add_plan(commands) -> None:
         "--pipe", default="1", metavar="1,2,4", help="sizes of the axis pipe to plan with, or any; by default 1"
     )
     parser.add_argument(
-        "--lora", type=told(number), default=0, metavar="RANK", help="train adapters of this rank alone"
+        "--lora", type=with_reason(number), default=0, metavar="RANK", help="train adapters of this rank alone"
     )
     parser.add_argument(
         "--base", choices=tuple(BASES), default="full", help="with --lora: the frozen Linears, in 4 bits (QLoRA)"
     )
     parser.add_argument("--attention", help="attention kernel of the machine's file; by default its first")
     parser.add_argument(
-        "--tokens", type=told(number), help="tokens of the whole training, such as 2T: days and GPU hours"
+        "--tokens", type=with_reason(number), help="tokens of the whole training, such as 2T: days and GPU hours"
     )
     parser.add_argument("--price", type=_price, metavar="MONEY", help="of a GPU hour: what the training costs")
     parser.add_argument("--overlap", action="store_true", help="what each overlap of communication gains")

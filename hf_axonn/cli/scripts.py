@@ -37,6 +37,8 @@ def run_script(name: str, arguments: Sequence[str]) -> int:
     if "--version" in arguments:
         print(VERSION)
         return 0
+    if name == "finetune":
+        arguments = [part for word in arguments for part in _parts(word)]
     asks = "--help" in arguments or "-h" in arguments
     if BEFORE[name] and not asks and (reason := lacking(EXTRAS[name], *BEFORE[name])):
         print(f"hf-axonn {name}: {reason}", file=sys.stderr)
@@ -56,3 +58,8 @@ def run_script(name: str, arguments: Sequence[str]) -> int:
     sys.argv = [f"hf-axonn {name}", *arguments]  # what argparse and messages call the program
     code = script.main()
     return code if isinstance(code, int) else 0
+
+
+def _parts(word: str) -> list[str]:
+    """Return `--config=FILE` as two words, anything else as it is."""
+    return word.split("=", 1) if word.startswith("--config=") else [word]

@@ -19,8 +19,8 @@ from hf_axonn import __version__
 VERSION = f"hf_axonn {__version__}"
 
 
-def told(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`read` as the type of an option: argparse prints the message of its ValueError, not one of its own."""
+def with_reason(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Make `read` the type of an option: argparse prints the message of its ValueError, not one of its own."""
 
     def value(text: str) -> Any:
         try:

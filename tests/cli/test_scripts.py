@@ -61,6 +61,7 @@ def test_what_a_script_raises_keeps_its_traceback(monkeypatch):
     ("words", "launcher", "rest"),
     [
         (["--config", "a.yaml", "--model", "m"], ["--config", "a.yaml"], ["--model", "m"]),
+        (["--config=a.yaml", "--model", "m"], ["--config", "a.yaml"], ["--model", "m"]),
         (["--num_processes", "4", "--config", "a.yaml"], ["--num_processes", "4", "--config", "a.yaml"], []),
     ],
 )
