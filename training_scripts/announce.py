@@ -25,8 +25,8 @@ from hf_axonn import GoldfishConfig, parallel_state
 from hf_axonn.checkpoint.manifest import MANIFEST, read_manifest
 from hf_axonn.engine.documents import document_fields, find_document_ids
 from hf_axonn.engine.parameter_counts import num_parameters
-from hf_axonn.goldfish.mask import goldfish_mask
 from hf_axonn.goldfish.table import load_table
+from hf_axonn.goldfish.trainer import make_mask
 from hf_axonn_scripts.data import DataArguments, Rows
 
 
@@ -134,20 +134,9 @@ def describe_loss(args: GoldfishConfig, share: float | None) -> str:
 def dropped_share(args: GoldfishConfig, batch: Mapping[str, torch.Tensor]) -> float | None:
     """Return which share of the labels of a batch the goldfish loss drops; None if there is nothing to learn in it."""
     ids = None if args.goldfish_as_reference else find_document_ids(batch["input_ids"], **document_fields(batch))
-    mask = goldfish_mask(
-        batch["input_ids"],
-        batch["labels"],
-        ids,
-        strategy=args.goldfish_strategy,
-        k=args.goldfish_k,
-        context_width=args.goldfish_context_width,
-        start_position=args.goldfish_start_position,
-        hash_labels=args.goldfish_as_reference,
-        ignored_token=args.goldfish_ignored_token,
-        table=load_table(args.goldfish_table, args.goldfish_table_sha256) if args.goldfish_table else None,
-        seed=args.seed,
-        sample_ids=torch.arange(len(batch["labels"])),
-    )
+    table = load_table(args.goldfish_table, args.goldfish_table_sha256) if args.goldfish_table else None
+    places = torch.arange(len(batch["labels"]))
+    mask = make_mask(args, batch["input_ids"], batch["labels"], ids, table=table, sample_ids=places)
     targets = (batch["labels"] != -100)[:, 1:]  # the first token of a row is none
     return (mask[:, 1:] & targets).sum().item() / targets.sum().item() if targets.any() else None
 

@@ -135,6 +135,35 @@ class GoldfishConfig(TrainingArguments):
             raise ValueError(f"goldfish_table_sha256={self.goldfish_table_sha256} is of no table: set goldfish_table.")
 
 
+def make_mask(
+    args: GoldfishConfig, input_ids: Tensor, labels: Tensor, document_ids: Tensor | None, **options: Any
+) -> Tensor:
+    """Return the mask of `goldfish_mask` with the settings of a config.
+
+    Args:
+        args: strategy, k, width and whatever else decides which labels are dropped.
+        input_ids, labels, document_ids: [B, S], as `goldfish_mask` takes them.
+        options: table, step and sample_ids of `goldfish_mask`.
+    """
+    return goldfish_mask(
+        input_ids,
+        labels,
+        document_ids,
+        strategy=args.goldfish_strategy,
+        k=args.goldfish_k,
+        context_width=args.goldfish_context_width,
+        start_position=args.goldfish_start_position,
+        hash_labels=args.goldfish_as_reference,
+        ignored_token=args.goldfish_ignored_token,
+        seed=_seed_of(args),
+        **options,
+    )
+
+
+def _seed_of(args: GoldfishConfig) -> int:
+    return args.seed if args.goldfish_seed is None else args.goldfish_seed
+
+
 def loss_settings(args: GoldfishConfig) -> dict[str, Any]:
     """Return what decides which labels are dropped, as the training record has it."""
     settings: dict[str, Any] = {"strategy": args.goldfish_strategy, "k": args.goldfish_k}
@@ -145,7 +174,7 @@ def loss_settings(args: GoldfishConfig) -> dict[str, Any]:
     if args.goldfish_strategy == "static":
         settings["start_position"] = args.goldfish_start_position
     if args.goldfish_strategy in ("random", "seeded_random"):
-        settings["seed"] = args.seed if args.goldfish_seed is None else args.goldfish_seed
+        settings["seed"] = _seed_of(args)
     if args.goldfish_as_reference:
         settings |= {"as_reference": True, "ignored_token": args.goldfish_ignored_token}
     return settings
@@ -319,18 +348,12 @@ class GoldfishMixin(RecordingMixin):
         args, document_ids = self.args, None
         if not args.goldfish_as_reference:
             document_ids = find_document_ids(input_ids, **document_fields(batch))
-        mask = goldfish_mask(
+        mask = make_mask(
+            args,
             input_ids,
             labels,
             document_ids,
-            strategy=args.goldfish_strategy,
-            k=args.goldfish_k,
-            context_width=args.goldfish_context_width,
-            start_position=args.goldfish_start_position,
-            hash_labels=args.goldfish_as_reference,
-            ignored_token=args.goldfish_ignored_token,
             table=self._table,
-            seed=args.seed if args.goldfish_seed is None else args.goldfish_seed,
             step=self.state.global_step,
             sample_ids=self._sample_ids(micro_batch, len(input_ids)),
         )
