@@ -29,7 +29,7 @@ _EXPORTS = {
     "MonitorCallback": "trainer.callbacks",
     "ProfilerCallback": "trainer.callbacks",
     "SaveError": "checkpoint.save",
-    "adapter_base": "adapters.files",
+    "adapter_base": "checkpoint.adapter_files",
     "auto_parallelize": "parallel.parallelize",
     "export_hf": "checkpoint.export",
     "finish_saves": "checkpoint.save",
@@ -58,7 +58,7 @@ _MOVED = {
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
-    from hf_axonn.adapters.files import adapter_base as adapter_base
+    from hf_axonn.checkpoint.adapter_files import adapter_base as adapter_base
     from hf_axonn.checkpoint.export import export_hf as export_hf
     from hf_axonn.checkpoint.save import SaveError as SaveError
     from hf_axonn.checkpoint.save import finish_saves as finish_saves

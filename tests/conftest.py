@@ -30,7 +30,7 @@ def device() -> Iterator[devices.Devices]:
 
 
 # Files of few and long tests. Begun last, the longest would run alone while the other workers have nothing to do.
-LONG = ("tests/end_to_end", "tests/trainer", "tests/launch", "tests/adapters")
+LONG = ("tests/end_to_end", "tests/trainer", "tests/launch", "tests/parallel/adapters")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,7 +25,7 @@ from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.parallel.compiled import compile_regions
-from hf_axonn.pipeline.norms import norm_over_stages
+from hf_axonn.parallel.pipeline.norms import norm_over_stages
 
 
 logger = get_logger(__name__)

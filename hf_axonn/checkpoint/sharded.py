@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_axonn.adapters.files import load_adapters, save_adapters
+from hf_axonn.checkpoint.adapter_files import load_adapters, save_adapters
 from hf_axonn.checkpoint.commit import OPTIMIZER, recover
 from hf_axonn.checkpoint.manifest import Manifest, find_problems, read_manifest, refuse
 from hf_axonn.checkpoint.save import Save, finish_saves, over_stages

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.adapters.files import load_adapters
+from hf_axonn.checkpoint.adapter_files import load_adapters
 from hf_axonn.checkpoint.hf_loader import fill, refuse_integers
 from hf_axonn.distributed.mesh import GridMesh
 from hf_axonn.engine.dtensors import local, local_slices, shard_of

@@ -60,7 +60,7 @@ class PassContext:
         items_of_all: whether the num_items_in_batch of a pass are those of all ranks, and not of this (data, z) alone.
         share_factor: what a loss for num_items_in_batch is multiplied by in this pass (losses/shares.py).
         random_seed, random_count: of the `keyed_random` that is open (layers/dropout.py).
-        stage: of a pipeline that is running (pipeline/); None outside of them.
+        stage: of a pipeline that is running (parallel/pipeline/); None outside of them.
         deferred: where backward passes leave the computation of weight gradients (`matmul3d.finish_deferred`); None:
             they compute them.
         gather_cache: gathered weights that outlive their multiplication.

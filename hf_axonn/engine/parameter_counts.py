@@ -27,7 +27,7 @@ class Counted(NamedTuple):
 
 def own_counts(model: nn.Module) -> dict[str, Counted]:
     """By name what this rank has of a model."""
-    # A stand-in (pipeline/stand_ins.py) has a weight only where the head shares it with the embedding.
+    # A stand-in (parallel/pipeline/stand_ins.py) has a weight only where the head shares it with the embedding.
     embeddings = {
         f"{name}.weight"
         for name, module in model.named_modules()

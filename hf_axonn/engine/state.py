@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from hf_axonn.layers.base import Reading
     from hf_axonn.layers.block import Block
     from hf_axonn.parallel.compiled import Region
-    from hf_axonn.pipeline.pipeline import Pipeline
+    from hf_axonn.parallel.pipeline.pipeline import Pipeline
 
 
 class ParallelState:
@@ -64,10 +64,10 @@ class ParallelState:
             cannot be copied.
         work_axes: name of a module -> on which of (x, y) ranks do different work inside of it.
         full_sequence: names of the modules that get the full sequence.
-        pipeline: the stages of a model that is divided over pipe (pipeline/); None of others.
+        pipeline: the stages of a model that is divided over pipe (parallel/pipeline/); None of others.
         elsewhere: what only other stages have, by name (`Pipeline.know_parameters`).
         check_batch: compares what a pass is given over the ranks that share samples (parallel/batch_check.py).
-        adapted: modules of PEFT that have their sharded layers (adapters/install.py).
+        adapted: modules of PEFT that have their sharded layers (parallel/adapters/install.py).
     """
 
     def __init__(self, mesh: GridMesh, config: AxonnConfig) -> None:

@@ -68,7 +68,7 @@ def install_latent(
     patch_forward(attention, forward)
     if row.axes:
         # A hook: whatever is installed on its forward. An adapter of the module adds to its output after that, so the
-        # hooks stand on its last part too (adapters/install.py).
+        # hooks stand on its last part too (parallel/adapters/install.py).
         state.install(shared, functools.partial(_hook_once, rotary_is_shared))
 
 

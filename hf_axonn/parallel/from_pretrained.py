@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.adapters.files import adapter_base
+from hf_axonn.checkpoint.adapter_files import adapter_base
 from hf_axonn.checkpoint.gguf import WHERE, converted
 from hf_axonn.checkpoint.hf_loader import distribute_when_built
 from hf_axonn.checkpoint.manifest import is_sharded_checkpoint

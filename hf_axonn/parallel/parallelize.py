@@ -20,9 +20,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.adapters.checks import check_adapters, check_plan
-from hf_axonn.adapters.install import install_adapters, without_wrappers
-from hf_axonn.adapters.peft_hooks import watch_peft
 from hf_axonn.architectures.feature_layout import choose_layout
 from hf_axonn.architectures.plan import plan_for
 from hf_axonn.architectures.weight_kinds import weight_kinds
@@ -43,15 +40,18 @@ from hf_axonn.engine.parameter_counts import get_memory_footprint, num_parameter
 from hf_axonn.engine.report import Report
 from hf_axonn.engine.state import ParallelState, is_parallelized
 from hf_axonn.losses.router_aux import check_routers
+from hf_axonn.parallel.adapters.checks import check_adapters, check_plan
+from hf_axonn.parallel.adapters.install import install_adapters, without_wrappers
+from hf_axonn.parallel.adapters.peft_hooks import watch_peft
 from hf_axonn.parallel.batch_check import install_batch_check
 from hf_axonn.parallel.compiled import compile_regions
 from hf_axonn.parallel.documents import install_documents
 from hf_axonn.parallel.four_bit import check_four_bit, four_bit_modules, pack_four_bit, refuse_quantized
 from hf_axonn.parallel.install import install_layers, shard_parameters
-from hf_axonn.pipeline.forward import install_pipeline
-from hf_axonn.pipeline.norms import norm_of_all
-from hf_axonn.pipeline.pipeline import Pipeline
-from hf_axonn.pipeline.stages import divide
+from hf_axonn.parallel.pipeline.forward import install_pipeline
+from hf_axonn.parallel.pipeline.norms import norm_of_all
+from hf_axonn.parallel.pipeline.pipeline import Pipeline
+from hf_axonn.parallel.pipeline.stages import divide
 from hf_axonn.topology.grid import Grid
 
 

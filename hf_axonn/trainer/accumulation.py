@@ -29,7 +29,7 @@ from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.engine.state import ParallelState, parallel_state
 from hf_axonn.losses.causal_lm import IGNORE_INDEX
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
-from hf_axonn.pipeline.forward import by_row, divisions, is_labels, with_rows
+from hf_axonn.parallel.pipeline.forward import by_row, divisions, is_labels, with_rows
 from hf_axonn.trainer.smoothing import loss_to_smooth
 
 

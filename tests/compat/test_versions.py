@@ -11,10 +11,10 @@ import transformers
 from peft import LoraConfig, get_peft_model
 
 from hf_axonn import AxonnPlugin, GoldfishTrainer, Grid, from_pretrained, parallelize
-from hf_axonn.adapters.checks import check_adapters, check_config
 from hf_axonn.cli.main import main
 from hf_axonn.compat import versions
 from hf_axonn.launch.command import prepare, prepare_or_exit
+from hf_axonn.parallel.adapters.checks import check_adapters, check_config
 from tests.helpers.launching import forked
 from tests.helpers.models import tiny_model
 

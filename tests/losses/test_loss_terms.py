@@ -92,7 +92,7 @@ def of_loops(trainer: Trainer, kind: str, batch: dict[str, Tensor], samples: int
 
 def outcome(folder: Path, kind: str, grid: Grid | None, **changes) -> dict:
     """Losses of evaluations of every kind, and the gradients of a training step; over pipe no gradients, which
-    tests/pipeline/test_pipeline_routers.py compares."""
+    tests/parallel/pipeline/test_pipeline_routers.py compares."""
     trainer = make(folder, kind, grid, **changes)
     with Float64():
         found = {

@@ -32,7 +32,7 @@ from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import train, worst_difference
 from tests.parallel import test_from_pretrained as loads
-from tests.pipeline import test_pipeline as pipelines
+from tests.parallel.pipeline import test_pipeline as pipelines
 
 
 GRIDS = [Grid(x=2), Grid(y=2), Grid(z=2), Grid(data=2)]

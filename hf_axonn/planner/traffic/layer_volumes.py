@@ -251,7 +251,7 @@ class LayerAccount:
         self.reduces(ledger, elements, self.step.compute_bytes)
 
     def adapters(self, ledger: Ledger, block: Block, axes: tuple[str, ...]) -> None:
-        """LoRA on the Linears of a block (adapters/lora.py): sums of [T, rank]. Of latents: not counted."""
+        """LoRA on the Linears of a block (parallel/adapters/lora.py): sums of [T, rank]. Of latents: not counted."""
         if not self.step.lora or block.down:
             return
         payload = self.tokens * self.step.lora * self.step.compute_bytes

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM
 from hf_axonn import Grid, parallelize
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.collectives import barrier, swap
-from hf_axonn.pipeline.pipeline import Pipeline
+from hf_axonn.parallel.pipeline.pipeline import Pipeline
 from hf_axonn.planner.time.pipeline import BACKWARD, FORWARD, INPUT, WEIGHT, StageTime, order, pipeline_time
 from tests.benchmarks.peers.peers import model_config
 from tests.helpers.models import tiny_model

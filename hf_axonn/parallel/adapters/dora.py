@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.adapters.lora import OwnOutput
 from hf_axonn.distributed.collectives import reduce_
 from hf_axonn.engine.dtensors import local, local_slices
 from hf_axonn.engine.linears import is_conv1d
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward
+from hf_axonn.parallel.adapters.lora import OwnOutput
 
 
 @dataclass(frozen=True)

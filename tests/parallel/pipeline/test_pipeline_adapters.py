@@ -10,7 +10,7 @@ import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from hf_axonn import Grid, parallelize
-from hf_axonn.adapters.files import load_adapters
+from hf_axonn.checkpoint.adapter_files import load_adapters
 from hf_axonn.checkpoint.sharded import load_sharded, save_sharded
 from hf_axonn.config import AxonnConfig
 from hf_axonn.distributed.consistency import gather_texts
@@ -20,7 +20,7 @@ from tests.helpers.float64 import Float64, relative_errors
 from tests.helpers.models import tiny_batch
 from tests.helpers.ranks import refused, run_ranks
 from tests.helpers.training import make_trainer, numbers, worst_difference
-from tests.pipeline.test_pipeline import BOUND, SCHEDULES, make, steps
+from tests.parallel.pipeline.test_pipeline import BOUND, SCHEDULES, make, steps
 
 
 # Adapters of a model, by a name of the case.

@@ -16,9 +16,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from hf_axonn.adapters.checks import check_adapters, check_config, saved_modules
-from hf_axonn.adapters.files import full_tensors
-from hf_axonn.adapters.install import install_adapters
+from hf_axonn.checkpoint.adapter_files import full_tensors
 from hf_axonn.compat.peft import after_peft, let_load_state_dict_shard, sized_by_full_weights
 from hf_axonn.compat.replaced import replaced
 from hf_axonn.distributed.collectives import barrier, world_rank
@@ -27,6 +25,8 @@ from hf_axonn.engine.linears import is_conv1d
 from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.engine.state import ParallelState, is_parallelized
 from hf_axonn.layers.dropout import mix
+from hf_axonn.parallel.adapters.checks import check_adapters, check_config, saved_modules
+from hf_axonn.parallel.adapters.install import install_adapters
 
 
 def watch_peft() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 
-from hf_axonn.adapters.files import load_adapters, save_adapters
+from hf_axonn.checkpoint.adapter_files import load_adapters, save_adapters
 from tests.helpers.models import tiny_model
 
 

@@ -11,7 +11,7 @@ from tests.helpers.launching import forked
 
 def run(folder: Path, code: str) -> None:
     """In a fork that has not imported PEFT, nor what of ours waits for it."""
-    forgetting = 'from tests.helpers.launching import forget\nforget("peft", "hf_axonn.adapters")\n'
+    forgetting = 'from tests.helpers.launching import forget\nforget("peft", "hf_axonn.parallel.adapters")\n'
     (folder / "code.py").write_text(forgetting + code)
     ended = forked(folder, None, "code.py", timeout=120)
     assert ended.code == 0, ended.output
@@ -19,7 +19,7 @@ def run(folder: Path, code: str) -> None:
 
 LATE = """
 import sys
-from hf_axonn.adapters.peft_hooks import inject_adapter, watch_peft
+from hf_axonn.parallel.adapters.peft_hooks import inject_adapter, watch_peft
 assert "peft.peft_model" not in sys.modules
 watch_peft()
 import peft
@@ -30,7 +30,7 @@ for method in (BaseTuner.inject_adapter, peft.PeftModel.add_adapter, peft.PeftMo
 
 UNKNOWN = """
 import peft
-from hf_axonn.adapters.peft_hooks import watch_peft
+from hf_axonn.parallel.adapters.peft_hooks import watch_peft
 from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import save_and_load
 owners = {BaseTuner: "inject_adapter", peft.PeftModel: "add_adapter"}

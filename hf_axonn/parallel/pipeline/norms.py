@@ -19,7 +19,7 @@ from hf_axonn.engine.dtensors import whole
 
 
 if TYPE_CHECKING:
-    from hf_axonn.pipeline.pipeline import Pipeline
+    from hf_axonn.parallel.pipeline.pipeline import Pipeline
 
 
 _alive: WeakSet[Pipeline] = WeakSet()

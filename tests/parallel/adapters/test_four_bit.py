@@ -15,13 +15,13 @@ from hf_axonn.distributed.collectives import observe
 from hf_axonn.engine.gradient_sync import sync_gradients
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.topology.grid import Grid
-from tests.adapters.test_lora import checkpointed
 from tests.helpers.adapting import Adapted, adapt
 from tests.helpers.equality import Outcome, compare, exact, mean_over_world, rows_of, too_large
 from tests.helpers.float64 import relative_errors
 from tests.helpers.four_bit import WIDE, dequantized_model, quantized_model
 from tests.helpers.models import tiny_batch
 from tests.helpers.ranks import all_grids, run_ranks
+from tests.parallel.adapters.test_lora import checkpointed
 
 
 pytest.importorskip("bitsandbytes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,10 @@ from hf_axonn.distributed.collectives import world_rank
 from hf_axonn.engine.dtensors import shard_of, whole
 from hf_axonn.engine.stage_tensors import over_stages, whole_of_all_stages
 from hf_axonn.engine.state import parallel_state
+
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 def full_tensors(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -52,9 +57,8 @@ def save_adapters(model: nn.Module, directory: Path) -> None:
     """
     from peft import get_peft_model_state_dict
 
-    adapters = {
-        name: full_tensors(get_peft_model_state_dict(model, adapter_name=name), model) for name in model.peft_config
-    }
+    configs = cast("PeftModel", model).peft_config
+    adapters = {name: full_tensors(get_peft_model_state_dict(model, adapter_name=name), model) for name in configs}
     if world_rank() == 0:
         from safetensors.torch import save_file
 
@@ -62,7 +66,7 @@ def save_adapters(model: nn.Module, directory: Path) -> None:
             target = directory if name == "default" else directory / name
             target.mkdir(parents=True, exist_ok=True)
             save_file(weights, target / "adapter_model.safetensors", metadata={"format": "pt"})
-            model.peft_config[name].save_pretrained(target)
+            configs[name].save_pretrained(str(target))
 
 
 def load_adapters(model: nn.Module, directory: Path) -> None:
@@ -76,7 +80,8 @@ def load_adapters(model: nn.Module, directory: Path) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    of_each = {name: get_peft_model_state_dict(model, adapter_name=name) for name in model.peft_config}
+    configs = cast("PeftModel", model).peft_config
+    of_each = {name: get_peft_model_state_dict(model, adapter_name=name) for name in configs}
     keys, state = {name: list(own) for name, own in of_each.items()}, parallel_state(model)
     stages = [keys] if state is None else over_stages(keys, state.mesh)
     names = {name: {key for stage in stages for key in stage[name]} for name in keys}
@@ -91,6 +96,7 @@ def load_adapters(model: nn.Module, directory: Path) -> None:
         with torch.no_grad():
             for key, value in own.items():
                 if isinstance(value, DTensor):  # adapters are replicated, what is saved beside them may not be
-                    value.to_local().copy_(shard_of(weights[key], value.placements, parallel_state(model).mesh))
+                    assert state is not None
+                    value.to_local().copy_(shard_of(weights[key], value.placements, state.mesh))
                 else:
                     value.copy_(weights[key])

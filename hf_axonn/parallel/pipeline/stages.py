@@ -25,7 +25,7 @@ from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.dropout import mix
 from hf_axonn.layers.moe import is_experts
 from hf_axonn.losses.router_aux import empty_routing
-from hf_axonn.pipeline.stand_ins import Arrival, Departure, ElsewhereEmbedding, ElsewhereHead, ElsewhereLayer
+from hf_axonn.parallel.pipeline.stand_ins import Arrival, Departure, ElsewhereEmbedding, ElsewhereHead, ElsewhereLayer
 from hf_axonn.topology.stages import as_listed, divide_layers
 
 

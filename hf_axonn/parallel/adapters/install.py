@@ -19,11 +19,6 @@ from typing import TypeGuard
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_axonn.adapters.checks import LINEAR
-from hf_axonn.adapters.dora import Dora
-from hf_axonn.adapters.lora import HeadLora, install_pair, output_of, pair_of
-from hf_axonn.adapters.merge import Merging, ParameterMerging
-from hf_axonn.adapters.parameter_lora import ParameterLora
 from hf_axonn.compat.bitsandbytes import is_four_bit
 from hf_axonn.compat.peft import MIXED_BATCH, wrapped_modules
 from hf_axonn.distributed.collectives import broadcast_all
@@ -35,6 +30,11 @@ from hf_axonn.layers.base import Reader, Reading, Replicated, patch_forward
 from hf_axonn.layers.dropout import dropout_names, install_dropout, probability
 from hf_axonn.layers.moe import Experts
 from hf_axonn.layers.vocabulary import Head
+from hf_axonn.parallel.adapters.checks import LINEAR
+from hf_axonn.parallel.adapters.dora import Dora
+from hf_axonn.parallel.adapters.lora import HeadLora, install_pair, output_of, pair_of
+from hf_axonn.parallel.adapters.merge import Merging, ParameterMerging
+from hf_axonn.parallel.adapters.parameter_lora import ParameterLora
 from hf_axonn.topology.weight_kind import WeightKind
 
 

@@ -11,7 +11,7 @@ from peft import (
 from torch.distributed.tensor import DTensor
 
 from hf_axonn import parallelize
-from hf_axonn.adapters.files import load_adapters
+from hf_axonn.checkpoint.adapter_files import load_adapters
 from hf_axonn.checkpoint.sharded import save_sharded
 from hf_axonn.topology.grid import Grid
 from tests.helpers.adapting import ONE_OF_EACH, adapt, adapted_model, drawing

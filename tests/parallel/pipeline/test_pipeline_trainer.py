@@ -12,7 +12,7 @@ from transformers import Trainer
 
 from hf_axonn import AxonnPlugin, Grid
 from hf_axonn.distributed.consistency import gather_texts
-from hf_axonn.pipeline.pipeline import Pipeline
+from hf_axonn.parallel.pipeline.pipeline import Pipeline
 from hf_axonn.trainer.accumulation import AccumulatedStep, pad_alike
 from hf_axonn.trainer.trl import check_trainer
 from tests.helpers.float64 import Float64, relative_errors

@@ -24,7 +24,7 @@ from hf_axonn.layers.vocabulary import check_vocabulary
 from hf_axonn.losses.causal_lm import IGNORE_INDEX, kept_labels
 from hf_axonn.losses.router_aux import check_routers
 from hf_axonn.losses.vocab_parallel import ShardedCausalLMLoss
-from hf_axonn.pipeline.pipeline import Pipeline
+from hf_axonn.parallel.pipeline.pipeline import Pipeline
 
 
 logger = get_logger(__name__)

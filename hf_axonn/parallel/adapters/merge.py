@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.adapters.dora import ShardPlace, plain
-from hf_axonn.adapters.lora import pair_of
-from hf_axonn.adapters.parameter_lora import factors
 from hf_axonn.distributed.collectives import reduce_
 from hf_axonn.engine.dtensors import local_slices
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.base import patch_forward, replaced
+from hf_axonn.parallel.adapters.dora import ShardPlace, plain
+from hf_axonn.parallel.adapters.lora import pair_of
+from hf_axonn.parallel.adapters.parameter_lora import factors
 
 
 class Merging:

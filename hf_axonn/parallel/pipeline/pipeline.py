@@ -32,10 +32,10 @@ from hf_axonn.engine.parameter_counts import Counted, own_counts
 from hf_axonn.engine.state import ParallelState
 from hf_axonn.layers.dropout import dropout_names, probability
 from hf_axonn.losses.router_aux import carried_experts
-from hf_axonn.pipeline.norms import watch_norms
-from hf_axonn.pipeline.stages import Stage, Stages
-from hf_axonn.pipeline.stand_ins import ElsewhereEmbedding, ElsewhereWrapper
-from hf_axonn.pipeline.transfers import receive, send, share
+from hf_axonn.parallel.pipeline.norms import watch_norms
+from hf_axonn.parallel.pipeline.stages import Stage, Stages
+from hf_axonn.parallel.pipeline.stand_ins import ElsewhereEmbedding, ElsewhereWrapper
+from hf_axonn.parallel.pipeline.transfers import receive, send, share
 
 
 SHARED = ("loss", "logits", "aux_loss")  # of an output, which all ranks of pipe have

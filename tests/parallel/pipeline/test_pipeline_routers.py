@@ -23,7 +23,7 @@ from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
 from tests.helpers.training import make_trainer, numbers, worst_difference
 from tests.layers.test_moe import moe
-from tests.pipeline.test_pipeline import BOUND, SCHEDULES
+from tests.parallel.pipeline.test_pipeline import BOUND, SCHEDULES
 
 
 LAYERS = 4
