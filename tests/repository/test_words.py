@@ -1,0 +1,43 @@
+"""Which words are counted, and that the numbers of words.json can only fall."""
+
+from tests.repository.words import compare_counts, find_words
+
+
+SOURCE = '''
+"""What a module has."""
+
+class Ranks:
+    """The ranks of a grid."""
+
+    @property
+    def divided(self):
+        """Return whether there is more than one."""
+
+    def _of_step(self, told):
+        """Of a step."""
+        its = 1
+
+def closed(text): ...
+
+def embed(text): ...
+
+def put(text): ...
+'''
+
+
+def test_fragments_pronouns_and_participles_are_found():
+    assert sorted(find_words(SOURCE)) == [
+        (1, "docstrings", "What a module has."),
+        (11, "docstrings", "Of a step."),
+        (11, "functions", "_of_step"),
+        (11, "variables", "told"),
+        (13, "variables", "its"),
+        (15, "functions", "closed"),
+    ]
+
+
+def test_a_number_that_rises_is_refused_and_one_that_falls_is_seen():
+    counts = {"eval/data": {"docstrings": 2}}
+    assert compare_counts(counts, counts) == ([], False)
+    assert compare_counts({}, counts) == (["eval/data: 2 docstrings, 0 allowed"], False)
+    assert compare_counts(counts | {"eval/report": {"functions": 1}}, counts) == ([], True)

@@ -1,0 +1,121 @@
+"""Counts words that make code hard to read, and fails where a package has more of them than words.json says.
+
+    python -m tests.repository.words                    compare: `make lint` calls this
+    python -m tests.repository.words hf_axonn/engine    list each place in these packages, file:line
+    python -m tests.repository.words --write            write the numbers down, after they fell
+
+A package that the file does not name has none.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+
+ROOT = Path(__file__).parents[2]
+ALLOWED = Path(__file__).with_name("words.json")
+FOLDERS = ("hf_axonn", "eval", "training_scripts")
+# A docstring that begins with one of these is a part of a sentence ("What a rank has"), and says no verb.
+OPENERS = frozenset(
+    "what how as of which where who whose whether when why that with without for from by in on at to if while "
+    "because after before until like than and or but so".split()
+)
+PRONOUNS = frozenset("its told said mine asked wanted".split())  # as names of variables they name no thing
+PARTICIPLES = frozenset(
+    "built cut drawn done dealt found gone given held kept known left lost made meant met paid put read run said seen "
+    "sent set shown sold sought spent spread taken taught told thought won worn written".split()
+)
+VERBS = frozenset("put read run set cut spread embed feed need seed shed speed exceed proceed succeed".split())
+STATES = frozenset(("property", "cached_property", "functools.cached_property", "pytest.fixture"))  # decorators
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def find_words(source: str) -> Iterator[tuple[int, str, str]]:
+    """Yield line, kind and text of each place: docstrings, variables and functions.
+
+    A property or a fixture may be a participle, as it reads as a state.
+    """
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, FUNCTIONS | ast.ClassDef | ast.Module):
+            text = ast.get_docstring(node) or ""
+            if match := re.match(r"\w+", text):
+                if match[0].lower() in OPENERS:
+                    yield getattr(node, "lineno", 1), "docstrings", text.splitlines()[0]
+        if isinstance(node, FUNCTIONS):
+            yield from _judge_function(node)
+        if isinstance(node, ast.arg) and node.arg in PRONOUNS:
+            yield node.lineno, "variables", node.arg
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in PRONOUNS:
+            yield node.lineno, "variables", node.id
+
+
+def _judge_function(node: FUNCTIONS) -> Iterator[tuple[int, str, str]]:
+    name = node.name.strip("_")
+    if re.search(r"^_?of(_|$)", node.name):
+        yield node.lineno, "functions", node.name
+    elif not STATES & {ast.unparse(line).partition("(")[0] for line in node.decorator_list} and name not in VERBS:
+        if name in PARTICIPLES or re.fullmatch(r"[a-z]{2,}ed", name):
+            yield node.lineno, "functions", node.name
+
+
+def list_places(packages: list[str]) -> Iterator[tuple[str, str, int, str, str]]:
+    """Yield package, file, line, kind and text of each place in these packages; in all if there are none."""
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            file = path.relative_to(ROOT).as_posix()
+            package = "/".join(Path(file).parent.parts[:2])
+            if not packages or any(file.startswith(name.rstrip("/") + "/") or file == name for name in packages):
+                for line, kind, text in find_words(path.read_text(encoding="utf-8")):
+                    yield package, file, line, kind, text
+
+
+def count_places() -> dict[str, dict[str, int]]:
+    """Return how many places of each kind a package has, packages without any left out."""
+    counts = Counter((package, kind) for package, _, _, kind, _ in list_places([]))
+    packages = sorted({package for package, _ in counts})
+    return {
+        package: {kind: number for (own, kind), number in sorted(counts.items()) if own == package}
+        for package in packages
+    }
+
+
+def compare_counts(allowed: dict[str, dict[str, int]], counts: dict[str, dict[str, int]]) -> tuple[list[str], bool]:
+    """Return a line for each number that rose, and whether one fell."""
+    lines, fell = [], False
+    for package in sorted({*allowed, *counts}):
+        most, now = allowed.get(package, {}), counts.get(package, {})
+        for kind in sorted({*most, *now}):
+            if now.get(kind, 0) > most.get(kind, 0):
+                lines.append(f"{package}: {now[kind]} {kind}, {most.get(kind, 0)} allowed")
+            fell = fell or now.get(kind, 0) < most.get(kind, 0)
+    return lines, fell
+
+
+def main(arguments: list[str]) -> int:
+    """List, write or compare; returns the exit code, 1 where a number rose."""
+    if arguments and arguments != ["--write"]:
+        for _, file, line, kind, text in list_places(arguments):
+            print(f"{file}:{line}: {kind}: {text}")
+        return 0
+    counts = count_places()
+    if arguments:
+        ALLOWED.write_text(json.dumps(counts, indent=4) + "\n", encoding="utf-8")
+        return 0
+    lines, fell = compare_counts(json.loads(ALLOWED.read_text(encoding="utf-8")), counts)
+    for line in lines:
+        print(f"{line}; python -m tests.repository.words {line.partition(':')[0]} lists them")
+    if fell:
+        print(f"Lower the numbers in {ALLOWED.relative_to(ROOT)}: python -m tests.repository.words --write")
+    total = sum(number for kinds in counts.values() for number in kinds.values())
+    print(f"words: {total} places, {'too many' if lines else 'no more than allowed'}")
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
