@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import time
 from collections.abc import Iterator
 
 import hypothesis
@@ -45,3 +47,49 @@ def pytest_collection_finish() -> None:
     """Whatever has been imported stays: Trainer collects garbage several times a run, and would look at all of it."""
     gc.collect()
     gc.freeze()
+
+
+SECONDS = ("elapsed", "processor")
+_by_file: dict[str, list[float]] = {}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Note what a test took of the clock and of the processor, with the processes that it started and waited for."""
+    item.user_properties.append(("began", (time.monotonic(), _processor_seconds())))
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Iterator[pytest.TestReport]:
+    report = yield
+    if call.when == "teardown":
+        began = dict(item.user_properties).pop("began")
+        taken = [now - then for now, then in zip((time.monotonic(), _processor_seconds()), began)]
+        report.user_properties = [(SECONDS[0], taken[0]), (SECONDS[1], taken[1])]
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "teardown":
+        taken = dict(report.user_properties)
+        total = _by_file.setdefault(report.nodeid.partition("::")[0], [0.0, 0.0])
+        for i, name in enumerate(SECONDS):
+            total[i] += taken[name]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say which files take longest, of a run of many."""
+    if len(_by_file) < 20:
+        return
+    terminalreporter.section("processor seconds and seconds by file")
+    files = sorted(_by_file.items(), key=lambda file: -file[1][1])
+    for name, (elapsed, processor) in files[:40]:
+        terminalreporter.line(f"{processor:7.1f} {elapsed:7.1f}  {name}")
+    elapsed, processor = (sum(times) for times in zip(*_by_file.values()))
+    terminalreporter.line(f"{processor:7.1f} {elapsed:7.1f}  all {len(files)} files")
+
+
+def _processor_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
