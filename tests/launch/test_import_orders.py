@@ -48,6 +48,7 @@ def test_the_first_import_of_a_script_in_a_rank():
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.slow
 def test_names_of_a_script_first_in_a_rank():
     check([(True, "", "hf_axonn", name) for name in CORE])
 

@@ -49,8 +49,8 @@ def packed(monkeypatch):
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_products_are_those_of_the_layer(packed, rows, bias, dtype):
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("this processor has no bfloat16 for oneDNN")
+    """Where the processor has no bfloat16 for oneDNN the layer stays as it is."""
+    possible = dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
     torch.manual_seed(0)
     layer = nn.Linear(48, 33, bias=bias, dtype=dtype)
     rows = rows.to(dtype)
@@ -59,7 +59,7 @@ def test_products_are_those_of_the_layer(packed, rows, bias, dtype):
         with packed_weights(nn.Sequential(layer)):
             found = [layer(rows) for _ in range(8)][-1]
     assert "forward" not in vars(layer)
-    assert len(packed) == (rows.numel() > 0)
+    assert len(packed) == (rows.numel() > 0 and possible)
     assert found.shape == plain.shape and found.dtype == dtype
     torch.testing.assert_close(found, plain, rtol=0, atol=ROUNDING[dtype])
 

@@ -31,16 +31,8 @@ PUBLISHED = sorted(path.stem for path in Path(__file__).parent.glob("*.json"))
 def outputs(name: str) -> dict:
     """What the authors' code gave, once it is sure that it was given the model that is here."""
     held = json.loads((Path(__file__).parent / f"{name}.json").read_text(encoding="utf-8"))
-    if inputs.is_the_same():
-        inputs.check_model(held["about"]["model"])
+    inputs.check_model(held["about"]["model"])
     return held["outputs"]
-
-
-def the_model():
-    """The model that the authors' code was given; where it cannot be made again, what asks it is skipped."""
-    if not inputs.is_the_same():
-        pytest.skip("this processor trains other weights than those that the authors' code was given: see README.md")
-    return inputs.model()
 
 
 def window(sample: Sample) -> str:
@@ -52,7 +44,7 @@ def windows(samples: Sequence[Sample]) -> list[str]:
 
 
 def measured(samples: Sequence[Sample], *, model=None, generate: bool = True, **settings) -> list:
-    model = the_model() if model is None else model
+    model = inputs.model() if model is None else model
     return list(
         extract(model, inputs.tokenizer(), samples, generate=generate, batch_size=16, progress=False, **settings)
     )
@@ -80,6 +72,18 @@ def test_what_was_run_is_said(name):
     assert len(about["commit"]) == 40 and about["files"] and about["stands_in"] and about["versions"]["torch"]
     code = protocol(name).code
     assert not code or code == f"{about['repository']}@{about['commit']}"
+
+
+def test_the_weights_are_those_of_the_published_runs():
+    assert inputs.digest_of_weights(inputs.model()) == inputs.WEIGHTS_SHA256
+
+
+@pytest.mark.slow
+def test_training_gives_the_weights_again():
+    """But for the few that another processor rounds to their neighbours."""
+    kept, trained = inputs.model().state_dict(), inputs.train().state_dict()
+    others = sum(int((kept[name] != trained[name]).sum()) for name in kept)
+    assert others <= 0.01 * sum(weight.numel() for weight in kept.values())
 
 
 # apertus: swiss-ai/apertus_memorization
@@ -174,7 +178,7 @@ def test_cooper_asks_the_same_windows(run):
 @pytest.mark.parametrize("run", COOPER)
 def test_cooper_gives_the_same_probabilities(run):
     theirs = outputs("cooper100")["runs"][run]
-    model = copy.deepcopy(the_model()).float()
+    model = copy.deepcopy(inputs.model()).float()
     results = measured(cooper_samples(run), model=model, generate=False, sampler=sampler("cooper100"))
     assert len({result.sampled_logprob for result in results}) > 50
     for result, top, first, full in zip(results, theirs["k_40"], theirs["k_1"], theirs["k_512"], strict=True):
@@ -203,7 +207,7 @@ def test_goldfish_asks_the_same_windows(name):
 def test_goldfish_decodes_and_scores_the_same(name, dtype):
     """In bfloat16 the samples that rounding may decide are not compared."""
     theirs = outputs(name)[dtype]
-    model = copy.deepcopy(the_model()).to(getattr(torch, dtype))
+    model = copy.deepcopy(inputs.model()).to(getattr(torch, dtype))
     results = measured(page_samples(name), model=model)
     sure = [place for place, result in enumerate(results) if dtype == "float64" or not result.near_tie]
     assert len(sure) >= len(results) // 2
@@ -341,4 +345,4 @@ def test_hubble_has_the_same_loss_of_passages():
     bos = inputs.tokenizer().bos_token_id
     for passage, theirs in zip(inputs.passages(), outputs("hubble")["loglikelihood_rolling"], strict=True):
         ids = inputs.tokenizer(bos=False)(passage["text"])["input_ids"]
-        assert document_nll(the_model(), [[bos, *ids]]).nll == pytest.approx(-theirs, abs=CLOSE * len(ids))
+        assert document_nll(inputs.model(), [[bos, *ids]]).nll == pytest.approx(-theirs, abs=CLOSE * len(ids))
