@@ -65,7 +65,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Itera
     report = yield
     if call.when == "teardown":
         began = dict(item.user_properties).pop("began")
-        taken = [now - then for now, then in zip((time.monotonic(), _processor_seconds()), began)]
+        taken = [now - then for now, then in zip((time.monotonic(), _processor_seconds()), began, strict=True)]
         report.user_properties = [(SECONDS[0], taken[0]), (SECONDS[1], taken[1])]
     return report
 
@@ -86,7 +86,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     files = sorted(_by_file.items(), key=lambda file: -file[1][1])
     for name, (elapsed, processor) in files[:40]:
         terminalreporter.line(f"{processor:7.1f} {elapsed:7.1f}  {name}")
-    elapsed, processor = (sum(times) for times in zip(*_by_file.values()))
+    elapsed, processor = (sum(times) for times in zip(*_by_file.values(), strict=True))
     terminalreporter.line(f"{processor:7.1f} {elapsed:7.1f}  all {len(files)} files")
 
 

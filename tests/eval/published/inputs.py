@@ -4,9 +4,10 @@ All of it is made again from this repository's LICENSE, which does not change, a
 draws, the same with every Python. So nothing needs the network, and a test builds what a published run was given.
 
 The model is a Mistral of two layers that each look back 32 tokens: 62 tokens before a token decide it. So it learns a
-passage of any length, at any place of a document, from short pieces, in seconds. Its weights are kept in WEIGHTS, as the
-authors' code was given them: `train` makes the same again only on a processor with AVX-512 (with AVX2 53 of 139,584 are
-others), in float64, rounded to float32 after every step and to bfloat16 at the end, so with any number of threads.
+passage of any length, at any place of a document, from short pieces, in seconds. Its weights are kept in WEIGHTS, as
+the authors' code was given them: `train` makes the same again only on a processor with AVX-512 (with AVX2 53 of the
+139,584 are others), in float64, rounded to float32 after every step and to bfloat16 at the end, so with any number of
+threads.
 """
 
 import functools
