@@ -123,10 +123,11 @@ def provenance(comparison: Mapping[str, Any]) -> dict[str, dict[str, str]]:
 
 
 def _tokenizer(record: Mapping[str, Any]) -> str:
-    """What the record of a run says of the tokenizer, and whether the samples are of the same one."""
+    """Return the tokenizer of a run in words, and whether the samples are known to be made with it."""
     facts = [settings({key: value for key, value in record.items() if key != "checked"})]
     if "checked" in record:
-        facts.append("the samples were made with it" if record["checked"] else "not known whether of the samples")
+        made = "the samples were made with it"
+        facts.append(made if record["checked"] else f"whether {made} is not known")
     return ", ".join(filter(None, facts))
 
 
