@@ -10,6 +10,7 @@ The ordinary loss: --goldfish False. Packed rows: --packing --sequence_length 20
 --held_out 0.05 --eval_strategy epoch. Go on after an interruption: --resume_from_checkpoint last.
 """
 
+import os
 import sys
 from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
 from collections.abc import Sequence
@@ -210,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> GoldfishTrainer:
         if data_args.packing:
             check_packing(model, args)
     except (ValueError, OSError) as error:
-        if FIRST:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the first of this machine, whose files may be others
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         raise SystemExit(2) from error
 

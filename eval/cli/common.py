@@ -117,7 +117,9 @@ def share(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text} is not a number between 0 and 1")
 
 
-def show(runs: Mapping[str, Sequence], arguments: argparse.Namespace, **options: Any) -> dict[str, Any]:
+def show(
+    runs: Mapping[str, Sequence], arguments: argparse.Namespace, *, show_warnings: bool = True, **options: Any
+) -> dict[str, Any]:
     """Print the table of some runs; returns the comparison it was made of."""
     from rich.console import Console
 
@@ -125,7 +127,7 @@ def show(runs: Mapping[str, Sequence], arguments: argparse.Namespace, **options:
     from hf_axonn_eval.report.write import terminal_table
 
     comparison = compare(runs, confidence=arguments.confidence, **options)
-    Console().print(terminal_table(comparison))
+    Console().print(terminal_table(comparison, show_warnings=show_warnings))
     return comparison
 
 

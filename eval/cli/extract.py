@@ -157,7 +157,8 @@ def _show(results: Sequence[Any], arguments: argparse.Namespace) -> None:
     from hf_axonn_eval.data.results import read_record
 
     name = run_name(arguments.output)
-    show({name: results}, arguments, records={name: read_record(Path(arguments.output))})
+    records = {name: read_record(Path(arguments.output))}
+    show({name: results}, arguments, records=records, show_warnings=False)  # they were logged when it was measured
     words = ["hf-axonn-eval", "report", "--runs", f"{name}={arguments.output}", "--samples", arguments.samples]
     say(f"saved      {arguments.output}")
     say("next, with the run of the untrained model first where there is one:")

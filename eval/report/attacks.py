@@ -210,7 +210,7 @@ def _covered(entry: Mapping[str, Any] | None, characters: int) -> str:
 
 
 def _mean(entry: Mapping[str, Any]) -> str:
-    return f"{entry['mean']:.3f}" + ("" if entry["low"] is None else f" [{entry['low']:.2f}, {entry['high']:.2f}]")
+    return f"{entry['mean']:z.3f}" + ("" if entry["low"] is None else f" [{entry['low']:z.2f}, {entry['high']:z.2f}]")
 
 
 def _expected(row: Mapping[str, Any]) -> str:

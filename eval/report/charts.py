@@ -155,8 +155,8 @@ def bar_chart(
 
 def point_text(point: Point) -> str:
     """The number, and its interval in brackets."""
-    interval = "" if point.low is None or point.high is None else f" [{point.low:.3f}, {point.high:.3f}]"
-    return f"{point.y:.3f}{interval}"
+    interval = "" if point.low is None or point.high is None else f" [{point.low:z.3f}, {point.high:z.3f}]"
+    return f"{point.y:z.3f}{interval}"
 
 
 def _line(points: Sequence[Point], x: Axis, y: Axis, number: int) -> list[str]:
@@ -216,4 +216,4 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 def _number(number: float) -> str:
     if number and abs(number) >= 10_000:
         return f"{number:.3g}".replace("e+0", "e").replace("e+", "e")
-    return f"{number:g}"
+    return f"{number:zg}"

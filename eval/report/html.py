@@ -278,4 +278,4 @@ def _point(comparison: Mapping[str, Any], name: str, bucket: str, metric: str) -
 
 
 def _interval(point: Point) -> str:
-    return f"{point.y:.3f}" + ("" if point.low is None else f" [{point.low:.2f}, {point.high:.2f}]")
+    return f"{point.y:z.3f}" + ("" if point.low is None else f" [{point.low:z.2f}, {point.high:z.2f}]")

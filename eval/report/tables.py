@@ -20,6 +20,7 @@ ATTACKS = {
     "min_k_plus_plus": "Min-K%++",
     "reference": "reference",
 }
+APART = ("protocol", "left_out")  # settings that have a table of their own
 LEFT_OUT = {  # what sampling.Tally counts, and of how many
     "documents": "documents in all",
     "too_short": "documents that are too short",
@@ -111,14 +112,23 @@ def provenance(comparison: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             "device": ", ".join(str(value) for value in run["device"].values() if value),
             "protocol": protocols.standing({"runs": {name: summary}}),
             "level of access": training.access(run),
-            "tokenizer": settings(run.get("tokenizer") or {}),
-            "settings": settings({key: value for key, value in run.get("settings", {}).items() if key != "protocol"}),
+            "tokenizer": _tokenizer(run.get("tokenizer") or {}),
+            "settings": settings({key: value for key, value in run.get("settings", {}).items() if key not in APART}),
             "versions": settings(run["versions"]),
             "command": " ".join(map(str, run.get("command", ()))),
             "started": str(run.get("started", "")),
         }
         facts[name] = {key: value for key, value in facts[name].items() if value}
     return facts
+
+
+def _tokenizer(record: Mapping[str, Any]) -> str:
+    """Return the tokenizer of a run in words, and whether the samples are known to be made with it."""
+    facts = [settings({key: value for key, value in record.items() if key != "checked"})]
+    if "checked" in record:
+        made = "the samples were made with it"
+        facts.append(made if record["checked"] else f"whether {made} is not known")
+    return ", ".join(filter(None, facts))
 
 
 def report_columns() -> list[str]:
@@ -155,16 +165,16 @@ def estimate_text(entry: Mapping[str, Any] | None, *, interval: bool = True) -> 
     """A number of a summary: "3 of 12 [0.09, 0.53]" for a share, "0.512 [0.40, 0.61]" for a mean, "-" for None."""
     if entry is None:
         return "-"
-    mean = f"{entry['count']} of {entry['n']}" if "count" in entry else f"{entry['mean']:.3f}"
-    return mean if entry["low"] is None or not interval else f"{mean} [{entry['low']:.2f}, {entry['high']:.2f}]"
+    mean = f"{entry['count']} of {entry['n']}" if "count" in entry else f"{entry['mean']:z.3f}"
+    return mean if entry["low"] is None or not interval else f"{mean} [{entry['low']:z.2f}, {entry['high']:z.2f}]"
 
 
 def difference_text(entry: Mapping[str, Any] | None, *, interval: bool = True) -> str:
     """A difference of a comparison: "+0.750 [+0.41, +0.93]", "-" for None."""
     if entry is None:
         return "-"
-    ends = "" if entry["low"] is None or not interval else f" [{entry['low']:+.2f}, {entry['high']:+.2f}]"
-    return f"{entry['difference']:+.3f}{ends}"
+    ends = "" if entry["low"] is None or not interval else f" [{entry['low']:+z.2f}, {entry['high']:+z.2f}]"
+    return f"{entry['difference']:+z.3f}{ends}"
 
 
 class Details(NamedTuple):

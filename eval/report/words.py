@@ -4,6 +4,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
+SETTINGS = {  # names in run.json that say too little
+    "batch_size": "batch size",
+    "size": "tokens",
+    "rows": "rows at most",
+    "number": "in all",
+    "in_a_unit": "at once",
+    "decoded_rows": "rows at most in decoding",
+    "near_tie_below": "margin of a near tie, in nats,",
+    "requests": "requests at once",
+    "alternatives": "other tokens asked at each place",
+    "membership_unknown": "membership scores that a server does not give",
+}
+
+
 def listed(words: Sequence[object], last: str = "and") -> str:
     """Join words: a, b and c."""
     texts = [str(word) for word in words]
@@ -21,11 +35,15 @@ def times(buckets: Sequence[str]) -> str:
 
 
 def settings(entries: Mapping[str, Any]) -> str:
-    """Write what JSON can say as text: "rows 4, number 3"; what is None is left out."""
-    return ", ".join(f"{name} {_value(value)}" for name, value in entries.items() if value is not None)
+    """Write what JSON can say as text: "batches (rows at most 4, in all 3)"; what is None is left out."""
+    return ", ".join(
+        f"{SETTINGS.get(name, name)} {_value(value)}" for name, value in entries.items() if value is not None
+    )
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, Mapping):
         return f"({settings(value)})"
     if isinstance(value, (list, tuple)):

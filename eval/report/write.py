@@ -79,11 +79,12 @@ def write_report(
     return {name: directory / name for name in names}
 
 
-def terminal_table(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None):
+def terminal_table(comparison: Mapping[str, Any], *, columns: Sequence[str] | None = None, show_warnings: bool = True):
     """The table for `rich.print`; narrow, so of the intervals it shows only those of shares."""
     columns = tables.terminal_columns() if columns is None else columns
     headings, body = tables.rows(comparison, columns=columns, intervals=share_names())
-    told = [tables.caption(comparison, means=False), standing(comparison), *warnings(comparison)]
+    told = [tables.caption(comparison, means=False), standing(comparison)]
+    told += warnings(comparison) if show_warnings else []
     return _rich("Extraction", headings, body, *filter(None, told))
 
 

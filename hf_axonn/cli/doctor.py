@@ -174,7 +174,7 @@ def examine_model(launch: Launch, options: argparse.Namespace, findings: Finding
         }
         with fake_world(grid.size):
             model, report = parallelize(model, grid, config=launch.config)
-            findings.facts.append(str(report))
+            findings.facts.append(f"sharding: {str(report).removeprefix(f'grid {report.grid}: ')}")  # named above
             _examine_report(report, matrices, findings)
             local = _examine_shards(model, grid, findings)
             state = parallel_state(model)
@@ -325,7 +325,7 @@ def _examine_memory(
     size = DTYPE_BYTES[options.weights]
     states = local * 4 * size  # parameter, gradient and two moments, which torch's AdamW keeps in the same dtype
     total: float = states
-    text = f"memory of rank 0: {states / GIB:.2f} GiB parameters, gradients and AdamW's moments"
+    text = f"memory of rank 0: {_size(states)} parameters, gradients and AdamW's moments"
     try:
         shape = shape_of(config)
     except ValueError as problem:
@@ -344,7 +344,7 @@ def _examine_memory(
         parts = _memory_of_first(shape, launch.config, step, layout, options.accumulation)
         total = parts.total - parts.states + states
         more = ", ".join(
-            f"{getattr(parts, name) / GIB:.2f} {what}"
+            f"{_size(getattr(parts, name))} {what}"
             for name, what in (
                 ("activations", "saved activations"),
                 ("gathered", "gathered weights and their gradients"),
@@ -353,7 +353,7 @@ def _examine_memory(
             )
         )
         findings.facts.append(
-            f"{text}, {more}; about {total / GIB:.2f} GiB at the worst moment of a step ({step.rows} row(s) of "
+            f"{text}, {more}; about {_size(total)} at the worst moment of a step ({step.rows} row(s) of "
             f"{step.seq} tokens, checkpointing {'on' if step.checkpointing else 'off'})"
         )
         findings.facts += [f"note: {note}" for note in shape.notes]
@@ -362,9 +362,17 @@ def _examine_memory(
         capacity = load_machine(options.machine).memory
     if capacity is not None and total > (1 - RESERVE) * capacity:
         findings.warnings.append(
-            f"about {total / GIB:.2f} GiB do not fit into {capacity / GIB:.0f} GiB with {RESERVE:.0%} left free: take "
+            f"about {_size(total)} do not fit into {_size(capacity)} with {RESERVE:.0%} left free: take "
             "a larger x * y * z, fewer rows (--batch), or activation checkpointing (--checkpointing)."
         )
+
+
+def _size(count: float) -> str:
+    """Bytes in the largest unit in which they are at least 0.1."""
+    for unit, power in (("GiB", 30), ("MiB", 20)):
+        if count >= 0.1 * 2**power:
+            return f"{count / 2**power:.2f} {unit}"
+    return f"{count / 2**10:.2f} KiB" if count else "0"
 
 
 def _memory_of_first(shape: Stack, config: AxonnConfig, step: Step, layout: str, accumulation: int) -> Memory:

@@ -76,7 +76,7 @@ def add_plan(commands) -> None:
         help=f"tokens of a sequence; by default {SEQUENCE}, or what the model allows",
     )
     parser.add_argument("--top", type=int, default=10, help="how many grids to show")
-    parser.add_argument("--weights", choices=dtypes, default="fp32", help="dtype of weights and gradients")
+    parser.add_argument("--weights", choices=dtypes, default="fp32", help="dtype of weights, gradients and moments")
     parser.add_argument("--activations", choices=dtypes, default="bf16", help="dtype of products")
     parser.add_argument("--reduce-dtype", choices=dtypes, help="as --fix reduce_dtype=")
     parser.add_argument("--no-checkpointing", action="store_true", help="as --fix checkpointing=off")

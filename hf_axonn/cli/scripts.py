@@ -1,7 +1,7 @@
 """`hf-axonn finetune`, `demo` and `study`: what training_scripts holds, which is installed as `hf_axonn_scripts`.
 
 All that stands after the name of the script goes to it, `--help` too. `finetune --config FILE` starts it on every
-rank of a launch file, by stock `accelerate launch`; what stands before `--config` goes to the launcher as well.
+rank of a launch file, by `axonn-launch`; what stands before `--config` goes to the launcher as well.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ def run_script(name: str, arguments: Sequence[str]) -> int:
     if name == "finetune" and "--config" in arguments:
         at = arguments.index("--config")
         launcher, rest = [*arguments[:at], *arguments[at : at + 2]], arguments[at + 2 :]
-        command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, "-m", module, *rest]
+        if "--config" in rest:
+            print(f"hf-axonn {name}: --config is given twice: leave one of the files out", file=sys.stderr)
+            return 2
+        command = [sys.executable, "-m", "hf_axonn.launch", *launcher, "-m", "hf_axonn", name, *rest]
         sys.stdout.flush()
         os.execv(sys.executable, command)
     try:

@@ -3,7 +3,8 @@
 - `--batch-size` and `--batch_size` are the same option, whichever of the two is listed.
 - Every command and subcommand has `--version`.
 - Options are not abbreviated, so that a new one never changes what a script of yours means.
-- A usage error is two lines: what is wrong, and where help is.
+- A usage error is two lines: what is wrong, and where help is. Without any word, a command that has subcommands lists
+  them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,11 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
         """As argparse, which calls this for subcommands as well; options are spelt as they are listed first."""
-        return super().parse_known_args(self._spelt(sys.argv[1:] if args is None else args), namespace)
+        words = sys.argv[1:] if args is None else args
+        if not words and self._subparsers is not None:
+            self.print_help(sys.stderr)
+            self.exit(2)
+        return super().parse_known_args(self._spelt(words), namespace)
 
     def error(self, message: str) -> NoReturn:
         """End with exit code 2, without the list of all options."""

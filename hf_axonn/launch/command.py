@@ -20,7 +20,8 @@ from pathlib import Path
 
 from hf_axonn.compat.arguments import VERSION
 from hf_axonn.compat.versions import bounds, check_versions, requirements
-from hf_axonn.config import LAUNCH_FILE
+from hf_axonn.config import LAUNCH_FILE, VARIABLE
+from hf_axonn.launch.failed_ranks import shorten_child_failures
 from hf_axonn.launch.launch_file import SECTION, check_spelling, resolve
 
 
@@ -42,12 +43,15 @@ def main() -> None:
 
 
 def prepare_or_exit(arguments: Sequence[str]) -> list[str]:
-    """`prepare`, with a wrong launch file reported on stderr and exit code 2."""
+    """`prepare` of this process, the launcher: a wrong launch file, or ranks that fail, end it with a few lines."""
     try:
-        return prepare(arguments)
+        prepared = prepare(arguments)
     except ValueError as error:
         print(f"hf_axonn: nothing was started. {error}", file=sys.stderr)
         raise SystemExit(2) from None
+    if VARIABLE in os.environ:  # a launch over a grid
+        shorten_child_failures()
+    return prepared
 
 
 def prepare(arguments: Sequence[str]) -> list[str]:

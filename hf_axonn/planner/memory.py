@@ -1,6 +1,7 @@
 """Bytes that one rank holds at the worst moment of a training step, by what they are for (docs/algorithm.md, Memory).
 
-    states        parameters, gradients and AdamW's two moments of the rank's shards, and the small ones in full
+    states        parameters, gradients and AdamW's two moments, all of one dtype: of the rank's shards, and the small
+                  ones in full
     activations   saved for backward: of all layers, or under checkpointing the input of each; weights that are kept
     gathered      full blocks of the weights of two layers, this one and the next one, and the gradients of two groups
     layer         what backward makes of a layer besides: under checkpointing all that it saves
@@ -31,7 +32,6 @@ from hf_axonn.topology.weight_kind import WeightKind
 
 RESERVE = 0.1  # share of a GPU's memory that a plan leaves free: an assumption
 FOREIGN_BYTES = 2**25  # layers/moe.py: up to so much a GPU takes pairs of other ranks' experts along, in bf16
-MOMENT_BYTES = 8  # AdamW's two moments in fp32
 ADAPTER_BYTES = 4  # of an element of LoRA: PEFT makes adapters in float32
 ORIGIN = {"data": 0, "z": 0, "y": 0, "x": 0}  # rank 0 holds the longest shards
 
@@ -81,7 +81,7 @@ class Memory(NamedTuple):
     def by_kind(self) -> dict[str, float]:
         """Bytes of each kind, and their `total` at the worst moment, when not all of them are there."""
         rest = ("activations", "gathered", "layer", "logits", "head", "embedding", "buckets")
-        optimizer = MOMENT_BYTES * self.trained
+        optimizer = 2 * self.gradients
         weights = self.states - self.gradients - optimizer
         found = {"parameters": weights, "gradients": self.gradients, "optimizer": optimizer}
         return found | {name: getattr(self, name) for name in rest} | {"total": self.total}
@@ -151,7 +151,7 @@ def memory(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", gloo:
     return Memory(
         parameters=base + adapters,
         trained=trained,
-        states=weights + adapters * ADAPTER_BYTES + gradients + trained * MOMENT_BYTES,
+        states=weights + adapters * ADAPTER_BYTES + 3 * gradients,
         gathered=_gathered(shape, grid, step, gloo),
         activations=saved,
         layer=layer,

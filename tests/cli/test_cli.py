@@ -45,6 +45,14 @@ def test_every_command_says_its_version_and_what_is_wrong_in_two_lines(command, 
     assert second.endswith(" --help shows the options.")
 
 
+@pytest.mark.parametrize("command", [*MAINS, "hf-axonn-eval canaries"])
+def test_a_command_alone_lists_its_subcommands(command, capsys):
+    assert ended(command) == 2
+    alone = capsys.readouterr()
+    assert not ended(f"{command} --help")
+    assert (alone.out, alone.err) == ("", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("command", SCRIPTS)
 def test_scripts_say_the_version_without_being_imported(command, capsys, monkeypatch):
     monkeypatch.setattr("importlib.import_module", None)

@@ -196,7 +196,7 @@ def test_of_a_pipeline_the_first_rank_holds_its_stages_and_what_is_in_flight(tmp
         command = write(tmp_path, even_llama(num_hidden_layers=8), grid=grid)
         main([*command, "--batch", "16", "--seq", "1024", "--accumulation", "8", "--weights", "float32"])
         printed = capsys.readouterr().out
-        found["pipe" in grid] = float(re.search(r"([\d.]+) saved activations", printed)[1])
+        found["pipe" in grid] = float(re.search(r"([\d.]+) [GM]iB saved activations", printed)[1])
     assert "grid data=1,pipe=2,z=1,y=1,x=2" in printed
     # Half of the layers, for two micro-batches.
     assert found[True] == pytest.approx(found[False], rel=0.1)
@@ -207,7 +207,7 @@ def test_linear_by_linear_and_types_that_the_formula_does_not_know(tmp_path, cap
     assert main(write(tmp_path, config, grid={"x": 2}, processes=2)) == 1
     printed = capsys.readouterr().out
     assert "sharded one by one, model.layers.0.self_attn.q_proj first" in printed
-    assert "GiB at the worst moment of a step" in printed and "note: it is sharded Linear by Linear" in printed
+    assert "MiB at the worst moment of a step" in printed and "note: it is sharded Linear by Linear" in printed
     config = BartConfig(d_model=24, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=8, vocab_size=64)
     assert main(write(tmp_path, config, grid={"x": 2}, processes=2)) in (0, 1)
     assert "the rest of a step is not known" in capsys.readouterr().out
@@ -221,11 +221,13 @@ def real_elements(grid: Grid) -> tuple[list[str], int]:
 def test_it_says_what_a_launch_does(tmp_path, capsys):
     """The report of a real launch, and what rank 0 holds there."""
     grid = Grid(z=2, y=2)
-    (lines, elements), *_ = run_ranks(real_elements, 4, grid)
+    ((first, *lines), elements), *_ = run_ranks(real_elements, 4, grid)
     assert main(write(tmp_path, tiny_config("qwen3"), grid={"z": 2, "y": 2})) in (0, 1)
     printed = capsys.readouterr().out
     assert all(line in printed for line in lines)
-    assert f"memory of rank 0: {16 * elements / 2**30:.2f} GiB" in printed
+    assert first.startswith("grid data=1,z=2,y=2,x=1: ") and f"sharding: {first.partition(': ')[2]}\n" in printed
+    assert [line.split()[0] for line in printed.splitlines()].count("grid") == 1
+    assert f"memory of rank 0: {16 * elements / 2**20:.2f} MiB" in printed
 
 
 def gathered(model, grid: Grid) -> dict:

@@ -65,7 +65,7 @@ def test_what_a_script_raises_keeps_its_traceback(monkeypatch):
         (["--num_processes", "4", "--config", "a.yaml"], ["--num_processes", "4", "--config", "a.yaml"], []),
     ],
 )
-def test_finetune_with_a_launch_file_becomes_accelerate_launch(words, launcher, rest, monkeypatch):
+def test_finetune_with_a_launch_file_becomes_a_launch(words, launcher, rest, monkeypatch):
     """That this command trains is in the slow test below, and that such a launch does in test_end_to_end.py."""
 
     def become(program, command):
@@ -74,13 +74,28 @@ def test_finetune_with_a_launch_file_becomes_accelerate_launch(words, launcher, 
     monkeypatch.setattr(os, "execv", become)
     with pytest.raises(SystemExit) as end:
         main(["finetune", *words])
-    own = [sys.executable, "-m", "accelerate.commands.launch"]
-    assert end.value.code == [sys.executable, *own, *launcher, "-m", "hf_axonn_scripts.finetune", *rest]
+    own = [sys.executable, "-m", "hf_axonn.launch"]
+    assert end.value.code == [sys.executable, *own, *launcher, "-m", "hf_axonn", "finetune", *rest]
+
+
+def test_a_second_launch_file_is_refused_before_the_launch(capsys):
+    assert main(["finetune", "--config", "a.yaml", "--model", "m", "--config=b.yaml"]) == 2
+    assert capsys.readouterr().err == "hf-axonn finetune: --config is given twice: leave one of the files out\n"
+
+
+@pytest.mark.slow
+def test_a_sentence_of_finetune_stands_alone_after_a_launch(tmp_path):
+    """With the name of the command, and its exit code."""
+    (tmp_path / "model").mkdir()
+    file = launch_file(tmp_path, Grid(z=2))
+    ended = run(tmp_path, "-m", "hf_axonn", "finetune", "--config", file, "--model", "nowhere", "--data", "d.jsonl")
+    assert ended.code == 2 and ended.output.count("hf-axonn finetune: nowhere is neither a folder") == 1, ended.output
+    assert "Traceback" not in ended.output and "hf_axonn: the reason is above" in ended.output
 
 
 @pytest.mark.slow
 def test_finetune_on_the_grid_of_a_launch_file(tmp_path):
-    """From a folder without a clone, through `accelerate launch`, to a sharded checkpoint."""
+    """From a folder without a clone, through `axonn-launch`, to a sharded checkpoint."""
     tiny_llama().save_pretrained(tmp_path / "model")
     topics_tokenizer().save_pretrained(tmp_path / "model")
     texts = ["one two three " * (number + 4) for number in range(8)]

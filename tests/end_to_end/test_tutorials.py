@@ -38,6 +38,7 @@ def test_every_page_is_here_and_what_is_left_out_has_a_reason():
 def test_the_blocks_of_readme_run(tmp_path):
     printed = run_page("README.md", tmp_path / "reader")
     assert not re.search("Warning|Error", printed), printed[-6000:]
+    assert "{'loss': " in printed.partition("\nnext:\n")[2], "train.py, which follows finetune, shows its losses"
     assert not [name for name in LEAVES["README.md"] if not (tmp_path / "reader" / name).exists()]
     assert "grid: {data: 1, z: 2, y: 1, x: 1}" in (tmp_path / "reader" / "axonn.yaml").read_text()
 

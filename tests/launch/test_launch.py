@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from hf_axonn.launch.command import Command, accelerate_options, prepare
+from hf_axonn.launch.failed_ranks import describe_failures, exit_code
 
 
 BIN = Path(sys.executable).parent
@@ -39,10 +41,10 @@ with open("rank" + os.environ["RANK"] + ".json", "w") as file:
 """
 
 
-def start(directory, *words, file=GOOD, **environment):
+def start(directory, *words, file=GOOD, script=SCRIPT, **environment):
     """Run a command in `directory`, where axonn.yaml and script.py are, and return it with what its ranks wrote."""
     (directory / "axonn.yaml").write_text(file)
-    (directory / "script.py").write_text(SCRIPT)
+    (directory / "script.py").write_text(script)
     (directory / "tmp").mkdir()
     inherited = {key: value for key, value in os.environ.items() if key not in ("AXONN_CONFIG", "OMP_NUM_THREADS")}
     done = subprocess.run(
@@ -200,6 +202,38 @@ def test_axonn_launch_refuses_alike(tmp_path):
     done, ranks = start(tmp_path, BIN / "axonn-launch", "--config", "axonn.yaml", "--num_processes", "3", "script.py")
     assert (done.returncode, ranks) == (2, [])
     assert "but 3 process(es) are to run" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("launcher", "fails", "code", "said"),
+    [
+        ("python -m hf_axonn.launch", "sys.exit('script.py: no such data')", 1, "script.py: no such data"),
+        ("accelerate launch", "print('nothing to train', file=sys.stderr); sys.exit(2)", 2, "nothing to train"),
+        ("accelerate launch", "raise ValueError('of the script')", 1, "ValueError: of the script"),
+    ],
+)
+def test_a_line_for_each_rank_that_failed_follows_what_it_printed(launcher, fails, code, said, tmp_path):
+    """And no traceback but the script's own."""
+    fails = f"import os, sys\nif os.environ['RANK'] == '1': {fails}\n"
+    done, _ = start(tmp_path, *LAUNCHERS[launcher], "--config_file=axonn.yaml", "script.py", script=fails)
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("Traceback") == ("raise" in fails) and said in done.stderr
+    *_, failed, why = done.stderr.splitlines()
+    assert re.fullmatch(rf"hf_axonn: rank 1 \(process \d+\) ended with exit code {code}\.", failed)
+    assert why == "hf_axonn: the reason is above, or in the files of --log_dir."
+    assert list((tmp_path / "tmp").glob("axonn-*")) == []
+
+
+def test_a_rank_that_a_signal_ended_is_named_with_it():
+    killed = ProcessFailure(0, 12, -9, "")
+    other = ProcessFailure(1, 13, 3, "")
+    other.timestamp = killed.timestamp + 1
+    error = ChildFailedError("script.py", {1: other, 0: killed})
+    assert describe_failures(error)[:2] == [
+        "hf_axonn: rank 0 (process 12) ended by SIGKILL.",
+        "hf_axonn: rank 1 (process 13) ended with exit code 3.",
+    ]
+    assert exit_code(error) == 1
 
 
 def test_two_machines_make_one_world(tmp_path):

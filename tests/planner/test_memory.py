@@ -46,6 +46,10 @@ def test_memory_by_hand():
         needed.gradients + needed.embedding,
     )
     assert needed.total == 12 * local + max(moments)
+    # torch's AdamW makes its moments in the dtype of the weights.
+    for size in (4, 2):
+        kinds = memory(shape, grid, replace(step, param_bytes=size)).by_kind()
+        assert kinds["parameters"] == kinds["gradients"] == size * local and kinds["optimizer"] == 2 * size * local
     # With a second micro-batch all gradients are there from the beginning.
     again = memory(shape, grid, replace(step, micro_batches=2))
     assert again.total == 16 * local + max(moments[0], needed.gathered + needed.layer, needed.embedding)

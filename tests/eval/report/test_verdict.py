@@ -7,6 +7,7 @@ import pytest
 from hf_axonn.goldfish.record import FORMAT
 from hf_axonn_eval import compare, html_page, write_report
 from hf_axonn_eval.report import tables, training
+from hf_axonn_eval.report.charts import Point, point_text
 from hf_axonn_eval.report.verdict import cannot_show, page_title, percent, verdicts, warnings
 from hf_axonn_eval.report.words import settings
 from hf_axonn_eval.report.write import markdown
@@ -27,7 +28,7 @@ def record(**changes) -> dict:
         "identity": {"samples": 24, "samples_sha256": "ab", "model_fingerprint": "cd" * 32, "dtype": "float32"},
         "model": {"path": "/home/someone/runs/ckpt"}, "vocabulary": 100, "grid": None, "device": {"type": "cpu"},
         "tokenizer": {"path": "tok", "size": 90, "sha256": "ef" * 32, "checked": True},
-        "settings": {"sampler": {"top_k": 40, "top_p": None}, "batches": {"rows": 4, "number": 3}},
+        "settings": {"sampler": {"top_k": 40, "top_p": None}, "batches": {"rows": 4, "number": 3, "in_a_unit": 1}},
         "versions": {"torch": "2.13.0"}, "started": "2026-02-03T04:05:06+0000", **changes,
     }  # fmt: skip
 
@@ -154,8 +155,16 @@ def test_settings_are_words_and_no_python(tmp_path):
     assert settings({"a": {"b": 1, "c": None}, "d": [1, {"e": "f"}], "g": None}) == "a (b 1), d 1 (e f)"
     comparison = compare({"base": run(0)}, records={"base": record()})
     for text in (markdown(comparison), html_page(comparison)):
-        assert "sampler (top_k 40), batches (rows 4, number 3)" in text
+        assert "sampler (top_k 40), batches (rows at most 4, in all 3, at once 1)" in text
+        assert "tok, tokens 90" in text and "the samples were made with it" in text and "checked" not in text
         assert "{'" not in text and "&#39;rows" not in text and "sha256 " + "ef" * 32 in text
+
+
+def test_what_rounds_to_zero_has_no_sign():
+    ends = {"low": -0.004, "high": -0.001}
+    assert tables.estimate_text({"mean": -0.0002, **ends}) == "0.000 [0.00, 0.00]"
+    assert tables.difference_text({"difference": -0.0002, **ends}) == "+0.000 [+0.00, +0.00]"
+    assert point_text(Point(0, -0.0002, -0.0004, -0.0001)) == "0.000 [0.000, 0.000]"
 
 
 @pytest.mark.parametrize(

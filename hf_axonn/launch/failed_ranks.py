@@ -1,0 +1,45 @@
+"""Ranks that failed, in a line each: what a launcher ends with instead of its own traceback and torchrun's table.
+
+The reason is what the rank has printed itself, and forty lines below it nobody finds it.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+from typing import Any
+
+
+def shorten_child_failures() -> None:
+    """Let this launcher print a line for each rank that failed, and end with the exit code of the first.
+
+    Any other exception that reaches the launcher keeps its traceback.
+    """
+    stock = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if kind.__name__ != "ChildFailedError":  # torchrun's; its module takes long to import
+            stock(kind, error, traceback)
+            return
+        print(*describe_failures(error), sep="\n", file=sys.stderr)
+        raise SystemExit(exit_code(error))
+
+    sys.excepthook = hook
+
+
+def describe_failures(error: Any) -> list[str]:
+    """Return the lines for a ChildFailedError of torchrun: the first rank that failed, then the others."""
+    first, _ = error.get_first_failure()
+    lines = []
+    for rank in sorted(error.failures, key=lambda rank: (rank != first, rank)):
+        failure = error.failures[rank]
+        by = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with exit code {failure.exitcode}"
+        file = f", and wrote {failure.error_file}" if failure.error_file != "<N/A>" else ""
+        lines.append(f"hf_axonn: rank {rank} (process {failure.pid}) ended {by}{file}.")
+    return [*lines, "hf_axonn: the reason is above, or in the files of --log_dir."]
+
+
+def exit_code(error: Any) -> int:
+    """Return the exit code of the first rank that failed; 1 if a signal ended it."""
+    _, failure = error.get_first_failure()
+    return failure.exitcode if failure.exitcode > 0 else 1
