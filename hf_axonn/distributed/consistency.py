@@ -20,13 +20,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from hf_axonn import __version__
 from hf_axonn.distributed.collectives import barrier, gather_quietly
 from hf_axonn.distributed.watchdog.diagnosis import ranks_in_words
 
 
 REPORTED = 3  # differences are reported one by one
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "safetensors")
+PACKAGES = ("hf_axonn", "torch", "transformers", "accelerate", "peft", "trl", "safetensors")
 # Of TrainingArguments: where a rank runs, and what only concerns its logs and its readers of data.
 OWN_ARGUMENTS = {
     "local_rank",
@@ -166,8 +165,8 @@ def differences(facts: Sequence[Mapping[str, str]], ranks: Sequence[int] | None 
 
 @functools.lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """Of Python, this package and those it stands on."""
-    facts = {"python": ".".join(platform.python_version_tuple()[:2]), "hf_axonn": __version__}
+    """Return the versions of Python, of this package and of those that it uses."""
+    facts = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
         try:
             facts[name] = version(name)

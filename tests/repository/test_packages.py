@@ -72,7 +72,7 @@ def test_importing_the_package_imports_no_library():
 def test_what_pickles_and_documents_of_the_first_version_name_is_found(tmp_path):
     """training_args.bin of a checkpoint is such a pickle. In a fork that has nothing of ours imported yet."""
     named = {
-        "hf_axonn.trainer": "GoldfishConfig",
+        "hf_axonn.goldfish.trainer": "GoldfishConfig",
         "hf_axonn.trl": "GoldfishSFTConfig",
         "hf_axonn.grid": "Grid",
         "hf_axonn.config": "AxonnConfig",
@@ -115,11 +115,14 @@ def test_an_import_upward_is_refused(tmp_path):
     grid, search = tmp_path / "hf_axonn/topology/grid.py", tmp_path / "hf_axonn/planner/search.py"
     grid.write_text(grid.read_text() + "\nimport hf_axonn.engine.state\n")
     search.write_text(search.read_text() + "\nimport torch\n")
+    root = tmp_path / "hf_axonn/compat/new.py"
+    root.write_text("from hf_axonn import Grid\n")
     cost = scripts / "study/recipe/cost.py"
     cost.write_text(cost.read_text() + "\nimport hf_axonn_scripts.study.recipe.reader\n")
     said = lint_imports(tmp_path)
     assert "hf_axonn.topology -> hf_axonn.engine" in said.replace("is not allowed to import", "->"), said
     assert "no circle, inside of a package either BROKEN" in said, said
+    assert "whose names are for users BROKEN" in said, said
     assert "hf_axonn.planner.search -> torch" in said.replace("is not allowed to import", "->"), said
 
 
