@@ -45,13 +45,13 @@ class MonitorCallback(TrainerCallback, ExportableState, Watcher):
         self.kept: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Return what a checkpoint keeps of it."""
         if self.monitor is not None:
             self.monitor.lap(SAVE)  # so far
             self.kept = self.monitor.state_dict()
         return {"args": {"peak_tflops": self.peak_tflops}, "attributes": {"kept": self.kept}}
 
-    def sees(self, batches: list[Any]) -> None:
+    def see_batches(self, batches: list[Any]) -> None:
         """Count their tokens."""
         if self.monitor is not None:
             for batch in batches:
