@@ -21,7 +21,7 @@ from hf_axonn.engine.optimizer_steps import step_on_shards
 
 
 class GridMethods(TrainingMethods, DataMethods, FileMethods, MasterMethods):
-    """What is different over a grid; stands before the class whose methods it replaces."""
+    """Methods that are different over a grid; they stand before the class whose methods they replace."""
 
 
 class GridAccelerator(GridMethods, Accelerator):
@@ -29,7 +29,7 @@ class GridAccelerator(GridMethods, Accelerator):
 
 
 class SingleMethods(LoadMethods, MasterMethods):
-    """What is different on a grid of one rank."""
+    """Methods that are different on a grid of one rank."""
 
 
 class SingleAccelerator(SingleMethods, Accelerator):
