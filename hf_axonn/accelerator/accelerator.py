@@ -1,7 +1,7 @@
 """An Accelerator over a grid: the methods of accelerate's class that must know of it.
 
     training.py   prepare, backward, accumulate, clipping, schedulers
-    data.py       data loaders, gather, reduce: who has which samples
+    data.py       data loaders, gather, reduce: the samples of each rank
     files.py      save_model, save_state, load_state
     masters.py    float32 weights for optimizers
 

@@ -61,9 +61,8 @@ class GridAdafactor(Adafactor):
                 local(state[name]).mul_(decay).add_(_mean(squares, parameter, dim), alpha=1.0 - decay)
                 for name, dim in FACTORS.items()
             )
-            row_mean = (
-                _sum_over_ranks(row.sum(dim=-1, keepdim=True), parameter, parameter.dim() - 2) / parameter.shape[-2]
-            )
+            total = _sum_over_ranks(row.sum(dim=-1, keepdim=True), parameter, parameter.dim() - 2)
+            row_mean = total / parameter.shape[-2]
             update = (row / row_mean).rsqrt().unsqueeze(-1) * column.rsqrt().unsqueeze(-2)
         else:
             update = local(state["exp_avg_sq"]).mul_(decay).add_(squares, alpha=1.0 - decay).rsqrt()

@@ -39,7 +39,7 @@ class SampleOrder:
         """
         by_seed = sampler.generator is None and as_one_process
         if sampler.generator is None:
-            sampler.generator = self.shared if by_seed else _seed_from(None)
+            sampler.generator = self.shared if by_seed else _make_generator(None)
         if resumable and type(sampler) is RandomSampler:
             sampler.__class__ = ResumableSampler
             own = cast(ResumableSampler, sampler)
@@ -93,13 +93,13 @@ class ResumableSampler(RandomSampler):
         source = self.generator
         source.set_state(self.began)
         if by_seed:
-            source = _seed_from(source)
+            source = _make_generator(source)
             if now is not None:  # other loaders have drawn since, and this one, for its workers, just now
                 self.generator.set_state(now)
         yield from RandomSampler(self.data_source, self.replacement, self._num_samples, source)
 
 
-def _seed_from(source: Generator | None) -> Generator:
+def _make_generator(source: Generator | None) -> Generator:
     """Return a generator whose seed is drawn, as torch and accelerate do, from `source`; None: torch's global one."""
     return Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=source)))
 

@@ -79,7 +79,7 @@ class TrainingMethods:
         if state is not None:
             if dynamo.backend != DynamoBackend.NO:
                 options = dynamo.to_kwargs()
-                if not dynamo.dynamic:  # `accelerate launch` says False where nobody has said anything
+                if not dynamo.dynamic:  # `accelerate launch` says False by default
                     options.pop("dynamic", None)
                 compile_regions(state, model, **options)
             state.context.averages_itself = True

@@ -2,7 +2,7 @@
 
 A spec (table.py) is trusted for nothing that can be read off the model: that its projections are Linears, that
 numbers of heads explain their sizes, that the code of attention reads no number of the full model that is not known,
-and that no parameter is left that belongs to nobody. No communication, no change to the model.
+and that every parameter belongs to a module. No communication, no change to the model.
 """
 
 from __future__ import annotations

@@ -153,7 +153,8 @@ def _read_or_wait(
     """Replace `spawn_materialize`: read this rank's part of a tensor now, in a thread.
 
     What a converter collects (it has a `tensor_idx`) stays unread, and so does a tensor that is not of its
-    parameter's size, which the loader will report. So do all where a converter's cannot be told: `_set_part` reads.
+    parameter's size, which the loader will report. So do all where a converter's tensors are not known:
+    `_set_part` reads.
     """
     if sharding_op is STAYS:
         return unread(source, dtype if dtype is not None and dtype.is_floating_point else None)

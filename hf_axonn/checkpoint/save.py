@@ -145,7 +145,7 @@ class Save:
         self._claimed.append(name)
 
     def close(self) -> None:
-        """Write what was added, and give the checkpoint its place; in the background if that was asked for.
+        """Write what was added, and give the checkpoint its place; in the background if requested.
 
         Raises:
             SaveError: on any rank something could not be written. On every rank alike.

@@ -49,9 +49,9 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 _all_gathers = ProcessGroup.allgather_into_tensor_coalesced
 _reduce_scatters = ProcessGroup.reduce_scatter_tensor_coalesced
 
-# A block of so many bytes is worth a message of its own, see `send_unfused`.
+# A block of at least this size is worth a message of its own, see `send_unfused`.
 ALONE_BYTES = 2**18
-# Smaller tensors of a broadcast share a message of up to so many bytes.
+# Smaller tensors of a broadcast share a message of at most this size.
 FUSED_BYTES = 25 * 2**20
 FOREVER = timedelta(days=1000)
 
@@ -87,7 +87,7 @@ def _report(kind: str, payload: int, group: ProcessGroup) -> None:
 def watch_waits(watch: Callable[[str, ProcessGroup], AbstractContextManager]) -> Iterator[None]:
     """Be inside of the context `watch(kind, group)` wherever this process waits for a collective that begins inside.
 
-    On CUDA what waits is the stream, and the host goes on. A backward pass may call it on a thread of autograd.
+    On CUDA the stream waits, and the host continues. A backward pass may call it on a thread of autograd.
     """
     _watches.append(watch)
     try:

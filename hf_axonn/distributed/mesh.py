@@ -27,7 +27,7 @@ class GridMesh(GridPosition):
     """The live process groups of a grid, as seen from this rank.
 
     Building it is collective over the world: every rank must call it, with the same grid. On NCCL the world gets the
-    device of this rank, if `init_process_group` was not told (one all-reduce over the world). Groups are made once
+    device of this rank, if `init_process_group` did not get it (one all-reduce over the world). Groups are made once
     for each axis and for the products that the algorithm uses: ("x", "y"), ("data", "z"), and with pipelines pipe, the
     ranks of a stage and those that share samples. A rank makes its own groups and does not name those of others, so
     that the cost does not grow with the world.
@@ -94,7 +94,7 @@ class GridMesh(GridPosition):
 
     @cached_property
     def sample_mesh(self) -> DeviceMesh:
-        """The mesh (dp_shard, tp) by which Accelerate tells who gets which samples; no communicator of its own.
+        """The mesh (dp_shard, tp) by which Accelerate divides samples among ranks; no communicator of its own.
 
         Without x, y and pipe it is (dp_shard) alone: Accelerate looks for tp by its name.
         """

@@ -3,7 +3,7 @@
     RMSNorm           every token of this rank; where its features are divided over y, layers/norms.py stays
     SwiGLU, GeGLU     between the column and the row layer of an MLP, on this rank's features
     RoPE              on this rank's heads
-    losses            off: they multiply or read the whole head, of which each rank has a part
+    losses            off: they multiply or read the whole head, and a rank has a part of it
     experts           off: their kernel multiplies the whole weights of all experts
 
 Trainer has a model patched when training starts, after it has been sharded: Liger puts its forwards on MLPs and norms.

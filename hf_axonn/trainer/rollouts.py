@@ -3,7 +3,7 @@
 They generate completions, reward them and compare the rewards of a prompt's completions, which may lie on several
 processes. For that they count processes; here they count data-parallel ranks:
 
-    generation_batch_size   completions of all data-parallel ranks, of which ranks of (x, y) have the same
+    generation_batch_size   completions of all data-parallel ranks; ranks of (x, y) share theirs
     set_seed                another seed for each data-parallel rank, so that ranks of (x, y) sample the same tokens
     gather, gather_object   one block for each data-parallel rank; rewards are those of its first rank
     process_index, num_processes   inside the two methods that cut out a rank's own advantages and average a loss

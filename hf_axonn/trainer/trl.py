@@ -66,7 +66,7 @@ def install() -> None:
 
 
 def check_trainer(trainer: object, grid: Grid) -> None:
-    """Refuse a trainer of TRL, over a grid, that nobody has compared with one process. Nothing for others.
+    """Refuse a trainer of TRL, over a grid, that has not been compared with one process; others pass.
 
     Raises:
         ValueError: it is not one of `TRAINERS`, the grid has pipe, or the release of TRL is not proven.
@@ -223,8 +223,8 @@ class LabelStatistics:
         entropy: nats.
         is_top1: bool; of equally likely tokens the first counts, as with argmax.
         mask: bool, whether there is a label.
-        more: by name what else was asked for (`label_statistics`).
-        aux_loss: 0-d, of a mixture of experts that was asked for it.
+        more: other statistics that were requested, by name (`label_statistics`).
+        aux_loss: 0-d, of a mixture of experts, if requested.
     """
 
     log_probs: Tensor
@@ -279,7 +279,7 @@ def plain_label_statistics(
     labels: Tensor | None,
     shift_labels: Tensor | None,
 ) -> LabelStatistics:
-    """Statistics of a plain model from its own fused head, which is also asked for the labels that goldfish dropped.
+    """Statistics of a plain model from its own fused head, for labels that goldfish dropped as well.
 
     Args:
         loss: the model's, which knows the labels as they were before goldfish.

@@ -35,8 +35,8 @@ class Verdict(Enum):
 def judge(accounts: Sequence[Account], *, limit: float, broken: bool, blocking: bool) -> tuple[Verdict, list[Account]]:
     """Find which of the ranks that answered hold the others up: the verdict, and those to blame if it is HANGING.
 
-    All ranks of a stage run one program, so whoever of them has issued the fewest collectives is missing in the next
-    one. Where that does not tell them apart, it is who does not wait for others. Arguments: see `diagnose`.
+    All ranks of a stage run one program, so the one that has issued the fewest collectives is missing in the next
+    one. Where that does not tell them apart, it is the one that does not wait for others. Arguments: see `diagnose`.
     """
     if _wait_apart(accounts):
         return Verdict.APART, []
@@ -65,7 +65,7 @@ def diagnose(
     blocking: bool = True,
     crashes: Mapping[int, Crash] | None = None,
 ) -> str | None:
-    """Explain who holds the others up: ranks that are gone, or else those that `judge` finds.
+    """Explain which ranks hold the others up: those that are gone, or else those that `judge` finds.
 
     Args:
         accounts: of the ranks that answered.
@@ -73,8 +73,8 @@ def diagnose(
         ended: when ranks ended their script, by rank; they are not among the silent ones.
         limit: a rank that has done nothing for fewer seconds is at work.
         broken: whether a connection broke, or somebody only waited.
-        blocking: whether who waits for a collective stands in it, as on gloo. NCCL's return at once, and the main
-            thread stands wherever it next needs a value.
+        blocking: whether a rank that waits for a collective stands in it, as on gloo. NCCL's return at once, and
+            the main thread stands wherever it next needs a value.
         crashes: what ended silent ranks, as far as it is known.
     Returns:
         The message, or None if the run only takes long: the others wait without a limit for one that is at work, or
@@ -100,7 +100,7 @@ def diagnose(
 def diagnose_early(accounts: Sequence[Account], *, still: float) -> str | None:
     """Find ranks that wait for each other in different calls, long before the timeout: nothing will part them.
 
-    On gloo only, where who waits stands in the call.
+    On gloo only, where a rank that waits stands in the call.
 
     Args:
         accounts: of all ranks.
@@ -223,10 +223,9 @@ def who_works(accounts: Sequence[Account]) -> str:
 
 def _explain_disagreement(accounts: Sequence[Account], waited: float) -> str:
     """Return where each rank waits: they do not agree on what to do next."""
-    lines, batches = _lines(accounts), _batches(accounts)
+    lines, batches, when = _lines(accounts), _batches(accounts), _step(accounts)
     remedy = f"\n{EVERY_RANK}" if _wait_apart(accounts) else ""
-    stand = f"all ranks have waited {waited:.0f} s for each other {_step(accounts)}"
-    return f"{stand}.{batches} They wait at\n{lines}{remedy}"
+    return f"all ranks have waited {waited:.0f} s for each other {when}.{batches} They wait at\n{lines}{remedy}"
 
 
 def _ranks(accounts: Sequence[Account]) -> str:
@@ -253,8 +252,8 @@ def _lone_call(accounts: Sequence[Account]) -> str:
     """Return the remedy if only some ranks made the call in which they wait for the others."""
     if not (where := _calls(accounts)):
         return ""
-    remedy = "Every rank has to make this call, also where `if is_main_process` keeps it out."
-    return f"Waiting{where}: {_ranks(accounts)}. {remedy} "
+    who = _ranks(accounts)
+    return f"Waiting{where}: {who}. Every rank has to make this call, also where `if is_main_process` keeps it out. "
 
 
 def _batches(accounts: Sequence[Account]) -> str:

@@ -18,7 +18,7 @@ is written there while all goes well.
 The timeout is the one of `init_process_group` (accelerate's InitProcessGroupKwargs, Trainer's ddp_timeout): torch's
 own watchdogs come later. Processes are ended by os._exit(1), since nothing else ends a thread that waits in a
 collective. Started by torchrun or accelerate launch, the message stands in its error report, too. They send SIGTERM to
-the others a tenth of a second after a rank has died: who gets it answers first (signals.py), and ends
+the others a tenth of a second after a rank has died: a rank that gets it answers first (signals.py), and ends
 within seconds. AXONN_WATCH=0 turns all of this off.
 """
 
@@ -57,7 +57,7 @@ from hf_axonn.distributed.watchdog.signals import Termination
 
 INTERVAL = 1.0  # seconds between two looks; longer in worlds of more than 2,000 ranks, which share one store
 PATIENCE = 4.0  # seconds for answers to a roll call
-HASTE = 1.5  # seconds in which who knows the cause may say it, when all have answered
+HASTE = 1.5  # seconds for ranks that know the cause to say it, when all have answered
 LEAVING = 1.5  # seconds after Ctrl-C in which the main thread may leave a collective
 GRACE = 5.0  # seconds in which a rank that was asked to end may end by itself; a fifth if it waits for others
 SHARE = 0.9  # of the process group's timeout
@@ -277,7 +277,7 @@ class Watchdog:
     def _next_round(self) -> None:
         with self._lock:
             self.round, self._answered = self.round + 1, False
-        if self._is_still(self._early):  # of many ranks one has asked for all
+        if self._is_still(self._early):  # one of many ranks has asked for all
             self._early *= 2
 
     def result(self) -> dict | None:
@@ -294,7 +294,7 @@ class Watchdog:
     def _call_roll(self, *, broken: bool, ending: bool = False, early: bool = False) -> dict | None:
         """Ask every rank where it is; the first to ask judges. Returns the result; None if there is none in time.
 
-        `broken`: a connection is; `ending`: all are asked to end, so that only who is gone is of interest; `early`:
+        `broken`: a connection is; `ending`: all are asked to end, so that only ranks that are gone matter; `early`:
         the timeout is far, so that only ranks that wait in different calls are of interest.
         """
         number = self.round
@@ -369,7 +369,7 @@ class Watchdog:
     def _excepthook(self, kind: type, error: BaseException, where: TracebackType | None) -> None:
         if os.getpid() != self.process or not issubclass(kind, Exception) or self._stopped.is_set():
             self._hook_before(kind, error, where)
-        elif self._interrupted is not None or self.report_failure(error):  # nobody asks who broke what after Ctrl-C
+        elif self._interrupted is not None or self.report_failure(error):  # after Ctrl-C no cause matters
             self._hook_before(kind, error, where)
 
     def report_failure(self, error: BaseException) -> bool:
