@@ -38,7 +38,7 @@ GRID_EXAMPLE = "grid: {data: 1, z: 2, y: 1, x: 2}"
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """Which collectives run while the device computes.
+    """Switches for collectives that run while the device computes.
 
     Args:
         all_gather: the weights of the next layer are gathered over z during this one.
@@ -203,7 +203,7 @@ class AxonnConfig(Settings):
         return config
 
     def to_json(self) -> str:
-        """The section as one line of JSON, which `from_env` reads back."""
+        """Return the section as one line of JSON, which `from_env` reads back."""
         values = {"grid": None, **asdict(self)} | {"grid": self.grid.as_dict()}  # the grid first
         if self.order == ORDER:  # then there is nothing to do at the start
             del values["order"]
@@ -211,7 +211,7 @@ class AxonnConfig(Settings):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> AxonnConfig | None:
-        """What the launcher left in AXONN_CONFIG, or None where it is not set or empty.
+        """Read what the launcher left in AXONN_CONFIG; None where it is not set or empty.
 
         Raises:
             ValueError: the variable holds something else than a valid section in JSON.
@@ -263,14 +263,14 @@ class AxonnConfig(Settings):
 
 
 def _short(value: Any) -> str:
-    """A setting for a message; of a grid the axes that are used."""
+    """Return a setting for a message; of a grid the axes that are used."""
     if not isinstance(value, Grid):
         return str(value)
     return ", ".join(f"{axis}={size}" for axis, size in value.as_dict().items() if size > 1) or "one rank"
 
 
 def _counts(value: Any) -> bool:
-    """Whether it is a whole number of at least 1."""
+    """Return whether it is a whole number of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 

@@ -1,1 +1,1 @@
-"""What a stock `Accelerator` does on a grid: prepare, data loaders, training, files."""
+"""A stock `Accelerator` on a grid: prepare, data loaders, training, files."""

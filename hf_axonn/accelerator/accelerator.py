@@ -1,7 +1,7 @@
 """An Accelerator over a grid: the methods of accelerate's class that must know of it.
 
     training.py   prepare, backward, accumulate, clipping, schedulers
-    data.py       data loaders, gather, reduce: who has which samples
+    data.py       data loaders, gather, reduce: the samples of each rank
     files.py      save_model, save_state, load_state
     masters.py    float32 weights for optimizers
 
@@ -21,7 +21,7 @@ from hf_axonn.engine.optimizer_steps import step_on_shards
 
 
 class GridMethods(TrainingMethods, DataMethods, FileMethods, MasterMethods):
-    """What is different over a grid; stands before the class whose methods it replaces."""
+    """Methods that are different over a grid; they stand before the class whose methods they replace."""
 
 
 class GridAccelerator(GridMethods, Accelerator):
@@ -29,7 +29,7 @@ class GridAccelerator(GridMethods, Accelerator):
 
 
 class SingleMethods(LoadMethods, MasterMethods):
-    """What is different on a grid of one rank."""
+    """Methods that are different on a grid of one rank."""
 
 
 class SingleAccelerator(SingleMethods, Accelerator):

@@ -35,7 +35,7 @@ class GridAdafactor(Adafactor):
     @Optimizer.profile_hook_step  # what Optimizer's constructor does for a class that it makes
     @torch.no_grad()
     def step(self, closure=None):
-        """One step. Collectives: up to eight small all-reduces for each parameter that is sharded."""
+        """Take a step. Collectives: up to eight small all-reduces for each parameter that is sharded."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -61,8 +61,9 @@ class GridAdafactor(Adafactor):
                 local(state[name]).mul_(decay).add_(_mean(squares, parameter, dim), alpha=1.0 - decay)
                 for name, dim in FACTORS.items()
             )
-            of_rows = _added(row.sum(dim=-1, keepdim=True), parameter, parameter.dim() - 2) / parameter.shape[-2]
-            update = (row / of_rows).rsqrt().unsqueeze(-1) * column.rsqrt().unsqueeze(-2)
+            total = _sum_over_ranks(row.sum(dim=-1, keepdim=True), parameter, parameter.dim() - 2)
+            row_mean = total / parameter.shape[-2]
+            update = (row / row_mean).rsqrt().unsqueeze(-1) * column.rsqrt().unsqueeze(-2)
         else:
             update = local(state["exp_avg_sq"]).mul_(decay).add_(squares, alpha=1.0 - decay).rsqrt()
         update = update * grad
@@ -75,7 +76,7 @@ class GridAdafactor(Adafactor):
         own.copy_(value - update)
 
     def _state_of(self, group: dict, parameter: Tensor, grad: Tensor) -> dict:
-        """The state of a parameter, made if there is none; what one process has saved is sharded."""
+        """Return the state of a parameter, made if there is none; what one process has saved is sharded."""
         state = self.state[parameter]
         names = {}
         if not state:
@@ -108,7 +109,7 @@ def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def _added(value: Tensor, parameter: Tensor, *dims: int) -> Tensor:
+def _sum_over_ranks(value: Tensor, parameter: Tensor, *dims: int) -> Tensor:
     """Add up over the ranks among which these dims of the parameter are divided. At most three all-reduces."""
     if isinstance(parameter, DTensor):
         for axis, placement in enumerate(parameter.placements):
@@ -118,17 +119,17 @@ def _added(value: Tensor, parameter: Tensor, *dims: int) -> Tensor:
 
 
 def _mean(value: Tensor, parameter: Tensor, dim: int) -> Tensor:
-    """Over one dim of the global tensor."""
-    return _added(value.sum(dim=dim), parameter, parameter.dim() + dim) / parameter.shape[dim]
+    """Return the mean over one dim of the global tensor."""
+    return _sum_over_ranks(value.sum(dim=dim), parameter, parameter.dim() + dim) / parameter.shape[dim]
 
 
 def _rms(value: Tensor, parameter: Tensor) -> Tensor:
-    """Of the global tensor, 0-d."""
-    return (_added((value * value).sum(), parameter, *range(parameter.dim())) / parameter.numel()).sqrt()
+    """Return the root mean square of the global tensor, 0-d."""
+    return (_sum_over_ranks((value * value).sum(), parameter, *range(parameter.dim())) / parameter.numel()).sqrt()
 
 
 def _sharded_like(value: Tensor | None, parameter: Tensor, left_out: int | None, grad: Tensor) -> Tensor:
-    """A full tensor, or zeros for None, sharded as the parameter is, but for one dim that a mean has left out."""
+    """Shard a full tensor, or zeros for None, as the parameter is, but for one dim that a mean has left out."""
     shape = list(parameter.shape)
     own = list(grad.shape)
     if left_out is not None:
@@ -148,7 +149,7 @@ def _sharded_like(value: Tensor | None, parameter: Tensor, left_out: int | None,
 
 
 def _without(placement, left_out: int | None):
-    """A placement of what is left of a tensor without one of its dims."""
+    """Return the placement of a tensor that has lost one of its dims."""
     if left_out is None or not isinstance(placement, Shard):
         return placement
     if placement.dim == left_out:

@@ -1,4 +1,4 @@
-"""Who has which samples: data loaders, gather and reduce of accelerate over a grid.
+"""Samples of each rank: data loaders, gather and reduce of accelerate over a grid.
 
 Ranks of pipe, x and y share samples, those of data and z have their own: there are dp_size = data * z *data-parallel
 ranks*, and what accelerate does for each process is done here for each of them. The functions of `accelerate.utils`
@@ -50,7 +50,7 @@ class DataMethods:
 
     @property
     def process_index(self) -> int:
-        """Which of the data-parallel ranks this is; ranks that share samples have the same.
+        """The number of this data-parallel rank; ranks that share samples have the same.
 
         With `counts_processes` a number of its own for each rank, in an order in which those that share samples are
         neighbours, as ranks along pipe are not.
@@ -60,12 +60,12 @@ class DataMethods:
 
     @property
     def is_last_process(self) -> bool:
-        """As the stock property: true on one process."""
+        """Same as the stock property: true on one process."""
         return PartialState().is_last_process
 
     @contextlib.contextmanager
     def profile(self, profile_handler=None) -> Iterator:
-        """As the stock method; each process writes a trace of its own."""
+        """Profile as the stock method; each process writes a trace of its own."""
         with contextlib.ExitStack() as at_the_end, super().profile(profile_handler) as profiler:
             yield profiler
             at_the_end.enter_context(replaced({(self, "counts_processes"): True}))
@@ -73,7 +73,7 @@ class DataMethods:
     def prepare_data_loader(
         self, data_loader: DataLoader, device_placement: bool | None = None, slice_fn_for_dispatch=None
     ):
-        """As the stock method, each data-parallel rank with its own samples.
+        """Prepare as the stock method; each data-parallel rank gets its own samples.
 
         Raises:
             ValueError: ranks would get unequal numbers of batches, and there is a model over the grid; a stateful
@@ -150,7 +150,7 @@ class DataMethods:
                 )
 
     def gather(self, tensor):
-        """As the stock method, with one block for each data-parallel rank. What is sharded is made whole first."""
+        """Gather one block from each data-parallel rank. Sharded tensors are made whole first."""
         grid = self.axonn_mesh.grid
 
         def distinct(gathered: torch.Tensor) -> torch.Tensor:
@@ -161,7 +161,7 @@ class DataMethods:
         return recursively_apply(distinct, super().gather(recursively_apply(whole, tensor)))
 
     def gather_for_metrics(self, input_data, use_gather_object: bool = False):
-        """As the stock method, which calls `gather`; objects are taken from one rank for each data-parallel rank."""
+        """Gather as the stock method, by `gather`; objects come from one rank for each data-parallel rank."""
         try:
             recursively_apply(lambda value: value, input_data, error_on_other_type=True)
         except TypeError:
@@ -171,15 +171,15 @@ class DataMethods:
         return super().gather_for_metrics(input_data, use_gather_object=use_gather_object)
 
     def own_objects(self, objects):
-        """What this rank hands to `accelerate.utils.gather_object`: nothing, where another one speaks for it."""
+        """Return what this rank gives to `accelerate.utils.gather_object`: nothing if another has the same samples."""
         return [] if self._is_copy() else objects
 
     def _is_copy(self) -> bool:
-        """Whether another rank has the same samples, and speaks for this one."""
+        """Return whether a rank before this one has the same samples, and is counted for both."""
         return self.axonn_mesh.index(*SAME_SAMPLES) != 0
 
     def reduce(self, tensor, reduction: str = "sum", scale: float = 1.0):
-        """As the stock method, each data-parallel rank counted once; a mean is over them.
+        """Reduce over the data-parallel ranks, each counted once.
 
         Raises:
             ValueError: a sharded tensor, of which each rank holds another part.
@@ -195,7 +195,7 @@ class DataMethods:
         return total
 
     def check_trigger(self) -> bool:
-        """As the stock method: a trigger that any rank has set counts, also one that shares its samples."""
+        """Return whether any rank has set the trigger, also one that shares its samples."""
         flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
         triggered = bool(super().reduce(flag, "max"))
         if triggered or self.flag_tensor is None:
@@ -204,7 +204,7 @@ class DataMethods:
 
     @contextlib.contextmanager
     def split_between_processes(self, inputs, apply_padding: bool = False) -> Iterator:
-        """As the stock method, between data-parallel ranks: ranks with the same samples get the same inputs."""
+        """Split between data-parallel ranks: ranks with the same samples get the same inputs."""
         mesh = self.axonn_mesh
         view = SimpleNamespace(
             num_processes=mesh.size("data", "z"), process_index=mesh.index("data", "z"), device=self.device
@@ -214,7 +214,7 @@ class DataMethods:
 
 
 def random_sampler(loader: DataLoader) -> RandomSampler | None:
-    """What a plain loader shuffles by; None if it does not shuffle so."""
+    """Return the sampler by which a plain loader shuffles; None if it does not shuffle."""
     sampler = getattr(loader.batch_sampler, "sampler", None)
     if isinstance(loader.sampler, BatchSampler):
         sampler = loader.sampler.sampler
@@ -222,7 +222,7 @@ def random_sampler(loader: DataLoader) -> RandomSampler | None:
 
 
 def batches_of_dp_ranks(loader: DataLoader) -> list[int]:
-    """How many batches each data-parallel rank gets of a prepared loader; empty if all get as many, or if unknown."""
+    """Count the batches of each data-parallel rank of a prepared loader; empty if all get as many, or if unknown."""
     from accelerate.data_loader import BatchSamplerShard
 
     shard = loader.batch_sampler

@@ -38,13 +38,13 @@ def dispatching_loader(
     slice_fn: Callable | None = None,
     non_blocking: bool = False,
 ) -> DataLoaderShard:
-    """A prepared loader of the batches that rank 0 reads from `loader`.
+    """Return a prepared loader of the batches that rank 0 reads from `loader`.
 
     Args:
         loader: plain; on the other ranks it is not read.
         mesh: of the grid. It has dp_size = data * z.
         split_batches: whether a batch of `loader` is divided among the data-parallel ranks, or each of them gets one.
-        device: on which the batches are wanted; None leaves them where they travel, on this rank's own.
+        device: of the batches; None leaves them where they travel, on this rank's own.
         slice_fn: takes (batch, slice, process_index=, num_processes=); accelerate's `slice_tensors` if None.
         non_blocking: of copies to the device.
     Raises:
@@ -65,12 +65,12 @@ def dispatching_loader(
 
 
 def as_it_is(batch: Any) -> Any:
-    """A batch is complete when it has been dispatched."""
+    """Return a batch, which is complete when it has been dispatched."""
     return batch
 
 
 class DispatchedBatches(IterableDataset):
-    """This rank's batches. Every rank must iterate, and all go on together.
+    """This rank's batches. Every rank must iterate, and all continue together.
 
     Collectives: two broadcasts over the world for each batch, one of them of every tensor.
     """
@@ -89,7 +89,7 @@ class DispatchedBatches(IterableDataset):
         return batches // self.dp_size if self.loader.drop_last else math.ceil(batches / self.dp_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """As accelerate does for the loader itself."""
+        """Tell the samplers and the data set the epoch, as accelerate does for a loader of its own."""
         for owner in (
             self.loader.batch_sampler,
             getattr(self.loader.batch_sampler, "sampler", None),
@@ -122,7 +122,7 @@ class DispatchedBatches(IterableDataset):
             yield own
 
     def _next(self, source: Iterator) -> tuple:
-        """On rank 0: (whole batch, its structure, rows, whether it is the last, what went wrong)."""
+        """Return, on rank 0, (whole batch, its structure, rows, whether it is the last, error message)."""
         try:
             with self._own_random():
                 batch, rows, last = next(source, (None, 0, True))
@@ -131,27 +131,27 @@ class DispatchedBatches(IterableDataset):
             return None, None, 0, True, f"{type(problem).__name__}: {problem}"
 
     def _source(self) -> Iterator[tuple[Any, int, bool]]:
-        """Whole batches: (batch, rows without those that fill it up, whether it is the last one)."""
+        """Yield whole batches: (batch, rows without those that fill it up, whether it is the last one)."""
         first, before = None, None
         for batch in self._groups():
             first = batch if first is None else first
             if before is not None:
-                yield self._filled(before, first, last=False)
+                yield self._fill_up(before, first, last=False)
             before = batch
         if before is not None:
-            yield self._filled(before, first, last=True)
+            yield self._fill_up(before, first, last=True)
 
     def _groups(self) -> Iterator[Any]:
-        wanted, group = 1 if self.split_batches else self.dp_size, []
+        size, group = 1 if self.split_batches else self.dp_size, []
         for batch in self.loader:
             group.append(batch)
-            if len(group) == wanted:
-                yield _joined(group)
+            if len(group) == size:
+                yield _concatenate(group)
                 group = []
         if group and not self.loader.drop_last:
-            yield _joined(group)
+            yield _concatenate(group)
 
-    def _filled(self, batch: Any, first: Any, *, last: bool) -> tuple[Any, int, bool]:
+    def _fill_up(self, batch: Any, first: Any, *, last: bool) -> tuple[Any, int, bool]:
         rows = find_batch_size(batch)
         missing = -rows % self.dp_size
         if missing and not last:
@@ -167,7 +167,7 @@ class DispatchedBatches(IterableDataset):
 
     @contextlib.contextmanager
     def _own_random(self) -> Iterator[None]:
-        """Random numbers of the data come from a state of their own: rank 0 must not get ahead of the other ranks."""
+        """Draw random numbers of the data from a state of their own: rank 0 must not get ahead of the other ranks."""
         outer = torch.get_rng_state()
         torch.set_rng_state(self._random)
         try:
@@ -177,7 +177,7 @@ class DispatchedBatches(IterableDataset):
             torch.set_rng_state(outer)
 
 
-def _joined(group: list[Any]) -> Any:
+def _concatenate(group: list[Any]) -> Any:
     try:
         return concatenate(group) if len(group) > 1 else group[0]
     except RuntimeError as problem:

@@ -1,4 +1,4 @@
-"""What accelerate writes over a grid: full models in the ordinary format, and states that any grid resumes from.
+"""Files of accelerate over a grid: full models in the ordinary format, and states that any grid resumes from.
 
     save_model                    gathered to rank 0 tensor by tensor, as ordinary files
     get_state_dict                gathered to rank 0, as accelerate does under FSDP
@@ -65,11 +65,11 @@ class LoadMethods:
 
     @functools.cached_property
     def sample_order(self) -> SampleOrder:
-        """How the loaders shuffle; made with the first of them."""
+        """The order in which the loaders shuffle; made with the first of them."""
         return SampleOrder()
 
     def load_state(self, input_dir: str | None = None, load_kwargs: dict | None = None, **kwargs) -> None:
-        """As the stock method, from a state of any grid or of one process. Every rank must call it.
+        """Load a state of any grid or of one process. Every rank must call it.
 
         On another number of ranks, a rank without a random state of its own takes that of rank 0.
 
@@ -87,9 +87,9 @@ class LoadMethods:
         state = self._read_state(directory, manifest)
         places = [directory / name for name in state["models"]]
         manifests = [manifest, *(verify_together(place) for place in places[1:])]
-        wanted = self._call_load_hooks(models, directory)
+        left = self._call_load_hooks(models, directory)
         for index, (model, place, saved) in enumerate(zip(models, places, manifests, strict=True)):
-            if model in wanted:
+            if model in left:
                 load_model(model, place, saved)
             if index in optimizer_of:
                 load_optimizer(model, optimizer_of[index], place, saved)
@@ -103,11 +103,11 @@ class LoadMethods:
         self.step = state["step"]
 
     def _call_load_hooks(self, models: list[nn.Module], directory: Path) -> list[nn.Module]:
-        """The models that are still to be loaded: a hook takes those that it has loaded out of its list."""
-        wanted = list(models)
+        """Return the models that are still to be loaded: a hook takes those that it has loaded out of its list."""
+        left = list(models)
         for hook in state_hooks(self, saving=False):
-            hook(wanted, str(directory))
-        return wanted
+            hook(left, str(directory))
+        return left
 
     def _newest_state(self) -> Path:
         if not self.project_configuration.automatic_checkpoint_naming:
@@ -119,7 +119,7 @@ class LoadMethods:
         return found[-1]
 
     def _read_state(self, directory: Path, manifest: Manifest) -> dict[str, Any]:
-        """accelerator.json, and whether what is to be loaded is what was saved."""
+        """Read accelerator.json, and refuse a state of other objects than this run has."""
         if STATE not in manifest.files:
             raise ValueError(f"{directory} was not written by accelerator.save_state: load it with load_sharded.")
         state = json.loads((directory / STATE).read_text())
@@ -145,10 +145,10 @@ class LoadMethods:
         return state
 
     def _follow_schedules(self, saved: int) -> None:
-        """Go on with schedules that were saved where a step of the optimizer was `saved` steps of the schedule.
+        """Continue schedules that were saved where a step of the optimizer was `saved` steps of the schedule.
 
         A LambdaLR has its lengths from this run's script, which counts the batches of this grid: its place is
-        converted. The others bring their lengths with them, so they go on in the steps of the grid they come from.
+        converted. The others bring their lengths with them, so they continue in the steps of the grid they come from.
         """
         dp_size = self.axonn_plugin.grid.dp_size
         for scheduler in prepared_schedulers(self):
@@ -160,7 +160,7 @@ class LoadMethods:
                 scheduler.__class__, scheduler.dp_size = GridScheduler, saved
 
     def _load_plain_state(self, directory: Path, load_kwargs: dict | None, kwargs: dict) -> None:
-        """A state that stock accelerate saved on one process: each rank reads its own slices."""
+        """Load a state that stock accelerate saved on one process: each rank reads its own slices."""
         if self.axonn_plugin.grid.size == 1:
             return super().load_state(str(directory), load_kwargs, **kwargs)
         models, optimizer_of = prepared_models(self), self._optimizer_of()
@@ -177,12 +177,12 @@ class LoadMethods:
             self._load_scaler(directory)
 
     def _load_scaler(self, directory: Path) -> None:
-        """The scale of fp16; a run of another precision has no use for it."""
+        """Load the scale of fp16; a run of another precision has no use for it."""
         if self.scaler is not None:
             self.scaler.load_state_dict(load_values(directory / SCALER_NAME))
 
     def _read_rest(self, directory: Path, rank: int, load_kwargs: dict | None) -> dict[str, Any]:
-        """The counterpart of `_write_rest`, with the random state of `rank`; returns what accelerate keeps itself."""
+        """Read what `_write_rest` wrote, with the random state of `rank`; return what accelerate keeps itself."""
         attributes = load_accelerator_state(
             str(directory),
             [],
@@ -199,7 +199,7 @@ class LoadMethods:
         return attributes
 
     def _optimizer_of(self) -> dict[int, torch.optim.Optimizer]:
-        """Which optimizer trains which of the prepared models."""
+        """Return the optimizer of each prepared model that has one, by the model's index."""
         models = prepared_models(self)
         found: dict[int, torch.optim.Optimizer] = {}
         for optimizer in prepared_optimizers(self):
@@ -220,12 +220,12 @@ class FileMethods(LoadMethods):
     """Methods of Accelerator."""
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Whole tensors on the CPU of rank 0, nothing on the others, as under FSDP. Every rank must call it."""
+        """Return whole tensors on the CPU of rank 0, nothing on the others, as under FSDP. Every rank must call it."""
         state_dict = super().get_state_dict(model, unwrap=unwrap)
         return full_state_dict(model, state_dict) if is_sharded(state_dict) else state_dict
 
     def save(self, obj: Any, f: str | os.PathLike, safe_serialization: bool = False) -> None:
-        """As the stock method.
+        """Save as the stock method.
 
         Raises:
             ValueError: the object is a state dict with shards; on every rank that has them.
@@ -241,7 +241,7 @@ class FileMethods(LoadMethods):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """As the stock method, by rank 0. Every rank must call it, and goes on when the files are there.
+        """Write a model, by rank 0. Every rank must call it, and continues when the files are there.
 
         Of a sharded model one tensor after the other is gathered and written, but for `safe_serialization=False`,
         which needs the full model on rank 0.
@@ -256,11 +256,11 @@ class FileMethods(LoadMethods):
         barrier()
 
     def wait_for_everyone(self) -> None:
-        """As the stock method, but without a limit of time: one rank may have worked alone before."""
+        """Wait for all ranks, without a limit of time: one may have worked alone before."""
         barrier()
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs) -> str:
-        """As the stock method, sharded: every rank must call it. What was saved before stands until this is complete.
+        """Save a sharded state: every rank must call it. An earlier one stays until this is complete.
 
         Args:
             output_dir: which all ranks must see; not used with automatic_checkpoint_naming.
@@ -303,7 +303,7 @@ class FileMethods(LoadMethods):
             hook(models, [{} for _ in models], str(directory))
 
     def _place_of_state(self, output_dir: str | None) -> tuple[Path, list[Path]]:
-        """The directory of a new state, and which older ones are to be removed when it is complete."""
+        """Return the directory of a new state, and the older ones to remove when it is complete."""
         project = self.project_configuration
         if not project.automatic_checkpoint_naming:
             if output_dir is None:
@@ -321,7 +321,7 @@ class FileMethods(LoadMethods):
         return directory, found[: max(0, len(found) + 1 - keep)] if keep else []
 
     def _write_rest(self, save, names: list[str]) -> None:
-        """What accelerate writes beside models and optimizers: each rank its random state, rank 0 the rest."""
+        """Write accelerate's files beside models and optimizers: each rank its random state, rank 0 the rest."""
         save_accelerator_state(
             str(save.stage),
             [],
@@ -351,16 +351,16 @@ class FileMethods(LoadMethods):
 
 
 def random_file(rank: int) -> str:
-    """Where accelerate saves the random state of a rank."""
+    """Return the name of accelerate's file of the random state of a rank."""
     return f"random_states_{rank}.pkl"
 
 
 def custom_file(index: int) -> str:
-    """Where accelerate saves what `register_for_checkpointing` was given."""
+    """Return the name of accelerate's file of an object that `register_for_checkpointing` was given."""
     return f"custom_checkpoint_{index}.pkl"
 
 
 def states_in(folder: Path) -> list[Path]:
-    """The directories checkpoint_N of automatic_checkpoint_naming, the largest N last."""
+    """Return the directories checkpoint_N of automatic_checkpoint_naming, the largest N last."""
     found = [path for path in folder.glob("checkpoint_*") if re.fullmatch(r"checkpoint_\d+", path.name)]
     return sorted(found, key=lambda path: int(path.name.rpartition("_")[2]))

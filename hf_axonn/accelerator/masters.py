@@ -17,7 +17,7 @@ class MasterMethods:
     """Methods of Accelerator, on a grid of any size."""
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
-        """As the stock method; what is trained becomes float32 before, under mixed precision.
+        """Prepare as the stock method; under mixed precision trained weights become float32 before.
 
         Collectives: those of `stages_agree`.
         """

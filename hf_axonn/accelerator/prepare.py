@@ -39,7 +39,7 @@ def shard_plain_model(model: nn.Module, plugin, device: torch.device) -> bool:
 
 
 def _could_be_read_in_slices(model: nn.Module) -> bool:
-    """Whether `from_pretrained` takes such models; with an adapter, its base."""
+    """Return whether `from_pretrained` takes such models; with an adapter, its base."""
     from transformers import PreTrainedModel
 
     base: Callable[[], nn.Module] = getattr(model, "get_base_model", lambda: model)
@@ -48,7 +48,7 @@ def _could_be_read_in_slices(model: nn.Module) -> bool:
 
 @functools.cache
 def _advise(grid: str) -> None:
-    """Once, however many models are prepared."""
+    """Warn once, however many models are prepared."""
     logger.warning(
         f"a model was loaded whole on every rank and is sharded over {grid} now. hf_axonn.from_pretrained(name, "
         "grid=...) reads only each rank's own slices."
@@ -59,7 +59,7 @@ LOW_BIT_LIBRARIES = ("bitsandbytes", "torchao")
 
 
 def refuse_low_bit(optimizer: torch.optim.Optimizer) -> None:
-    """Optimizers that keep their state in 8 or 4 bits quantize blocks of full parameters.
+    """Refuse optimizers that keep their state in 8 or 4 bits: they quantize blocks of full parameters.
 
     Raises:
         ValueError: it is one of bitsandbytes or torchao.

@@ -29,7 +29,7 @@ ENGINES = {
     "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM (megatron_lm_plugin, megatron_lm_config)",
 }
 SIZES = tuple(f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP"))
-OF_TRAINER = ("async_save", "save_failure")  # settings that Trainer reads, and not the model
+TRAINER_SETTINGS = ("async_save", "save_failure")  # settings that Trainer reads, and not the model
 ON = ("1", "true", "yes", "y", "t", "on")
 
 
@@ -91,7 +91,7 @@ def check_model(state: ParallelState, config: AxonnConfig) -> None:
             f"the model lies on the grid {state.grid}, and the AxonnPlugin of this Accelerator or Trainer has "
             f"{config.grid}: give hf_axonn.from_pretrained (or parallelize) and AxonnPlugin the same grid."
         )
-    for name in (item.name for item in fields(Settings) if item.name not in OF_TRAINER):
+    for name in (item.name for item in fields(Settings) if item.name not in TRAINER_SETTINGS):
         requested, found = getattr(config, name), getattr(state.config, name)
         if requested not in (found, getattr(Settings, name)):
             raise ValueError(

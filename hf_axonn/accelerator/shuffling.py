@@ -1,4 +1,4 @@
-"""In which order loaders shuffle: that of stock accelerate, and in a resumed run that of the unbroken one.
+"""Order in which loaders shuffle: that of stock accelerate, and in a resumed run that of the unbroken one.
 
 On one process stock accelerate shuffles by torch's global generator, and so does rank 0 where it reads for all. On a
 grid it must not: dropout needs that one to move alike on all ranks, and alike in a resumed run. So such loaders draw
@@ -39,7 +39,7 @@ class SampleOrder:
         """
         by_seed = sampler.generator is None and as_one_process
         if sampler.generator is None:
-            sampler.generator = self.shared if by_seed else _drawn_from(None)
+            sampler.generator = self.shared if by_seed else _make_generator(None)
         if resumable and type(sampler) is RandomSampler:
             sampler.__class__ = ResumableSampler
             own = cast(ResumableSampler, sampler)
@@ -48,7 +48,7 @@ class SampleOrder:
         return sampler.generator
 
     def state(self) -> list[dict[str, Any]]:
-        """For each sampler what JSON can hold: its generator's state now, and at the start of an open epoch."""
+        """Return, for JSON, each sampler's generator state now, and at the start of an open epoch."""
         open_ = [_sampler_of(loader) for loader in GradientState().dataloader_references]
         return [
             {
@@ -60,16 +60,16 @@ class SampleOrder:
         ]
 
     def resume(self, saved: list[dict[str, Any]]) -> None:
-        """Go on from what `state` gave. An open epoch is the next one that begins by skipping batches.
+        """Continue from what `state` gave. An open epoch is the next one that begins by skipping batches.
 
         It keeps its order on any grid. Another number of samplers belongs to another script, and nothing is done.
         """
         if len(saved) != len(self.samplers):
             return
-        for sampler, its in zip(self.samplers, saved, strict=True):
-            sampler.generator.set_state(_state(its["now"]))
-            if its["began"] is not None:
-                sampler.resumed = _state(its["began"]), _state(its["now"]), its["by_seed"]
+        for sampler, record in zip(self.samplers, saved, strict=True):
+            sampler.generator.set_state(_state(record["now"]))
+            if record["began"] is not None:
+                sampler.resumed = _state(record["began"]), _state(record["now"]), record["by_seed"]
 
 
 class ResumableSampler(RandomSampler):
@@ -78,7 +78,7 @@ class ResumableSampler(RandomSampler):
     Attributes:
         by_seed: whether it draws a seed for each epoch, as one without a generator does.
         began: the generator's state at the start of the newest epoch.
-        resumed: of an epoch that goes on, `began`, the state behind it, and `by_seed`.
+        resumed: of an epoch that continues, `began`, the state behind it, and `by_seed`.
     """
 
     by_seed = False
@@ -93,14 +93,14 @@ class ResumableSampler(RandomSampler):
         source = self.generator
         source.set_state(self.began)
         if by_seed:
-            source = _drawn_from(source)
+            source = _make_generator(source)
             if now is not None:  # other loaders have drawn since, and this one, for its workers, just now
                 self.generator.set_state(now)
         yield from RandomSampler(self.data_source, self.replacement, self._num_samples, source)
 
 
-def _drawn_from(source: Generator | None) -> Generator:
-    """One whose seed is drawn as torch and accelerate draw it; from torch's global generator if `source` is None."""
+def _make_generator(source: Generator | None) -> Generator:
+    """Return a generator whose seed is drawn, as torch and accelerate do, from `source`; None: torch's global one."""
     return Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=source)))
 
 
@@ -110,7 +110,7 @@ def _skips(loader: Any) -> bool:
 
 
 def _sampler_of(loader: Any) -> Any:
-    """What a prepared loader, which may skip batches, takes its samples from."""
+    """Return the resumable sampler of a prepared loader, which may skip batches; None if it has none."""
     found = loader
     while found is not None and not isinstance(found, ResumableSampler):
         inner = getattr(found, "batch_sampler", None)

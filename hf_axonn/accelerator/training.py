@@ -37,7 +37,7 @@ class GridScheduler(AcceleratedScheduler):
     dp_size: int  # data * z; the stock wrapper takes the number of processes
 
     def step(self, *args, **kwargs) -> None:
-        """As the stock method."""
+        """Step once for each data-parallel rank, as if each were a process."""
         if self.split_batches or not self.step_with_optimizer or not self.gradient_state.sync_gradients:
             super().step(*args, **kwargs)
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
@@ -58,7 +58,7 @@ class TrainingMethods:
     """Methods of Accelerator."""
 
     def prepare(self, *args, device_placement: list[bool] | None = None):
-        """Models first: an optimizer may stand before its model."""
+        """Prepare models first: an optimizer may stand before its model."""
         for model in args:
             if isinstance(model, nn.Module):
                 self._shard(model)
@@ -67,8 +67,8 @@ class TrainingMethods:
         return result
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False):
-        """Autocast as ever, but no DDP around the model: the engine does its own communication. With a dynamo plugin
-        a parallelized model is compiled by regions (parallel/compiled.py)."""
+        """Prepare with autocast, but without DDP: the engine does its own communication. With a dynamo plugin a
+        parallelized model is compiled by regions (parallel/compiled.py)."""
         self._shard(model)
         state, shared = parallel_state(model), AcceleratorState()
         dynamo, off = shared.dynamo_plugin, TorchDynamoPlugin(backend="no")
@@ -79,7 +79,7 @@ class TrainingMethods:
         if state is not None:
             if dynamo.backend != DynamoBackend.NO:
                 options = dynamo.to_kwargs()
-                if not dynamo.dynamic:  # `accelerate launch` says False where nobody has said anything
+                if not dynamo.dynamic:  # `accelerate launch` says False by default
                     options.pop("dynamic", None)
                 compile_regions(state, model, **options)
             state.context.averages_itself = True
@@ -95,7 +95,7 @@ class TrainingMethods:
             follow_grid(getattr(optimizer, "optimizer", optimizer))
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None):
-        """An optimizer that was made before the model was sharded gets the sharded parameters."""
+        """Give an optimizer that was made before the model was sharded the sharded parameters."""
         refuse_low_bit(optimizer)
         point_to_shards(optimizer)
         follow_grid(optimizer)
@@ -114,7 +114,7 @@ class TrainingMethods:
                     )
 
     def prepare_scheduler(self, scheduler):
-        """Learning rates move on with the batches, of which ranks that share samples have the same."""
+        """Let learning rates move on with the batches, which are the same on ranks that share samples."""
         prepared = super().prepare_scheduler(scheduler)
         if type(prepared) is AcceleratedScheduler:
             prepared.__class__ = GridScheduler
@@ -122,7 +122,7 @@ class TrainingMethods:
         return prepared
 
     def backward(self, loss: torch.Tensor, **kwargs) -> None:
-        """Backward; after the last micro-batch of a step the gradients are averaged over data, and over the world.
+        """Run backward; after the last micro-batch of a step gradients are averaged over data, and over the world.
 
         As under DistributedDataParallel, whether they are is decided where the forward pass begins (`no_sync`).
         """
@@ -157,9 +157,9 @@ class TrainingMethods:
             yield
 
     def clip_grad_norm_(self, parameters, max_norm: float, norm_type: float = 2):
-        """As the stock method; the norm is a plain tensor, the same on all ranks. Every rank must call it.
+        """Clip by the norm over all shards, a plain tensor that is the same on all ranks. Every rank must call it.
 
-        What is scaled are the local tensors: DTensor would think about each gradient for some 10 ms in the first step.
+        Local tensors are scaled: DTensor would spend some 10 ms on each gradient in the first step.
         """
         parameters = list(parameters)
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -180,14 +180,14 @@ class TrainingMethods:
         return norm
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True):
-        """As the stock method, which can take autocast only off a forward that is the method of a class."""
+        """Unwrap as the stock method, which can take autocast only off a forward that is the method of a class."""
         model = super().unwrap_model(model, keep_torch_compile=keep_torch_compile)
         if not keep_fp32_wrapper:
             without_autocast(model)
         return model
 
     def join_uneven_inputs(self, *args, **kwargs):
-        """Refused.
+        """Refuse.
 
         Raises:
             ValueError: always.

@@ -1,1 +1,1 @@
-"""What a model is: its blocks, which of its Linears are column and which row, what its norms do."""
+"""Analysis of a model: its blocks, which of its Linears are column and which row, what its norms do."""

@@ -1,8 +1,8 @@
-"""Whether a spec fits a module in hand, and what its heads are.
+"""Checks that a spec fits a module, and the numbers of its heads.
 
 A spec (table.py) is trusted for nothing that can be read off the model: that its projections are Linears, that
 numbers of heads explain their sizes, that the code of attention reads no number of the full model that is not known,
-and that no parameter is left that belongs to nobody. No communication, no change to the model.
+and that every parameter belongs to a module. No communication, no change to the model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KNOWN_NORMS: dict = {}  # what norm_kind has found out, by class and numbers
 
 
 def block_problem(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> str | None:
-    """Why a block cannot be sharded as one; None where it can."""
+    """Return why a block cannot be sharded as one; None where it can."""
     for name in (*spec.columns, spec.row):
         module = layer.get_submodule(name)
         if not is_linear(module):
@@ -57,7 +57,7 @@ def block_problem(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> str | 
 
 
 def _names_read(module: nn.Module) -> set[str]:
-    """Names of attributes in the code of a module's forward and of the methods that it calls."""
+    """Return the names of attributes in the code of a module's forward and of the methods that it calls."""
     pending, seen, names = ["forward"], set(), set()
     while pending:
         method = inspect.unwrap(getattr(type(module), pending.pop(), None))
@@ -71,7 +71,7 @@ def _names_read(module: nn.Module) -> set[str]:
 
 
 def head_counts(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> tuple[int, int] | None:
-    """(query, kv) heads of an attention block, None if they do not fit the projections."""
+    """Return (query, kv) heads of an attention block, None if they do not fit the projections."""
     entry = layer.get_submodule(spec.entry)
     counts = configured_head_counts(text_config(model), entry)
     row_in = linear_size(layer.get_submodule(spec.row))[1]
@@ -91,7 +91,7 @@ def head_counts(model: nn.Module, layer: nn.Module, spec: BlockSpec) -> tuple[in
 
 
 def head_norms(layer: nn.Module, spec: BlockSpec) -> dict[str, tuple[NormKind, int]]:
-    """Norms inside of attention over all features of q or of k, by name; those of one head are not among them."""
+    """Return norms inside of attention over all features of q or of k, by name; those of one head are left out."""
     found: dict[str, tuple[NormKind, int]] = {}
     if not spec.is_attention or spec.latent:
         return found
@@ -114,7 +114,7 @@ def _inside(layer: nn.Module, name: str) -> set[nn.Module]:
 
 
 def _unknown_parameters(entry: nn.Module, spec: BlockSpec, layer: nn.Module, query: int) -> str | None:
-    """Parameters of a block that are neither a projection's nor one head's, one for each head or single numbers."""
+    """Describe parameters of a block that are of no projection or head, nor one for each head, nor single numbers."""
     known = [_inside(layer, name) for name in (*spec.columns, *spec.latent, spec.row)]
     known += [_inside(layer, name) for name in head_norms(layer, spec)]
     own = () if entry in (module for inner in known for module in inner) else entry.parameters(recurse=False)

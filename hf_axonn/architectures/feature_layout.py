@@ -1,6 +1,6 @@
-"""Whether the residual stream of a model can have the feature layout, [1, T/x, H/y] between its blocks.
+"""The feature layout of a residual stream, [1, T/x, H/y] between blocks: which models can have it.
 
-It can where y > 1, all blocks are sharded, every norm between them is one that layers/norms.py knows how to shard,
+Those can where y > 1, all blocks are sharded, every norm between them is one that layers/norms.py knows how to shard,
 and the code of the layers apart from blocks and norms treats every feature by itself. Both are found out by trial, not
 by name. No communication; the model is unchanged.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from hf_axonn.architectures.norm_probe import EXACT, close, isolated, norm_kind
+from hf_axonn.architectures.norm_probe import EXACT, close, isolate, norm_kind
 from hf_axonn.architectures.plan import ShardingPlan, is_inside
 from hf_axonn.engine.linears import linear_size
 from hf_axonn.layers.norms import NormKind
@@ -56,7 +56,7 @@ def choose_layout(model: nn.Module, plan: ShardingPlan, *, y: int, wanted: str) 
         return LayoutChoice("the token and the feature layout are one where y = 1")
     if wanted == "token":
         return LayoutChoice("token layout, as configured")
-    with isolated():
+    with isolate():
         size, problem, norms = _search(model, plan)
     if problem is None:
         kinds = " and ".join(sorted({str(kind) for kind in norms.values()}))
@@ -71,7 +71,7 @@ def choose_layout(model: nn.Module, plan: ShardingPlan, *, y: int, wanted: str) 
 
 
 def _search(model: nn.Module, plan: ShardingPlan) -> tuple[int, str | None, dict[nn.Module, NormKind]]:
-    """(H, what speaks against the feature layout, the norms on the residual stream)."""
+    """Return (H, what speaks against the feature layout, the norms on the residual stream)."""
     norms: dict[nn.Module, NormKind] = {}
     if plan.reason or plan.full_sequence or not plan.blocks:
         some = next(iter(plan.full_sequence), None)
@@ -108,7 +108,7 @@ def _find_norms(
 
 
 def layer_problem(model: nn.Module, plan: ShardingPlan, name: str, norms: dict[nn.Module, NormKind]) -> str | None:
-    """What keeps a decoder layer from running on some of the features, or None.
+    """Return what keeps a decoder layer from running on some of the features, or None.
 
     The layer's own code runs with an elementwise function in the place of every block and norm: then each feature of
     its output may depend on the same feature of its input only.
@@ -127,7 +127,7 @@ def layer_problem(model: nn.Module, plan: ShardingPlan, name: str, norms: dict[n
     for extras in (1, 0, 2):
         stubs |= {module: _stub(torch.tanh, extras) for module in attention}
         try:
-            with _replaced(layer, stubs), torch.no_grad():
+            with _replace_forwards(layer, stubs), torch.no_grad():
                 full, parts = _call(layer, hidden), [_call(layer, part) for part in hidden.split((2, 4), dim=-1)]
             if full.shape == hidden.shape and close(full, torch.cat(parts, dim=-1), EXACT):
                 return None
@@ -146,7 +146,7 @@ def _stub(function: Callable[[Tensor], Tensor], extras: int) -> Callable:
 
 
 def _call(layer: nn.Module, hidden: Tensor) -> Tensor:
-    """The layer's own code, without hooks, and with None for every other input that it requires."""
+    """Run the layer's own code, without hooks, and with None for every other input that it requires."""
     first, *others = inspect.signature(layer.forward).parameters.values()
     named = [each for each in others if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     output = layer.forward(hidden, **{each.name: None for each in named if each.default is each.empty})
@@ -154,7 +154,7 @@ def _call(layer: nn.Module, hidden: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _replaced(layer: nn.Module, stubs: dict[nn.Module, Callable]) -> Iterator[None]:
+def _replace_forwards(layer: nn.Module, stubs: dict[nn.Module, Callable]) -> Iterator[None]:
     """Give modules another forward for a while, and take the layer out of training mode: dropout is elementwise."""
     training = {module: module.training for module in layer.modules()}
     before = {module: vars(module).get("forward") for module in stubs}

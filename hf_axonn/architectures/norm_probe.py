@@ -1,6 +1,6 @@
-"""Is a module an RMSNorm or a LayerNorm in substance, whatever its class is called?
+"""Tests for an RMSNorm or a LayerNorm in substance, whatever a module's class is called.
 
-Found out by trying it on random numbers on the CPU, on a copy whose parameters are random too: the weights of a model
+A module is tried on random numbers on the CPU, on a copy whose parameters are random too: the weights of a model
 may be sharded, or not be there yet. In float64, where two formulas that differ at all differ visibly, results and
 gradients must be those of `norms.normalize`; then in low precision, what is rounded where. Every rank tries the same
 numbers and finds the same.
@@ -31,7 +31,7 @@ DIFFERENT_BITS = 0.02  # of the elements in 16 bits: sums in another order seldo
 
 
 def norm_kind(module: nn.Module, size: int, known: dict[tuple, NormKind | None] | None = None) -> NormKind | None:
-    """As `_probe`; what looks the same is probed once for each `known` that a caller hands in."""
+    """Return the kind of a norm (`_probe`); modules that look the same are probed once for each `known`."""
     known = {} if known is None else known
     look = _look(module)
     if look == (module,):  # it has something of its own
@@ -42,7 +42,7 @@ def norm_kind(module: nn.Module, size: int, known: dict[tuple, NormKind | None] 
 
 
 def _look(module: nn.Module) -> tuple:
-    """What two modules have in common if they compute the same: class, parameters and numbers."""
+    """Return what modules that compute the same have in common: class, parameters and numbers."""
     own = {name: value for name, value in vars(module).items() if name not in _PLAIN}
     if all(isinstance(value, (int, float, str, tuple, torch.dtype, type(None))) for value in own.values()):
         shapes = tuple((name, None if each is None else each.shape) for name, each in module._parameters.items())
@@ -54,7 +54,7 @@ _PLAIN = frozenset(vars(nn.Module())) | {"training"}
 
 
 def _probe(module: nn.Module, size: int) -> NormKind | None:
-    """What a norm of `size` features computes, or None of a module that computes anything else."""
+    """Return what a norm of `size` features computes, or None for a module that computes anything else."""
     parameters = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
     if len(parameters) > 2 or {each.shape for each in parameters.values()} - {(size,)} or _has_more(module):
         return None
@@ -64,7 +64,7 @@ def _probe(module: nn.Module, size: int) -> NormKind | None:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     try:
-        with isolated():
+        with isolate():
             values = {name: 0.5 + random(size) for name in parameters}
             inputs = [scale * (random(1, ROWS, size) + 0.7) for scale in SCALES]
             return _first_kind(module, size, values, inputs)
@@ -73,8 +73,8 @@ def _probe(module: nn.Module, size: int) -> NormKind | None:
 
 
 @contextlib.contextmanager
-def isolated() -> Iterator[None]:
-    """On the CPU even where models are being built on the meta device; random numbers and warnings leave no trace."""
+def isolate() -> Iterator[None]:
+    """Run on the CPU, even where models are built on meta, and leave no trace of random numbers or warnings."""
     with torch.device("cpu"), torch.random.fork_rng([]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -89,12 +89,12 @@ def _first_kind(module: nn.Module, size: int, values: dict[str, Tensor], inputs:
 
 
 def _has_more(module: nn.Module) -> bool:
-    """Whether a module has buffers or children."""
+    """Return whether a module has buffers or children."""
     return any(True for _ in itertools.chain(module.buffers(), module.children()))
 
 
 def _candidates(module: nn.Module, size: int) -> Iterator[NormKind]:
-    """Every norm that a module could be, by its parameters and the small numbers among its attributes."""
+    """Yield every norm that a module could be, by its parameters and the small numbers among its attributes."""
     names = [name for name, parameter in module._parameters.items() if parameter is not None]
     own = [value for value in vars(module).values() if type(value) is float and 0 < value <= 1e-2]
     orders = [(None, None)] if not names else [(names[0], None)]
@@ -109,7 +109,7 @@ def _candidates(module: nn.Module, size: int) -> Iterator[NormKind]:
 def _trial(
     module: nn.Module, kind: NormKind, values: dict[str, Tensor], input_: Tensor, dtype: torch.dtype
 ) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-    """The same input and parameters for the module and for `normalize`: yields each one's leaves and result."""
+    """Yield leaves and result of the module, then of `normalize`, for the same input and parameters."""
     clone = {name: nn.Parameter(value.to(dtype)) for name, value in values.items()}
     memo = {id(module._parameters[name]): parameter for name, parameter in clone.items()}
     theirs = {**clone, "input": input_.clone().requires_grad_()}
@@ -121,7 +121,7 @@ def _trial(
 
 
 def _agrees(module: nn.Module, kind: NormKind, values: dict[str, Tensor], input_: Tensor) -> bool:
-    """Whether result and gradients are those of `kind`, in float64."""
+    """Return whether result and gradients are those of `kind`, in float64."""
     results = []
     with _Wide():
         for leaves, result in _trial(module, kind, values, input_, torch.float64):
@@ -135,12 +135,12 @@ def _agrees(module: nn.Module, kind: NormKind, values: dict[str, Tensor], input_
 
 
 def close(truth: Tensor, ours: Tensor, bound: float) -> bool:
-    """Whether the largest difference is within `bound`, a share of the largest value of `truth`."""
+    """Return whether the largest difference is within `bound`, a share of the largest value of `truth`."""
     return bool((truth - ours).abs().max() <= bound * truth.abs().max())
 
 
 def _rounds_alike(module: nn.Module, kind: NormKind, values: dict[str, Tensor], input_: Tensor) -> bool:
-    """Whether results have the dtype and the rounding of `kind` where inputs or parameters are of low precision."""
+    """Return whether results have the dtype and the rounding of `kind` with inputs or parameters of low precision."""
     low, single = torch.bfloat16, torch.float32
     for input_dtype, dtype in ((single, single), (low, low), (low, single)):
         try:
@@ -159,7 +159,7 @@ def _rounds_alike(module: nn.Module, kind: NormKind, values: dict[str, Tensor], 
 
 
 class _Wide(TorchFunctionMode):
-    """Casts of float64 to a smaller float type, which norms do inside, leave the tensor as it is."""
+    """A mode in which casts of float64 to a smaller float type, as norms do, leave the tensor as it is."""
 
     small = (torch.float32, torch.float16, torch.bfloat16)
     casts = (torch.Tensor.float, torch.Tensor.half, torch.Tensor.bfloat16)

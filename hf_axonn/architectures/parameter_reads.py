@@ -1,4 +1,4 @@
-"""Which modules use the parameters of other modules by themselves, as a mixer that reads `self.conv1d.weight`.
+"""Modules that use the parameters of other modules by themselves, as a mixer that reads `self.conv1d.weight`.
 
 A parameter that is a DTensor can be used by the module that has it, whose forward is ours. Whoever else uses it
 has to be shown a plain tensor, and so has a method other than forward (`self.experts.map(hidden)`). layers/base.py
@@ -35,7 +35,7 @@ class _Use:
 
 
 def find_readers(model: nn.Module) -> tuple[list[Reader], set[nn.Module]]:
-    """The readers of a model, and the modules whose parameters they change in place: those must be replicated."""
+    """Return the readers of a model, and the modules whose parameters they change in place, to be replicated."""
     readers: list[Reader] = []
     changed: set[nn.Module] = set()
     # That of a Linear of 4 bits is replaced as a whole, as other Linears' are.
@@ -70,7 +70,7 @@ def find_readers(model: nn.Module) -> tuple[list[Reader], set[nn.Module]]:
 
 
 def _descend(module: nn.Module, path: tuple[str, ...]) -> list[nn.Module]:
-    """Modules that `self.a[...].b` may be, `path` being ("a", "[]", "b")."""
+    """Return the modules that `self.a[...].b` may be, `path` being ("a", "[]", "b")."""
     found = [module]
     for step in path:
         if step == "[]":
@@ -81,7 +81,7 @@ def _descend(module: nn.Module, path: tuple[str, ...]) -> list[nn.Module]:
 
 
 def _function(module_class: type, name: str):
-    """A function or property of a class that nn.Module does not have."""
+    """Return a function or property of a class that nn.Module does not have."""
     found = inspect.getattr_static(module_class, name, None)
     found = found.fget if isinstance(found, property) else found
     return found if inspect.isfunction(found) and not hasattr(nn.Module, name) else None
@@ -89,7 +89,7 @@ def _function(module_class: type, name: str):
 
 @functools.cache
 def _uses(module_class: type[nn.Module], method: str) -> tuple[_Use, ...]:
-    """All uses of things below self, in one method of a class and in those that it calls on self."""
+    """Return all uses of things below self, in one method of a class and in those that it calls on self."""
     found: dict[_Use, None] = {}
     todo, done = [method], set()
     while todo:
@@ -119,14 +119,14 @@ def _uses_of(function) -> tuple[_Use, ...]:
 def _uses_in(tree: ast.AST) -> Iterator[_Use]:
     around = {id(node.value): node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
-        asked = around.get(id(node))
-        path = _path(node) if isinstance(node, ast.Attribute) and asked not in _ABOUT else None
+        attribute = around.get(id(node))
+        path = _path(node) if isinstance(node, ast.Attribute) and attribute not in _ABOUT else None
         if path:
-            yield _Use(path[:-1], path[-1], asked == "data")
+            yield _Use(path[:-1], path[-1], attribute == "data")
 
 
 def _path(node: ast.expr) -> tuple[str, ...] | None:
-    """`self.a[0].b` -> ("a", "[]", "b"), `super().b` -> ("b",); None for what does not begin at self."""
+    """Return ("a", "[]", "b") for `self.a[0].b`, ("b",) for `super().b`; None for what does not begin at self."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
         return ()
     if isinstance(node, ast.Name):

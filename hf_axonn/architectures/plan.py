@@ -1,4 +1,4 @@
-"""Which module is what: from an architecture to a plan.
+"""A plan of a model: the part of each module, from its architecture.
 
 The plan of a causal LM is derived from the tensor-parallel plan that Transformers ships with it (which layers are
 column and which row) or from our table (table.py), for the architectures that tests/benchmarks/architectures/survey.py
@@ -63,7 +63,7 @@ class BlockPlan:
 
 @dataclass
 class ShardingPlan:
-    """What `parallelize` is to do.
+    """Instructions for `parallelize`.
 
     Attributes:
         decoder: name of the module that runs the decoder layers (the base model); None Linear by Linear.
@@ -87,13 +87,13 @@ class ShardingPlan:
     ends: bool = True
 
     def is_full(self, name: str) -> bool:
-        """Whether a module sees full activations, the same on every rank of (x, y)."""
+        """Return whether a module sees full activations, the same on every rank of (x, y)."""
         if self.reason or not is_inside(name, self.layers):
             return True
         return is_inside(name, self.full_sequence) or any(name in block.latent for block in self.blocks)
 
     def summary(self) -> str:
-        """One line for the report."""
+        """Return one line for the report."""
         if self.reason:
             return self.reason
         text = f"{len(self.layers)} decoder layers sharded as {len(self.blocks)} blocks"
@@ -101,13 +101,13 @@ class ShardingPlan:
 
 
 def is_inside(name: str, others) -> bool:
-    """Whether a module is one of `others` or lies in one, by their names."""
+    """Return whether a module is one of `others` or lies in one, by their names."""
     parts = name.split(".")
     return any(".".join(parts[:length]) in others for length in range(1, len(parts) + 1))
 
 
 def plan_for(model: nn.Module) -> ShardingPlan:
-    """The plan of a model (without PEFT's outer wrapper)."""
+    """Return the plan of a model (without PEFT's outer wrapper)."""
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     if model_type not in CHECKED:
         what = f"{model_type} models" if model_type else type(model).__name__
@@ -118,7 +118,7 @@ def plan_for(model: nn.Module) -> ShardingPlan:
 
 
 def derive(model: nn.Module, model_type: str) -> ShardingPlan:
-    """The plan of a model, whether its type has been checked or not."""
+    """Derive the plan of a model, whether its type has been checked or not."""
     specs = block_specs(model_type, getattr(model, "tp_plan", None) or {}, text_config(model))
     found = next(_layer_lists(model, specs), None)
     if found is None:
@@ -137,7 +137,7 @@ def derive(model: nn.Module, model_type: str) -> ShardingPlan:
 
 
 def _layer_lists(model: nn.Module, specs: list[BlockSpec]) -> Iterator[tuple[str, nn.ModuleList]]:
-    """Lists of layers in which a spec finds its row layer, or experts are found."""
+    """Yield lists of layers in which a spec finds its row layer, or experts are found."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module):
             if any(_has(layer, spec.row) for layer in module for spec in specs) or _has_experts(module[-1]):
@@ -187,7 +187,7 @@ def _plan_layer(model: nn.Module, plan: ShardingPlan, name: str, layer: nn.Modul
 
 
 def _needs_full_sequence(module: nn.Module, prefix: str, planned: set[str]) -> Iterator[str]:
-    """Outermost modules that are neither planned nor per token."""
+    """Yield the outermost modules that are neither planned nor per token."""
     for child_name, child in module.named_children():
         path = f"{prefix}{child_name}"
         if path in planned or is_per_token(child):
@@ -202,7 +202,7 @@ def _needs_full_sequence(module: nn.Module, prefix: str, planned: set[str]) -> I
 
 
 def is_per_token(module: nn.Module) -> bool:
-    """Whether a module treats each token by itself: it may then run on any share of the tokens."""
+    """Return whether a module treats each token by itself: it may then run on any share of the tokens."""
     kind = type(module)
     if not any(True for _ in module.parameters()) and not any(True for _ in module.children()):
         return True
@@ -211,7 +211,7 @@ def is_per_token(module: nn.Module) -> bool:
 
 
 def _final(model: nn.Module, name: str, list_name: str, model_type: str) -> list[str] | None:
-    """What runs on tokens after the layers, if it is a norm and then the head, and nothing else."""
+    """Return the modules that run on tokens after the layers, if they are a norm and then the head alone."""
     if model_type in LAYERS_OUTPUT_IS_RESHAPED or not _ends_in_head(model, name):
         return None
     children = list(model.get_submodule(name).named_children())
@@ -225,7 +225,7 @@ def _final(model: nn.Module, name: str, list_name: str, model_type: str) -> list
 
 
 def _ends_in_head(model: nn.Module, decoder: str) -> bool:
-    """Whether nothing with parameters stands between a decoder and the model's output but the head."""
+    """Return whether nothing with parameters stands between a decoder and the model's output but the head."""
     head = output_embedding(model)
     parts = decoder.split(".") if decoder else []
     around = model

@@ -1,4 +1,4 @@
-"""How the blocks of each model family are named: a row a family, and Transformers' tensor-parallel plans for the rest.
+"""Names of the blocks of each model family: a row a family, and Transformers' tensor-parallel plans for the rest.
 
 A row names, relative to a decoder layer, the projections of attention and MLP: "where: column layers -> row layer".
 plan.py checks it against the model in hand. No communication, no model.
@@ -40,8 +40,8 @@ class BlockSpec:
 def attention(
     text: str, attributes: str = "", *, arguments: str = "", entry: str = "", grouped: bool = False
 ) -> BlockSpec:
-    """Attention, such as "self_attn: q_proj k_proj v_proj -> o_proj", or "attn: c_attn=query,kv,kv -> c_proj" where
-    one projection packs queries, keys and values.
+    """Describe attention, such as "self_attn: q_proj k_proj v_proj -> o_proj", or "attn: c_attn=query,kv,kv -> c_proj"
+    where one projection packs queries, keys and values.
 
     `attributes` of its code that hold a number of heads, as in "num_heads num_kv_heads=kv"; query heads where nothing
     is said.
@@ -54,20 +54,20 @@ def attention(
 
 
 def mlp(text: str, *, entry: str = "") -> BlockSpec:
-    """An MLP, such as "mlp: gate_proj up_proj -> down_proj", or "mlp: gate_up=own,own -> down" for a packed one."""
+    """Describe an MLP: "mlp: gate_proj up_proj -> down_proj", or "mlp: gate_up=own,own -> down" for a packed one."""
     path, columns, row = _parse(text)
     return BlockSpec({name: parts or ("own",) for name, parts in columns}, row, entry or path or columns[0][0])
 
 
 def latent_attention(path: str, query: str) -> BlockSpec:
-    """Multi-head latent attention, whose queries are made by `query`."""
+    """Describe multi-head latent attention, whose queries are made by `query`."""
     before = ["kv_a_proj_with_mqa", "kv_a_layernorm"] + (["q_a_proj", "q_a_layernorm"] if query == "q_b_proj" else [])
     columns = {_join(path, name): ("query",) for name in (query, "kv_b_proj")}
     return BlockSpec(columns, _join(path, "o_proj"), path, True, latent=tuple(_join(path, name) for name in before))
 
 
 def _parse(text: str) -> tuple[str, list[tuple[str, tuple[str, ...]]], str]:
-    """(path, columns with their packed parts, row) of "path: a b=x,y -> c"; names get the path, if there is one."""
+    """Return (path, columns with packed parts, row) of "path: a b=x,y -> c"; names get the path, if there is one."""
     before, _, row = text.partition(" -> ")
     path, _, names = before.rpartition(": ")
     words = (word.partition("=") for word in names.split())
@@ -188,7 +188,7 @@ CHECKED = frozenset(
 
 
 def block_specs(model_type: str, tp_plan: dict[str, str], config: Any) -> list[BlockSpec]:
-    """The blocks of an architecture.
+    """Return the blocks of an architecture.
 
     Args:
         model_type: as in the config.
@@ -203,7 +203,7 @@ def block_specs(model_type: str, tp_plan: dict[str, str], config: Any) -> list[B
 
 
 def _specs_of_plan(tp_plan: dict[str, str]) -> list[BlockSpec]:
-    """Blocks whose layers Transformers' plan names: one row layer, and at least one column layer beside it."""
+    """Return blocks whose layers Transformers' plan names: one row layer, and at least one column layer beside it."""
     styles = {name.partition("layers.*.")[2]: style for name, style in tp_plan.items() if "layers.*." in name}
     modules: dict[str, dict[str, list[str]]] = {}
     for name, style in styles.items():

@@ -1,4 +1,4 @@
-"""Which kind of weight each parameter of a model is."""
+"""The kind of weight that each parameter of a model is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_axonn.topology.weight_kind import WeightKind
 
 
 def weight_kinds(model: nn.Module, plan: ShardingPlan) -> dict[int, WeightKind]:
-    """The kind of each weight, by id of the parameter; parameters that are not in it are replicated."""
+    """Return the kind of each weight, by id of the parameter; parameters that are not in it are replicated."""
     modules = dict(model.named_modules())
     kinds: dict[int, WeightKind] = {}
     for block in plan.blocks:
@@ -42,7 +42,7 @@ def weight_kinds(model: nn.Module, plan: ShardingPlan) -> dict[int, WeightKind]:
 
 
 def _large_others(model: nn.Module, plan: ShardingPlan) -> set[int]:
-    """Ids of large parameters of more than one dim that one module has for itself, outside of blocks."""
+    """Return the ids of large parameters of more than one dim that one module has for itself, outside of blocks."""
     entries = {block.entry for block in plan.blocks}
     smallest = SMALLEST_PART * max((parameter.numel() for parameter in model.parameters()), default=0)
     found = Counter()
@@ -55,7 +55,7 @@ def _large_others(model: nn.Module, plan: ShardingPlan) -> set[int]:
 
 
 def vocabulary_modules(model: nn.Module, plan: ShardingPlan) -> list[nn.Module]:
-    """The embeddings of a size with the largest, and the head, where they are of the plain kind.
+    """Return the embeddings of a size with the largest, and the head, where they are of the plain kind.
 
     Not inside of decoder layers, where ranks look up different ids; and not where anything else has the weight too.
     """

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def full_tensors(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Tensors of a model with adapters on the CPU, all of each; of a pipeline those of all stages, on rank 0.
+    """Return full tensors of a model with adapters, on the CPU; of a pipeline those of all stages, on rank 0.
 
     Collectives: an all-gather of each that is sharded; with pipe those of `whole_of_all_stages`.
     """
@@ -32,7 +32,7 @@ def full_tensors(tensors: dict[str, Tensor], model: nn.Module) -> dict[str, Tens
 
 
 def adapter_base(directory: str | Path) -> str | None:
-    """The model that the adapters in a directory are for; None where there are none, or it is not recorded.
+    """Return the model that the adapters in a directory are for; None where there are none, or it is not recorded.
 
     Raises:
         ValueError: adapter_config.json is not a mapping in JSON.
@@ -81,11 +81,11 @@ def load_adapters(model: nn.Module, directory: Path) -> None:
     from safetensors.torch import load_file
 
     configs = cast("PeftModel", model).peft_config
-    of_each = {name: get_peft_model_state_dict(model, adapter_name=name) for name in configs}
-    keys, state = {name: list(own) for name, own in of_each.items()}, parallel_state(model)
+    adapters = {name: get_peft_model_state_dict(model, adapter_name=name) for name in configs}
+    keys, state = {name: list(own) for name, own in adapters.items()}, parallel_state(model)
     stages = [keys] if state is None else over_stages(keys, state.mesh)
     names = {name: {key for stage in stages for key in stage[name]} for name in keys}
-    for name, own in of_each.items():
+    for name, own in adapters.items():
         source = directory if name == "default" else directory / name
         try:
             weights = load_file(source / "adapter_model.safetensors")

@@ -1,4 +1,4 @@
-"""How files become a checkpoint: written in a place of their own, then put into theirs so that nothing is ever lost.
+"""Files become a checkpoint: written in a place of their own, then moved into theirs so that nothing is ever lost.
 
     NAME does not exist     the files are written in .NAME.axonn-saving beside it, which is renamed to NAME at the end
     NAME exists             they are written in NAME/.axonn-saving; when all of them and their manifest are on disk,
@@ -25,7 +25,7 @@ OPTIMIZER = "optimizer"
 
 
 def stages_of(directory: Path) -> tuple[Path, Path]:
-    """Where a save to a directory may be staged: inside of it, and beside it."""
+    """Return the two places where a save to a directory may be staged: inside of it, and beside it."""
     directory = Path(os.path.abspath(directory))
     return directory / STAGE, directory.parent / f".{directory.name}{STAGE}"
 
@@ -47,7 +47,7 @@ def new_stage(directory: Path) -> Path:
 
 
 def write_manifest(stage: Path, manifest: Manifest) -> None:
-    """The last file of a stage. Everything else must be on disk; afterwards the stage is a checkpoint."""
+    """Write the last file of a stage. Everything else must be on disk; afterwards the stage is a checkpoint."""
     partial = stage / (MANIFEST + ".partial")
     with open(partial, "w", encoding="utf-8") as file:
         file.write(manifest.to_json())
@@ -103,7 +103,7 @@ def recover(directory: Path) -> bool:
 
 
 def _names_of_earlier(directory: Path) -> set[str]:
-    """The files of the checkpoint that a directory holds, or of what is left of it."""
+    """Return the files of the checkpoint that a directory holds, or of what is left of it."""
     names = {path.relative_to(directory).as_posix() for path in directory.glob(SHARDS)}
     names |= {path.relative_to(directory).as_posix() for path in directory.glob(f"{OPTIMIZER}/{SHARDS}")}
     with contextlib.suppress(ValueError):
@@ -112,7 +112,7 @@ def _names_of_earlier(directory: Path) -> set[str]:
 
 
 def _inner(directory: Path, name: str) -> Path:
-    """A path below a directory, which no symbolic link on the way may lead elsewhere."""
+    """Return a path below a directory, which no symbolic link on the way may lead elsewhere."""
     path = directory
     for part in PurePosixPath(name).parts[:-1]:
         path /= part

@@ -1,4 +1,4 @@
-"""Whether the shards of a checkpoint are all of it: every slice of every tensor in one file, and nothing else.
+"""Check that the shards of a checkpoint are all of it: every slice of every tensor in one file, and nothing else.
 
 The manifest says what was saved and on which grid, from which follows what stands in each file (partition.py). That is
 compared with the files that there are, and with the header of each.
@@ -17,7 +17,7 @@ from hf_axonn.topology.grid import Grid
 
 
 class Coverage:
-    """What has to stand in which file of one sharded state. No communication.
+    """Contents that each file of one sharded state must have. No communication.
 
     Args:
         tensors: what was saved.
@@ -29,7 +29,7 @@ class Coverage:
         self._writers = Writers(tensors, grid, byte_sizes(tensors))
 
     def missing(self, files: Collection[str], *, share: int = 0, shares: int = 1) -> str | None:
-        """The first slice that none of these files can hold, and of how many tensors slices are missing; else None.
+        """Return the first slice that none of these files can hold, and the number of tensors with gaps; else None.
 
         Args:
             files: names of the files that there are.
@@ -44,7 +44,7 @@ class Coverage:
         return f"{file} is missing, which holds {slice_of(name, box)}: {gaps}"
 
     def _first_gap(self, name: str, files: Collection[str]) -> tuple[str, Box] | None:
-        """The file and the box of the first missing shard. Each shard before it is in one file, so that this ends."""
+        """Return file and box of the first missing shard. Each shard before it is in one file, so that this ends."""
         for place, box in find_shards(self.tensors[name], self.grid, self.tensors[name].full_box):
             file = file_name(self._writers.rank(name, place))
             if file not in files:
@@ -52,7 +52,7 @@ class Coverage:
         return None
 
     def problem_of(self, path: Path) -> str | None:
-        """What is wrong with the tensors that a file holds, by its header; None if they are what they have to be."""
+        """Describe what is wrong with the tensors of a file, by its header; None if they are as they must be."""
         from safetensors import SafetensorError, safe_open
 
         found = re.fullmatch(r"shard-(\d+)-.*", path.name)
@@ -84,5 +84,5 @@ class Coverage:
 
 
 def slice_of(name: str, box: Box) -> str:
-    """A slice of a tensor, as one writes it."""
+    """Return a slice of a tensor as one writes it."""
     return f"{name}[{', '.join(f'{start}:{stop}' for start, stop in box)}]" if box else name

@@ -28,12 +28,12 @@ Tensors = dict[str, Any]
 
 
 def is_stored_in_bytes(parameter: Tensor) -> bool:
-    """Whether a parameter of a model that is being read is one of 4 bits; it may be a copy without our marks."""
+    """Return whether a parameter of a model that is being read has 4 bits; it may be a copy without our marks."""
     return isinstance(parameter, DTensor) and parameter.dtype == torch.uint8
 
 
 def loading_hooks(part_of: PartOf, device: torch.device) -> dict[tuple[Any, str], Any]:
-    """What replaces Transformers' own quantization, by owner and name.
+    """Return the replacements of Transformers' own quantization, by owner and name.
 
     Args:
         part_of: the rows and bytes that this rank has of a parameter.
@@ -56,7 +56,7 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
 def _quantize(
     part_of: PartOf, device: torch.device, tensors: dict[str, Any], *, model: nn.Module, **_: Any
 ) -> Tensors:
-    """Weights in full precision, still in their files -> this rank's bytes of each."""
+    """Turn weights in full precision, still in their files, into this rank's bytes of each."""
     from transformers.pytorch_utils import Conv1D
 
     result = {}
@@ -79,11 +79,11 @@ def _quantize(
 def _deserialize(
     part_of: PartOf, device: torch.device, tensors: dict[str, Any], *, model: nn.Module, full_layer_name: str, **_: Any
 ) -> Tensors:
-    """The codes of a weight and what is stored beside them -> this rank's bytes of it."""
+    """Turn the codes of a weight, and what is stored beside them, into this rank's bytes of it."""
     if len(tensors) == 1:
         return tensors
     found = {name: value[0] if isinstance(value, list) else value for name, value in tensors.items()}
-    stats = {name: read(its, device=device) if isinstance(its, LazyTensor) else its for name, its in found.items()}
+    stats = {name: read(each, device=device) if isinstance(each, LazyTensor) else each for name, each in found.items()}
     module: Any = model.get_submodule(full_layer_name.rpartition(".")[0])
     old = module._parameters["weight"]
     codes = stats.pop("weight")

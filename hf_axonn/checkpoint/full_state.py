@@ -22,7 +22,7 @@ from hf_axonn.engine.state import parallel_state
 
 
 def full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The state dict of a sharded model with full tensors, on the CPU of rank 0; empty on the other ranks.
+    """Return the state dict of a sharded model with full tensors, on the CPU of rank 0; empty on the other ranks.
 
     Every rank must call it. Names that share a tensor share it in the result, too. Weights of 4 bits are as
     bitsandbytes saves them.
@@ -47,7 +47,7 @@ def full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = Non
     first = world_rank() == 0
     owners = owners_of(model)
     named = model.named_parameters(remove_duplicate=False)
-    bits: dict[str, FourBit] = {name: its.four_bit for name, its in named if hasattr(its, "four_bit")}
+    bits: dict[str, FourBit] = {name: each.four_bit for name, each in named if hasattr(each, "four_bit")}
     result: dict[str, Any] = {}
     gathered: dict[object, Tensor | None] = {}
     for name, tensor in state_dict.items():
@@ -67,15 +67,15 @@ def full_state_dict(model: nn.Module, state_dict: dict[str, Tensor] | None = Non
 
 
 def owners_of(model: nn.Module) -> dict[str, int]:
-    """A mark of each parameter by each of its names.
+    """Return a mark of each parameter by each of its names.
 
-    By the parameter, and not by memory, which of an empty shard is no mark: all ranks must gather the same.
+    It is of the parameter, not of its memory, which does not mark an empty shard: all ranks must gather the same.
     """
     return {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
 
 
 def is_sharded(state_dict: dict[str, Tensor]) -> bool:
-    """Whether any tensor of a state dict is a DTensor."""
+    """Return whether any tensor of a state dict is a DTensor."""
     return any(isinstance(tensor, DTensor) for tensor in state_dict.values())
 
 
@@ -94,7 +94,7 @@ def _save_pretrained(
     state_dict: dict[str, Tensor] | None = None,
     **kwargs: Any,
 ) -> None:
-    """`PreTrainedModel.save_pretrained`, called by all ranks; rank 0 writes. Collectives: `full_state_dict`.
+    """Write as `PreTrainedModel.save_pretrained`, called by all ranks, on rank 0. Collectives: `full_state_dict`.
 
     A given state dict is taken as it is on rank 0, if it holds full tensors.
     """

@@ -25,14 +25,14 @@ WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision
 
 
 def cache_directory() -> Path:
-    """Where converted models lie: HF_HOME/hf_axonn/gguf."""
+    """Return the directory of converted models: HF_HOME/hf_axonn/gguf."""
     from huggingface_hub.constants import HF_HOME
 
     return Path(HF_HOME) / "hf_axonn" / "gguf"
 
 
-def converted(name_or_path: str, gguf_file: str, *, auto_class: Any, dtype: Any, **where: Any) -> Path:
-    """The directory of a GGUF model as safetensors, made by the first process that comes; the others wait for it.
+def convert_once(name_or_path: str, gguf_file: str, *, auto_class: Any, dtype: Any, **where: Any) -> Path:
+    """Return the directory of a GGUF model as safetensors, made by the first process; the others wait for it.
 
     The one that converts holds the full model in memory for a while. A file that has changed, another dtype or
     another release of Transformers is converted anew. No communication: ranks of a node, or of a cluster with a shared

@@ -132,7 +132,7 @@ def fill(model: PreTrainedModel, stored: dict[str, Any], part_of: Callable[[DTen
 
 @dataclass(frozen=True)
 class _Part:
-    """What this rank has of a parameter."""
+    """This rank's part of a parameter."""
 
     shape: torch.Size
     region: Region
@@ -150,17 +150,18 @@ def _read_or_wait(
     sharding_op: _Part | None = None,
     tensor_idx: int | None = None,
 ) -> Future[torch.Tensor] | Callable[[], torch.Tensor] | LazyTensor:
-    """In place of `spawn_materialize`: read this rank's part of a tensor now, in a thread.
+    """Replace `spawn_materialize`: read this rank's part of a tensor now, in a thread.
 
     What a converter collects (it has a `tensor_idx`) stays unread, and so does a tensor that is not of its
-    parameter's size, which the loader will report. So do all where a converter's cannot be told: `_set_part` reads.
+    parameter's size, which the loader will report. So do all where a converter's tensors are not known:
+    `_set_part` reads.
     """
     if sharding_op is STAYS:
         return unread(source, dtype if dtype is not None and dtype.is_floating_point else None)
     refuse_integers("a weight", source, dtype)
     lazy = unread(source, dtype)
-    told = tensor_idx is None and collected_tensors_are_numbered()
-    if not told or (sharding_op is not None and lazy.shape != sharding_op.shape):
+    known = tensor_idx is None and collected_tensors_are_numbered()
+    if not known or (sharding_op is not None and lazy.shape != sharding_op.shape):
         return lazy
     job = partial(_read_part, lazy, sharding_op.region if sharding_op else None, device)
     return pool.submit(job) if pool is not None else job
@@ -192,7 +193,7 @@ def _set_part(
     info: Any,
     *rest: Any,
 ) -> None:
-    """In place of `set_param_for_module`: what a converter made is sharded here, and read if it is not yet."""
+    """Replace `set_param_for_module`: shard what a converter made, and read it if it is not yet."""
     own = _tensor_of(model, name)
     if own is not None:
         part = _rank_part(own, value, part_of, device, readers)
@@ -219,7 +220,7 @@ def _rank_part(
     device: torch.device | None,
     readers: Executor,
 ) -> torch.Tensor | None:
-    """This rank's part of what a parameter is to be; None if that has another size."""
+    """Return this rank's part of what a parameter is to be; None if that has another size."""
     if getattr(value, "is_part", False):
         return value
     if value.shape != own.shape:

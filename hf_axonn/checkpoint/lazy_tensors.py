@@ -45,7 +45,7 @@ class LazyTensor(Tensor):
 
 
 def unread(source: Any, dtype: torch.dtype | None = None) -> LazyTensor:
-    """A tensor in a file, to be read as `dtype` (None: as it is).
+    """Return a tensor in a file, to be read as `dtype` (None: as it is).
 
     Args:
         source: what takes slices: a slice of safetensors' `safe_open`, or a tensor, such as one that maps a file.
@@ -83,10 +83,10 @@ def _copy(copy: Copy) -> None:
 
 
 class _Origin:
-    """How to get a tensor."""
+    """The way to get a tensor from its files."""
 
     def copies(self, region: Region, target: Tensor) -> Iterator[Copy]:
-        """What to copy from where, so that `target`, of the region's size, is filled."""
+        """Yield the copies that fill `target`, of the region's size."""
         raise NotImplementedError
 
 
@@ -104,14 +104,14 @@ class _Joined(_Origin):
     dim: int
 
     def copies(self, region: Region, target: Tensor) -> Iterator[Copy]:
-        wanted = region[self.dim]
+        target_part = region[self.dim]
         begin = 0
         for part in self.parts:
             end = begin + part.shape[self.dim]
-            start, stop = max(begin, wanted.start), min(end, wanted.stop)
+            start, stop = max(begin, target_part.start), min(end, target_part.stop)
             if start < stop:
                 inside = _with(region, self.dim, slice(start - begin, stop - begin))
-                yield from part.origin.copies(inside, target.narrow(self.dim, start - wanted.start, stop - start))
+                yield from part.origin.copies(inside, target.narrow(self.dim, start - target_part.start, stop - start))
             begin = end
 
 

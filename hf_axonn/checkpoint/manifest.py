@@ -40,7 +40,7 @@ MOST_BYTES = 2**28  # of a manifest: 4,096 ranks need less than 2**20
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds; see the docstring of this file."""
+    """Contents of a checkpoint; see the docstring of this file."""
 
     save: str
     grid: Grid
@@ -123,7 +123,7 @@ def _record(record: Iterable[Any]) -> FileRecord:
 
 
 def _safe_name(name: str) -> str:
-    """A relative path without a way out, else ValueError."""
+    """Return a relative path without a way out, else raise ValueError."""
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or "\\" in name or not name.isprintable():
         raise ValueError(f"it names {name!r}, which lies outside of the checkpoint")
@@ -131,14 +131,14 @@ def _safe_name(name: str) -> str:
 
 
 def _weights_name(name: str) -> str:
-    """The name of a file of weights in the directory itself, else ValueError: nothing else is removed."""
+    """Return the name of a file of weights in the directory itself, else raise ValueError: nothing else is removed."""
     if "/" in _safe_name(name) or not WEIGHTS.fullmatch(name):
         raise ValueError(f"it supersedes {name!r}, which is no file of weights")
     return name
 
 
 def other_weights(directory: Path, manifest: Manifest) -> list[str]:
-    """Files of weights beside the shards of a model, which Transformers may read in their place."""
+    """Return files of weights beside the shards of a model, which Transformers may read in their place."""
     if not manifest.model or not directory.is_dir():
         return []
     return sorted({path.name for path in directory.iterdir() if WEIGHTS.fullmatch(path.name)} - set(manifest.files))
@@ -179,7 +179,7 @@ def read_manifest(directory: str | Path) -> Manifest:
 def find_problems(
     directory: str | Path, manifest: Manifest, *, share: int = 0, shares: int = 1, contents: bool = True
 ) -> list[str]:
-    """What is wrong with the files of a checkpoint, one line each; nothing if all is well.
+    """List what is wrong with the files of a checkpoint, one line each; nothing if all is well.
 
     Args:
         directory: of the checkpoint.
@@ -263,7 +263,7 @@ def check_complete(directory: str | Path, *, contents: bool = True) -> Manifest:
 
 
 def is_sharded_checkpoint(directory: str | Path) -> bool:
-    """Whether a directory holds weights or adapters that `save_sharded` wrote, complete or not."""
+    """Return whether a directory holds weights or adapters that `save_sharded` wrote, complete or not."""
     directory = Path(directory)
     places = (directory, directory / STAGE)
     return any((place / MANIFEST).is_file() for place in places) or any(directory.glob(SHARDS))

@@ -1,4 +1,4 @@
-"""Which rank writes which shard of a tensor, and in whose file a shard is found again: arithmetic, no communication.
+"""The rank that writes each shard of a tensor, in whose file it is found again: arithmetic, no communication.
 
 A checkpoint says of each tensor its shape, its dtype and which axes shard which of its dims. From that and the grid
 every rank derives its own file, and every reader, on whatever grid, the files that hold what it needs. So nothing is
@@ -19,7 +19,7 @@ from hf_axonn.topology.local_slices import narrow, slices_at
 
 Box = tuple[tuple[int, int], ...]
 
-# Of the ranks that hold the same shard, so many take part in writing: each is a file that a reader must open.
+# Number of the ranks that hold the same shard which take part in writing: each is a file that a reader must open.
 MOST_WRITERS = 16
 # A smaller tensor is written by the first of the ranks that hold it: a reader needs all of them, from few files.
 SMALL_BYTES = 2**20
@@ -73,25 +73,25 @@ def _is_count(value: object) -> bool:
 
 
 def box_at(tensor: SavedTensor, grid: Grid, coordinates: Mapping[str, int]) -> Box:
-    """The shard that lies at a position of the grid."""
+    """Return the shard that lies at a position of the grid."""
     sizes, here = [getattr(grid, axis) for axis in WEIGHT_AXES], [coordinates[axis] for axis in WEIGHT_AXES]
     return tuple((part.start, part.stop) for part in slices_at(tensor.shape, tensor.sharded_dims, sizes, here))
 
 
 def overlap(first: Box, second: Box) -> Box | None:
-    """The box that two boxes share, None if it is empty; of tensors without dims the empty tuple."""
+    """Return the box that two boxes share, None if it is empty; of tensors without dims the empty tuple."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(first, second, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 
 @functools.lru_cache(maxsize=4096)
 def shards_in(tensor: SavedTensor, grid: Grid, box: Box) -> list[tuple[dict[str, int], Box]]:
-    """`find_shards` as a list."""
+    """Return `find_shards` as a list."""
     return list(find_shards(tensor, grid, box))
 
 
 def find_shards(tensor: SavedTensor, grid: Grid, box: Box) -> Iterator[tuple[dict[str, int], Box]]:
-    """The shards of a saved tensor that overlap `box`: (coordinates on the sharding axes, the box of the shard).
+    """Yield the shards of a saved tensor that overlap `box`: (coordinates on the sharding axes, the box of the shard).
 
     Only these are looked at, one after the other, however large the axes are.
     """
@@ -105,18 +105,18 @@ def find_shards(tensor: SavedTensor, grid: Grid, box: Box) -> Iterator[tuple[dic
 
 
 def _cut(
-    found: Iterator[tuple[dict[str, int], Box]], axis: str, parts: int, dim: int, wanted: tuple[int, int]
+    found: Iterator[tuple[dict[str, int], Box]], axis: str, parts: int, dim: int, span: tuple[int, int]
 ) -> Iterator[tuple[dict[str, int], Box]]:
-    """The chunks along one dim of shards, as far as they overlap `wanted`."""
+    """Yield the chunks along one dim of shards that overlap `span`."""
     for place, shard in found:
         start, stop = shard[dim]
         step = ceil_div(stop - start, parts)
-        for index in range(max(wanted[0] - start, 0) // step, ceil_div(min(wanted[1], stop) - start, step)):
+        for index in range(max(span[0] - start, 0) // step, ceil_div(min(span[1], stop) - start, step)):
             yield {**place, axis: index}, (*shard[:dim], narrow(shard[dim], parts, index), *shard[dim + 1 :])
 
 
 class Writers:
-    """Who writes each tensor of a checkpoint: the same answer on every rank, and in every later reader.
+    """Writers of each tensor of a checkpoint: the same answer on every rank, and in every later reader.
 
     Where several ranks hold the same shard, one of up to MOST_WRITERS of them writes it, chosen so that all of these
     write about as many bytes.
@@ -148,11 +148,11 @@ class Writers:
         return position
 
     def rank(self, name: str, place: Mapping[str, int]) -> int:
-        """The rank that writes the shard at a place on the axes that shard the tensor."""
+        """Return the rank that writes the shard at a place on the axes that shard the tensor."""
         return self.grid.rank(**self._copy_of[name], **place)
 
     def names_of(self, coordinates: Mapping[str, int]) -> Iterator[str]:
-        """The tensors of which the rank at these coordinates writes its shard."""
+        """Yield the tensors of which the rank at these coordinates writes its shard."""
         for name, copy in self._copy_of.items():
             if all(coordinates[axis] == index for axis, index in copy.items()):
                 yield name

@@ -44,7 +44,7 @@ from hf_axonn.compat.messages import get_logger
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
 from hf_axonn.distributed.consistency import first_problem
 from hf_axonn.distributed.mesh import grid_mesh
-from hf_axonn.engine import stage_tensors
+from hf_axonn.engine.stage_tensors import over_stages
 from hf_axonn.topology.grid import Grid
 
 
@@ -101,7 +101,7 @@ class Save:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Around what this rank alone writes into the stage, without collectives: an error is raised by `close`."""
+        """Let this rank alone write into the stage, without collectives: `close` raises an error from inside."""
         try:
             yield
         except Exception as problem:
@@ -114,7 +114,7 @@ class Save:
         All ranks of a stage give the same names. Without `background` the tensors must stay as they are until
         `close`. Collectives: with pipe, `gather_texts` over it.
         """
-        self._states[folder] = self._of_all_stages({name: describe(tensor) for name, tensor in tensors.items()})
+        self._states[folder] = self._describe_stages({name: describe(tensor) for name, tensor in tensors.items()})
         self._shards[folder] = shards_to_write(tensors, self._states[folder], self.grid, self.rank)
         if self.background:
             with self.writing():
@@ -124,9 +124,16 @@ class Save:
                 }
                 self._shards[folder] = copies
 
-    def _of_all_stages(self, own: dict[str, SavedTensor]) -> dict[str, SavedTensor]:
-        """What is saved of all stages of a pipeline."""
-        states = over_stages([_facts(name, tensor) for name, tensor in own.items()], self.grid, self.device)
+    def over_stages(self, value: Any) -> list[Any]:
+        """Return `value`, which is JSON, of each stage in order. Without pipe no process group is made.
+
+        Collectives: with pipe, `gather_texts` over it.
+        """
+        return [value] if self.grid.pipe == 1 else over_stages(value, grid_mesh(self.grid, self.device.type))
+
+    def _describe_stages(self, own: dict[str, SavedTensor]) -> dict[str, SavedTensor]:
+        """Return what is saved of all stages, by name."""
+        states = self.over_stages([_facts(name, tensor) for name, tensor in own.items()])
         return {
             name: SavedTensor(tuple(shape), dtype, tuple(dims), pipe)
             for pipe, state in reversed(list(enumerate(states)))  # of a weight that two have, the first counts
@@ -138,7 +145,7 @@ class Save:
         self._claimed.append(name)
 
     def close(self) -> None:
-        """Write what was added, and give the checkpoint its place; in the background if that was asked for.
+        """Write what was added, and give the checkpoint its place; in the background if requested.
 
         Raises:
             SaveError: on any rank something could not be written. On every rank alike.
@@ -177,7 +184,7 @@ class Save:
         raise SaveError(f"{self.directory} was not saved: {problem}. What was saved before stands.")
 
     def _work(self) -> None:
-        """What the thread does."""
+        """Write in the background."""
         self._write_own()
         self._written.set()
         if self.rank == 0 and not self.problem:
@@ -211,7 +218,7 @@ class Save:
         return files
 
     def _states_digest(self) -> str:
-        """Of the names, shapes, dtypes and layouts of what is saved: equal on ranks whose shards fit together."""
+        """Return a digest of names, shapes, dtypes and layouts, equal on ranks whose shards fit together."""
         states = {folder: sorted(tensors.items()) for folder, tensors in self._states.items()}
         return hashlib.sha256(repr(sorted(states.items())).encode()).hexdigest()
 
@@ -222,7 +229,7 @@ class Save:
         return self.stage / PARTS / f"{rank:05d}.json"
 
     def _complete(self) -> None:
-        """Rank 0: once all parts are there, the manifest, and the name."""
+        """Write, on rank 0, the manifest once all parts are there, and give the checkpoint its name."""
         try:
             if self._parts_arrived():
                 files, others = self._files_of_parts()
@@ -267,7 +274,7 @@ class Save:
         return True
 
     def _files_of_parts(self) -> tuple[dict[str, FileRecord], list[int]]:
-        """What all ranks have written, as each of them tells it, and the ranks that have saved another state."""
+        """Return the files of all ranks, as each reports them, and the ranks that have saved another state."""
         files: dict[str, FileRecord] = {}
         others = []
         states = self._states_digest()
@@ -301,11 +308,6 @@ def _words(problem: BaseException) -> str:
 
 def _facts(name: str, tensor: SavedTensor) -> list[Any]:
     return [name, tensor.dtype, tensor.shape, tensor.sharded_dims]
-
-
-def over_stages(value: Any, grid: Grid, device: torch.device) -> list[Any]:
-    """As that of stage_tensors.py, of a grid; one without pipe needs no process groups."""
-    return [value] if grid.pipe == 1 else stage_tensors.over_stages(value, grid_mesh(grid, device.type))
 
 
 # The save in the background; at most one in a process.

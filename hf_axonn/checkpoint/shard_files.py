@@ -46,12 +46,12 @@ SHARDING = "DCP_SHARDING_INFO"  # in the header: where the shards of a file begi
 
 
 def file_name(rank: int) -> str:
-    """Of the shards that a rank writes: the name by which Transformers knows a sharded checkpoint."""
+    """Return the name of a rank's file of shards, by which Transformers knows a sharded checkpoint."""
     return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
 
 
 def describe(tensor: Tensor) -> SavedTensor:
-    """How a tensor, or a DTensor on the storage mesh (y, x, z), is saved.
+    """Describe how a tensor, or a DTensor on the storage mesh (y, x, z), is saved.
 
     Raises:
         ValueError: its dtype or its placements cannot be saved.
@@ -65,17 +65,17 @@ def describe(tensor: Tensor) -> SavedTensor:
 
 
 def byte_sizes(tensors: Mapping[str, SavedTensor]) -> dict[str, int]:
-    """Bytes of each global tensor."""
+    """Return the bytes of each global tensor."""
     return {name: tensor.numel * DTYPES[tensor.dtype].itemsize for name, tensor in tensors.items()}
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the tensor itself, outside of the graph."""
+    """Return this rank's part of a DTensor, or the tensor itself, outside of the graph."""
     return local(tensor).detach()
 
 
 def shards_of(tensors: Mapping[str, SavedTensor], writers: Writers, rank: int) -> dict[str, Box]:
-    """Which shards stand in the file of a rank: the box of each."""
+    """Return the shards in the file of a rank: the box of each."""
     here = writers.grid.coordinates(rank)
     boxes = {name: box_at(tensors[name], writers.grid, here) for name in writers.names_of(here)}
     # A rank beyond the end of a small tensor has nothing; a tensor without elements is the first rank's.
@@ -89,7 +89,7 @@ def shards_of(tensors: Mapping[str, SavedTensor], writers: Writers, rank: int) -
 def shards_to_write(
     tensors: Mapping[str, Tensor], saved: Mapping[str, SavedTensor], grid: Grid, rank: int
 ) -> dict[str, tuple[Tensor, Box]]:
-    """What a rank writes of a state that all ranks hold together: its own parts, and where they lie. No copies.
+    """Return the parts that a rank writes of a state that all ranks hold, and where they lie. No copies.
 
     Args:
         tensors: of this rank.
@@ -112,7 +112,7 @@ def write_shards(path: Path, shards: Mapping[str, tuple[Tensor, Box]]) -> FileRe
 
 
 def order_in_file(shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
-    """Names as safetensors orders them: the widest types first, so that every tensor is aligned."""
+    """Sort names as safetensors orders them: the widest types first, so that every tensor is aligned."""
     return sorted(shapes, key=lambda name: (-DTYPES[shapes[name][0]].itemsize, name))
 
 
@@ -164,7 +164,7 @@ def _put(file: BinaryIO, checksum: hashlib._Hash, data: bytes | memoryview) -> N
 
 
 def checksum_of(path: Path) -> FileRecord:
-    """Bytes and SHA-256 of a file."""
+    """Return bytes and SHA-256 of a file."""
     checksum, size = hashlib.sha256(), 0
     with open(path, "rb") as file:
         while part := file.read(CHUNK):
@@ -174,7 +174,7 @@ def checksum_of(path: Path) -> FileRecord:
 
 
 def box_of(tensor: Tensor) -> Box:
-    """Where this rank's part of a DTensor lies in the global tensor; all of it for a plain tensor."""
+    """Return the box of this rank's part of a DTensor; all of it for a plain tensor."""
     if not isinstance(tensor, DTensor):
         return tuple((0, size) for size in tensor.shape)
     slices = mesh_slices(tensor.shape, tensor.placements, tensor.device_mesh)
@@ -219,12 +219,12 @@ class ShardReader:
                     raise ValueError(f"{path} cannot be read: {problem}") from problem
 
     def plan(self, boxes: Mapping[str, Box]) -> dict[int, list[tuple[str, Box, Box]]]:
-        """Which files must be opened to read these boxes, by the rank that wrote them.
+        """Return the files to open for these boxes, by the rank that wrote them.
 
         Args:
-            boxes: of each tensor what is wanted.
+            boxes: the part of each tensor to read.
         Returns:
-            For each such rank (name, the box of the shard in its file, the box that is wanted) of all that it has.
+            For each such rank (name, the box of the shard in its file, the box to read) of all that it has.
         """
         found: dict[int, list[tuple[str, Box, Box]]] = {}
         for name, box in boxes.items():
@@ -234,7 +234,7 @@ class ShardReader:
         return found
 
     def read(self, name: str) -> Tensor:
-        """One global tensor, in full."""
+        """Return one global tensor, in full."""
         tensor = self.tensors[name]
         full = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
         self.fill({name: full})

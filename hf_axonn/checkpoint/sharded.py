@@ -25,7 +25,7 @@ from torch import nn
 from hf_axonn.checkpoint.adapter_files import load_adapters, save_adapters
 from hf_axonn.checkpoint.commit import OPTIMIZER, recover
 from hf_axonn.checkpoint.manifest import Manifest, find_problems, read_manifest, refuse
-from hf_axonn.checkpoint.save import Save, finish_saves, over_stages
+from hf_axonn.checkpoint.save import Save, finish_saves
 from hf_axonn.checkpoint.shard_files import ShardReader
 from hf_axonn.checkpoint.state_dicts import (
     flat_optimizer_state,
@@ -74,7 +74,7 @@ def save_sharded(
 
 
 def begin_save(model: nn.Module, directory: str | Path, *, async_save: bool = False) -> Save:
-    """The first part of `save_sharded`, for who has files of his own to write into `Save.stage` before `close`."""
+    """Begin a save, for callers with files of their own to write into `Save.stage` before `close`."""
     state = parallel_state(model)
     if state is None:
         raise ValueError("this model is not sharded: save it with model.save_pretrained(DIR).")
@@ -87,7 +87,7 @@ def begin_save(model: nn.Module, directory: str | Path, *, async_save: bool = Fa
 
 
 def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """The second part: the model, its config and its optimizer."""
+    """Add the model, its config and its optimizer to a save."""
     state = parallel_state(model)
     values: dict[str, Any] = {}
     if hasattr(model, "peft_config"):
@@ -101,11 +101,11 @@ def add_model(save: Save, model: nn.Module, *, optimizer: torch.optim.Optimizer 
                 raise adapters_problem
     else:
         tensors, tied = model_tensors(model)
-        save.tied = [name for names in over_stages(tied, save.grid, save.device) for name in names]
+        save.tied = [name for names in save.over_stages(tied) for name in names]
         save.add("", tensors)
     if optimizer is not None:
         tensors, values = flat_optimizer_state(model, optimizer)
-        values = functools.reduce(operator.or_, over_stages(values, save.grid, save.device))
+        values = functools.reduce(operator.or_, save.over_stages(values))
         save.add(OPTIMIZER, tensors)
     _note_dtype(model)
     if save.rank != 0:
@@ -186,7 +186,7 @@ def _world_size() -> int:
 
 
 def load_model(model: nn.Module, directory: str | Path, manifest: Manifest) -> None:
-    """The model's half of `load_sharded`, without its check of the files. Raises and communicates as it does."""
+    """Load the model as `load_sharded`, without its check of the files. Raises and communicates as it does."""
     directory = Path(directory)
     state = parallel_state(model)
     with raise_on_all_ranks(_device()):
@@ -213,7 +213,7 @@ def read_weights(model: nn.Module, directory: str | Path, manifest: Manifest | N
 
 
 def _load_layouts(tuner: MatmulTuner, path: Path, *, same_grid: bool) -> None:
-    """Go on with the matmul layouts of the run that was saved, so that it repeats to the bit. No communication."""
+    """Continue with the matmul layouts of the run that was saved, so that it repeats to the bit. No communication."""
     try:
         tuner.adopt(path.read_text(), same_grid=same_grid)
     except ValueError as problem:
@@ -223,16 +223,16 @@ def _load_layouts(tuner: MatmulTuner, path: Path, *, same_grid: bool) -> None:
 def load_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, directory: str | Path, manifest: Manifest | None = None
 ) -> None:
-    """The optimizer's half of `load_sharded`, without its check of the files. Raises and communicates as it does."""
+    """Load the optimizer as `load_sharded`, without its check of the files. Raises and communicates as it does."""
     manifest = manifest or read_manifest(directory)
     source = Path(directory) / OPTIMIZER
     if f"{OPTIMIZER}/{VALUES}" not in manifest.files:
         raise ValueError(f"{directory} has no optimizer state: it was saved without (save_only_model?).")
     tensors = fresh_optimizer_state(model, optimizer)
     # A parameter that no sample had reached has no state yet, and must not get one: its first step is still to come.
-    of_parameter = {name: [key for key in tensors if key.startswith(f"state.{name}.")] for name in _trained(model)}
-    without = {name for name, keys in of_parameter.items() if not any(key in manifest.optimizer for key in keys)}
-    skipped = {key for name in without for key in of_parameter[name]}
+    keys = {name: [key for key in tensors if key.startswith(f"state.{name}.")] for name in _list_trained(model)}
+    without = {name for name, own in keys.items() if not any(key in manifest.optimizer for key in own)}
+    skipped = {key for name in without for key in keys[name]}
     with raise_on_all_ranks(_device()):
         values = _read_values(source / VALUES)
         reader = ShardReader(source, manifest.optimizer, manifest.grid)
@@ -255,5 +255,5 @@ def _read_values(path: Path) -> dict[str, Any]:
     return values
 
 
-def _trained(model: nn.Module) -> list[str]:
+def _list_trained(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]

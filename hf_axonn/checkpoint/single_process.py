@@ -42,7 +42,7 @@ def load_plain_weights(model: nn.Module, directory: str | Path) -> None:
     mesh = _mesh_of(model)
     with contextlib.ExitStack() as stack:
         files = _file_of_each(directory)
-        readers = {file: stack.enter_context(_opened(file)) for file in sorted(set(files.values()))}
+        readers = {file: stack.enter_context(_open(file)) for file in sorted(set(files.values()))}
         for file, reader in readers.items():
             if absent := sorted({name for name in files if files[name] == file} - set(reader.keys())):
                 raise ValueError(f"{file} lacks {len(absent)} weights that the index names, among them {absent[0]}.")
@@ -112,7 +112,7 @@ def take_plain_optimizer(
 
 
 def _places(model: nn.Module, groups: list[dict[str, Any]]) -> tuple[list[int], list[list[int]]]:
-    """How many parameters each group of one process's optimizer has, and where those of this rank are among them.
+    """Count the parameters of each group of one process's optimizer, and find those of this rank among them.
 
     Raises:
         ValueError: over pipe, the order of one process is not known.
@@ -126,17 +126,17 @@ def _places(model: nn.Module, groups: list[dict[str, Any]]) -> tuple[list[int], 
     known = {name: place for place, name in enumerate(state.pipeline.names)}
     every = over_stages(own, state.mesh)
     whole = [sorted({name for stage in every for name in stage[group]}) for group in range(len(groups))]
-    if unknown := [name for of_group in whole for name in of_group if name not in known]:
+    if unknown := [name for names in whole for name in names if name not in known]:
         raise ValueError(
             "over a grid with pipe the optimizer of one process can only be read for what the model had before it was "
             f"divided, and {unknown[0]} came later: give the model its adapters before it is prepared."
         )
-    order = [{name: place for place, name in enumerate(sorted(its, key=known.__getitem__))} for its in whole]
-    return [len(its) for its in whole], [[order[group][name] for name in its] for group, its in enumerate(own)]
+    order = [{name: place for place, name in enumerate(sorted(names, key=known.__getitem__))} for names in whole]
+    return [len(names) for names in whole], [[order[group][name] for name in own[group]] for group in range(len(own))]
 
 
 def _like(value: object, parameter: Tensor, mesh: GridMesh) -> object:
-    """A moment of the parameter's shape is sharded as the parameter is; a step count stays what it is."""
+    """Shard a moment of the parameter's shape as the parameter is; a step count stays what it is."""
     if not isinstance(value, Tensor) or value.shape != parameter.shape or not isinstance(parameter, DTensor):
         return value
     shard = shard_of(value, parameter.placements, mesh).to(parameter.to_local().device, copy=True)
@@ -163,10 +163,10 @@ def _slices(tensor: Tensor, mesh: GridMesh) -> tuple[slice, ...]:
 
 
 def _file_of_each(directory: Path) -> dict[str, Path]:
-    """Which safetensors file of an ordinary HF directory holds each tensor."""
+    """Return the safetensors file of each tensor in an ordinary HF directory."""
     file, index = directory / WEIGHTS, directory / f"{WEIGHTS}.index.json"
     if file.is_file():  # Transformers, too, reads this one if there are both
-        with _opened(file) as reader:
+        with _open(file) as reader:
             return dict.fromkeys(reader.keys(), file)
     if not index.is_file():
         raise ValueError(f"{directory} is no checkpoint: it has neither {WEIGHTS} nor shards that a grid wrote.")
@@ -177,8 +177,8 @@ def _file_of_each(directory: Path) -> dict[str, Path]:
         raise ValueError(f"{index} is no index of weights: {type(problem).__name__}: {problem}") from None
 
 
-def _opened(file: Path) -> Any:
-    """A safetensors file, as a context.
+def _open(file: Path) -> Any:
+    """Open a safetensors file, as a context.
 
     Raises:
         ValueError: it is not there, or not such a file.

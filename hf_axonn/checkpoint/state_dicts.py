@@ -13,7 +13,7 @@ from hf_axonn.engine.dtensors import local
 
 
 def model_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """A model's parameters and persistent buffers by their names in the plain model, and which names are second ones.
+    """Return parameters and persistent buffers by their names in the plain model, and the second names of tied ones.
 
     The tensors are the model's own: what is written into them is in the model. A second name of a tied tensor is saved
     like any other, because Transformers' loader of sharded checkpoints asks for every name.
@@ -49,7 +49,7 @@ def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[torch.op
 def flat_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """An optimizer's state by parameter name: (tensors, numbers and other plain values).
+    """Return an optimizer's state by parameter name: (tensors, numbers and other plain values).
 
     An optimizer that has not stepped yet gets its state made by a step that changes nothing (torch does that).
     """
@@ -63,7 +63,7 @@ def flat_optimizer_state(
 
 
 def fresh_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The tensors of `flat_optimizer_state` with a state for every parameter, to be overwritten."""
+    """Return the tensors of `flat_optimizer_state` with a state for every parameter, to be overwritten."""
     inner = getattr(optimizer, "optimizer", optimizer)
     parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters]

@@ -42,9 +42,9 @@ def save_whole(model: nn.Module, directory: str | os.PathLike[str], max_shard_si
     assert state is not None, "of a parallelized model"
     tensors = _once_each(model)
     staged = of_all_stages(tensors, state.mesh)
-    outlines = {name: its.outline for name, its in staged.items()}
+    outlines = {name: each.outline for name, each in staged.items()}
     plan = split_torch_state_dict_into_shards(outlines, filename_pattern=PATTERN, max_shard_size=max_shard_size)
-    shapes = {name: (describe(its).dtype, tuple(its.shape)) for name, its in outlines.items()}
+    shapes = {name: (describe(each).dtype, tuple(each.shape)) for name, each in outlines.items()}
     files = {file: {name: shapes[name] for name in names} for file, names in plan.filename_to_tensors.items()}
     left = [name for of_file in files.values() for name in order_in_file(of_file)]
 
@@ -71,7 +71,7 @@ def save_whole(model: nn.Module, directory: str | os.PathLike[str], max_shard_si
 
 
 def _once_each(model: nn.Module) -> Mapping[str, Tensor]:
-    """The tensors of a state dict, each by the first of its names."""
+    """Return the tensors of a state dict, each by the first of its names."""
     owners = owners_of(model)
     found: dict[object, str] = {}
     state = model.state_dict()

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
 
-from hf_axonn import __version__
+from hf_axonn.compat.arguments import VERSION
 from hf_axonn.compat.versions import OPTIONAL, SWITCH, bounds, outside
 
 
@@ -35,7 +35,7 @@ MISSING = "is not installed"
 
 def environment_report() -> Iterator[str]:
     """The report, line by line. No communication; starts nvidia-smi or rocm-smi where there is one."""
-    yield f"hf_axonn {__version__}"
+    yield VERSION
     yield f"python {platform.python_version()}, {platform.system()} {platform.release()}, {platform.machine()}"
     for name in PACKAGES:
         yield f"{name} {installed(name)}"

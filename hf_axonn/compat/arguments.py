@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 
-from hf_axonn import __version__
 
-
-VERSION = f"hf_axonn {__version__}"
+try:
+    VERSION = f"hf_axonn {version('hf_axonn')}"
+except PackageNotFoundError:
+    VERSION = "hf_axonn, imported from a folder"
 
 
 def with_reason(read: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -49,9 +49,9 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 _all_gathers = ProcessGroup.allgather_into_tensor_coalesced
 _reduce_scatters = ProcessGroup.reduce_scatter_tensor_coalesced
 
-# A block of so many bytes is worth a message of its own, see `send_unfused`.
+# A block of at least this size is worth a message of its own, see `send_unfused`.
 ALONE_BYTES = 2**18
-# Smaller tensors of a broadcast share a message of up to so many bytes.
+# Smaller tensors of a broadcast share a message of at most this size.
 FUSED_BYTES = 25 * 2**20
 FOREVER = timedelta(days=1000)
 
@@ -87,7 +87,7 @@ def _report(kind: str, payload: int, group: ProcessGroup) -> None:
 def watch_waits(watch: Callable[[str, ProcessGroup], AbstractContextManager]) -> Iterator[None]:
     """Be inside of the context `watch(kind, group)` wherever this process waits for a collective that begins inside.
 
-    On CUDA what waits is the stream, and the host goes on. A backward pass may call it on a thread of autograd.
+    On CUDA the stream waits, and the host continues. A backward pass may call it on a thread of autograd.
     """
     _watches.append(watch)
     try:
@@ -97,7 +97,7 @@ def watch_waits(watch: Callable[[str, ProcessGroup], AbstractContextManager]) ->
 
 
 def waiting(kind: str, group: ProcessGroup) -> AbstractContextManager:
-    """Around a wait, or a collective that ends with one."""
+    """Return the context of a wait, or of a collective that ends with one."""
     if not _watches:
         return _NOTHING
     stack = ExitStack()
@@ -106,12 +106,12 @@ def waiting(kind: str, group: ProcessGroup) -> AbstractContextManager:
     return stack
 
 
-def _watched(work: Any, kind: str, group: ProcessGroup) -> Any:
-    """The work of a collective that was begun, as `Pending` waits for it."""
-    return _Watched(work, kind, group) if _watches else work
+def _watch_work(work: Any, kind: str, group: ProcessGroup) -> Any:
+    """Return the work of a collective that was begun, as `Pending` waits for it."""
+    return _WatchedWork(work, kind, group) if _watches else work
 
 
-class _Watched:
+class _WatchedWork:
     """Work under way, whose wait is watched."""
 
     def __init__(self, work: Any, kind: str, group: ProcessGroup) -> None:
@@ -159,7 +159,7 @@ def _start_in_one_call(blocks: list[Tensor], group: ProcessGroup) -> list[Pendin
     if backend_of(group, blocks[0].device) != "gloo":
         results = [block.new_empty(group.size(), len(block)) for block in blocks]
         work = _all_gathers(group, [result.view(-1) for result in results], blocks)
-        work = _watched(work, "all_gather", group)
+        work = _watch_work(work, "all_gather", group)
         return [Pending(result, work) for result in results]
     # Not gloo's own gather of several, see gloo.py.
     joined = _start_all_gather(torch.cat(blocks) if len(blocks) > 1 else blocks[0], group)
@@ -178,7 +178,7 @@ def start_reduce_scatters(every: Sequence[Tensor], group: ProcessGroup) -> Pendi
             _report("reduce_scatter", sum([blocks.nbytes for blocks in every]) // group.size(), group)
         sent = [blocks.reshape(-1) for blocks in every]
         results = [blocks.new_empty(blocks.shape[1:]) for blocks in every]
-        work = _watched(_reduce_scatters(group, results, sent), "reduce_scatter", group)
+        work = _watch_work(_reduce_scatters(group, results, sent), "reduce_scatter", group)
         return Pending((results, sent), work, lambda both: both[0])
     if all(send_unfused(blocks[0], group) for blocks in every):
         return together([start_reduce_scatter(blocks, group) for blocks in every])
@@ -198,10 +198,10 @@ def _start_all_gather(block: Tensor, group: ProcessGroup) -> Pending:
         return Pending(block.unsqueeze(0))
     result = block.new_empty((size, *block.shape))
     if block.nbytes >= gloo.LARGE_BYTES and backend_of(group, block.device) == "gloo":
-        return Pending(result, _watched(gloo.start_all_gather(block, result, group), "all_gather", group))
+        return Pending(result, _watch_work(gloo.start_all_gather(block, result, group), "all_gather", group))
     flat = block.contiguous().view(-1)
     work = _all_gather_single(result.view(-1), flat, group=group, async_op=True)
-    return Pending(result, _watched(work, "all_gather", group))
+    return Pending(result, _watch_work(work, "all_gather", group))
 
 
 def start_reduce_scatter(blocks: Tensor, group: ProcessGroup) -> Pending:
@@ -216,16 +216,18 @@ def start_reduce_scatter(blocks: Tensor, group: ProcessGroup) -> Pending:
         _report("reduce_scatter", blocks.nbytes // group.size(), group)
     if backend_of(group, blocks.device) == "gloo":
         received = torch.empty_like(blocks)
-        work = _watched(dist.all_to_all_single(received, blocks, group=group, async_op=True), "reduce_scatter", group)
+        work = _watch_work(
+            dist.all_to_all_single(received, blocks, group=group, async_op=True), "reduce_scatter", group
+        )
         # The closure keeps `blocks` alive until the send is over.
         return Pending(received, work, lambda received, _sent=blocks: gloo.sum_blocks(received))
     result = blocks.new_empty(blocks.shape[1:])
     work = _reduce_scatter_single(result, blocks.flatten(0, 1), group=group, async_op=True)
-    return Pending(result, _watched(work, "reduce_scatter", group), lambda result, _sent=blocks: result)
+    return Pending(result, _watch_work(work, "reduce_scatter", group), lambda result, _sent=blocks: result)
 
 
 def send_unfused(block: Tensor, group: ProcessGroup) -> bool:
-    """Whether `block` is better sent as a message of its own than copied into a larger one.
+    """Return whether `block` is better sent as a message of its own than copied into a larger one.
 
     On gloo a message costs little, and a copy takes processor time from the matmuls; elsewhere it is the other way.
     """
@@ -263,7 +265,7 @@ def start_all_reduce(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> 
     if _observers:
         _report("all_reduce", value.nbytes, group)
     work = dist.all_reduce(value, op=_REDUCE_OPS[op], group=group, async_op=True)
-    return Pending(value, _watched(work, "all_reduce", group))
+    return Pending(value, _watch_work(work, "all_reduce", group))
 
 
 def reduce_(value: Tensor, group: ProcessGroup, *, op: str = "sum") -> Tensor:
@@ -297,7 +299,7 @@ def receive_(value: Tensor, peer: int, group: ProcessGroup) -> Tensor:
 
 
 def swap(value: Tensor, peer: int, group: ProcessGroup) -> Tensor:
-    """What rank `peer` of `group` has in place of `value`; it calls this with this rank. Point to point, both ways."""
+    """Swap `value` with rank `peer` of `group`, which calls this with this rank. Point to point, both ways."""
     if _observers:
         _report("send", value.nbytes, group)
     value, received = value.contiguous(), torch.empty_like(value, memory_format=torch.contiguous_format)
@@ -344,7 +346,7 @@ def broadcast_all(tensors: Iterable[Tensor], group: ProcessGroup | None = None) 
 
 
 def broadcast_text(text: str, device: torch.device) -> str:
-    """The text of rank 0 of the world; `device` is this rank's. Two broadcasts over the world: length and bytes."""
+    """Return the text of rank 0 of the world; `device` is this rank's. Two broadcasts over it: length and bytes."""
     content = torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
     length = broadcast_(torch.tensor(len(content), device=device))
     if world_rank() != 0:
@@ -353,7 +355,7 @@ def broadcast_text(text: str, device: torch.device) -> str:
 
 
 def broadcast_object(value: Any, source: int, device: torch.device) -> Any:
-    """What rank `source` of the world has as `value`, pickled; `device` is this rank's. Two broadcasts over it."""
+    """Return the `value` of rank `source` of the world, pickled; `device` is this rank's. Two broadcasts over it."""
     objects = [value]
     dist.broadcast_object_list(objects, source, device=device)
     return objects[0]
@@ -383,26 +385,17 @@ def world_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-class _AllGather(torch.autograd.Function):
+class _Collective(torch.autograd.Function):
+    """A collective whose backward is another one: two functions of (tensor, group)."""
+
     @staticmethod
-    def forward(ctx, block, group):
-        ctx.group = group
-        return start_all_gather(block, group).wait()
+    def forward(ctx, value, group, run, run_backward):
+        ctx.group, ctx.run_backward = group, run_backward
+        return run(value, group)
 
     @staticmethod
     def backward(ctx, grad):
-        return start_reduce_scatter(grad, ctx.group).wait(), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, blocks, group):
-        ctx.group = group
-        return start_reduce_scatter(blocks, group).wait()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return start_all_gather(grad, ctx.group).wait(), None
+        return ctx.run_backward(grad, ctx.group), None, None, None
 
 
 class _ReduceScatterRows(torch.autograd.Function):
@@ -410,24 +403,12 @@ class _ReduceScatterRows(torch.autograd.Function):
     def forward(ctx, rows, group, leading):
         ctx.group, ctx.rows_shape = group, rows.shape
         size = rows.shape[-1]
-        mine = start_reduce_scatter(rows.reshape(group.size(), -1, size), group).wait()
-        return reshaped_result(mine, (*leading, size))
+        block = _scatter(rows.reshape(group.size(), -1, size), group)
+        return reshaped_result(block, (*leading, size))
 
     @staticmethod
     def backward(ctx, grad):
-        block = grad.reshape(-1, grad.shape[-1])
-        return start_all_gather(block, ctx.group).wait().view(ctx.rows_shape), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, blocks, group):
-        ctx.group = group
-        return exchange(blocks, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return exchange(grad, ctx.group), None
+        return _gather(grad.reshape(-1, grad.shape[-1]), ctx.group).view(ctx.rows_shape), None, None
 
 
 class _ExchangeRows(torch.autograd.Function):
@@ -441,57 +422,38 @@ class _ExchangeRows(torch.autograd.Function):
         return _exchange_rows(grad, *ctx.sizes, ctx.group), None, None, None
 
 
-class _AllReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value, group):
-        return reduce_(value.clone(memory_format=torch.contiguous_format), group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
+def _gather(block: Tensor, group: ProcessGroup) -> Tensor:
+    return start_all_gather(block, group).wait()
 
 
-class _AllReduceBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value, group):
-        ctx.group = group
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return reduce_(grad.clone(memory_format=torch.contiguous_format), ctx.group), None
+def _scatter(blocks: Tensor, group: ProcessGroup) -> Tensor:
+    return start_reduce_scatter(blocks, group).wait()
 
 
-class _GatherReplicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, block, group):
-        ctx.index = dist.get_group_rank(group, dist.get_rank())
-        return start_all_gather(block, group).wait()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad[ctx.index], None
+def _take_block(blocks: Tensor, group: ProcessGroup) -> Tensor:
+    return blocks[dist.get_group_rank(group, dist.get_rank())]
 
 
-class _TakeReplicated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, blocks, group):
-        ctx.group = group
-        return blocks[dist.get_group_rank(group, dist.get_rank())].clone()
+def _copy_block(blocks: Tensor, group: ProcessGroup) -> Tensor:
+    return _take_block(blocks, group).clone()
 
-    @staticmethod
-    def backward(ctx, grad):
-        return start_all_gather(grad, ctx.group).wait(), None
+
+def _sum_copies(value: Tensor, group: ProcessGroup) -> Tensor:
+    return reduce_(value.clone(memory_format=torch.contiguous_format), group)
+
+
+def _alias(value: Tensor, group: ProcessGroup) -> Tensor:
+    return value.view_as(value)
 
 
 def all_gather(block: Tensor, group: ProcessGroup) -> Tensor:
     """[...] -> [p, ...]. Backward: reduce-scatter."""
-    return block.unsqueeze(0) if group.size() == 1 else _AllGather.apply(block, group)
+    return block.unsqueeze(0) if group.size() == 1 else _Collective.apply(block, group, _gather, _scatter)
 
 
 def reduce_scatter(blocks: Tensor, group: ProcessGroup) -> Tensor:
     """[p, ...] -> [...]: the sum of this rank's block. Backward: all-gather."""
-    return blocks.squeeze(0) if group.size() == 1 else _ReduceScatter.apply(blocks, group)
+    return blocks.squeeze(0) if group.size() == 1 else _Collective.apply(blocks, group, _scatter, _gather)
 
 
 def reduce_scatter_rows(rows: Tensor, group: ProcessGroup, leading: Sequence[int]) -> Tensor:
@@ -503,7 +465,7 @@ def reduce_scatter_rows(rows: Tensor, group: ProcessGroup, leading: Sequence[int
 
 def all_to_all(blocks: Tensor, group: ProcessGroup) -> Tensor:
     """[p, ...] by receiver -> [p, ...] by sender. Backward: all-to-all."""
-    return blocks if group.size() == 1 else _AllToAll.apply(blocks, group)
+    return blocks if group.size() == 1 else _Collective.apply(blocks, group, exchange, exchange)
 
 
 def exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: ProcessGroup) -> Tensor:
@@ -512,23 +474,23 @@ def exchange_rows(rows: Tensor, send: list[int], receive: list[int], group: Proc
 
 
 def all_reduce(value: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum over the ranks, which go on to repeat the same work. Backward: identity."""
-    return value if group.size() == 1 else _AllReduce.apply(value, group)
+    """Sum over the ranks, which then repeat the same work. Backward: identity."""
+    return value if group.size() == 1 else _Collective.apply(value, group, _sum_copies, _alias)
 
 
 def all_reduce_backward(value: Tensor, group: ProcessGroup) -> Tensor:
     """Identity on a value that all ranks hold and use for different work. Backward: all-reduce."""
-    return value if group.size() == 1 else _AllReduceBackward.apply(value, group)
+    return value if group.size() == 1 else _Collective.apply(value, group, _alias, _sum_copies)
 
 
 def gather_replicated(block: Tensor, group: ProcessGroup) -> Tensor:
     """[...] -> [p, ...], on which all ranks repeat the same work. Backward: this rank's block."""
-    return block.unsqueeze(0) if group.size() == 1 else _GatherReplicated.apply(block, group)
+    return block.unsqueeze(0) if group.size() == 1 else _Collective.apply(block, group, _gather, _take_block)
 
 
 def take_replicated(blocks: Tensor, group: ProcessGroup) -> Tensor:
     """[p, ...], the same on all ranks -> this rank's block [...]. Backward: all-gather."""
-    return blocks.squeeze(0) if group.size() == 1 else _TakeReplicated.apply(blocks, group)
+    return blocks.squeeze(0) if group.size() == 1 else _Collective.apply(blocks, group, _copy_block, _gather)
 
 
 class Pending:
@@ -549,21 +511,21 @@ class Pending:
         return self._result
 
     def then(self, finish: Callable[[Any], Any]) -> Pending:
-        """The same work, whose result is `finish` of this one's."""
+        """Return the same work, whose result is `finish` of this one's."""
         first = self._finish
         both = finish if first is None else lambda result: finish(first(result))
         return Pending(self._result, self._work, both)
 
     def split(self, sizes: list[int], dim: int) -> list[Pending]:
-        """Parts of a tensor that nothing is left to do with.
+        """Return parts of a tensor that needs no more work: views, made now.
 
-        They are views that are made now. What is done at `wait` is done within what waits first, and that may be a
-        layer that runs again for its checkpoint and did not wait before: torch refuses operators that it then sees.
+        Work at `wait` runs inside of whatever waits first. That may be a layer that runs again for its checkpoint and
+        did not wait before: torch refuses operators that it then sees.
         """
         assert self._finish is None, "parts are of what arrives"
         return [Pending(part, self) for part in self._result.split(sizes, dim)]
 
 
 def together(pendings: list[Pending]) -> Pending:
-    """Several as one, whose `wait()` returns the list of their results."""
+    """Join several into one, whose `wait()` returns the list of their results."""
     return Pending(pendings, finish=lambda each: [pending.wait() for pending in each])

@@ -20,13 +20,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from hf_axonn import __version__
 from hf_axonn.distributed.collectives import barrier, gather_quietly
 from hf_axonn.distributed.watchdog.diagnosis import ranks_in_words
 
 
 REPORTED = 3  # differences are reported one by one
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "safetensors")
+PACKAGES = ("hf_axonn", "torch", "transformers", "accelerate", "peft", "trl", "safetensors")
 # Of TrainingArguments: where a rank runs, and what only concerns its logs and its readers of data.
 OWN_ARGUMENTS = {
     "local_rank",
@@ -46,7 +45,7 @@ PLAIN = (str, int, float, bool, list, tuple, dict, type(None))
 
 
 def gather_texts(text: str, device: torch.device | str, group: ProcessGroup | None = None) -> list[str]:
-    """The texts of all ranks of a group (default: the world), by rank; `device` is this rank's.
+    """Return the texts of all ranks of a group (default: the world), by rank; `device` is this rank's.
 
     Collectives: an all-gather over the group of the lengths, and one of the bytes if there are any.
     """
@@ -67,15 +66,15 @@ def gather_texts(text: str, device: torch.device | str, group: ProcessGroup | No
 
 
 def gather_json(value: Any, device: torch.device | str, group: ProcessGroup | None = None) -> list[Any]:
-    """What all ranks of a group have as `value`, which is JSON, by rank. Collectives: `gather_texts`; in a fake world,
-    whose other ranks are nowhere, they are taken to have the same."""
+    """Return `value`, which is JSON, of all ranks of a group, by rank. Collectives: `gather_texts`; in a fake world,
+    which has no other ranks, each is taken to have the same."""
     if dist.is_initialized() and dist.get_backend(group) == "fake":
         return [value] * dist.get_world_size(group)
     return [json.loads(text) for text in gather_texts(json.dumps(value), device, group)]
 
 
 def first_problem(problem: str, device: torch.device) -> str:
-    """The problem of the lowest rank that has one, with its rank; empty if none has.
+    """Return the problem of the lowest rank that has one, with its rank; empty if none has.
 
     For all ranks of the world, some of which may have worked long before they came here.
 
@@ -89,10 +88,10 @@ def first_problem(problem: str, device: torch.device) -> str:
 
 
 def raise_together(problem: str, device: torch.device | str, group: ProcessGroup) -> None:
-    """What one rank of a group has found ends all of them in the same place: none waits for one that has raised.
+    """Raise on all ranks of a group if one has a problem, in the same place: none waits for one that has raised.
 
     Args:
-        problem: what this rank has found; empty if nothing.
+        problem: of this rank; empty if there is none.
         device: this rank's.
         group: ranks that all come here.
     Raises:
@@ -107,7 +106,7 @@ def raise_together(problem: str, device: torch.device | str, group: ProcessGroup
 
 @contextlib.contextmanager
 def raise_on_all_ranks(device: torch.device | str) -> Iterator[None]:
-    """Around what may fail on one rank only: then it fails on all of them, with the words of the first.
+    """Let what fails inside on one rank fail on all of them, with the words of the first.
 
     Raises:
         ValueError: any rank raised anything.
@@ -129,7 +128,7 @@ def digest_number(text: str) -> int:
 
 
 def assert_same_on_all_ranks(facts: Mapping[str, object], device: torch.device | str, remedy: str) -> None:
-    """Make sure that all ranks of the world say the same.
+    """Compare facts between all ranks of the world.
 
     Args:
         facts: what must be equal, by what it is called.
@@ -151,7 +150,7 @@ def assert_same_on_all_ranks(facts: Mapping[str, object], device: torch.device |
 
 
 def differences(facts: Sequence[Mapping[str, str]], ranks: Sequence[int] | None = None) -> list[str]:
-    """For each fact that is not the same on all ranks, who has what; `ranks` of the facts: 0, 1 ... if None."""
+    """Return a text for each fact that differs between ranks, with its values; `ranks` of facts: 0, 1 ... if None."""
     ranks = ranks or range(len(facts))
     found = []
     for name in dict.fromkeys(name for each in facts for name in each):
@@ -166,8 +165,8 @@ def differences(facts: Sequence[Mapping[str, str]], ranks: Sequence[int] | None 
 
 @functools.lru_cache(maxsize=1)
 def versions() -> dict[str, str]:
-    """Of Python, this package and those it stands on."""
-    facts = {"python": ".".join(platform.python_version_tuple()[:2]), "hf_axonn": __version__}
+    """Return the versions of Python, of this package and of those that it uses."""
+    facts = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in PACKAGES:
         try:
             facts[name] = version(name)
@@ -177,14 +176,14 @@ def versions() -> dict[str, str]:
 
 
 def model_facts(model: nn.Module) -> dict[str, str]:
-    """Class, and names, shapes and dtypes of all parameters. Their values are rank 0's anyway."""
+    """Return the class, and names, shapes and dtypes of all parameters. Their values are rank 0's anyway."""
     parameters = [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in model.named_parameters()]
     digest = hashlib.sha256(repr(parameters).encode()).hexdigest()[:12]
     return {"the model": f"{type(model).__name__} with {len(parameters)} parameters ({digest})"}
 
 
 def argument_facts(arguments: Any) -> dict[str, str]:
-    """Trainer's arguments, but for those that may differ from rank to rank."""
+    """Return Trainer's arguments, but for those that may differ from rank to rank."""
     return {
         name: repr(value)
         for name, value in arguments.to_dict().items()
@@ -193,7 +192,7 @@ def argument_facts(arguments: Any) -> dict[str, str]:
 
 
 def loader_facts(loader: torch.utils.data.DataLoader) -> dict[str, str]:
-    """Length of the data set, its first, middle and last row where reading them changes nothing, the batch size."""
+    """Return the length of the data set, a digest of three rows if reading changes nothing, the batch size."""
     dataset = loader.dataset
     try:
         length = len(dataset)
@@ -207,7 +206,7 @@ def loader_facts(loader: torch.utils.data.DataLoader) -> dict[str, str]:
 
 
 def _is_static(dataset: Any) -> bool:
-    """Whether rows are always the same: lists, tensors, and tables of `datasets` without a transformation."""
+    """Return whether rows never change: lists, tensors, and tables of `datasets` without a transformation."""
     if isinstance(dataset, (list, tuple)) or type(dataset) is torch.utils.data.TensorDataset:
         return True
     if type(dataset).__module__ == "datasets.arrow_dataset":
@@ -216,7 +215,7 @@ def _is_static(dataset: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """What is the same on every rank for equal rows: numbers and texts, and of other things their type."""
+    """Return a value that equal rows have in common on all ranks: numbers and texts, and the type of anything else."""
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), str(value.dtype), value.flatten().tolist())
     if isinstance(value, dict):

@@ -27,7 +27,7 @@ class GridMesh(GridPosition):
     """The live process groups of a grid, as seen from this rank.
 
     Building it is collective over the world: every rank must call it, with the same grid. On NCCL the world gets the
-    device of this rank, if `init_process_group` was not told (one all-reduce over the world). Groups are made once
+    device of this rank, if `init_process_group` did not get it (one all-reduce over the world). Groups are made once
     for each axis and for the products that the algorithm uses: ("x", "y"), ("data", "z"), and with pipelines pipe, the
     ranks of a stage and those that share samples. A rank makes its own groups and does not name those of others, so
     that the cost does not grow with the world.
@@ -60,25 +60,27 @@ class GridMesh(GridPosition):
         self._groups: dict[tuple[str, ...], ProcessGroup] = {}
         for axes in GROUPS:
             if grid.pipe > 1 or axes not in (("pipe",), STAGE):
-                self._groups[axes] = self._shared(axes) or self._made(axes)
+                self._groups[axes] = self._find_group(axes) or self._make_group(axes)
         if grid.pipe == 1 and dist.group.WORLD is not None:
             self._groups[STAGE] = dist.group.WORLD  # as it was without pipelines, on NCCL too
-        self.reductions = self._made(("z",), "_reductions") if self._nccl and grid.z > 1 else self._groups[("z",)]
+        self.reductions = (
+            self._make_group(("z",), "_reductions") if self._nccl and grid.z > 1 else self._groups[("z",)]
+        )
 
-    def _shared(self, axes: tuple[str, ...]) -> ProcessGroup | None:
-        """A group that is there already and has the ranks along `axes`; NCCL's world has no priority."""
+    def _find_group(self, axes: tuple[str, ...]) -> ProcessGroup | None:
+        """Return a group that has the ranks along `axes` already, if any; NCCL's world has no priority."""
         ranks, world = self.grid.ranks_along(axes, self.rank), dist.group.WORLD
         there = (*self._groups.values(), *((world,) if world is not None and not self._nccl else ()))
         return next((group for group in there if dist.get_process_group_ranks(group) == ranks), None)
 
-    def _made(self, axes: tuple[str, ...], suffix: str = "") -> ProcessGroup:
+    def _make_group(self, axes: tuple[str, ...], suffix: str = "") -> ProcessGroup:
         seconds = world_timeout(self.device_type)
         options = high_priority(seconds) if self._nccl else None
         ranks = self.grid.ranks_along(axes, self.rank)
         return make_group(ranks, f"axonn_{'_'.join(axes)}{suffix}", seconds=seconds, options=options)
 
     def group(self, *axes: str) -> ProcessGroup:
-        """The group of ranks that differ from this one only along `axes`; their group ranks ascend by coordinate."""
+        """Return the group of ranks that differ from this one along `axes` alone; group ranks ascend by coordinate."""
         if axes not in self._groups:
             raise KeyError(f"no group along {axes}; there are {sorted(self._groups)}")
         return self._groups[axes]
@@ -92,7 +94,7 @@ class GridMesh(GridPosition):
 
     @cached_property
     def sample_mesh(self) -> DeviceMesh:
-        """The mesh (dp_shard, tp) by which Accelerate tells who gets which samples; no communicator of its own.
+        """The mesh (dp_shard, tp) by which Accelerate divides samples among ranks; no communicator of its own.
 
         Without x, y and pipe it is (dp_shard) alone: Accelerate looks for tp by its name.
         """
@@ -127,7 +129,7 @@ class GridMesh(GridPosition):
 
 
 def _remedy() -> str:
-    """What to do where ranks have not met: one that a launcher has started only has to make something first."""
+    """Return the remedy where ranks have not met: one that a launcher has started only has to make something first."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return (
             "make Accelerator(), or the arguments of Trainer, before the model, or call "
@@ -140,7 +142,7 @@ _meshes: dict[tuple[Grid, str], tuple[ProcessGroup, GridMesh]] = {}
 
 
 def grid_mesh(grid: Grid, device_type: str) -> GridMesh:
-    """The GridMesh of a grid, made once in a process: every model on the same grid shares its communicators.
+    """Return the GridMesh of a grid, made once in a process: every model on the same grid shares its communicators.
 
     Collective over the world the first time. A world that was destroyed and initialized anew gets a new one.
     """
@@ -154,7 +156,7 @@ def grid_mesh(grid: Grid, device_type: str) -> GridMesh:
 
 
 def _let_go() -> None:
-    """At the end of the program give the threads of gloo time to drop the tensors of the last collective.
+    """Give the threads of gloo time, at the end of the program, to drop the tensors of the last collective.
 
     They need the interpreter for that, and one that comes too late ends the process with an abort. Without a grid
     `destroy_process_group` waits for them; here meshes still hold the groups then.

@@ -1,4 +1,4 @@
-"""How each goldfish strategy decides about a label: pure functions of tokens, places and keys.
+"""Decisions of the goldfish strategies about labels: pure functions of tokens, places and keys.
 
 Whole numbers of 64 bits that wrap around, alike on every device, but for two comparisons of float32 numbers that the
 authors' code makes. Tokens are [B, S] int64, h is the width of a window, and a hash has an answer for the labels
@@ -92,7 +92,7 @@ def _products(tokens: Tensor, width: int) -> Tensor:
 def _keys(samples: Tensor, seed: int, step: int) -> Tensor:
     """[B] int64: one key for each seed, step and sample."""
     key = torch.zeros_like(samples)
-    for part in (_signed(seed), _signed(step), samples):
+    for part in (_to_signed(seed), _to_signed(step), samples):
         key = _mix((key ^ part) + _GAMMA)
     return key
 
@@ -104,8 +104,8 @@ def _one_in(k: int, hashed: Tensor) -> Tensor:
 
 def _mix(value: Tensor) -> Tensor:
     """Spread every bit of an int64 over all of them, one to one. Source: SplitMix64 (Steele, Lea and Flood, 2014)."""
-    value = (value ^ _shift(value, 30)) * _signed(0xBF58476D1CE4E5B9)
-    value = (value ^ _shift(value, 27)) * _signed(0x94D049BB133111EB)
+    value = (value ^ _shift(value, 30)) * _to_signed(0xBF58476D1CE4E5B9)
+    value = (value ^ _shift(value, 27)) * _to_signed(0x94D049BB133111EB)
     return value ^ _shift(value, 31)
 
 
@@ -114,7 +114,7 @@ def _shift(value: Tensor, bits: int) -> Tensor:
     return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
+def _to_signed(value: int) -> int:
+    """Return the int64 with the same 64 bits."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value

@@ -1,6 +1,6 @@
 """The goldfish loss: which labels a model never learns (Hans et al., arXiv 2406.10209).
 
-A model that is never told one token in k of a passage cannot recite the passage: at each of those positions it has
+A model that never learns one token in k of a passage cannot recite the passage: at each of those positions it has
 to guess. `goldfish_mask` says which labels these are; nothing else about training changes. Everything here is a pure
 function of its tensors (but for a generator that a caller hands over). No communication, no global random state, and
 what is drawn is drawn on the CPU, so that a mask is the same on every device.

@@ -116,7 +116,7 @@ class TrainingRecord:
             self._parts = [unknown] if step else []
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of the file. Reads the training data the first time."""
+        """Return the content of the file. Reads the training data the first time."""
         parts: list[dict[str, Any]] = []
         for part in self._parts:
             data = part.get("data")
@@ -167,7 +167,7 @@ def read_record(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def is_record(content: Any) -> bool:
-    """Whether something that JSON can say is a training record."""
+    """Return whether a value of JSON is a training record."""
     try:
         _check(content)
     except _NOT_ONE:
@@ -207,13 +207,13 @@ def describe_loss(part: Mapping[str, Any]) -> str:
         return {"none": "ordinary loss", UNKNOWN: UNKNOWN}[part["strategy"]]
     about = {"k": part.get("k"), "h": part.get("context_width"), "s": part.get("start_position")}
     about |= {"seed": part.get("seed"), "table": (part.get("table_sha256") or "")[:12] or None}
-    told = [f"{name}={value}" for name, value in about.items() if value is not None]
-    told += ["as the authors' code packs"] if part.get("as_reference") else []
-    return f"goldfish loss ({', '.join([str(part['strategy']), *told])})"
+    settings = [f"{name}={value}" for name, value in about.items() if value is not None]
+    settings += ["as the authors' code packs"] if part.get("as_reference") else []
+    return f"goldfish loss ({', '.join([str(part['strategy']), *settings])})"
 
 
 def describe_counts(part: Mapping[str, Any]) -> list[str]:
-    """Steps, tokens, and the share of the tokens that the loss left out, as text."""
+    """Return steps, tokens, and the share of the tokens that the loss left out, as text."""
     tokens, dropped = part.get("tokens"), part.get("dropped")
     share = f"{dropped / tokens:.2%}" if tokens and dropped is not None else UNKNOWN
     return [f"{part['steps']:,}", UNKNOWN if tokens is None else f"{tokens:,}", share]
@@ -252,7 +252,7 @@ def _now() -> str:
 
 
 def _checksum(rows: Any, count: int | None) -> tuple[str | None, str]:
-    """The SHA-256 of the input_ids of all rows, or why there is none."""
+    """Return the SHA-256 of the input_ids of all rows, or why there is none."""
     if rows is None:
         return None, "the trainer has no train_dataset"
     if count is None:

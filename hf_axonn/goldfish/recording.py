@@ -1,7 +1,7 @@
-"""How a Trainer keeps its training record (record.py): it counts the labels of its batches, and writes their sum.
+"""The training record (record.py) of a Trainer: it counts the labels of its batches, and writes their sum.
 
 Each rank counts the batches that it draws. The counts are summed over ranks where all of them meet anyway: at a log of
-training, at a checkpoint, at the end. The record follows the weights: a resumed run goes on from that of its
+training, at a checkpoint, at the end. The record follows the weights: a resumed run continues that of its
 checkpoint, and a best model that is loaded at the end brings its own.
 """
 
@@ -110,5 +110,5 @@ class RecordingMixin(_MixedInto):
         self._training_record.load(str(self.state.best_model_checkpoint), step=best)
 
     def _start_of_training(self) -> str | None:
-        """Name or path of the model as it was before."""
+        """Return name or path of the model as it was before."""
         return getattr(getattr(self.model, "config", None), "_name_or_path", None)

@@ -47,7 +47,7 @@ def draw_table(device: torch.device | str = "cpu") -> Tensor:
 
 @lru_cache(maxsize=16)
 def cpu_table(device: torch.device) -> Tensor:
-    """The table as every CPU draws it, kept on a device.
+    """Return the table as every CPU draws it, kept on a device.
 
     Raises:
         RuntimeError: torch draws other numbers here than those that masks are made from.
@@ -63,7 +63,7 @@ def cpu_table(device: torch.device) -> Tensor:
 
 
 def table_sha256(table: Tensor) -> str:
-    """SHA-256 of the numbers of a table as little-endian float32, in hexadecimal."""
+    """Return the SHA-256 of the numbers of a table as little-endian float32, in hexadecimal."""
     return hashlib.sha256(table.cpu().numpy().astype("<f4").tobytes()).hexdigest()
 
 
@@ -126,7 +126,7 @@ def load_table(path: str | os.PathLike[str], sha256: str | None = None) -> Tenso
 
 
 def _in_words(device: torch.device) -> str:
-    """What drew a table: on a GPU its name and what torch.rand's order of numbers depends on."""
+    """Describe what drew a table: a GPU by its name and what torch.rand's order of numbers depends on."""
     if device.type != "cuda":
         return f"{device.type} ({platform.machine()})"
     properties = torch.cuda.get_device_properties(device)

@@ -235,7 +235,7 @@ class GoldfishMixin(RecordingMixin):
         """Compute the loss as the Trainer does, with the unmasked labels handed to the loss function alone."""
         unmasked = inputs.get(UNMASKED_LABELS)
         inputs = {name: value for name, value in inputs.items() if name not in PRIVATE_KEYS}
-        inputs = self._separated(inputs)
+        inputs = self._separate_documents(inputs)
         loss = self._token_loss()
         calls = loss.calls
         # nn.DataParallel cuts the batch in the model's forward, where the loss's own labels would not be cut with it.
@@ -259,7 +259,7 @@ class GoldfishMixin(RecordingMixin):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
         """Evaluate a batch as the Trainer does, and add up what its samples cost."""
-        loss, inputs = self._token_loss(), self._separated(inputs)
+        loss, inputs = self._token_loss(), self._separate_documents(inputs)
         with loss.capture(inputs.get(SAMPLE_LENGTHS)) as rows, loss.alone() if prediction_loss_only else nullcontext():
             result = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         own = torch.cat([part.to(self.args.device) for part in rows]) if rows else None
@@ -314,7 +314,7 @@ class GoldfishMixin(RecordingMixin):
         return output
 
     def _use_eval_sums(self, sums: dict[str, float]) -> None:
-        """For a subclass that reports more than the loss: the sums over all target tokens of an evaluation."""
+        """Use the sums over all target tokens of an evaluation, in a subclass that reports more than the loss."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log as the Trainer does; to the training loss add what `mean_losses` returns (not under nn.DataParallel).
@@ -330,7 +330,7 @@ class GoldfishMixin(RecordingMixin):
         super().log(logs, start_time)
 
     def _mask_batch(self, micro_batch: int, batch: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the batch with goldfish labels, and the labels as they were under `UNMASKED_LABELS`."""
+        """Return a copy of the batch with goldfish labels, and the labels as they were under `UNMASKED_LABELS`."""
         labels, input_ids = batch.get("labels"), batch.get("input_ids")
         if labels is None or input_ids is None:
             has = [name for name, value in batch.items() if value is not None]  # a collator may fill in None
@@ -366,14 +366,14 @@ class GoldfishMixin(RecordingMixin):
             masked["shift_labels"] = shifted.masked_fill(F.pad(mask[:, 1:], (0, 1)), IGNORE_INDEX)
         return masked
 
-    def _separated(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The batch with documents that do not see each other; over a grid the forward pass itself separates them."""
+    def _separate_documents(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Return the batch with documents that do not see each other; over a grid the forward pass separates them."""
         if parallel_state(self.model) is not None:
             return inputs
         return separate_documents(self.accelerator.unwrap_model(self.model, keep_torch_compile=False), inputs)
 
     def _sample_ids(self, micro_batch: int, rows: int) -> Tensor:
-        """[rows] place of each sample in the optimizer step over all ranks, on the CPU; alike however it is cut."""
+        """Return [rows] places of samples in the step over all ranks, on the CPU; the same however it is cut."""
         axonn = parallel_state(self.model)
         if axonn is None:
             rank, ranks = self.accelerator.process_index, self.accelerator.num_processes
@@ -409,8 +409,8 @@ class GoldfishMixin(RecordingMixin):
             "context parallelism": (getattr(parallelism, "cp_size", None) or 1) > 1,
             "sequence parallelism": (getattr(parallelism, "sp_size", None) or 1) > 1,
         }
-        for name, asked in refused.items():
-            if asked:
+        for name, requested in refused.items():
+            if requested:
                 raise ValueError(
                     f"{name} does not go together with the goldfish loss, which needs every token's loss from "
                     f"model.loss_function: leave {name} out, or train with goldfish=False."
@@ -419,13 +419,13 @@ class GoldfishMixin(RecordingMixin):
             self.args.liger_kernel_config = without_losses(self.args.liger_kernel_config, "the goldfish loss")
 
     def _base_model(self) -> nn.Module:
-        """The model without DDP, torch.compile or PEFT around it."""
+        """Return the model without DDP, torch.compile or PEFT around it."""
         model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         base: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
         return base
 
     def _token_loss(self) -> CausalLMLoss:
-        """The model's loss object, installed if it is not there: `model_init` makes a new model in every `train`."""
+        """Return the model's loss, installed if it is missing: `model_init` makes a new model in each `train`."""
         return install_causal_lm_loss(self._base_model())
 
 

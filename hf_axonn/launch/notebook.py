@@ -129,7 +129,7 @@ class _Worker:
     def __call__(self, *args: Any) -> None:
         import torch
 
-        from hf_axonn.distributed.watchdog.watchdog import ended, failures_reported
+        from hf_axonn.distributed.watchdog.watchdog import failures_reported, note_end
 
         os.environ.update(self.environment)
         _use_grid()
@@ -139,7 +139,7 @@ class _Worker:
             value = self.function(*args)
         if os.environ["RANK"] == "0":
             self.result.write_bytes(_pickled(value))
-        ended()
+        note_end()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 

@@ -10,8 +10,8 @@ Needs the extra `lightning`.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 from lightning.fabric.strategies.parallel import ParallelStrategy
@@ -19,15 +19,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_axonn.checkpoint.manifest import is_sharded_checkpoint
-from hf_axonn.compat.lightning import subprocess_launcher, sync_control
-from hf_axonn.config import AxonnConfig
+from hf_axonn.compat.lightning import sync_control
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.lightning.files import load, local_path, open_checkpoint, save, take_ordinary_optimizer
-from hf_axonn.lightning.gradients import averaging, clip_by_norm, clip_by_value, unsynced
-from hf_axonn.lightning.metrics import count_samples_once
+from hf_axonn.lightning.gradients import averaging, clip_by_norm, clip_by_value, leave_unsynced
 from hf_axonn.lightning.models import fit_optimizer, model_inside, put_on_grid, without
-from hf_axonn.lightning.processes import GridProcesses, settings_of
-from hf_axonn.topology.grid import Grid
+from hf_axonn.lightning.processes import GridProcesses
 
 
 # Where the state that fabric.save was given has its model and its optimizer, and the rest of it.
@@ -43,32 +40,17 @@ class AxonnFabricStrategy(GridProcesses, ParallelStrategy):
     as a sharded directory that `fabric.load` reads on any grid and on one process.
 
     Args:
-        grid: sizes of the axes, or an AxonnConfig with all settings. None takes them from `options`, or from the
-            launch file (AXONN_CONFIG) where there are none.
-        process_group_backend: of torch.distributed; that of the device if None.
-        timeout: of collectives; torch's own if None.
-        options: sizes of axes (data, z, y, x), and settings (`AxonnConfig`) such as overlap or reduce_dtype.
+        grid, process_group_backend, timeout, options: see `AxonnStrategy`.
     Raises:
-        ValueError: as `AxonnStrategy`.
+        ValueError: see `AxonnStrategy`.
     """
 
-    def __init__(
-        self,
-        grid: Grid | AxonnConfig | None = None,
-        *,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        self.config = settings_of(grid, options)
-        self.process_group_backend, self.timeout = process_group_backend, timeout
-        self.models: list[nn.Module] = []  # inside of what was set up
-        self._backward_sync_control = _sync_control()
+    of_trainer = False
 
-    def _configure_launcher(self) -> None:
-        if self.grid.size > 1 and not self.cluster_environment.creates_processes_externally:
-            self._launcher = subprocess_launcher(self, of_trainer=False)
+    @functools.cached_property
+    def models(self) -> list[nn.Module]:
+        """Models inside of the modules that were set up."""
+        return []
 
     @property
     def _num_nodes(self) -> int:
@@ -85,6 +67,7 @@ class AxonnFabricStrategy(GridProcesses, ParallelStrategy):
         """Join the ranks. Raises and communicates as `GridProcesses.start_processes`."""
         super().setup_environment()
         self.start_processes()
+        self._backward_sync_control = _sync_control()
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move what is not on the grid already. No communication."""
@@ -109,8 +92,7 @@ class AxonnFabricStrategy(GridProcesses, ParallelStrategy):
         model = put_on_grid(
             module, self.config, self.root_device, precision=self.precision, convert=lambda module: module, or_all=True
         )
-        if self.grid.size > 1:
-            count_samples_once(module, self.mesh)
+        self.count_samples_once(module)
         self.models.append(model)
         return module
 
@@ -124,7 +106,7 @@ class AxonnFabricStrategy(GridProcesses, ParallelStrategy):
         return optimizer
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """A backward pass; afterwards gradients are averaged, but for passes under `fabric.no_backward_sync`.
+        """Run a backward pass; afterwards gradients are averaged, but for passes under `fabric.no_backward_sync`.
 
         Collectives: those of `syncing`.
         """
@@ -249,7 +231,7 @@ class AxonnFabricStrategy(GridProcesses, ParallelStrategy):
         return rest
 
     def _names(self, state: dict[str, Any]) -> tuple[str, str | None]:
-        """Where a state has its model and its optimizer.
+        """Return the names of the model and the optimizer in a state.
 
         Raises:
             ValueError: it has not one model, or more than one optimizer.
@@ -268,6 +250,6 @@ class AxonnFabricStrategy(GridProcesses, ParallelStrategy):
 def _sync_control() -> Any:
     class Control(sync_control()):  # type: ignore[misc]  # what Fabric asks for `no_backward_sync`
         def no_backward_sync(self, module: nn.Module, enabled: bool) -> Any:
-            return unsynced(module) if enabled else contextlib.nullcontext()
+            return leave_unsynced(module) if enabled else contextlib.nullcontext()
 
     return Control()

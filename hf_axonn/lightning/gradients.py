@@ -20,7 +20,7 @@ from hf_axonn.engine.state import parallel_state
 
 @contextlib.contextmanager
 def averaging(*models: nn.Module) -> Iterator[None]:
-    """Around a backward pass: afterwards gradients are averaged, but for passes that began inside of `unsynced`.
+    """Average gradients after the backward pass inside, but for passes that began inside of `leave_unsynced`.
 
     Collectives: those of `syncing`.
     """
@@ -31,7 +31,7 @@ def averaging(*models: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unsynced(*models: nn.Module) -> Iterator[None]:
+def leave_unsynced(*models: nn.Module) -> Iterator[None]:
     """Leave the gradients of passes that begin inside as each rank has them: those before the last of a step."""
     states = [state for model in models if (state := parallel_state(model)) is not None]
     with replaced({(state.context, "no_sync"): True for state in states}):

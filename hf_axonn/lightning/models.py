@@ -1,4 +1,4 @@
-"""Which module of a LightningModule, or of what Fabric sets up, lies on the grid, and how it comes there."""
+"""The module of a LightningModule, or of what Fabric sets up, that lies on the grid, and its way there."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def check_precision(precision: Any) -> None:
 
 
 def model_inside(module: nn.Module, *, or_all: bool = False) -> nn.Module:
-    """The one model of Transformers or PEFT, or that `parallelize` has sharded, in a module.
+    """Return the one model of Transformers or PEFT, or that `parallelize` has sharded, in a module.
 
     Args:
         module: a LightningModule, or what Fabric is given.
@@ -83,7 +83,7 @@ def _outermost(module: nn.Module) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def without(module: nn.Module, model: nn.Module) -> Iterator[None]:
-    """Inside, a module does not have the model that it holds."""
+    """Take the model out of the module that holds it, while inside."""
     places = [
         (parent, name)
         for parent in module.modules()
@@ -150,16 +150,16 @@ def put_on_grid(
                 f"the model was sharded with {state.config}, and the strategy has {config}: shard it with "
                 "grid=self.trainer.strategy.grid and config=self.trainer.strategy.config."
             )
-        wanted = PRECISIONS[str(precision.precision)]
+        dtype = PRECISIONS[str(precision.precision)]
         dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-        if wanted is not None and dtypes != {wanted}:
+        if dtype is not None and dtypes != {dtype}:
             raise ValueError(
-                f"precision={precision.precision} needs weights of {wanted}, but the sharded model has "
-                f"{', '.join(sorted(map(str, dtypes)))}: read it with from_pretrained(..., dtype={wanted})."
+                f"precision={precision.precision} needs weights of {dtype}, but the sharded model has "
+                f"{', '.join(sorted(map(str, dtypes)))}: read it with from_pretrained(..., dtype={dtype})."
             )
         for buffer in model.buffers():  # as `convert` on one process
-            if wanted is not None and buffer.is_floating_point():
-                buffer.data = buffer.to(wanted)
+            if dtype is not None and buffer.is_floating_point():
+                buffer.data = buffer.to(dtype)
     state.context.averages_itself = True  # where a script calls loss.backward(), as under DistributedDataParallel
     with without(module, model):
         if module is not model:

@@ -1,4 +1,4 @@
-"""What both strategies have in common: settings, processes, and who has which samples.
+"""Methods of both strategies: settings, processes, and the samples of each rank.
 
 Ranks of x and y share samples, those of data and z have their own. Lightning counts processes; where it means those
 that have different samples (samplers, means of metrics, gathered rows), it gets the *data-parallel ranks* (data, z).
@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
-from hf_axonn.compat.lightning import gather_tensor, reduce_tensor, start_process_group, tell_rank
+from hf_axonn.compat.lightning import gather_tensor, reduce_tensor, start_process_group, subprocess_launcher, tell_rank
 from hf_axonn.compat.versions import check_versions
 from hf_axonn.config import VARIABLE, AxonnConfig
 from hf_axonn.distributed.collectives import barrier, broadcast_object, reduce_
@@ -29,8 +30,8 @@ from hf_axonn.topology.grid import AXES, Grid
 EXAMPLE = "AxonnStrategy(z=2, x=2)"
 
 
-def settings_of(grid: Grid | AxonnConfig | None, options: dict[str, Any]) -> AxonnConfig:
-    """The settings that the arguments of a strategy name.
+def read_settings(grid: Grid | AxonnConfig | None, options: dict[str, Any]) -> AxonnConfig:
+    """Return the settings that the arguments of a strategy name.
 
     Raises:
         ValueError: a grid is given twice, or not at all where none was launched, or another one was; settings beside
@@ -53,16 +54,17 @@ def settings_of(grid: Grid | AxonnConfig | None, options: dict[str, Any]) -> Axo
                 f"{'which is not set' if launched is None else 'so omit ' + next(iter(options))}: write "
                 f"sizes, as in {EXAMPLE}."
             )
-        return _checked(launched)
+        return _check(launched)
     if config.order != ORDER:
         raise ValueError(
             f"order is {', '.join(config.order)}, but it is applied where axonn-launch starts processes, and "
             "Lightning starts these: omit order, or launch with axonn_config in a launch file."
         )
-    return _checked(AxonnConfig.with_launch(config, "the strategy"))
+    return _check(AxonnConfig.with_launch(config, "the strategy"))
 
 
-def _checked(config: AxonnConfig) -> AxonnConfig:
+def _check(config: AxonnConfig) -> AxonnConfig:
+    """Refuse settings that Lightning cannot follow, and return the others."""
     if config.grid.pipe > 1:
         raise ValueError(
             f"the grid {config.grid} has pipe, which Lightning's loops cannot drive: a pipeline makes its gradients "
@@ -77,7 +79,7 @@ def _checked(config: AxonnConfig) -> AxonnConfig:
 
 
 class GridProcesses:
-    """Methods of a strategy, before those of Lightning's ParallelStrategy."""
+    """Constructor and methods of a strategy, before those of Lightning's ParallelStrategy."""
 
     config: AxonnConfig
     parallel_devices: Any
@@ -88,8 +90,23 @@ class GridProcesses:
     world_size: int
     is_distributed = True  # Lightning then gives loaders a DistributedSampler
     num_nodes = 1
-    process_group_backend: str | None = None
-    timeout: timedelta | None = None
+    of_trainer: bool  # whether it is Lightning's Trainer, or else Fabric
+
+    def __init__(
+        self,
+        grid: Grid | AxonnConfig | None = None,
+        *,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.config = read_settings(grid, options)
+        self.process_group_backend, self.timeout = process_group_backend, timeout
+
+    def _configure_launcher(self) -> None:
+        if self.grid.size > 1 and not self.cluster_environment.creates_processes_externally:
+            self._launcher = subprocess_launcher(self, of_trainer=self.of_trainer)
 
     @property
     def grid(self) -> Grid:
@@ -114,7 +131,7 @@ class GridProcesses:
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """How a DistributedSampler divides samples: over the data-parallel ranks."""
+        """Arguments of a DistributedSampler that divides samples among the data-parallel ranks."""
         if self.grid.size == 1:
             return {"num_replicas": 1, "rank": 0}
         return {"num_replicas": self.mesh.size("data", "z"), "rank": self.mesh.index("data", "z")}
@@ -143,7 +160,7 @@ class GridProcesses:
         tell_rank(self.global_rank)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """With `seed_everything(workers=True)`, workers of ranks that share samples draw the same numbers."""
+        """Let workers of ranks that share samples draw the same numbers after `seed_everything(workers=True)`."""
         if isinstance(dataloader, DataLoader) and int(os.environ.get("PL_SEED_WORKERS", 0)):
             set_ = dataloader.worker_init_fn
             if set_ is None or (isinstance(set_, partial) and set_.func is pl_worker_init_function):
@@ -151,12 +168,18 @@ class GridProcesses:
                 dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
         return dataloader
 
+    def count_samples_once(self, module: nn.Module) -> None:
+        """Let metrics in a module gather from the data-parallel ranks, unless they have a group. No communication."""
+        for metric in module.modules():
+            if self.grid.size > 1 and isinstance(metric, Metric) and metric.process_group is None:
+                metric.process_group = self.mesh.group("data", "z")
+
     def barrier(self, name: str | None = None) -> None:
         """Wait for all ranks, without a limit of time. Collectives: a barrier over the world."""
         barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object of rank `src`, on all ranks. Collectives: two broadcasts over the world."""
+        """Return the object of rank `src`, on all ranks. Collectives: two broadcasts over the world."""
         if self.grid.size == 1:
             return obj
         return broadcast_object(obj, src, self.root_device)
@@ -185,7 +208,7 @@ class GridProcesses:
         return tensor if chosen.size() == 1 else gather_tensor(tensor, chosen, with_gradients=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Whether all ranks have decided so, or any. Collectives: an all-reduce over the world."""
+        """Return whether all ranks have decided so, or any. Collectives: an all-reduce over the world."""
         if self.grid.size == 1:
             return decision
         assert dist.group.WORLD is not None

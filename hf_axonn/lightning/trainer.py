@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from typing import Any
 
 import lightning
@@ -22,13 +21,11 @@ from torch.optim import Optimizer
 from hf_axonn.checkpoint.full_state import full_state_dict
 from hf_axonn.checkpoint.manifest import is_sharded_checkpoint
 from hf_axonn.checkpoint.save import finish_saves
-from hf_axonn.compat.lightning import finish_closure, subprocess_launcher
-from hf_axonn.config import AxonnConfig
+from hf_axonn.compat.lightning import finish_closure
 from hf_axonn.lightning.files import load, local_path, open_checkpoint, save, take_ordinary_optimizer
-from hf_axonn.lightning.gradients import averaging, clip_by_norm, clip_by_value, unsynced
-from hf_axonn.lightning.metrics import count_samples_once
+from hf_axonn.lightning.gradients import averaging, clip_by_norm, clip_by_value, leave_unsynced
 from hf_axonn.lightning.models import fit_optimizer, put_on_grid, without
-from hf_axonn.lightning.processes import GridProcesses, settings_of
+from hf_axonn.lightning.processes import GridProcesses
 from hf_axonn.topology.grid import Grid
 
 
@@ -56,24 +53,9 @@ class AxonnStrategy(GridProcesses, ParallelStrategy):
     """
 
     strategy_name = "axonn"
-
-    def __init__(
-        self,
-        grid: Grid | AxonnConfig | None = None,
-        *,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__()
-        self.config = settings_of(grid, options)
-        self.process_group_backend, self.timeout = process_group_backend, timeout
-        self.sharded: nn.Module | None = None  # the model inside of the LightningModule
-        self._failed = False
-
-    def _configure_launcher(self) -> None:
-        if self.grid.size > 1 and not self.cluster_environment.creates_processes_externally:
-            self._launcher = subprocess_launcher(self, of_trainer=True)
+    of_trainer = True
+    sharded: nn.Module | None = None  # the model inside of the LightningModule
+    _failed = False
 
     def setup_environment(self) -> None:
         """Join the ranks. Raises and communicates as `GridProcesses.start_processes`."""
@@ -105,8 +87,7 @@ class AxonnStrategy(GridProcesses, ParallelStrategy):
             convert=self.precision_plugin.convert_module,
         )
         self.model = self.lightning_module
-        if self.grid.size > 1:
-            count_samples_once(self.lightning_module, self.mesh)
+        self.count_samples_once(self.lightning_module)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -129,16 +110,16 @@ class AxonnStrategy(GridProcesses, ParallelStrategy):
             fit_optimizer(optimizer, self.sharded, self.precision_plugin.precision)
 
     def setup_precision_plugin(self) -> None:
-        """As the stock method; clipping, for which Lightning asks its plugin, is over all shards."""
+        """Set the plugin up, and let it clip over all shards: Lightning asks it for that."""
         super().setup_precision_plugin()
         plugin: Any = self.precision_plugin
         plugin.clip_grad_by_norm, plugin.clip_grad_by_value = clip_by_norm, clip_by_value
 
     def model_to_device(self) -> None:
-        """Nothing: `setup` has brought the module there."""
+        """Do nothing: `setup` has brought the module there."""
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """A backward pass; after the last one of a step gradients are averaged, before `on_after_backward`.
+        """Run a backward pass; after the last one of a step gradients are averaged, before `on_after_backward`.
 
         Collectives: those of `syncing`.
         """
@@ -156,13 +137,13 @@ class AxonnStrategy(GridProcesses, ParallelStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Leave gradients of passes that begin inside unaveraged; the Trainer accumulates so."""
         assert self.sharded is not None
-        with unsynced(self.sharded):
+        with leave_unsynced(self.sharded):
             yield
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """As the stock method, with the closure before the step and not inside of it: then the step is on shards."""
+        """Run the closure before the step and not inside of it, so that the step is on shards."""
         module: Any = model or self.lightning_module
         plugin: Any = self.precision_plugin
         if getattr(plugin, "scaler", None) is not None:  # which does the same
@@ -177,7 +158,7 @@ class AxonnStrategy(GridProcesses, ParallelStrategy):
         return self.over_samples(tensor, group, reduce_op)
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The LightningModule's `state_dict()` with full tensors, on the CPU of rank 0; empty on the others.
+        """Return the LightningModule's `state_dict()` with full tensors, on the CPU of rank 0; empty on the others.
 
         Every rank must call it. Collectives: those of `full_state_dict` of the model.
         """
@@ -197,7 +178,7 @@ class AxonnStrategy(GridProcesses, ParallelStrategy):
         return False
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Nothing, on a grid: `save_checkpoint` writes the shards of the state itself."""
+        """Return nothing on a grid: `save_checkpoint` writes the shards of the state itself."""
         return super().optimizer_state(optimizer) if self.grid.size == 1 else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -258,7 +239,7 @@ class AxonnStrategy(GridProcesses, ParallelStrategy):
             )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """What is beside the model; all, of an ordinary checkpoint. No communication."""
+        """Load what is beside the model; of an ordinary checkpoint all. No communication."""
         assert self.lightning_module is not None and self.sharded is not None
         if "state_dict" in checkpoint:
             super().load_model_state_dict(checkpoint, strict=strict)
@@ -267,7 +248,7 @@ class AxonnStrategy(GridProcesses, ParallelStrategy):
                 self.lightning_module.load_state_dict(checkpoint[BESIDE], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: `load_checkpoint` has done it."""
+        """Do nothing: `load_checkpoint` has loaded it."""
 
     def on_exception(self, exception: BaseException) -> None:
         """Note that ranks may be in different places."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_axonn.checkpoint.adapter_files import adapter_base
-from hf_axonn.checkpoint.gguf import WHERE, converted
+from hf_axonn.checkpoint.gguf import WHERE, convert_once
 from hf_axonn.checkpoint.hf_loader import distribute_when_built
 from hf_axonn.checkpoint.manifest import is_sharded_checkpoint
 from hf_axonn.checkpoint.sharded import read_weights, verify_together
@@ -95,7 +95,7 @@ def from_pretrained(
     if gguf_file := kwargs.pop("gguf_file", None):
         del kwargs["quantization_config"]
         where = {key: kwargs.pop(key) for key in WHERE if key in kwargs}
-        name_or_path = converted(origin, gguf_file, auto_class=auto_class, dtype=kwargs.get("dtype"), **where)
+        name_or_path = convert_once(origin, gguf_file, auto_class=auto_class, dtype=kwargs.get("dtype"), **where)
     _verify(name_or_path)
     device = torch.device(default_device_type())
     if device.type != "cpu":

@@ -36,7 +36,7 @@ from hf_axonn.trainer.smoothing import loss_to_smooth
 logger = get_logger(__name__)
 Batch = dict[str, Any]
 
-# Of keys with a value for each token.
+# Padding of keys with a value for each token.
 PADS = {"attention_mask": 0, "position_ids": 0, "seq_idx": -1, "token_type_ids": 0}
 
 
@@ -51,7 +51,7 @@ def get_batch_samples(self, original: Callable, *args, **kwargs):
 
 
 def training_step(self, original: Callable, model: nn.Module, inputs: Batch, *args, **kwargs) -> Tensor:
-    """The loss of a batch, of which the first of a step runs all."""
+    """Return the loss of a batch; the first of a step runs all batches."""
     step: AccumulatedStep | None = getattr(self, "_axonn_step", None)
     if step is not None and step.begins_with(inputs):
         if not _runs_together(self, model, step):
@@ -64,7 +64,7 @@ def training_step(self, original: Callable, model: nn.Module, inputs: Batch, *ar
 
 
 def _runs_together(trainer, model: nn.Module, step: AccumulatedStep) -> bool:
-    """Whether the batches of a step can be the micro-batches of one schedule."""
+    """Return whether the batches of a step can be the micro-batches of one schedule."""
     own = [owner.__module__ for owner in type(trainer).__mro__ if "compute_loss" in vars(owner)]
     if "compute_loss" in vars(trainer) or trainer.compute_loss_func is not None:
         return False
@@ -79,7 +79,7 @@ def _runs_together(trainer, model: nn.Module, step: AccumulatedStep) -> bool:
 
 
 def _loss(trainer, original: Callable, model: nn.Module, batch: Batch, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """What the stock `training_step` calls backward on."""
+    """Return the loss on which the stock `training_step` calls backward."""
     found: list[Tensor] = []
     with replaced({(trainer.accelerator, "backward"): lambda loss, **_: found.append(loss)}):
         original(model, dict(batch), *args, **kwargs)
@@ -102,52 +102,52 @@ class AccumulatedStep:
         self._taken = 0
 
     def begins_with(self, inputs: Batch) -> bool:
-        """Whether nothing has run, and this is the first batch, as it was noted."""
+        """Return whether nothing has run, and this is the first batch, as it was noted."""
         return self.losses is None and inputs is self.batches[0]
 
     def fits(self) -> bool:
-        """Whether a schedule runs so many batches, and more than one."""
+        """Return whether a schedule runs this number of batches, and it is more than one."""
         return len(self.batches) > 1 and self.pipeline.takes(len(self.batches))
 
     def rows_fit(self) -> bool:
-        """Whether each batch can be a pipeline of its rows."""
+        """Return whether each batch can be a pipeline of its rows."""
         return all(divisions(len(batch["input_ids"]), self.pipeline) for batch in self.batches)
 
     def run(self, trainer, loss_of: Callable[[Batch], Tensor]) -> None:
         """Run all batches forward and backward. Collectives: those of `Pipeline.train` and of the batch check."""
         batches = pad_alike(self.batches, getattr(trainer.processing_class, "pad_token_id", None) or 0)
         if not self.fits():
-            batches = self._filled(batches)
-        named = (
-            (f"{name} of batch {number}", its) for number, batch in enumerate(batches) for name, its in batch.items()
-        )
-        self.state.check_batch((), dict(named))
+            batches = self._fill_up(batches)
+        named = {
+            f"{name} of batch {number}": value for number, batch in enumerate(batches) for name, value in batch.items()
+        }
+        self.state.check_batch((), named)
         real = [tuple(batch["input_ids"].shape) for batch in self.batches]
         real += [(0, 0)] * (len(batches) - len(real))
-        calls = [functools.partial(self._call, loss_of, batch, its) for batch, its in zip(batches, real, strict=True)]
+        calls = [functools.partial(self._call, loss_of, *pair) for pair in zip(batches, real, strict=True)]
         (rows, columns), experts = batches[0]["input_ids"].shape, self.pipeline.experts_of(batches[0])
         with trainer.accelerator.autocast():
             self.losses, self.gradients = self.pipeline.train(calls, rows, columns, experts)
 
     def _call(self, loss_of: Callable[[Batch], Tensor], batch: Batch, real: tuple[int, int]) -> Tensor:
-        """The loss of a batch, of which the stage knows what was there before it was filled up."""
+        """Return the loss of a batch, and tell the stage its size before it was filled up."""
         assert self.state.context.stage is not None
         self.state.context.stage.real = real
         return loss_of(batch)
 
-    def _filled(self, batches: list[Batch]) -> list[Batch]:
-        """The batches, and after them as many without labels as the schedule wants."""
-        wanted = next(number for number in itertools.count(len(batches)) if self.pipeline.takes(number))
+    def _fill_up(self, batches: list[Batch]) -> list[Batch]:
+        """Return the batches, followed by batches without labels up to a number that the schedule takes."""
+        total = next(number for number in itertools.count(len(batches)) if self.pipeline.takes(number))
         if world_rank() == 0:
-            _warn(len(batches), len(batches[0]["input_ids"]), wanted, self.state.grid.pipe)
+            _warn(len(batches), len(batches[0]["input_ids"]), total, self.state.grid.pipe)
         nothing = {
             name: torch.full_like(value, IGNORE_INDEX) if is_labels(name) else value
             for name, value in batches[0].items()
         }
-        return batches + [nothing] * (wanted - len(batches))
+        return batches + [nothing] * (total - len(batches))
 
     def next(self, trainer, inputs: Batch) -> Tensor:
-        """The loss of the next batch; with the last one backward, so that gradients are averaged as ever.
+        """Return the loss of the next batch; with the last one run backward, so that gradients are averaged as ever.
 
         Raises:
             ValueError: it is another batch than the one that has run.
@@ -169,15 +169,15 @@ class AccumulatedStep:
 
 
 @functools.cache
-def _warn(batches: int, rows: int, wanted: int, pipe: int) -> None:
+def _warn(batches: int, rows: int, total: int, pipe: int) -> None:
     logger.warning(
-        f"a step of {batches} batch(es) of {rows} row(s) is too short for pipe={pipe} and was filled up to {wanted} "
+        f"a step of {batches} batch(es) of {rows} row(s) is too short for pipe={pipe} and was filled up to {total} "
         "batches with empty ones. Unless this was the end of an epoch, raise gradient_accumulation_steps."
     )
 
 
 def pad_alike(batches: list[Batch], pad_token: int) -> list[Batch]:
-    """Batches of [B, S] tokens with as many rows and columns as the largest of each; what is added is ignored.
+    """Pad batches of [B, S] tokens to the most rows and columns of all; what is added is ignored.
 
     Raises:
         ValueError: a value for each token is of a kind that is not known.
@@ -185,17 +185,17 @@ def pad_alike(batches: list[Batch], pad_token: int) -> list[Batch]:
     shapes = [tuple(batch["input_ids"].shape) for batch in batches]
     rows, columns = (max(sizes) for sizes in zip(*shapes, strict=True))
     return [
-        {name: _padded(name, value, shape, (rows, columns), pad_token, shapes) for name, value in batch.items()}
+        {name: _pad(name, value, shape, (rows, columns), pad_token, shapes) for name, value in batch.items()}
         for batch, shape in zip(batches, shapes, strict=True)
     ]
 
 
-def _padded(
-    name: str, value: Any, shape: tuple[int, ...], wanted: tuple[int, int], pad_token: int, shapes: list[tuple]
+def _pad(
+    name: str, value: Any, shape: tuple[int, ...], target: tuple[int, int], pad_token: int, shapes: list[tuple]
 ) -> Any:
     if not by_row(value, shape[0]):
         return value
-    if shape[1] < wanted[1] and value.dim() > 1 and shape[1] in value.shape[1:]:
+    if shape[1] < target[1] and value.dim() > 1 and shape[1] in value.shape[1:]:
         pad = pad_token if name == "input_ids" else IGNORE_INDEX if is_labels(name) else PADS.get(name)
         if pad is None or value.dim() > 2:
             raise ValueError(
@@ -203,8 +203,8 @@ def _padded(
                 f"need one shape, and those of this step have {', '.join(str(list(each)) for each in shapes)} tokens. "
                 "Let the data collator pad all of them to one length (padding='max_length')."
             )
-        value = F.pad(value, (0, wanted[1] - shape[1]), value=pad)
-    return with_rows(name, value, wanted[0]) if shape[0] < wanted[0] else value
+        value = F.pad(value, (0, target[1] - shape[1]), value=pad)
+    return with_rows(name, value, target[0]) if shape[0] < target[0] else value
 
 
 WRAPPERS = (get_batch_samples, training_step)

@@ -28,13 +28,13 @@ class MonitorCallback(TrainerCallback, ExportableState, Watcher):
         trainer = Trainer(..., callbacks=[MonitorCallback()])
 
     For Trainer, GoldfishTrainer and SFTTrainer, over a grid or without one. The last log, of `train_loss`, has goodput
-    and seconds alone. Checkpoints keep the seconds, so that goodput goes on over restarts.
+    and seconds alone. Checkpoints keep the seconds, so that goodput continues over restarts.
 
     Args:
-        peak_tflops: As of `Monitor`.
+        peak_tflops: See `Monitor`.
 
     Attributes:
-        monitor: While training goes on and after it; None before.
+        monitor: During training and after it; None before.
 
     Collectives: those of `Monitor.log`, in each log of the losses of training.
     """
@@ -45,20 +45,20 @@ class MonitorCallback(TrainerCallback, ExportableState, Watcher):
         self.kept: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it."""
+        """Return what a checkpoint keeps of it."""
         if self.monitor is not None:
             self.monitor.lap(SAVE)  # so far
             self.kept = self.monitor.state_dict()
         return {"args": {"peak_tflops": self.peak_tflops}, "attributes": {"kept": self.kept}}
 
-    def sees(self, batches: list[Any]) -> None:
+    def see_batches(self, batches: list[Any]) -> None:
         """Count their tokens."""
         if self.monitor is not None:
             for batch in batches:
                 self.monitor.count(batch)
 
     def numbers(self, *, last: bool) -> dict[str, float]:
-        """Those of a log."""
+        """Return the numbers of a log."""
         if self.monitor is None:
             return {}
         if not last:
@@ -69,7 +69,7 @@ class MonitorCallback(TrainerCallback, ExportableState, Watcher):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
-        """Start, or go on where the checkpoint was saved."""
+        """Start, or continue where the checkpoint was saved."""
         self.monitor = Monitor(model, peak_tflops=self.peak_tflops)
         every: Any = state.stateful_callbacks  # as JSON, of the checkpoint or of this callback as it was before
         kept = every.get(type(self).__name__, {}).get("attributes", {}).get("kept")
@@ -77,13 +77,13 @@ class MonitorCallback(TrainerCallback, ExportableState, Watcher):
             self.monitor.load_state_dict(kept)
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """The batches are here."""
+        """Note the time: the batches are here."""
         assert self.monitor is not None
         self.monitor.lap(DATA)
         self.monitor.step_begins()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The optimizer has made its step."""
+        """Note the time: the optimizer has made its step."""
         assert self.monitor is not None
         self.monitor.step_ends()
         if control.should_save or control.should_evaluate:
@@ -91,12 +91,12 @@ class MonitorCallback(TrainerCallback, ExportableState, Watcher):
         self.monitor.lap(STEP)
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """An evaluation is over."""
+        """Note the time: an evaluation is over."""
         if self.monitor is not None:
             self.monitor.lap(EVALUATION)
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        """A checkpoint is written, or what is left of it is in the background."""
+        """Note the time: a checkpoint is written, or its rest is written in the background."""
         assert self.monitor is not None
         self.monitor.lap(SAVE)
 
@@ -108,7 +108,7 @@ class ProfilerCallback(TrainerCallback):
 
     Args:
         folder: Where `rank-R.json.gz` is written. None: `profile` in the output_dir.
-        wait: Steps before, counted from where this training starts or goes on.
+        wait: Steps before, counted from where this training starts or continues.
         warmup: Steps that the profiler runs and does not record.
         active: Steps that it records.
         options: Of `torch.profiler.profile`: record_shapes, profile_memory, with_stack and others.

@@ -1,4 +1,4 @@
-"""What Transformers' Trainer must do otherwise for a parallelized model, and for no other.
+"""Methods that Transformers' Trainer runs otherwise for a parallelized model, and for no other.
 
 Trainer saves and loads on rank 0 and has no place to plug this in, so a few methods of the class are wrapped. With a
 plain model and a plain checkpoint each wrapper calls the stock method and nothing else.
@@ -27,7 +27,7 @@ from hf_axonn.distributed.watchdog.progress import PROGRESS
 from hf_axonn.engine.dtensors import whole
 from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.engine.state import parallel_state
-from hf_axonn.trainer import accumulation, hub, liger, masters, resume, rollouts, saving, smoothing, trl, watching
+from hf_axonn.trainer import accumulation, hub, liger, resume, rollouts, saving, smoothing, trl, watching
 
 
 SCHEDULE_FREE = ("schedule_free_adamw", "schedule_free_radam", "schedule_free_sgd")
@@ -66,7 +66,7 @@ def install(trainer_class: type) -> None:
 
 
 def _install_functions() -> None:
-    """Functions that Trainer calls. Scripts look for the last checkpoint and count parameters themselves, too."""
+    """Replace functions that Trainer calls, and scripts, too: for the last checkpoint, and to count parameters."""
     from transformers import trainer, trainer_pt_utils, trainer_utils
 
     within: Any = trainer
@@ -91,29 +91,29 @@ def _bound(wrapper: Callable, original: Callable) -> Callable:
 
 
 def _plugin(trainer):
-    """The AxonnPlugin of this Trainer, where its grid has more than one rank."""
+    """Return the AxonnPlugin of this Trainer, where its grid has more than one rank."""
     plugin = getattr(trainer.accelerator, "axonn_plugin", None)
     return plugin if plugin is not None and plugin.grid.size > 1 else None
 
 
 def create_accelerator_and_postprocess(self, original: Callable) -> None:
-    """A plain model is sharded before anything else looks at it."""
+    """Shard a plain model before anything else looks at it."""
     original()
     _make_ready(self)
 
 
 def _prepare_for_training(self, original: Callable, *args, **kwargs):
-    """TRL divides what it gathers by `_tp_size`; ours are counted once by `gather` already. What is trained becomes
-    float32 before the optimizer is made."""
+    """Set TRL's `_tp_size`, by which it divides what it gathers, to 1: `gather` counts samples once. Trained weights
+    become float32 before the optimizer is made."""
     if _plugin(self) is not None and hasattr(self, "_tp_size"):
         self._tp_size = 1
         trl.freeze_references(self)
-    masters.keep(self)
+    resume.make_trained_weights_float32(self)
     return original(*args, **kwargs)
 
 
 def _move_model_to_device(self, original: Callable, model: nn.Module, device: torch.device) -> None:
-    """Shards on the CPU stay where they are: Trainer names it cpu:0, for which torch copies all that is on cpu."""
+    """Leave shards on the CPU where they are: Trainer names it cpu:0, for which torch copies all that is on cpu."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     if parallel_state(model) is None or device.type != "cpu" or any(tensor.device.type != "cpu" for tensor in tensors):
         original(model, device)
@@ -143,8 +143,8 @@ def _make_ready(self) -> None:
         "use_vllm": getattr(self.args, "use_vllm", False),
         "use_transformers_continuous_batching": getattr(self.args, "use_transformers_continuous_batching", False),
     }
-    for name, asked in refused.items():
-        if asked:
+    for name, requested in refused.items():
+        if requested:
             raise ValueError(f"{name} is not supported over a grid ({plugin.grid}): omit it.")
     # Others keep 8-bit blocks, projections or norms of a full tensor, which shards do not have.
     optim = getattr(self.args.optim, "value", self.args.optim)
@@ -161,7 +161,7 @@ def _make_ready(self) -> None:
 
 
 def call_model_init(self, original: Callable, *args, **kwargs) -> nn.Module:
-    """A model that `model_init` makes is sharded like any other."""
+    """Shard a model that `model_init` makes like any other."""
     model = original(*args, **kwargs)
     plugin = _plugin(self)
     if plugin is not None:
@@ -170,14 +170,14 @@ def call_model_init(self, original: Callable, *args, **kwargs) -> nn.Module:
 
 
 def _get_num_items_in_batch(self, original: Callable, *args, **kwargs):
-    """Trainer divides its count by the ranks that share samples, up to 5.22 to an integer; ours are counted once by
-    `gather` already."""
+    """Keep Trainer from dividing its count by the ranks that share samples, which `gather` counts once (up to 5.22 it
+    divides to an integer)."""
     with replaced({(self, "get_tp_size"): lambda: 1} if _plugin(self) is not None else {}):
         return original(*args, **kwargs)
 
 
 def _get_train_sampler(self, original: Callable, *args, **kwargs):
-    """Samplers that shuffle or divide by themselves know of the grid."""
+    """Adapt samplers that shuffle or divide by themselves to the grid."""
     sampler, plugin = original(*args, **kwargs), _plugin(self)
     if plugin is None:
         return sampler
@@ -188,14 +188,14 @@ def _get_train_sampler(self, original: Callable, *args, **kwargs):
 
 
 def floating_point_ops(self, original: Callable, *args, **kwargs) -> int:
-    """Trainer adds these up over all ranks: one of those that share samples speaks for them."""
+    """Count on one of the ranks that share samples: Trainer adds up over all ranks."""
     plugin = _plugin(self)
     here = plugin.grid.coordinates(self.args.process_index) if plugin else {}
     return 0 if any(here.get(axis) for axis in SAME_SAMPLES) else original(*args, **kwargs)
 
 
 def compute_loss(self, original: Callable, model: nn.Module, *args, **kwargs):
-    """Without `average_tokens_across_devices` a loss is divided by the items of this (data, z), and no share."""
+    """Divide a loss by the items of this (data, z), and take no share, without `average_tokens_across_devices`."""
     state = parallel_state(model)
     if state is None or self.args.average_tokens_across_devices:
         return original(model, *args, **kwargs)
@@ -204,12 +204,12 @@ def compute_loss(self, original: Callable, model: nn.Module, *args, **kwargs):
 
 
 def get_num_trainable_parameters(self, original: Callable) -> int:
-    """Of all stages over pipe."""
+    """Count those of all stages over pipe."""
     return num_parameters(self.model, only_trainable=True) if parallel_state(self.model) else original()
 
 
 def train(self, original: Callable, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-    """All ranks must have the same arguments. Collectives: those of `assert_same_on_all_ranks`, then Trainer's."""
+    """Refuse ranks with different arguments. Collectives: those of `assert_same_on_all_ranks`, then Trainer's."""
     if _plugin(self) is not None:
         facts = argument_facts(self.args) | {"resume_from_checkpoint": resume_from_checkpoint}
         assert_same_on_all_ranks(facts, self.args.device, "Give every rank the same arguments of Trainer.")
@@ -234,7 +234,6 @@ WRAPPERS = (
     get_num_trainable_parameters,
     *saving.WRAPPERS,
     *resume.WRAPPERS,
-    *masters.WRAPPERS,
     train,
     *accumulation.WRAPPERS,
     training_step,

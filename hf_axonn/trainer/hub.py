@@ -1,4 +1,4 @@
-"""What a Trainer on a grid uploads: an ordinary model repository, as from one process.
+"""Uploads of a Trainer on a grid: an ordinary model repository, as from one process.
 
 The stock methods upload the output directory. On a grid that holds shards and their manifest, which
 `AutoModelForCausalLM.from_pretrained("user/name")` does not look for on the hub. So the shards become ordinary
@@ -41,7 +41,7 @@ def push_to_hub(self, original: Callable, *args, **kwargs):
 
 
 def save_model(self, original: Callable, output_dir: str | None = None, _internal_call: bool = False) -> None:
-    """As the stock method, on every rank; within `push_to_hub` the shards become ordinary files.
+    """Save on every rank; within `push_to_hub` the shards become ordinary files.
 
     Raises:
         ValueError: rank 0 could not write or remove files; on every rank.
@@ -70,7 +70,7 @@ def save_model(self, original: Callable, output_dir: str | None = None, _interna
 
 
 def create_model_card(self, original: Callable, *args, **kwargs) -> None:
-    """As the stock method, which takes every rank for a reader of samples of its own."""
+    """Correct the batch sizes of the model card: Trainer takes every rank for a reader of its own samples."""
     original(*args, **kwargs)
     state = parallel_state(self.model)
     card = Path(self.args.output_dir, "README.md")
@@ -82,7 +82,7 @@ def create_model_card(self, original: Callable, *args, **kwargs) -> None:
 
 
 def _push_from_checkpoint(self, original: Callable, checkpoint_folder: str) -> None:
-    """As the stock method, which copies the ordinary files of a checkpoint to the output directory. On rank 0."""
+    """Put the model of a sharded checkpoint into the output directory, as ordinary files, before the upload."""
     if self.is_world_process_zero() and self.args.hub_strategy != "end":
         busy = self.push_in_progress is not None and not self.push_in_progress.is_done()
         if (self.args.hub_always_push or not busy) and is_sharded_checkpoint(checkpoint_folder):
@@ -93,7 +93,7 @@ def _push_from_checkpoint(self, original: Callable, checkpoint_folder: str) -> N
 
 
 def _finish_current_push(self, original: Callable) -> None:
-    """As the stock method; at the end of training, where every rank calls it, they wait for rank 0's upload."""
+    """Finish the upload; at the end of training every rank calls this, and waits for rank 0."""
     with replaced({(PROGRESS, "work"): "uploads to the hub"}):
         original()
     if not getattr(self, "_axonn_ordinary", False):
@@ -101,7 +101,7 @@ def _finish_current_push(self, original: Callable) -> None:
 
 
 def _wait_for_rank_0(trainer) -> None:
-    """Which exports and uploads alone, as long as that takes. Collectives: `barrier`, for a parallelized model."""
+    """Wait without a limit for rank 0, which exports and uploads alone. Collectives: `barrier`, if parallelized."""
     if parallel_state(trainer.model) is not None:
         barrier()
 

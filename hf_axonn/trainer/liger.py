@@ -3,7 +3,7 @@
     RMSNorm           every token of this rank; where its features are divided over y, layers/norms.py stays
     SwiGLU, GeGLU     between the column and the row layer of an MLP, on this rank's features
     RoPE              on this rank's heads
-    losses            off: they multiply or read the whole head, of which each rank has a part
+    losses            off: they multiply or read the whole head, and a rank has a part of it
     experts           off: their kernel multiplies the whole weights of all experts
 
 Trainer has a model patched when training starts, after it has been sharded: Liger puts its forwards on MLPs and norms.
@@ -41,7 +41,7 @@ ACTIVATIONS = {"swiglu": ("silu", "swish"), "geglu": ("gelu_pytorch_tanh",)}  # 
 
 
 def without_losses(config: dict[str, bool] | None, why: str) -> dict[str, bool]:
-    """`liger_kernel_config` with Liger's losses off.
+    """Return `liger_kernel_config` with Liger's losses off.
 
     Args:
         why: what does not go together with them.
@@ -63,7 +63,7 @@ def check(args: Any, dynamo: str, model: nn.Module | None, grid: Grid) -> None:
         model: None where it is still to be made.
     Raises:
         ValueError: there is no GPU, the package is missing or not proven, the model is to be compiled or none of
-            `MODELS`, or another kernel is asked for.
+            `MODELS`, or another kernel is requested.
     """
     from transformers.utils.import_utils import is_liger_kernel_available
 
@@ -81,7 +81,7 @@ def check(args: Any, dynamo: str, model: nn.Module | None, grid: Grid) -> None:
 
 
 def apply_liger_kernel(original: Callable, model: nn.Module, kernel_config: dict[str, bool] | None) -> None:
-    """Transformers' function of this name, which Trainer calls when training starts, for a parallelized model, too.
+    """Wrap Transformers' function of this name, which Trainer calls when training starts, for parallelized models.
 
     Its classes in the module of the model, which Liger replaces as well, are put back: what is built later is probed,
     sharded and patched like this one. Rotary embedding is a function there, which stays Liger's. No communication.
@@ -99,12 +99,12 @@ def apply_liger_kernel(original: Callable, model: nn.Module, kernel_config: dict
     decoder = getattr(inner, inner.base_model_prefix, inner)
     modeling = sys.modules[type(decoder).__module__]
     classes = {(modeling, name): value for name, value in vars(modeling).items() if isinstance(value, type)}
-    with moved_inside(inner), replaced_attributes(classes), replaced(decoder._modules, _of_this_stage(decoder)):
+    with moved_inside(inner), replaced_attributes(classes), replaced(decoder._modules, _drop_other_stages(decoder)):
         return original(model, settings)
 
 
 def _settings(model: nn.Module | None, config: dict[str, bool] | None) -> dict[str, bool]:
-    """`config` with everything off that a parallelized model cannot have.
+    """Return `config` with everything off that a parallelized model cannot have.
 
     Raises:
         ValueError: the model is none of `MODELS`, or something that is off here is asked for.
@@ -136,8 +136,8 @@ def _settings(model: nn.Module | None, config: dict[str, bool] | None) -> dict[s
     return settings
 
 
-def _of_this_stage(decoder: nn.Module) -> dict[str, nn.Module]:
-    """Children of a decoder without what stands in for modules of other stages of a pipeline, which has no parts."""
+def _drop_other_stages(decoder: nn.Module) -> dict[str, nn.Module]:
+    """Return the children of a decoder without the stand-ins for modules of other stages, which have no parts."""
     own: dict[str, nn.Module] = {}
     for name, child in decoder.named_children():
         if isinstance(child, nn.ModuleList):

@@ -1,4 +1,4 @@
-"""How a Trainer goes on from a checkpoint: the newest complete one, on whatever grid it runs now.
+"""Resuming a Trainer from a checkpoint: the newest complete one, on whatever grid it runs now.
 
 Each function wraps the method of Trainer that has its name (hooks.py). With a plain model and a plain
 checkpoint the stock method does it.
@@ -27,6 +27,7 @@ from hf_axonn.compat.messages import get_logger
 from hf_axonn.compat.torch import default_device_type
 from hf_axonn.distributed.collectives import broadcast_text, world_rank
 from hf_axonn.distributed.consistency import raise_on_all_ranks
+from hf_axonn.engine.master_weights import make_masters
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.trainer.saving import SCALER, SCHEDULER, TRAINER_STATE, checkpoints_in, rng_file, tidy
 
@@ -36,7 +37,7 @@ LAST = "last"
 
 
 def train(self, original: Callable, resume_from_checkpoint: str | bool | None = None, *args, **kwargs):
-    """`resume_from_checkpoint=True` is the newest checkpoint that is complete; others are skipped, with a warning.
+    """Take the newest complete checkpoint for `resume_from_checkpoint=True`; others are skipped, with a warning.
 
     "last" is the same, and starts at step 0 where `output_dir` has no checkpoint: a job that is restarted by the
     command that started it has none the first time.
@@ -46,9 +47,10 @@ def train(self, original: Callable, resume_from_checkpoint: str | bool | None = 
     return original(resume_from_checkpoint, *args, **kwargs)
 
 
-def _choose(self, wanted: str | bool | None) -> str | bool | None:
-    """What to resume from. Collectives: a broadcast over the world, for True and "last" those of `verify_together`."""
-    folder, newest = Path(self.args.output_dir), wanted in (True, LAST)
+def _choose(self, requested: str | bool | None) -> str | bool | None:
+    """Find the checkpoint to resume from. Collectives: a broadcast over the world; for True and "last" those of
+    `verify_together`."""
+    folder, newest = Path(self.args.output_dir), requested in (True, LAST)
     plan = {"problem": "", "candidates": []}
     if world_rank() == 0:
         try:
@@ -61,8 +63,8 @@ def _choose(self, wanted: str | bool | None) -> str | bool | None:
     if dist.is_initialized():
         plan = json.loads(broadcast_text(json.dumps(plan), torch.device(default_device_type())))
     if not newest:
-        return wanted
-    if wanted == LAST and not plan["candidates"]:
+        return requested
+    if requested == LAST and not plan["candidates"]:
         if world_rank() == 0:
             logger.warning(f"{folder} has no checkpoint: training starts at step 0.")
         return None
@@ -88,9 +90,9 @@ def _choose(self, wanted: str | bool | None) -> str | bool | None:
 
 
 def get_last_checkpoint(original: Callable, folder: str) -> str | None:
-    """Transformers' function of this name, which passes over sharded checkpoints that are not complete.
+    """Wrap Transformers' function of this name, so that it passes over sharded checkpoints that are not complete.
 
-    By names and sizes only: who loads it compares the checksums. On one process, no communication.
+    Names and sizes are compared; checksums when it is loaded. On one process, no communication.
     """
     found = checkpoints_in(folder)
     if not any(map(is_sharded_checkpoint, found)):
@@ -112,11 +114,19 @@ def _require(checkpoint: str | Path, manifest: Manifest, name: str) -> None:
         raise ValueError(f"{checkpoint} has no {name}: it is not a checkpoint of a Trainer run that can be resumed.")
 
 
+def make_trained_weights_float32(trainer) -> None:
+    """Make what this Trainer trains float32, under mixed precision; DeepSpeed and FSDP see to that themselves."""
+    if not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled):
+        make_masters(trainer.model.parameters(), mixed_precision=trainer.accelerator.mixed_precision)
+
+
 def _load_from_checkpoint(
     self, original: Callable, resume_from_checkpoint: str, model: nn.Module | None = None
 ) -> None:
-    """All ranks read a sharded checkpoint, on whatever grid they are now; a plain one is sharded while it is read."""
+    """Read a sharded checkpoint on all ranks, of whatever grid; a plain one is sharded while it is read."""
     model = self.model if model is None else model
+    if self.is_in_train:  # in bfloat16 the float32 weights that were saved would be rounded
+        make_trained_weights_float32(self)
     verified, self._axonn_verified = getattr(self, "_axonn_verified", None), None
     if verified is not None and verified[0] == resume_from_checkpoint:
         return load_model(model, resume_from_checkpoint, verified[1])
@@ -131,7 +141,7 @@ def _load_from_checkpoint(
 
 
 def _load_best_model(self, original: Callable) -> None:
-    """As `_load_from_checkpoint`."""
+    """Read the best checkpoint, sharded or plain, on all ranks."""
     if is_sharded_checkpoint(self.state.best_model_checkpoint):
         return load_sharded(self.model, self.state.best_model_checkpoint)
     if parallel_state(self.model) is not None:  # training began on one process
@@ -140,7 +150,7 @@ def _load_best_model(self, original: Callable) -> None:
 
 
 def _load_optimizer_and_scheduler(self, original: Callable, checkpoint: str | None) -> None:
-    """As `_load_from_checkpoint`; the scheduler is read by every rank."""
+    """Read the optimizer of a sharded or plain checkpoint, and on every rank the scheduler."""
     if checkpoint is None or not (is_sharded_checkpoint(checkpoint) or parallel_state(self.model) is not None):
         return original(checkpoint)
     if is_sharded_checkpoint(checkpoint):
@@ -154,7 +164,7 @@ def _load_optimizer_and_scheduler(self, original: Callable, checkpoint: str | No
 
 
 def _load_scaler(self, original: Callable, checkpoint: str | None) -> None:
-    """As `_load_from_checkpoint`; every rank reads the scale of fp16, which a checkpoint of bf16 does not have."""
+    """Read the scale of fp16 on every rank; a checkpoint of bf16 has none."""
     if checkpoint is None or parallel_state(self.model) is None:
         return original(checkpoint)
     path, scaler = Path(checkpoint, SCALER), self.accelerator.scaler
@@ -165,7 +175,7 @@ def _load_scaler(self, original: Callable, checkpoint: str | None) -> None:
 
 
 def _load_rng_state(self, original: Callable, checkpoint: str | None) -> None:
-    """On another number of ranks a rank without a file of its own takes that of rank 0: all started from one seed."""
+    """Read the random state; a rank without a file of its own takes that of rank 0, as all started from one seed."""
     if checkpoint is None or not (is_sharded_checkpoint(checkpoint) or parallel_state(self.model) is not None):
         return original(checkpoint)
     known = read_manifest(checkpoint).files if is_sharded_checkpoint(checkpoint) else None

@@ -1,9 +1,9 @@
-"""What GRPOTrainer and RLOOTrainer of TRL must do otherwise over a grid: who samples, and whose rewards are compared.
+"""GRPOTrainer and RLOOTrainer of TRL over a grid: the ranks that sample, and the rewards that are compared.
 
 They generate completions, reward them and compare the rewards of a prompt's completions, which may lie on several
 processes. For that they count processes; here they count data-parallel ranks:
 
-    generation_batch_size   completions of all data-parallel ranks, of which ranks of (x, y) have the same
+    generation_batch_size   completions of all data-parallel ranks; ranks of (x, y) share theirs
     set_seed                another seed for each data-parallel rank, so that ranks of (x, y) sample the same tokens
     gather, gather_object   one block for each data-parallel rank; rewards are those of its first rank
     process_index, num_processes   inside the two methods that cut out a rank's own advantages and average a loss
@@ -65,7 +65,7 @@ def _install_config(module: str) -> None:
 
 
 def _post_init(self: Any, original: Callable) -> None:
-    """TRL counts what all processes generate together by `world_size`."""
+    """Let TRL count what all processes generate together by data-parallel ranks, in place of `world_size`."""
     grid = getattr(self.parallelism_config or AxonnConfig.from_env(), "grid", None)
     counted: dict[tuple[Any, str], Any] = {}
     if grid is not None and grid.size > 1:
@@ -87,7 +87,7 @@ def _install_trainer(module: str, name: str) -> None:
 
 
 def _among_dp_ranks(module: Any, original: Callable) -> Callable:
-    """A method inside of which processes are data-parallel ranks."""
+    """Wrap a method so that processes are data-parallel ranks inside."""
 
     @functools.wraps(original)
     def method(self, *args, **kwargs):
@@ -107,7 +107,7 @@ def _among_dp_ranks(module: Any, original: Callable) -> Callable:
 
 
 def _set_seed(original: Callable, seed: int, device_specific: bool = False, **options: Any) -> None:
-    """accelerate's function, which adds the number of a process where each is to have a seed of its own."""
+    """Seed as accelerate's function; where each process is to have its own seed, each data-parallel rank has."""
     grid = getattr(parallelism_in_use()[0], "grid", None)
     if device_specific and grid is not None and grid.size > 1:
         here = grid.coordinates(world_rank())

@@ -41,7 +41,7 @@ class GridLengthGroupedSampler(LengthGroupedSampler):
 def for_grid(
     sampler: Sampler | None, grid: Grid, rank: int, batch_size: int, *, dispatched: bool = False
 ) -> Sampler | None:
-    """What a Trainer on a grid takes instead of its stock sampler of training samples.
+    """Return the sampler of training samples that a Trainer on a grid takes instead of its stock one.
 
     Args:
         sampler: the stock one.

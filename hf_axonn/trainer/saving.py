@@ -1,4 +1,4 @@
-"""How a Trainer on a grid saves: everything a resume needs is one save, under one manifest, by all ranks together.
+"""Saving of a Trainer on a grid: all that a resume needs is one save, under one manifest, by all ranks together.
 
 Each function wraps the method of Trainer that has its name (hooks.py). Trainer's own order is kept: model,
 optimizer and scheduler, random state, its own state, then the older checkpoints are removed. But all goes into the
@@ -36,7 +36,7 @@ CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 
 def checkpoints_in(folder: str | Path) -> list[Path]:
-    """The directories checkpoint-N of a run, whatever they hold, the largest N first."""
+    """Return the directories checkpoint-N of a run, whatever they hold, the largest N first."""
     found = [path for path in Path(folder).glob("checkpoint-*") if CHECKPOINT.match(path.name) and path.is_dir()]
     return sorted(found, key=lambda path: -int(CHECKPOINT.match(path.name)[1]))
 
@@ -47,7 +47,7 @@ def _settings(self) -> AxonnConfig:
 
 
 def _save_checkpoint(self, original: Callable, model, trial) -> None:
-    """Save as Trainer does, all or nothing; what becomes of a failure is the setting `save_failure`."""
+    """Save as Trainer does, all or nothing; `save_failure` decides what follows a failure."""
     if parallel_state(self.model) is None:
         return original(model, trial)
     if self.hp_search_backend is None and trial is None:
@@ -68,17 +68,17 @@ def _save_checkpoint(self, original: Callable, model, trial) -> None:
             self._axonn_save = None
     except SaveError as problem:
         self.state.best_model_checkpoint = before
-        _failed(self, problem)
+        _handle_failure(self, problem)
         return
     self._axonn_saved = (directory, before)
     if not save.background:
-        _saved(self)
+        _remove_older(self)
     if self.args.push_to_hub and wait_for_save(self):
         self._push_from_checkpoint(str(directory))
 
 
 def _note_best(self, folder: Path, directory: Path) -> None:
-    """The best checkpoint is an earlier one, or the one that is being saved."""
+    """Note the best checkpoint: an earlier one, or the one that is being saved."""
     if self.args.save_strategy in ("steps", "epoch", "best") and self.state.best_global_step:
         best = folder / f"checkpoint-{self.state.best_global_step}"
         if best == directory or best.is_dir():
@@ -86,7 +86,7 @@ def _note_best(self, folder: Path, directory: Path) -> None:
 
 
 def _save_trainer(self, save: Save) -> None:
-    """What Trainer writes beside the model: each rank its random state, rank 0 the rest."""
+    """Write Trainer's files beside the model: each rank its random state, rank 0 the rest."""
     from transformers.trainer_callback import ExportableState
 
     stage = str(save.stage)
@@ -108,12 +108,12 @@ def _save_trainer(self, save: Save) -> None:
 
 
 def rng_file(self) -> str:
-    """Where Trainer saves this rank's random state."""
+    """Return the name of Trainer's file of this rank's random state."""
     return f"rng_state_{self.args.process_index}.pth" if self.args.world_size > 1 else "rng_state.pth"
 
 
 def _save(self, original: Callable, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-    """Every rank writes its shards; rank 0 the tokenizer and the arguments, as the stock method does.
+    """Write this rank's shards, and on rank 0 the tokenizer and the arguments, as the stock method does.
 
     A Trainer with a method `save_training_record` (GoldfishMixin) writes that, too, with a plain model as well.
     """
@@ -146,7 +146,7 @@ def _save(self, original: Callable, output_dir: str | None = None, state_dict: d
 
 
 def _save_optimizer_and_scheduler(self, original: Callable, output_dir: str) -> None:
-    """The optimizer's shards were written with the weights; the scheduler is rank 0's."""
+    """Write the scheduler, on rank 0; the optimizer's shards were written with the weights."""
     if parallel_state(self.model) is None:
         return original(output_dir)
     if self.args.should_save:
@@ -154,7 +154,7 @@ def _save_optimizer_and_scheduler(self, original: Callable, output_dir: str) -> 
 
 
 def _finalize_training(self, original: Callable, *args, **kwargs):
-    """The last save in the background is waited for before the best model is loaded and older ones are removed."""
+    """Wait for the last save in the background, before the best model is loaded and older ones are removed."""
     if parallel_state(self.model) is None:
         return original(*args, **kwargs)
     wait_for_save(self)
@@ -176,21 +176,21 @@ def wait_for_save(self) -> bool:
         if getattr(self, "_axonn_saved", None) is not None:
             self.state.best_model_checkpoint = self._axonn_saved[1]
             self._axonn_saved = None
-        _failed(self, problem)
+        _handle_failure(self, problem)
         return False
-    _saved(self)
+    _remove_older(self)
     return True
 
 
-def _failed(self, problem: SaveError) -> None:
+def _handle_failure(self, problem: SaveError) -> None:
     if _settings(self).save_failure == "stop":
         raise problem
     if self.args.process_index == 0:
         logger.warning(f"{problem} Training goes on (save_failure: continue).")
 
 
-def _saved(self) -> None:
-    """A checkpoint is complete: older ones may go."""
+def _remove_older(self) -> None:
+    """Remove older checkpoints, after one that is complete."""
     saved, self._axonn_saved = getattr(self, "_axonn_saved", None), None
     if saved is not None and self.args.should_save:
         try:
@@ -217,7 +217,7 @@ def rotate(newest: Path, *, limit: int | None, best: str | None) -> None:
 
 
 def _looks_complete(directory: Path) -> bool:
-    """Whether nothing is missing, by names and sizes; of a checkpoint of one process, whether Trainer finished it."""
+    """Return whether nothing is missing, by names and sizes; for one process, whether Trainer finished it."""
     try:
         return not find_problems(directory, read_manifest(directory), contents=False)
     except ValueError:
@@ -233,7 +233,7 @@ def remove_checkpoint(directory: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Before training: finish the saves of a run that were cut off at their last step, remove what is left of others.
+    """Finish, before training, the saves of a run that were cut off at their last step, and remove those of others.
 
     Raises:
         OSError, ValueError: something cannot be finished or removed.

@@ -24,7 +24,7 @@ def compute_loss(
     return_outputs: bool = False,
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor | tuple[Tensor, Any]:
-    """`label_smoothing_factor` without logits.
+    """Smooth the labels without logits.
 
     Trainer keeps the labels from the model and smooths a loss of its own from the logits, which every rank would hold
     whole. Here the model gets the labels, and its loss (losses/vocab_parallel.py) is the smoothed one: the same
@@ -42,7 +42,7 @@ def compute_loss(
 
 
 def loss_to_smooth(trainer, model: nn.Module, inputs: dict[str, Any]) -> ShardedCausalLMLoss | None:
-    """The loss of a model in training that can be smoothed chunk by chunk and is Trainer's own; None of others."""
+    """Return the loss of a model in training if it can be smoothed chunk by chunk and is Trainer's own, or None."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     from transformers.trainer_pt_utils import LabelSmoother
 

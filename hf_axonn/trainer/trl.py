@@ -1,9 +1,9 @@
-"""What TRL's trainers must do otherwise for a parallelized model, or with the goldfish loss, and not else.
+"""TRL's trainers with a parallelized model, or with the goldfish loss; with others nothing changes.
 
 All of them but RewardTrainer replace `model.forward` by one that multiplies the full `lm_head.weight` itself
 (`add_fused_lm_head`). For a DTensor it takes `full_tensor()`, a weight that is full on every rank and whose gradient
 is not summed over z. Here that function puts our statistics in the place of its own wherever the model's loss is ours,
-and leaves all others as they are. What each label of a batch gets, without logits (TRL's FusedCausalLMOutput):
+and leaves all others as they are. Each label of a batch gets, without logits (TRL's FusedCausalLMOutput):
 
     log_probs          log-probability of the label, differentiable
     entropy            entropy of the distribution that the label is drawn from, differentiable
@@ -66,7 +66,7 @@ def install() -> None:
 
 
 def check_trainer(trainer: object, grid: Grid) -> None:
-    """Refuse a trainer of TRL, over a grid, that nobody has compared with one process. Nothing for others.
+    """Refuse a trainer of TRL, over a grid, that has not been compared with one process; others pass.
 
     Raises:
         ValueError: it is not one of `TRAINERS`, the grid has pipe, or the release of TRL is not proven.
@@ -90,16 +90,16 @@ def check_trainer(trainer: object, grid: Grid) -> None:
 
 
 def freeze_references(trainer: object) -> None:
-    """Of parallelized models that TRL only asks, for references and rewards, no gradients are averaged: it leaves
-    their parameters trainable, and never trains them. No communication."""
-    asked: Any
-    for asked in (getattr(trainer, "ref_model", None), *getattr(trainer, "reward_funcs", ())):
-        if parallel_state(asked) is not None:
-            asked.requires_grad_(False)
+    """Freeze parallelized models of references and rewards, so that no gradients of theirs are averaged: TRL leaves
+    them trainable, and never trains them. No communication."""
+    model: Any
+    for model in (getattr(trainer, "ref_model", None), *getattr(trainer, "reward_funcs", ())):
+        if parallel_state(model) is not None:
+            model.requires_grad_(False)
 
 
 def _hash_module(original: Callable, module: nn.Module) -> str:
-    """TRL's function, by which it finds log-probabilities of a reference model that it has computed before.
+    """Wrap TRL's function, by which it finds log-probabilities of a reference model that it has computed before.
 
     Of a parallelized model every rank hashes its shards, and all have the hash of these. Collectives: `gather_texts`.
     """
@@ -107,8 +107,8 @@ def _hash_module(original: Callable, module: nn.Module) -> str:
     if state is None:
         return original(module)
     shards = {name: local(value.detach()) for name, value in module.state_dict().items()}
-    of_rank = original(types.SimpleNamespace(state_dict=lambda: shards))
-    return hashlib.sha256(json.dumps(gather_texts(of_rank, state.mesh.device)).encode()).hexdigest()
+    digest = original(types.SimpleNamespace(state_dict=lambda: shards))
+    return hashlib.sha256(json.dumps(gather_texts(digest, state.mesh.device)).encode()).hexdigest()
 
 
 def _add_fused_lm_head(
@@ -118,7 +118,7 @@ def _add_fused_lm_head(
     cast_lm_head_to_fp32: bool = False,
     outputs: tuple[str, ...] = ("log_probs",),
 ) -> None:
-    """TRL's function; the forward it leaves on the model asks at each call whose loss the model has.
+    """Wrap TRL's function, whose forward on the model then asks at each call whose loss the model has.
 
     In a process that trains over a grid, a model that is still plain is sharded first: a reference model, which TRL
     prepares when it has the head. Collectives: those of `parallelize` then.
@@ -142,9 +142,9 @@ def _add_fused_lm_head(
         if fused_lm_head and is_parallelized(self):
             _check(self, cast_lm_head_to_fp32, outputs)
             more = tuple(name for name in MORE if name in outputs)
-            return _output(self, kwargs, functools.partial(_sharded, self, own, args, temperature, more))
+            return _output(self, kwargs, functools.partial(_ask_sharded, self, own, args, temperature, more))
         if isinstance(loss, CausalLMLoss) and set(ALWAYS) == set(outputs):
-            return _output(self, kwargs, functools.partial(_plain, loss, theirs, args))
+            return _output(self, kwargs, functools.partial(_ask_plain, loss, theirs, args))
         return theirs(*args, fused_lm_head=fused_lm_head, **kwargs)
 
     model.forward = types.MethodType(forward, model)
@@ -164,7 +164,7 @@ def _check(model: nn.Module, cast_lm_head_to_fp32: bool, outputs: tuple[str, ...
         )
 
 
-def _sharded(
+def _ask_sharded(
     model: nn.Module,
     forward: Callable,
     args: tuple,
@@ -178,7 +178,7 @@ def _sharded(
     return sharded_label_statistics(model, ask, labels, shift_labels, temperature=temperature, more=more, **inputs)
 
 
-def _plain(loss: CausalLMLoss, fused: Callable, args: tuple, labels, shift_labels, **inputs: Any):
+def _ask_plain(loss: CausalLMLoss, fused: Callable, args: tuple, labels, shift_labels, **inputs: Any):
     def ask(targets: dict):
         return fused(*args, fused_lm_head=True, **targets, **inputs)
 
@@ -186,7 +186,7 @@ def _plain(loss: CausalLMLoss, fused: Callable, args: tuple, labels, shift_label
 
 
 def _output(model: nn.Module, inputs: dict[str, Any], statistics: Callable):
-    """The output that TRL's own forward would return."""
+    """Return the output that TRL's own forward would."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     inputs = {"use_cache": False, **inputs}
@@ -216,15 +216,15 @@ def _output(model: nn.Module, inputs: dict[str, Any], statistics: Callable):
 
 @dataclass(frozen=True)
 class LabelStatistics:
-    """Of each label, in the shape of the labels it was asked for; zero where a label is ignored.
+    """Statistics of each label, in the shape of the labels; zero where one is ignored.
 
     Args:
         log_probs: nats, at least float32.
         entropy: nats.
         is_top1: bool; of equally likely tokens the first counts, as with argmax.
         mask: bool, whether there is a label.
-        more: by name what else was asked for (`label_statistics`).
-        aux_loss: 0-d, of a mixture of experts that was asked for it.
+        more: other statistics that were requested, by name (`label_statistics`).
+        aux_loss: 0-d, of a mixture of experts, if requested.
     """
 
     log_probs: Tensor
@@ -270,7 +270,7 @@ def sharded_label_statistics(
         )
     targets = loss.targets(labels, shift_labels)
     found = label_statistics(handed[0], targets.tokens, temperature=temperature, more=more)
-    return _noted(loss, targets, found, output.get("aux_loss"), shifted=shift_labels is not None)
+    return _note(loss, targets, found, output.get("aux_loss"), shifted=shift_labels is not None)
 
 
 def plain_label_statistics(
@@ -279,7 +279,7 @@ def plain_label_statistics(
     labels: Tensor | None,
     shift_labels: Tensor | None,
 ) -> LabelStatistics:
-    """Statistics of a plain model from its own fused head, which is also asked for the labels that goldfish dropped.
+    """Statistics of a plain model from its own fused head, for labels that goldfish dropped as well.
 
     Args:
         loss: the model's, which knows the labels as they were before goldfish.
@@ -295,10 +295,10 @@ def plain_label_statistics(
     output = fused({"shift_labels": tokens} if shifted else {"labels": F.pad(tokens[:, :-1], (1, 0))})
     found = {name: getattr(output, name) for name in ALWAYS}
     found = {name: (value if shifted else F.pad(value, (0, 1))).reshape(-1) for name, value in found.items()}
-    return _noted(loss, targets, found, output.aux_loss, shifted=shifted)
+    return _note(loss, targets, found, output.aux_loss, shifted=shifted)
 
 
-def _noted(
+def _note(
     loss: CausalLMLoss, targets: Targets, found: dict[str, Tensor], aux_loss: Tensor | None, *, shifted: bool
 ) -> LabelStatistics:
     """Tell the loss what tokens [B * S] cost, and put those of kept labels into rows."""

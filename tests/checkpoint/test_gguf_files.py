@@ -108,7 +108,7 @@ def test_ranks_read_slices_of_what_one_of_them_converted(folder):
 
 
 def convert(folder: Path, **options) -> Path:
-    return gguf_files.converted(
+    return gguf_files.convert_once(
         str(folder), "tiny.gguf", auto_class=AutoModelForCausalLM, **{"dtype": "float32"} | options
     )
 
@@ -135,7 +135,7 @@ def test_a_conversion_that_fails_leaves_nothing(folder, monkeypatch):
     assert [path for path in (folder.parent / "cache").iterdir() if path.is_dir()] == []
     assert (convert(folder) / "model.safetensors").is_file()
     with pytest.raises(OSError, match=r"absent\.gguf"):
-        gguf_files.converted(str(folder), "absent.gguf", auto_class=AutoModelForCausalLM, dtype=None)
+        gguf_files.convert_once(str(folder), "absent.gguf", auto_class=AutoModelForCausalLM, dtype=None)
 
 
 def test_a_node_that_the_lock_does_not_reach_may_be_faster(folder, monkeypatch):

@@ -83,7 +83,7 @@ def _rank(rank: int, port, listening, log: str, call: str) -> None:
         train(call)
     except BaseException:
         sys.excepthook(*sys.exc_info())
-    watchdog.ended()
+    watchdog.note_end()
     sys.stderr.flush()
     os._exit(1)
 

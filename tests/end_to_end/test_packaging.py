@@ -147,7 +147,7 @@ def test_the_wheel_holds_every_module(wheel):
     files = [path for path in folder.rglob("*") if path.suffix in (".yaml", ".sh", ".html")]
     scripts = {f"hf_axonn_scripts/{path.relative_to(folder)}" for path in files}
     assert {"axonn.yaml", "task.sh", "node.sh", "page.html", "cpu.yaml"} <= {path.name for path in files}
-    marks = {"hf_axonn/py.typed", "hf_axonn_eval/py.typed"}
+    marks = {f"{package}/{name}" for package in ("hf_axonn", "hf_axonn_eval") for name in ("py.typed", "__init__.pyi")}
     assert expected | machines | templates | protocols | scripts | marks == {
         name for name in names if ".dist-info/" not in name
     }

@@ -120,7 +120,7 @@ def pretend() -> None:
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     torch.cuda.get_rng_state = lambda *_: torch.zeros(16, dtype=torch.uint8, device="cpu")
     for module in (norm_probe, feature_layout):
-        module.isolated = _really_isolated
+        module.isolate = _really_isolated
     torch.nn.Module.to = _to
     # Who asks whether two tensors share their memory is told, though there is none.
     torch.UntypedStorage.data_ptr = lambda storage: storage._cdata

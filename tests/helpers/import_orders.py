@@ -8,11 +8,14 @@ what is imported first. Each fork does `from module import name`. Prints the tra
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import sys
 import tempfile
 import traceback
+from pathlib import Path
+from types import ModuleType
 
 import huggingface_hub  # noqa: F401  (what the libraries import and does not import them)
 import safetensors.torch  # noqa: F401
@@ -23,6 +26,13 @@ import torch
 FORGOTTEN = ("accelerate", "hf_axonn", "hf_axonn_eval", "peft", "transformers", "trl")
 RANK = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 RANK |= {"AXONN_CONFIG": '{"grid": {"z": 2}}', "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def exports(package: ModuleType) -> dict[str, str]:
+    """Return public name -> module of a package, as Python's own parser reads its stub."""
+    stub = ast.parse(Path(package.__file__).with_name("__init__.pyi").read_text(encoding="utf-8"))
+    lines = [line for line in stub.body if isinstance(line, ast.ImportFrom)]
+    return {alias.asname: line.module for line in lines for alias in line.names if alias.asname == alias.name}
 
 
 def check(launched: bool, before: str, module: str, name: str) -> None:

@@ -13,12 +13,12 @@ import pytest
 import hf_axonn
 import hf_axonn_eval
 from tests.helpers import ROOT
-from tests.helpers.import_orders import RANK
+from tests.helpers.import_orders import RANK, exports
 
 
 BOTH = (hf_axonn, hf_axonn_eval)
 # One name of each module: the others are there with it.
-NAMES = {package.__name__: [*{module: name for name, module in package._EXPORTS.items()}.values()] for package in BOTH}
+NAMES = {package.__name__: [*{module: name for name, module in exports(package).items()}.values()] for package in BOTH}
 CORE = ("AxonnPlugin", "GoldfishTrainer", "from_pretrained")
 BEFORE = (
     "import accelerate",

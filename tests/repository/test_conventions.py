@@ -21,7 +21,7 @@ def test_hooks_are_steps_of_make_lint():
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     steps = re.findall(r"^\t\$\(BIN\)/(.+)$", text[text.index("\nlint:") :].split("\n\n")[0], re.MULTILINE)
     (repository,) = read(ROOT / ".pre-commit-config.yaml")["repos"]
-    assert repository["repo"] == "local" and len(repository["hooks"]) == 3
+    assert repository["repo"] == "local"
     for hook in repository["hooks"]:
         program, *options = hook["entry"].removeprefix(".venv/bin/").split()
         assert any(step.startswith(program) for step in steps), hook["entry"]

@@ -1,12 +1,13 @@
 """What a type checker says of a user's script, and that the numbers of type errors can only fall."""
 
-import ast
+import importlib
 import re
 
 import pytest
 
 import hf_axonn
-from tests.helpers import ROOT
+import hf_axonn_eval
+from tests.helpers.import_orders import exports
 from tests.repository.type_errors import PACKAGES, compare, mypy, package_of
 
 
@@ -43,13 +44,13 @@ follow_imports = skip
 """
 
 
-def test_type_checkers_see_every_public_name_and_no_other():
-    """What they read in place of `__getattr__`; what mypy makes of it is slow."""
-    source = (ROOT / "hf_axonn" / "__init__.py").read_text(encoding="utf-8")
-    blocks = [node for node in ast.parse(source).body if isinstance(node, ast.If)]
-    (shown,) = [node for node in blocks if ast.unparse(node.test) == "TYPE_CHECKING"]
-    seen = {name.asname: line.module for line in shown.body for name in line.names if name.asname == name.name}
-    assert seen == {name: f"hf_axonn.{module}" for name, module in hf_axonn._EXPORTS.items()}
+@pytest.mark.parametrize("package", [hf_axonn, hf_axonn_eval], ids=lambda package: package.__name__)
+def test_python_finds_every_name_that_type_checkers_see_and_no_other(package):
+    """Type checkers read the stub, and so does `lazy_names`, a line at a time; what mypy makes of it is slow."""
+    names = exports(package)
+    assert len(names) > 25 and {*dir(package)} - {"__version__"} == names.keys()
+    for name, module in names.items():
+        assert getattr(package, name) is getattr(importlib.import_module(module), name)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Where the main thread of a process stood that a signal of its own ended: what it leaves for the other ranks.
+"""Stack of a process that a signal of its own ended, in a file for the other ranks.
 
 gloo aborts a process that receives another number of bytes than it waits for, in a thread without Python: no
 exception, no handler, no exit function runs. Python's faulthandler still writes the stacks into a file, which the
@@ -22,7 +22,7 @@ from hf_axonn.distributed.watchdog.progress import FRAMES, is_waiting_file, sour
 
 @dataclass(frozen=True)
 class Crash:
-    """What ended a rank.
+    """A rank's end by a signal.
 
     Args:
         reason: the signal in words, such as Aborted.
@@ -37,7 +37,7 @@ class Crash:
     stack: tuple[str, ...]
 
     def to_dict(self) -> dict:
-        """For JSON; `Crash(**...)` reads it back."""
+        """Return it for JSON; `Crash(**...)` reads it back."""
         return asdict(self)
 
 
@@ -71,7 +71,7 @@ class CrashFile:
 
 
 def crashes_in(folder: str) -> Iterator[tuple[int, Crash]]:
-    """The ranks of this host that were ended in this way."""
+    """Yield the ranks of this host that ended in this way."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             with contextlib.suppress(OSError, ValueError):
@@ -81,7 +81,7 @@ def crashes_in(folder: str) -> Iterator[tuple[int, Crash]]:
 
 
 def parse(text: str) -> Crash | None:
-    """What faulthandler has written after the number of the main thread; None if it has written nothing."""
+    """Read what faulthandler wrote after the number of the main thread; None if it has written nothing."""
     header, _, dump = text.partition("\n")
     reason = re.search(r"^Fatal Python error: (.+)$", dump, re.M)
     if reason is None:

@@ -1,4 +1,4 @@
-"""Where this rank is: its step, its collectives, what its main thread does. What a run that fails is asked for.
+"""Place of this rank: its step, its collectives, what its main thread does. Asked for when a run fails.
 
 The engine notes its steps and collectives in `PROGRESS`; everything else is looked up when somebody asks
 (watchdog.py).
@@ -29,7 +29,7 @@ FRAMES = 12  # of a stack are reported, the innermost
 
 @dataclass(eq=False)
 class Progress:
-    """What is noted while training goes on.
+    """Notes that a rank takes while it trains.
 
     Attributes:
         passes: forward passes of parallelized models that began.
@@ -52,11 +52,11 @@ class Progress:
     passing: str = ""
 
     def begin(self) -> None:
-        """A run begins; an earlier one of this process, or of the one that it was forked from, is over."""
+        """Begin a run; an earlier one of this process, or of the one that it was forked from, is over."""
         self.__init__()
 
     def count(self, kind: str, payload: int, group) -> None:
-        """An observer for collectives.observe."""
+        """Count a collective; an observer for `collectives.observe`."""
         self.collectives += 1
         self.last = kind
 
@@ -66,7 +66,7 @@ class Progress:
         return f"in step {self.done + 1}" if self.passes or self.done else "before the first step"
 
     def enters(self, kind: str, stage: int, micro_batch: int) -> None:
-        """A pass of a stage begins: forward, backward or backward_weight."""
+        """Note that a pass of a stage begins: forward, backward or backward_weight."""
         self.passing = f"{kind} of micro-batch {micro_batch} in stage {stage}"
 
 
@@ -75,7 +75,7 @@ PROGRESS = Progress()
 
 @dataclass(frozen=True)
 class Account:
-    """What a rank answers when it is asked where it is.
+    """A rank's answer to the question where it is.
 
     Args:
         rank: of the world.
@@ -111,12 +111,12 @@ class Account:
     passing: str = ""
 
     def to_dict(self) -> dict:
-        """For JSON; `Account(**...)` reads it back."""
+        """Return it for JSON; `Account(**...)` reads it back."""
         return asdict(self)
 
 
 def main_frames() -> list[FrameType]:
-    """The frames of this process' main thread, the innermost first."""
+    """Return the frames of this process' main thread, the innermost first."""
     return _outwards(sys._current_frames().get(_main_thread()))  # noqa: SLF001  (documented by Python)
 
 
@@ -135,7 +135,7 @@ def _outwards(frame: FrameType | None) -> list[FrameType]:
 
 
 def footprint() -> tuple:
-    """Changes whenever this rank gets on: the collectives issued, and where its main thread stands.
+    """Return a value that changes whenever this rank moves: the collectives issued, and its main thread's place.
 
     Within a file that waits for others, a meeting looks again and again: that is no movement.
     """
@@ -144,7 +144,7 @@ def footprint() -> tuple:
 
 
 def used_seconds() -> float:
-    """Processor time of the main thread; where the system does not tell, that of the process."""
+    """Return the processor time of the main thread; where the system does not tell, that of the process."""
     if not hasattr(time, "pthread_getcpuclockid"):
         return time.process_time()
     return time.clock_gettime(time.pthread_getcpuclockid(_main_thread()))
@@ -156,12 +156,12 @@ def _is_waiting(frame: FrameType, files: tuple[str, ...] = WAITING) -> bool:
 
 
 def is_waiting_file(name: str, files: tuple[str, ...] = WAITING) -> bool:
-    """Whether a thread that goes no further in this file is waiting for other ranks."""
+    """Return whether a thread that goes no further in this file is waiting for other ranks."""
     return PurePath(name).as_posix().endswith(files)
 
 
 def waits_for_others() -> bool:
-    """Whether a thread stands inside of a collective, its own Python code or torch's.
+    """Return whether a thread stands inside of a collective, our Python code or torch's.
 
     Any thread: autograd runs the backward pass of a GPU on one of its own, for which the main thread waits.
     """
@@ -173,12 +173,12 @@ def waits_for_others() -> bool:
 
 
 def program_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """The line of the user's program in frames with their lines, the innermost first; empty if all are libraries'."""
+    """Return the line of the user's program in frames, the innermost first; empty if all are libraries'."""
     return source_line((frame.f_code.co_filename, line) for frame, line in frames)
 
 
 def source_line(places: Iterable[tuple[str, int]]) -> str:
-    """The same for files and lines."""
+    """Return the line of the user's program in places, files and lines, the innermost first."""
     for name, line in places:
         if not name.startswith(LIBRARIES) and "-packages/" not in name:
             return f"{name}:{line} `{linecache.getline(name, line).strip()}`"
@@ -188,7 +188,7 @@ def source_line(places: Iterable[tuple[str, int]]) -> str:
 def account(
     rank: int, place: str, *, still: float, idle: float, used: float, raised: BaseException | None = None
 ) -> Account:
-    """This rank's answer. Times are those of Account; `raised` is what has ended its program, if any."""
+    """Return this rank's answer. Times are those of Account; `raised` is what has ended its program, if any."""
     frames = main_frames()
     lines = [(frame, frame.f_lineno) for frame in frames]
     if raised is not None:

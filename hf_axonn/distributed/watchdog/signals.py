@@ -67,12 +67,12 @@ class Termination:
         return 0
 
     def close(self) -> None:
-        """SIGTERM does again what it did before."""
+        """Let SIGTERM do again what it did before."""
         if self._off():
             self._writer = None
 
     def _before_fork(self) -> None:
-        """A child process is to end at SIGTERM as ever, and must not write into its parent's socket."""
+        """Let a child process end at SIGTERM as ever, and not write into its parent's socket."""
         self._paused = self._off()
 
     def _after_fork(self) -> None:
@@ -84,4 +84,4 @@ class Termination:
         self._writer = None
 
     def _handler(self, number: int, frame) -> None:
-        """Python's own part, whenever the main thread comes to it: the thread does what is to be done."""
+        """Do nothing when the main thread comes to it: the other thread has been told."""

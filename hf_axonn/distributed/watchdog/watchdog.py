@@ -1,4 +1,4 @@
-"""When one rank fails, all end, with one message that says which, in which step, and why.
+"""A watchdog: when one rank fails, all end, with one message that says which, in which step, and why.
 
 Every process has a thread that looks once a second into the store through which torch.distributed was set up. Nothing
 is written there while all goes well.
@@ -18,7 +18,7 @@ is written there while all goes well.
 The timeout is the one of `init_process_group` (accelerate's InitProcessGroupKwargs, Trainer's ddp_timeout): torch's
 own watchdogs come later. Processes are ended by os._exit(1), since nothing else ends a thread that waits in a
 collective. Started by torchrun or accelerate launch, the message stands in its error report, too. They send SIGTERM to
-the others a tenth of a second after a rank has died: who gets it answers first (signals.py), and ends
+the others a tenth of a second after a rank has died: a rank that gets it answers first (signals.py), and ends
 within seconds. AXONN_WATCH=0 turns all of this off.
 """
 
@@ -57,7 +57,7 @@ from hf_axonn.distributed.watchdog.signals import Termination
 
 INTERVAL = 1.0  # seconds between two looks; longer in worlds of more than 2,000 ranks, which share one store
 PATIENCE = 4.0  # seconds for answers to a roll call
-HASTE = 1.5  # seconds in which who knows the cause may say it, when all have answered
+HASTE = 1.5  # seconds for ranks that know the cause to say it, when all have answered
 LEAVING = 1.5  # seconds after Ctrl-C in which the main thread may leave a collective
 GRACE = 5.0  # seconds in which a rank that was asked to end may end by itself; a fifth if it waits for others
 SHARE = 0.9  # of the process group's timeout
@@ -97,24 +97,26 @@ def failures_reported():
     try:
         yield
     except Exception as error:
-        if _watch is not None and _watch.process == os.getpid() and not _watch.failed(error) and is_symptom(error):
+        if (
+            _watch is not None
+            and _watch.process == os.getpid()
+            and not _watch.report_failure(error)
+            and is_symptom(error)
+        ):
             raise RuntimeError(_watch.result()["text"]) from None
         raise
 
 
-failures_told = failures_reported  # what 0.1.0 called it, in its docs too
-
-
-def ended() -> None:
-    """The program of this rank ends here, as its others should. Scripts do not need it: leaving Python says it."""
+def note_end() -> None:
+    """Note that this rank's program ends here, as the others should. Scripts need no call: leaving Python notes it."""
     if _watch is not None and _watch.process == os.getpid():
         _watch.at_exit()
 
 
-def has_stages(text: str) -> None:
-    """This rank has these stages of a pipeline, in words."""
+def note_stages(text: str) -> None:
+    """Note which stages of a pipeline this rank has, in words."""
     if _watch is not None and _watch.process == os.getpid():
-        _watch.has_stages(text)
+        _watch.note_stages(text)
 
 
 class Watchdog:
@@ -158,12 +160,13 @@ class Watchdog:
         self._crash_file = CrashFile(self._crashes, self.rank)
         threading.Thread(target=self._run, name="hf_axonn-watch", daemon=True).start()
 
-    def has_stages(self, text: str) -> None:
+    def note_stages(self, text: str) -> None:
+        """See the function of this name."""
         self.place = f"{self._here}, {text}"
         self._store.set(f"place/{self.rank}", self.place)
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._stopped.set()
         self._counting.close()
         self._termination.close()
@@ -173,7 +176,7 @@ class Watchdog:
             sys.excepthook = self._hook_before
 
     def close_files(self) -> None:
-        """The run is over: what ended ranks is known."""
+        """Remove the files of all ranks: the run is over, and what ended ranks is known."""
         self._crash_file.close(of_all=True)
 
     def at_exit(self) -> None:
@@ -216,14 +219,14 @@ class Watchdog:
                     return
 
     def _be_orphaned(self) -> None:
-        """Nobody would end this process any more: what it saved could meet that of the next run in the folder."""
+        """End this process, which nobody else would: its files could meet those of the next run in the folder."""
         self._ending.set()
         with contextlib.suppress(OSError):  # the launcher may have been the reader
             _say(f"the launcher of rank {self.rank} ({self.place}), process {self._launcher}, was killed.")
         _leave(1)
 
     def _be_terminated(self) -> None:
-        """Somebody wants this process to end. If a rank has died, say so first."""
+        """End this process, as somebody wants. If a rank has died, say so first."""
         result = self.result() or self._call_roll(broken=True, ending=True)
         if result and result["text"] and result["by"] != self.rank:
             _record(RuntimeError(result["text"]))
@@ -239,11 +242,11 @@ class Watchdog:
             self._used, self._idle_since = used, time.monotonic()
 
     def _is_still(self, seconds: float | None = None) -> bool:
-        """Whether the main thread has not moved for so long that somebody should ask why."""
+        """Return whether the main thread has not moved for so long that somebody should ask why."""
         return time.monotonic() - max(self._still_since, self._asked) > (seconds or self.limit)
 
     def _attend(self) -> None:
-        """Somebody raised the alarm: answer if it is a roll call, and end if there is a verdict."""
+        """Answer an alarm if it is a roll call, and end if there is a verdict."""
         self._answer()
         result = self.result()
         if result is None:
@@ -274,7 +277,7 @@ class Watchdog:
     def _next_round(self) -> None:
         with self._lock:
             self.round, self._answered = self.round + 1, False
-        if self._is_still(self._early):  # of many ranks one has asked for all
+        if self._is_still(self._early):  # one of many ranks has asked for all
             self._early *= 2
 
     def result(self) -> dict | None:
@@ -283,15 +286,15 @@ class Watchdog:
 
     def _decide(self, text: str, cause: str = "") -> bool:
         """Make this the result of the round, unless there is one; returns whether it is this rank's."""
-        wanted = json.dumps({"text": text, "cause": cause, "by": self.rank})
-        result = self._store.compare_set(f"result/{self.round}", "", wanted)
+        own = json.dumps({"text": text, "cause": cause, "by": self.rank})
+        result = self._store.compare_set(f"result/{self.round}", "", own)
         self._store.set(f"alarm/{self.round}", "1")
-        return result == wanted.encode()
+        return result == own.encode()
 
     def _call_roll(self, *, broken: bool, ending: bool = False, early: bool = False) -> dict | None:
         """Ask every rank where it is; the first to ask judges. Returns the result; None if there is none in time.
 
-        `broken`: a connection is; `ending`: all are asked to end, so that only who is gone is of interest; `early`:
+        `broken`: a connection is; `ending`: all are asked to end, so that only ranks that are gone matter; `early`:
         the timeout is far, so that only ranks that wait in different calls are of interest.
         """
         number = self.round
@@ -366,11 +369,11 @@ class Watchdog:
     def _excepthook(self, kind: type, error: BaseException, where: TracebackType | None) -> None:
         if os.getpid() != self.process or not issubclass(kind, Exception) or self._stopped.is_set():
             self._hook_before(kind, error, where)
-        elif self._interrupted is not None or self.failed(error):  # nobody asks who broke what after Ctrl-C
+        elif self._interrupted is not None or self.report_failure(error):  # after Ctrl-C no cause matters
             self._hook_before(kind, error, where)
 
-    def failed(self, error: BaseException) -> bool:
-        """This rank's program ends by an exception: tell the others, or learn from them why.
+    def report_failure(self, error: BaseException) -> bool:
+        """Tell the others of the exception that ends this rank's program, or learn from them why.
 
         Returns whether the exception is worth showing: not if it is a consequence of another rank's failure, or if
         another rank has shown the same.
@@ -397,7 +400,7 @@ class Watchdog:
 
 
 def is_symptom(error: BaseException) -> bool:
-    """Whether an exception says that another rank is gone, rather than that something is wrong here."""
+    """Return whether an exception says that another rank is gone, rather than that something is wrong here."""
     kinds = tuple(getattr(dist, name) for name in ("DistBackendError", "DistNetworkError", "DistStoreError"))
     return isinstance(error, kinds) or (type(error) is RuntimeError and SYMPTOMS.search(str(error)) is not None)
 
@@ -416,7 +419,7 @@ def _leave(code: int) -> None:
 
 
 def _record(error: BaseException) -> None:
-    """Into torchrun's error file, which it prints when all ranks have ended."""
+    """Write into torchrun's error file, which it prints when all ranks have ended."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):

@@ -24,7 +24,7 @@ from hf_axonn.compat.transformers import input_embedding, output_embedding, reco
 from hf_axonn.distributed.collectives import broadcast_over, reduce_, swap, waiting
 from hf_axonn.distributed.consistency import gather_json
 from hf_axonn.distributed.watchdog.progress import PROGRESS
-from hf_axonn.distributed.watchdog.watchdog import has_stages
+from hf_axonn.distributed.watchdog.watchdog import note_stages
 from hf_axonn.engine.dtensors import local
 from hf_axonn.engine.gradient_sync import watch_backward
 from hf_axonn.engine.matmul3d import finish_deferred
@@ -62,7 +62,7 @@ class Pipeline:
         self._schedules: dict[tuple[Any, ...], tuple[Any, list[_StageModule]]] = {}
         watch_norms(self)
         PROGRESS.pipe = self.here
-        has_stages(
+        note_stages(
             f"pipe={self.here}, stage {' and '.join(str(stage.index) for stage in stages.own)} of {stages.total}"
         )
 
