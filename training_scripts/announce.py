@@ -1,4 +1,4 @@
-"""What a training run says on the terminal: first what it does, at the end what it left and the next command.
+"""Messages of a training run on the terminal: first what it does, at the end what it left and the next command.
 
 Only the first process talks. Where the terminal is a file, there are no progress bars, and every line is written at
 once.
@@ -73,9 +73,8 @@ def say_data(args: DataArguments, rows: Rows, epochs: float | None) -> None:
     """Say what became of the documents, and warn of those that are on the wrong side.
 
     Args:
-        args: What was read.
-        rows: What became of it.
-        epochs: How often training goes through the rows; None: the steps are given.
+        args, rows: the documents that were read, and the rows made of them.
+        epochs: passes of training through the rows; None: the steps are given.
     """
     each = "" if epochs == 1 else " in an epoch" if epochs is None else f" in each of {epochs:g} epochs"
     if rows.buckets is None:
@@ -142,10 +141,10 @@ def dropped_share(args: GoldfishConfig, batch: Mapping[str, torch.Tensor]) -> fl
 
 
 class Announcement(TrainerCallback):
-    """Says what a Trainer is about to do, when its first step begins.
+    """A callback that says what a Trainer is about to do, when its first step begins.
 
     Args:
-        trainer: Whose run it is.
+        trainer: of the run.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -183,9 +182,9 @@ def say_saved(output: Path, args: DataArguments | None = None, columns: Sequence
     """Say what is in the output directory, and how to go on.
 
     Args:
-        output: Where the model was saved.
-        args: Which data it was trained on.
-        columns: Columns of the data; with id and text they are documents that samples can be made of.
+        output: directory of the saved model.
+        args: data that it was trained on.
+        columns: columns of the data; with id and text they are documents that samples can be made of.
     """
     if not FIRST:
         return

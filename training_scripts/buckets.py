@@ -1,4 +1,4 @@
-"""How often training sees a document: the column `bucket`, as `hf-axonn-eval samples` reads it.
+"""Repetitions of a document in training: the column `bucket`, as `hf-axonn-eval samples` reads it.
 
 A document of bucket 3 is laid out three times in each epoch, and one of bucket 0, a control, not at all. Which rows
 are the same document is found by their ids and their texts: copies of a document must not be on both sides of a
@@ -19,12 +19,11 @@ def read_buckets(documents: datasets.Dataset, column: str, name: str) -> np.ndar
     """Return how often each document is to be seen, or None if there is no such column.
 
     Args:
-        documents: One document a row.
-        column: Name of the column.
-        name: What the data are called, for messages.
-
+        documents: one document a row.
+        column: name of the column.
+        name: what the data are called, for messages.
     Raises:
-        ValueError: An entry is not a whole number of at least 0, or all are 0.
+        ValueError: an entry is not a whole number of at least 0, or all are 0.
     """
     if column not in documents.column_names:
         return None
@@ -45,9 +44,9 @@ def turn(copy: Any, count: Any, phase: Any) -> Any:
     """Return when a document has its turn number `copy` of `count`, between 0 and 1: at equal distances.
 
     Args:
-        copy: Number of the turn, from 0.
-        count: Turns of the document in all.
-        phase: Where between two turns it begins, between 0 and 1.
+        copy: number of the turn, from 0.
+        count: turns of the document in all.
+        phase: where between two turns it begins, between 0 and 1.
     """
     return (copy + phase) / count
 
@@ -94,9 +93,9 @@ def warnings_of(buckets: np.ndarray, group: np.ndarray, name: str) -> list[str]:
     """Return sentences on controls that reach training as another row, and on documents that stand there repeatedly.
 
     Args:
-        buckets: Bucket of each row.
-        group: What `same_documents` returns for the same rows.
-        name: What the data are called.
+        buckets: bucket of each row.
+        group: what `same_documents` returns for the same rows.
+        name: what the data are called.
     """
     found = []
     trained = np.unique(group[buckets > 0])
@@ -119,7 +118,7 @@ def warnings_of(buckets: np.ndarray, group: np.ndarray, name: str) -> list[str]:
 
 
 def _digests(documents: datasets.Dataset, column: str) -> np.ndarray:
-    """A number for every entry of a column, alike for the same entries alone; kept in the cache of `datasets`."""
+    """Return a number for every entry of a column, alike for the same entries alone; `datasets` caches them."""
 
     def digest(entries: list[Any], places: list[int]) -> dict[str, list[int]]:
         pairs = zip(entries, places, strict=True)

@@ -1,4 +1,4 @@
-"""From documents to rows of tokens: what `finetune.py` trains on.
+"""Rows of tokens made of documents, for `finetune.py` to train on.
 
 Documents come from a JSONL file, a folder of text files, a data set saved by `datasets`, or the hub. A document is
 laid out as often as its bucket says (buckets.py). Every token of it but its first is then a target exactly once,
@@ -19,7 +19,7 @@ from hf_axonn_scripts.buckets import read_buckets, repeat, same_documents, share
 
 @dataclass
 class DataArguments:
-    """Where the documents are and how they become rows."""
+    """Sources of the documents, and the way they become rows."""
 
     _argument_group_name = "data"
 
@@ -71,17 +71,17 @@ class DataArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What to train on, and what became of the documents.
+    """Rows to train on, and facts on the documents they are made of.
 
     Attributes:
-        train: Rows with columns `input_ids` and `labels`, each a list of at most `sequence_length` ids; packed rows
+        train: rows with columns `input_ids` and `labels`, each a list of at most `sequence_length` ids; packed rows
             have exactly that many, and `position_ids` besides.
-        held_out: The same of what is held out, or None.
-        documents: Documents that were read, without those of `held_out_data`.
-        buckets: Bucket -> documents to train on, 0 included; None if the data have no buckets.
-        held_out_documents: Documents that `held_out` is made of.
-        columns: Columns of the documents.
-        warnings: Sentences on documents that are trained on and should not be, or the other way round.
+        held_out: the same of what is held out, or None.
+        documents: documents that were read, without those of `held_out_data`.
+        buckets: bucket -> documents to train on, 0 included; None if the data have no buckets.
+        held_out_documents: documents that `held_out` is made of.
+        columns: columns of the documents.
+        warnings: sentences on documents that are trained on and should not be, or the other way round.
     """
 
     train: datasets.Dataset
@@ -100,12 +100,11 @@ def load_rows(args: DataArguments, tokenizer, *, seed: int = 42) -> Rows:
     and held out, however many copies of it there are.
 
     Args:
-        args: What to read, and the sequence length.
-        tokenizer: A transformers tokenizer with an end-of-sequence token.
-        seed: Decides which documents are held out.
-
+        args: names the documents, and the sequence length.
+        tokenizer: a transformers tokenizer with an end-of-sequence token.
+        seed: decides which documents are held out.
     Raises:
-        ValueError: The data is not there, or has no documents, no text column, a bucket that is no number, or nothing
+        ValueError: the data is not there, or has no documents, no text column, a bucket that is no number, or nothing
             long enough to train on.
     """
     documents = load_documents(args, args.data)
@@ -156,16 +155,14 @@ def split(group: np.ndarray, counts: np.ndarray, share: float, seed: int) -> tup
     """Divide documents into those to train on and those to hold out; copies of a document stay together.
 
     Args:
-        group: For each row the first row that is the same document.
-        counts: How often each row is to be seen; documents that no row shows are never held out.
-        share: Part of the documents to hold out.
-        seed: Decides which.
-
+        group: for each row the first row that is the same document.
+        counts: repetitions of each row; documents that no row shows are never held out.
+        share: part of the documents to hold out.
+        seed: decides which.
     Returns:
         The places of the rows on either side. Controls stay on the first one.
-
     Raises:
-        ValueError: The share leaves nothing on one side.
+        ValueError: the share leaves nothing on one side.
     """
     different = np.unique(group[counts > 0])
     count = round(share * len(different))
@@ -217,10 +214,10 @@ def load_documents(args: DataArguments, name: str) -> datasets.Dataset:
 
 
 def to_rows(documents: datasets.Dataset, args: DataArguments, tokenizer) -> datasets.Dataset:
-    """Tokenizes documents, unless they are, and cuts or packs them into rows.
+    """Tokenize documents, unless they are, and cut or pack them into rows.
 
     Raises:
-        ValueError: Not one document has two tokens.
+        ValueError: not one document has two tokens.
     """
     tokenized = "input_ids" in documents.column_names
 
@@ -248,10 +245,10 @@ def largest_id(rows: datasets.Dataset) -> int:
 
 
 def tokenize(texts: Sequence[str], tokenizer) -> list[list[int]]:
-    """Turns texts into token ids, each ending in the end-of-sequence token; an empty text has no tokens.
+    """Turn texts into token ids, each ending in the end-of-sequence token; an empty text has no tokens.
 
     Raises:
-        ValueError: An entry is not text.
+        ValueError: an entry is not text.
     """
     for text in texts:
         if not isinstance(text, str):
@@ -264,15 +261,14 @@ def tokenize(texts: Sequence[str], tokenizer) -> list[list[int]]:
 
 
 def cut(documents: Iterable[Sequence[int]], *, length: int) -> dict[str, list[list[int]]]:
-    """Gives each document rows of its own.
+    """Give each document rows of its own.
 
     A longer document goes on in the next row, which begins with the last token of the row before as context, because
     the first token of a row is never a target.
 
     Args:
-        documents: Token ids.
-        length: Longest row, in tokens.
-
+        documents: token ids.
+        length: longest row, in tokens.
     Returns:
         Columns `input_ids` and `labels`; rows differ in length.
     """
@@ -285,16 +281,15 @@ def cut(documents: Iterable[Sequence[int]], *, length: int) -> dict[str, list[li
 
 
 def pack(documents: Iterable[Sequence[int]], *, length: int, filler: int) -> dict[str, list[list[int]]]:
-    """Fills rows with documents, one behind the other.
+    """Fill rows with documents, one behind the other.
 
     The first token of a piece has label -100: its predecessor in the row belongs to another document. A document cut
     by the end of a row goes on as in `cut`. What stays empty is filled with a piece of its own without labels.
 
     Args:
-        documents: Token ids.
-        length: Tokens of every row.
-        filler: Token id for the places that stay empty.
-
+        documents: token ids.
+        length: tokens of every row.
+        filler: token id for the places that stay empty.
     Returns:
         Columns `input_ids`, `labels` and `position_ids`, every row `length` long.
     """

@@ -37,7 +37,7 @@ from hf_axonn_scripts.data import DataArguments, Rows, largest_id, load_rows
 
 @dataclass
 class ModelArguments:
-    """What to train."""
+    """The model to train."""
 
     _argument_group_name = "model"
 
@@ -82,11 +82,11 @@ class Parser(HfArgumentParser):
 
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
-    """Shows defaults, and the description as it is written."""
+    """Help with defaults, and the description as it is written."""
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[ModelArguments, DataArguments, GoldfishConfig]:
-    """Reads the command line; what is wrong with it ends the program with code 2 and a message."""
+    """Read the command line; a mistake in it ends the program with code 2 and a message."""
     parser = Parser(
         [ModelArguments, DataArguments, GoldfishConfig],
         usage="%(prog)s --model MODEL --data DATA [--goldfish_k K] [--packing] [--lora_r R] [any Trainer option] ...",
@@ -121,7 +121,7 @@ def load_tokenizer(args: ModelArguments):
 
 
 def load_model(args: ModelArguments, grid: hf_axonn.Grid | None):
-    """The model, with LoRA adapters if asked for, sharded over the grid if there is one.
+    """Load the model, with LoRA adapters if asked for, sharded over the grid if there is one.
 
     On a grid each rank reads only its own slices; a GGUF file is first dequantized, once.
     """
@@ -138,7 +138,7 @@ def load_model(args: ModelArguments, grid: hf_axonn.Grid | None):
 
 
 def add_lora(model, args: ModelArguments):
-    """Freezes the model and adds adapters that are trained instead."""
+    """Freeze the model and add adapters that are trained instead."""
     from peft import LoraConfig, get_peft_model
 
     names = args.lora_target_modules
@@ -158,7 +158,7 @@ def check_tokenizer(args: ModelArguments, rows: Rows) -> None:
     """Compare the ids of the rows with the vocabulary in the model's configuration, before any weight is read.
 
     Raises:
-        ValueError: An id is too large for the model.
+        ValueError: an id is too large for the model.
     """
     if (Path(args.model) / "adapter_config.json").is_file():
         return  # the configuration is with its base model
@@ -174,10 +174,10 @@ def check_tokenizer(args: ModelArguments, rows: Rows) -> None:
 
 
 def check_packing(model, args: GoldfishConfig) -> None:
-    """Packed documents are told apart by position_ids alone; refuses what would let one attend to another.
+    """Refuse packing where one document could attend to another: position_ids alone tell packed ones apart.
 
     Raises:
-        ValueError: Documents in a row of this model see each other, or flash attention would read several rows as one.
+        ValueError: documents in a row of this model see each other, or flash attention would read several rows as one.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if reason := why_documents_mix(model):

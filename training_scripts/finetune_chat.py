@@ -26,7 +26,7 @@ from hf_axonn_scripts.announce import Announcement, say_saved, say_used, use_ter
 
 @dataclass
 class DataArguments:
-    """What to train on."""
+    """Conversations to train on."""
 
     data: str = field(metadata={"help": "A file with one conversation a line (jsonl), or a data set of the hub."})
     split: str = field(default="train", metadata={"help": "Which split of a data set of the hub."})
@@ -34,7 +34,7 @@ class DataArguments:
 
 
 def load_model(args: ModelConfig):
-    """The model: a grid's ranks read only their own slices."""
+    """Load the model; ranks of a grid read only their own slices."""
     kwargs = {"dtype": args.dtype or "float32", "attn_implementation": args.attn_implementation}
     launched = AxonnConfig.from_env()
     if launched is None:
@@ -43,14 +43,14 @@ def load_model(args: ModelConfig):
 
 
 def parse(argv: Sequence[str] | None = None) -> tuple[DataArguments, ModelConfig, GoldfishSFTConfig]:
-    """The command line, or `argv`."""
+    """Read the command line, or `argv`."""
     parser = HfArgumentParser((DataArguments, ModelConfig, GoldfishSFTConfig))
     parser.set_defaults(logging_steps=0.05, log_level_replica="error")  # as in finetune.py
     return parser.parse_args_into_dataclasses(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> GoldfishSFTTrainer:
-    """Trains, evaluates what was held out, and saves the model with its tokenizer."""
+    """Train, evaluate what was held out, and save the model with its tokenizer."""
     data_args, model_args, args = parse(argv)
     args.disable_tqdm = args.disable_tqdm or not use_terminal()
     if not args.resume_from_checkpoint:

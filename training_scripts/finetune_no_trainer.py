@@ -23,7 +23,7 @@ from hf_axonn_scripts.data import DataArguments, load_rows
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="folder of a model, or its name on the hub")
     parser.add_argument("--data", required=True, help="documents, as finetune.py takes them")
@@ -41,16 +41,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class Progress:
-    """Where the run is; saved and loaded with the rest of its state."""
+    """Place of the run; saved and loaded with the rest of its state."""
 
     epoch = batch = step = 0
 
     def state_dict(self) -> dict[str, int]:
-        """For `register_for_checkpointing`."""
+        """Return the place, for `register_for_checkpointing`."""
         return {"epoch": self.epoch, "batch": self.batch, "step": self.step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """For `register_for_checkpointing`."""
+        """Take over a place, for `register_for_checkpointing`."""
         self.epoch, self.batch, self.step = state["epoch"], state["batch"], state["step"]
 
 
@@ -137,7 +137,7 @@ def main() -> None:
 
 
 def newest_state(output_dir: Path) -> Path:
-    """The directory that `load_state` reads under automatic naming."""
+    """Return the directory that `load_state` reads under automatic naming."""
     found = [path for path in (output_dir / "checkpoints").iterdir() if path.name.startswith("checkpoint_")]
     return max(found, key=lambda path: int(path.name.removeprefix("checkpoint_")))
 

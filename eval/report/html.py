@@ -26,13 +26,17 @@ PLOTTED = ("exact_match", "near_verbatim", "rougeL", "token_accuracy")
 MOST_MAPS = 30
 
 Runs = Mapping[str, Sequence[SampleResult]]
-_TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).parent / "templates"),
-    autoescape=True,
-    undefined=StrictUndefined,
-    trim_blocks=True,
-    lstrip_blocks=True,
-)
+
+
+def read_templates(*folders: Path) -> Environment:
+    """Return the templates of some folders and of this package, whose base.html pages extend."""
+    return Environment(
+        loader=FileSystemLoader([*folders, Path(__file__).parent / "templates"]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
 
 
 def html_page(
@@ -67,19 +71,23 @@ def html_page(
         "books": _books(comparison, books or {}),
         "examples": text_examples(runs or {}, samples=samples, tokenizer=tokenizer, count=examples),
     }
-    page = _TEMPLATES.get_template("page.html").render(
-        title=title or verdict.page_title(comparison),
-        answer=answer(comparison),
-        verdict=verdict,
-        comparison=comparison,
-        tables=tables,
-        names=list(comparison["runs"]),
-        colours=len(COLOURS),
-        missing=_missing(comparison, parts, has_results=bool(numbers)),
-        bucket_charts=_bucket_charts(comparison),
-        attacks=attacks,
-        has_prefixes=bool(samples) and tokenizer is not None,
-        **parts,
+    page = (
+        read_templates()
+        .get_template("page.html")
+        .render(
+            title=title or verdict.page_title(comparison),
+            answer=answer(comparison),
+            verdict=verdict,
+            comparison=comparison,
+            tables=tables,
+            names=list(comparison["runs"]),
+            colours=len(COLOURS),
+            missing=_missing(comparison, parts, has_results=bool(numbers)),
+            bucket_charts=_bucket_charts(comparison),
+            attacks=attacks,
+            has_prefixes=bool(samples) and tokenizer is not None,
+            **parts,
+        )
     )
     return visible(page, keep=PAGE)
 

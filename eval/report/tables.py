@@ -169,12 +169,21 @@ def estimate_text(entry: Mapping[str, Any] | None, *, interval: bool = True) -> 
     return mean if entry["low"] is None or not interval else f"{mean} [{entry['low']:z.2f}, {entry['high']:z.2f}]"
 
 
-def difference_text(entry: Mapping[str, Any] | None, *, interval: bool = True) -> str:
-    """A difference of a comparison: "+0.750 [+0.41, +0.93]", "-" for None."""
-    if entry is None:
+def difference_text(
+    entry: Mapping[str, Any] | None, *, interval: bool = True, digits: tuple[int, int] = (3, 2)
+) -> str:
+    """Write a difference of a comparison: "+0.750 [+0.41, +0.93]", "-" for None.
+
+    Args:
+        entry: with `difference`, `low` and `high`.
+        interval: whether to write both ends.
+        digits: of the difference, and of the ends.
+    """
+    if entry is None or entry["difference"] is None:
         return "-"
-    ends = "" if entry["low"] is None or not interval else f" [{entry['low']:+z.2f}, {entry['high']:+z.2f}]"
-    return f"{entry['difference']:+z.3f}{ends}"
+    of_mean, of_ends = digits
+    ends = f" [{entry['low']:+z.{of_ends}f}, {entry['high']:+z.{of_ends}f}]" if entry["low"] is not None else ""
+    return f"{entry['difference']:+z.{of_mean}f}{ends if interval else ''}"
 
 
 class Details(NamedTuple):

@@ -138,7 +138,7 @@ def plant(plan: Plan, output: Path) -> Any:
         write_json(output / "pilot" / "chosen.json", chosen)
     masks = {loss: _masks(by_seed[plan.seeds[0]], SETTINGS[loss]) for loss in plan.losses}
     known = draw.normal(-60.0 - plan.calm, 4.0, size=len(passages))  # of each text, whoever is asked
-    sizes = {model.name: results._parameters(recipe, output, model) for model in recipe.models}
+    sizes = {model.name: results.count_parameters(recipe, output, model) for model in recipe.models}
     for model in recipe.models:
         before = known + 2 * log10(sizes[model.name]) + draw.normal(0, 1, size=len(passages))
         if f"ask-{model.name}" not in plan.left_out:

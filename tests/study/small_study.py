@@ -16,7 +16,7 @@ from tests.study.conftest import FOLDER
 from tests.study.smoke import write_smoke
 
 
-ON_RANKS = FOLDER / "running" / "on_ranks.py"
+PROGRAM = FOLDER / "running" / "program.py"
 RECIPE = """\
 name: small
 machine: cpu
@@ -47,7 +47,7 @@ evaluation: {sampler: "temperature=1,top_k=40", canaries: 3, tasks: false}
 
 
 class SmallStudy:
-    """A directory with a recipe and its data, and what on_ranks.py does there.
+    """A directory with a recipe and its data, and what program.py does there.
 
     Args:
         folder: for the recipe, the texts, and the study in `out`.
@@ -82,7 +82,6 @@ class SmallStudy:
         assert old in text
         self.recipe.write_text(text.replace(old, new), encoding="utf-8")
 
-    def train(self, what: str, *words: str, grid: Grid | None = None) -> Ended:
-        """What on_ranks.py does, in a fork of this process for each rank."""
-        options = ("--recipe", self.recipe, "--output", self.output, "--model", "tiny", *words)
-        return forked(self.folder, grid, ON_RANKS, what, *options, timeout=120)
+    def do(self, step: str, grid: Grid | None = None) -> Ended:
+        """What program.py does for a step, in a fork of this process for each rank."""
+        return forked(self.folder, grid, PROGRAM, self.recipe, self.output, step, timeout=120)

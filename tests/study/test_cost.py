@@ -13,7 +13,9 @@ from hf_axonn.planner.predict import predict
 from hf_axonn.planner.search import plan
 from hf_axonn.topology.grid import Grid
 from hf_axonn_scripts.study.recipe import cost as module
-from hf_axonn_scripts.study.recipe.cost import cpu_speed, plans_markdown
+from hf_axonn_scripts.study.recipe import planning
+from hf_axonn_scripts.study.recipe.cost import cpu_speed
+from hf_axonn_scripts.study.recipe.planning import plan_grid, plans_markdown
 from hf_axonn_scripts.study.recipe.steps import steps_of
 from tests.helpers import ROOT
 from tests.study.conftest import FOLDER
@@ -64,10 +66,10 @@ def test_steps_of_a_run(cost, cpu):
 
 def test_asking_generates_token_by_token(cost, cpu):
     model, passages = cpu.model("1M"), 6 * 64
-    assert cost.suffix_of(cpu) == max(cpu.pilot.suffixes)
+    assert cpu.longest_suffix == max(cpu.pilot.suffixes)
     found = cost.asking(cpu, model, passages)
     assert found.gathers == 6 * (1 + 50) and found.layers == 6 * found.gathers
-    assert found.flops == 2 * passages * 128 * cost.forward_flops(cost.shape_of(cpu, model), 128)
+    assert found.flops == 2 * passages * 128 * cost.shape_of(cpu, model).model_flops(128) / 3
     assert cost.asking(cpu, model, passages, positions=2).gathers == found.gathers / 2
     fixed = replace(cpu, pilot=None, documents=replace(cpu.documents, suffix=20))
     assert cost.asking(fixed, model, passages).gathers == 6 * (1 + 20)
@@ -145,7 +147,7 @@ def test_a_cluster_is_planned(cost, sc24):
 def test_a_grid_of_the_recipe_holds(cost, sc24):
     model = replace(sc24.model("Llama-2-7B"), grid={"data": 1, "z": 4, "y": 1, "x": 4})
     assert cost.grid_of(sc24, model) == Grid(z=4, x=4)
-    assert cost.planned(sc24, model).total == predict(cost.job_of(sc24, model), Grid(z=4, x=4)).total
+    assert planning.predict_step(sc24, model).total == predict(planning.job_of(sc24, model), Grid(z=4, x=4)).total
 
 
 def test_grid_on_cpu(cost, cpu):
@@ -157,33 +159,26 @@ def test_grid_on_cpu(cost, cpu):
         cost.grid_of(cpu, replace(free, processes=7))
 
 
-@pytest.mark.parametrize("machine", ["perlmutter", "frontier", "alps"])
-def test_plans_of_sc24(cost, sc24, machine):
-    made = {each.model: each for each in cost.plans(sc24, machine)}
-    assert list(made) == [model.name for model in sc24.models]
-    for name, each in made.items():
-        assert each.prediction.fits and each.prediction.grid.size >= each.asked == sc24.model(name).processes
-        assert each.hours == pytest.approx(each.steps * each.prediction.total / 3600)
-        assert each.gpu_hours == pytest.approx(each.runs * each.hours * each.prediction.grid.size)
-    assert made["Llama-3.1-405B"].gpu_hours > 4 * made["Llama-3.1-70B"].gpu_hours
-
-
-def test_plans_take_more_gpus_where_memory_asks_for_them(cost, sc24):
+def test_plans_take_more_gpus_where_memory_asks_for_them(sc24):
     few = replace(sc24, models=(replace(sc24.model("Llama-3.1-405B"), processes=16),))
-    (found,) = cost.plans(few, "perlmutter")
-    assert found.asked == 16 and found.prediction.grid.size > 64
-    text = cost.plans_markdown(few, ["perlmutter"])
-    assert f"| Llama-3.1-405B | {found.prediction.grid.size} (of 16 none fits) |" in text
+    found = plan_grid(few, few.models[0], "perlmutter")
+    assert found.fits and found.grid.size > 64
+    assert f"| Llama-3.1-405B | {found.grid.size} (of 16 none fits) |" in plans_markdown(few, ["perlmutter"])
     with pytest.raises(ValueError, match="there is no machine 'frontiers'"):
-        cost.plans(sc24, "frontiers")
+        plan_grid(sc24, sc24.models[0], "frontiers")
 
 
-def test_plans_as_markdown(cost, sc24):
-    text = cost.plans_markdown(sc24, ["frontier", "alps"])
+def test_plans_as_markdown(sc24):
+    text = plans_markdown(sc24, ["frontier", "alps"])
     frontier, alps = text.split("**alps**")
     assert frontier.startswith("**frontier**\n\n| model |")
     for part in (frontier, alps):
         rows = [line for line in part.splitlines() if line.startswith("| ")]
+        hours = {cells[1].strip(): cells for cells in (row.split("|") for row in rows)}
+        model = sc24.models[0]
+        found = plan_grid(sc24, model, part.partition("**")[2].partition("**")[0] or "alps")
+        seconds = planning.run_steps(sc24, model) * found.total
+        assert hours[model.name][7].strip() == f"{seconds / 3600:.2f}"
         assert len(rows) == 2 + len(sc24.models) + 1 and len({row.count("|") for row in rows}) == 1
         hours = [float(row.split("|")[-2].replace(",", "")) for row in rows[2:]]
         assert hours[-1] == pytest.approx(sum(hours[:-1]), abs=len(hours))

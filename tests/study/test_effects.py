@@ -15,7 +15,7 @@ SIZES = [log10(size) for size in (3e5, 1e6, 3e6, 1e7, 3e7)]
 
 def cell(values, articles=None):
     values = np.asarray(values, dtype=np.float64)
-    return Cell.of(values, np.arange(len(values)) if articles is None else articles, ARTICLES)
+    return Cell.from_passages(values, np.arange(len(values)) if articles is None else articles, ARTICLES)
 
 
 def test_a_mean_has_the_interval_of_means_over_documents():

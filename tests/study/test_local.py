@@ -389,7 +389,7 @@ def test_launch_files_for_a_cluster(tmp_path, monkeypatch):
     assert content["use_cpu"] is False and content["mixed_precision"] == "bf16"
     assert math.prod(content["axonn_config"]["grid"].values()) == content["num_processes"] == step.processes
     assert AxonnConfig.from_mapping(content["axonn_config"]).grid.size == step.processes
-    monkeypatch.setattr(work, "planned", lambda *_: SimpleNamespace(order=("z", "x", "data", "y")))
+    monkeypatch.setattr(work, "predict_step", lambda *_: SimpleNamespace(order=("z", "x", "data", "y")))
     file = write_launch_file(recipe, tmp_path, step)
     assert "zxdatay" in file.name
     assert yaml.safe_load(file.read_text())["axonn_config"]["order"] == ["z", "x", "data", "y"]
@@ -424,15 +424,15 @@ def test_the_commit_is_that_of_these_files_and_not_of_what_is_around_them(tmp_pa
 
 
 def test_ranks_that_a_killed_launch_left_are_ended():
-    words = ("on_ranks.py", "run", "--output", "/a place")
+    words = ["some.program", "recipe.yaml", "/a place", "train"]
     left, other = (
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", *end], start_new_session=True)
-        for end in (words, (*words[:-1], "/another"))
+        for end in (words, [*words[:-1], "another"])
     )
     try:
         while sys.executable not in psutil.Process(left.pid).cmdline():  # it has begun
             time.sleep(0.01)
-        end_left_over(SimpleNamespace(name="train", command=words))
+        end_left_over("train", words)
         assert not psutil.pid_exists(left.pid) and other.poll() is None
     finally:
         left.kill()

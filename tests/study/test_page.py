@@ -139,7 +139,7 @@ def test_verdicts_follow_the_planted_effects(content):
     [([1, 1], "as reported"), ([1, 0], "not decided"), ([-1, 1], "not decided"), ([-1, -1, 1], "otherwise")],
 )
 def test_a_verdict_on_several_models(signs, verdict):
-    assert claims._of_all(signs) == verdict
+    assert claims.judge(signs) == verdict
 
 
 def test_copies_are_removed_where_an_interval_shows_it(content):

@@ -17,7 +17,7 @@ from tests.study.small_study import SmallStudy
 @pytest.fixture(scope="module")
 def with_base(tmp_path_factory):
     small = SmallStudy.made(tmp_path_factory.mktemp("pilot"))
-    assert_quiet(small.train("base"))
+    assert_quiet(small.do("base-tiny"))
     return small
 
 
@@ -81,7 +81,7 @@ def test_no_choice_shows_what_was_tried_and_what_to_change(tried, advice):
 def test_a_pilot_chooses_and_is_not_measured_twice(with_base, tmp_path):
     small = with_base.copy(tmp_path)
     small.change("at_least: 0.02, at_most: 0.01", "at_least: 1.0, at_most: 0.0")
-    ended = small.train("pilot", grid=Grid(x=2))
+    ended = small.do("pilot", grid=Grid(x=2))
     assert ended.code and "found no learning rate and suffix" in ended.output
     directory = small.output / "pilot"
     assert not (directory / "chosen.json").exists()
@@ -90,7 +90,7 @@ def test_a_pilot_chooses_and_is_not_measured_twice(with_base, tmp_path):
 
     # Other conditions do not measure again.
     small.change("at_least: 1.0, at_most: 0.0", "at_least: 0.0, at_most: 0.0")
-    assert_quiet(small.train("pilot"))
+    assert_quiet(small.do("pilot"))
     assert files == {file: file.stat().st_mtime_ns for file in files}
     chosen = json.loads((directory / "chosen.json").read_text())
     tried = chosen["tried"]
@@ -106,7 +106,7 @@ def test_a_pilot_chooses_and_is_not_measured_twice(with_base, tmp_path):
     # The second one alone gives the same.
     (directory / "rate-0.01.json").unlink()
     small.change("learning_rates: [1e-3, 1e-2]", "learning_rates: [1e-2]")
-    assert_quiet(small.train("pilot"))
+    assert_quiet(small.do("pilot"))
     alone = json.loads((directory / "chosen.json").read_text())["tried"]
     assert [one["held_out_loss"] for one in alone] == pytest.approx([losses[1e-2]] * 2, rel=1e-4)
 
@@ -115,22 +115,10 @@ def test_a_rate_is_measured_again_for_other_rows(with_base, tmp_path):
     small = with_base.copy(tmp_path)
     small.change("learning_rates: [1e-3, 1e-2]", "learning_rates: [1e-2]")
     small.change("at_least: 0.02, at_most: 0.01", "at_least: 0.0, at_most: 0.0")
-    assert_quiet(small.train("pilot"))
+    assert_quiet(small.do("pilot"))
     file = small.output / "pilot" / "rate-0.01.json"
     first = file.stat().st_mtime_ns
     rows = small.output / "data" / "study" / "train-s1.jsonl"
     rows.write_text("".join(rows.read_text().splitlines(keepends=True)[::-1]))
-    assert_quiet(small.train("pilot"))
+    assert_quiet(small.do("pilot"))
     assert file.stat().st_mtime_ns != first
-
-
-def test_a_pilot_of_another_model_is_refused(with_base, tmp_path):
-    small = with_base.copy(tmp_path)
-    text = small.recipe.read_text().splitlines(keepends=True)
-    small.recipe.write_text(
-        "".join(line for line in text if not line.startswith("pilot:"))
-        .replace("length: 48}", "length: 48, suffix: 8}")
-        .replace("training: {lr_s", "training: {learning_rate: 1e-3, lr_s", 2)
-    )
-    ended = small.train("pilot")
-    assert ended.code == 2 and "has no pilot, not one of tiny" in ended.output

@@ -79,19 +79,19 @@ done
 exit "${failed:-0}"
 """
 SCONTROL = "#!/bin/bash\necho nid001\necho nid002\n"
-# In place of the launcher: what on_ranks.py would leave, and a line for each launch. FAIL names a run that fails.
+# In place of the launcher: what program.py would leave, and a line for each launch. FAIL names a step that fails.
 ACCELERATE = """\
 #!/bin/bash
 [[ $SLURM_NODEID == 0 ]] || exit 0
 echo "$*" >> "$JOBS/../launched"
 echo "the launcher was here"
 [[ -z ${FAIL:-} || "$*" != *$FAIL* ]] || exit 7
-while [[ $1 != *.on_ranks ]]; do shift; done
-what=$2 out=$6 model=$8 run=${10:-}
-case $what in
-    base) made=base/$model ;;
-    ask) made=runs/$model/base ;;
-    run) made="runs/$model/$run/checkpoint runs/$model/$run/extraction"
+while [[ $1 != *.program ]]; do shift; done
+out=$3 model=0.05M run=${4##*$model-}
+case $4 in
+    base-*) made=base/$model ;;
+    ask-*) made=runs/$model/base ;;
+    train-*) made="runs/$model/$run/checkpoint runs/$model/$run/extraction"
          mkdir -p "$out/runs/$model/$run"
          echo made > "$out/runs/$model/$run/canaries.json" ;;
 esac
@@ -110,7 +110,7 @@ from hf_axonn_scripts.study import study
 from hf_axonn_scripts.study.running import work
 
 def act(recipe, output, step):
-    assert step.command is None
+    assert not step.launched
     for path in step.outputs:
         folder = path if not path.suffix else path.parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -288,7 +288,7 @@ def test_a_study_on_a_cluster(cluster):
     one_model = re.sub(r"  0.15M:\n.*\n", "", without_pilot(recipe)).replace("[0.05M, 0.15M]", "[0.05M]")
     recipe.write_text(one_model)
     words = ("--slurm", "cluster", "--gpus-per-node", "4", "--submit", "--sbatch", "-A", "some project")
-    done = study_py(cluster, recipe, *words, FAIL="--run k2-s0")
+    done = study_py(cluster, recipe, *words, FAIL="train-0.05M-k2-s0")
     assert done.returncode == 0, done.stdout + done.stderr
     codes = outcome(cluster)
     printed = {str(path.relative_to(cluster)): path.read_text() for path in cluster.glob("jobs/*/out*")}
@@ -312,7 +312,7 @@ def test_a_study_on_a_cluster(cluster):
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(outcome(cluster).values()) == [[0], [0], [0]]  # the run, the utility, the report
     again = (cluster / "launched").read_text().splitlines()[5:]
-    assert len(again) == 1 and "--run k2-s0" in again[0]
+    assert len(again) == 1 and "train-0.05M-k2-s0" in again[0]
     done = study_py(cluster, recipe, *words)
     assert "every step is done" in done.stdout and len(list((cluster / "jobs").iterdir())) == 3
     stamp = json.loads((cluster / "out" / ".stamps" / "train-0.05M-k2-s0.json").read_text())

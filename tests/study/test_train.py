@@ -41,7 +41,7 @@ def with_data(tmp_path_factory):
 def with_base(with_data, tmp_path_factory):
     """With a base model, trained over x, and what a pilot writes."""
     small = with_data.copy(tmp_path_factory.mktemp("base"))
-    assert_quiet(small.train("base", grid=X2))
+    assert_quiet(small.do("base-tiny", grid=X2))
     (small.output / "pilot").mkdir()
     (small.output / "pilot" / "chosen.json").write_text(json.dumps(CHOSEN))
     return small
@@ -50,7 +50,7 @@ def with_base(with_data, tmp_path_factory):
 @pytest.fixture(scope="module")
 def with_run(with_base, tmp_path_factory):
     small = with_base.copy(tmp_path_factory.mktemp("run"))
-    assert_quiet(small.train("run", "--run", "k2-s0", grid=X2))
+    assert_quiet(small.do("train-tiny-k2-s0", grid=X2))
     return small
 
 
@@ -114,7 +114,7 @@ def test_base_learns_and_is_evaluated_on_the_way(with_base):
 def test_base_is_the_same_on_every_grid(with_base, with_data, tmp_path, grid):
     other = with_data.copy(tmp_path)
     torch.manual_seed(20)  # what forks of this process would draw is not what those of the fixture did
-    assert_quiet(other.train("base", grid=grid))
+    assert_quiet(other.do("base-tiny", grid=grid))
     mine, theirs = (held_out_losses(small.output / "base" / "tiny") for small in (other, with_base))
     assert mine[0] == pytest.approx(theirs[0], rel=1e-6)  # the same random weights
     assert mine[16] == pytest.approx(theirs[16], rel=1e-5)
@@ -123,7 +123,7 @@ def test_base_is_the_same_on_every_grid(with_base, with_data, tmp_path, grid):
 def test_bfloat16_is_of_products_alone(with_base, with_data, tmp_path):
     other = with_data.copy(tmp_path)
     other.change("warmup_steps: 2}", "warmup_steps: 2, bf16: true}")
-    assert_quiet(other.train("base", grid=X2))
+    assert_quiet(other.do("base-tiny", grid=X2))
     base = other.output / "base" / "tiny"
     mine, theirs = (held_out_losses(small.output / "base" / "tiny") for small in (other, with_base))
     # Logits have 8 bits: a loss of 6.2 nats is off by less than one unit of the last, 2**-8 of it.
@@ -133,7 +133,7 @@ def test_bfloat16_is_of_products_alone(with_base, with_data, tmp_path):
 
 
 def test_base_with_another_loss_stands_beside(small):
-    ended = small.train("base", "--loss", "k2")
+    ended = small.do("base-tiny-k2")
     assert_quiet(ended)
     other = small.output / "base" / "tiny-k2"
     fractions = [entry["goldfish_dropped_fraction"] for entry in log(other) if "goldfish_dropped_fraction" in entry]
@@ -180,12 +180,12 @@ def test_run_trains_in_order_and_asks(with_run):
 
 
 def test_run_equals_one_process_and_memorizes(with_run, small):
-    assert_quiet(small.train("run", "--run", "k2-s0"))
+    assert_quiet(small.do("train-tiny-k2-s0"))
     here, there = (one.output / "runs" / "tiny" / "k2-s0" for one in (small, with_run))
     assert same(weights_of(here / "checkpoint"), weights_of(there / "checkpoint"), **AS_ONE)
     mine, theirs = results_of(here), results_of(there)
     assert [mine[name].logprob for name in theirs] == pytest.approx([one.logprob for one in theirs.values()], rel=1e-5)
-    before = small.train("ask", grid=Z2)
+    before = small.do("ask-tiny", grid=Z2)
     assert_quiet(before)
     asked = results_of(small.output / "runs" / "tiny" / "base")
     gains = {
@@ -196,7 +196,7 @@ def test_run_equals_one_process_and_memorizes(with_run, small):
 
 
 def test_goldfish_is_in_the_run_that_asks_for_it(with_run, small):
-    assert_quiet(small.train("run", "--run", "ordinary-s0"))
+    assert_quiet(small.do("train-tiny-ordinary-s0"))
     dropped = {
         name: [
             entry["goldfish_dropped_fraction"]
@@ -217,8 +217,8 @@ def test_what_is_done_is_not_done_again(with_run, tmp_path):
         small.output / "runs/tiny/k2-s0/extraction/results.jsonl",
     ]
     times = {path: path.stat().st_mtime_ns for path in watched}
-    assert_quiet(small.train("base", grid=Z2))
-    assert_quiet(small.train("run", "--run", "k2-s0"))
+    assert_quiet(small.do("base-tiny", grid=Z2))
+    assert_quiet(small.do("train-tiny-k2-s0"))
     assert times == {path: path.stat().st_mtime_ns for path in watched}
 
 
@@ -249,14 +249,14 @@ def end_after(monkeypatch, steps):
 def test_a_killed_run_goes_on(with_run, small, monkeypatch, first, second):
     with monkeypatch.context() as patches:
         end_after(patches, 7)
-        assert small.train("run", "--run", "k2-s0", grid=first).code
+        assert small.do("train-tiny-k2-s0", grid=first).code
     work = small.output / "work" / "tiny" / "k2-s0"
     assert [path.name for path in work.glob("checkpoint-*")] == ["checkpoint-7"]
     directory = small.output / "runs" / "tiny" / "k2-s0"
     assert not directory.exists()
     with monkeypatch.context() as patches:
         end_after(patches, 12 - 7)  # would end it, if it began from the start
-        assert_quiet(small.train("run", "--run", "k2-s0", grid=second))
+        assert_quiet(small.do("train-tiny-k2-s0", grid=second))
     assert not work.exists()
     whole = with_run.output / "runs" / "tiny" / "k2-s0"
     tolerance = {} if first == second == X2 else AS_ONE
@@ -272,9 +272,9 @@ def test_a_killed_base_goes_on_in_the_same_shuffled_order(with_base, with_data, 
     small = with_data.copy(tmp_path)
     with monkeypatch.context() as patches:
         end_after(patches, 5)
-        assert small.train("base", grid=X2).code
+        assert small.do("base-tiny", grid=X2).code
     assert (small.output / "work" / "tiny" / "base-ordinary" / "checkpoint-5").is_dir()
-    assert_quiet(small.train("base", grid=X2))
+    assert_quiet(small.do("base-tiny", grid=X2))
     mine, theirs = (one.output / "base" / "tiny" for one in (small, with_base))
     assert same(weights_of(mine), weights_of(theirs))
     assert held_out_losses(mine) == held_out_losses(theirs)
@@ -283,9 +283,9 @@ def test_a_killed_base_goes_on_in_the_same_shuffled_order(with_base, with_data, 
 def test_a_training_with_other_settings_does_not_go_on(small, with_run, monkeypatch):
     with monkeypatch.context() as patches:
         end_after(patches, 7)
-        assert small.train("run", "--run", "k2-s0").code
+        assert small.do("train-tiny-k2-s0").code
     (small.output / "pilot" / "chosen.json").write_text(json.dumps({**CHOSEN, "learning_rate": 1e-3}))
-    assert_quiet(small.train("run", "--run", "k2-s0"))
+    assert_quiet(small.do("train-tiny-k2-s0"))
     checkpoint = small.output / "runs" / "tiny" / "k2-s0" / "checkpoint"
     rates = {entry["learning_rate"] for entry in log(checkpoint) if "learning_rate" in entry}
     assert rates == {1e-3}
@@ -307,13 +307,13 @@ def test_a_killed_extraction_goes_on_with_the_trained_weights(with_run, small, m
         patches.setattr(asking, "extract", lambda *args, **options: extract(*args, **{**options, "batch_size": 4}))
         patches.setattr(batching, "MOST_TOGETHER", 1)
         patches.setattr(RunDirectory, "append", once)
-        assert small.train("run", "--run", "k2-s0", grid=Z2).code
+        assert small.do("train-tiny-k2-s0", grid=Z2).code
     directory = small.output / "runs" / "tiny" / "k2-s0"
     first = (directory / "extraction" / "results.jsonl").read_text()
     assert len(first.splitlines()) == 8  # four of each rank
     with monkeypatch.context() as patches:
         end_after(patches, 0)  # would end at the first step of a training
-        assert_quiet(small.train("run", "--run", "k2-s0", grid=X2))
+        assert_quiet(small.do("train-tiny-k2-s0", grid=X2))
     assert (directory / "extraction" / "results.jsonl").read_text().startswith(first)
     assert len(read_run(directory / "extraction")[1]) == 24
     mine, theirs = results_of(directory), results_of(with_run.output / "runs" / "tiny" / "k2-s0")
@@ -325,7 +325,7 @@ def test_utility_on_a_grid_is_that_of_one_process(with_run, tmp_path, grid):
     found = {}
     for name, over in (("one", None), ("grid", grid)):
         small = with_run.copy(tmp_path / name)
-        ended = small.train("utility", grid=over)
+        ended = small.do("utility-tiny", grid=over)
         # Two of the four models that the recipe names were not trained; the others are measured.
         assert ended.code
         assert "2 of 4 checkpoints of tiny are not there: base/tiny-k2 (step base-tiny-k2)" in ended.output
@@ -346,43 +346,36 @@ def test_training_that_diverges_is_an_error(small):
         "training: {lr_scheduler_type: constant}", "training: {lr_scheduler_type: constant, max_grad_norm: 0}"
     )
     (small.output / "pilot" / "chosen.json").write_text(json.dumps({**CHOSEN, "learning_rate": 1e30}))
-    ended = small.train("run", "--run", "ordinary-s0")
+    ended = small.do("train-tiny-ordinary-s0")
     assert ended.code == 2
     assert "the held-out loss is" in ended.output and "learning rate of 1e+30" in ended.output
     assert not (small.output / "runs" / "tiny" / "ordinary-s0" / "checkpoint" / "training.json").exists()
 
 
 @pytest.mark.parametrize(
-    ("missing", "words", "step"),
+    ("missing", "name", "step"),
     [
-        ("data/study/train-s0.jsonl", ("run", "--run", "k2-s0"), "data-study"),
-        ("data/study/samples-s0.jsonl", ("ask",), "data-study"),
-        ("data/study/canaries", ("ask",), "data-study"),
-        ("data/study/held_out.jsonl", ("base",), "data-study"),
-        ("tokenizer", ("base",), "tokenizer"),
-        ("base/tiny/training.json", ("run", "--run", "k2-s0"), "base-tiny"),
-        ("base/tiny/training.json", ("ask",), "base-tiny"),
-        ("pilot/chosen.json", ("run", "--run", "k2-s0"), "pilot"),
+        ("data/study/train-s0.jsonl", "train-tiny-k2-s0", "data-study"),
+        ("data/study/samples-s0.jsonl", "ask-tiny", "data-study"),
+        ("data/study/canaries", "ask-tiny", "data-study"),
+        ("data/study/held_out.jsonl", "base-tiny", "data-study"),
+        ("tokenizer", "base-tiny", "tokenizer"),
+        ("base/tiny/training.json", "train-tiny-k2-s0", "base-tiny"),
+        ("base/tiny/training.json", "ask-tiny", "base-tiny"),
+        ("pilot/chosen.json", "train-tiny-k2-s0", "pilot"),
     ],
 )
-def test_what_is_missing_is_named_with_the_step_that_makes_it(small, missing, words, step):
+def test_what_is_missing_is_named_with_the_step_that_makes_it(small, missing, name, step):
     (small.output / missing).rename(small.output / "elsewhere")
-    ended = small.train(*words)
+    ended = small.do(name)
     assert ended.code == 2
     place = missing if step != "base-tiny" else "base/tiny"
     assert f"{small.output / place} " in ended.output and f"the step {step} writes it" in ended.output
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (("run", "--run", "k9-s0"), "has no run 'k9-s0' of tiny: ordinary-s0, k2-s0"),
-        (("base", "--loss", "k9"), "has no loss 'k9'"),
-    ],
-)
-def test_names_that_the_recipe_does_not_have(small, words, reason):
-    ended = small.train(*words)
-    assert ended.code == 2 and reason in ended.output
+def test_a_step_that_the_recipe_does_not_have(small):
+    ended = small.do("train-tiny-k9-s0")
+    assert ended.code == 2 and "has no step 'train-tiny-k9-s0'" in ended.output
 
 
 class TestRows:

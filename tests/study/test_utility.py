@@ -18,8 +18,9 @@ from hf_axonn_eval.data.jsonl import write_json
 from hf_axonn_scripts.data import tokenize
 from hf_axonn_scripts.study.data.held_out import read_held_out
 from hf_axonn_scripts.study.findings import utility
-from hf_axonn_scripts.study.findings.same_loss import held_out_curve
-from hf_axonn_scripts.study.findings.utility import canaries, measure, membership, tokens_for_same_loss
+from hf_axonn_scripts.study.findings.exposed import canaries, membership
+from hf_axonn_scripts.study.findings.same_loss import held_out_curve, tokens_for_same_loss
+from hf_axonn_scripts.study.findings.utility import measure
 from hf_axonn_scripts.study.recipe.definition import Documents, Model, Recipe, Run, Texts
 from tests.helpers.eval_support import result, tiny_llama, topics_tokenizer, trained_llama
 

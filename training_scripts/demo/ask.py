@@ -17,9 +17,9 @@ from hf_axonn_eval.data.samples import counts
 
 
 def main() -> None:
-    """Writes a run directory for each model."""
+    """Write a run directory for each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="+", metavar="NAME=DIR", type=_named)
+    parser.add_argument("models", nargs="+", metavar="NAME=DIR", type=_read_name)
     parser.add_argument("--samples", required=True, help="what to ask")
     parser.add_argument("--output", required=True, type=Path, help="directory for the run directories")
     parser.add_argument("--batch_size", required=True, type=int, help="samples in a forward pass")
@@ -43,7 +43,7 @@ def main() -> None:
         del loaded  # before the next one is read
 
 
-def _named(text: str) -> tuple[str, str]:
+def _read_name(text: str) -> tuple[str, str]:
     name, _, directory = text.partition("=")
     if not name or not directory:
         raise argparse.ArgumentTypeError(f"{text} is not like NAME=DIR")

@@ -1,4 +1,4 @@
-"""Which article is seen how often, and when.
+"""Number of times that each article is seen, and the order of training.
 
 Every article gives one passage: its first tokens, half prefix and half suffix. The articles are dealt to buckets in an
 order that depends on the seed alone, and a bucket's passages are repeated as often as the bucket says, spread evenly
@@ -8,10 +8,12 @@ over the run.
 import heapq
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from hf_axonn_eval.data.jsonl import replacing
 from hf_axonn_scripts.buckets import turn
 
 
@@ -23,10 +25,10 @@ class Corpus:
     """The passages of the demo, as token ids.
 
     Attributes:
-        passages: Title -> the first token ids of the article.
-        buckets: Title -> how often the passage is trained on.
-        held_out: Titles that are in no bucket; the held-out loss is theirs.
-        batches: The titles of every training batch, in order.
+        passages: title -> the first token ids of the article.
+        buckets: title -> how often the passage is trained on.
+        held_out: titles that are in no bucket; the held-out loss is theirs.
+        batches: the titles of every training batch, in order.
     """
 
     passages: dict[str, list[int]]
@@ -45,19 +47,18 @@ def build_corpus(
     seed: int = 0,
     buckets: Mapping[int, int] = BUCKETS,
 ) -> Corpus:
-    """Deals articles to buckets and lays out the training run.
+    """Deal articles to buckets and lay out the training run.
 
     Args:
-        texts: Title -> plain text, in a fixed order.
-        tokenizer: A transformers tokenizer; no special tokens are added.
-        length: Tokens of a passage.
-        held_out: Articles kept for the held-out loss, beside bucket 0.
-        batch_size: Articles in one optimizer step, over all ranks.
-        seed: Decides which article is in which bucket, and the order of training.
-        buckets: Repetitions -> number of articles.
-
+        texts: title -> plain text, in a fixed order.
+        tokenizer: a transformers tokenizer; no special tokens are added.
+        length: tokens of a passage.
+        held_out: articles kept for the held-out loss, beside bucket 0.
+        batch_size: articles in one optimizer step, over all ranks.
+        seed: decides which article is in which bucket, and the order of training.
+        buckets: repetitions -> number of articles.
     Raises:
-        ValueError: Too few articles are long enough, or the repetitions do not fill whole batches.
+        ValueError: too few articles are long enough, or the repetitions do not fill whole batches.
     """
     # A token covers fewer than 40 characters of prose: the start of an article is enough, and ten times as quick.
     ids = {
@@ -65,10 +66,10 @@ def build_corpus(
         for title, text in texts.items()
     }
     titles = [title for title, passage in ids.items() if len(passage) == length]
-    wanted = sum(buckets.values()) + held_out
-    if len(titles) < wanted:
+    needed = sum(buckets.values()) + held_out
+    if len(titles) < needed:
         raise ValueError(
-            f"{wanted} articles of at least {length} tokens are needed, {len(titles)} of {len(texts)} are as long: "
+            f"{needed} articles of at least {length} tokens are needed, {len(titles)} of {len(texts)} are as long: "
             "take shorter passages or smaller buckets"
         )
     random.Random(seed).shuffle(titles)
@@ -76,7 +77,7 @@ def build_corpus(
     for repetitions, count in buckets.items():
         for title in titles[len(bucket_of) :][:count]:
             bucket_of[title] = repetitions
-    chosen = titles[:wanted]
+    chosen = titles[:needed]
     return Corpus(
         passages={title: ids[title] for title in chosen},
         buckets=bucket_of,
@@ -86,13 +87,13 @@ def build_corpus(
 
 
 def schedule(repetitions: Mapping[str, int], *, batch_size: int, seed: int = 0) -> list[list[str]]:
-    """Spreads repeated titles over batches so that no batch holds a title twice.
+    """Spread repeated titles over batches so that no batch holds a title twice.
 
     Every title has its repetitions at equal distances over the run, from a random starting point. A batch takes the
     titles that are due first, those not in it yet.
 
     Raises:
-        ValueError: The repetitions do not fill whole batches, or a title has more of them than there are batches.
+        ValueError: the repetitions do not fill whole batches, or a title has more of them than there are batches.
     """
     total = sum(repetitions.values())
     if total % batch_size:
@@ -135,29 +136,24 @@ def schedule(repetitions: Mapping[str, int], *, batch_size: int, seed: int = 0) 
 
 
 def write_training_set(corpus: Corpus, path: Path) -> None:
-    """Writes the run as JSONL, one row a line in the order of training: title, token ids.
+    """Write the run as JSONL, one row a line in the order of training: title, token ids.
 
-    A row stands there as often as it is to be seen, so it has no bucket."""
+    A row stands there as often as it is to be seen, so it has no bucket.
+    """
     rows = ((title, corpus.passages[title]) for batch in corpus.batches for title in batch)
-    _write(path, ({"title": title, "input_ids": ids} for title, ids in rows))
+    write_rows(path, ({"title": title, "input_ids": ids} for title, ids in rows))
 
 
 def write_held_out(corpus: Corpus, path: Path) -> None:
-    """Writes the passages that no run trains on and that are in no bucket."""
-    _write(path, ({"title": title, "input_ids": corpus.passages[title]} for title in corpus.held_out))
+    """Write the passages that no run trains on and that are in no bucket."""
+    write_rows(path, ({"title": title, "input_ids": corpus.passages[title]} for title in corpus.held_out))
 
 
-def _write(path: Path, rows) -> None:
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
+def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    """Write JSON lines, and return how many; the file appears complete or not at all."""
+    count = 0
+    with replacing(path) as file:
         for row in rows:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    part.replace(path)
-
-
-def exposures(batches: Sequence[Sequence[str]]) -> dict[str, int]:
-    """How often every title is in the batches."""
-    counts: dict[str, int] = {}
-    for title in (title for batch in batches for title in batch):
-        counts[title] = counts.get(title, 0) + 1
-    return counts
+            file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
+            count += 1
+    return count

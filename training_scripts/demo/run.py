@@ -17,12 +17,11 @@ from pathlib import Path
 import yaml
 
 import hf_axonn
-from hf_axonn import AxonnConfig
+from hf_axonn import AxonnConfig, Grid
 from hf_axonn.compat.arguments import Parser
-from hf_axonn.topology.grid import Grid
 from hf_axonn_scripts.demo import inputs
 from hf_axonn_scripts.demo.corpus import BUCKETS, Corpus, build_corpus, write_held_out, write_training_set
-from hf_axonn_scripts.demo.pipeline import Pipeline, call
+from hf_axonn_scripts.demo.pipeline import Pipeline, call, launch
 from hf_axonn_scripts.demo.wikipedia import articles
 
 
@@ -54,7 +53,7 @@ LOSSES = {
 
 
 def main() -> int:
-    """Does every step that is missing; returns 0 if the claims hold."""
+    """Do every step that is missing; return 0 if the claims hold."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("runs/demo"), help="directory for all files")
     parser.add_argument(
@@ -75,7 +74,7 @@ def main() -> int:
 
 
 def demo(output: Path, launch_file: Path) -> int:
-    """Runs the steps one after the other; see the module."""
+    """Run the steps one after the other; see the module."""
     grid = read_grid(launch_file)
     if BATCH_SIZE % grid.dp_size:
         raise ValueError(
@@ -173,10 +172,10 @@ def demo(output: Path, launch_file: Path) -> int:
 
 
 def read_grid(launch_file: Path) -> Grid:
-    """The grid of a launch file; the launcher itself checks it against the number of processes.
+    """Return the grid of a launch file; the launcher itself checks it against the number of processes.
 
     Raises:
-        ValueError: There is no such file, or it has no axonn_config.
+        ValueError: there is no such file, or it has no axonn_config.
     """
     if not launch_file.is_file():
         raise ValueError(f"{launch_file} is no file: give --launch_file one of training_scripts/grids")
@@ -187,7 +186,7 @@ def read_grid(launch_file: Path) -> Grid:
 
 
 def write_data(wheels: Path, model: Path, files: dict[str, Path]) -> Corpus:
-    """Writes the training set, the held-out set and the samples of the extraction."""
+    """Write the training set, the held-out set and the samples of the extraction."""
     from transformers import AutoTokenizer
 
     from hf_axonn_eval import Sampling, iter_samples, write_samples
@@ -214,7 +213,7 @@ def write_data(wheels: Path, model: Path, files: dict[str, Path]) -> Corpus:
 
 
 def finetune(model: Path, files: dict[str, Path], output: Path, grid: Grid, loss: dict) -> list:
-    """The command line of a training run, as anyone would type it."""
+    """Return the command line of a training run, as anyone would type it."""
     settings = {
         "model": model,
         "data": files["train"],
@@ -234,15 +233,8 @@ def finetune(model: Path, files: dict[str, Path], output: Path, grid: Grid, loss
     return [SCRIPTS / "finetune.py", *(part for name, value in settings.items() for part in (f"--{name}", value))]
 
 
-def launch(launch_file: Path, command: list, *, log: Path) -> None:
-    """Runs a command on every rank of the grid, by stock accelerate; any free port will do."""
-    accelerate = str(Path(sys.executable).with_name("accelerate"))
-    arguments = ["launch", "--config", launch_file, "--main_process_port", 0, *command]
-    call([accelerate, *map(str, arguments)], log=log)
-
-
 def digest(*scripts: str) -> str:
-    """Of scripts in training_scripts: a step is done again if what it runs was changed."""
+    """Return the SHA-256 of scripts in training_scripts: a step is done again if one that it runs was changed."""
     return hashlib.sha256(b"".join((SCRIPTS / script).read_bytes() for script in scripts)).hexdigest()
 
 

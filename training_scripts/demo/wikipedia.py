@@ -32,17 +32,15 @@ UNPRINTED_NAMESPACES = ("file:", "image:", "category:", "media:")
 
 
 def articles(wheel: Path, *, minimum_characters: int = 500) -> dict[str, str]:
-    """Reads every article of the dump inside gensim's wheel.
+    """Read every article of the dump inside gensim's wheel.
 
     Args:
-        wheel: The downloaded wheel; nothing of it is installed.
-        minimum_characters: Articles whose prose is shorter are left out: disambiguation pages and stubs.
-
+        wheel: the downloaded wheel; nothing of it is installed.
+        minimum_characters: articles whose prose is shorter are left out: disambiguation pages and stubs.
     Returns:
         Title -> prose, in the order of the dump.
-
     Raises:
-        ValueError: The file is no gensim wheel with that dump.
+        ValueError: the file is no gensim wheel with that dump.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -54,7 +52,7 @@ def articles(wheel: Path, *, minimum_characters: int = 500) -> dict[str, str]:
 
 
 def pages(dump: bytes) -> Iterator[tuple[str, str]]:
-    """Yields (title, wikitext) of every encyclopaedic page of a MediaWiki export; redirects are left out."""
+    """Yield (title, wikitext) of every encyclopaedic page of a MediaWiki export; redirects are left out."""
     page: dict[str, str] = {}
     for _, element in ElementTree.iterparse(io.BytesIO(dump)):
         tag = element.tag.rsplit("}", 1)[-1]
@@ -68,16 +66,16 @@ def pages(dump: bytes) -> Iterator[tuple[str, str]]:
 
 
 def prose(wikitext: str) -> str:
-    """Keeps the running text of an article: paragraphs separated by blank lines, without mark-up.
+    """Keep the running text of an article: paragraphs separated by blank lines, without mark-up.
 
     Templates, tables, pictures, footnotes, headings, list items and everything after the last section of prose are
     dropped, so that a passage taken from the start of the result is what a reader sees as the article's first lines.
     """
     text = re.sub(r"<!--.*?-->", "", wikitext, flags=re.DOTALL)
     text = NOT_PROSE.sub("", text)
-    text = _peel(TEMPLATE, text, _rendered)
+    text = _peel(TEMPLATE, text, _render)
     text = _peel(TABLE, text)
-    text = _peel(LINK, text, _printed)
+    text = _peel(LINK, text, _print_link)
     text = re.sub(r"\[(?:https?:|ftp:)?//\S+\s*([^\]]*)\]", r"\1", text)
     text = re.sub(r"'{2,}", "", text)
     text = re.sub(r"<[^<>]+>", "", text)
@@ -102,15 +100,15 @@ def prose(wikitext: str) -> str:
 
 
 def _peel(pattern: re.Pattern, text: str, replacement="") -> str:
-    """Substitutes from the inside out until nothing matches."""
+    """Substitute from the inside out until nothing matches."""
     while True:
         text, count = pattern.subn(replacement, text)
         if not count:
             return text
 
 
-def _rendered(template: re.Match) -> str:
-    """What the few templates print that stand inside sentences; nothing for the others (infoboxes, navigation)."""
+def _render(template: re.Match) -> str:
+    """Return the text of the few templates that stand inside sentences; nothing for infoboxes and navigation."""
     name, *fields = [field.strip() for field in template.group(0)[2:-2].split("|")]
     plain = [field for field in fields if "=" not in field]
     match name.lower():
@@ -126,8 +124,8 @@ def _rendered(template: re.Match) -> str:
             return ""
 
 
-def _printed(link: re.Match) -> str:
-    """What a [[link]] shows: its label, else its target; nothing for pictures and categories."""
+def _print_link(link: re.Match) -> str:
+    """Return the text of a [[link]]: its label, else its target; nothing for pictures and categories."""
     target, _, label = link.group(1).partition("|")
     if target.strip().lower().startswith(UNPRINTED_NAMESPACES):
         return ""

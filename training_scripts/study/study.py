@@ -24,14 +24,14 @@ from hf_axonn_scripts.study.recipe.steps import steps_of
 from hf_axonn_scripts.study.running import local, slurm
 from hf_axonn_scripts.study.running.checks import check_processes, prepare
 from hf_axonn_scripts.study.running.listing import dry_run, status
-from hf_axonn_scripts.study.running.work import NotReady, begin, do, end, fail, held
+from hf_axonn_scripts.study.running.work import NotReady, begin, do_step, end, fail, hold_step
 
 
 RECIPES = Path(__file__).resolve().parent / "recipes"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Does what the command line asks for; returns the exit code."""
+    """Do what the command line asks for; return the exit code."""
     options = parse(arguments)
     try:
         return study(options)
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Reads the command line."""
+    """Read the command line."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", help="a file, or the name of one in training_scripts/study/recipes")
     parser.add_argument("--output", type=Path, help="directory for all files (default: runs/study/NAME)")
@@ -76,12 +76,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def study(options: argparse.Namespace) -> int:
-    """See the module; returns the exit code."""
+    """Make a study, or look at it; return the exit code."""
     recipe = read_recipe(find(options.recipe))
     output = options.output or Path("runs/study") / recipe.name
     steps = steps_of(recipe, output)
     if options.plans:
-        from hf_axonn_scripts.study.recipe.cost import plans_markdown
+        from hf_axonn_scripts.study.recipe.planning import plans_markdown
 
         print(plans_markdown(recipe, options.plans))
         return 0
@@ -93,33 +93,33 @@ def study(options: argparse.Namespace) -> int:
         return 0
     if options.step:
         return one_step(recipe, output, options)
-    wanted = local.chosen(steps, options.only)
+    chosen = local.choose_steps(steps, options.only)
     slurm.check_queue(output)
     if not options.slurm:
-        check_processes(recipe, wanted)
-    prepare(recipe, output, wanted)
+        check_processes(recipe, chosen)
+    prepare(recipe, output, chosen)
     if options.again:
         print(f"to be done again: {', '.join(local.again(recipe, output, options.again))}")
     if options.slurm:
-        return slurm.main(recipe, output, wanted, options)
+        return slurm.main(recipe, output, chosen, options)
     signal.signal(signal.SIGTERM, interrupt)
     return local.run(recipe, output, minutes=options.minutes, only=options.only)
 
 
 def interrupt(*_: object) -> None:
-    """Ends the step's program as well. Not by SIGINT, which is ignored where a shell started this in the background.
+    """End the step's program as well. Not by SIGINT, which is ignored where a shell started this in the background.
 
     Raises:
-        KeyboardInterrupt: Always.
+        KeyboardInterrupt: always.
     """
     raise KeyboardInterrupt
 
 
 def find(name: str) -> Path:
-    """The file of a recipe.
+    """Return the file of a recipe.
 
     Raises:
-        ValueError: There is none of that name.
+        ValueError: there is none of that name.
     """
     for path in (Path(name), RECIPES / name, RECIPES / f"{name}.yaml"):
         if path.is_file():
@@ -129,20 +129,20 @@ def find(name: str) -> Path:
 
 
 def one_step(recipe: Recipe, output: Path, options: argparse.Namespace) -> int:
-    """Does a step, or marks it as begun or done where a batch script starts its program."""
+    """Do a step, or mark it as begun or done where a batch script starts its program."""
     steps = {step.name: step for step in steps_of(recipe, output)}
     if options.step not in steps:
         raise ValueError(f"no step is called {options.step}: --dry-run --all lists the names")
     stamps = Stamps(output.resolve())
     if options.begin:
-        with held(stamps.folder / f"{options.step}.lock", f"the step {options.step}"):
+        with hold_step(stamps, options.step):
             if not begin(steps[options.step], steps, stamps):
                 print(f"{options.step} is done")
     elif options.end:
         end(steps[options.step], steps, stamps)
     elif options.failed is not None:
         fail(steps[options.step], stamps, f"ended with code {options.failed}")
-    elif not do(recipe, output, options.step):
+    elif not do_step(recipe, output, options.step):
         print(f"{options.step} is done")
     return 0
 

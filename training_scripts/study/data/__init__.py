@@ -1,1 +1,1 @@
-"""Texts and what becomes of them: a tokenizer, passages in buckets, rows to train on, questions to ask."""
+"""Texts, and the files that are made of them: a tokenizer, passages in buckets, rows to train on, questions."""

@@ -1,4 +1,4 @@
-"""Which document each held-out row is of: rows are packed, and an interval counts documents."""
+"""Documents of held-out rows: rows are packed, and an interval counts documents."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ from hf_axonn_scripts.study.data.texts import read_rows
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
-    """What no run trains on.
+    """Text that no run trains on.
 
     Attributes:
-        rows: By document its rows of token ids; a row of several documents is of the one that it has most tokens of.
-        texts: The documents, with `id` and `text`, of which rows have any token.
+        rows: by document its rows of token ids; a row of several documents is of the one that it has most tokens of.
+        texts: the documents, with `id` and `text`, of which rows have any token.
     """
 
     rows: Mapping[str, Sequence[Sequence[int]]]
@@ -29,15 +29,14 @@ class HeldOut:
 
 
 def read_held_out(rows_file: Path, texts_file: Path, tokenizer: Any) -> HeldOut:
-    """Reads rows, and finds their documents by tokenizing the texts again.
+    """Read rows, and find their documents by tokenizing the texts again.
 
     Args:
-        rows_file: data/TOKENIZER/held_out.jsonl: the texts one behind the other, some of them left out, in rows.
+        rows_file: data/TOKENIZER/held_out.jsonl: the texts one behind the other, without those left out, in rows.
         texts_file: texts/held_out.jsonl.
-        tokenizer: That of the rows.
-
+        tokenizer: that of the rows.
     Raises:
-        ValueError: The rows are not of these texts.
+        ValueError: the rows are not of these texts.
     """
     rows = [row["input_ids"] for row in read_rows(rows_file)]
     stream = [token for row in rows for token in row]

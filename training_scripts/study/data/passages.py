@@ -1,4 +1,4 @@
-"""What models of one tokenizer are trained on and asked: OUTPUT/data/TOKENIZER, in token ids.
+"""Token ids that models of one tokenizer are trained on and asked for: OUTPUT/data/TOKENIZER.
 
     base.jsonl           input_ids; rows of the base training (only with the study's tokenizer)
     held_out.jsonl       input_ids; rows that no run trains on
@@ -12,17 +12,17 @@ TOKENIZER is `study` or the name of a model that comes trained. Passages are the
 are placed with the study's tokenizer, or the first model's where there is none (placing.py). Documents of the base
 and held-out texts that share 13 tokens in a row with a passage are left out.
 
-The suffix. The prefix of a sample is what is before the longest suffix that may be asked for (`longest_suffix`). A
-shorter suffix of n tokens means the first n tokens after the same prefix: it came back verbatim if the first miss is
-at n or later, and its log-probability is the sum over its first n.
+The suffix. The prefix of a sample is what is before the longest suffix that may be asked for
+(`Recipe.longest_suffix`). A shorter suffix of n tokens means the first n tokens after the same prefix: it came back
+verbatim if the first miss is at n or later, and its log-probability is the sum over its first n.
 
 The order of training. `warm_up_sequences` rows of base text come first ("warm-up-1", bucket null). Then the
 repetitions of every passage are spread evenly, none twice in a batch (corpus.schedule of the demo), among them those
 of the canaries ("canary-1": the secret, the end token, and base text up to the length) and as many rows of base text
 ("base-1", bucket null) as whole batches need. Every row has `documents.length` tokens.
 
-The pilot. Its seed is the study's last plus one; its files are as those of any run, because how much comes back
-depends on what else is trained on.
+The pilot. Its seed is the study's last plus one; its files are as those of any run, because the other rows of a
+training decide how much comes back.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,17 +32,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from hf_axonn_eval import Sampling, iter_samples, make_canaries, protocol
+from hf_axonn_eval import Sampling, iter_samples, make_canaries, protocol, write_samples
 from hf_axonn_eval.canaries.generate import CanarySet, write_canaries
 from hf_axonn_eval.data.jsonl import write_json
-from hf_axonn_eval.data.samples import write_about, write_samples
+from hf_axonn_eval.data.samples import write_about
 from hf_axonn_eval.data.sampling import Tally
 from hf_axonn_eval.data.tokenizer_identity import tokenizer_identity
 from hf_axonn_eval.extraction.load_model import load_tokenizer
 from hf_axonn_scripts.data import tokenize
-from hf_axonn_scripts.demo.corpus import schedule
+from hf_axonn_scripts.demo.corpus import schedule, write_rows
 from hf_axonn_scripts.study.data.placing import SHARED_RUN, Known, Placed, Span, latin_square, place, span_at
-from hf_axonn_scripts.study.data.texts import articles_wanted, read_rows, write_rows
+from hf_axonn_scripts.study.data.texts import count_articles, read_rows
 from hf_axonn_scripts.study.recipe.definition import Model, Recipe
 from hf_axonn_scripts.study.recipe.steps import STUDY, base_of, tokenizer_of
 
@@ -53,17 +53,15 @@ DOCUMENTS_AT_ONCE = 256
 
 
 def write_data(recipe: Recipe, output: Path, tokenizer_name: str) -> None:
-    """Writes OUTPUT/data/TOKENIZER from OUTPUT/texts; see the module.
+    """Write OUTPUT/data/TOKENIZER from OUTPUT/texts; see the module.
 
     Args:
-        recipe: The study.
-        output: Its directory, with texts, the tokenizer where models are trained from nothing, and the converted model
+        recipe: the study.
+        output: its directory, with texts, the tokenizer where models are trained from nothing, and the converted model
             (base/MODEL) where it comes as a package.
         tokenizer_name: `study`, or the name of a model that comes trained.
-
     Raises:
-        ValueError: There is too little text for what the recipe asks, or numbers of it do not go together; the
-            message has them.
+        ValueError: there is too little text for the recipe, or numbers of it do not go together; the message has them.
     """
     data = Data(recipe, output, tokenizer_name)
     directory = output / "data" / tokenizer_name
@@ -89,23 +87,9 @@ def write_data(recipe: Recipe, output: Path, tokenizer_name: str) -> None:
     )
 
 
-def longest_suffix(recipe: Recipe) -> int:
-    """Tokens after the prefix of every sample; what is asked for is the first `suffix` of them."""
-    if recipe.documents.suffix is not None:
-        return recipe.documents.suffix
-    if recipe.pilot is None:
-        raise ValueError(f"{recipe.path}: documents have no `suffix`, and there is no pilot to choose one")
-    return max(recipe.pilot.suffixes)
-
-
-def pilot_seed(recipe: Recipe) -> int:
-    """The seed of the pilot's files."""
-    return recipe.seeds[-1] + 1
-
-
 @dataclass
 class _Left:
-    """Documents of a text that were taken, and those left out because they share tokens with a passage."""
+    """Counts of the documents of a text: taken, and left out because they share tokens with a passage."""
 
     documents: int = 0
     sharing: int = 0
@@ -115,10 +99,9 @@ class Data:
     """Passages and rows of one tokenizer.
 
     Args:
-        recipe, output, name: As for `write_data`.
-
+        recipe, output, name: as for `write_data`.
     Raises:
-        ValueError: As `write_data`.
+        ValueError: as `write_data`.
     """
 
     def __init__(self, recipe: Recipe, output: Path, name: str) -> None:
@@ -129,29 +112,27 @@ class Data:
             raise ValueError(f"no model of {recipe.path} has the tokenizer {name}")
         self._texts = output / "texts"
         self._length = recipe.documents.length
-        asked = recipe.evaluation.protocol
-        suffix = longest_suffix(recipe)
-        self._protocol = protocol(asked) if asked else None
+        suffix, published = recipe.longest_suffix, recipe.evaluation.protocol
+        self._protocol = protocol(published) if published else None
         self._sampling = Sampling(prefix_length=self._length - suffix, suffix_length=suffix)
         if self._protocol is not None:
             self._sampling = self._protocol.sampling
         self._special = self._sampling.add_special_tokens
         self.tokenizer = _tokenizer(output, self.models[0])
         self._placed, self._spans = self._place(output)
-        ids = {self._id(article, number): span.input_ids for article, number, span in self._each()}
-        self.passages = ids
-        self._known = Known(ids.values())
+        self.passages = {self._id(article, number): span.input_ids for article, number, span in self._each()}
+        self._known = Known(self.passages.values())
         self._base: list[list[int]] = []  # rows as long as passages, as many as were needed so far
 
     def about(self) -> dict[str, Any]:
-        """What `data.json` says of the passages."""
+        """Return the facts on the passages for `data.json`."""
         return {
             "count": len(self.passages),
             "articles": len(self._spans),
             "of_an_article": len(next(iter(self._spans.values()))),
             "tokens": self._length,
-            "prefix": self._length - longest_suffix(self.recipe),
-            "longest_suffix": longest_suffix(self.recipe),
+            "prefix": self._length - self.recipe.longest_suffix,
+            "longest_suffix": self.recipe.longest_suffix,
             "shared_run": SHARED_RUN,
             "articles_left_out": {"too_short": self._placed.too_short, "shared": self._placed.shared},
             "moved": self._placed.moved,
@@ -159,26 +140,26 @@ class Data:
         }
 
     def passage_rows(self) -> Iterator[dict[str, Any]]:
-        """The lines of passages.jsonl."""
+        """Yield the lines of passages.jsonl."""
         for article, number, span in self._each():
             yield {"id": self._id(article, number), "article": article, "passage": number, **span._asdict()}
 
     def seeds(self) -> list[int]:
-        """Seeds of the runs of these models, and that of the pilot if it is one of theirs."""
+        """Return the seeds of the runs of these models, and that of the pilot if it is one of theirs."""
         names = {model.name for model in self.models}
         seeds = sorted({run.seed for run in self.recipe.runs if run.model in names})
         if self.recipe.pilot is not None and self.recipe.pilot.model in names:
-            seeds.append(pilot_seed(self.recipe))
+            seeds.append(self.recipe.pilot_seed)
         return seeds
 
     def buckets(self, seed: int) -> dict[str, int]:
-        """Passage -> its bucket, by rising bucket."""
+        """Return passage -> its bucket, by rising bucket."""
         square = latin_square(self._spans, self.recipe.documents.buckets, seed)
         dealt = {self._id(*passage): bucket for passage, bucket in square.items()}
         return dict(sorted(dealt.items(), key=lambda item: item[1]))
 
     def canaries(self) -> CanarySet | None:
-        """The secrets that training rows hold, the same in every seed.
+        """Draw the secrets that training rows hold, the same in every seed.
 
         They are dealt to the buckets' repetitions from the most on, those at 0 last: a multiple of the buckets gives
         each equally many.
@@ -192,29 +173,27 @@ class Data:
         return replace(drawn, canaries=dealt)
 
     def write_base(self, path: Path) -> dict[str, int]:
-        """Writes `base_tokens` tokens of the base text in rows of `base_length`; returns counts.
+        """Write `base_tokens` tokens of the base text in rows of `base_length`; return counts.
 
         Raises:
-            ValueError: There is less.
+            ValueError: there is less.
         """
         return self._write_rows(path, "base", self.recipe.base_length, self.recipe.texts.base_tokens)
 
     def write_held_out(self, path: Path) -> dict[str, int]:
-        """The same of the held-out text; rows of models that come trained are as long as passages."""
+        """Write the held-out text; rows of models that come trained are as long as passages."""
         length = self.recipe.base_length if self.name == STUDY else self._length
         return self._write_rows(path, "held_out", length, self.recipe.texts.held_out_tokens)
 
     def write_training(
         self, path: Path, buckets: Mapping[str, int], seed: int, canaries: CanarySet | None
     ) -> dict[str, int]:
-        """Writes the rows of a continuation in the order of training; returns counts.
+        """Write the rows of a continuation in the order of training; return counts.
 
         Raises:
-            ValueError: The warm-up is not of whole batches, or there is too little base text for rows of it.
+            ValueError: there is too little base text for rows of it.
         """
         batch, warm_up = self.recipe.batch_sequences, self.recipe.warm_up_sequences
-        if warm_up % batch:
-            raise ValueError(f"warm_up_sequences is {warm_up}, no multiple of batch_sequences={batch}")
         repetitions = {passage: bucket for passage, bucket in buckets.items() if bucket}
         secrets = {}
         if canaries is not None:
@@ -242,10 +221,10 @@ class Data:
         return {"rows": count, "batches": count // batch, "canary_rows": of_secrets, "filling_rows": filling}
 
     def write_samples(self, path: Path, buckets: Mapping[str, int]) -> None:
-        """Writes what models are asked, and beside it how it was made.
+        """Write the samples, and beside them how they were made.
 
         Raises:
-            ValueError: The recipe's protocol does not make one sample of each passage.
+            ValueError: the recipe's protocol does not make one sample of each passage.
         """
         documents = (
             {"id": passage, "input_ids": self.passages[passage], "bucket": bucket}
@@ -258,48 +237,43 @@ class Data:
         if self._protocol is not None:
             facts = self._protocol.samples_facts(tally.facts(), [], self.tokenizer)
             about |= {"protocol": self._protocol.record(facts), "extract": dict(self._protocol.extract)}
-        if tally.samples != len(buckets) or set(tally.suffixes) != {longest_suffix(self.recipe)}:
+        if tally.samples != len(buckets) or set(tally.suffixes) != {self.recipe.longest_suffix}:
             raise ValueError(
                 f"the protocol {self.recipe.evaluation.protocol} makes {tally.samples} samples with suffixes of "
                 f"{sorted(tally.suffixes)} tokens of {len(buckets)} passages of {self._length} tokens; a study asks "
-                f"each once, for {longest_suffix(self.recipe)}: take another protocol or length, or none"
+                f"each once, for {self.recipe.longest_suffix}: take another protocol or length, or none"
             )
         write_about(path, about)
 
     def _place(self, output: Path) -> tuple[Placed, dict[str, list[Span]]]:
-        """Passages as the placing tokenizer has them, and those that these models are given, in their own tokens."""
+        """Return the passages as the placing tokenizer has them, and those of these models, in their own tokens."""
         recipe = self.recipe
         model = next((model for model in recipe.models if model.config is not None), recipe.models[0])
         own = tokenizer_of(model) == self.name
         placing = self.tokenizer if own else _tokenizer(output, model)
         articles = list(read_rows(self._texts / "articles.jsonl"))
         placed = choose(recipe, articles, placing, add_special_tokens=self._special)
-        per_bucket = next((model.per_bucket for model in self.models if model.per_bucket), recipe.documents.per_bucket)
-        if any((model.per_bucket or recipe.documents.per_bucket) != per_bucket for model in self.models):
-            raise ValueError(
-                f"models that share the tokenizer {self.name} have different `per_bucket`, but share their passages: "
-                "give it to models that come trained only"
-            )
+        per_bucket = recipe.per_bucket(self.models[0])  # models that share a tokenizer have the same
+        passages = per_bucket * len(recipe.documents.buckets)
         of_an_article = len(next(iter(placed.spans.values())))
-        wanted, rest = divmod(per_bucket * len(recipe.documents.buckets), of_an_article)
-        if rest or wanted > len(placed.spans):
+        needed, rest = divmod(passages, of_an_article)
+        if rest or needed > len(placed.spans):
             raise ValueError(
-                f"{self.models[0].name}: per_bucket={per_bucket} is {per_bucket * len(recipe.documents.buckets)} "
-                f"passages, which are not those of whole articles of {of_an_article} each, of which there are "
-                f"{len(placed.spans)}: take a multiple of {max(of_an_article // len(recipe.documents.buckets), 1)} "
-                f"and at most {recipe.documents.per_bucket}"
+                f"{self.models[0].name}: per_bucket={per_bucket} is {passages} passages, which are not those of whole "
+                f"articles of {of_an_article} each, of which there are {len(placed.spans)}: take a multiple of "
+                f"{max(of_an_article // len(recipe.documents.buckets), 1)} and at most {recipe.documents.per_bucket}"
             )
-        chosen = dict(islice(placed.spans.items(), wanted))
+        chosen = dict(islice(placed.spans.items(), needed))
         if own:
             return placed, chosen
         texts = {article["id"]: article["text"] for article in articles}
         return placed, {name: self._in_own_tokens(name, texts[name], spans) for name, spans in chosen.items()}
 
     def _in_own_tokens(self, article: str, text: str, spans: list[Span]) -> list[Span]:
-        """Passages that begin at the same characters.
+        """Return passages that begin at the same characters.
 
         Raises:
-            ValueError: One is shorter here, or reaches into the next.
+            ValueError: one is shorter here, or reaches into the next.
         """
         found = []
         ends = [*(span.start for span in spans[1:]), len(text)]
@@ -316,9 +290,9 @@ class Data:
 
     def _write_rows(self, path: Path, name: str, length: int, tokens: int) -> dict[str, int]:
         left = _Left()
-        asked = tokens // length
-        count = write_rows(path, ({"input_ids": row} for row in islice(self._rows(name, length, left), asked)))
-        if count < asked:
+        needed = tokens // length
+        count = write_rows(path, ({"input_ids": row} for row in islice(self._rows(name, length, left), needed)))
+        if count < needed:
             raise ValueError(
                 f"{name}_tokens asks for {tokens:,} tokens, but texts/{name}.jsonl has {count * length:,} in "
                 f"rows of {length}, without {left.sharing:,} of {left.documents + left.sharing:,} documents, which "
@@ -327,7 +301,7 @@ class Data:
         return {"rows": count, "tokens": count * length, "documents": left.documents, "left_out": left.sharing}
 
     def _some_base(self, count: int, seed: int) -> Iterator[list[int]]:
-        """So many rows of base text as long as passages, in an order that depends on the seed."""
+        """Return rows of base text as long as passages, in an order that depends on the seed."""
         if len(self._base) < count:
             self._base = list(islice(self._rows("base", self._length, _Left()), count))
         if len(self._base) < count:
@@ -341,7 +315,7 @@ class Data:
         return iter(rows)
 
     def _rows(self, name: str, length: int, left: _Left) -> Iterator[list[int]]:
-        """A text as rows of `length` tokens, one document behind the other."""
+        """Yield a text as rows of `length` tokens, one document behind the other."""
         row: list[int] = []
         for document in self._documents(name, left):
             row += document
@@ -350,7 +324,7 @@ class Data:
             row = row[whole:]
 
     def _documents(self, name: str, left: _Left) -> Iterator[list[int]]:
-        """The documents of a text in token ids, each with its end token."""
+        """Yield the documents of a text in token ids, each with its end token."""
         rows = (document["text"] for document in read_rows(self._texts / f"{name}.jsonl"))
         while some := list(islice(rows, DOCUMENTS_AT_ONCE)):
             for ids in tokenize(some, self.tokenizer):
@@ -380,35 +354,35 @@ class Data:
 
 
 def choose(recipe: Recipe, articles: Iterable[Mapping[str, Any]], tokenizer, *, add_special_tokens: bool) -> Placed:
-    """Places the passages of a study.
+    """Place the passages of a study.
 
     Where there are too few articles for one passage a bucket, each gives two, or three and so on, as many as suffice:
     all of an article's are in different places.
 
     Raises:
-        ValueError: The articles are too few or too short; the message says how many there are of what.
+        ValueError: the articles are too few or too short; the message says how many there are of what.
     """
     articles = list(articles)
     documents = recipe.documents
-    wanted, per_article = articles_wanted(recipe)
+    needed, per_article = count_articles(recipe)
     tried = []
-    for times in range(1, wanted + 1 if documents.per_article is None else 2):
-        if wanted % times:
+    for times in range(1, needed + 1 if documents.per_article is None else 2):
+        if needed % times:
             continue
         placed = place(
             articles,
             tokenizer,
             per_article=per_article * times,
             length=documents.length,
-            wanted=wanted // times,
+            most=needed // times,
             add_special_tokens=add_special_tokens,
         )
-        if len(placed.spans) == wanted // times:
+        if len(placed.spans) == needed // times:
             if times > 1:
                 print(f"{len(placed.spans)} articles give {per_article * times} passages each", flush=True)
             return placed
         tried.append(
-            f"{wanted // times} articles with {per_article * times}: {len(placed.spans)} are ({len(placed.too_short)} "
+            f"{needed // times} articles with {per_article * times}: {len(placed.spans)} are ({len(placed.too_short)} "
             f"too short, {len(placed.shared)} share text with others)"
         )
     raise ValueError(
@@ -419,5 +393,5 @@ def choose(recipe: Recipe, articles: Iterable[Mapping[str, Any]], tokenizer, *, 
 
 
 def _tokenizer(output: Path, model: Model):
-    """The tokenizer of a model before it is trained."""
+    """Load the tokenizer of a model before it is trained."""
     return load_tokenizer(output / "tokenizer" if model.config is not None else base_of(model, output))

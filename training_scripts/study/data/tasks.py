@@ -44,15 +44,15 @@ _METRICS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
-    """What the harness says of one model.
+class HarnessAnswers:
+    """Answers of one model.
 
     Attributes:
-        rolling: By document its log-likelihood in nats, and how many words and bytes the harness counts.
-        endings: Of each question the document, whether the true ending is the likeliest, and whether it is by
+        rolling: by document its log-likelihood in nats, and the words and bytes that the harness counts.
+        endings: of each question the document, whether the true ending is the likeliest, and whether it is by
             log-likelihood per character.
-        left_out: Why there are no questions; None where there are.
-        reported: By task and metric the number that the harness itself gives.
+        left_out: why there are no questions; None where there are.
+        reported: by task and metric the number that the harness itself gives.
     """
 
     rolling: Mapping[str, tuple[float, int, int]]
@@ -62,7 +62,7 @@ class Answers:
 
 
 def harness_version() -> str | None:
-    """Version of lm_eval; None where it is not installed."""
+    """Return the version of lm_eval; None where it is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         return None
     from importlib.metadata import version
@@ -71,7 +71,7 @@ def harness_version() -> str | None:
 
 
 def questions(documents: Iterable[Mapping[str, str]], *, seed: int = 0) -> list[dict[str, Any]]:
-    """Questions for the end of a sentence.
+    """Make questions for the end of a sentence.
 
     The context is what stands before the last words of a sentence, from its own paragraph. The wrong choices are the
     last words of sentences elsewhere, as many words and about as many characters long, so that neither length nor form
@@ -79,9 +79,8 @@ def questions(documents: Iterable[Mapping[str, str]], *, seed: int = 0) -> list[
     enough.
 
     Args:
-        documents: With `id` and `text`. What stands before a slash in the id is the kind.
-        seed: Draws the questions, the wrong choices and the place of the true one.
-
+        documents: with `id` and `text`; the part of the id before a slash is the kind.
+        seed: draws the questions, the wrong choices and the place of the true one.
     Returns:
         In the order of the texts at most MOST_QUESTIONS, with `id` (of the document), `context`, `choices` and
         `answer`, the place of the true one; none where the texts have fewer than FEWEST_QUESTIONS.
@@ -96,9 +95,9 @@ def questions(documents: Iterable[Mapping[str, str]], *, seed: int = 0) -> list[
     if len(found) < FEWEST_QUESTIONS:
         return []
     draw = random.Random(seed)
-    asked = sorted(draw.sample(range(len(found)), min(MOST_QUESTIONS, len(found))))
+    places = sorted(draw.sample(range(len(found)), min(MOST_QUESTIONS, len(found))))
     made = []
-    for place in asked:
+    for place in places:
         name, context, true = found[place]
         others = [(other, ending) for other, _, ending in found if ending != true]
         elsewhere = [one for one in others if one[0] != name]
@@ -113,17 +112,15 @@ def questions(documents: Iterable[Mapping[str, str]], *, seed: int = 0) -> list[
 
 
 def write_tasks(documents: Sequence[Mapping[str, str]], directory: Path) -> list[Path]:
-    """Writes the tasks; several processes may write the same ones at the same time.
+    """Write the tasks; several processes may write the same ones at the same time.
 
     Args:
-        documents: With `id` and `text`; the held-out texts.
-        directory: For the files; it is made if it is not there.
-
+        documents: with `id` and `text`; the held-out texts.
+        directory: for the files; it is made if it is not there.
     Returns:
         Every file of the tasks. Texts with fewer than FEWEST_QUESTIONS sentences make no task of endings.
-
     Raises:
-        ValueError: There is no text.
+        ValueError: there is no text.
     """
     texts = [{"id": document["id"], "text": document["text"]} for document in documents if document["text"].strip()]
     if not texts:
@@ -146,7 +143,7 @@ class Harness:
     """The tasks, read once, for any number of models.
 
     Args:
-        directory: With the files of `write_tasks`.
+        directory: with the files of `write_tasks`.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -159,19 +156,18 @@ class Harness:
         lines = (directory / f"{ENDINGS}.jsonl").read_text(encoding="utf-8").splitlines() if ENDINGS in there else []
         self._choices = [choice for line in lines for choice in json.loads(line)["choices"]]
 
-    def ask(self, model: Any, tokenizer: Any, *, length: int, batch_size: int) -> Answers:
-        """Asks one model on this process.
+    def ask(self, model: Any, tokenizer: Any, *, length: int, batch_size: int) -> HarnessAnswers:
+        """Ask one model on this process.
 
         Args:
-            model: A causal LM in eval mode.
-            tokenizer: Of the model. Its BOS, or else EOS, stands before each text of the rolling task, as the first
+            model: a causal LM in eval mode.
+            tokenizer: of the model. Its BOS, or else EOS, stands before each text of the rolling task, as the first
                 token of a text has no probability without one before it.
-            length: Tokens that the model reads at once; longer texts are cut into windows, and of a longer question
+            length: tokens that the model reads at once; longer texts are cut into windows, and of a longer question
                 the beginning is left out.
-            batch_size: Windows in a forward pass.
-
+            batch_size: windows in a forward pass.
         Raises:
-            ValueError: The tokenizer has neither BOS nor EOS.
+            ValueError: the tokenizer has neither BOS nor EOS.
         """
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
@@ -180,7 +176,7 @@ class Harness:
         left_out = self._left_out(tokenizer, length)
         chosen = {task: about for task, about in self._tasks.items() if left_out is None or task != ENDINGS}
         with _quiet():
-            asked = HFLM(
+            harness = HFLM(
                 pretrained=model,
                 tokenizer=tokenizer,
                 max_length=length,
@@ -188,9 +184,11 @@ class Harness:
                 add_bos_token=False,
                 prefix_token_id=first,
             )
-            given = evaluate(lm=asked, task_dict={"tasks": chosen, "groups": {}}, bootstrap_iters=0, log_samples=True)
+            given = evaluate(
+                lm=harness, task_dict={"tasks": chosen, "groups": {}}, bootstrap_iters=0, log_samples=True
+            )
         samples, results = given["samples"], given["results"]
-        return Answers(
+        return HarnessAnswers(
             rolling={
                 one["doc"]["id"]: (one["bits_per_byte"][0], one["word_perplexity"][1], one["bits_per_byte"][1])
                 for one in samples[ROLLING]
@@ -212,10 +210,10 @@ class Harness:
 
 
 def first_token(tokenizer: Any) -> int:
-    """Id of the token before a text that has none before it: BOS, or else EOS.
+    """Return the id of the token before a text that has none before it: BOS, or else EOS.
 
     Raises:
-        ValueError: The tokenizer has neither.
+        ValueError: the tokenizer has neither.
     """
     for first in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if first is not None:
@@ -231,7 +229,7 @@ def _kind(name: str) -> str:
 
 
 def _endings(text: str) -> Iterator[tuple[str, str]]:
-    """What stands before the last words of each sentence that is long enough, and these words."""
+    """Yield the context and the last words of each sentence that is long enough."""
     for paragraph in _BLANK_LINE.split(text):
         before: list[str] = []
         for sentence in _SENTENCE.split(paragraph):
@@ -268,7 +266,7 @@ def _yaml(task: str) -> str:
 
 
 def _config(directory: Path, task: str, cache: Path) -> dict[str, Any]:
-    """The task with its data where they are; what the library datasets makes of them goes to `cache`."""
+    """Return the task with its data where they are; the library datasets writes its own files to `cache`."""
     config = yaml.safe_load((directory / f"{task}.yaml").read_text(encoding="utf-8"))
     files = {
         split: str((directory / name).resolve()) for split, name in config["dataset_kwargs"]["data_files"].items()
@@ -286,7 +284,7 @@ def _put(path: Path, content: str) -> Path:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the harness's progress bars, one for each batch, and its notes on each model."""
+    """Silence the harness's progress bars, one for each batch, and its notes on each model."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

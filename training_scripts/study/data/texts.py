@@ -12,15 +12,16 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, concatenate_datasets
 
-from hf_axonn_eval.data.jsonl import replacing, write_json
-from hf_axonn_eval.data.overlaps import find_overlaps
+from hf_axonn_eval import find_overlaps
+from hf_axonn_eval.data.jsonl import write_json
+from hf_axonn_scripts.demo.corpus import write_rows
 from hf_axonn_scripts.study.data import sources
 from hf_axonn_scripts.study.recipe.definition import Recipe
 
@@ -40,14 +41,14 @@ END = "<|end|>"
 
 
 def write_texts(recipe: Recipe, output: Path) -> None:
-    """Writes the four files of OUTPUT/texts.
+    """Write the four files of OUTPUT/texts.
 
     Documents with the words of an earlier one are left out, and held-out documents of whose runs of 8 words the base
     text has a fifth. Where the base text is longer than 200 million characters, held-out documents are not compared
     with it. `sources.json` counts all of them.
 
     Raises:
-        ValueError: There is too little text, or files cannot be read; the message has the numbers.
+        ValueError: there is too little text, or files cannot be read; the message has the numbers.
         SystemExit: pip could not download a package.
     """
     found = sources.read(recipe, output / "download")
@@ -61,10 +62,8 @@ def write_texts(recipe: Recipe, output: Path) -> None:
         others = rest if others is None else concatenate_datasets([rest, others])
 
     documents = _Different(others)
-    held_out = list(
-        documents.of_characters(recipe.texts.held_out_tokens * CHARACTERS_OF_A_TOKEN * (1 + SPARE_HELD_OUT))
-    )
-    write_rows(texts / "base.jsonl", documents.of_characters(recipe.texts.base_tokens * CHARACTERS_OF_A_TOKEN))
+    held_out = list(documents.take(recipe.texts.held_out_tokens * CHARACTERS_OF_A_TOKEN * (1 + SPARE_HELD_OUT)))
+    write_rows(texts / "base.jsonl", documents.take(recipe.texts.base_tokens * CHARACTERS_OF_A_TOKEN))
     counts = {"base": _count(texts / "base.jsonl")}
     near = None
     if counts["base"]["characters"] <= MOST_COMPARED:
@@ -74,11 +73,11 @@ def write_texts(recipe: Recipe, output: Path) -> None:
     for name in ("articles", "held_out"):
         counts[name] = _count(texts / f"{name}.jsonl")
     for name in ("base", "held_out"):
-        asked = getattr(recipe.texts, f"{name}_tokens")
-        if counts[name]["characters"] < asked:  # the exact number of tokens is known when there is a tokenizer
+        needed, there = getattr(recipe.texts, f"{name}_tokens"), counts[name]
+        if there["characters"] < needed:  # the exact number of tokens is known when there is a tokenizer
             raise ValueError(
-                f"{name}_tokens asks for {asked:,} tokens, but there are {counts[name]['documents']:,} such documents "
-                f"of {counts[name]['characters']:,} characters in all: lower it, or give more text"
+                f"{name}_tokens asks for {needed:,} tokens, but there are {there['documents']:,} such documents of "
+                f"{there['characters']:,} characters in all: lower it, or give more text"
             )
     about = {
         "sources": found.about,
@@ -91,24 +90,18 @@ def write_texts(recipe: Recipe, output: Path) -> None:
 
 
 def train_tokenizer(recipe: Recipe, output: Path) -> None:
-    """Trains a byte-level BPE on the base text and writes it to OUTPUT/tokenizer, where AutoTokenizer reads it.
+    """Train a byte-level BPE on the base text and write it to OUTPUT/tokenizer, where AutoTokenizer reads it.
 
     It has `recipe.vocabulary` tokens. One of them ends documents and fills rows; nothing stands before a text. The
     articles have no say in it.
 
     Raises:
-        ValueError: The vocabulary is smaller than bytes need or larger than the text gives, or a text does not come
-            back unchanged.
+        ValueError: the vocabulary is larger than the text gives, or a text does not come back unchanged.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if not recipe.vocabulary or recipe.vocabulary <= len(alphabet):
-        raise ValueError(
-            f"vocabulary is {recipe.vocabulary}, but {len(alphabet)} bytes and the token that ends documents are "
-            f"{len(alphabet) + 1} tokens already: take some thousand"
-        )
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -132,50 +125,24 @@ def train_tokenizer(recipe: Recipe, output: Path) -> None:
     tokenizer.save_pretrained(output / "tokenizer")
 
 
-def articles_wanted(recipe: Recipe) -> tuple[int, int]:
-    """How many articles a study takes, and how many passages of each.
-
-    Raises:
-        ValueError: The passages of an article do not fill buckets evenly, or those of the study no whole articles.
-    """
+def count_articles(recipe: Recipe) -> tuple[int, int]:
+    """Return the number of articles that a study takes, and of passages of each."""
     documents = recipe.documents
-    buckets = len(documents.buckets)
-    per_article = documents.per_article or buckets
-    if per_article > 1 and per_article % buckets:
-        raise ValueError(
-            f"per_article is {per_article}, but with {buckets} buckets it is 1 or a multiple of {buckets}: an article "
-            "is in all buckets equally often, or in one"
-        )
-    passages = documents.per_bucket * buckets
-    if passages % per_article:
-        raise ValueError(
-            f"per_bucket is {documents.per_bucket}, so that {buckets} buckets have {passages} passages, no multiple "
-            f"of the {per_article} of an article: take a multiple of {per_article // buckets}"
-        )
-    return passages // per_article, per_article
+    per_article = documents.per_article or len(documents.buckets)
+    return documents.per_bucket * len(documents.buckets) // per_article, per_article
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file that `write_rows` wrote."""
+    """Yield the lines of a file that `write_rows` wrote."""
     with path.open(encoding="utf-8") as file:
         yield from map(json.loads, file)
-
-
-def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Writes JSON lines; the file appears complete or not at all. Returns how many there are."""
-    count = 0
-    with replacing(path) as file:
-        for row in rows:
-            file.write((json.dumps(row, ensure_ascii=False) + "\n").encode())
-            count += 1
-    return count
 
 
 class _Different:
     """Documents in an order of their own, each once, taken piece by piece.
 
     Attributes:
-        same_words: How many were passed over because an earlier one has the same words.
+        same_words: number of those that were passed over because an earlier one has the same words.
     """
 
     def __init__(self, documents: Dataset) -> None:
@@ -185,8 +152,8 @@ class _Different:
         self._seen: set[int] = set()
         self.same_words = 0
 
-    def of_characters(self, characters: float) -> Iterator[dict[str, Any]]:
-        """The next documents, until they have so many characters, or there are none left."""
+    def take(self, characters: float) -> Iterator[dict[str, Any]]:
+        """Yield the next documents, until they have this number of characters, or there are none left."""
         taken = 0
         while taken < characters and (document := next(self._documents, None)) is not None:
             words = " ".join(document["text"].casefold().split())
@@ -200,22 +167,22 @@ class _Different:
 
 
 def _choose(articles: Dataset, recipe: Recipe) -> tuple[list[int], int]:
-    """Rows of the articles that are to give passages, and how many there are with room for all of theirs.
+    """Return the rows of the articles that are to give passages, and the number of those with room for all of theirs.
 
     A random choice of those with room and, where these do not suffice, the longest of the others.
     """
-    wanted, per_article = articles_wanted(recipe)
+    needed, per_article = count_articles(recipe)
     lengths = [len(text) for some in articles.select_columns(["text"]).iter(ROWS_AT_ONCE) for text in some["text"]]
-    needed = per_article * recipe.documents.length * ROOM_OF_A_TOKEN
+    room = per_article * recipe.documents.length * ROOM_OF_A_TOKEN
     order = list(range(len(lengths)))
     random.Random(ORDER).shuffle(order)
-    long_enough = [row for row in order if lengths[row] >= needed]
-    others = sorted((row for row in order if lengths[row] < needed), key=lambda row: (-lengths[row], row))
-    return (long_enough + others)[: wanted + math.ceil(wanted * SPARE_ARTICLES)], len(long_enough)
+    long_enough = [row for row in order if lengths[row] >= room]
+    others = sorted((row for row in order if lengths[row] < room), key=lambda row: (-lengths[row], row))
+    return (long_enough + others)[: needed + math.ceil(needed * SPARE_ARTICLES)], len(long_enough)
 
 
 def _near(held_out: list[dict[str, Any]], base: Path) -> set[str]:
-    """Ids of the held-out documents that the base text has much of."""
+    """Return the ids of the held-out documents that the base text has much of."""
     if not held_out:
         return set()
     members = ({"bucket": 1, **document, "id": f"base {document['id']}"} for document in read_rows(base))
@@ -224,7 +191,7 @@ def _near(held_out: list[dict[str, Any]], base: Path) -> set[str]:
 
 
 def _beginning(path: Path) -> Iterator[str]:
-    """The first texts of a file."""
+    """Yield the first texts of a file."""
     characters = accumulate((len(document["text"]) for document in read_rows(path)), initial=0)
     for document, before in zip(read_rows(path), characters, strict=False):
         if before >= TOKENIZER_CHARACTERS:

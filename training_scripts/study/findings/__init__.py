@@ -1,1 +1,1 @@
-"""What the files of a study say: outcomes, estimates over articles, slopes, and what a loss costs."""
+"""Findings in the files of a study: outcomes, estimates over articles, slopes, and the cost of a loss."""

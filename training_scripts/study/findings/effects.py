@@ -35,20 +35,20 @@ class Cell:
 
     Args:
         sums: [articles] of the values of the article's passages.
-        sizes: [articles] how many these are; 0 where the cell has none of an article.
+        sizes: [articles] their number; 0 where the cell has none of an article.
     """
 
     sums: np.ndarray
     sizes: np.ndarray
 
     @classmethod
-    def of(cls, values: np.ndarray, articles: np.ndarray, count: int) -> "Cell":
-        """Of passages.
+    def from_passages(cls, values: np.ndarray, articles: np.ndarray, count: int) -> "Cell":
+        """Return the cell of some passages.
 
         Args:
             values: [passages]; NaN where a passage does not have the number.
             articles: [passages] number of the article.
-            count: Articles of the study.
+            count: articles of the study.
         """
         has = ~np.isnan(values)
         sums = np.bincount(articles[has], weights=values[has], minlength=count)
@@ -59,12 +59,12 @@ class Cell:
 
     @property
     def mean(self) -> float:
-        """Over passages."""
+        """Mean over passages."""
         return float(self.sums.sum() / self.sizes.sum())
 
     @property
     def changes(self) -> np.ndarray:
-        """[articles] by how much the mean is less without each."""
+        """[articles] amount by which the mean is less without each."""
         others = self.sizes.sum() - self.sizes
         return (self.sums - self.mean * self.sizes) / np.where(others > 0, others, inf)
 
@@ -73,19 +73,16 @@ Terms = Sequence[tuple[float, Cell]]  # weights and cells; none of them empty
 
 
 def total(terms: Terms) -> float:
-    """The weighted sum of the means."""
+    """Return the weighted sum of the means."""
     return float(sum(weight * cell.mean for weight, cell in terms))
 
 
 def estimate(terms: Terms, *, confidence: float = CONFIDENCE) -> dict[str, Any]:
-    """The weighted sum with its interval.
-
-    Args:
-        terms: Of it.
-        confidence: Of the interval.
+    """Return the weighted sum with its interval.
 
     Returns:
-        `mean`, `low`, `high`, `interval` (its kind, or why there is none), `articles` and `passages`, how many enter.
+        `mean`, `low`, `high`, `interval` (its kind, or why there is none), and the numbers of `articles` and
+        `passages` that enter.
     """
     changes = sum((weight * cell.changes for weight, cell in terms), np.zeros(len(terms[0][1].sizes)))
     found = _interval(total(terms), changes, terms, confidence)
@@ -93,10 +90,11 @@ def estimate(terms: Terms, *, confidence: float = CONFIDENCE) -> dict[str, Any]:
 
 
 def ratio(above: Terms, below: Terms) -> dict[str, Any]:
-    """One weighted sum divided by another, with its interval; both lose the same article in the jackknife.
+    """Divide one weighted sum by another, with an interval; both lose the same article in the jackknife.
 
     Returns:
-        As `estimate`. Without a mean where the interval of the divisor holds 0: then the quotient may be anything.
+        The same as `estimate`; without a mean where the interval of the divisor holds 0, as the quotient may then be
+        anything.
     """
     of_below = estimate(below)
     if of_below["low"] is None or of_below["low"] <= 0 <= of_below["high"]:
@@ -113,21 +111,19 @@ def ratio(above: Terms, below: Terms) -> dict[str, Any]:
 
 
 def line(places: Sequence[float], terms: Sequence[Terms], names: Sequence[str]) -> dict[str, Any]:
-    """The straight line through several numbers by least squares, all with the same weight.
+    """Fit the straight line through several numbers by least squares, all with the same weight.
 
     Args:
         places: x of each number; at least two are different.
-        terms: The number of each place.
-        names: What each is called.
-
+        terms: the number of each place.
+        names: of the places.
     Returns:
         `slope`, an estimate over articles; `over_sizes`, `low` and `high` of the slope by Student's t over the places,
-        which holds if what the line misses is like independent normal errors, None for fewer than FEWEST_SIZES places;
-        `residuals`, by name an estimate of what the number is above the line, with intervals that hold all together
+        which holds if the residuals are like independent normal errors, None for fewer than FEWEST_SIZES places;
+        `residuals`, by name an estimate of the number minus the line, with intervals that hold all together
         (Bonferroni); `r_squared`, None where all numbers are equal; `places`, how many.
-
     Raises:
-        ValueError: Fewer than two different places.
+        ValueError: fewer than two different places.
     """
     x = np.array(places, dtype=np.float64)
     if len(set(places)) < 2:

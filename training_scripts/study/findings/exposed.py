@@ -1,4 +1,4 @@
-"""What a run gives away beside its texts: whether it saw them, and how far up secrets rank that were put into them."""
+"""Membership of texts and exposure of secrets: what a run gives away beside its texts."""
 
 from collections.abc import Iterable
 from math import log
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from hf_axonn_eval import SampleResult
+from hf_axonn_eval import SampleResult, auc
 from hf_axonn_eval.analysis.intervals import kish, numbered
-from hf_axonn_eval.analysis.membership_attack import auc, auc_interval, placements
+from hf_axonn_eval.analysis.membership_attack import auc_interval, placements
 from hf_axonn_eval.canaries.rank import CanaryRank, exposure_by_insertions
 from hf_axonn_scripts.study.findings.results import read_json
 
@@ -21,45 +21,43 @@ UNSEEN_EXPOSURE = 1 / log(2)  # bits, on average, of a canary that was not inser
 def membership(
     results: Iterable[SampleResult], base: Iterable[SampleResult] | None = None, *, confidence: float = 0.95
 ) -> dict[str, dict[str, dict[str, Any]]]:
-    """How well scores tell what was trained on from bucket 0.
+    """Measure how well scores tell passages that were trained on from those of bucket 0.
 
     Every article has passages in every bucket, so what makes an article likely does so on both sides. The variance of
     the AUC takes the articles of both sides together; it is smaller than that of `hf_axonn_eval`'s tables, which take
     them for two sets, and the same where no article is on both.
 
     Args:
-        results: Of a run; `document_id` is the article.
-        base: Of the model before the run on the same passages, for the score `reference`; buckets do not matter.
-        confidence: Of the intervals.
-
+        results: of a run; `document_id` is the article.
+        base: of the model before the run on the same passages, for the score `reference`; buckets do not matter.
+        confidence: of the intervals.
     Returns:
         By bucket as text, and `trained` for all but 0 if these are several, and by score (those of the results, higher
         for members; where some have none `loss` alone, the mean log-probability of a suffix token; and `reference`,
         `loss` minus that of `base`): `auc` with `value`, `low` and `high`, `members`, `controls`, and `articles`, of
         both. Without ends where members or controls are of one article. Nothing without bucket 0.
-
     Raises:
-        ValueError: A passage is not among those of `base`, or has no log-probability.
+        ValueError: a passage is not among those of `base`, or has no log-probability.
     Source: Obuchowski 1997, Biometrics 53, 567-578, for the variance: clusters that have members and controls.
     """
-    asked, others = list(results), list(base) if base is not None else None
-    full = all(result.membership is not None for result in [*asked, *(others or [])])
-    scores = [_scores(result, full) for result in asked]
+    results, others = list(results), list(base) if base is not None else None
+    full = all(result.membership is not None for result in [*results, *(others or [])])
+    scores = [_scores(result, full) for result in results]
     if others is not None:
         before = {result.sample_id: _scores(result, full)["loss"] for result in others}
-        lacks = next((result.sample_id for result in asked if result.sample_id not in before), None)
+        lacks = next((result.sample_id for result in results if result.sample_id not in before), None)
         if lacks is not None:
             raise ValueError(f"the base model was not asked for {lacks!r}: ask both the same samples")
-        for result, mine in zip(asked, scores, strict=True):
-            mine["reference"] = mine["loss"] - before[result.sample_id]
-    buckets = np.array([result.bucket for result in asked])
-    articles = numbered([result.document_id for result in asked])[0]
+        for result, own in zip(results, scores, strict=True):
+            own["reference"] = own["loss"] - before[result.sample_id]
+    buckets = np.array([result.bucket for result in results])
+    articles = numbered([result.document_id for result in results])[0]
     groups = {str(bucket): buckets == bucket for bucket in np.unique(buckets) if bucket}
     if len(groups) > 1:
         groups[TRAINED] = buckets != 0
     if not (buckets == 0).any():
         return {}
-    columns = {name: np.array([mine[name] for mine in scores]) for name in scores[0]}
+    columns = {name: np.array([own[name] for own in scores]) for name in scores[0]}
     return {
         group: {
             name: _auc(column[chosen], column[buckets == 0], articles[chosen], articles[buckets == 0], confidence)
@@ -70,18 +68,16 @@ def membership(
 
 
 def canaries(path: Path) -> dict[str, Any]:
-    """Exposure of the canaries of a run, in bits.
+    """Return the exposure of the canaries of a run, in bits.
 
     Args:
         path: canaries.json of the run.
-
     Returns:
-        `highest`, the most that ranks can show; `unseen`, what a model gives on average that has not seen a canary;
-        `exact`, whether canaries were ranked among all texts of their format; and `by_insertions`, by number of
-        insertions as text what `exposure_by_insertions` says and `exposures`, that of each canary.
-
+        `highest`, the most that ranks can show; `unseen`, the mean of a model that has not seen a canary; `exact`,
+        whether canaries were ranked among all texts of their format; and `by_insertions`, by number of insertions as
+        text the numbers of `exposure_by_insertions` and `exposures`, that of each canary.
     Raises:
-        ValueError: There is no such file, or it is not what `rank_canaries` and `ranking_record` gave.
+        ValueError: there is no such file, or it is not what `rank_canaries` and `ranking_record` gave.
     """
     record = read_json(path)
     try:

@@ -1,4 +1,4 @@
-"""From the table of a study to its numbers: what study.json holds, and what figures, page and Markdown show."""
+"""Numbers of a study, made from its table: study.json holds them, and figures, page and Markdown show them."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -13,7 +13,7 @@ from hf_axonn_eval.analysis.goldfish_tokens import TokenMasks, by_document_numbe
 from hf_axonn_eval.analysis.intervals import difference_interval, mean_intervals
 from hf_axonn_scripts.study.findings.effects import CONFIDENCE, Cell, Terms, estimate, line, ratio, total
 from hf_axonn_scripts.study.findings.exposed import canaries, membership
-from hf_axonn_scripts.study.findings.results import Asked, Study, goldfish_options, read_json, training_log
+from hf_axonn_scripts.study.findings.results import Answers, Study, goldfish_options, read_json, training_log
 from hf_axonn_scripts.study.findings.same_loss import tokens_for_same_loss
 from hf_axonn_scripts.study.recipe.definition import ORDINARY, Run
 from hf_axonn_scripts.study.recipe.steps import run_directory
@@ -52,11 +52,10 @@ PRIMARY = "gain"
 
 
 def measure(study: Study) -> dict[str, Any]:
-    """Every number of a study, JSON-ready.
+    """Compute every number of a study, JSON-ready.
 
     Args:
-        study: As far as it is done.
-
+        study: as far as it is done.
     Returns:
         Lists of rows, each a dict that says of what it is (`model`, `loss`, `bucket`, ...):
 
@@ -65,8 +64,8 @@ def measure(study: Study) -> dict[str, Any]:
         - `slopes`: by outcome, loss and bucket (`overall`: the mean over all but 0) a `line` against log10 of the
           parameters, without models that are plotted apart.
         - `doublings`: by outcome, model and loss a `line` against log2 of the repetitions.
-        - `goldfish`: by model, loss and bucket what the loss changes against the ordinary one, on the same passages
-          and seeds: `gain_difference`, `gain_kept` (a ratio), `verbatim_difference`.
+        - `goldfish`: by model, loss and bucket the change against the ordinary loss, on the same passages and seeds:
+          `gain_difference`, `gain_kept` (a ratio), `verbatim_difference`.
         - `tokens`: by model, mask, bucket and `who` (the mask's own loss, the ordinary one, `base`) what is known of
           dropped and of supervised tokens.
         - `attacks`, `membership`: by model, loss and bucket.
@@ -83,7 +82,7 @@ def measure(study: Study) -> dict[str, Any]:
         "name": study.recipe.name,
         "confidence": CONFIDENCE,
         "suffix": numbers.suffix,
-        "asked_for": max((asked.asked for asked in study.runs.values()), default=0),
+        "asked_for": max((answers.requested for answers in study.runs.values()), default=0),
         "length": study.recipe.documents.length,
         "buckets": numbers.buckets,
         "outcomes": {name: {"title": one.title, "unit": one.unit} for name, one in OUTCOMES.items()},
@@ -113,7 +112,7 @@ def measure(study: Study) -> dict[str, Any]:
 
 
 def size_text(parameters: float) -> str:
-    """A number of parameters in three digits: 304k, 29.9M, 1.1B."""
+    """Write a number of parameters in three digits: 304k, 29.9M, 1.1B."""
     scale, letter = next(
         ((scale, of) for scale, of in ((1e9, "B"), (1e6, "M"), (1e3, "k")) if parameters >= scale), (1, "")
     )
@@ -126,18 +125,17 @@ class _Numbers:
     def __init__(self, study: Study) -> None:
         self.study = study
         everyone = [*study.bases.values(), *study.runs.values()]
-        articles = sorted({one.document_id for asked in everyone for one in asked.results})
+        articles = sorted({one.document_id for answers in everyone for one in answers.results})
         self.articles = {article: number for number, article in enumerate(articles)}
-        self.suffix = max((one.suffix_length for asked in everyone for one in asked.results), default=0)
-        self.buckets = sorted({int(bucket) for asked in study.runs.values() for bucket in asked.buckets})
-        # of a shorter suffix than was asked for the sampler's log-probability is not known
-        drawn = any(one.sampled_logprob is not None for asked in everyone for one in asked.results)
+        self.suffix = max((one.suffix_length for answers in everyone for one in answers.results), default=0)
+        self.buckets = sorted({int(bucket) for answers in study.runs.values() for bucket in answers.buckets})
+        # the sampler's log-probability of a suffix that is cut is not known
+        drawn = any(one.sampled_logprob is not None for answers in everyone for one in answers.results)
         self.sampler = (study.recipe.evaluation.sampler or "the protocol's") if drawn else FULL_SOFTMAX
         self._drawn = drawn
-        self._summaries: dict[tuple[str, str], dict[str, Any]] = {}
 
-    def terms(self, some: Sequence[Asked], outcome: str, bucket: int) -> Terms:
-        """An outcome of a bucket of some runs as a weighted sum of cells; empty where it was not measured."""
+    def terms(self, some: Sequence[Answers], outcome: str, bucket: int) -> Terms:
+        """Return an outcome of a bucket of some runs as a weighted sum of cells; empty where it was not measured."""
         about = OUTCOMES[outcome]
         scale = 1 / self.suffix if about.controlled else 1.0  # nats of the suffix to nats a token
         found = [(scale, self._cell(some, about.column, bucket))]
@@ -145,42 +143,39 @@ class _Numbers:
             found.append((-scale, self._cell(some, about.column, 0)))
         return found if all(len(cell) for _, cell in found) else []
 
-    def _cell(self, some: Sequence[Asked], column: str, bucket: int) -> Cell:
+    def _cell(self, some: Sequence[Answers], column: str, bucket: int) -> Cell:
         values, articles = [np.zeros(0)], [np.zeros(0, dtype=np.int64)]
-        for asked in some:
-            numbers = self.study.learnt(asked) if column == "learnt" else asked.column(column)
-            mine = asked.buckets == bucket
-            values.append(numbers[mine])
-            articles.append(self._numbered(asked.articles[mine]))
-        return Cell.of(np.concatenate(values), np.concatenate(articles), len(self.articles))
+        for answers in some:
+            numbers = self.study.learnt(answers) if column == "learnt" else answers.column(column)
+            inside = answers.buckets == bucket
+            values.append(numbers[inside])
+            articles.append(self._number(answers.articles[inside]))
+        return Cell.from_passages(np.concatenate(values), np.concatenate(articles), len(self.articles))
 
-    def _numbered(self, articles: np.ndarray) -> np.ndarray:
+    def _number(self, articles: np.ndarray) -> np.ndarray:
         return np.array([self.articles[article] for article in articles], dtype=np.int64)
 
     def cells(self) -> list[dict[str, Any]]:
         rows = []
-        for model, loss, some in self._groups():
-            for bucket in self.buckets:
-                group = self._summary(model, loss, some)["buckets"].get(str(bucket))
-                if group is None:
-                    continue
-                row: dict[str, Any] = {"model": model, "parameters": self.study.parameters[model], "loss": loss}
+        for about, some in self._groups():
+            groups = summarize(self._pool(some), tries=TRIES, confidence=CONFIDENCE)["buckets"]
+            for bucket in (bucket for bucket in self.buckets if str(bucket) in groups):
+                group = groups[str(bucket)]
+                row = {"model": about["model"], "parameters": self.study.parameters[about["model"]], **about}
                 row |= {"bucket": bucket, "passages": group["samples"], "articles": group["documents"], "seeds": {}}
-                for name, about in OUTCOMES.items():
+                for name, outcome in OUTCOMES.items():
                     terms = self.terms(some, name, bucket)
-                    if not terms or (about.controlled and bucket == 0):
+                    if not terms or (outcome.controlled and bucket == 0):
                         continue
-                    row[name] = estimate(terms) if about.controlled else group["metrics"][about.column]
-                    for asked in some:
-                        mine = self.terms([asked], name, bucket)
-                        if asked.run is not None and mine:
-                            row["seeds"].setdefault(str(asked.seed), {})[name] = total(mine)
+                    row[name] = estimate(terms) if outcome.controlled else group["metrics"][outcome.column]
+                    for answers in some:
+                        of_seed = self.terms([answers], name, bucket)
+                        if answers.run is not None and of_seed:
+                            row["seeds"].setdefault(str(answers.seed), {})[name] = total(of_seed)
                 row["verbatim_at"] = self._verbatim_at(some, bucket)
-                if "discoverability" in group:
-                    row["discoverability"] = group["discoverability"]
-                if "token_accuracy" in group["metrics"]:
-                    row["token_accuracy"] = group["metrics"]["token_accuracy"]
-                rows.append(row)
+                more = {**group, "token_accuracy": group["metrics"].get("token_accuracy")}
+                names = ("discoverability", "token_accuracy")
+                rows.append(row | {name: more[name] for name in names if more.get(name) is not None})
         return rows
 
     def slopes(self) -> list[dict[str, Any]]:
@@ -201,10 +196,10 @@ class _Numbers:
         return rows
 
     def _over(self, sizes: Sequence[str], loss: str, outcome: str, buckets: Sequence[int]) -> dict[str, Terms]:
-        """By model the mean over some buckets; models that lack one of these are left out."""
+        """Return the mean over some buckets by model, without models that lack one of these."""
         found: dict[str, Terms] = {}
         for model in sizes:
-            each = [self.terms(self.study.of(model, loss), outcome, bucket) for bucket in buckets]
+            each = [self.terms(self.study.runs_with(model, loss), outcome, bucket) for bucket in buckets]
             if each and all(each):
                 found[model] = [(weight / len(each), cell) for some in each for weight, cell in some]
         return found
@@ -214,7 +209,7 @@ class _Numbers:
         for outcome, about in OUTCOMES.items():
             for model in self.study.models:
                 for loss in self.study.losses:
-                    some = self.study.of(model.name, loss)
+                    some = self.study.runs_with(model.name, loss)
                     terms = {bucket: self.terms(some, outcome, bucket) for bucket in self.buckets if bucket}
                     terms = {bucket: each for bucket, each in terms.items() if each}
                     if len(terms) < 2:
@@ -227,19 +222,19 @@ class _Numbers:
     def goldfish(self) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
         for model in self.study.models:
-            ordinary = {asked.seed: asked for asked in self.study.of(model.name, ORDINARY)}
+            ordinary = {answers.seed: answers for answers in self.study.runs_with(model.name, ORDINARY)}
             for loss in self.study.losses:
-                mine = [asked for asked in self.study.of(model.name, loss) if asked.seed in ordinary]
-                if loss == ORDINARY or not mine:
+                own = [answers for answers in self.study.runs_with(model.name, loss) if answers.seed in ordinary]
+                if loss == ORDINARY or not own:
                     continue
-                others = [ordinary[asked.seed] for asked in mine]
+                others = [ordinary[answers.seed] for answers in own]
                 options = goldfish_options(self.study.recipe, loss)
                 for bucket in self.buckets:
                     row: dict[str, Any] = {"model": model.name, "parameters": self.study.parameters[model.name]}
                     row |= {"loss": loss, "bucket": bucket, **options}
-                    row["seeds"] = [asked.seed for asked in mine]
-                    row["verbatim_difference"] = _share_difference(mine, others, bucket)
-                    ours, theirs = (self.terms(some, PRIMARY, bucket) for some in (mine, others))
+                    row["seeds"] = [answers.seed for answers in own]
+                    row["verbatim_difference"] = _share_difference(own, others, bucket)
+                    ours, theirs = (self.terms(some, PRIMARY, bucket) for some in (own, others))
                     if bucket and ours and theirs:
                         less = [(-weight, cell) for weight, cell in theirs]
                         row["gain_difference"] = estimate([*ours, *less])
@@ -254,10 +249,15 @@ class _Numbers:
                 masks = self.study.masks(model.name, loss)
                 if masks is None:
                     continue
-                seeds = {asked.seed for asked in self.study.of(model.name, loss)}
-                ordinary = [asked for asked in self.study.of(model.name, ORDINARY) if asked.seed in seeds]
+                own = self.study.runs_with(model.name, loss)
+                seeds = {answers.seed for answers in own}
+                ordinary = [answers for answers in self.study.runs_with(model.name, ORDINARY) if answers.seed in seeds]
                 base = self.study.bases.get(model.name)
-                whom = {loss: self.study.of(model.name, loss), ORDINARY: ordinary, BASE: [base] if base else []}
+                whom = {
+                    loss: self.study.runs_with(model.name, loss),
+                    ORDINARY: ordinary,
+                    BASE: [base] if base else [],
+                }
                 for who, some in whom.items():
                     for bucket in self.buckets:
                         found = self._by_token(some, masks, bucket)
@@ -266,10 +266,10 @@ class _Numbers:
                             rows.append({**about, **found})
         return rows
 
-    def _by_token(self, some: Sequence[Asked], masks: TokenMasks, bucket: int) -> dict[str, Any]:
+    def _by_token(self, some: Sequence[Answers], masks: TokenMasks, bucket: int) -> dict[str, Any]:
         sums = np.zeros((len(self.articles), 2, 3))
-        for asked in some:
-            for result in asked.results:
+        for answers in some:
+            for result in answers.results:
                 if result.bucket == bucket and result.hits is not None:
                     dropped = masks.of(result)
                     hits, nll = np.array(result.hits), -np.array(result.logprobs)
@@ -282,90 +282,81 @@ class _Numbers:
 
     def attacks(self) -> list[dict[str, Any]]:
         rows = []
-        for model, loss, some in self._groups():
-            drawn = [one for one in self._pooled(some) if one.sampled_logprob is not None]
+        for about, some in self._groups():
+            drawn = [one for one in self._pool(some) if one.sampled_logprob is not None]
             costs = attack_cost(drawn, tries=TRIES, tokens=BUDGETS, confidence=CONFIDENCE) if drawn else {}
-            for bucket in self.buckets:
-                if str(bucket) in costs:
-                    rows.append({"model": model, "loss": loss, "bucket": bucket, **costs[str(bucket)]})
+            measured = (bucket for bucket in self.buckets if str(bucket) in costs)
+            rows += [{**about, "bucket": bucket, **costs[str(bucket)]} for bucket in measured]
         return rows
 
     def membership(self) -> list[dict[str, Any]]:
         rows = []
-        for model, loss, some in self._groups():
-            if loss == BASE or not all(one.logprob is not None for asked in some for one in asked.results):
+        for about, some in self._groups():
+            if about["loss"] == BASE or any(one.logprob is None for answers in some for one in answers.results):
                 continue
-            for bucket, scores in membership(self._pooled(some)).items():
-                about = {"model": model, "loss": loss, "bucket": int(bucket) if bucket.isdecimal() else bucket}
-                rows += [{**about, "score": score, **found} for score, found in scores.items()]
+            for name, scores in membership(self._pool(some)).items():
+                bucket = int(name) if name.isdecimal() else name
+                rows += [{**about, "bucket": bucket, "score": score, **found} for score, found in scores.items()]
         return rows
 
     def again(self) -> list[dict[str, Any]]:
         rows = []
-        for model, loss, some in self._groups():
-            for bucket in self.buckets if loss != BASE else ():
+        for about, some in self._groups():
+            for bucket in self.buckets if about["loss"] != BASE else ():
                 if bucket == 0:
                     continue
-                values, articles = [], []
-                for asked in some:
-                    for other in some:
-                        if other is not asked:
-                            pairs = _unseen_in(asked, other, bucket)
-                            values += [value / self.suffix for value, _ in pairs]
-                            articles += [article for _, article in pairs]
-                row = {"model": model, "loss": loss, "bucket": bucket, "pairs": len(values)}
+                others = [(answers, other) for answers in some for other in some if other is not answers]
+                pairs = [pair for two in others for pair in _unseen_in(*two, bucket)]
+                values, articles = [value / self.suffix for value, _ in pairs], [article for _, article in pairs]
+                row = {**about, "bucket": bucket, "pairs": len(values)}
                 if values:
                     (found,) = mean_intervals(np.array(values)[:, None], articles, confidence=CONFIDENCE)
                     row |= {"articles": len(set(articles)), "gain": {"mean": float(np.mean(values)), **ends(found)}}
                 rows.append(row)
         return rows
 
-    def _groups(self) -> list[tuple[str, str, list[Asked]]]:
-        """Model, loss and runs, those before any continuation first."""
-        found = []
-        for model in self.study.models:
-            if model.name in self.study.bases:
-                found.append((model.name, BASE, [self.study.bases[model.name]]))
-            of_losses = ((loss, self.study.of(model.name, loss)) for loss in self.study.losses)
-            found += [(model.name, loss, some) for loss, some in of_losses if some]
+    def _groups(self) -> list[tuple[dict[str, Any], list[Answers]]]:
+        """Return model and loss, and their runs; those before any continuation first."""
+        found: list[tuple[dict[str, Any], list[Answers]]] = []
+        for model in (model.name for model in self.study.models):
+            if model in self.study.bases:
+                found.append(({"model": model, "loss": BASE}, [self.study.bases[model]]))
+            for loss in self.study.losses:
+                if some := self.study.runs_with(model, loss):
+                    found.append(({"model": model, "loss": loss}, some))
         return found
 
-    def _verbatim_at(self, some: Sequence[Asked], bucket: int) -> dict[str, Any]:
-        """By length the share of passages whose first so many tokens come back, up to all that were asked for."""
-        longest = min(asked.asked for asked in some)
+    def _verbatim_at(self, some: Sequence[Answers], bucket: int) -> dict[str, Any]:
+        """Return the shares of passages whose first tokens come back, by number, up to all that were asked for."""
+        longest = min(answers.requested for answers in some)
         lengths = sorted({*(2**power for power in range(20)), self.suffix, longest})
-        right = np.concatenate([asked.right[asked.buckets == bucket] for asked in some])
-        articles = [article for asked in some for article in asked.articles[asked.buckets == bucket]]
-        wanted = {str(length): (right >= length) * 1.0 for length in lengths if SHORTEST <= length <= longest}
-        return estimates(wanted, {}, articles, {"confidence": CONFIDENCE})
+        right = np.concatenate([answers.right[answers.buckets == bucket] for answers in some])
+        articles = [article for answers in some for article in answers.articles[answers.buckets == bucket]]
+        shares = {str(length): (right >= length) * 1.0 for length in lengths if SHORTEST <= length <= longest}
+        return estimates(shares, {}, articles, {"confidence": CONFIDENCE})
 
-    def _summary(self, model: str, loss: str, some: Sequence[Asked]) -> dict[str, Any]:
-        if (model, loss) not in self._summaries:
-            self._summaries[model, loss] = summarize(self._pooled(some), tries=TRIES, confidence=CONFIDENCE)
-        return self._summaries[model, loss]
-
-    def _pooled(self, some: Sequence[Asked]) -> list[SampleResult]:
-        """Results of several seeds as of one run, with the reference attack and a sampler if the run had none."""
+    def _pool(self, some: Sequence[Answers]) -> list[SampleResult]:
+        """Return the results of several seeds as of one run, with reference attack, and a sampler if it had none."""
         found = []
-        for asked in some:
-            base = self.study.bases.get(asked.model) if asked.run else None
-            for result in asked.results:
+        for answers in some:
+            base = self.study.bases.get(answers.model) if answers.run else None
+            for result in answers.results:
                 scores = result.membership
                 if base is not None and scores and result.sample_id in base.place:
                     before = base.results[base.place[result.sample_id]].membership
                     if before and "loss" in before and "loss" in scores:
                         scores = {**scores, "reference": scores["loss"] - before["loss"]}
                 drawn = result.sampled_logprob if self._drawn else result.logprob
-                name = f"{result.sample_id} {asked.seed}"
+                name = f"{result.sample_id} {answers.seed}"
                 found.append(replace(result, sample_id=name, membership=scores, sampled_logprob=drawn))
         return found
 
 
-def _share_difference(mine: Sequence[Asked], others: Sequence[Asked], bucket: int) -> dict[str, Any]:
-    """Difference of the shares given back verbatim, passage by passage, and how many were gained and lost."""
+def _share_difference(own: Sequence[Answers], others: Sequence[Answers], bucket: int) -> dict[str, Any]:
+    """Return the difference of the shares given back verbatim, passage by passage, and the numbers gained and lost."""
     after, before, articles = [], [], []
-    for asked, other in zip(mine, others, strict=True):
-        for result in asked.results:
+    for answers, other in zip(own, others, strict=True):
+        for result in answers.results:
             if result.bucket == bucket and result.sample_id in other.place:
                 after.append(result.exact_match)
                 before.append(other.results[other.place[result.sample_id]].exact_match)
@@ -379,10 +370,10 @@ def _share_difference(mine: Sequence[Asked], others: Sequence[Asked], bucket: in
     return {"difference": float(now.mean() - was.mean()), **ends(found), **counts}
 
 
-def _unseen_in(asked: Asked, other: Asked, bucket: int) -> list[tuple[float, str]]:
-    """Of passages of a bucket that another seed does not see: what more this one gives the suffix, and the article."""
+def _unseen_in(answers: Answers, other: Answers, bucket: int) -> list[tuple[float, str]]:
+    """Return the gain and the article of each passage of a bucket that another seed does not see."""
     found = []
-    for result in asked.results:
+    for result in answers.results:
         place = other.place.get(result.sample_id)
         if result.bucket == bucket and place is not None and other.results[place].bucket == 0:
             unseen = other.results[place].logprob
@@ -392,52 +383,48 @@ def _unseen_in(asked: Asked, other: Asked, bucket: int) -> list[tuple[float, str
 
 
 def _grids(study: Study) -> list[dict[str, Any]]:
-    """Runs on another grid than their model's, beside the same run on that."""
+    """Return runs on another grid than their model's, beside the same run on that."""
     rows = []
-    for run, asked in study.runs.items():
+    for run, answers in study.runs.items():
         twin = replace(run, grid=())
         if not run.grid or twin not in study.runs:
             continue
         other = study.runs[twin]
-        both = [
-            (one, other.results[other.place[one.sample_id]]) for one in asked.results if one.sample_id in other.place
-        ]
+        places = [(one, other.place.get(one.sample_id)) for one in answers.results]
+        both = [(one, other.results[place]) for one, place in places if place is not None]
         pairs = ((one.logprob, two.logprob) for one, two in both)
         apart = [abs(one - two) for one, two in pairs if one is not None and two is not None]
-        row: dict[str, Any] = {"model": run.model, "loss": run.loss, "seed": run.seed, "passages": len(both)}
-        row["grid"] = _grid(run)
-        row["largest_logprob"] = max(apart, default=None)
-        row["mean_logprob"] = float(np.mean(apart)) if apart else None
-        row["changed_verbatim"] = sum(one.exact_match != two.exact_match for one, two in both)
-        row |= _logs_apart(study, run, twin)
-        rows.append(row)
+        row = {
+            **_about(run),
+            "passages": len(both),
+            "largest_logprob": max(apart, default=None),
+            "mean_logprob": float(np.mean(apart)) if apart else None,
+            "changed_verbatim": sum(one.exact_match != two.exact_match for one, two in both),
+        }
+        try:
+            logs = [training_log(run_directory(one, study.output) / "checkpoint") for one in (run, twin)]
+        except (ValueError, KeyError) as error:
+            rows.append({**row, "losses": str(error)})
+            continue
+        steps = sorted(set(logs[0]["losses"]) & set(logs[1]["losses"]))
+        losses = [abs(logs[0]["losses"][step] - logs[1]["losses"][step]) for step in steps]
+        held_out = [abs(one - two) for one, two in zip(logs[0]["held_out"], logs[1]["held_out"], strict=False)]
+        row |= {"steps": len(steps), "largest_loss": max(losses, default=None)}
+        rows.append({**row, "largest_held_out": max(held_out, default=None)})
     return rows
-
-
-def _logs_apart(study: Study, run: Run, twin: Run) -> dict[str, Any]:
-    try:
-        logs = [training_log(run_directory(one, study.output) / "checkpoint") for one in (run, twin)]
-    except (ValueError, KeyError) as error:
-        return {"losses": str(error)}
-    steps = sorted(set(logs[0]["losses"]) & set(logs[1]["losses"]))
-    apart = [abs(logs[0]["losses"][step] - logs[1]["losses"][step]) for step in steps]
-    held_out = [abs(one - two) for one, two in zip(logs[0]["held_out"], logs[1]["held_out"], strict=False)]
-    found = {"steps": len(steps), "largest_loss": max(apart, default=None)}
-    return found | {"largest_held_out": max(held_out, default=None)}
 
 
 def _training(study: Study) -> list[dict[str, Any]]:
     rows = []
     for run in study.runs:
-        row: dict[str, Any] = {"model": run.model, "loss": run.loss, "seed": run.seed, "grid": _grid(run)}
         try:
             log = training_log(run_directory(run, study.output) / "checkpoint")
         except (ValueError, KeyError) as error:
-            rows.append({**row, "why": str(error)})
+            rows.append({**_about(run), "why": str(error)})
             continue
         last = max(log["losses"], default=0)
-        row |= {"steps": last, "last_loss": log["losses"].get(last)}
         before, after = (log["held_out"][0], log["held_out"][-1]) if log["held_out"] else (None, None)
+        row = {**_about(run), "steps": last, "last_loss": log["losses"].get(last)}
         rows.append({**row, "held_out_before": before, "held_out": after})
     return rows
 
@@ -445,20 +432,20 @@ def _training(study: Study) -> list[dict[str, Any]]:
 def _canaries(study: Study) -> list[dict[str, Any]]:
     rows = []
     for run in study.runs if study.recipe.evaluation.canaries else ():
-        row = {"model": run.model, "loss": run.loss, "seed": run.seed, "grid": _grid(run)}
         try:
-            rows.append({**row, **canaries(run_directory(run, study.output) / "canaries.json")})
+            rows.append({**_about(run), **canaries(run_directory(run, study.output) / "canaries.json")})
         except ValueError as error:
-            rows.append({**row, "why": str(error).replace(f"{study.output}/", "")})
+            rows.append({**_about(run), "why": str(error).replace(f"{study.output}/", "")})
     return rows
 
 
-def _grid(run: Run) -> str:
-    return " ".join(f"{axis}={size}" for axis, size in run.grid if size > 1)
+def _about(run: Run) -> dict[str, Any]:
+    grid = " ".join(f"{axis}={size}" for axis, size in run.grid if size > 1)
+    return {"model": run.model, "loss": run.loss, "seed": run.seed, "grid": grid}
 
 
 def _file(study: Study, *parts: str) -> Any:
-    """What a JSON file of the study says, None where it is not there; `missing` names it then."""
+    """Return the contents of a JSON file of the study; None where it is not there, and `missing` names it."""
     try:
         return read_json(study.output.joinpath(*parts))
     except ValueError:

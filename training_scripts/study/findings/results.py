@@ -1,4 +1,4 @@
-"""What the runs of a study left behind: one table with a row for each passage that each model was asked.
+"""Results of the runs of a study: one table with a row for each passage that each model was asked.
 
 A study that is not complete is read as far as it goes. What is missing is listed with the reason, and nothing is put
 in its place.
@@ -18,14 +18,13 @@ import numpy as np
 
 from hf_axonn import GoldfishConfig
 from hf_axonn.goldfish.mask import HASHES
-from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn_eval import Sample, SampleResult, read_run, read_samples, token_masks
 from hf_axonn_eval.analysis.goldfish_tokens import TokenMasks
 from hf_axonn_eval.data.jsonl import json_lines
 from hf_axonn_eval.data.results import MEASURED
 from hf_axonn_eval.metrics.registry import METRICS, value
-from hf_axonn_scripts.study.recipe.cost import parameters_of, shape_of
 from hf_axonn_scripts.study.recipe.definition import ORDINARY, Model, Recipe, Run
+from hf_axonn_scripts.study.recipe.planning import shape_of
 from hf_axonn_scripts.study.recipe.steps import base_of, run_directory, tokenizer_of
 
 
@@ -34,9 +33,9 @@ class Missing:
     """Something that the report would show and that is not there.
 
     Attributes:
-        step: Name of the step that makes it.
+        step: name of the step that makes it.
         state: `failed`, `not finished` (it was begun, and is at work or was stopped) or `not done`.
-        why: What the step said when it failed, or what was looked for.
+        why: the message of the step that failed, or what was looked for.
     """
 
     step: str
@@ -45,28 +44,28 @@ class Missing:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What one model said of the passages.
+class Answers:
+    """Answers of one model on the passages.
 
     Args:
-        model: Name of the model.
-        run: Its continuation; None: the model before any.
-        results: One a passage, sorted by passage: `sample_id` is the passage, `document_id` the article, over which
+        model: name of the model.
+        run: its continuation; None: the model before any.
+        results: one a passage, sorted by passage: `sample_id` is the passage, `document_id` the article, over which
             intervals are taken. They are of the first tokens of the suffix that was asked for, as many as the study's
             suffix has. Texts and generated tokens are left out.
         right: [passages] tokens that greedy decoding has right before its first miss, of all that were asked for.
-        asked: Tokens that were asked for.
+        requested: tokens that were asked for.
     """
 
     model: str
     run: Run | None
     results: tuple[SampleResult, ...]
     right: np.ndarray
-    asked: int
+    requested: int
 
     @property
     def seed(self) -> int | None:
-        """Of the continuation; None before any."""
+        """Seed of the continuation; None before any."""
         return self.run.seed if self.run else None
 
     @cached_property
@@ -76,7 +75,7 @@ class Asked:
 
     @cached_property
     def buckets(self) -> np.ndarray:
-        """[passages] how often each was trained on."""
+        """[passages] number of times that each was trained on."""
         return np.array([result.bucket for result in self.results])
 
     @cached_property
@@ -85,7 +84,7 @@ class Asked:
         return np.array([result.document_id for result in self.results], dtype=object)
 
     def column(self, name: str) -> np.ndarray:
-        """[passages] a metric, or `logprob` and other fields of a result; NaN where a passage does not have it."""
+        """Return a metric, or `logprob` and other fields of a result, [passages]; NaN where a passage has none."""
         numbers = self._columns.get(name)
         if numbers is None:
             found = [value(one, name) if name in METRICS else getattr(one, name) for one in self.results]
@@ -100,21 +99,20 @@ class Asked:
 
 @dataclass(frozen=True)
 class Study:
-    """All that is there of a study.
+    """The results that are there of a study.
 
     Attributes:
-        recipe: What was asked for.
-        output: Where it is.
-        bases: By model what it said before its continuations.
-        runs: By continuation what the model said after it; in the order of the recipe.
-        parameters: By model with a result how many it has, tied ones once.
-        missing: What is not there.
+        recipe, output: the study and its directory.
+        bases: by model its answers before its continuations.
+        runs: by continuation the model's answers after it; in the order of the recipe.
+        parameters: by model with a result the number of its parameters, tied ones once.
+        missing: outputs that are not there.
     """
 
     recipe: Recipe
     output: Path
-    bases: Mapping[str, Asked]
-    runs: Mapping[Run, Asked]
+    bases: Mapping[str, Answers]
+    runs: Mapping[Run, Answers]
     parameters: Mapping[str, int]
     missing: Sequence[Missing] = field(default=())
 
@@ -131,35 +129,37 @@ class Study:
         has = {run.loss for run in self.runs}
         return sorted((loss for loss in self.recipe.losses if loss in has), key=lambda loss: loss != ORDINARY)
 
-    def of(self, model: str, loss: str) -> list[Asked]:
-        """Continuations of a model with a loss on the model's own grid, by seed."""
-        found = [asked for run, asked in self.runs.items() if (run.model, run.loss, run.grid) == (model, loss, ())]
-        return sorted(found, key=lambda asked: asked.seed or 0)
+    def runs_with(self, model: str, loss: str) -> list[Answers]:
+        """Return the continuations of a model with a loss on the model's own grid, by seed."""
+        found = [answers for run, answers in self.runs.items() if (run.model, run.loss, run.grid) == (model, loss, ())]
+        return sorted(found, key=lambda answers: answers.seed or 0)
 
-    def learnt(self, asked: Asked) -> np.ndarray:
-        """[passages] log-probability of the suffix after the continuation minus that before it, in nats.
+    def learnt(self, answers: Answers) -> np.ndarray:
+        """Return the log-probability of the suffix after the continuation minus that before it, [passages], in nats.
 
-        NaN of passages that the base model was not asked.
+        NaN for passages that the base model was not asked.
         """
-        base = self.bases.get(asked.model)
+        base = self.bases.get(answers.model)
         if base is None:
-            return np.full(len(asked.results), nan)
+            return np.full(len(answers.results), nan)
         before = base.column("logprob")
-        of_base = [before[base.place[one.sample_id]] if one.sample_id in base.place else nan for one in asked.results]
-        return np.asarray(asked.column("logprob") - np.array(of_base))
+        of_base = [
+            before[base.place[one.sample_id]] if one.sample_id in base.place else nan for one in answers.results
+        ]
+        return np.asarray(answers.column("logprob") - np.array(of_base))
 
-    def gains(self, asked: Asked) -> np.ndarray:
-        """[passages] `learnt` minus its mean over the run's own passages of bucket 0, in nats: the primary outcome.
+    def gains(self, answers: Answers) -> np.ndarray:
+        """Return `learnt` minus its mean over the run's own passages of bucket 0, [passages], in nats.
 
-        What a model gains on passages that it has not seen comes of training on the others, on their style and
-        subjects; what a passage gains beyond that comes of having been seen.
+        This is the primary outcome. The gain on passages that a model has not seen comes of training on the others,
+        on their style and subjects; a gain beyond that comes of having been seen.
         """
-        learnt = self.learnt(asked)
-        unseen = learnt[(asked.buckets == 0) & ~np.isnan(learnt)]
+        learnt = self.learnt(answers)
+        unseen = learnt[(answers.buckets == 0) & ~np.isnan(learnt)]
         return np.asarray(learnt - (unseen.mean() if len(unseen) else nan))
 
     def masks(self, model: str, loss: str) -> TokenMasks | None:
-        """Which suffix tokens of the passages the loss left out; None where the passages do not tell.
+        """Return the suffix tokens of the passages that the loss left out; None where the passages do not tell.
 
         Raises:
             ValueError: there is no samples file of the model's tokenizer.
@@ -182,7 +182,7 @@ class Study:
 
 
 def goldfish_options(recipe: Recipe, loss: str) -> dict[str, Any]:
-    """`strategy`, `k` and `context_width` of a loss; nothing where it leaves out no token."""
+    """Return `strategy`, `k` and `context_width` of a loss; nothing where it leaves out no token."""
     settings = {field.name: field.default for field in fields(GoldfishConfig)} | recipe.losses[loss]
     if not settings["goldfish"]:
         return {}
@@ -190,36 +190,34 @@ def goldfish_options(recipe: Recipe, loss: str) -> dict[str, Any]:
 
 
 def read_study(recipe: Recipe, output: Path) -> Study:
-    """Read what is there of a study.
-
-    Args:
-        recipe: Of the study.
-        output: Its directory.
-    """
+    """Read the results that are there of a study."""
     missing: list[Missing] = []
     reader = _Reader(recipe, output)
-    bases: dict[str, Asked] = {}
-    runs: dict[Run, Asked] = {}
+    bases: dict[str, Answers] = {}
+    runs: dict[Run, Answers] = {}
     for model in recipe.models:
-        found = _tried(missing, output, f"ask-{model.name}", partial(reader.asked, model, None))
+        found = _try(missing, output, f"ask-{model.name}", partial(reader.read, model, None))
         if found is not None:
             bases[model.name] = found
     for run in recipe.runs:
         step = f"train-{run.model}-{run.name}"
-        found = _tried(missing, output, step, partial(reader.asked, recipe.model(run.model), run))
+        found = _try(missing, output, step, partial(reader.read, recipe.model(run.model), run))
         if found is not None:
             runs[run] = found
-    wanted = [("pilot", output / "pilot" / "chosen.json")] if recipe.pilot else []
-    wanted += [(f"utility-{model.name}", output / "utility" / f"{model.name}.json") for model in recipe.models]
-    for step, file in wanted:
-        _tried(missing, output, step, partial(read_json, file))
-    asked = {run.model for run in runs} | set(bases)
-    parameters = {model.name: _parameters(recipe, output, model) for model in recipe.models if model.name in asked}
+    files = [("pilot", output / "pilot" / "chosen.json")] if recipe.pilot else []
+    files += [(f"utility-{model.name}", output / "utility" / f"{model.name}.json") for model in recipe.models]
+    for step, file in files:
+        _try(missing, output, step, partial(read_json, file))
+    parameters = {
+        model.name: count_parameters(recipe, output, model)
+        for model in recipe.models
+        if model.name in {run.model for run in runs} | set(bases)
+    }
     return Study(recipe, output, bases, runs, parameters, tuple(missing))
 
 
 def read_json(file: Path) -> Any:
-    """What a JSON file says.
+    """Return the contents of a JSON file.
 
     Raises:
         ValueError: there is none, or it is not JSON.
@@ -233,12 +231,11 @@ def read_json(file: Path) -> Any:
 
 
 def training_log(checkpoint: Path) -> dict[str, Any]:
-    """What a training wrote into its trainer_state.json.
+    """Return the log of a training in its trainer_state.json.
 
     Returns:
         `losses`, by step the logged training loss in nats a token, and `held_out`, every evaluation's, the first one
         of before the training.
-
     Raises:
         ValueError: there is no such file, or it has another form.
     """
@@ -255,21 +252,21 @@ ROWS = (
 
 
 def rows(study: Study) -> Iterator[tuple[Any, ...]]:
-    """The table of the study, a row for each passage of each run, with the columns of ROWS; None: not measured.
+    """Yield the table of the study, a row for each passage of each run, with the columns of ROWS; None: not measured.
 
     Log-probabilities and the gain are in nats, for all tokens of the suffix. `right_tokens` is the number of tokens
     that greedy decoding has right before its first miss, of all that were asked for. `dropped` and `supervised` count
     the tokens of the suffix that the run's own loss left out and did not, and `_hits` those of them that are the
     model's first choice given the true ones before them.
     """
-    for run, asked in study.runs.items():
+    for run, answers in study.runs.items():
         masks = study.masks(run.model, run.loss)
-        gains, learnt = study.gains(asked), study.learnt(asked)
+        gains, learnt = study.gains(answers), study.learnt(answers)
         grid = " ".join(f"{axis}={size}" for axis, size in run.grid)
         about = (run.model, study.parameters[run.model], run.loss, run.seed, grid)
-        columns = [asked.column("exact_match"), asked.right.astype(np.float64)]
-        columns += [asked.column(name) for name in ("near_verbatim", "rougeL", "extraction_strength")]
-        for place, result in enumerate(asked.results):
+        columns = [answers.column("exact_match"), answers.right.astype(np.float64)]
+        columns += [answers.column(name) for name in ("near_verbatim", "rougeL", "extraction_strength")]
+        for place, result in enumerate(answers.results):
             logprob = result.logprob
             base = None if logprob is None or np.isnan(learnt[place]) else logprob - float(learnt[place])
             numbers = [_number(column[place]) for column in columns]
@@ -281,7 +278,7 @@ def rows(study: Study) -> Iterator[tuple[Any, ...]]:
 
 
 def table_csv(study: Study) -> str:
-    """`rows` as CSV, with headings."""
+    """Return `rows` as CSV, with headings."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(ROWS)
@@ -299,8 +296,8 @@ def _number(number: float) -> float | None:
     return None if np.isnan(number) else float(number)
 
 
-def _tried(missing: list[Missing], output: Path, step: str, read: Callable[[], Any]) -> Any:
-    """What `read` gives; None, and an entry in `missing`, where it raises ValueError."""
+def _try(missing: list[Missing], output: Path, step: str, read: Callable[[], Any]) -> Any:
+    """Return what `read` gives; None, and an entry in `missing`, where it raises ValueError."""
     try:
         return read()
     except (ValueError, KeyError) as error:
@@ -315,18 +312,18 @@ def _tried(missing: list[Missing], output: Path, step: str, read: Callable[[], A
 
 
 class _Reader:
-    """Reads what models said; passages and samples of a tokenizer once."""
+    """Reader of the answers of models; it reads passages and samples of a tokenizer once."""
 
     def __init__(self, recipe: Recipe, output: Path) -> None:
         self.recipe, self.output = recipe, output
         self._articles: dict[str, dict[str, str]] = {}
         self._samples: dict[str, dict[str, Sample]] = {}
 
-    def asked(self, model: Model, run: Run | None) -> Asked:
-        """What a model said after a run, or before any.
+    def read(self, model: Model, run: Run | None) -> Answers:
+        """Return the answers of a model after a run, or before any.
 
         Raises:
-            ValueError: It was not asked, or not for all samples, or for several of one passage.
+            ValueError: it was not asked, or not for all samples, or for several of one passage.
         """
         directory = run_directory(run, self.output) if run else self.output / "runs" / model.name / "base"
         _, results = read_run(directory / "extraction")
@@ -346,10 +343,10 @@ class _Reader:
         order = sorted(kept)
         longest = max(result.suffix_length for result in results)
         found = np.array([right[passage] for passage in order])
-        return Asked(model.name, run, tuple(kept[passage] for passage in order), found, longest)
+        return Answers(model.name, run, tuple(kept[passage] for passage in order), found, longest)
 
     def samples(self, model: Model) -> dict[str, Sample]:
-        """By passage what was asked, with the passage as its id; the samples of all seeds have the same tokens."""
+        """Return the sample of each passage, with the passage as its id; those of all seeds have the same tokens."""
         folder = tokenizer_of(model)
         if folder not in self._samples:
             files = [self.output / "data" / folder / f"samples-s{seed}.jsonl" for seed in self.recipe.seeds]
@@ -359,37 +356,37 @@ class _Reader:
         return self._samples[folder]
 
     def articles(self, model: Model) -> dict[str, str]:
-        """The article of each passage."""
+        """Return the article of each passage."""
         folder = tokenizer_of(model)
         if folder not in self._articles:
             self._articles[folder] = _articles(self.output / "data" / folder / "passages.jsonl")
         return self._articles[folder]
 
     def _passage(self, model: Model, one: Sample | SampleResult) -> str:
-        """The passage that a sample or a result is of: its id, or the document that the sample was cut from."""
+        """Return the passage of a sample or a result: its id, or the document that the sample was cut from."""
         found = next((name for name in (one.sample_id, one.document_id) if name in self.articles(model)), None)
         if found is None:
             raise ValueError(f"the sample {one.sample_id!r} is of none of the passages of {model.name}")
         return found
 
     def _suffix(self) -> int | None:
-        """Tokens of the study's suffix; None: all that were asked for."""
+        """Return the tokens of the study's suffix; None: all that were asked for."""
         if self.recipe.documents.suffix is None and self.recipe.pilot is not None:
             return int(read_json(self.output / "pilot" / "chosen.json")["suffix"])
         return self.recipe.documents.suffix
 
 
 def cut(result: SampleResult, sample: Sample, length: int) -> SampleResult:
-    """What a result says of the first tokens of its suffix.
+    """Return the result for the first tokens of a suffix.
 
-    A greedy continuation does not depend on how far it goes, so this is what a sample with the shorter suffix gives.
-    What needs the texts or the logits of the shorter suffix is None: ROUGE, and the log-probability under a sampler
-    that leaves out tokens. Membership scores are of the full sample.
+    A greedy continuation does not depend on its length, so this is the result of a sample with the shorter suffix.
+    Numbers that need the texts or the logits of the shorter suffix are None: ROUGE, and the log-probability under a
+    sampler that leaves out tokens. Membership scores are of the full sample.
 
     Args:
-        result: With hits, log-probabilities and the continuation.
-        sample: What was asked.
-        length: Tokens that stay, fewer than there are.
+        result: with hits, log-probabilities and the continuation.
+        sample: that was asked.
+        length: tokens that stay, fewer than there are.
     """
     begin = {name: getattr(result, name) for name in ("hits", "logprobs", "generated")}
     begin = {name: None if values is None else values[:length] for name, values in begin.items()}
@@ -399,12 +396,12 @@ def cut(result: SampleResult, sample: Sample, length: int) -> SampleResult:
     measured["logprob"] = None if begin["logprobs"] is None else float(sum(begin["logprobs"]))
     lost = ("generated_text", "suffix_text", "margin", "near_tie", "sampled_logprob", "near_copies")
     measured |= dict.fromkeys((*lost, "near_copies_read"))
-    asked = {**measured, "prefix": sample.prefix, "suffix": sample.suffix[:length]}
-    return SampleResult.of(measured, {name: metric(asked) for name, metric in METRICS.items()})
+    inputs = {**measured, "prefix": sample.prefix, "suffix": sample.suffix[:length]}
+    return SampleResult.of(measured, {name: metric(inputs) for name, metric in METRICS.items()})
 
 
 def _bare(result: SampleResult) -> SampleResult:
-    """A result without texts and generated tokens, with the metrics that come of them."""
+    """Return a result without texts and generated tokens, with the metrics that come of them."""
     metrics = {**(result.metrics or {}), **{name: value(result, name) for name in METRICS}}
     measured = {name: number for name, number in vars(result).items() if name != "metrics"}
     measured |= {"generated": None, "generated_text": None, "suffix_text": None}
@@ -421,7 +418,6 @@ def _articles(file: Path) -> dict[str, str]:
     return found
 
 
-def _parameters(recipe: Recipe, output: Path, model: Model) -> int:
-    """How many parameters a model has, from its sizes; tied ones once."""
-    known = model.config is not None or model.shape is not None
-    return parameters_of(shape_of(recipe, model) if known else load_shape(base_of(model, output)))
+def count_parameters(recipe: Recipe, output: Path, model: Model) -> int:
+    """Count the parameters of a model, from its sizes; tied ones once."""
+    return shape_of(recipe, model, base_of(model, output)).parameters()

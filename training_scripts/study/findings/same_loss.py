@@ -1,4 +1,4 @@
-"""What a loss costs in training: the text that it needs for the same held-out loss."""
+"""Cost of a loss in training: the text that it needs for the same held-out loss."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -16,7 +16,7 @@ DROPPED = "goldfish_dropped_fraction"  # of the labels, in the logs of GoldfishT
 
 
 def tokens_for_same_loss(recipe: Recipe, output: Path) -> dict[str, dict[str, Any]]:
-    """How much more text a base training with another loss needs for the same held-out loss.
+    """Compare the text that base trainings with another loss need for the same held-out loss.
 
     The held-out losses of both trainings are curves over tokens. Each point of the ordinary one is looked up on the
     other curve: the tokens at which that first comes down to the loss, between two of its points linear in the
@@ -27,10 +27,6 @@ def tokens_for_same_loss(recipe: Recipe, output: Path) -> dict[str, dict[str, An
     Each curve is of one training, so that there is no interval. Where the learning rate decays, a training that is
     not at its end has a higher loss than one that ends there: `at_end` then understates the ratio if the ordinary
     training is the better one, as it compares the other's end with a point on the ordinary one's way.
-
-    Args:
-        recipe: Of the study.
-        output: Its directory.
 
     Returns:
         By model and loss, for each of `recipe.base_losses`:
@@ -69,19 +65,17 @@ def tokens_for_same_loss(recipe: Recipe, output: Path) -> dict[str, dict[str, An
 
 
 def held_out_curve(file: Path, sequences: int, length: int) -> list[dict[str, float]]:
-    """Held-out loss over the tokens of a training.
+    """Return the held-out loss over the tokens of a training.
 
     Args:
         file: trainer_state.json of the training.
-        sequences: Rows of a step.
-        length: Tokens of a row.
-
+        sequences: rows of a step.
+        length: tokens of a row.
     Returns:
         Points in order: `tokens` seen, those of all steps; `supervised`, labels that entered the loss, of each row all
         tokens but the first and those that goldfish left out, as GoldfishTrainer counted them; `loss`, nats a token.
-
     Raises:
-        ValueError: There is no such file, or no held-out loss or count in it.
+        ValueError: there is no such file, or no held-out loss or count in it.
     """
     if not file.is_file():
         raise ValueError(f"{file} is not there: the step of this training writes it")
@@ -119,19 +113,18 @@ def _same_loss(
     at: Mapping[str, float] | None = None,
     at_other: Mapping[str, float] | None = None,
 ) -> dict[str, float | None]:
-    mine = at if at is not None else _where(ordinary, loss)
-    its = at_other if at_other is not None else _where(other, loss)
-    entry: dict[str, float | None] = {"loss": loss, "ordinary": None, "other": None}
-    entry |= {"ratio": None, "supervised_ratio": None}
-    for name, point in (("ordinary", mine), ("other", its)):
-        entry[name] = point["tokens"] if point else None
-    if mine and its:
-        entry |= {name: its[of] / mine[of] for name, of in (("ratio", "tokens"), ("supervised_ratio", "supervised"))}
-    return entry
+    one, two = at or _find_point(ordinary, loss), at_other or _find_point(other, loss)
+    return {
+        "loss": loss,
+        "ordinary": one["tokens"] if one else None,
+        "other": two["tokens"] if two else None,
+        "ratio": two["tokens"] / one["tokens"] if one and two else None,
+        "supervised_ratio": two["supervised"] / one["supervised"] if one and two else None,
+    }
 
 
-def _where(curve: Sequence[Mapping[str, float]], loss: float) -> Mapping[str, float] | None:
-    """Where a curve first comes down to a loss, between two of its points; None where it does not.
+def _find_point(curve: Sequence[Mapping[str, float]], loss: float) -> Mapping[str, float] | None:
+    """Return the point where a curve first comes down to a loss, between two of its points; None where it does not.
 
     The start is no such point: from there the loss falls by most of what it ever does, on no line.
     """

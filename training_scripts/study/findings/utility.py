@@ -1,12 +1,11 @@
-"""What a model still can do after a run, and what a loss costs.
+"""Utility of a model after a run, and the cost of a loss.
 
     utility/MODEL.json        of the model before its continuations (`base`), of base trainings with another loss
                               (`base-LOSS`), and of every run: held-out loss and tasks, with intervals over documents
     utility/tasks/TOKENIZER/  the tasks (tasks.py), of the held-out documents that rows in data/TOKENIZER have
     utility/parts/MODEL/      the same by document, so that a call that was stopped measures nothing twice
 
-`tokens_for_same_loss`, `membership` and `canaries` say the rest of what a loss costs and prevents; they only read what
-is there.
+same_loss.py and exposed.py have the rest of what a loss costs and prevents.
 """
 
 import hashlib
@@ -25,16 +24,19 @@ from hf_axonn_eval.extraction.load_model import load_tokenizer, start_distribute
 from hf_axonn_eval.extraction.weights_on_disk import fingerprint
 from hf_axonn_eval.extraction.work_split import WorkSplit
 from hf_axonn_scripts.study.data.held_out import HeldOut, read_held_out
-from hf_axonn_scripts.study.data.tasks import CHOICES, Answers, Harness, first_token, harness_version, write_tasks
+from hf_axonn_scripts.study.data.tasks import (
+    CHOICES,
+    Harness,
+    HarnessAnswers,
+    first_token,
+    harness_version,
+    write_tasks,
+)
 from hf_axonn_scripts.study.findings.effects import Cell, estimate
-from hf_axonn_scripts.study.findings.exposed import canaries, membership
 from hf_axonn_scripts.study.findings.results import read_json
-from hf_axonn_scripts.study.findings.same_loss import tokens_for_same_loss
 from hf_axonn_scripts.study.recipe.definition import ORDINARY, Model, Recipe
 from hf_axonn_scripts.study.recipe.steps import STUDY, base_of, run_directory, tokenizer_of
 
-
-__all__ = ["canaries", "measure", "membership", "tokens_for_same_loss"]
 
 BASE = "base"
 WEIGHTS = "float32"  # as models are trained, and asked for passages
@@ -43,7 +45,7 @@ _MOST_AT_ONCE = 16
 
 
 def measure(recipe: Recipe, output: Path, model_name: str, *, grid: Grid | None = None) -> None:
-    """Measures a model before and after each of its runs, and writes utility/MODEL.json.
+    """Measure a model before and after each of its runs, and write utility/MODEL.json.
 
     By `base`, `base-LOSS` and name of the run:
 
@@ -55,17 +57,15 @@ def measure(recipe: Recipe, output: Path, model_name: str, *, grid: Grid | None 
     - `minus_base`, and for runs `minus_ordinary` (the run with the ordinary loss on the same seed and grid): by
       `held_out_loss`, `bits_per_byte`, `acc` and `acc_norm` the `difference` with `low`, `high` and `interval`, of
       pairs of documents;
-    - `checkpoint` and `fingerprint`, what was measured.
+    - `checkpoint` and `fingerprint` of what was measured.
 
     Args:
-        recipe: Of the study.
-        output: Its directory.
-        model_name: Of a model of the recipe.
-        grid: Over which it is sharded; all its ranks call this. None: one process. Held-out rows are dealt to the
+        recipe, output: the study and its directory.
+        model_name: of a model of the recipe.
+        grid: over which it is sharded; all its ranks call this. None: one process. Held-out rows are dealt to the
             (data, z) coordinates, the questions of the harness are asked by each of them.
-
     Raises:
-        ValueError: A checkpoint is not there. All others are measured before, and the file has them.
+        ValueError: a checkpoint is not there. All others are measured before, and the file has them.
     Collectives: over the world, and those of the model in each pass.
     """
     start_distributed()
@@ -108,7 +108,7 @@ def measure(recipe: Recipe, output: Path, model_name: str, *, grid: Grid | None 
 
 @dataclass(frozen=True, kw_only=True)
 class _Inputs:
-    """What every model is asked; `left_out` says why there is no harness, `digest` is of all that decides answers."""
+    """Inputs of every model; `left_out` says why there is no harness, `digest` is of all that decides answers."""
 
     held_out: HeldOut
     harness: Harness | None
@@ -144,13 +144,9 @@ def _inputs(recipe: Recipe, output: Path, model: Model) -> _Inputs:
 
 def _checkpoints(recipe: Recipe, output: Path, model: Model) -> dict[str, str]:
     found = {BASE: base_of(model, output)}
-    for name, loss in recipe.base_losses:
-        if name == model.name:
-            found[f"{BASE}-{loss}"] = str(output / BASE / f"{name}-{loss}")
-    for run in recipe.runs:
-        if run.model == model.name:
-            found[run.name] = str(run_directory(run, output) / "checkpoint")
-    return found
+    for loss in recipe.base_losses_of(model):
+        found[f"{BASE}-{loss}"] = str(output / BASE / f"{model.name}-{loss}")
+    return found | {run.name: str(run_directory(run, output) / "checkpoint") for run in recipe.runs_of(model)}
 
 
 def _made_here(path: str, output: Path) -> bool:
@@ -167,9 +163,8 @@ def _step(model: Model, name: str) -> str:
 
 
 def _pairs(recipe: Recipe, model: Model) -> list[tuple[str, str]]:
-    """What is compared with what."""
-    runs = [run for run in recipe.runs if run.model == model.name]
-    bases = [f"{BASE}-{loss}" for name, loss in recipe.base_losses if name == model.name]
+    """Return the pairs that are compared."""
+    runs, bases = recipe.runs_of(model), [f"{BASE}-{loss}" for loss in recipe.base_losses_of(model)]
     pairs = [(name, BASE) for name in [*bases, *(run.name for run in runs)]]
     for run in runs:
         twin = replace(run, loss=ORDINARY)
@@ -179,7 +174,7 @@ def _pairs(recipe: Recipe, model: Model) -> list[tuple[str, str]]:
 
 
 def _part(file: Path, path: str, inputs: _Inputs, grid: Grid | None, work_split: WorkSplit) -> dict[str, Any]:
-    """What one model says of every document; read where it was measured before."""
+    """Return the numbers of one model on every document; read them where it was measured before."""
     model = fingerprint(Path(path), work_split) if Path(path).is_dir() else path
     identity = {"inputs": inputs.digest, "model": model}
     kept = work_split.on_rank_zero(lambda: read_json(file) if file.exists() else None)
@@ -203,12 +198,12 @@ def _part(file: Path, path: str, inputs: _Inputs, grid: Grid | None, work_split:
             part["left_out"] = str(error)
         else:
             answers = inputs.harness.ask(loaded.model, loaded.tokenizer, length=inputs.window, batch_size=batch)
-            part["tasks"] = _of_answers(answers)
+            part["tasks"] = _json_ready(answers)
     work_split.on_rank_zero(lambda: write_json(file, part))
     return work_split.on_rank_zero(lambda: read_json(file))
 
 
-def _of_answers(answers: Answers) -> dict[str, Any]:
+def _json_ready(answers: HarnessAnswers) -> dict[str, Any]:
     return {
         "rolling": {name: list(numbers) for name, numbers in answers.rolling.items()},
         "endings": [list(one) for one in answers.endings],
@@ -230,7 +225,7 @@ def _entry(part: Mapping[str, Any], left_out: str | None) -> dict[str, Any]:
 
 
 def _tasks(tasks: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers that the harness reports, with intervals."""
+    """Return the numbers that the harness reports, with intervals."""
     reported = tasks["reported"]
     bits, words = (_ratio(_rolling(tasks, per)) for per in ("byte", "word"))
     found: dict[str, Any] = {
@@ -251,7 +246,7 @@ def _tasks(tasks: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rolling(tasks: Mapping[str, Any], per: str) -> dict[str, tuple[float, int]]:
-    """Of each document bits and bytes, or nats and words."""
+    """Return bits and bytes of each document, or nats and words."""
     rolling = tasks["rolling"].items()
     if per == "byte":
         return {name: (-logprob / log(2), size) for name, (logprob, _, size) in rolling}
@@ -259,7 +254,7 @@ def _rolling(tasks: Mapping[str, Any], per: str) -> dict[str, tuple[float, int]]
 
 
 def _endings(tasks: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
-    """By metric and document how many questions are right, and how many there are."""
+    """Return by metric and document the number of right questions, and of all."""
     found: dict[str, dict[str, list[int]]] = {"acc": {}, "acc_norm": {}}
     for name, *right in tasks["endings"]:
         for metric, one in zip(found, right, strict=True):
@@ -271,25 +266,25 @@ def _endings(tasks: Mapping[str, Any]) -> dict[str, dict[str, list[int]]]:
 
 def _differences(after: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     found = {"held_out_loss": _ratio_difference(after["held_out"], before["held_out"])}
-    mine, other = after.get("tasks"), before.get("tasks")
-    if mine is None or other is None:
+    now, then = after.get("tasks"), before.get("tasks")
+    if now is None or then is None:
         return found
-    found["bits_per_byte"] = _ratio_difference(_rolling(mine, "byte"), _rolling(other, "byte"))
-    if mine["left_out"] is None and other["left_out"] is None:
-        before_it = _endings(other)
-        found |= {metric: _ratio_difference(right, before_it[metric]) for metric, right in _endings(mine).items()}
+    found["bits_per_byte"] = _ratio_difference(_rolling(now, "byte"), _rolling(then, "byte"))
+    if now["left_out"] is None and then["left_out"] is None:
+        right_then = _endings(then)
+        found |= {metric: _ratio_difference(right, right_then[metric]) for metric, right in _endings(now).items()}
     return found
 
 
 def _ratio(by_document: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Sum over documents by sum over documents, such as nats by tokens, with an interval over documents."""
+    """Divide a sum over documents by another, such as nats by tokens, with an interval over documents."""
     sums, sizes = np.array(list(by_document.values()), dtype=np.float64).T
     found = _without_counts(estimate([(1.0, Cell(sums, sizes))]))
     return found if found["low"] is None else {**found, "low": max(found["low"], 0.0)}
 
 
 def _ratio_difference(after: Mapping[str, Sequence[float]], before: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """The difference of two such ratios, of the same documents with the same sizes."""
+    """Return the difference of two such ratios, of the same documents with the same sizes."""
     pairs = [(after[name][0] - before[name][0], after[name][1]) for name in after]
     sums, sizes = np.array(pairs, dtype=np.float64).T
     found = _without_counts(estimate([(1.0, Cell(sums, sizes))]))
@@ -301,5 +296,5 @@ def _without_counts(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _powers(of: Mapping[str, Any], base: float) -> dict[str, Any]:
-    """The estimate of a perplexity from that of its logarithm."""
+    """Return the estimate of a perplexity from that of its logarithm."""
     return {name: base**value if isinstance(value, float) else value for name, value in of.items()}

@@ -1,1 +1,1 @@
-"""What is to be made: a recipe and its checks, the steps that follow from it, and what they cost."""
+"""A recipe and its checks, the steps that follow from it, and their cost."""

@@ -1,4 +1,4 @@
-"""Training arguments, losses and sizes of models in a recipe, as Transformers and the goldfish loss take them."""
+"""Checks of training arguments, losses and sizes of models, by building what train.py builds of them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, get_type_hints
 from transformers import LlamaConfig
 
 from hf_axonn import GoldfishConfig
-from hf_axonn_scripts.study.recipe.definition import Model, Recipe
-from hf_axonn_scripts.study.recipe.marked_yaml import Marked, check_keys, converted
+from hf_axonn_scripts.study.recipe.definition import Recipe
+from hf_axonn_scripts.study.recipe.marked_yaml import Marked, check_keys, convert
 
 
 # Training arguments that follow from the rest of a recipe, with what to write instead.
@@ -30,11 +30,10 @@ DECIDED_IN_RUNS = DECIDED | {
 
 
 def check_arguments(recipe: Recipe, marked: Marked) -> None:
-    """Refuse training arguments, losses and sizes that Transformers or the goldfish loss does not take, by building
-    what train.py builds of them.
+    """Refuse training arguments, losses and sizes that Transformers or the goldfish loss does not take.
 
     Raises:
-        ValueError: There is one; the message begins with its line.
+        ValueError: there is one; the message begins with its line.
     """
     for name in ("base_training", "training"):
         place, arguments = marked.at(name), getattr(recipe, name)
@@ -47,9 +46,9 @@ def check_arguments(recipe: Recipe, marked: Marked) -> None:
         _check_built(arguments, place)
     for name, loss in recipe.losses.items():
         _check_built(loss, marked.at("losses", name))
-    own = [model for model in recipe.models if model.config is not None]
-    for model in own:
-        _check_config(model, marked.at("models", model.name, "config"))
+    for model in recipe.models:
+        if model.config is not None:
+            _check_config(model.config, marked.at("models", model.name, "config"))
 
 
 def _check_built(arguments: Mapping[str, Any], place: Marked) -> None:
@@ -61,9 +60,9 @@ def _check_built(arguments: Mapping[str, Any], place: Marked) -> None:
     plain = (bool, int, float, bool | None, int | None, float | None)
     for key in arguments:
         if hints[key] in plain:
-            converted(hints[key], place.at(key))
+            convert(hints[key], place.at(key))
 
-    def why(some: Mapping[str, Any]) -> str:
+    def refusal(some: Mapping[str, Any]) -> str:
         try:
             with warnings.catch_warnings():  # a deprecated name is the affair of who runs it
                 warnings.simplefilter("ignore")
@@ -72,17 +71,17 @@ def _check_built(arguments: Mapping[str, Any], place: Marked) -> None:
             return str(error)
         return ""
 
-    together = why(arguments)
+    together = refusal(arguments)
     if together:
-        alone = {key: why({key: value}) for key, value in arguments.items()}
+        alone = {key: refusal({key: value}) for key, value in arguments.items()}
         # Some are refused only together; then they share the line of the mapping.
         where, what = next(((place.at(key), what) for key, what in alone.items() if what), (place, together))
         raise where.error(f"{where.name}: {what}")
 
 
-def _check_config(model: Model, place: Marked) -> None:
+def _check_config(config: Mapping[str, Any], place: Marked) -> None:
     check_keys(place, [each.name for each in fields(LlamaConfig)])
     try:
-        LlamaConfig(**(model.config or {}))
+        LlamaConfig(**config)
     except (ValueError, TypeError) as error:
         raise place.error(f"{place.name}: {error}") from None

@@ -1,4 +1,4 @@
-"""What a recipe must fulfil beyond its types, before anything starts; errors name the line of what is wrong."""
+"""Conditions on a recipe beyond its types, checked before anything starts; errors name the line of what is wrong."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from hf_axonn.planner.machine import load_machine
-from hf_axonn.topology.grid import Grid
-from hf_axonn_eval.data.protocols import PROTOCOLS
-from hf_axonn_eval.metrics.discoverability import Sampler
+from hf_axonn import Grid
+from hf_axonn_eval import PROTOCOLS, Sampler
 from hf_axonn_scripts.study.recipe.argument_checks import check_arguments
-from hf_axonn_scripts.study.recipe.cost import planned, shape_of
-from hf_axonn_scripts.study.recipe.definition import MACHINE, Model, Recipe, Run
-from hf_axonn_scripts.study.recipe.marked_yaml import Marked, named_numbers
+from hf_axonn_scripts.study.recipe.definition import MACHINE, ORDINARY, Model, Recipe, Run
+from hf_axonn_scripts.study.recipe.marked_yaml import Marked, named_numbers, suggest
+from hf_axonn_scripts.study.recipe.planning import load_machine, predict_step, shape_of
 from hf_axonn_scripts.study.recipe.steps import STUDY
 
 
@@ -34,11 +31,10 @@ def check_recipe(
     """Refuse a recipe that cannot be carried out, or would be in another way than it reads.
 
     Args:
-        recipe, marked: The recipe, and the file that it comes from.
-        runs, base_losses: The entry of each run and of each base training with another loss.
-
+        recipe, marked: the recipe, and the file that it comes from.
+        runs, base_losses: the entry of each run and of each base training with another loss.
     Raises:
-        ValueError: Something in it cannot be.
+        ValueError: something in it cannot be.
     """
     _check_names(recipe, marked)
     _check_machine(recipe, marked)
@@ -60,12 +56,7 @@ def check_recipe(
             _check_sizes(recipe, recipe.model(run.model), Grid(**dict(run.grid)), entry.at("grid"), base=False)
 
 
-def at_least(marked: Marked, name: str, value: float, least: float) -> None:
-    """Refuse a number that is too small.
-
-    Raises:
-        ValueError: It is.
-    """
+def _check_least(marked: Marked, name: str, value: float, least: float) -> None:
     if not value >= least or not math.isfinite(value):
         raise marked.at(*name.split(".")).error(f"{name} is {value}, but it is at least {least}.")
 
@@ -114,11 +105,11 @@ def _check_texts(recipe: Recipe, marked: Marked) -> None:
         ("batch_sequences", recipe.batch_sequences, 1),
         ("warm_up_sequences", recipe.warm_up_sequences, 0),
     ):
-        at_least(marked, name, value, least)
+        _check_least(marked, name, value, least)
     own = [model.name for model in recipe.models if model.config is not None]
     for name, least in (("base_length", 2), ("base_batch_sequences", 1)):
         if own:
-            at_least(marked, name, getattr(recipe, name), least)
+            _check_least(marked, name, getattr(recipe, name), least)
         elif name in marked.value:
             raise marked.at(name).error(
                 f"{name} is given, but no model has a config, to be trained from nothing: remove it."
@@ -132,7 +123,7 @@ def _check_texts(recipe: Recipe, marked: Marked) -> None:
             f"vocabulary is {recipe.vocabulary}, but every model comes with its tokenizer: remove it."
         )
     if recipe.vocabulary is not None:
-        at_least(marked, "vocabulary", recipe.vocabulary, 257)  # the bytes, and the end of a text
+        _check_least(marked, "vocabulary", recipe.vocabulary, 257)  # the bytes, and the end of a text
     needed, what = recipe.warm_up_sequences * recipe.documents.length, "warm_up_sequences"
     if own:
         batch = recipe.base_batch_sequences * recipe.base_length
@@ -163,11 +154,11 @@ def _check_documents(recipe: Recipe, marked: Marked) -> None:
         raise place.at("buckets").error(
             f"documents.buckets is {list(documents.buckets)}: write 0 and numbers of repetitions of at least 1."
         )
-    at_least(marked, "documents.per_bucket", documents.per_bucket, 1)
-    at_least(marked, "documents.length", documents.length, 2)
+    _check_least(marked, "documents.per_bucket", documents.per_bucket, 1)
+    _check_least(marked, "documents.length", documents.length, 2)
     _check_articles(recipe, marked)
     if documents.suffix is not None:
-        at_least(marked, "documents.suffix", documents.suffix, 1)
+        _check_least(marked, "documents.suffix", documents.suffix, 1)
         if documents.suffix >= documents.length:
             raise place.at("suffix").error(
                 f"documents.suffix is {documents.suffix}, which leaves no prefix in documents of {documents.length} "
@@ -182,7 +173,7 @@ def _check_documents(recipe: Recipe, marked: Marked) -> None:
 
 
 def _check_articles(recipe: Recipe, marked: Marked) -> None:
-    """The passages of an article fill buckets evenly, and those of a study are whole articles."""
+    """Refuse articles whose passages do not fill buckets evenly, and passages that are not those of whole articles."""
     documents, count = recipe.documents, len(recipe.documents.buckets)
     of_one = count if documents.per_article is None else documents.per_article
     if of_one != 1 and (of_one < 1 or of_one % count):
@@ -190,9 +181,9 @@ def _check_articles(recipe: Recipe, marked: Marked) -> None:
             f"documents.per_article is {of_one}, but with {count} buckets it is 1 or a multiple of {count}: an "
             "article is in all buckets equally often, or in one."
         )
-    own = {model.per_bucket for model in recipe.models if model.config is not None}
-    if len(own) > 1:
-        model = next(model for model in recipe.models if model.config is not None and model.per_bucket is not None)
+    own = [model for model in recipe.models if model.config is not None]
+    if len({model.per_bucket for model in own}) > 1:
+        model = next(model for model in own if model.per_bucket is not None)
         raise marked.at("models", model.name, "per_bucket").error(
             f"models.{model.name}.per_bucket is {model.per_bucket}, but models with a config share their passages: "
             "write the same for all of them, or documents.per_bucket."
@@ -254,7 +245,7 @@ def _check_model(recipe: Recipe, model: Model, place: Marked) -> None:
 
 
 def _check_losses(recipe: Recipe, marked: Marked) -> None:
-    place, ordinary = marked.at("losses"), recipe.losses.get("ordinary")
+    place, ordinary = marked.at("losses"), recipe.losses.get(ORDINARY)
     if ordinary is None:
         raise place.error(
             "losses has no ordinary loss, with which others are compared: add `ordinary: {goldfish: false}`."
@@ -269,7 +260,7 @@ def _check_losses(recipe: Recipe, marked: Marked) -> None:
             raise place.at(name, wrong[0]).error(
                 f"losses.{name}.{wrong[0]} is no argument of the loss: write what all runs share under training."
             )
-        if name != "ordinary" and loss.get("goldfish") is False:
+        if name != ORDINARY and loss.get("goldfish") is False:
             raise place.at(name, "goldfish").error(
                 f"losses.{name} is the ordinary loss under another name: remove it."
             )
@@ -283,17 +274,14 @@ def _check_runs(recipe: Recipe, marked: Marked, runs: Mapping[Run, Marked], base
     for run, entry in [*runs.items(), *base_losses.items()]:
         for kind, name, known in (("models", run.model, models), ("losses", run.loss, list(recipe.losses))):
             if name not in known:
-                near = get_close_matches(name, known, n=1, cutoff=0.5)
-                raise entry.at(kind).error(
-                    f"{entry.name}.{kind} has {name}, which is not among {kind}: "
-                    + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}.")
-                )
+                remedy = suggest(name, known, f"there are {', '.join(known)}.")
+                raise entry.at(kind).error(f"{entry.name}.{kind} has {name}, which is not among {kind}: {remedy}")
         if run.seed < 0:
             raise entry.at("seeds").error(f"{entry.name}.seeds has {run.seed}, but a seed is at least 0.")
     for run, entry in base_losses.items():
         if recipe.model(run.model).config is None:
             raise entry.error(f"{entry.name} has {run.model}, which comes trained: name models that have a config.")
-        if run.loss == "ordinary":
+        if run.loss == ORDINARY:
             raise entry.at("losses").error(f"{entry.name} has the ordinary loss, with which every base is trained.")
         if f"{run.model}-{run.loss}" in models:
             raise entry.error(f"{run.model}-{run.loss} would name a base and is a model's name: rename the model.")
@@ -307,7 +295,7 @@ def _check_runs(recipe: Recipe, marked: Marked, runs: Mapping[Run, Marked], base
                     f"{entry.name}: {run.model} has no run {run.loss}-s{run.seed} on its own grid to compare with: "
                     "add it."
                 )
-        elif (run.model, "ordinary", run.seed) not in made:
+        elif (run.model, ORDINARY, run.seed) not in made:
             raise entry.error(
                 f"{entry.name}: {run.model} has {run.loss} on seed {run.seed}, but not the ordinary loss to compare "
                 "with: add it."
@@ -330,7 +318,7 @@ def _check_rows(recipe: Recipe, marked: Marked) -> None:
             f"{math.ceil(recipe.warm_up_sequences / batch) * batch}."
         )
     for model in recipe.models:
-        count = recipe.documents.per_bucket if model.per_bucket is None else model.per_bucket
+        count = recipe.per_bucket(model)
         rows = count * sum(recipe.documents.buckets)
         place = marked.at("documents") if model.per_bucket is None else marked.at("models", model.name)
         if rows % batch and recipe.texts.base_tokens == 0:
@@ -373,8 +361,7 @@ def _check_pilot(recipe: Recipe, marked: Marked) -> None:
 
 def _check_evaluation(recipe: Recipe, marked: Marked) -> None:
     evaluation, place = recipe.evaluation, marked.at("evaluation")
-    at_least(marked, "evaluation.canaries", evaluation.canaries, 0)
-    suffixes = recipe.pilot.suffixes if recipe.pilot else (recipe.documents.suffix or 1,)
+    _check_least(marked, "evaluation.canaries", evaluation.canaries, 0)
     try:
         if evaluation.sampler is not None:
             sampler: dict[str, Any] = named_numbers(evaluation.sampler)
@@ -386,7 +373,7 @@ def _check_evaluation(recipe: Recipe, marked: Marked) -> None:
             from hf_axonn_eval.extraction.near_copies import NearCopySearch
 
             search: dict[str, Any] = named_numbers(evaluation.near_copies)
-            NearCopySearch(**search).check(max(suffixes))
+            NearCopySearch(**search).check(recipe.longest_suffix)
     except (ValueError, TypeError) as error:
         raise place.at("near_copies").error(f"evaluation.near_copies: {error}") from None
     if evaluation.protocol is not None:
@@ -409,10 +396,10 @@ def _check_protocol(recipe: Recipe, place: Marked) -> None:
             f"the protocol {name} fixes the suffix, which the pilot chooses here: write documents.suffix."
         )
     windows = sampling.windows(documents.length) if sampling.stride_unit == "tokens" else []
-    asked = {(window.middle, window.end) for window in windows if window.offset == 0}
+    requested = {(window.middle, window.end) for window in windows if window.offset == 0}
     ours = (documents.length - documents.suffix, documents.length)
-    if len(windows) != 1 or asked != {ours}:
-        prefixes = ", ".join(f"{middle} + {end - middle}" for middle, end in sorted(asked)) or "other windows"
+    if len(windows) != 1 or requested != {ours}:
+        prefixes = ", ".join(f"{middle} + {end - middle}" for middle, end in sorted(requested)) or "other windows"
         raise place.error(
             f"the protocol {name} asks for {prefixes} tokens of a document, but the study for {ours[0]} + "
             f"{documents.suffix}: write other documents.length and documents.suffix, or another protocol."
@@ -432,7 +419,7 @@ def _check_grid(recipe: Recipe, model: Model, marked: Marked) -> None:
         _check_sizes(recipe, model, grid, where, base=model.config is not None)
     if recipe.machine != MACHINE:
         try:
-            found = planned(recipe, model)
+            found = predict_step(recipe, model)
         except ValueError as error:
             raise where.error(f"{place.name}: {error}") from None
         if not found.fits:

@@ -38,9 +38,9 @@ class Marked:
     """A value of a YAML file.
 
     Args:
-        value: A number, text, true, false or None; a list of `Marked`; or a mapping of names to `Marked`.
-        name: Keys that lead to it, such as `models.1M.grid`; empty for the whole file.
-        file, line: Where it stands; a value of a mapping stands where its key does.
+        value: a number, text, true, false or None; a list of `Marked`; or a mapping of names to `Marked`.
+        name: keys that lead to it, such as `models.1M.grid`; empty for the whole file.
+        file, line: its place; a value of a mapping stands where its key does.
     """
 
     value: Any
@@ -49,51 +49,57 @@ class Marked:
     line: int
 
     def error(self, message: str) -> ValueError:
-        """What to raise about this value."""
+        """Return the error to raise about this value."""
         return ValueError(f"{self.file}:{self.line}: {message}")
 
-    def at(self, *keys: str | int) -> Marked:
-        """The value under some keys, or the nearest around it that is in the file."""
+    def at(self, *keys: str) -> Marked:
+        """Return the value under some keys, or the nearest around it that is in the file."""
         here = self
         for key in keys:
-            inside = here.value
-            found = inside.get(key) if isinstance(inside, dict) else None
-            if isinstance(inside, list) and isinstance(key, int) and key < len(inside):
-                found = inside[key]
-            if found is None:
-                return here
-            here = found
+            if not isinstance(here.value, dict) or key not in here.value:
+                break
+            here = here.value[key]
         return here
 
+    def with_value(self, value: Any, name: str | None = None) -> Marked:
+        """Return another value at the same place."""
+        return Marked(value, self.name if name is None else name, self.file, self.line)
+
     def plain(self) -> Any:
-        """The value without its marks."""
+        """Return the value without its marks."""
         if isinstance(self.value, dict):
             return {key: inside.plain() for key, inside in self.value.items()}
-        if isinstance(self.value, list):
-            return [inside.plain() for inside in self.value]
-        return self.value
+        return [inside.plain() for inside in self.value] if isinstance(self.value, list) else self.value
 
     def mapping(self) -> dict[str, Marked]:
-        """The value as a mapping of names.
+        """Return the value as a mapping of names.
 
         Raises:
-            ValueError: It is none.
+            ValueError: it is none.
         """
-        if not isinstance(self.value, dict):
-            raise self.refused(dict)
-        return self.value
+        return self.check(dict)
 
-    def refused(self, kind: type) -> ValueError:
-        """What to raise where the value is not of a kind."""
-        shown = self.value if not isinstance(self.value, (dict, list)) else self.plain()
-        return self.error(f"{self.name or 'the file'} is {shown!r}, but it is {KINDS[kind]}.")
+    def items(self) -> list[Marked]:
+        """Return the value as a list.
+
+        Raises:
+            ValueError: it is none.
+        """
+        return self.check(tuple, list)
+
+    def check(self, kind: type, *others: type) -> Any:
+        """Return the value; raise ValueError if it is neither of this kind nor of the others. True is no number."""
+        is_kind = isinstance(self.value, (kind, *others))
+        if not is_kind or (isinstance(self.value, bool) and kind is not bool):
+            raise self.error(f"{self.name or 'the file'} is {self.plain()!r}, but it is {KINDS[kind]}.")
+        return self.value
 
 
 def read_marked(path: Path) -> Marked:
-    """The contents of a YAML file.
+    """Return the contents of a YAML file.
 
     Raises:
-        ValueError: There is no such file, it is not YAML, or a mapping has a name twice.
+        ValueError: there is no such file, it is not YAML, or a mapping has a name twice.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -104,64 +110,66 @@ def read_marked(path: Path) -> Marked:
         node = loader.get_single_node()
         if node is None:
             raise ValueError(f"{path}:1: the file is empty.")
-        return _marked(loader, node, path, "", node.start_mark.line + 1)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        raise ValueError(f"{path}:{mark.line + 1 if mark else 1}: it is not YAML: {error.problem}.") from None
+        return _mark(loader, node, Marked(None, "", path, node.start_mark.line + 1))
     except yaml.YAMLError as error:
-        raise ValueError(f"{path}:1: it is not YAML: {error}") from None
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        line, why = mark.line + 1 if mark else 1, getattr(error, "problem", None) or error
+        raise ValueError(f"{path}:{line}: it is not YAML: {why}.") from None
     finally:
         loader.dispose()
 
 
-def _marked(loader: _Loader, node: yaml.Node, file: Path, name: str, line: int) -> Marked:
-    inside = f"{name}." if name else ""
+def _mark(loader: _Loader, node: yaml.Node, place: Marked) -> Marked:
+    """Return the value of a node, with the name, file and line of `place`."""
     if isinstance(node, yaml.SequenceNode):
-        values = [
-            _marked(loader, each, file, f"{name}[{index}]", each.start_mark.line + 1)
+        places = (
+            Marked(None, f"{place.name}[{index}]", place.file, each.start_mark.line + 1)
             for index, each in enumerate(node.value)
-        ]
-        return Marked(values, name, file, line)
+        )
+        return place.with_value([_mark(loader, *each) for each in zip(node.value, places, strict=True)])
     if not isinstance(node, yaml.MappingNode):
-        return Marked(loader.construct_object(node), name, file, line)
+        return place.with_value(loader.construct_object(node))
     entries: dict[str, Marked] = {}
     for key_node, value_node in node.value:
         key = str(loader.construct_object(key_node)) if not isinstance(key_node, yaml.ScalarNode) else key_node.value
-        where = key_node.start_mark.line + 1
+        name, line = f"{place.name}.{key}" if place.name else key, key_node.start_mark.line + 1
         if key in entries:
             raise ValueError(
-                f"{file}:{where}: {inside}{key} stands here a second time, after line {entries[key].line}: give it "
+                f"{place.file}:{line}: {name} stands here a second time, after line {entries[key].line}: give it "
                 "another name, or remove one."
             )
-        entries[key] = _marked(loader, value_node, file, f"{inside}{key}", where)
-    return Marked(entries, name, file, line)
+        entries[key] = _mark(loader, value_node, Marked(None, name, place.file, line))
+    return place.with_value(entries)
+
+
+def suggest(name: str, known: Iterable[str], otherwise: str) -> str:
+    """Return the end of a message on a name that is not known: the known one that is most like it, if there is one."""
+    near = get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 def check_keys(marked: Marked, known: Iterable[str]) -> None:
     """Refuse keys that are not known.
 
     Raises:
-        ValueError: There is one; the message says which known one is the most like it.
+        ValueError: there is one; the message says which known one is the most like it.
     """
     known = list(known)
     for key, value in marked.mapping().items():
         if key not in known:
-            near = get_close_matches(key, known, n=1, cutoff=0.5)
-            where = marked.name or "a recipe"
-            remedy = f"did you mean {near[0]}?" if near else f"remove it; it has {', '.join(known[:20])}."
-            raise value.error(f"{where} has no key {key!r}: {remedy}")
+            remedy = suggest(key, known, f"remove it; it has {', '.join(known[:20])}.")
+            raise value.error(f"{marked.name or 'a recipe'} has no key {key!r}: {remedy}")
 
 
-def filled(kind: type[Made], marked: Marked, **given: Any) -> Made:
-    """An object of a dataclass from a mapping of its fields.
+def fill(kind: type[Made], marked: Marked, **given: Any) -> Made:
+    """Make an object of a dataclass from a mapping of its fields.
 
     Args:
-        kind: The dataclass; what its fields may hold follows from their types.
-        marked: The mapping.
-        given: Fields that the file does not say.
-
+        kind: the dataclass; the types of its fields say what they may hold.
+        marked: the mapping.
+        given: fields that are not in the file.
     Raises:
-        ValueError: A key is unknown or missing, or a value has another type.
+        ValueError: a key is unknown or missing, or a value has another type.
     """
     fields = {each.name: each for each in dataclasses.fields(kind) if each.name not in given}  # type: ignore[arg-type]
     check_keys(marked, fields)
@@ -170,44 +178,38 @@ def filled(kind: type[Made], marked: Marked, **given: Any) -> Made:
         needed = each.default is dataclasses.MISSING and each.default_factory is dataclasses.MISSING
         if needed and name not in marked.value:
             raise marked.error(f"{marked.name or 'the recipe'} has no {name}: write it, it has no default.")
-    values = {name: converted(hints[name], value) for name, value in marked.value.items()}
+    values = {name: convert(hints[name], value) for name, value in marked.value.items()}
     return kind(**values, **given)
 
 
-def converted(hint: Any, marked: Marked) -> Any:
-    """The value as a type hint wants it: numbers, texts, tuples, mappings and dataclasses, maybe None.
+def convert(hint: Any, marked: Marked) -> Any:
+    """Return the value as a type hint says: numbers, texts, tuples, mappings and dataclasses, maybe None.
 
     Raises:
-        ValueError: It is of another type.
+        ValueError: it is of another type.
     """
     if get_origin(hint) in (Union, types.UnionType):
         options = get_args(hint)
         if marked.value is None and type(None) in options:
             return None
-        return converted(next(option for option in options if option is not type(None)), marked)
+        return convert(next(option for option in options if option is not type(None)), marked)
     origin = get_origin(hint) or hint
     if hint is Any:
         return marked.plain()
     if dataclasses.is_dataclass(hint):
-        return filled(hint, marked)  # type: ignore[arg-type]
+        return fill(hint, marked)  # type: ignore[arg-type]
     if origin is tuple:
-        if not isinstance(marked.value, list):
-            raise marked.refused(tuple)
-        return tuple(converted(get_args(hint)[0], each) for each in marked.value)
+        return tuple(convert(get_args(hint)[0], each) for each in marked.items())
     if origin is dict:
-        return {key: converted(get_args(hint)[1], each) for key, each in marked.mapping().items()}
-    if origin is float and isinstance(marked.value, int) and not isinstance(marked.value, bool):
-        return float(marked.value)
-    if not isinstance(marked.value, origin) or (isinstance(marked.value, bool) and origin is not bool):
-        raise marked.refused(origin)
-    return marked.value
+        return {key: convert(get_args(hint)[1], each) for key, each in marked.mapping().items()}
+    return float(marked.check(float, int)) if origin is float else marked.check(origin)
 
 
 def named_numbers(text: str) -> dict[str, int | float]:
-    """`temperature=1,top_k=40` as a mapping.
+    """Return `temperature=1,top_k=40` as a mapping.
 
     Raises:
-        ValueError: It is not like that.
+        ValueError: it is not like that.
     """
     found: dict[str, int | float] = {}
     for part in text.split(","):

@@ -1,14 +1,14 @@
-"""Reads a recipe file, and refuses one that cannot be carried out."""
+"""Reader of recipe files, which refuses one that cannot be carried out."""
 
 import itertools
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from hf_axonn.topology.grid import Grid
+from hf_axonn import Grid
 from hf_axonn_scripts.study.recipe.checks import check_recipe
 from hf_axonn_scripts.study.recipe.definition import Model, Recipe, Run, Texts
-from hf_axonn_scripts.study.recipe.marked_yaml import Marked, check_keys, converted, filled, read_marked
+from hf_axonn_scripts.study.recipe.marked_yaml import Marked, check_keys, convert, fill, read_marked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +22,15 @@ class _Runs:
 
 
 def read_recipe(path: str | Path) -> Recipe:
-    """The recipe of a file.
+    """Return the recipe of a file.
 
     A file has the fields of `Recipe` by name. `models` maps names to the fields of `Model`, `runs` lists entries with
     models, losses, seeds and maybe a grid, of which every combination is a run, and `base_losses` the same without
-    seeds and grid. `processes` and `grid` at the top are those of the models that do not say theirs; a grid is a
+    seeds and grid. `processes` and `grid` at the top hold for the models that have none of their own; a grid is a
     mapping of axes to sizes, or auto.
 
     Raises:
-        ValueError: Something in it cannot be; the message begins with FILE:LINE and says numbers, place and remedy.
+        ValueError: something in it cannot be; the message begins with FILE:LINE and says numbers, place and remedy.
     """
     path = Path(path)
     marked = read_marked(path)
@@ -40,13 +40,13 @@ def read_recipe(path: str | Path) -> Recipe:
     models = _models(entries.pop("models", None), shared, marked)
     runs, run_places = _runs(entries.pop("runs", None))
     base_losses, base_places = _runs(entries.pop("base_losses", None), seeded=False)
-    losses = entries.setdefault("losses", Marked({}, "losses", path, marked.line))
+    losses = entries.setdefault("losses", marked.with_value({}, "losses"))
     for name, loss in losses.mapping().items():
         if loss.value is None:  # `ordinary:` with nothing behind it
-            losses.value[name] = Marked({}, loss.name, path, loss.line)
-    recipe = filled(
+            losses.value[name] = loss.with_value({})
+    recipe = fill(
         Recipe,
-        Marked(entries, "", path, marked.line),
+        marked.with_value(entries),
         path=path,
         models=models,
         runs=runs,
@@ -58,7 +58,7 @@ def read_recipe(path: str | Path) -> Recipe:
 
 
 def _beside(texts: Texts, folder: Path) -> Texts:
-    """The same with files that lie beside the recipe by their full path."""
+    """Return the same with files that lie beside the recipe by their full path."""
     found = {name: folder / str(getattr(texts, name)) for name in ("articles", "base") if getattr(texts, name)}
     full: dict[str, Any] = {name: str(file.resolve()) for name, file in found.items() if file.exists()}
     return replace(texts, **full)
@@ -69,22 +69,21 @@ def _models(models: Marked | None, shared: dict[str, Marked], marked: Marked) ->
         raise (models or marked).error("the recipe has no models: name at least one under models.")
     made = []
     for name, about in models.value.items():
-        entries = dict(about.mapping())
-        grid = entries.pop("grid", shared.get("grid"))
-        processes = entries.pop("processes", shared.get("processes"))
+        entries = {**shared, **about.mapping()}
+        grid, processes = entries.pop("grid", None), entries.pop("processes", None)
         if processes is None:
             raise about.error(f"{about.name} has no processes: write them here, or at the top for all models.")
-        given = {"name": name, "grid": _grid(grid), "processes": converted(int, processes)}
-        made.append(filled(Model, Marked(entries, about.name, about.file, about.line), **given))
+        given = {"name": name, "grid": _grid(grid), "processes": convert(int, processes)}
+        made.append(fill(Model, about.with_value(entries), **given))
     return tuple(made)
 
 
 def _grid(grid: Marked | None) -> dict[str, int] | None:
-    """Sizes of all axes, or None for auto."""
+    """Return the sizes of all axes, or None for auto."""
     if grid is None or grid.value == "auto":
         return None
     check_keys(grid, ("data", "z", "y", "x"))
-    sizes = converted(dict[str, int], grid)
+    sizes = convert(dict[str, int], grid)
     try:
         return Grid(**sizes).as_dict()
     except ValueError as error:
@@ -92,15 +91,13 @@ def _grid(grid: Marked | None) -> dict[str, int] | None:
 
 
 def _runs(runs: Marked | None, *, seeded: bool = True) -> tuple[tuple[Run, ...], dict[Run, Marked]]:
-    """Every run of the entries, and the entry of each."""
+    """Return every run of the entries, and the entry of each."""
     made: dict[Run, Marked] = {}
-    if runs is not None and not isinstance(runs.value, list):
-        raise runs.refused(tuple)
-    for entry in runs.value if runs is not None else ():
+    for entry in runs.items() if runs is not None else ():
         check_keys(entry, ("models", "losses", "seeds", "grid") if seeded else ("models", "losses"))
         inside = dict(entry.mapping())
         grid = _grid(inside.pop("grid", None))
-        named = filled(_Runs, Marked(inside, entry.name, entry.file, entry.line), grid=grid)
+        named = fill(_Runs, entry.with_value(inside), grid=grid)
         sizes = tuple(grid.items()) if grid is not None else ()
         for model, loss, seed in itertools.product(named.models, named.losses, named.seeds):
             run = Run(model=model, loss=loss, seed=seed, grid=sizes)

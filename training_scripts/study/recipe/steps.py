@@ -1,12 +1,13 @@
 """The steps of a study, in an order in which each can be done, and a key of all that decides its outputs.
 
 A key is made of the part of the recipe that a step depends on and of the keys of the steps before, not of code: a
-study on a cluster must not train again because a comment changed. It leaves out how a step is done: processes and grid
-may change between two calls. A new run of a seed that is there leaves all other training as it is.
+study on a cluster must not train again because a comment changed. Nor does it depend on processes and grid, which may
+change between two calls. A new run of a seed that is there leaves all other training as it is.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from hf_axonn_scripts.study.recipe.definition import MACHINE, ORDINARY, Model, R
 
 
 STUDY = "study"  # the tokenizer of models that are trained from nothing
-PACKAGE = "package:"  # how the checkpoint of a model begins that a package brings
-ON_RANKS = ("-m", "hf_axonn_scripts.study.running.on_ranks")  # the program of every launch
+PACKAGE = "package:"  # begins the checkpoint of a model that a package brings
+Outputs = Mapping[Path, Mapping[str, Any]]  # files and directories, each with the settings that decide it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,19 +25,19 @@ class Step:
     """One step of a study.
 
     Attributes:
-        name: Its name, in logs and stamps.
+        name: the name in logs and stamps.
         kind: `data`, `base`, `pilot`, `ask`, `train`, `utility` or `report`.
-        model: Name of the model that it is about.
-        run: The continuation, of a step of kind `train`.
-        loss: Of base training, the loss.
-        command: What python runs on every rank of a launch, a program and its arguments; None: done in one process.
-        processes: Ranks of the launch.
-        grid: Sizes of its axes; None: the planner chooses.
-        after: Names of the steps whose outputs this one reads.
-        partial: Whether it goes ahead with what is there when steps before it failed.
-        outputs: Files and directories that it makes -> key of what decides each.
-        settings: What decides all outputs, beside the steps before.
-        key: Digest of the settings and of the keys of the steps before.
+        model: name of the model that it is about.
+        run: the continuation, of a step of kind `train`.
+        loss: of a training.
+        launched: whether every rank of a launch does it; else one process.
+        processes: ranks of the launch.
+        grid: sizes of its axes; None: the planner chooses.
+        after: names of the steps whose outputs this one reads.
+        partial: whether it is done with what is there when steps before it failed.
+        outputs: files and directories that it makes -> key of what decides each.
+        settings: what decides all outputs, beside the steps before.
+        key: digest of the settings and of the keys of the steps before.
     """
 
     name: str
@@ -44,7 +45,7 @@ class Step:
     model: str | None = None
     run: Run | None = None
     loss: str | None = None
-    command: tuple[str, ...] | None = None
+    launched: bool = False
     processes: int = 1
     grid: Mapping[str, int] | None = None
     after: tuple[str, ...] = ()
@@ -55,30 +56,31 @@ class Step:
 
 
 def tokenizer_of(model: Model) -> str:
-    """Folder of a model's data under `data/`: models that are trained from nothing share the study's tokenizer."""
+    """Return the folder of a model's data under `data/`; models trained from nothing share the study's tokenizer."""
     return STUDY if model.config is not None else model.name
 
 
 def base_of(model: Model, output: Path) -> str:
-    """Where the model is before its continuations: a directory under `output`, or a directory or name on the hub."""
+    """Return the place of a model before its continuations: a directory under `output`, or one elsewhere, or a name
+    on the hub."""
     if model.config is not None or str(model.checkpoint).startswith(PACKAGE):
         return str(output / "base" / model.name)
     return str(model.checkpoint)
 
 
 def run_directory(run: Run, output: Path) -> Path:
-    """Directory of everything about a continuation."""
+    """Return the directory of a continuation."""
     return output / "runs" / run.model / run.name
 
 
 def steps_of(recipe: Recipe, output: Path) -> list[Step]:
-    """Every step of the study, each behind those that it reads from.
+    """Return every step of the study, each behind those that it reads from.
 
     The pilot and the base that it needs come early, because every continuation waits for them; then each model from
     its base to its utility, so that a study that is cut short has whole models.
 
     Raises:
-        ValueError: Two steps would have the same name.
+        ValueError: two steps would have the same name.
     """
     return list(_Steps(recipe, output.resolve()).all().values())
 
@@ -100,14 +102,14 @@ class _Steps:
         first = [recipe.model(recipe.pilot.model)] if recipe.pilot else []
         for model in first:
             self._base_and_data(model)
-            self._pilot()
+            self._pilot(model)
         for model in recipe.models:
             if model not in first:
                 self._base_and_data(model)
-            for loss in (loss for name, loss in recipe.base_losses if name == model.name):
+            for loss in recipe.base_losses_of(model):
                 self._base(model, loss)
             self._ask(model)
-            for run in (run for run in recipe.runs if run.model == model.name):
+            for run in recipe.runs_of(model):
                 self._train(model, run)
             self._utility(model)
         self._report()
@@ -117,21 +119,20 @@ class _Steps:
         self,
         name: str,
         kind: str,
-        outputs: Mapping[Path, Mapping[str, Any]],
+        outputs: Outputs,
         *,
         keys_of: Sequence[str] = (),
         after: Sequence[str] = (),
         **about: Any,
     ) -> None:
-        """Adds a step.
+        """Add a step.
 
         Args:
-            name: Of the step.
-            kind: Of the step.
-            outputs: Each with the settings that decide it.
-            keys_of: Steps before this one whose keys decide the outputs.
-            after: Steps that come before, but of whose settings only those matter that are in `outputs`.
-            about: Other fields.
+            name, kind: of the step.
+            outputs: each with the settings that decide it.
+            keys_of: steps before this one whose keys decide the outputs.
+            after: steps that come before, but of whose settings only those matter that are in `outputs`.
+            about: other fields.
         """
         if name in self.steps:
             raise ValueError(
@@ -151,22 +152,16 @@ class _Steps:
             **about,
         )
 
-    def _launched(self, model: Model, *words: str, run: Run | None = None) -> dict[str, Any]:
-        """Fields of a step that is a program on a grid of processes."""
-        command = [*ON_RANKS, *words[:1], "--recipe", str(self.recipe.path.resolve()), "--output", str(self.output)]
-        command += ["--model", model.name, *words[1:]]
+    def _launch(self, model: Model, run: Run | None = None) -> dict[str, Any]:
+        """Return the fields of a step that is done on a grid of processes."""
         grid = dict(run.grid) if run is not None and run.grid else model.grid
-        processes = model.processes
-        if grid is not None:
-            processes = 1
-            for size in grid.values():
-                processes *= size
-        return {"model": model.name, "run": run, "command": tuple(command), "processes": processes, "grid": grid}
+        processes = model.processes if grid is None else prod(grid.values())
+        return {"model": model.name, "run": run, "launched": True, "processes": processes, "grid": grid}
 
     def _texts(self) -> None:
         documents = self.recipe.documents
         settings = {
-            "texts": _given(self.recipe.texts),
+            "texts": _settings_of(self.recipe.texts),
             "documents": [len(documents.buckets), documents.length, documents.per_article],
             "per_bucket": self._most_per_bucket(self.recipe.models),
             "vocabulary": self.recipe.vocabulary,
@@ -180,13 +175,12 @@ class _Steps:
     def _data(self, tokenizer: str) -> None:
         recipe = self.recipe
         models = [model for model in recipe.models if tokenizer_of(model) == tokenizer]
-        seeds = [*recipe.seeds, *([recipe.seeds[-1] + 1] if recipe.pilot and recipe.seeds else [])]
         settings = {
-            "documents": _given(recipe.documents),
+            "documents": _settings_of(recipe.documents),
             "suffixes": list(recipe.pilot.suffixes) if recipe.pilot else [],
             **({"pilot": "every bucket"} if recipe.pilot else {}),
             "per_bucket": self._most_per_bucket(models),
-            "seeds": seeds,
+            "seeds": [*recipe.seeds, *([recipe.pilot_seed] if recipe.pilot and recipe.seeds else [])],
             "batch_sequences": recipe.batch_sequences,
             "base_length": recipe.base_length,
             "warm_up_sequences": recipe.warm_up_sequences,
@@ -216,7 +210,6 @@ class _Steps:
             "batch_sequences": recipe.base_batch_sequences,
             "length": recipe.base_length,
         }
-        words = ["base"] if loss == ORDINARY else ["base", "--loss", loss]
         self._add(
             f"base-{name}",
             "base",
@@ -224,17 +217,17 @@ class _Steps:
             keys_of=["texts", "tokenizer"],
             after=[f"data-{STUDY}"],
             loss=loss,
-            **self._launched(model, *words),
+            **self._launch(model),
         )
 
     def _continuation(self, model: Model) -> dict[str, Any]:
-        """What every continuation of a model depends on, whatever its loss and seed."""
+        """Return the settings that every continuation of a model depends on, whatever its loss and seed."""
         recipe = self.recipe
         return {
             "checkpoint": model.checkpoint,
             "training": recipe.training,
             **({"learning_rate": model.learning_rate} if model.learning_rate is not None else {}),
-            "documents": _given(recipe.documents),
+            "documents": _settings_of(recipe.documents),
             "per_bucket": self._most_per_bucket([model]),
             "batch_sequences": recipe.batch_sequences,
             "warm_up_sequences": recipe.warm_up_sequences,
@@ -243,38 +236,27 @@ class _Steps:
 
     def _asking(self) -> dict[str, Any]:
         evaluation = self.recipe.evaluation
-        return {
-            "protocol": evaluation.protocol,
-            "near_copies": evaluation.near_copies,
-            "sampler": evaluation.sampler,
-        }
+        return {name: getattr(evaluation, name) for name in ("protocol", "near_copies", "sampler")}
 
-    def _pilot(self) -> None:
-        pilot = self.recipe.pilot
-        model = self.recipe.model(pilot.model)
-        settings = {**self._continuation(model), "pilot": _given(pilot), "seed": self.recipe.seeds[-1] + 1}
-        settings["trained on"] = "every bucket"
-        self._add(
-            "pilot",
-            "pilot",
-            {self.output / "pilot": settings},
-            keys_of=[f"base-{model.name}", "texts", "tokenizer"],
-            after=[f"data-{tokenizer_of(model)}"],
-            **self._launched(model, "pilot"),
-        )
+    def _add_launched(
+        self, name: str, kind: str, model: Model, outputs: Outputs, *pilot: str, run: Run | None = None
+    ) -> None:
+        """Add a step on ranks that reads the model's base and data, and, where it is named, the pilot's choice."""
+        before = [f"base-{model.name}", "texts", "tokenizer", *pilot]
+        about = {"loss": run.loss if run else None, **self._launch(model, run)}
+        self._add(name, kind, outputs, keys_of=before, after=[f"data-{tokenizer_of(model)}"], **about)
+
+    def _pilot(self, model: Model) -> None:
+        settings = {**self._continuation(model), "pilot": _settings_of(self.recipe.pilot)}
+        settings |= {"seed": self.recipe.pilot_seed, "trained on": "every bucket"}
+        self._add_launched("pilot", "pilot", model, {self.output / "pilot": settings})
 
     def _ask(self, model: Model) -> None:
-        documents = _given(self.recipe.documents)
+        documents = _settings_of(self.recipe.documents)
         settings = {"checkpoint": model.checkpoint, "documents": documents, "seed": self.recipe.seeds[0]}
         settings |= {"per_bucket": self._most_per_bucket([model]), **self._asking()}
-        self._add(
-            f"ask-{model.name}",
-            "ask",
-            {self.output / "runs" / model.name / "base": settings},
-            keys_of=[f"base-{model.name}", "texts", "tokenizer", "pilot"],
-            after=[f"data-{tokenizer_of(model)}"],
-            **self._launched(model, "ask"),
-        )
+        outputs = {self.output / "runs" / model.name / "base": settings}
+        self._add_launched(f"ask-{model.name}", "ask", model, outputs, "pilot")
 
     def _train(self, model: Model, run: Run) -> None:
         directory = run_directory(run, self.output)
@@ -283,19 +265,11 @@ class _Steps:
         outputs = {directory / "checkpoint": training, directory / "extraction": {**training, **self._asking()}}
         if self.recipe.evaluation.canaries:
             outputs[directory / "canaries.json"] = training
-        self._add(
-            f"train-{model.name}-{run.name}",
-            "train",
-            outputs,
-            keys_of=[f"base-{model.name}", "texts", "tokenizer", "pilot"],
-            after=[f"data-{tokenizer_of(model)}"],
-            loss=run.loss,
-            **self._launched(model, "run", "--run", run.name, run=run),
-        )
+        self._add_launched(f"train-{model.name}-{run.name}", "train", model, outputs, "pilot", run=run)
 
     def _utility(self, model: Model) -> None:
-        about = [f"base-{model.name}-{loss}" for name, loss in self.recipe.base_losses if name == model.name]
-        about += [f"train-{model.name}-{run.name}" for run in self.recipe.runs if run.model == model.name]
+        about = [f"base-{model.name}-{loss}" for loss in self.recipe.base_losses_of(model)]
+        about += [f"train-{model.name}-{run.name}" for run in self.recipe.runs_of(model)]
         settings = {"tasks": self.recipe.evaluation.tasks, "canaries": self.recipe.evaluation.canaries}
         self._add(
             f"utility-{model.name}",
@@ -305,7 +279,7 @@ class _Steps:
             after=[f"data-{tokenizer_of(model)}"],
             partial=True,
             # A model of a cluster may not fit into one GPU. On a CPU it does, and ranks would repeat the questions.
-            **({"model": model.name} if self.recipe.machine == MACHINE else self._launched(model, "utility")),
+            **({"model": model.name} if self.recipe.machine == MACHINE else self._launch(model)),
         )
 
     def _report(self) -> None:
@@ -319,9 +293,9 @@ class _Steps:
         )
 
     def _most_per_bucket(self, models: Sequence[Model]) -> int:
-        return max(model.per_bucket or self.recipe.documents.per_bucket for model in models)
+        return max(map(self.recipe.per_bucket, models))
 
 
-def _given(part: Any) -> dict[str, Any]:
-    """The fields of a part of a recipe that are not at their defaults: a new field changes no study of before."""
+def _settings_of(part: Any) -> dict[str, Any]:
+    """Return the fields of a part of a recipe that are not at their defaults: a new field changes no older study."""
     return {each.name: value for each in fields(part) if (value := getattr(part, each.name)) != each.default}

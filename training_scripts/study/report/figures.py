@@ -6,6 +6,7 @@ articles, small points single seeds. Models that are plotted apart are hollow, a
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import log, log10
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from matplotlib.ticker import NullFormatter
 
@@ -21,7 +23,7 @@ from hf_axonn_eval.data.visible import visible
 from hf_axonn_eval.report.charts import COLOURS
 from hf_axonn_scripts.study.findings.findings import BASE, OVERALL, PRIMARY, TRIES, size_text
 from hf_axonn_scripts.study.recipe.definition import ORDINARY
-from hf_axonn_scripts.study.report.wording import fullest
+from hf_axonn_scripts.study.report.wording import Content, fullest, most_seen, select
 
 
 DRAWN = ("gain", "verbatim", "near_verbatim", "extraction_strength")
@@ -34,21 +36,21 @@ LABEL_ROOM = 0.12  # of an axis, that the label of a size takes
 LEAST_SHARE = 1e-6  # that the logarithmic axis of the draws shows
 INK, SOFT = "#1b1f24", "#7a7f87"
 
-Content = Mapping[str, Any]
+Row = Mapping[str, Any]
+Style = Mapping[str, Any]  # `colour`, `marker`, `dash` and `fill` of a series
 
 
 def draw(content: Content, folder: Path) -> dict[str, str]:
     """Draw every figure that there are numbers for.
 
     Args:
-        content: What `findings.measure` returned.
-        folder: Where the PNG files go; made if it is not there.
-
+        content: numbers of `findings.measure`.
+        folder: for the PNG files; made if it is not there.
     Returns:
-        By name of the file a sentence that says what is drawn, in the order of the page.
+        By name of the file its caption, in the order of the page.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    said = {}
+    captions = {}
     for name, function in FIGURES.items():
         figure = function(content)
         if figure is None:
@@ -56,8 +58,8 @@ def draw(content: Content, folder: Path) -> dict[str, str]:
         for text in figure.findobj(Text):
             text.set_parse_math(False)
         figure.savefig(folder / name, dpi=150)
-        said[name] = " ".join((function.__doc__ or "").split())
-    return said
+        captions[name] = " ".join((function.__doc__ or "").split())
+    return captions
 
 
 def heat(content: Content) -> Figure | None:
@@ -79,7 +81,7 @@ def heat(content: Content) -> Figure | None:
             axes.set_title(f"{_title(content, outcome)}\n{loss} ({content['outcomes'][outcome]['unit']})", fontsize=8)
             axes.set_xticks(range(len(buckets)), [str(bucket) for bucket in buckets])
             axes.set_xlabel("times seen")
-            names = [_named(model) for model in models] if column == 0 else [""] * len(models)
+            names = [_name(model) for model in models] if column == 0 else [""] * len(models)
             axes.set_yticks([_place(models, number) for number in range(len(models))], names)
     return figure
 
@@ -91,7 +93,7 @@ def by_repetitions(content: Content) -> Figure | None:
         return None
     figure, panels = _figure(1, len(outcomes))
     for axes, outcome in zip(panels[0], outcomes, strict=True):
-        for number, (model, style) in enumerate(_styled(content)):
+        for number, (model, style) in enumerate(_styled_models(content)):
             rows = [row for row in _rows(content, loss=ORDINARY, model=model["model"]) if outcome in row]
             rows = [row for row in rows if row["bucket"]]
             aside = 1.03 ** (number - (len(content["models"]) - 1) / 2)  # that whiskers do not cover each other
@@ -134,43 +136,48 @@ def by_size(content: Content) -> Figure | None:
 def slopes(content: Content) -> Figure | None:
     """Left: by how much the gain grows for ten times as many parameters, by repetitions and loss. Thick: 95% intervals
     for other articles; thin: for other sizes. Right: what the straight line misses at each size, ordinary loss."""
-    found = [row for row in content["slopes"] if row["outcome"] == PRIMARY]
+    found = select(content["slopes"], outcome=PRIMARY)
     if not found:
         return None
     figure, panels = _figure(1, 2, width=4.2)
-    axes, right = panels[0]
+    _draw_slopes(panels[0][0], content, found)
+    _draw_residuals(panels[0][1], content, found)
+    for axes in panels[0]:
+        axes.axhline(0, color=SOFT, linewidth=0.8)
+        _tidy(axes)
+    return figure
+
+
+def _draw_slopes(axes: Axes, content: Content, found: Sequence[Row]) -> None:
     losses = list(dict.fromkeys(row["loss"] for row in found))
     kinds = [*(bucket for bucket in content["buckets"] if bucket), OVERALL]
     for number, loss in enumerate(losses):
-        for row in (row for row in found if row["loss"] == loss):
-            place = kinds.index(row["bucket"]) + 0.7 * ((number + 0.5) / len(losses) - 0.5)
+        for row in select(found, loss=loss):
+            place = kinds.index(row["bucket"]) + _shift(number, len(losses), 0.7)
             colour, label = COLOURS[number % len(COLOURS)], loss if row["bucket"] == kinds[0] else None
             for ends, width in ((row["over_sizes"], 1.0), (row["slope"], 3.5)):
                 if ends["low"] is not None:
                     axes.plot([place] * 2, [ends["low"], ends["high"]], color=colour, linewidth=width)
             marker = MARKERS[number % len(MARKERS)]
             axes.plot(place, row["slope"]["mean"], marker, color=colour, markeredgecolor="white", label=label)
-    axes.axhline(0, color=SOFT, linewidth=0.8)
     axes.set_xticks(range(len(kinds)), [kind if kind == OVERALL else f"{kind}x" for kind in kinds])
     axes.set_xlabel("times seen")
     axes.set_title("slope of the gain\n(nats a token for 10x the parameters)", fontsize=9)
     _legend_below(axes)
-    ordinary = [row for row in found if row["loss"] == ORDINARY and row["bucket"] != OVERALL]
+
+
+def _draw_residuals(axes: Axes, content: Content, found: Sequence[Row]) -> None:
+    ordinary = [row for row in select(found, loss=ORDINARY) if row["bucket"] != OVERALL]
     parameters = {model["model"]: model["parameters"] for model in content["models"]}
     for number, row in enumerate(ordinary):
         style = _style(number, _shade(number, len(ordinary)))
-        names = list(row["residuals"])
-        rows = [{"residual": row["residuals"][name], "seeds": {}} for name in names]
-        places = [parameters[name] * 1.06 ** (number - len(ordinary) / 2) for name in names]
-        _series(right, places, rows, "residual", f"{row['bucket']}x", style, joined=False)
-    right.axhline(0, color=SOFT, linewidth=0.8)
-    _sizes_axis(right, [model["parameters"] for model in content["models"] if not model["apart"]])
-    right.set_title("gain above the straight line, by times seen\n(nats a token)", fontsize=9)
+        rows = [{"residual": miss, "seeds": {}} for miss in row["residuals"].values()]
+        places = [parameters[name] * 1.06 ** (number - len(ordinary) / 2) for name in row["residuals"]]
+        _series(axes, places, rows, "residual", f"{row['bucket']}x", style, joined=False)
+    _sizes_axis(axes, [model["parameters"] for model in content["models"] if not model["apart"]])
+    axes.set_title("gain above the straight line, by times seen\n(nats a token)", fontsize=9)
     if ordinary:
-        _legend_below(right)
-    _tidy(axes)
-    _tidy(right)
-    return figure
+        _legend_below(axes)
 
 
 def goldfish(content: Content) -> Figure | None:
@@ -178,44 +185,33 @@ def goldfish(content: Content) -> Figure | None:
     ordinary loss's gain that stays, and the accuracy on tokens that the loss left out (hollow) and on the others,
     given the true tokens before them. A loss that draws anew which tokens it leaves out has no such accuracy."""
     losses = [loss for loss in content["losses"] if loss != ORDINARY]
-    most = max(content["buckets"], default=0)
+    most = most_seen(content)
     if not losses or not most:
         return None
-    order = sorted(losses, key=lambda loss: (not _hashed(content, loss), content["losses"][loss].get("k", 0)))
+    order = sorted(losses, key=lambda loss: (not _is_hashed(content, loss), content["losses"][loss].get("k", 0)))
+    shown, hashed = [*order, ORDINARY], [loss for loss in order if _is_hashed(content, loss)]
     figure, panels = _figure(1, 3, width=3.6)
     verbatim, kept, tokens = panels[0]
-    shown = [*order, ORDINARY]
-    for number, (model, style) in enumerate(_styled(content)):
-        name, shift = model["model"], 0.5 * ((number + 0.5) / len(content["models"]) - 0.5)
-        rows = {row["loss"]: row for row in _rows(content, model=name, bucket=most) if row["loss"] in shown}
-        some = [loss for loss in shown if loss in rows]
-        places = [shown.index(loss) + shift for loss in some]
-        _series(verbatim, places, [rows[loss] for loss in some], "verbatim", name, style, joined=False)
-        ratios = {row["loss"]: row for row in content["goldfish"] if (row["model"], row["bucket"]) == (name, most)}
-        some = [loss for loss in order if ratios.get(loss, {}).get("gain_kept", {"mean": None})["mean"] is not None]
-        rows_kept = [{"gain_kept": ratios[loss]["gain_kept"], "seeds": {}} for loss in some]
-        _series(kept, [order.index(loss) + shift for loss in some], rows_kept, "gain_kept", None, style, joined=False)
-        hashed = [loss for loss in order if _hashed(content, loss)]
+    for number, (model, style) in enumerate(_styled_models(content)):
+        name, shift = model["model"], _shift(number, len(content["models"]), 0.5)
+        rows = [row for row in _rows(content, model=name, bucket=most) if row["loss"] in shown]
+        rows.sort(key=lambda row: shown.index(row["loss"]))
+        places = [shown.index(row["loss"]) + shift for row in rows]
+        _series(verbatim, places, rows, "verbatim", name, style, joined=False)
+        changes = select(content["goldfish"], model=name, bucket=most)
+        _by_loss(kept, order, {row["loss"]: row["gain_kept"] for row in changes if "gain_kept" in row}, shift, style)
+        own = [row for row in select(content["tokens"], model=name, bucket=most) if row["who"] == row["mask"]]
         for side, fill in (("supervised", True), ("dropped", False)):
-            mine = {
-                row["mask"]: row
-                for row in content["tokens"]
-                if (row["model"], row["bucket"], row["who"]) == (name, most, row["mask"]) and side in row
-            }
-            some = [loss for loss in hashed if loss in mine]
-            cells = [{"accuracy": mine[loss][side]["accuracy"], "seeds": {}} for loss in some]
-            places = [hashed.index(loss) + shift for loss in some]
-            _series(tokens, places, cells, "accuracy", None, {**style, "fill": fill}, joined=False)
+            estimates = {row["mask"]: row[side]["accuracy"] for row in own if side in row}
+            _by_loss(tokens, hashed, estimates, shift, {**style, "fill": fill})
     kept.axhline(1, color=SOFT, linewidth=0.8)
-    titles = {
-        verbatim: f"given back verbatim, seen {most}x\n(share of passages)",
-        kept: f"gain that stays, seen {most}x\n(share of the ordinary loss's)",
-        tokens: f"tokens right, seen {most}x\n(hollow: dropped; filled: supervised)",
-    }
-    for axes, names in ((verbatim, shown), (kept, order), (tokens, hashed)):
-        axes.set_xticks(range(len(names)), [visible(name) for name in names])
-        axes.set_xlim(-0.5, max(len(names), 1) - 0.5)
-        axes.set_title(titles[axes], fontsize=9)
+    for axes, names, title in (
+        (verbatim, shown, f"given back verbatim, seen {most}x\n(share of passages)"),
+        (kept, order, f"gain that stays, seen {most}x\n(share of the ordinary loss's)"),
+        (tokens, hashed, f"tokens right, seen {most}x\n(hollow: dropped; filled: supervised)"),
+    ):
+        _losses_axis(axes, names)
+        axes.set_title(title, fontsize=9)
         axes.set_ylim(-0.04, None if axes is kept else 1.04)
         _tidy(axes)
     _legend(figure, verbatim)
@@ -223,43 +219,54 @@ def goldfish(content: Content) -> Figure | None:
 
 
 def costs(content: Content) -> Figure | None:
-    """What it costs and what is left to an attack: the held-out loss after each continuation minus before it; the AUC
-    of the loss attack between passages seen most often and unseen ones (0.5: a coin); and, of the model with the most
-    losses, the share of passages seen most often that so many draws of each give back in expectation."""
-    losses, most = content["losses"], max(content["buckets"], default=0)
-    if not losses or not most:
+    """Cost of each loss and what is left to an attack: the held-out loss after each continuation minus before it; the
+    AUC of the loss attack between passages seen most often and unseen ones (0.5: a coin); and, of the model with the
+    most losses, the share of passages seen most often that so many draws of each give back in expectation."""
+    if not content["losses"] or not most_seen(content):
         return None
     figure, panels = _figure(1, 3, width=3.6)
     held_out, auc, draws = panels[0]
-    names = list(losses)
-    for number, (model, style) in enumerate(_styled(content)):
-        shift = 0.5 * ((number + 0.5) / len(content["models"]) - 0.5)
-        log = [row for row in content["training"] if row["model"] == model["model"] and not row["grid"]]
+    _draw_held_out(held_out, content)
+    _draw_membership(auc, content)
+    _draw_attacks(draws, content)
+    for axes in panels[0]:
+        _tidy(axes)
+    _legend(figure, held_out)
+    return figure
+
+
+def _draw_held_out(axes: Axes, content: Content) -> None:
+    names = list(content["losses"])
+    for number, (model, style) in enumerate(_styled_models(content)):
+        log = [row for row in select(content["training"], model=model["model"]) if not row["grid"]]
         log = [row for row in log if row.get("held_out") is not None and row["held_out_before"] is not None]
-        places = [names.index(row["loss"]) + shift for row in log]
+        places = [names.index(row["loss"]) + _shift(number, len(content["models"]), 0.5) for row in log]
         changes = [row["held_out"] - row["held_out_before"] for row in log]
-        held_out.plot(places, changes, **_look(style), linestyle="none", label=visible(model["model"]))
-        found = [
-            row
-            for row in content["membership"]
-            if (row["model"], row["bucket"], row["score"]) == (model["model"], most, "loss")
-        ]
-        rows = [{"auc": {**row["auc"], "mean": row["auc"]["value"]}, "seeds": {}} for row in found]
-        _series(auc, [names.index(row["loss"]) + shift for row in found], rows, "auc", None, style, joined=False)
-    held_out.axhline(0, color=SOFT, linewidth=0.8)
-    auc.axhline(0.5, color=SOFT, linewidth=0.8)
-    auc.set_ylim(None, 1.02)
-    for axes in (held_out, auc):
-        axes.set_xticks(range(len(names)), [visible(name) for name in names])
-        axes.set_xlim(-0.5, len(names) - 0.5)
-    held_out.set_title("held-out loss, after minus before\n(nats a token; a point a run)", fontsize=9)
-    auc.set_title(f"membership, seen {most}x against unseen\n(AUC of the loss attack)", fontsize=9)
-    attacked = fullest(content)
-    of_attacked = [row for row in content["attacks"] if (row["model"], row["bucket"]) == (attacked, most)]
-    for row in of_attacked:
+        axes.plot(places, changes, **_look(style), linestyle="none", label=visible(model["model"]))
+    axes.axhline(0, color=SOFT, linewidth=0.8)
+    _losses_axis(axes, names)
+    axes.set_title("held-out loss, after minus before\n(nats a token; a point a run)", fontsize=9)
+
+
+def _draw_membership(axes: Axes, content: Content) -> None:
+    most = most_seen(content)
+    for number, (model, style) in enumerate(_styled_models(content)):
+        found = select(content["membership"], model=model["model"], bucket=most, score="loss")
+        estimates = {row["loss"]: {**row["auc"], "mean": row["auc"]["value"]} for row in found}
+        _by_loss(axes, list(content["losses"]), estimates, _shift(number, len(content["models"]), 0.5), style)
+    axes.axhline(0.5, color=SOFT, linewidth=0.8)
+    axes.set_ylim(None, 1.02)
+    _losses_axis(axes, list(content["losses"]))
+    axes.set_title(f"membership, seen {most}x against unseen\n(AUC of the loss attack)", fontsize=9)
+
+
+def _draw_attacks(axes: Axes, content: Content) -> None:
+    attacked, most, names = fullest(content), most_seen(content), list(content["losses"])
+    rows = select(content["attacks"], model=attacked, bucket=most)
+    for row in rows:
         number = names.index(row["loss"])
         tries = {int(count): entry["share"] for count, entry in row["tries"].items()}
-        draws.plot(
+        axes.plot(
             list(tries),
             [max(share, LEAST_SHARE) for share in tries.values()],
             color=COLOURS[number % len(COLOURS)],
@@ -267,24 +274,20 @@ def costs(content: Content) -> Figure | None:
             linestyle=DASHES[number % len(DASHES)],
             label=visible(row["loss"]),
         )
-    draws.set_xscale("log")
-    draws.set_yscale("log")
-    draws.set_ylim(LEAST_SHARE / 1.5, 1.5)
-    draws.set_xticks(TRIES, [f"{count:,}" for count in TRIES])
-    draws.set_yticks(*zip(*[(10.0**-power, f"{10.0**-power:g}") for power in range(6, -1, -1)], strict=True))
-    for axis in (draws.xaxis, draws.yaxis):
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylim(LEAST_SHARE / 1.5, 1.5)
+    axes.set_xticks(TRIES, [f"{count:,}" for count in TRIES])
+    axes.set_yticks(*zip(*[(10.0**-power, f"{10.0**-power:g}") for power in range(6, -1, -1)], strict=True))
+    for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_formatter(NullFormatter())
-    if of_attacked:
-        draws.legend(fontsize=8, frameon=False)
-    draws.set_xlabel("draws of each suffix")
-    draws.set_title(
+    if rows:
+        axes.legend(fontsize=8, frameon=False)
+    axes.set_xlabel("draws of each suffix")
+    axes.set_title(
         f"given back by draws, {visible(attacked)}, seen {most}x\n(expected share; at the lower edge: less)",
         fontsize=9,
     )
-    for axes in panels[0]:
-        _tidy(axes)
-    _legend(figure, held_out)
-    return figure
 
 
 FIGURES: dict[str, Callable[[Content], Figure | None]] = {
@@ -304,24 +307,40 @@ def _figure(rows: int, columns: int, *, width: float = 3.6, height: float = 3.3)
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def _rows(content: Content, **wanted: Any) -> list[Mapping[str, Any]]:
-    """Cells after a continuation, of this loss, model or bucket."""
-    rows = [row for row in content["cells"] if row["loss"] != BASE]
-    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+def _rows(content: Content, **values: Any) -> list[Row]:
+    """Return the cells after a continuation, of this loss, model or bucket."""
+    return [row for row in select(content["cells"], **values) if row["loss"] != BASE]
 
 
-def _named(model: Mapping[str, Any]) -> str:
+def _shift(number: int, of: int, width: float) -> float:
+    """Return the offset of one of several markers that share a place of this width."""
+    return width * ((number + 0.5) / of - 0.5)
+
+
+def _losses_axis(axes: Axes, names: Sequence[str]) -> None:
+    axes.set_xticks(range(len(names)), [visible(name) for name in names])
+    axes.set_xlim(-0.5, max(len(names), 1) - 0.5)
+
+
+def _by_loss(axes: Axes, names: Sequence[str], estimates: Mapping[str, Row], shift: float, style: Style) -> None:
+    """Draw estimates of some losses, each beside its place in `names`."""
+    losses = [loss for loss in names if loss in estimates and estimates[loss]["mean"] is not None]
+    rows = [{"estimate": estimates[loss], "seeds": {}} for loss in losses]
+    _series(axes, [names.index(loss) + shift for loss in losses], rows, "estimate", None, style, joined=False)
+
+
+def _name(model: Row) -> str:
     return f"{visible(model['model'])}\n{size_text(model['parameters'])}"
 
 
 def _most_run(content: Content) -> list[str]:
-    """The ordinary loss, and MAPPED others with the most runs."""
+    """Return the ordinary loss, and MAPPED others with the most runs."""
     runs = {loss: sum(len(row["seeds"]) for row in _rows(content, loss=loss)) for loss in content["losses"]}
     others = sorted((loss for loss in runs if loss != ORDINARY), key=lambda loss: -runs[loss])[:MAPPED]
     return [loss for loss in content["losses"] if loss == ORDINARY or loss in others]
 
 
-def _hashed(content: Content, loss: str) -> bool:
+def _is_hashed(content: Content, loss: str) -> bool:
     return content["losses"][loss].get("strategy") in HASHES
 
 
@@ -330,9 +349,7 @@ def _title(content: Content, outcome: str) -> str:
 
 
 def _sizes_axis(axes: Axes, sizes: Sequence[int]) -> None:
-    """Sizes of models, the smallest first, on a logarithmic axis: those of them that have room for their label."""
-    from math import log
-
+    """Label the sizes of models, the smallest first, on a logarithmic axis: those that have room for it."""
     axes.set_xscale("log")
     axes.set_xlabel("parameters")
     shown = [*sizes[:1]]
@@ -344,13 +361,11 @@ def _sizes_axis(axes: Axes, sizes: Sequence[int]) -> None:
 
 
 def _place(models: Sequence[Mapping[str, Any]], number: int) -> float:
-    """Where the row of a model is: those that are plotted apart after a gap."""
+    """Return the place of a model's row: those that are plotted apart come after a gap."""
     return number + (0.35 if models[number]["apart"] else 0.0)
 
 
 def _map(axes: Axes, content: Content, loss: str, outcome: str, low: float, high: float) -> None:
-    from matplotlib.patches import Rectangle
-
     colours = colormaps[SIZES]
     models, buckets = content["models"], content["buckets"]
     cells = {(row["model"], row["bucket"]): row for row in _rows(content, loss=loss)}
@@ -377,11 +392,11 @@ def _map(axes: Axes, content: Content, loss: str, outcome: str, low: float, high
 
 
 def _shade(number: int, of: int) -> Any:
-    """The colour of one of several ordered things; the lightest of the map are left out, which white paper hides."""
+    """Return the colour of one of several ordered things, without the lightest of the map, which white paper hides."""
     return colormaps[SIZES](0.85 * number / max(of - 1, 1))
 
 
-def _style(number: int, colour: Any, *, fill: bool = True) -> dict[str, Any]:
+def _style(number: int, colour: Any, *, fill: bool = True) -> Style:
     return {
         "colour": colour,
         "marker": MARKERS[number % len(MARKERS)],
@@ -390,8 +405,8 @@ def _style(number: int, colour: Any, *, fill: bool = True) -> dict[str, Any]:
     }
 
 
-def _styled(content: Content) -> Iterator[tuple[Mapping[str, Any], dict[str, Any]]]:
-    """Models with how each is drawn: the smaller the darker; those plotted apart hollow, in another colour."""
+def _styled_models(content: Content) -> Iterator[tuple[Row, Style]]:
+    """Yield models with their styles: the smaller the darker; those plotted apart hollow, in another colour."""
     ordered = [model for model in content["models"] if not model["apart"]]
     for number, model in enumerate(content["models"]):
         if model["apart"]:
@@ -400,7 +415,7 @@ def _styled(content: Content) -> Iterator[tuple[Mapping[str, Any], dict[str, Any
             yield model, _style(number, _shade(number, len(ordered)))
 
 
-def _look(style: Mapping[str, Any]) -> dict[str, Any]:
+def _look(style: Style) -> dict[str, Any]:
     face = style["colour"] if style["fill"] else "white"
     return {"color": style["colour"], "marker": style["marker"], "markerfacecolor": face, "markersize": 5}
 
@@ -408,14 +423,14 @@ def _look(style: Mapping[str, Any]) -> dict[str, Any]:
 def _series(
     axes: Axes,
     places: Sequence[float],
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[Row],
     name: str,
     label: str | None,
-    style: Mapping[str, Any],
+    style: Style,
     *,
     joined: bool,
 ) -> None:
-    """Estimates with whiskers, and the seeds as small points."""
+    """Draw estimates with whiskers, and the seeds as small points."""
     if not rows:
         return
     means = [row[name]["mean"] for row in rows]
@@ -443,11 +458,7 @@ def _series(
 
 
 def _fit(axes: Axes, content: Content, outcome: str, bucket: int, colour: Any) -> None:
-    from math import log10
-
-    wanted = (outcome, ORDINARY, bucket)
-    rows = [row for row in content["slopes"] if (row["outcome"], row["loss"], row["bucket"]) == wanted]
-    for row in rows:
+    for row in select(content["slopes"], outcome=outcome, loss=ORDINARY, bucket=bucket):
         cells = {cell["model"]: cell for cell in _rows(content, loss=ORDINARY, bucket=bucket)}
         sizes = [cells[name]["parameters"] for name in row["residuals"]]
         middle = sum(map(log10, sizes)) / len(sizes)

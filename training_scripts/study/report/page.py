@@ -14,17 +14,15 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-import hf_axonn_eval.report
 from hf_axonn_eval.data.jsonl import replacing, write_json
 from hf_axonn_eval.data.visible import PAGE, visible
+from hf_axonn_eval.report.html import read_templates
 from hf_axonn_eval.report.markdown import plain, table
 from hf_axonn_eval.report.tables import Details
+from hf_axonn_scripts.demo.report import find_versions
 from hf_axonn_scripts.study.findings.findings import measure
 from hf_axonn_scripts.study.findings.results import Study, read_json, read_study, table_csv
 from hf_axonn_scripts.study.recipe.definition import Recipe
@@ -43,25 +41,21 @@ CLAIMS_NOTE = (
 
 
 def write_report(recipe: Recipe, output: Path) -> None:
-    """Write the report of what there is of a study.
-
-    Args:
-        recipe: Of the study.
-        output: Its directory; the report goes to `report/` in it.
+    """Write the report of a study, as far as it is done, to `report/` in its directory.
 
     Raises:
-        ValueError: A file of the study is not what its step writes.
+        ValueError: a file of the study is not what its step writes.
     """
     study = read_study(recipe, output)
     content = measure(study)
     made = _provenance(study)
     folder = output / "report"
-    said = draw(content, folder)
+    captions = draw(content, folder)
     write_json(folder / "study.json", {**content, "deviations": list(recipe.deviations), "provenance": made})
     texts = {
         "passages.csv": table_csv(study),
-        "study.md": markdown(content, recipe, made, figures=said),
-        "study.html": html(content, recipe, made, figures={folder / name: text for name, text in said.items()}),
+        "study.md": markdown(content, recipe, made, figures=captions),
+        "study.html": html(content, recipe, made, figures={folder / name: text for name, text in captions.items()}),
     }
     for name, text in texts.items():
         with replacing(folder / name) as file:
@@ -72,34 +66,31 @@ def write_report(recipe: Recipe, output: Path) -> None:
 
 
 def html(content: Mapping[str, Any], recipe: Recipe, made: Mapping[str, Any], *, figures: Mapping[Path, str]) -> str:
-    """The page.
+    """Return the page.
 
     Args:
-        content: What `findings.measure` returned.
-        recipe: Of the study.
-        made: Where the numbers come from.
-        figures: By file what it shows.
+        content: numbers of `findings.measure`.
+        recipe: of the study.
+        made: provenance of the numbers.
+        figures: by file its caption.
     """
-    folders = [Path(__file__).parent, Path(hf_axonn_eval.report.__file__).parent / "templates"]
-    templates = Environment(
-        loader=FileSystemLoader(folders),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = templates.get_template("page.html").render(
-        title=_title(recipe),
-        opening=opening(content),
-        claims=[list(claim) for claim in claims(content)],
-        claims_headings=CLAIMS,
-        claims_note=CLAIMS_NOTE,
-        figures=[
-            {"data": base64.b64encode(file.read_bytes()).decode(), "said": said} for file, said in figures.items()
-        ],
-        tables=tables(content),
-        deviations=recipe.deviations,
-        provenance=_made(made),
+    page = (
+        read_templates(Path(__file__).parent)
+        .get_template("study.html")
+        .render(
+            title=_title(recipe),
+            opening=opening(content),
+            claims=[list(claim) for claim in claims(content)],
+            claims_headings=CLAIMS,
+            claims_note=CLAIMS_NOTE,
+            figures=[
+                {"data": base64.b64encode(file.read_bytes()).decode(), "caption": text}
+                for file, text in figures.items()
+            ],
+            tables=tables(content),
+            deviations=recipe.deviations,
+            provenance=_provenance_tables(made),
+        )
     )
     return visible(page, keep=PAGE)
 
@@ -107,15 +98,15 @@ def html(content: Mapping[str, Any], recipe: Recipe, made: Mapping[str, Any], *,
 def markdown(
     content: Mapping[str, Any], recipe: Recipe, made: Mapping[str, Any], *, figures: Mapping[str, str] | None = None
 ) -> str:
-    """The report as Markdown; arguments as of `html`, figures by file name."""
+    """Return the report as Markdown; arguments as of `html`, figures by file name."""
     lines = [f"# {plain(_title(recipe))}", ""]
     for sentence in opening(content):
         lines += [plain(sentence), ""]
     lines += ["## What publications report, and what was seen", ""]
     lines += [*table(CLAIMS, [list(claim) for claim in claims(content)]), "", plain(CLAIMS_NOTE), ""]
-    for name, said in (figures or {}).items():
-        lines += [f"![{Path(name).stem}]({name})", "", plain(said), ""]
-    for details in [*tables(content), *_made(made)]:
+    for name, caption in (figures or {}).items():
+        lines += [f"![{Path(name).stem}]({name})", "", plain(caption), ""]
+    for details in [*tables(content), *_provenance_tables(made)]:
         lines += [f"## {plain(details.title)}", "", *table(details.headings, details.rows), ""]
         lines += [plain(details.note), ""] if details.note else []
     lines += ["## Where it differs from the publication", ""]
@@ -128,7 +119,7 @@ def _title(recipe: Recipe) -> str:
 
 
 def _provenance(study: Study) -> dict[str, Any]:
-    """With what each step was made, and with what the report is."""
+    """Return the versions, grids and times of each step, and those of the report."""
     steps = {}
     for file in sorted((study.output / ".stamps").glob("*.json")):
         stamp = read_json(file)
@@ -137,7 +128,7 @@ def _provenance(study: Study) -> dict[str, Any]:
     sources = study.output / "texts" / "sources.json"
     return {
         "recipe": study.recipe.path.name,
-        "versions": {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        "versions": find_versions(PACKAGES),
         "machine": {"cores": os.cpu_count(), "architecture": platform.machine(), "system": platform.system()},
         "command": [Path(word).name for word in sys.argv],
         "steps": steps,
@@ -146,7 +137,7 @@ def _provenance(study: Study) -> dict[str, Any]:
     }
 
 
-def _made(made: Mapping[str, Any]) -> list[Details]:
+def _provenance_tables(made: Mapping[str, Any]) -> list[Details]:
     rows = [
         [name, f"{step.get('seconds', 0):,.0f}", str(step.get("processes", 1)), _pairs(step.get("grid"))]
         + [str(step.get("hf_axonn", "-")), str(step.get("commit", "-")), str(step.get("ended", "-"))]
@@ -162,7 +153,7 @@ def _made(made: Mapping[str, Any]) -> list[Details]:
 
 
 def _entries(sources: Any) -> list[tuple[str, Any]]:
-    """What sources.json says, entry by entry."""
+    """Return the contents of sources.json, entry by entry."""
     if isinstance(sources, Mapping):
         return list(sources.items())
     return [(str(number), one) for number, one in enumerate(sources, start=1)]
@@ -174,10 +165,3 @@ def _pairs(of: Any) -> str:
     if isinstance(of, Sequence) and not isinstance(of, str):
         return "; ".join(map(_pairs, of))
     return "-" if of is None else str(of)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"

@@ -1,19 +1,20 @@
-"""What a report of a study begins with: a few sentences made of its numbers."""
+"""Opening of a report: a few sentences made of the numbers of a study."""
 
 from hf_axonn_eval.report.tables import estimate_text
-from hf_axonn_eval.report.words import listed
+from hf_axonn_eval.report.words import count, listed
 from hf_axonn_scripts.study.findings.effects import FEWEST_SIZES
 from hf_axonn_scripts.study.findings.findings import OVERALL, PRIMARY, size_text
 from hf_axonn_scripts.study.recipe.definition import ORDINARY
 from hf_axonn_scripts.study.report.wording import (
     Content,
     cell_of,
-    count,
     ends_text,
     fullest,
     largest,
+    most_seen,
     number,
     plain,
+    select,
     sign,
     slope_of,
 )
@@ -23,9 +24,9 @@ NAMED = 8  # missing steps that the first sentences name; a table has all
 
 
 def opening(content: Content) -> list[str]:
-    """What the page begins with."""
+    """Return the sentences that the page begins with."""
     runs, missing = content["runs"], content["missing"]
-    lines = [_asked(content)]
+    lines = [_design(content)]
     if runs["done"] < runs["asked"] or missing:
         steps = ", ".join(f"{one['step']} ({one['state']})" for one in missing[:NAMED])
         more = f", and {len(missing) - NAMED} more, which the last table names" if len(missing) > NAMED else ""
@@ -42,7 +43,7 @@ def opening(content: Content) -> list[str]:
     return lines
 
 
-def _asked(content: Content) -> str:
+def _design(content: Content) -> str:
     models, losses = content["models"], list(content["losses"])
     if not content["runs"]["done"]:
         return "No run of the study is done yet, so there is nothing to report."
@@ -53,17 +54,18 @@ def _asked(content: Content) -> str:
     of = (
         f"from {size_text(sizes[0]['parameters'])} to {size_text(sizes[-1]['parameters'])} parameters" if sizes else ""
     )
+    with_losses = f"{len(losses)} {'loss' if len(losses) == 1 else 'losses'} ({listed(losses)})"
     return (
         f"{count(len(sizes), 'model')} {of}{' and, apart, ' + listed(apart) if apart else ''} learnt passages of "
         f"{content['length']} tokens from {articles} articles, each passage seen "
-        f"{listed(content['buckets'], 'or')} times, with {count(len(losses), 'loss', 'losses')} ({listed(losses)}) "
-        f"and {count(len(seeds), 'seed')}. Then each was shown the first {content['length'] - content['asked_for']} "
-        f"tokens of every passage and asked for the next {content['suffix']}."
+        f"{listed(content['buckets'], 'or')} times, with {with_losses} and {count(len(seeds), 'seed')}. Then each was "
+        f"shown the first {content['length'] - content['asked_for']} tokens of every passage and asked for the next "
+        f"{content['suffix']}."
     )
 
 
 def _by_repetitions(content: Content) -> str:
-    model, most = largest(content), max(content["buckets"], default=0)
+    model, most = largest(content), most_seen(content)
     cell, unseen = cell_of(content, model, ORDINARY, most), cell_of(content, model, ORDINARY, 0)
     if cell is None or unseen is None:
         return ""
@@ -102,20 +104,19 @@ def _by_size(content: Content) -> str:
 
 
 def _goldfish(content: Content) -> str:
-    most, model = max(content["buckets"], default=0), fullest(content)
-    rows = [row for row in content["goldfish"] if (row["model"], row["bucket"]) == (model, most)]
-    said = []
+    most, model = most_seen(content), fullest(content)
+    rows, parts = select(content["goldfish"], model=model, bucket=most), []
     for row in rows:
         change = row["verbatim_difference"]
         if not change["passages"]:
             continue
         kept = row.get("gain_kept", {"mean": None})
         part = f" and keeps {number(kept)} of the gain" if kept["mean"] is not None else ""
-        said.append(f"{row['loss']} gives back {change['mine']} of {change['passages']}{part}")
-    if not said:
+        parts.append(f"{row['loss']} gives back {change['mine']} of {change['passages']}{part}")
+    if not parts:
         return ""
     ordinary = rows[0]["verbatim_difference"]
     return (
         f"Of the same passages seen {most} times by {model} (the ordinary loss: {ordinary['ordinary']} of "
-        f"{ordinary['passages']} on the seeds of {rows[0]['loss']}), {listed(said)}."
+        f"{ordinary['passages']} on the seeds of {rows[0]['loss']}), {listed(parts)}."
     )

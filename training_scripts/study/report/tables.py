@@ -1,38 +1,28 @@
-"""Every table of a study's report, the same for the page and for Markdown."""
+"""Tables of a study's report, the same for the page and for Markdown."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from hf_axonn_eval.report.tables import Details, estimate_text
+from hf_axonn_eval.report.tables import Details, difference_text, estimate_text
 from hf_axonn_scripts.study.findings.findings import BASE, BUDGETS, OVERALL, PRIMARY
-from hf_axonn_scripts.study.report.wording import (
-    Content,
-    cell_of,
-    cell_text,
-    difference_text,
-    ends_text,
-    number,
-    plain,
-    small,
-    value_text,
-)
+from hf_axonn_scripts.study.report.wording import Content, cell_of, cell_text, ends_text, number, plain, value_text
 
 
 def tables(content: Content) -> list[Details]:
-    """Every table, in the order of the page; those without rows are left out."""
+    """Return every table that has rows, in the order of the page."""
     makers = (outcomes, lengths, slopes, doublings, goldfish, tokens, attacks, utility, same_loss, membership)
     found = [make(content) for make in (*makers, canaries, again, grids, pilot, missing)]
     return [table for table in found if table.rows]
 
 
 def outcomes(content: Content) -> Details:
-    """Every outcome by model, loss and repetitions."""
+    """Return every outcome by model, loss and repetitions."""
     names = list(content["outcomes"])
     rows = [
         [
             row["model"],
             row["loss"],
-            "before" if row["loss"] == BASE else f"{row['bucket']}x",
+            _seen_text(row),
             str(len(row["seeds"]) or 1),
             *(cell_text(row, name) for name in names),
         ]
@@ -44,21 +34,19 @@ def outcomes(content: Content) -> Details:
         "it, minus the same of the run's passages that were not seen, for each of these tokens. In brackets: 95% "
         "intervals over articles (docs/evaluation.md)."
     )
-    return Details(
-        "Memorization by size, loss and repetitions", ["model", "loss", "seen", "seeds", *heads], rows, note
-    )
+    heads = ["model", "loss", "seen", "seeds", *heads]
+    return Details("Memorization by size, loss and repetitions", heads, rows, note)
+
+
+def _seen_text(row: Mapping[str, Any], who: str = "loss") -> str:
+    return "before" if row[who] == BASE else f"{row['bucket']}x"
 
 
 def lengths(content: Content) -> Details:
-    """Exact match of shorter parts of the suffix."""
+    """Return the exact match of shorter parts of the suffix."""
     found = sorted({int(length) for row in content["cells"] for length in row["verbatim_at"]})
     rows = [
-        [
-            row["model"],
-            row["loss"],
-            f"{row['bucket']}x",
-            *(estimate_text(row["verbatim_at"].get(str(n))) for n in found),
-        ]
+        [row["model"], row["loss"], _seen_text(row), *(estimate_text(row["verbatim_at"].get(str(n))) for n in found)]
         for row in content["cells"]
         if row["loss"] != BASE
     ]
@@ -70,7 +58,7 @@ def lengths(content: Content) -> Details:
 
 
 def slopes(content: Content) -> Details:
-    """Slopes by size."""
+    """Return slopes by size."""
     rows = [
         [
             content["outcomes"][row["outcome"]]["title"],
@@ -96,7 +84,7 @@ def slopes(content: Content) -> Details:
 
 
 def doublings(content: Content) -> Details:
-    """Slopes by repetitions."""
+    """Return slopes by repetitions."""
     rows = [
         [row["model"], row["loss"], content["outcomes"][row["outcome"]]["title"], number(row["slope"])]
         + [plain(row["r_squared"]), "; ".join(f"{name}x {number(miss)}" for name, miss in row["residuals"].items())]
@@ -108,13 +96,13 @@ def doublings(content: Content) -> Details:
 
 
 def goldfish(content: Content) -> Details:
-    """What each loss changes."""
+    """Return the changes of each loss."""
     rows = []
     for row in content["goldfish"]:
         change = row["verbatim_difference"]
         counts = f"{change['mine']} and {change['ordinary']} of {change['passages']}" if change["passages"] else "-"
         cells = [row["model"], row["loss"], f"{row['bucket']}x", plain(row.get("k")), row.get("strategy", "-")]
-        cells += [", ".join(map(str, row["seeds"])), counts, difference_text(change)]
+        cells += [", ".join(map(str, row["seeds"])), counts, difference_text(change, digits=(2, 2))]
         cells += [number(row[name]) if name in row else "-" for name in ("gain_difference", "gain_kept")]
         rows.append(cells)
     heads = ["model", "loss", "seen", "k", "strategy", "seeds", "verbatim: this and ordinary", "difference"]
@@ -124,9 +112,9 @@ def goldfish(content: Content) -> Details:
 
 
 def tokens(content: Content) -> Details:
-    """Dropped and supervised tokens."""
+    """Return the accuracy and loss of dropped and of supervised tokens."""
     rows = [
-        [row["model"], row["mask"], row["who"], "before" if row["who"] == BASE else f"{row['bucket']}x"]
+        [row["model"], row["mask"], row["who"], _seen_text(row, "who")]
         + [number(row[side]["accuracy"]) if side in row else "-" for side in ("dropped", "supervised")]
         + [number({**row["difference"]["accuracy"], "mean": row["difference"]["accuracy"]["difference"]})]
         + [number(row[side]["nll"]) if side in row else "-" for side in ("dropped", "supervised")]
@@ -144,12 +132,12 @@ def tokens(content: Content) -> Details:
 
 
 def attacks(content: Content) -> Details:
-    """What draws and budgets give."""
+    """Return the yield of draws and budgets."""
     tries = list(dict.fromkeys(count for row in content["attacks"] for count in row["tries"]))
     rows = []
     for row in content["attacks"]:
         budgets = {int(entry["budget"]): entry for entry in row["budgets"]}
-        cells = [row["model"], row["loss"], "before" if row["loss"] == BASE else f"{row['bucket']}x"]
+        cells = [row["model"], row["loss"], _seen_text(row)]
         cells += [f"{row['tries'][count]['share']:.2g}" for count in tries]
         rows.append(cells + [f"{budgets[budget]['expected']:.2g} of {row['samples']}" for budget in BUDGETS])
     heads = ["model", "loss", "seen", *(f"{int(count):,} draw{'s' if int(count) > 1 else ''}" for count in tries)]
@@ -163,7 +151,7 @@ def attacks(content: Content) -> Details:
 
 
 def utility(content: Content) -> Details:
-    """Held-out loss and tasks."""
+    """Return held-out loss and tasks."""
     rows = []
     for model, entries in content["utility"].items():
         for name, entry in (entries or {}).items():
@@ -171,16 +159,12 @@ def utility(content: Content) -> Details:
             cells = [model, name, number(entry["held_out_loss"], 3)]
             for key in ("bits_per_byte", "acc", "acc_norm"):
                 cells.append(number(tasks[key], 3) if key in tasks else "-")
-            cells += [difference_text(change.get(key), 3) for key in ("held_out_loss", "bits_per_byte", "acc")]
+            cells += [
+                difference_text(change.get(key), digits=(3, 3)) for key in ("held_out_loss", "bits_per_byte", "acc")
+            ]
             rows.append(cells)
-    heads = [
-        "model",
-        "run",
-        "held-out loss (nats a token)",
-        "bits a byte",
-        "right endings",
-        "right endings, by length",
-    ]
+    heads = ["model", "run", "held-out loss (nats a token)", "bits a byte", "right endings"]
+    heads += ["right endings, by length"]
     heads += ["minus ordinary: held-out loss", "minus ordinary: bits a byte", "minus ordinary: right endings"]
     why = sorted(
         {
@@ -196,7 +180,7 @@ def utility(content: Content) -> Details:
 
 
 def same_loss(content: Content) -> Details:
-    """Tokens for the same held-out loss."""
+    """Return the tokens for the same held-out loss."""
     rows = []
     for model, by_loss in content["same_loss"].items():
         for loss, entry in by_loss.items():
@@ -216,7 +200,7 @@ def same_loss(content: Content) -> Details:
 
 
 def membership(content: Content) -> Details:
-    """AUC of the attacks."""
+    """Return the AUC of the attacks."""
     scores = list(dict.fromkeys(row["score"] for row in content["membership"]))
     found: dict[tuple[str, str, Any], dict[str, Any]] = {}
     for row in content["membership"]:
@@ -234,7 +218,7 @@ def membership(content: Content) -> Details:
 
 
 def canaries(content: Content) -> Details:
-    """Exposure."""
+    """Return the exposure of canaries."""
     rows = []
     for row in content["canaries"]:
         about = [row["model"], row["loss"], str(row["seed"]) + (f" on {row['grid']}" if row["grid"] else "")]
@@ -251,7 +235,7 @@ def canaries(content: Content) -> Details:
 
 
 def again(content: Content) -> Details:
-    """The same passage unseen in another seed."""
+    """Return gains over the same passage unseen in another seed."""
     rows = []
     for row in content["again"]:
         cell = cell_of(content, row["model"], row["loss"], row["bucket"]) or {}
@@ -267,10 +251,11 @@ def again(content: Content) -> Details:
 
 
 def grids(content: Content) -> Details:
-    """Other grids."""
+    """Return runs on other grids."""
     rows = [
-        [row["model"], f"{row['loss']}, seed {row['seed']}", row["grid"], small(row.get("largest_loss"))]
-        + [small(row.get("largest_held_out")), small(row["largest_logprob"]), small(row["mean_logprob"])]
+        [row["model"], f"{row['loss']}, seed {row['seed']}", row["grid"]]
+        + [plain(row.get(f"largest_{name}"), 2) for name in ("loss", "held_out", "logprob")]
+        + [plain(row["mean_logprob"], 2)]
         + [f"{row['changed_verbatim']} of {row['passages']}"]
         for row in content["grids"]
     ]
@@ -280,7 +265,7 @@ def grids(content: Content) -> Details:
 
 
 def pilot(content: Content) -> Details:
-    """What the pilot tried."""
+    """Return the trials of the pilot."""
     found = content["pilot"] or {"tried": []}
     rows = [
         [f"{row['learning_rate']:g}", str(row["suffix"]), f"{row['largest']:.1%}", f"{row['none']:.1%}"]
@@ -292,7 +277,7 @@ def pilot(content: Content) -> Details:
 
 
 def missing(content: Content) -> Details:
-    """What is not there."""
+    """Return the steps whose outputs are not there."""
     rows = [[one["step"], one["state"], one["why"]] for one in content["missing"]]
     return Details("What is missing", ["step", "state", "why"], rows)
 

@@ -1,1 +1,1 @@
-"""Steps are done: here one after the other, or on a cluster in arrays; and how far they are."""
+"""Runners of steps, here one after the other or on a cluster in arrays, and the progress of a study."""

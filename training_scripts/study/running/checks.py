@@ -1,4 +1,4 @@
-"""What is looked at before a study starts: packages, the disk, and whose directory it is."""
+"""Checks before a study starts: packages, the disk, and whose directory it is."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from hf_axonn_scripts.study.running.work import is_done
 
 
 EXTRA = "hf_axonn[demo]"
-# What each kind of step imports, beside what hf_axonn itself needs.
+# Packages that each kind of step imports, beside those that hf_axonn itself needs.
 NEEDS = {
     "data": ("datasets", "rapidfuzz"),
     "base": ("datasets", "gguf"),
@@ -29,15 +29,13 @@ HARNESS = "lm_eval"
 
 
 def prepare(recipe: Recipe, output: Path, steps: Sequence[Step]) -> None:
-    """Makes the directory of a study and notes whose it is, once nothing speaks against a start.
+    """Make the directory of a study and note whose it is, once nothing speaks against a start.
 
     Args:
-        recipe: The study.
-        output: Its directory; it need not be there.
-        steps: Those that are wanted.
-
+        recipe, output: the study and its directory, which need not be there.
+        steps: those to be done.
     Raises:
-        ValueError: Packages are missing, the disk is too small, or the directory holds another study.
+        ValueError: packages are missing, the disk is too small, or the directory holds another study.
     """
     owner = output / ".stamps" / "study"
     if owner.exists() and (other := json.loads(owner.read_text(encoding="utf-8"))["study"]) != recipe.name:
@@ -54,7 +52,7 @@ def prepare(recipe: Recipe, output: Path, steps: Sequence[Step]) -> None:
 
 
 def check_packages(recipe: Recipe, steps: Sequence[Step]) -> None:
-    """Raises ValueError unless every package is here that the steps import; the message names them all."""
+    """Raise ValueError unless every package is here that the steps import; the message names them all."""
     kinds = {step.kind for step in steps}
     missing = sorted({name for kind in kinds for name in NEEDS[kind] if find_spec(name) is None})
     if missing:
@@ -64,7 +62,7 @@ def check_packages(recipe: Recipe, steps: Sequence[Step]) -> None:
 
 
 def check_disk(recipe: Recipe, output: Path, steps: Sequence[Step]) -> None:
-    """Raises ValueError unless what the steps write fits the disk; the message has both sizes."""
+    """Raise ValueError unless the files of the steps fit the disk; the message has both sizes."""
     folder = output.resolve()
     while not folder.exists():
         folder = folder.parent
@@ -77,14 +75,14 @@ def check_disk(recipe: Recipe, output: Path, steps: Sequence[Step]) -> None:
 
 
 def check_processes(recipe: Recipe, steps: Sequence[Step]) -> None:
-    """Raises ValueError unless this machine has a GPU for each rank of the steps, or the recipe is for its CPU."""
+    """Raise ValueError unless this machine has a GPU for each rank of the steps, or the recipe is for its CPU."""
     if recipe.machine == MACHINE:
         return
     import torch
 
-    wanted, here = max((step.processes for step in steps if step.command), default=0), torch.cuda.device_count()
-    if wanted > here:
+    ranks, here = max((step.processes for step in steps if step.launched), default=0), torch.cuda.device_count()
+    if ranks > here:
         raise ValueError(
-            f"{recipe.path} is for {recipe.machine}: it has steps of {wanted} ranks, but there are {here} GPUs here; "
+            f"{recipe.path} is for {recipe.machine}: it has steps of {ranks} ranks, but there are {here} GPUs here; "
             "--slurm writes batch scripts"
         )

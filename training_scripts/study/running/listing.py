@@ -1,4 +1,4 @@
-"""What a study has to do, what is done, and how long the rest takes, as text."""
+"""Tables of what a study has to do, what is done, and how long the rest takes."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from hf_axonn_scripts.study.running.work import failure_of, is_done
 
 @dataclass(frozen=True)
 class Forecast:
-    """How long steps take: as predicted, times what finished steps took beside their prediction.
+    """Seconds of steps: the predicted ones, times the ratio of real to predicted seconds of finished steps.
 
     Attributes:
-        steps: Every step by its name.
-        predicted: Name of a step -> seconds as predicted.
-        took: Name of a finished step -> seconds of its last attempt.
-        whole: Names of the finished steps whose last attempt was the only one.
+        steps: every step by its name.
+        predicted: name of a step -> seconds as predicted.
+        took: name of a finished step -> seconds of its last attempt.
+        whole: names of the finished steps whose last attempt was the only one.
     """
 
     steps: Mapping[str, Step]
@@ -28,8 +28,10 @@ class Forecast:
     whole: Collection[str]
 
     def seconds(self, name: str) -> float:
-        """What a step will take, by the steps of its kind that are finished; if none is, by all that use a model, as
-        downloads say nothing of products."""
+        """Forecast a step by the finished ones of its kind; if there is none, by all that use a model.
+
+        Downloads say nothing of products.
+        """
         kinds = {other: self.steps[other].kind for other in self.whole}
         alike = [other for other, kind in kinds.items() if kind == self.steps[name].kind]
         alike = alike or [other for other, kind in kinds.items() if kind != "data"]
@@ -38,7 +40,7 @@ class Forecast:
         return self.predicted[name] * scale
 
     def seconds_left(self, names: Collection[str] | None = None) -> float:
-        """Seconds of those steps that are not finished."""
+        """Return the seconds of those steps that are not finished."""
         names = self.steps if names is None else names
         return sum(self.seconds(name) for name in names if name not in self.took)
 
@@ -48,18 +50,18 @@ class Forecast:
         return sum(self.predicted[name] for name in self.took) / (sum(self.predicted.values()) or 1.0)
 
     def line(self, names: Collection[str] | None = None) -> str:
-        """How far the study is; time left is that of the named steps."""
+        """Return the progress of the study in a line; time left is that of the named steps."""
         left = duration(self.seconds_left(names))
         return f"{len(self.took)} of {len(self.steps)} steps, {self.share:.0%} of the predicted work, {left} left"
 
 
 def predictions(recipe: Recipe, steps: Sequence[Step]) -> dict[str, float]:
-    """Name of a step -> its seconds as predicted."""
+    """Return the predicted seconds by name of a step."""
     return {step.name: cost_of(step, recipe).seconds for step in steps}
 
 
 def forecast(steps: Sequence[Step], stamps: Stamps, predicted: Mapping[str, float]) -> Forecast:
-    """What is known now of the time that steps take."""
+    """Return what is known now of the time that steps take."""
     finished = {step.name: stamps.read(step.name) for step in steps if is_done(step, stamps)}
     return Forecast(
         {step.name: step for step in steps},
@@ -70,16 +72,15 @@ def forecast(steps: Sequence[Step], stamps: Stamps, predicted: Mapping[str, floa
 
 
 def dry_run(recipe: Recipe, output: Path, *, every: bool = False) -> str:
-    """A table of the steps: arithmetic, time and disk as predicted, and whether they are done.
+    """Return a table of the steps: arithmetic, time and disk as predicted, and whether they are done.
 
     Args:
-        recipe: The study.
-        output: Its directory; it need not be there.
-        every: One line a step; else one for each kind and model.
+        recipe, output: the study and its directory, which need not be there.
+        every: one line a step; else one for each kind and model.
     """
     steps = steps_of(recipe, output)
     costs = {step.name: cost_of(step, recipe) for step in steps}
-    done = _done(steps, output)
+    finished = _find_finished(steps, output)
     columns: dict[str, tuple[str, Callable[[float], str]]] = {"FLOPs": ("flops", _flops)}
     columns |= {"time": ("seconds", duration), "disk": ("disk_bytes", size)}
     if recipe.machine != MACHINE:
@@ -94,23 +95,23 @@ def dry_run(recipe: Recipe, output: Path, *, every: bool = False) -> str:
     heads = ["step", "done"] if every else ["kind", "model", "steps", "done"]
     rows = []
     for key, group in [*groups.items(), (("all",) if every else ("all", ""), steps)]:
-        finished = sum(step.name in done for step in group)
-        counts = ["yes" if finished == len(group) else "no"] if every else [f"{len(group)}", f"{finished}"]
+        done = sum(step.name in finished for step in group)
+        counts = ["yes" if done == len(group) else "no"] if every else [f"{len(group)}", f"{done}"]
         rows.append([*key, *counts, *sums(group)])
     ranks = max(step.processes for step in steps)
     text = (
         f"{recipe.name}: {len(recipe.models)} models, {len(recipe.runs)} continuations, up to {ranks} ranks of "
         f"{recipe.machine}; files in {output}\n\n{_table([*heads, *columns], rows)}"
     )
-    left = [step for step in steps if step.name not in done]
-    if done and left:
+    left = [step for step in steps if step.name not in finished]
+    if finished and left:
         about = ", ".join(f"{value} {name}" for name, value in zip(columns, sums(left), strict=True))
         text += f"\n\n{len(left)} steps are left: {about}"
     return text
 
 
 def status(recipe: Recipe, output: Path) -> str:
-    """How far a study is: time by kind, the steps that failed or were cut off, and the time left."""
+    """Return the progress of a study: time by kind, the steps that failed or were cut off, and the time left."""
     steps, stamps = steps_of(recipe, output), Stamps(output.resolve())
     known = forecast(steps, stamps, predictions(recipe, steps))
     kinds: dict[str, list[str]] = {}
@@ -133,7 +134,7 @@ def status(recipe: Recipe, output: Path) -> str:
 
 
 def duration(seconds: float) -> str:
-    """As people say it: `50 s`, `12 min`, `1 h 20 min`, `3.5 days`."""
+    """Write seconds as people say them: `50 s`, `12 min`, `1 h 20 min`, `3.5 days`."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -145,14 +146,14 @@ def duration(seconds: float) -> str:
 
 
 def size(amount: float) -> str:
-    """Bytes with a decimal prefix."""
+    """Write bytes with a decimal prefix."""
     for power, unit in ((12, "TB"), (9, "GB"), (6, "MB")):
         if amount >= 10**power:
             return f"{amount / 10**power:.1f} {unit}"
     return f"{amount / 1000:.0f} kB"
 
 
-def _done(steps: Sequence[Step], output: Path) -> set[str]:
+def _find_finished(steps: Sequence[Step], output: Path) -> set[str]:
     if not (output / ".stamps").exists():  # a look makes no directory
         return set()
     stamps = Stamps(output.resolve())
@@ -164,7 +165,7 @@ def _flops(amount: float) -> str:
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text; those that hold numbers are set to the right."""
+    """Write columns of text; those that hold numbers are set to the right."""
     widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
     right = [head not in ("kind", "model", "step") for head in heads]
     return "\n".join(

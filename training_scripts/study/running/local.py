@@ -11,55 +11,45 @@ from hf_axonn_scripts.demo.pipeline import Stamps
 from hf_axonn_scripts.study.recipe.definition import Recipe
 from hf_axonn_scripts.study.recipe.steps import Step, steps_of
 from hf_axonn_scripts.study.running.listing import Forecast, duration, forecast, predictions
-from hf_axonn_scripts.study.running.work import do, held, lacking, unfinished
+from hf_axonn_scripts.study.running.work import do_step, find_lacking, find_unfinished, hold_lock, hold_step
 
 
 DONE, FAILED, UNFINISHED = 0, 1, 3  # exit codes; 2 says that nothing was started
 
 
-def run(
-    recipe: Recipe,
-    output: Path,
-    *,
-    minutes: float | None = None,
-    only: Sequence[str] = (),
-) -> int:
-    """Does the steps that are left; a failed one loses only those that read what it makes.
+def run(recipe: Recipe, output: Path, *, minutes: float | None = None, only: Sequence[str] = ()) -> int:
+    """Do the steps that are left; a failed one loses only those that read what it makes.
 
     Args:
-        recipe: The study.
-        output: Directory of all files.
-        minutes: Begin no step that is not predicted to end in this time.
-        only: Patterns of names; no other step is begun.
-
+        recipe, output: the study and its directory.
+        minutes: begin no step that is not predicted to end in this time.
+        only: patterns of names; no other step is begun.
     Returns:
         0 if all is done (with `only`, all of that), 1 if a step failed, 3 if the time ended before.
-
     Raises:
-        NotReady: Another study.py works in this directory.
+        NotReady: another study.py works in this directory.
     """
     steps = steps_of(recipe, output)
-    with held(Stamps(output.resolve()).folder / "study.lock", f"study.py in {output}"):
+    with hold_lock(Stamps(output.resolve()).folder / "study.lock", f"study.py in {output}"):
         return _Study(recipe, output, steps, only).go(None if minutes is None else 60 * minutes)
 
 
-def chosen(steps: Sequence[Step], patterns: Sequence[str]) -> list[Step]:
-    """Steps whose names one of the patterns fits; without patterns, all.
+def choose_steps(steps: Sequence[Step], patterns: Sequence[str]) -> list[Step]:
+    """Return the steps whose names one of the patterns fits; without patterns, all.
 
     Raises:
-        ValueError: A pattern fits none.
+        ValueError: a pattern fits none.
     """
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(step.name, pattern) for step in steps):
             raise ValueError(f"no step is called {pattern}: --dry-run --all lists the names")
-    fits = [any(fnmatch.fnmatchcase(step.name, pattern) for pattern in patterns) for step in steps]
-    return [step for step, fit in zip(steps, fits, strict=True) if fit or not patterns]
+    return [step for step in steps if any(fnmatch.fnmatchcase(step.name, pattern) for pattern in patterns or "*")]
 
 
 class _Study:
     def __init__(self, recipe: Recipe, output: Path, steps: Sequence[Step], only: Sequence[str]) -> None:
         self.recipe, self.output, self.steps = recipe, output, steps
-        self.wanted = chosen(steps, only)
+        self.chosen = choose_steps(steps, only)
         self.by_name = {step.name: step for step in steps}
         self.stamps = Stamps(output.resolve())
         self.failed: dict[str, str] = {}  # name -> why
@@ -70,22 +60,22 @@ class _Study:
         start = time.monotonic()
         predicted = predictions(self.recipe, self.steps)
         known = forecast(self.steps, self.stamps, predicted)
-        left = [step for step in self.wanted if step.name not in known.took]
+        left = [step for step in self.chosen if step.name not in known.took]
         self.progress(known, None)
         for step in left:
-            if missing := lacking(step, self.by_name, self.stamps):
+            if missing := find_lacking(step, self.by_name, self.stamps):
                 self.waiting[step.name] = missing
                 continue
             if seconds is not None and time.monotonic() - start + known.seconds(step.name) > seconds:
                 self.late.append(step.name)
                 continue
-            without = unfinished(step, self.by_name, self.stamps)
+            without = find_unfinished(step, self.by_name, self.stamps)
             of = f" of what is there, without {', '.join(without)}" if without else ""
             print(f"\n== {step.name}{of} (about {duration(known.seconds(step.name))})", flush=True)
             self.progress(known, step)
             begun = time.monotonic()
             try:
-                do(self.recipe, self.output, step.name)
+                do_step(self.recipe, self.output, step.name)
                 print(f"== {step.name}: done in {duration(time.monotonic() - begun)}", flush=True)
             except (SystemExit, ValueError) as error:
                 self.failed[step.name] = str(error)
@@ -95,8 +85,8 @@ class _Study:
         return self.verdict()
 
     def progress(self, known: Forecast, step: Step | None) -> None:
-        """Prints how far the study is, between steps, and writes progress.json."""
-        left = [other.name for other in self.wanted if other.name not in self.failed]
+        """Print the progress of the study, between steps, and write progress.json."""
+        left = [other.name for other in self.chosen if other.name not in self.failed]
         content = {
             "study": self.recipe.name,
             "steps": len(self.steps),
@@ -113,10 +103,10 @@ class _Study:
             print(f"== {known.line(left)}{failed}", flush=True)
 
     def verdict(self) -> int:
-        """Says what was not done, and why; returns the exit code."""
+        """Print what was not done, and why; return the exit code."""
         for name, why in self.failed.items():
             print(f"FAILED {name}: {why}")
-        for roots, names in self._why().items():
+        for roots, names in self._find_roots().items():
             print(f"not done for want of {', '.join(roots)}: {', '.join(names)}")
         if self.late:
             print(f"no time for {', '.join(self.late)}: the same command goes on")
@@ -130,8 +120,8 @@ class _Study:
             return UNFINISHED
         return FAILED if self.waiting else DONE
 
-    def _why(self) -> dict[tuple[str, ...], list[str]]:
-        """Steps that were not begun, by the first steps on the way to them that are not done."""
+    def _find_roots(self) -> dict[tuple[str, ...], list[str]]:
+        """Return the steps that were not begun, by the first steps on the way to them that are not done."""
         roots: dict[str, set[str]] = {}
         for name, missing in self.waiting.items():  # a step stands behind those it reads from
             roots[name] = set().union(*(roots.get(other, {other}) for other in missing))
@@ -142,10 +132,10 @@ class _Study:
 
 
 def again(recipe: Recipe, output: Path, patterns: Sequence[str]) -> list[str]:
-    """Removes the stamps of steps, so that they are done from the start; returns their names."""
+    """Remove the stamps of steps, so that they are done from the start; return their names."""
     stamps = Stamps(output.resolve())
-    names = [step.name for step in chosen(steps_of(recipe, output), patterns)]
+    names = [step.name for step in choose_steps(steps_of(recipe, output), patterns)]
     for name in names:
-        with held(stamps.folder / f"{name}.lock", f"the step {name}"):
+        with hold_step(stamps, name):
             stamps.forget(name)
     return names

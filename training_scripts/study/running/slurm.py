@@ -23,7 +23,7 @@ from hf_axonn_scripts.demo.pipeline import Stamps
 from hf_axonn_scripts.study.recipe.cost import cost_of
 from hf_axonn_scripts.study.recipe.definition import MACHINE, Recipe
 from hf_axonn_scripts.study.recipe.steps import Step, steps_of
-from hf_axonn_scripts.study.running.work import is_done, write_launch_file
+from hf_axonn_scripts.study.running.work import is_done, program_of, write_launch_file
 
 
 TASK = Path(__file__).resolve().with_name("task.sh")
@@ -39,10 +39,10 @@ class Array:
     """Steps that are submitted together.
 
     Attributes:
-        name: Of its batch script.
-        steps: A task for each.
-        nodes: Of each task.
-        hours: That a task asks for.
+        name: of its batch script.
+        steps: a task for each.
+        nodes: of each task.
+        hours: that a task asks for.
     """
 
     name: str
@@ -51,13 +51,13 @@ class Array:
     hours: float
 
 
-def main(recipe: Recipe, output: Path, wanted: Sequence[Step], options: argparse.Namespace) -> int:
-    """Writes the scripts, and submits them where that is asked for; returns the exit code.
+def main(recipe: Recipe, output: Path, steps: Sequence[Step], options: argparse.Namespace) -> int:
+    """Write the scripts, and submit them where that is asked for; return the exit code.
 
     Raises:
-        ValueError: A grid does not fill whole nodes, or the number of processes of a node is not known.
+        ValueError: a grid does not fill whole nodes, or the number of processes of a node is not known.
     """
-    arrays = arrays_of(recipe, output, wanted, gpus_per_node=gpus_of(options.slurm, options.gpus_per_node),
+    arrays = arrays_of(recipe, output, steps, gpus_per_node=gpus_of(options.slurm, options.gpus_per_node),
                        longest=options.hours or LONGEST_HOURS)  # fmt: skip
     if not arrays:
         print("every step is done")
@@ -74,10 +74,10 @@ def main(recipe: Recipe, output: Path, wanted: Sequence[Step], options: argparse
 
 
 def check_queue(output: Path) -> None:
-    """Raises unless no job of the scripts in this directory waits or runs; without Slurm there is none.
+    """Refuse to go on while a job of the scripts in this directory waits or runs; without Slurm there is none.
 
     Raises:
-        ValueError: There are some, which read the files there and do its steps.
+        ValueError: there are some, which read the files there and do its steps.
     """
     if shutil.which("squeue") is None:
         return
@@ -92,10 +92,10 @@ def check_queue(output: Path) -> None:
 
 
 def gpus_of(site: str, given: int | None) -> int:
-    """Processes of a node: those that the site's script starts.
+    """Return the processes of a node: those that the site's script starts.
 
     Raises:
-        ValueError: The script leaves it to the user, who has not said it.
+        ValueError: the script leaves it to the user, who gives no number.
     """
     found = re.search(r"^export GPUS_PER_NODE=(\d+)$", (SCRIPTS / f"{site}.sh").read_text(), flags=re.MULTILINE)
     if found:
@@ -106,18 +106,18 @@ def gpus_of(site: str, given: int | None) -> int:
 
 
 def arrays_of(
-    recipe: Recipe, output: Path, wanted: Sequence[Step], *, gpus_per_node: int, longest: float
+    recipe: Recipe, output: Path, chosen: Sequence[Step], *, gpus_per_node: int, longest: float
 ) -> list[Array]:
-    """The steps that are left, in arrays, each behind those that it waits for.
+    """Return the steps that are left, in arrays, each behind those that it waits for.
 
     Continuations have an array for each model, and other steps one for each number of nodes; none reads from itself.
 
     Raises:
-        ValueError: A grid does not fill whole nodes.
+        ValueError: a grid does not fill whole nodes.
     """
     steps = {step.name: step for step in steps_of(recipe, output)}
     stamps = Stamps(output.resolve())
-    left = {step.name: step for step in wanted if not is_done(step, stamps)}
+    left = {step.name: step for step in chosen if not is_done(step, stamps)}
     levels: dict[str, int] = {}
     for name, step in steps.items():
         levels[name] = 1 + max((levels[before] for before in step.after if before in left), default=0)
@@ -136,12 +136,12 @@ def arrays_of(
 
 
 def nodes_of(step: Step, gpus_per_node: int) -> int:
-    """Nodes of a step.
+    """Return the nodes of a step.
 
     Raises:
-        ValueError: Its grid does not fill them.
+        ValueError: its grid does not fill them.
     """
-    if step.command is None:
+    if not step.launched:
         return 1
     if step.processes % gpus_per_node:
         raise ValueError(
@@ -154,7 +154,7 @@ def nodes_of(step: Step, gpus_per_node: int) -> int:
 def write_scripts(
     recipe: Recipe, output: Path, arrays: Sequence[Array], *, site: str, gpus_per_node: int | None = None
 ) -> Path:
-    """Writes a batch script for each array, what each of its tasks launches, and submit.sh, whose path it returns."""
+    """Write a batch script for each array, the words that its tasks launch, and submit.sh, whose path is returned."""
     output = output.resolve()
     folder = output / "slurm"
     folder.mkdir(parents=True, exist_ok=True)
@@ -163,8 +163,8 @@ def write_scripts(
         old.unlink()
     for array in arrays:
         for step in array.steps:
-            if step.command is not None:
-                launch = [str(write_launch_file(recipe, output, step)), *step.command]
+            if step.launched:
+                launch = [str(write_launch_file(recipe, output, step)), *program_of(recipe, output, step)]
                 (folder / f"{step.name}.words").write_text("".join(f"{word}\n" for word in launch), encoding="utf-8")
         text = batch_script(recipe, output, array, site=site, gpus_per_node=gpus_per_node)
         (folder / f"{array.name}.sh").write_text(text, encoding="utf-8")
@@ -174,9 +174,9 @@ def write_scripts(
 
 
 def batch_script(recipe: Recipe, output: Path, array: Array, *, site: str, gpus_per_node: int | None = None) -> str:
-    """The batch script of an array: what the site's script asks of Slurm, with this array's nodes and time."""
-    asked = re.findall(r"^(#SBATCH .*)$", (SCRIPTS / f"{site}.sh").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    lines = [line for line in asked if not re.match(r"#SBATCH --(job-name=|output=|time=|no-requeue$)", line)]
+    """Return the batch script of an array: the site's options of Slurm, with this array's nodes and time."""
+    options = re.findall(r"^(#SBATCH .*)$", (SCRIPTS / f"{site}.sh").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    lines = [line for line in options if not re.match(r"#SBATCH --(job-name=|output=|time=|no-requeue$)", line)]
     lines.append("#SBATCH --requeue")  # a step goes on from what its first attempt left
     own = {
         "job-name": f"{recipe.name}-{array.name}",
@@ -202,7 +202,7 @@ def batch_script(recipe: Recipe, output: Path, array: Array, *, site: str, gpus_
 
 
 def submit_script(folder: Path, arrays: Sequence[Array]) -> str:
-    """Submits the arrays; its arguments are options of sbatch, such as `-A PROJECT`."""
+    """Return the script that submits the arrays; its arguments are options of sbatch, such as `-A PROJECT`."""
     places = {step.name: (index, at) for index, array in enumerate(arrays) for at, step in enumerate(array.steps)}
     lines = [
         "#!/bin/bash",
@@ -223,7 +223,7 @@ def submit_script(folder: Path, arrays: Sequence[Array]) -> str:
 
 
 def dependencies(array: Array, arrays: Sequence[Array], places: Mapping[str, tuple[int, int]]) -> list[str]:
-    """What an array waits for, as sbatch has it, with `${jobN}` for the number of array N."""
+    """Return the dependencies of an array for sbatch, with `${jobN}` for the number of array N."""
     reads = [{places[name] for name in step.after if name in places} for step in array.steps]
     waits = []
     for index in sorted({index for places_read in reads for index, _ in places_read}):
@@ -240,6 +240,6 @@ def dependencies(array: Array, arrays: Sequence[Array], places: Mapping[str, tup
 
 
 def clock(hours: float) -> str:
-    """Hours as Slurm has them, `HH:MM:SS`, up to the next five minutes."""
+    """Write hours for Slurm, `HH:MM:SS`, up to the next five minutes."""
     minutes = 5 * math.ceil(hours * 12)
     return f"{minutes // 60:02}:{minutes % 60:02}:00"

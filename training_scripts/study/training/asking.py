@@ -18,7 +18,7 @@ from hf_axonn_scripts.study.recipe.marked_yaml import named_numbers
 
 
 def record_of(model, directory: Path) -> dict[str, Any]:
-    """What `load_model` would say of the model in memory if it read it from the directory that it was saved in.
+    """Return the record of `load_model` for the model in memory, as if it were read from where it was saved.
 
     Collectives: those of `fingerprint`.
     """
@@ -33,26 +33,15 @@ def record_of(model, directory: Path) -> dict[str, Any]:
     }
 
 
-def ask(
-    model,
-    tokenizer,
-    samples: Path,
-    *,
-    output: Path,
-    record: Mapping[str, Any],
-    evaluation: Evaluation,
-):
-    """Ask for every sample; goes on where it was stopped.
+def ask(model, tokenizer, samples: Path, *, output: Path, record: Mapping[str, Any], evaluation: Evaluation) -> None:
+    """Ask for every sample; continue where an earlier call was stopped.
 
     Args:
-        model: plain or on a grid.
-        tokenizer: of the model.
+        model, tokenizer: plain or on a grid, and its tokenizer.
         samples: file of `write_samples`.
         output: run directory of `extract`.
-        record: what identifies the model.
-        evaluation: what the recipe wants to know.
-    Returns:
-        What `extract` returns.
+        record: identifies the model.
+        evaluation: of the recipe.
     Raises:
         ValueError: as `extract`.
     Collectives: those of `extract`.
@@ -62,7 +51,7 @@ def ask(
     if evaluation.sampler is not None:
         sampler = named_numbers(evaluation.sampler)
     search: Any = named_numbers(evaluation.near_copies) if evaluation.near_copies is not None else None
-    return extract(
+    extract(
         model,
         tokenizer,
         SampleFile(samples),
@@ -82,11 +71,10 @@ def ask_canaries(model, tokenizer, canaries: Path, *, output: Path, record: Mapp
     """Write the ranks of all canaries, unless they are there.
 
     Args:
-        model: plain or on a grid.
-        tokenizer: of the model.
+        model, tokenizer: plain or on a grid, and its tokenizer.
         canaries: directory of `write_canaries`.
         output: JSON file.
-        record: what identifies the model.
+        record: identifies the model.
     Raises:
         ValueError: as `rank_canaries`.
     Collectives: those of `extract`.

@@ -1,12 +1,13 @@
-"""What a study does with a model on a grid of processes: base training, continuations, and asking.
+"""Work of a study on one model, on a grid of processes: base training, continuations, and asking.
 
-A call that was killed goes on where it was if it is made again, on the same or on another grid; one that is done does
-nothing.
+A call that was killed continues where it was if it is made again, on the same or on another grid; one that is done
+does nothing.
 """
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import hf_axonn
 from hf_axonn.checkpoint.shard_files import checksum_of
-from hf_axonn_eval.extraction.load_model import load_model as load_to_ask
+from hf_axonn_eval import load_model as load_to_ask
 from hf_axonn_eval.extraction.work_split import WorkSplit
 from hf_axonn_scripts.finetune import ModelArguments, load_model
 from hf_axonn_scripts.study.recipe.definition import ORDINARY, Model, Recipe, Run
@@ -25,6 +26,7 @@ from hf_axonn_scripts.study.training.training import (
     TRAINING,
     Clock,
     Rows,
+    check_made,
     is_trained,
     launched_grid,
     make_arguments,
@@ -38,11 +40,10 @@ WEIGHTS = "float32"  # of all models, in training and when they are asked; mixed
 
 
 class Work:
-    """What all commands need of a study.
+    """A model of a study with its inputs, the grid of the launch, and a clock.
 
     Args:
-        recipe: the study.
-        output: its directory.
+        recipe, output: the study and its directory.
         model: name of the model.
     """
 
@@ -56,27 +57,27 @@ class Work:
         self.grid = launched_grid()
         self.clock = Clock()
         # Data are written for the seeds of the runs of the models that share a tokenizer.
-        self.first_seed = min((which.seed for which in recipe.runs if which.model == model), default=recipe.seeds[0])
+        self.first_seed = min((run.seed for run in recipe.runs_of(self.model)), default=recipe.seeds[0])
 
+    @cached_property
     def tokenizer(self):
-        """The tokenizer of the model.
+        """Tokenizer of the model.
 
         Raises:
             ValueError: it is not there yet.
         """
-        where = str(self.output / "tokenizer") if tokenizer_of(self.model) == STUDY else self.base_there()
-        if not Path(where).is_dir() and tokenizer_of(self.model) == STUDY:
-            raise ValueError(f"{where} is not there: the step tokenizer writes it, run that first")
+        of_study = tokenizer_of(self.model) == STUDY
+        where = str(check_made(self.output / "tokenizer", "tokenizer")) if of_study else self.find_base()
         tokenizer = AutoTokenizer.from_pretrained(where)
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
         return tokenizer
 
-    def base_there(self) -> str:
-        """Where the model is that continuations begin with.
+    def find_base(self) -> str:
+        """Return the place of the model that continuations begin with.
 
         Raises:
-            ValueError: it is to be made by a step, and was not yet.
+            ValueError: a step has to make it, and did not yet.
         """
         made = Path(self.base).is_relative_to(self.output)
         if made and not (Path(self.base) / ("config.json" if self.model.config is None else TRAINING)).is_file():
@@ -86,95 +87,94 @@ class Work:
         return self.base
 
     def base_model(self):
-        """The model that continuations begin with, on the grid."""
-        model = load_model(ModelArguments(model=self.base_there(), dtype=WEIGHTS), self.grid)
+        """Load the model that continuations begin with, on the grid."""
+        model = load_model(ModelArguments(model=self.find_base(), dtype=WEIGHTS), self.grid)
         return model.train()
 
-    def rows(self, name: str, sequences: int) -> Rows:
-        """Rows to train on; see `Rows`."""
-        return Rows(self.data / name, step=self.data_step, multiple=sequences)
-
-    def held_out(self) -> Rows:
-        """Rows that no model of the study was trained on."""
-        return Rows(self.data / "held_out.jsonl", step=self.data_step)
-
     def samples(self, seed: int) -> Path:
-        """The samples of a seed.
+        """Return the file of the samples of a seed.
 
         Raises:
-            ValueError: they are not there yet.
+            ValueError: it is not there yet.
         """
-        path = self.data / f"samples-s{seed}.jsonl"
-        if not path.is_file():
-            raise ValueError(f"{path} is not there: the step {self.data_step} writes it, run that first")
-        return path
+        return check_made(self.data / f"samples-s{seed}.jsonl", self.data_step)
 
     def canaries(self) -> Path | None:
-        """The directory of the canaries; None if the recipe has none.
+        """Return the directory of the canaries; None if the recipe has none.
 
         Raises:
             ValueError: they are not there yet.
         """
-        path = self.data / "canaries"
-        if not self.recipe.evaluation.canaries:
-            return None
-        if not path.is_dir():
-            raise ValueError(f"{path} is not there: the step {self.data_step} writes it, run that first")
-        return path
+        return check_made(self.data / "canaries", self.data_step) if self.recipe.evaluation.canaries else None
 
-    def work_directory(self, name: str) -> Path:
-        """Where a training keeps its checkpoints until it is done."""
-        return self.output / "work" / self.model.name / name
+    def prepare(
+        self, name: str, rows: str, training: Mapping[str, Any], loss: str, *, seed: int, base: bool = False
+    ) -> Callable[..., Any]:
+        """Return `train` with its inputs; a call of it gives it the model, the settings and the target.
 
-    def settings(self, rows: str, **about: Any) -> dict[str, Any]:
-        """What decides the weights: the base, the rows, and `about`."""
+        Args:
+            name: of the directory that keeps its checkpoints until it is done.
+            rows: file in the data.
+            training: arguments of the Trainer.
+            loss: name in the recipe.
+            seed: of everything that is drawn.
+            base: whether it is a base training: rows are shuffled, and it is evaluated on the way.
+        Raises:
+            ValueError: an input is not there yet, or as `make_arguments`.
+        """
+        recipe = self.recipe
+        sequences = recipe.base_batch_sequences if base else recipe.batch_sequences
+        arguments = make_arguments(
+            training,
+            recipe.losses[loss],
+            work=self.output / "work" / self.model.name / name,
+            sequences=sequences,
+            seed=seed,
+            in_order=not base,
+            evaluations=EVALUATIONS if base else 0,
+        )
+        return partial(
+            train,
+            tokenizer=self.tokenizer,
+            rows=Rows(self.data / rows, step=self.data_step, multiple=sequences),
+            held_out=Rows(self.data / "held_out.jsonl", step=self.data_step),
+            arguments=arguments,
+            clock=self.clock,
+        )
+
+    def settings(self, rows: str, training: Mapping[str, Any], loss: str, **about: Any) -> dict[str, Any]:
+        """Return the settings that decide the weights of a continuation; `about` are more of them."""
         base = settings_of(Path(self.base)) if self.model.config is not None else None
         return {
-            **about,
+            "training": training,
+            "loss": self.recipe.losses[loss],
+            "sequences": self.recipe.batch_sequences,
             "base": base if base is not None else self.base,
             "rows_sha256": checksum_of(self.data / rows)[1],
+            **about,
         }
 
 
-def base(work: Work, loss: str) -> None:
+def train_base(work: Work, loss: str) -> None:
     """Train a Llama from nothing on the base text."""
-    recipe, model = work.recipe, work.model
-    if model.config is None:
-        raise ValueError(f"{model.name} comes trained (checkpoint: {model.checkpoint}): it has no base training")
+    recipe, model, training = work.recipe, work.model, work.recipe.base_training
     target = work.output / "base" / (model.name if loss == ORDINARY else f"{model.name}-{loss}")
-    sequences, seed = recipe.base_batch_sequences, recipe.base_training.get("seed", 0)
-    arguments = make_arguments(
-        recipe.base_training,
-        recipe.losses[loss],
-        work=work.work_directory(f"base-{loss}"),
-        sequences=sequences,
-        seed=seed,
-        in_order=False,
-        evaluations=EVALUATIONS,
-    )
-    rows, held_out, tokenizer = work.rows("base.jsonl", sequences), work.held_out(), work.tokenizer()
+    seed = training.get("seed", 0)
+    start = work.prepare(f"base-{loss}", "base.jsonl", training, loss, seed=seed, base=True)
     settings = {
         "config": model.config,
-        "training": recipe.base_training,
+        "training": training,
         "loss": recipe.losses[loss],
-        "sequences": sequences,
+        "sequences": recipe.base_batch_sequences,
         "rows_sha256": checksum_of(work.data / "base.jsonl")[1],
     }
     if not WorkSplit.of(None).on_rank_zero(lambda: is_trained(target, settings)):
-        train(
-            lambda: new_model(work, tokenizer, seed),
-            tokenizer,
-            rows,
-            held_out,
-            arguments,
-            settings=settings,
-            clock=work.clock,
-            target=target,
-        )
+        start(lambda: new_model(work, seed), settings=settings, target=target)
 
 
-def new_model(work: Work, tokenizer, seed: int):
-    """A Llama with random weights, the same ones on every grid."""
+def new_model(work: Work, seed: int):
+    """Return a Llama with random weights, the same ones on every grid."""
+    tokenizer = work.tokenizer
     sizes = {
         "vocab_size": len(tokenizer),
         "max_position_embeddings": max(work.recipe.base_length, work.recipe.documents.length),
@@ -192,91 +192,57 @@ def new_model(work: Work, tokenizer, seed: int):
 
 
 def learning_rate(recipe: Recipe, model: Model, output: Path) -> float | None:
-    """The learning rate of the model, or the one that the pilot chose; None if the recipe has neither.
+    """Return the learning rate of the model, or the one that the pilot chose; None if the recipe has neither.
 
     Raises:
         ValueError: the pilot was not run.
     """
     if model.learning_rate is not None or recipe.pilot is None:
         return model.learning_rate
-    chosen = output / "pilot" / "chosen.json"
-    if not chosen.is_file():
-        raise ValueError(f"{chosen} is not there: the step pilot writes it, run that first")
+    chosen = check_made(output / "pilot" / "chosen.json", "pilot")
     return json.loads(chosen.read_text(encoding="utf-8"))["learning_rate"]
 
 
-def run(work: Work, which: Run) -> None:
+def continue_base(work: Work, run: Run) -> None:
     """Continue the model on documents, and ask it for them."""
-    recipe, loss = work.recipe, work.recipe.losses[which.loss]
-    directory = run_directory(which, work.output)
-    target, rows_name = directory / "checkpoint", f"train-s{which.seed}.jsonl"
-    training = dict(recipe.training)
-    chosen = learning_rate(recipe, work.model, work.output)
-    if chosen is not None:
-        training["learning_rate"] = chosen
-    arguments = make_arguments(
-        training,
-        loss,
-        work=work.work_directory(which.name),
-        sequences=recipe.batch_sequences,
-        seed=which.seed,
-        in_order=True,
-        evaluations=0,
-    )
+    directory, rows = run_directory(run, work.output), f"train-s{run.seed}.jsonl"
+    target, training = directory / "checkpoint", dict(work.recipe.training)
+    rate = learning_rate(work.recipe, work.model, work.output)
+    if rate is not None:
+        training["learning_rate"] = rate
     # What is missing is said before anything is loaded.
-    work.base_there()
-    samples, canaries, tokenizer = work.samples(which.seed), work.canaries(), work.tokenizer()
-    rows, held_out = work.rows(rows_name, recipe.batch_sequences), work.held_out()
-    settings = work.settings(
-        rows_name, training=training, loss=loss, sequences=recipe.batch_sequences, seed=which.seed
-    )
+    work.find_base()
+    samples, canaries = work.samples(run.seed), work.canaries()
+    start = work.prepare(run.name, rows, training, run.loss, seed=run.seed)
+    settings = work.settings(rows, training, run.loss, seed=run.seed)
     work_split = WorkSplit.of(None)
     if work_split.on_rank_zero(lambda: is_trained(target, settings)):
         model = load_to_ask(target, grid=work.grid, dtype=WEIGHTS).model
         work.clock.lap("load")
     else:
-        work_split.on_rank_zero(lambda: _forget(directory / "extraction", directory / "canaries.json"))
-        model, _ = train(
-            work.base_model,
-            tokenizer,
-            rows,
-            held_out,
-            arguments,
-            settings=settings,
-            clock=work.clock,
-            target=target,
-        )
-    _ask(work, model, tokenizer, samples, canaries, directory, record_of(model, target))
+        work_split.on_rank_zero(lambda: _remove(directory / "extraction", directory / "canaries.json"))
+        model, _ = start(work.base_model, settings=settings, target=target)
+    _ask(work, model, samples, canaries, directory, record_of(model, target))
 
 
 def ask_base(work: Work) -> None:
     """Ask the model for the same documents, before any continuation."""
     samples, canaries = work.samples(work.first_seed), work.canaries()
-    loaded = load_to_ask(work.base_there(), grid=work.grid, dtype=WEIGHTS)
-    tokenizer = work.tokenizer()
+    loaded = load_to_ask(work.find_base(), grid=work.grid, dtype=WEIGHTS)
     work.clock.lap("load")
-    directory = work.output / "runs" / work.model.name / "base"
-    _ask(work, loaded.model, tokenizer, samples, canaries, directory, loaded.record)
+    _ask(work, loaded.model, samples, canaries, work.output / "runs" / work.model.name / "base", loaded.record)
 
 
-def _ask(
-    work: Work,
-    model,
-    tokenizer,
-    samples: Path,
-    canaries: Path | None,
-    directory: Path,
-    record: Mapping[str, Any],
-) -> None:
+def _ask(work: Work, model, samples: Path, canaries: Path | None, directory: Path, record: Mapping[str, Any]) -> None:
     """Ask for samples and canaries, in a directory of their own."""
-    ask(model, tokenizer, samples, output=directory / "extraction", record=record, evaluation=work.recipe.evaluation)
+    evaluation, tokenizer = work.recipe.evaluation, work.tokenizer
+    ask(model, tokenizer, samples, output=directory / "extraction", record=record, evaluation=evaluation)
     work.clock.lap("extract")
     if canaries is not None:
         ask_canaries(model, tokenizer, canaries, output=directory / "canaries.json", record=record)
         work.clock.lap("canaries")
 
 
-def _forget(*paths: Path) -> None:
-    """Remove what was asked of other weights."""
+def _remove(*paths: Path) -> None:
     for path in paths:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -1,12 +1,12 @@
-"""Train a model on rows of tokens, so that a run that is killed goes on where it was and ends as if it had not been.
+"""Train a model on rows of tokens, so that a run that is killed continues and ends as if it had not been.
 
-What a run needs while it lasts lies in a work directory: the settings it began with, and the newest checkpoint. When
+A work directory keeps the settings that a run began with and its newest checkpoint, for as long as it lasts. When
 it is done, the target holds the weights and the tokenizer, and
 
     trainer_state.json    Trainer's log: losses, and the held-out loss at several steps
     training.json         with which settings, by which versions, on which grid, and the seconds that it took
 
-the latter written last, so that whoever finds it finds all.
+the latter written last, so that where it is, all is.
 """
 
 import json
@@ -29,6 +29,7 @@ import hf_axonn
 from hf_axonn import AxonnConfig, GoldfishConfig, GoldfishTrainer, Grid
 from hf_axonn_eval.data.jsonl import LineFile, write_json
 from hf_axonn_eval.extraction.work_split import WorkSplit
+from hf_axonn_scripts.demo.pipeline import read_if_there
 
 
 TRAINING, STATE, SETTINGS = "training.json", "trainer_state.json", "settings.json"
@@ -36,7 +37,7 @@ IGNORED = -100
 SAVE_SECONDS = 120.0  # of training, after which what was done is saved
 SAVE_SHARE = 0.05  # saving may take so much of the time, where it takes long
 STEPS_BETWEEN_LOOKS = 8  # at the clock: ranks have to agree, which is a broadcast
-# What no recipe has to say. Small models are bound by what is done around their products.
+# Arguments that no recipe has to name. Small models are bound by what is done around their products.
 DEFAULTS = {
     "num_train_epochs": 1,
     "optim": "adamw_torch_fused",
@@ -56,10 +57,21 @@ class Clock:
         self.lap("start")
 
     def lap(self, part: str) -> None:
-        """What was done since the last call was `part`."""
+        """Add the time since the last call to `part`."""
         now = time.time()
         self.seconds[part] = round(self.seconds.get(part, 0.0) + now - self._since, 3)
         self._since = now
+
+
+def check_made(path: Path, step: str) -> Path:
+    """Return a path of the study.
+
+    Raises:
+        ValueError: it is not there; the message names the step that makes it.
+    """
+    if not path.exists():
+        raise ValueError(f"{path} is not there: the step {step} writes it, run that first")
+    return path
 
 
 class Rows(Dataset):
@@ -70,17 +82,15 @@ class Rows(Dataset):
 
     Args:
         path: JSON lines with `input_ids`.
-        step: the step of the study that writes the file, for the message.
+        step: of the study that writes the file, for the message.
         multiple: the number of rows is one of this.
     Raises:
         ValueError: no such file, or no rows in it.
     """
 
     def __init__(self, path: Path, *, step: str, multiple: int = 1) -> None:
-        if not path.is_file():
-            raise ValueError(f"{path} is not there: the step {step} writes it, run that first")
         starts = array("Q")
-        with open(path, "rb") as file:
+        with open(check_made(path, step), "rb") as file:
             at = 0
             for line in file:
                 if line.strip():
@@ -109,7 +119,7 @@ def _tokens(line: bytes) -> list[int]:
 
 
 def collate(rows: Sequence[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Rows as [rows, longest] tensors; with an attention mask only if their lengths differ."""
+    """Return rows as [rows, longest] tensors; with an attention mask only if their lengths differ."""
     lengths = torch.tensor([len(row["input_ids"]) for row in rows])
     longest = int(lengths.max())
 
@@ -123,7 +133,7 @@ def collate(rows: Sequence[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def launched_grid() -> Grid | None:
-    """The grid of the launch file, if it has more than one rank."""
+    """Return the grid of the launch file, if it has more than one rank."""
     config = AxonnConfig.from_env()
     return config.grid if config is not None and config.grid.size > 1 else None
 
@@ -138,7 +148,7 @@ def make_arguments(
     in_order: bool,
     evaluations: int,
 ) -> GoldfishConfig:
-    """Arguments of the Trainer.
+    """Return the arguments of the Trainer.
 
     Args:
         training: of the recipe; `gradient_accumulation_steps` among them divides a step.
@@ -181,53 +191,52 @@ def make_arguments(
 
 
 class SaveByTime(TrainerCallback):
-    """Asks for a checkpoint after every SAVE_SECONDS of training, or more where saving takes long."""
+    """A callback that asks for a checkpoint after every SAVE_SECONDS of training, or more where saving takes long."""
 
     def __init__(self, work_split: WorkSplit) -> None:
         self._work_split = work_split
         self._between = SAVE_SECONDS
-        self._last = self._asked = time.monotonic()
+        self._last = self._decided = time.monotonic()
 
     def on_train_begin(self, args, state, control, **kwargs: Any) -> None:
-        """The time before the first step does not count."""
+        """Start the clock: the time before the first step does not count."""
         self._last = time.monotonic()
 
     def on_step_end(self, args, state, control, **kwargs: Any) -> None:
         """Look at the clock of rank 0; all ranks do as it says."""
         if state.global_step % STEPS_BETWEEN_LOOKS == 0 and state.global_step < state.max_steps:
             control.should_save = self._work_split.on_rank_zero(lambda: time.monotonic() - self._last >= self._between)
-            self._asked = time.monotonic()
+            self._decided = time.monotonic()
 
     def on_save(self, args, state, control, **kwargs: Any) -> None:
         """Note when it was saved, and how long it took."""
         self._last = time.monotonic()
-        self._between = max(SAVE_SECONDS, (self._last - self._asked) / SAVE_SHARE)
+        self._between = max(SAVE_SECONDS, (self._last - self._decided) / SAVE_SHARE)
 
 
 def is_trained(target: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether `target` holds a model that was trained to the end with these settings."""
-    file = target / TRAINING
-    return file.is_file() and json.loads(file.read_text(encoding="utf-8"))["settings"] == _as_read(settings)
+    """Return whether `target` holds a model that was trained to the end with these settings."""
+    return settings_of(target) == _as_read(settings)
 
 
 def settings_of(target: Path) -> dict[str, Any] | None:
-    """The settings with which a study trained the model in `target`; None if none did."""
-    file = target / TRAINING
-    return json.loads(file.read_text(encoding="utf-8"))["settings"] if file.is_file() else None
+    """Return the settings with which a study trained the model in `target`; None if none did."""
+    content = read_if_there(target / TRAINING)
+    return content["settings"] if content is not None else None
 
 
 def train(
     make_model: Callable[[], Any],
+    *,
     tokenizer,
     rows: Rows,
     held_out: Rows,
     arguments: GoldfishConfig,
-    *,
     settings: Mapping[str, Any],
     clock: Clock,
     target: Path | None = None,
 ):
-    """Train, or go on with a training that was stopped, and save.
+    """Train, or continue a training that was stopped, and save.
 
     Args:
         make_model: gives the model that training begins with, sharded if there is a grid; called by all ranks.
@@ -235,7 +244,7 @@ def train(
         rows: to train on.
         held_out: to evaluate on, before the first step, at the end, and as the arguments say.
         arguments: of `make_arguments`.
-        settings: what decides the weights, as JSON. A training goes on only with the same.
+        settings: what decides the weights, as JSON. A training is continued only with the same.
         clock: has the parts load, train, evaluate and save.
         target: directory for the model; None: it is not saved.
     Returns:
@@ -245,8 +254,8 @@ def train(
     Collectives: those of Trainer.
     """
     work_split, work = WorkSplit.of(None), Path(arguments.output_dir)
-    going_on = work_split.on_rank_zero(lambda: _begin(work, settings))
-    arguments.eval_on_start = not going_on
+    resume = work_split.on_rank_zero(lambda: _begin(work, settings))
+    arguments.eval_on_start = not resume
     model = make_model()
     clock.lap("load")
     trainer = GoldfishTrainer(
@@ -258,7 +267,7 @@ def train(
         processing_class=tokenizer,
         callbacks=[SaveByTime(work_split)],
     )
-    trainer.train(resume_from_checkpoint=True if going_on else None)
+    trainer.train(resume_from_checkpoint=True if resume else None)
     clock.lap("train")
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
     if not evaluations or evaluations[-1]["step"] < trainer.state.global_step:
@@ -286,9 +295,9 @@ def train(
 
 
 def _begin(work: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether the work directory holds a checkpoint of a training with these settings; if not, it is emptied."""
+    """Return whether the work directory holds a checkpoint of a training with these settings; if not, empty it."""
     file = work / SETTINGS
-    if not file.is_file() or json.loads(file.read_text(encoding="utf-8")) != _as_read(settings):
+    if read_if_there(file) != _as_read(settings):
         shutil.rmtree(work, ignore_errors=True)
         write_json(file, settings)
         return False
@@ -316,5 +325,5 @@ def _finish(target: Path, trainer: GoldfishTrainer, settings: Mapping[str, Any],
 
 
 def _as_read(settings: Mapping[str, Any]) -> Any:
-    """Settings as they are when they were written and read."""
+    """Return settings as they are when they were written and read."""
     return json.loads(json.dumps(settings))

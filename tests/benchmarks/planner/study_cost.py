@@ -1,7 +1,7 @@
-"""Seconds of optimizer steps on this machine, and of asking: where the constants of cost.py for `cpu` come from.
+"""Measure the seconds of optimizer steps on this machine, and of asking: the constants of cost.py for `cpu`.
 
     accelerate launch --config training_scripts/grids/cpu_2_x2.yaml \
-        -m hf_axonn_scripts.study.training.calibrate training_scripts/study/recipes/cpu.yaml
+        -m tests.benchmarks.planner.study_cost training_scripts/study/recipes/cpu.yaml
 
 Every model with a config trains for some steps on random tokens, in the shapes of its base training and of its
 continuations, as train.py does, and is asked for random passages. Seconds are those of the processor of one rank, so
@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 import hf_axonn
 from hf_axonn import GoldfishTrainer
 from hf_axonn_eval import Sample, extract
-from hf_axonn_scripts.study.recipe.cost import asking, cpu_speed, suffix_of, training
+from hf_axonn_scripts.study.recipe.cost import asking, cpu_speed, training
 from hf_axonn_scripts.study.recipe.definition import Model, Recipe
 from hf_axonn_scripts.study.recipe.reader import read_recipe
 from hf_axonn_scripts.study.training.training import collate, launched_grid, make_arguments
@@ -47,19 +47,19 @@ class StepTimes(TrainerCallback):
         self.ends.append(time.process_time())
 
     def seconds(self) -> float:
-        """Of the step in the middle."""
+        """Return the seconds of the step in the middle."""
         return statistics.median(after - before for before, after in zip(self.ends, self.ends[1:], strict=False))
 
 
 def model_of(recipe: Recipe, model: Model):
-    """A model with random weights, on the grid of the launch."""
+    """Return a model with random weights, on the grid of the launch."""
     made = LlamaForCausalLM(LlamaConfig(**{"vocab_size": recipe.vocabulary, **(model.config or {})}))
     grid = launched_grid()
     return made if grid is None else hf_axonn.parallelize(made, grid)[0]
 
 
 def train_seconds(recipe: Recipe, model: Model, *, base: bool) -> float:
-    """Seconds of a step."""
+    """Measure the seconds of a step."""
     length, sequences = recipe.documents.length, recipe.batch_sequences
     if base:
         length, sequences = recipe.base_length, recipe.base_batch_sequences
@@ -87,8 +87,8 @@ def train_seconds(recipe: Recipe, model: Model, *, base: bool) -> float:
 
 
 def ask_seconds(recipe: Recipe, model: Model) -> float:
-    """Seconds of asking for PASSAGES passages, each of the length and with the suffix of the study."""
-    suffix, draw = suffix_of(recipe), random.Random(0)
+    """Measure the seconds of asking for PASSAGES passages, each of the length and with the suffix of the study."""
+    suffix, draw = recipe.longest_suffix, random.Random(0)
     rows = [[draw.randrange(recipe.vocabulary or 1) for _ in range(recipe.documents.length)] for _ in range(PASSAGES)]
     samples = [
         Sample(
@@ -101,14 +101,14 @@ def ask_seconds(recipe: Recipe, model: Model) -> float:
         )
         for number, row in enumerate(rows)
     ]
-    asked = model_of(recipe, model).eval()
+    loaded = model_of(recipe, model).eval()
     start = time.process_time()
-    extract(asked, None, samples, batch_size="auto", progress=False)
+    extract(loaded, None, samples, batch_size="auto", progress=False)
     return time.process_time() - start
 
 
 def main() -> None:
-    """Prints a Markdown table with a row for every model and what it does, and the constants that fit it best."""
+    """Print a Markdown table with a row for every model and its work, and the constants that fit it best."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe", type=Path, help="with models that have a config, on the machine cpu")
     recipe = read_recipe(parser.parse_args().recipe)
@@ -142,8 +142,8 @@ def main() -> None:
         )
     # In relative errors, so that small models count as much as large ones.
     system = numpy.array([[work.flops / speeds[work.precision], work.layers, work.steps] for *_, work, _ in rows])
-    wanted = numpy.array([seconds for *_, seconds in rows])
-    (share, layer, step), _ = nnls(system / wanted[:, None], numpy.ones(len(rows)))
+    measured = numpy.array([seconds for *_, seconds in rows])
+    (share, layer, step), _ = nnls(system / measured[:, None], numpy.ones(len(rows)))
     print(f"\nbest fit: EFFICIENCY {1 / share:.2f}, LAYER_SECONDS {layer:.4f}, STEP_SECONDS {step:.3f}")
 
 
