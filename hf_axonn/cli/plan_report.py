@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from hf_axonn.planner import confidence, settings
-from hf_axonn.planner.jobs import too_long
+from hf_axonn.planner.from_settings import too_long
+from hf_axonn.planner.job import Job
 from hf_axonn.planner.memory import RESERVE
-from hf_axonn.planner.predict import Job, Prediction, predict, reorder
+from hf_axonn.planner.predict import Prediction, predict, reorder
 from hf_axonn.planner.search import GridRanking, alternatives
 from hf_axonn.planner.traffic.shares import heads_repeat
 from hf_axonn.topology.axis_order import ORDER, written

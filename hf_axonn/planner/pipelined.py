@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.memory import Memory, kept_bytes, memory
 from hf_axonn.planner.model.shapes import Step
@@ -32,10 +33,6 @@ from hf_axonn.planner.time.pipeline import StageTime, Timeline, estimate, in_fli
 from hf_axonn.planner.time.schedules import layer_of_engine
 from hf_axonn.planner.traffic.volumes import Account
 from hf_axonn.topology.grid import Grid
-
-
-if TYPE_CHECKING:
-    from hf_axonn.planner.predict import Job
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from hf_axonn.planner.job import Job
 from hf_axonn.planner.predict import (
-    Job,
     Prediction,
     fastest_way,
     fewest_micro_batches,

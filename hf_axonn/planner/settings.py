@@ -21,8 +21,9 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
+from hf_axonn.planner.job import Job
 from hf_axonn.planner.memory import RESERVE, memory
-from hf_axonn.planner.predict import Job, Prediction, layout_of, predict, step_of, with_pipeline
+from hf_axonn.planner.predict import Prediction, layout_of, predict, step_of, with_pipeline
 from hf_axonn.planner.time.pipeline import PIPELINES
 
 

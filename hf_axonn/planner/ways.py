@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from hf_axonn.planner.job import Job
 from hf_axonn.planner.time.pipeline import problem
 from hf_axonn.topology.grid import Grid, divisors
-
-
-if TYPE_CHECKING:
-    from hf_axonn.planner.predict import Job
 
 
 # Pipelines that are tried where a job does not name one, and stages of a rank; of equally fast ones the first is
