@@ -27,7 +27,7 @@ from hf_axonn.planner.model.shapes import Step
 from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.pipelined import memory_of_rank
 from hf_axonn.planner.stages import stages_of
-from hf_axonn.planner.tracing.read_shape import shape_of
+from hf_axonn.profiling.read_shape import shape_of
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.weight_kind import WeightKind
 

@@ -31,7 +31,7 @@ from hf_axonn.planner.model.catalog import GPTS
 from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.search import GridRanking, plan
 from hf_axonn.planner.settings import EXACT
-from hf_axonn.planner.tracing.read_shape import read_shape
+from hf_axonn.profiling.read_shape import read_shape
 from hf_axonn.topology.grid import Grid
 
 

@@ -30,7 +30,7 @@ from hf_axonn.planner.pipelined import Pipelined
 from hf_axonn.planner.predict import Prediction
 from hf_axonn.planner.search import GridRanking, grids, plan, sweep
 from hf_axonn.planner.time.paper import rank_grids
-from hf_axonn.planner.tracing.read_shape import read_shape
+from hf_axonn.profiling.read_shape import read_shape
 from hf_axonn.topology.axis_order import written
 
 
@@ -360,6 +360,6 @@ def add_bench_links(commands) -> None:
 
 def run_bench_links(options: argparse.Namespace) -> int:
     """`hf-axonn bench-links`; returns the exit code."""
-    from hf_axonn.planner.measure.bench_links import bench_links
+    from hf_axonn.profiling.bench_links import bench_links
 
     return bench_links(options.output, seconds=options.seconds, peak=options.peak_tflops)

@@ -17,7 +17,7 @@ from typing import Any
 from hf_axonn.config import PRECISIONS, VARIABLE, AxonnConfig
 from hf_axonn.launch.gpu_settings import gpu_settings, has_nvidia
 from hf_axonn.planner.from_settings import resolve_auto
-from hf_axonn.planner.tracing.read_shape import read_shape
+from hf_axonn.profiling.read_shape import read_shape
 
 
 SECTION = "axonn_config"

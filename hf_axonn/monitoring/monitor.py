@@ -35,9 +35,9 @@ from hf_axonn.engine.documents import document_fields, find_document_ids, positi
 from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.monitoring.waits import WaitTimer
-from hf_axonn.planner.measure.peaks import peak_tflops as peak_of
+from hf_axonn.planner.machine import peak_tflops as peak_of
 from hf_axonn.planner.model.stack import Stack
-from hf_axonn.planner.tracing.read_shape import shape_of
+from hf_axonn.profiling.read_shape import shape_of
 
 
 logger = get_logger(__name__)

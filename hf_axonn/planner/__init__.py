@@ -1,1 +1,1 @@
-"""What a step costs, by arithmetic. Only tracing and measure import torch: a plan for 32,768 GPUs needs no GPU."""
+"""Predicts what a training step costs, by arithmetic: a plan for 32,768 GPUs needs no GPU."""

@@ -42,6 +42,23 @@ LINK_FRACTION = 0.8  # of the links between nodes that collectives reach: an ass
 # of the computation's time in the mean, 0.4 at most (arXiv 2507.03114).
 SLOWDOWN = 0.189
 DIRECTIONS = ("forward", "backward")
+# Dense bf16 TFLOP/s of the makers' data sheets; of several that match a name the first counts.
+PEAKS = (
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.0),
+    ("H800", 989.0),
+    ("GH200", 989.0),
+    ("H200 NVL", 835.0),
+    ("H200", 989.0),
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.0),
+    ("MI250X", 191.5),  # a GCD, which is a GPU to torch
+    ("MI300X", 1307.0),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +188,11 @@ def machine_of_gpus(gpu: str, count: int) -> str | None:
     machines = [load_machine(name) for name in known_machines()]
     same = [each for each in machines if f" {gpu}".endswith(f" {each.gpu}") and each.gpus_per_node >= count]
     return min(same, key=lambda each: (each.gpus_per_node, each.name)).name if same else None
+
+
+def peak_tflops(name: str) -> float | None:
+    """The advertised dense bf16 TFLOP/s of a GPU of this name, None if it is not known."""
+    return next((peak for part, peak in PEAKS if part in name), None)
 
 
 def load_machine(name: str) -> Machine:

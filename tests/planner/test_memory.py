@@ -11,7 +11,7 @@ from hf_axonn.layers import moe
 from hf_axonn.planner.memory import FOREIGN_BYTES, _saved_by_experts, local_parameters, memory
 from hf_axonn.planner.model.shapes import ModelShape, Step
 from hf_axonn.planner.model.stack import Experts
-from hf_axonn.planner.tracing.read_shape import built_shape
+from hf_axonn.profiling.read_shape import built_shape
 from hf_axonn.topology.grid import Grid
 from tests.planner.test_predict import LLAMA, SOME
 

@@ -19,14 +19,13 @@ from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.launch_file import resolve
 from hf_axonn.planner.from_settings import batch_of, number, resolve_auto
 from hf_axonn.planner.job import Job
-from hf_axonn.planner.machine import FOLDER, load_machine
-from hf_axonn.planner.measure import bench_links, timings
-from hf_axonn.planner.measure.peaks import peak_tflops
+from hf_axonn.planner.machine import FOLDER, load_machine, peak_tflops
 from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.predict import predict
 from hf_axonn.planner.search import alternatives, divisors, factorizations, grids, other_order, plan, sweep
 from hf_axonn.planner.settings import EXACT, GAIN, ROUNDING, as_text, keeping
-from hf_axonn.planner.tracing.read_shape import read_shape, shape_of
+from hf_axonn.profiling import bench_links, timings
+from hf_axonn.profiling.read_shape import read_shape, shape_of
 from hf_axonn.topology.axis_order import ORDER, written
 from hf_axonn.topology.grid import Grid
 from tests.helpers import ROOT

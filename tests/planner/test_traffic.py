@@ -17,7 +17,6 @@ from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
 from hf_axonn.losses import head_chunks
-from hf_axonn.planner.measure.traffic_counter import count_traffic
 from hf_axonn.planner.model.shapes import ModelShape, Step
 from hf_axonn.planner.traffic import volumes as arithmetic
 from hf_axonn.planner.traffic.ledger import Key, Ledger, Volume
@@ -27,6 +26,7 @@ from tests.helpers.equality import rows_of
 from tests.helpers.four_bit import WIDE, quantized_model
 from tests.helpers.models import tiny_batch, tiny_model
 from tests.helpers.ranks import run_ranks
+from tests.helpers.traffic_counter import count_traffic
 
 
 LLAMA = ModelShape(layers=2, hidden=48, heads=12, kv_heads=6, head_dim=4, intermediate=40, vocab=131)

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from hf_axonn.cli.init import planned
-from hf_axonn.planner.tracing.read_shape import read_shape
+from hf_axonn.profiling.read_shape import read_shape
 from hf_axonn.topology.grid import Grid
 from tests.helpers import ROOT
 

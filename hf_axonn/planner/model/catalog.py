@@ -1,5 +1,5 @@
 """Which model: the GPTs of AxoNN's paper by name, or the config.json of a dense family; others:
-planner/tracing/read_shape.py.
+hf_axonn/profiling/read_shape.py.
 
 Plain Python: a config is read as JSON, no torch and no Transformers. What a config does not say (whether the MLP is
 gated, which Linears have a bias, which norms there are) is known for the families in FAMILIES.

@@ -45,20 +45,20 @@ from hf_axonn import Grid, __version__, parallelize
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.layers.moe import Experts
-from hf_axonn.planner.measure.traffic_counter import count_traffic
 from hf_axonn.planner.memory import memory
 from hf_axonn.planner.model.catalog import GPT_POSITIONS, GPT_VOCAB, GPTS
 from hf_axonn.planner.model.shapes import Step
 from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.predict import layout_of
-from hf_axonn.planner.tracing.read_shape import shape_of
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.volumes import volumes
+from hf_axonn.profiling.read_shape import shape_of
 from tests.benchmarks.checkpoint.big_load import LLAMA_405B, read_grid
 from tests.benchmarks.planner.groups_cost import groups_table
 from tests.benchmarks.planner.meter import Meter, local, nbytes
 from tests.helpers import fake_collectives  # noqa: F401
 from tests.helpers.devices import few_foreign_on_gpus
+from tests.helpers.traffic_counter import count_traffic
 
 
 TOLERANCE = 0.1  # of a peak

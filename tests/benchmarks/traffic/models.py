@@ -28,9 +28,9 @@ from hf_axonn import Grid, __version__, parallelize
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.planner.model.stack import Stack
 from hf_axonn.planner.predict import layout_of
-from hf_axonn.planner.tracing.trace import found_shape
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.volumes import volumes
+from hf_axonn.profiling.trace import found_shape
 from tests.benchmarks.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.benchmarks.checkpoint.big_load import read_grid
 from tests.benchmarks.planner.simulate import Case, train, world

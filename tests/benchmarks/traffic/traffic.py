@@ -25,12 +25,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn import AxonnConfig, Grid, __version__, parallelize, sync_gradients
 from hf_axonn.architectures.plan import plan_for
-from hf_axonn.planner.measure.traffic_counter import count_traffic
 from hf_axonn.planner.model.shapes import ModelShape, Step
 from hf_axonn.planner.traffic.ledger import Key, Ledger, Volume
 from hf_axonn.planner.traffic.volumes import layer_volumes, volumes
 from tests.benchmarks.traffic.forms import all_reduce_form, megatron
 from tests.helpers.ranks import all_grids, run_ranks
+from tests.helpers.traffic_counter import count_traffic
 
 
 WORLD = 4

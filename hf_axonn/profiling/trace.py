@@ -35,7 +35,7 @@ from hf_axonn.planner.model.stack import (
     UnshardedModule,
     Weight,
 )
-from hf_axonn.planner.tracing.layer_probe import TOKENS, LayerProbe, LayerTrace, probe_layers
+from hf_axonn.profiling.layer_probe import TOKENS, LayerProbe, LayerTrace, probe_layers
 from hf_axonn.topology.weight_kind import WeightKind
 
 

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hf_axonn.cli.main import main
 from hf_axonn.planner.model.catalog import FAMILIES, shape_from_config
 from hf_axonn.planner.model.stack import Block, Experts, LinearShape, UnshardedModule
-from hf_axonn.planner.tracing.read_shape import built_shape, read_shape
+from hf_axonn.profiling.read_shape import built_shape, read_shape
 
 
 SIZES = dict(hidden_size=48, intermediate_size=40, num_hidden_layers=3, num_attention_heads=6, vocab_size=131)

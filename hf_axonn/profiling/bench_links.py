@@ -28,10 +28,9 @@ from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 
 from hf_axonn.distributed.collectives import exchange, reduce_, start_all_gather, start_reduce_scatter
-from hf_axonn.planner.machine import machine_from_mapping
-from hf_axonn.planner.measure.peaks import peak_tflops
-from hf_axonn.planner.measure.timings import UNMEASURED, Line, Timings, world_group
+from hf_axonn.planner.machine import machine_from_mapping, peak_tflops
 from hf_axonn.planner.time.compute import ATTENTION_BACKWARD
+from hf_axonn.profiling.timings import UNMEASURED, Line, Timings, world_group
 from hf_axonn.topology.grid import divisors
 
 

@@ -80,7 +80,7 @@ def built_shape(config: dict[str, Any], name: str = "config") -> Stack:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hf_axonn.planner.tracing.trace import found_shape
+    from hf_axonn.profiling.trace import found_shape
 
     kind = config["model_type"]
     try:
