@@ -23,8 +23,8 @@ from hf_axonn.launch.launch_file import SECTION, Launch, check_spelling, resolve
 from hf_axonn.planner.from_settings import DTYPE_BYTES, SEQUENCE, too_long
 from hf_axonn.planner.machine import known_machines, load_machine
 from hf_axonn.planner.memory import RESERVE, Memory, memory
-from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.model.dense import Step
+from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.pipelined import memory_of_rank
 from hf_axonn.planner.stages import stages_of
 from hf_axonn.profiling.read_shape import shape_of
@@ -367,7 +367,7 @@ def _examine_memory(
         )
 
 
-def _memory_of_first(shape: Stack, config: AxonnConfig, step: Step, layout: str, accumulation: int) -> Memory:
+def _memory_of_first(shape: ModelShape, config: AxonnConfig, step: Step, layout: str, accumulation: int) -> Memory:
     """What rank 0 holds; of a pipeline its stages, and what of them is in flight."""
     grid = config.grid
     if grid.pipe == 1:
@@ -377,6 +377,6 @@ def _memory_of_first(shape: Stack, config: AxonnConfig, step: Step, layout: str,
     return memory_of_rank((config.schedule, config.stages_per_rank), grid, step, layout, held, 0)
 
 
-def _kept_layers(config: AxonnConfig, shape: Stack) -> int:
+def _kept_layers(config: AxonnConfig, shape: ModelShape) -> int:
     keep = config.keep_gathered
     return keep if isinstance(keep, int) else shape.depth if keep == "all" else 0

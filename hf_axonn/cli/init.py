@@ -28,7 +28,7 @@ from hf_axonn.planner.from_settings import SEQUENCE, batch_of, number, too_long,
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import known_machines, load_machine, machine_of_gpus
 from hf_axonn.planner.model.catalog import GPTS
-from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.search import GridRanking, plan
 from hf_axonn.planner.settings import EXACT
 from hf_axonn.profiling.read_shape import read_shape
@@ -186,7 +186,7 @@ def check_processes(processes: int, nodes: int, devices: Devices, *, named: bool
         )
 
 
-def planned(shape: Stack, machine: str, sequences: int, seq: int, processes: int, precision: str) -> GridRanking:
+def planned(shape: ModelShape, machine: str, sequences: int, seq: int, processes: int, precision: str) -> GridRanking:
     """The plan of `hf-axonn plan` with its defaults; raises ValueError if no grid fits."""
     compute = 4 if precision == "no" else 2
     job = Job(

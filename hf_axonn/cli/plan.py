@@ -24,8 +24,8 @@ from hf_axonn.planner.from_settings import PRECISION_BYTES, SEQUENCE, batch_of, 
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import known_machines
 from hf_axonn.planner.model.catalog import GPTS
-from hf_axonn.planner.model.shapes import BASES
-from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.model.dense import BASES
+from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.pipelined import Pipelined
 from hf_axonn.planner.predict import Prediction
 from hf_axonn.planner.search import GridRanking, grids, plan, sweep
@@ -162,7 +162,7 @@ def _price(text: str) -> float:
     raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
 
 
-def _job(options: argparse.Namespace, shape: Stack, sequences: int, fixed: dict[str, Any]) -> Job:
+def _job(options: argparse.Namespace, shape: ModelShape, sequences: int, fixed: dict[str, Any]) -> Job:
     return make_job(
         options.model,
         options.machine,

@@ -36,7 +36,7 @@ from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.monitoring.waits import WaitTimer
 from hf_axonn.planner.machine import peak_tflops as peak_of
-from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.profiling.read_shape import shape_of
 
 
@@ -243,7 +243,9 @@ def tokens_and_squares(batch: Mapping[str, Any]) -> Tensor:
     return torch.stack([real.sum(), ((2 * places + 1) * real).sum()])  # 1 + 3 + 5 + ... of n terms is n * n
 
 
-def _peak_and_shape(model: nn.Module, device: torch.device, given: float | None) -> tuple[float | None, Stack | None]:
+def _peak_and_shape(
+    model: nn.Module, device: torch.device, given: float | None
+) -> tuple[float | None, ModelShape | None]:
     """FLOP/s of a device and the planner's shape of the model, if both are known. Says once what is not."""
     tflops, why = given, ""
     if tflops is None and device.type == "cuda":

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.model.catalog import load_shape
-from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.search import plan
 from hf_axonn.topology.axis_order import ORDER, check_order, written
 from hf_axonn.topology.grid import divisors
@@ -51,7 +51,7 @@ def number(text: Any) -> int:
     return value
 
 
-def usual_seq(shape: Stack) -> int:
+def usual_seq(shape: ModelShape) -> int:
     """Tokens of a sequence where nobody says: SEQUENCE, or the window of the model where that is shorter."""
     return min(SEQUENCE, shape.context or SEQUENCE)
 
@@ -127,7 +127,7 @@ def make_job(
     sequences: int,
     seq: int,
     *,
-    read: Callable[[str], Stack] = load_shape,
+    read: Callable[[str], ModelShape] = load_shape,
     **settings: Any,
 ) -> Job:
     """A job of names and numbers; `settings` are those of `Job`, and `read` gives the shape of a model.
@@ -143,7 +143,7 @@ def resolve_auto(
     num_processes: int,
     *,
     mixed_precision: str,
-    read: Callable[[str], Stack] = load_shape,
+    read: Callable[[str], ModelShape] = load_shape,
 ) -> tuple[dict[str, Any], list[str]]:
     """The section `axonn_config` with `grid: auto` replaced by sizes, and what to tell the user.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_axonn.planner.machine import Machine
-from hf_axonn.planner.model.shapes import BASES
-from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.model.dense import BASES
+from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.time.pipeline import PIPELINES
 
 
@@ -36,7 +36,7 @@ class Job:
         ValueError: a size below 1, or an unknown schedule or pipeline.
     """
 
-    shape: Stack
+    shape: ModelShape
     machine: Machine
     sequences: int
     seq: int
@@ -95,7 +95,7 @@ class Job:
         return self.shape.depth if self.keep_gathered == "all" else 0
 
     def model_flops(self) -> float:
-        """FLOP of one step that the model asks for, as `Stack.model_flops`. Adapters are not counted."""
+        """FLOP of one step that the model asks for, as `ModelShape.model_flops`. Adapters are not counted."""
         return self.tokens * self.shape.model_flops(self.seq, trained=0 if self.lora else 1)
 
     def hardware_flops(self) -> float:

@@ -22,9 +22,9 @@ from typing import NamedTuple
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.memory import Memory, kept_bytes, memory
-from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import Layer, Stack
-from hf_axonn.planner.stages import Part, Stages, stages_of
+from hf_axonn.planner.model.dense import Step
+from hf_axonn.planner.model.shapes import LayerShape, ModelShape
+from hf_axonn.planner.stages import ModelStages, StageShape, stages_of
 from hf_axonn.planner.time.compute import Compute
 from hf_axonn.planner.time.exposed import Overlaps, behind_backward
 from hf_axonn.planner.time.layer_time import LayerTime, layer_time
@@ -51,7 +51,7 @@ class Pipelined:
         simulated: whether the schedule was played (time/pipeline.py), or its closed form taken.
     """
 
-    stages: Stages
+    stages: ModelStages
     rank: int
     seconds: dict[str, float]
     memory: Memory
@@ -62,7 +62,7 @@ class Pipelined:
     simulated: bool
 
     @property
-    def held(self) -> Stack:
+    def held(self) -> ModelShape:
         """What the rank that ends last has."""
         return self.stages.held[self.rank]
 
@@ -71,7 +71,7 @@ class MicroBatch(NamedTuple):
     """Seconds of one micro-batch: of each kind of layer; of the embedding and of what comes after the layers, forward
     and backward: what is computed, and what waits for communication."""
 
-    layers: dict[Layer, LayerTime]
+    layers: dict[LayerShape, LayerTime]
     embedding: float
     embedding_waits: tuple[float, float]
     head: float
@@ -80,7 +80,7 @@ class MicroBatch(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)  # grids that differ in data and pipe alone share it
 def _micro_batch(
-    shape: Stack,
+    shape: ModelShape,
     machine: Machine,
     grid: Grid,
     step: Step,
@@ -109,7 +109,7 @@ def _micro_batch(
     )
 
 
-class Passes(NamedTuple):
+class PassTimes(NamedTuple):
     """Seconds of one micro-batch: its parts, of each stage, and from each stage to the next one."""
 
     each: MicroBatch
@@ -117,7 +117,7 @@ class Passes(NamedTuple):
     hops: list[float]
 
 
-def passes(job: Job, grid: Grid, step: Step, order: tuple[str, ...], overlaps: Overlaps, layout: str) -> Passes:
+def passes(job: Job, grid: Grid, step: Step, order: tuple[str, ...], overlaps: Overlaps, layout: str) -> PassTimes:
     """Seconds of a micro-batch. Arguments as `pipelined`."""
     stages = stages_of(job.shape, grid.pipe, job.way[1], job.seq)
     if job.pipeline == "zero_bubble":  # the weight gradient beside which the sum over x or y would travel comes later
@@ -130,7 +130,7 @@ def passes(job: Job, grid: Grid, step: Step, order: tuple[str, ...], overlaps: O
     hops = Links(job.machine, grid, order).hops("pipe", own * step.stream_bytes)
     of_parts = [_stage(each, part, step) for part in stages.parts]
     between = [hops[index % grid.pipe] for index in range(len(stages.layers) - 1)]
-    return Passes(each, [of_parts[index] for index in stages.part], between)
+    return PassTimes(each, [of_parts[index] for index in stages.part], between)
 
 
 def least(job: Job, grid: Grid, step: Step, order: tuple[str, ...], overlaps: Overlaps, layout: str) -> float:
@@ -199,7 +199,7 @@ def pipelined(
     )
 
 
-def _stage(each: MicroBatch, part: Part, step: Step) -> StageTime:
+def _stage(each: MicroBatch, part: StageShape, step: Step) -> StageTime:
     """Seconds of a stage. Gathers that are made once a step are not in it."""
     forward = everything = weight_gradient = 0.0
     for layer, count in part.kinds:
@@ -218,7 +218,7 @@ def _stage(each: MicroBatch, part: Part, step: Step) -> StageTime:
     return StageTime(forward, backward, weight_gradient)
 
 
-def _parts(each: MicroBatch, stack: Stack, step: Step) -> dict[str, float]:
+def _parts(each: MicroBatch, stack: ModelShape, step: Step) -> dict[str, float]:
     """Seconds of a rank's work on all micro-batches, by parts of a step."""
     seconds: dict[str, float] = {}
     times = step.micro_batches
@@ -233,7 +233,7 @@ def _parts(each: MicroBatch, stack: Stack, step: Step) -> dict[str, float]:
     return seconds
 
 
-def _tied(shape: Stack, grid: Grid, step: Step) -> float:
+def _tied(shape: ModelShape, grid: Grid, step: Step) -> float:
     """Bytes of a rank's part of the gradient of a tied embedding."""
     return shape.vocab * shape.hidden / (grid.x * grid.y * grid.z) * max(step.param_bytes, step.reduce_bytes)
 
@@ -249,12 +249,12 @@ def held_by_ranks(job: Job, grid: Grid, step: Step, layout: str) -> list[Memory]
 
 
 @functools.lru_cache(maxsize=4096)
-def _alone(stack: Stack, grid: Grid, step: Step, layout: str) -> Memory:
+def _alone(stack: ModelShape, grid: Grid, step: Step, layout: str) -> Memory:
     """What a rank would hold that has this part of the model, and one micro-batch at a time."""
     return memory(stack, grid, step, layout=layout)
 
 
-def memory_of_rank(way: tuple[str, int], grid: Grid, step: Step, layout: str, stack: Stack, rank: int) -> Memory:
+def memory_of_rank(way: tuple[str, int], grid: Grid, step: Step, layout: str, stack: ModelShape, rank: int) -> Memory:
     """What a rank holds.
 
     Args:

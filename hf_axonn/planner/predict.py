@@ -22,8 +22,8 @@ from operator import itemgetter
 
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.memory import RESERVE, Memory, memory
-from hf_axonn.planner.model.shapes import BASES, BLOCK, Step
-from hf_axonn.planner.model.stack import Experts, LinearShape, Stack
+from hf_axonn.planner.model.dense import BASES, BLOCK, Step
+from hf_axonn.planner.model.shapes import ExpertsShape, LinearShape, ModelShape
 from hf_axonn.planner.pipelined import Pipelined, held_by_ranks, least, pipelined
 from hf_axonn.planner.time.compute import Compute
 from hf_axonn.planner.time.exposed import Overlaps, behind_backward
@@ -152,11 +152,11 @@ def refusal(job: Job, grid: Grid) -> str:
     return "" if ways(job, grid) else no_way(job, grid)
 
 
-def cut_inside(shape: Stack, grid: Grid) -> LinearShape | None:
+def cut_inside(shape: ModelShape, grid: Grid) -> LinearShape | None:
     """A Linear whose blocks of 4-bit numbers a grid would cut, if there is one."""
     for layer, _ in shape.kinds:
         for part in layer.parts:
-            for kind, linears in part.groups() if not isinstance(part, Experts) else ():
+            for kind, linears in part.groups() if not isinstance(part, ExpertsShape) else ():
                 for linear in linears:
                     if linear.cols % (BLOCK * (grid.x if kind == WeightKind.ROW else grid.y)):
                         return linear
@@ -177,7 +177,7 @@ def fewest_micro_batches(job: Job, grid: Grid) -> tuple[int, Memory]:
     raise AssertionError("rows divides itself")
 
 
-def layout_of(shape: Stack, grid: Grid) -> str:
+def layout_of(shape: ModelShape, grid: Grid) -> str:
     """The layout of the residual stream that the engine takes."""
     return "feature" if shape.features and grid.y > 1 else "token"
 

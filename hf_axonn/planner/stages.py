@@ -1,4 +1,4 @@
-"""What each rank of a pipeline has of a model: its stages' layers, and what it holds as a Stack of its own.
+"""What each rank of a pipeline has of a model: its stages' layers, and what it holds as a ModelShape of its own.
 
 Layers are divided by what they cost in forward, in FLOP a token: products and attention under a causal mask; the last
 stage has the head besides (topology/stages.py). Stage s lies on rank s mod P. The first stage has the embeddings, the
@@ -13,20 +13,20 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import NamedTuple
 
-from hf_axonn.planner.model.stack import Layer, Stack
+from hf_axonn.planner.model.shapes import LayerShape, ModelShape
 from hf_axonn.topology.stages import divide_layers
 
 
-class Part(NamedTuple):
-    """What a stage has: see `Stages`."""
+class StageShape(NamedTuple):
+    """What a stage has: see `ModelStages`."""
 
-    kinds: tuple[tuple[Layer, int], ...]
+    kinds: tuple[tuple[LayerShape, int], ...]
     begins: bool
     ends: bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stages:
+class ModelStages:
     """A model over the ranks of a pipeline.
 
     Args:
@@ -38,9 +38,9 @@ class Stages:
     """
 
     layers: tuple[range, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[StageShape, ...]
     part: tuple[int, ...]
-    held: tuple[Stack, ...]
+    held: tuple[ModelShape, ...]
 
     @property
     def per_rank(self) -> int:
@@ -48,15 +48,15 @@ class Stages:
         return len(self.layers) // len(self.held)
 
     @functools.cached_property
-    def distinct(self) -> tuple[tuple[Stack, tuple[int, ...]], ...]:
-        """Each Stack that a rank has, and which ranks have it."""
-        ranks: dict[Stack, list[int]] = {}
+    def distinct(self) -> tuple[tuple[ModelShape, tuple[int, ...]], ...]:
+        """Each ModelShape that a rank has, and which ranks have it."""
+        ranks: dict[ModelShape, list[int]] = {}
         for rank, stack in enumerate(self.held):
             ranks.setdefault(stack, []).append(rank)
         return tuple((stack, tuple(having)) for stack, having in ranks.items())
 
 
-def layer_costs(shape: Stack, seq: int) -> tuple[list[float], float]:
+def layer_costs(shape: ModelShape, seq: int) -> tuple[list[float], float]:
     """FLOP a token of one forward pass: of each decoder layer in its order, and of the head."""
     costs: list[float] = []
     for layer, count in shape.runs:
@@ -70,7 +70,7 @@ def layer_costs(shape: Stack, seq: int) -> tuple[list[float], float]:
 
 
 @functools.lru_cache(maxsize=1024)  # a search asks for the same ones again and again
-def stages_of(shape: Stack, ranks: int, per_rank: int, seq: int) -> Stages:
+def stages_of(shape: ModelShape, ranks: int, per_rank: int, seq: int) -> ModelStages:
     """The stages of a model.
 
     Args:
@@ -83,7 +83,7 @@ def stages_of(shape: Stack, ranks: int, per_rank: int, seq: int) -> Stages:
     costs, head = layer_costs(shape, seq)
     layers = divide_layers(costs, ranks * per_rank, last=head)
     each = [layer for layer, count in shape.runs for _ in range(count)]
-    held: dict[tuple[object, ...], Stack] = {}
+    held: dict[tuple[object, ...], ModelShape] = {}
     for rank in range(ranks):
         own = [each[index] for stage in layers[rank::ranks] for index in stage]
         runs = tuple((layer, len(list(run))) for layer, run in groupby(own))
@@ -91,11 +91,11 @@ def stages_of(shape: Stack, ranks: int, per_rank: int, seq: int) -> Stages:
         held.setdefault(key, _own(shape, *key))
         held[rank,] = held[key]
     parts = [
-        Part(tuple(Counter(each[index] for index in stage).items()), stage == layers[0], stage == layers[-1])
+        StageShape(tuple(Counter(each[index] for index in stage).items()), stage == layers[0], stage == layers[-1])
         for stage in layers
     ]
     once = tuple(dict.fromkeys(parts))
-    return Stages(
+    return ModelStages(
         layers=tuple(layers),
         parts=once,
         part=tuple(map(once.index, parts)),
@@ -103,8 +103,8 @@ def stages_of(shape: Stack, ranks: int, per_rank: int, seq: int) -> Stages:
     )
 
 
-def _own(shape: Stack, runs: tuple[tuple[Layer, int], ...], begins: bool, ends: bool) -> Stack:
+def _own(shape: ModelShape, runs: tuple[tuple[LayerShape, int], ...], begins: bool, ends: bool) -> ModelShape:
     """A part of a model; what runs after the layers and what gets no gradient is with the last one."""
-    values = {item.name: getattr(shape, item.name) for item in fields(Stack)}
+    values = {item.name: getattr(shape, item.name) for item in fields(ModelShape)}
     values |= {"runs": runs, "begins": begins, "ends": ends}
-    return Stack(**values if ends else values | {"outside": None, "idle": ()})
+    return ModelShape(**values if ends else values | {"outside": None, "idle": ()})

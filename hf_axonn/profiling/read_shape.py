@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_axonn.planner.model.catalog import FAMILIES, load_shape, shape_from_config
-from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.model.shapes import ModelShape
 
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def read_shape(model: str) -> Stack:
+def read_shape(model: str) -> ModelShape:
     """The shape of a model, by a name of the paper, a config.json or its directory, or its name on the hub.
 
     Raises:
@@ -60,7 +60,7 @@ def _config(path: Path) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
-def shape_of(config: dict[str, Any]) -> Stack:
+def shape_of(config: dict[str, Any]) -> ModelShape:
     """The shape of a config's contents, of any type.
 
     Raises:
@@ -70,7 +70,7 @@ def shape_of(config: dict[str, Any]) -> Stack:
     return shape_from_config(config) if known else built_shape(config)
 
 
-def built_shape(config: dict[str, Any], name: str = "config") -> Stack:
+def built_shape(config: dict[str, Any], name: str = "config") -> ModelShape:
     """The shape of a config's contents, of a model that Transformers can build.
 
     Raises:

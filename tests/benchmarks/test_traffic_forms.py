@@ -5,13 +5,13 @@ from fractions import Fraction
 
 import pytest
 
-from hf_axonn.planner.model.shapes import ModelShape, Step
+from hf_axonn.planner.model.dense import DenseShape, Step
 from hf_axonn.planner.traffic.volumes import layer_volumes
 from hf_axonn.topology.grid import Grid
 from tests.benchmarks.traffic.forms import all_reduce_form, megatron
 
 
-GATED = ModelShape(layers=1, hidden=96, heads=16, intermediate=256, vocab=9)
+GATED = DenseShape(layers=1, hidden=96, heads=16, intermediate=256, vocab=9)
 PLAIN = replace(GATED, intermediate=384, gated=False)
 STEP = Step(rows=4, seq=32)
 

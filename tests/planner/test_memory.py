@@ -9,8 +9,8 @@ from transformers import AutoConfig
 
 from hf_axonn.layers import moe
 from hf_axonn.planner.memory import FOREIGN_BYTES, _saved_by_experts, local_parameters, memory
-from hf_axonn.planner.model.shapes import ModelShape, Step
-from hf_axonn.planner.model.stack import Experts
+from hf_axonn.planner.model.dense import DenseShape, Step
+from hf_axonn.planner.model.shapes import ExpertsShape
 from hf_axonn.profiling.read_shape import built_shape
 from hf_axonn.topology.grid import Grid
 from tests.planner.test_predict import LLAMA, SOME
@@ -18,7 +18,7 @@ from tests.planner.test_predict import LLAMA, SOME
 
 def test_memory_by_hand():
     """Two layers of hidden 8, 2 heads, MLP 16, vocabulary 10, on z = 2, x = 2: sizes that divide."""
-    shape = ModelShape(layers=2, hidden=8, heads=2, intermediate=16, vocab=12)
+    shape = DenseShape(layers=2, hidden=8, heads=2, intermediate=16, vocab=12)
     grid, step = Grid(z=2, x=2), Step(rows=1, seq=4, checkpointing=True)
     layer = 4 * 8 * 8 + 3 * 8 * 16
     local = (2 * layer + 2 * 12 * 8) // 4 + 5 * 8
@@ -81,6 +81,6 @@ def test_few_pairs_of_other_ranks_are_taken_along_on_gpus():
         (few + 2, Grid(x=2), False, 1, 3 * 16 + 2 * 48),
         (few, Grid(x=4), False, 0.5, 3 * 16 + 2 * 48),  # one expert a rank
     ):
-        experts = next(part for layer, _ in shape.kinds for part in layer.parts if isinstance(part, Experts))
+        experts = next(part for layer, _ in shape.kinds for part in layer.parts if isinstance(part, ExpertsShape))
         saved = _saved_by_experts(shape, experts, grid, replace(step, rows=rows), gloo)
         assert saved == pairs * rows * 8 * features * 2

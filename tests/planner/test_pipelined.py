@@ -14,7 +14,7 @@ from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.memory import kept_bytes, memory
 from hf_axonn.planner.model.catalog import load_shape
-from hf_axonn.planner.model.shapes import ModelShape
+from hf_axonn.planner.model.dense import DenseShape
 from hf_axonn.planner.predict import predict, reorder, step_of
 from hf_axonn.planner.search import PIPES, grids, plan
 from hf_axonn.planner.settings import EXACT, fixed, keeping
@@ -24,7 +24,7 @@ from hf_axonn.topology.grid import Grid
 from tests.helpers.calls import calls_of
 
 
-LLAMA = ModelShape(layers=16, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocab=32000)
+LLAMA = DenseShape(layers=16, hidden=4096, heads=32, kv_heads=8, intermediate=14336, vocab=32000)
 JOB = Job(
     shape=LLAMA, machine=load_machine("dgx-a100"), sequences=64, seq=2048, checkpointing=False, pipeline="1f1b",
     stages_per_rank=1, micro_batches=16,

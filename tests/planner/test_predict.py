@@ -16,15 +16,15 @@ from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import FACTORS, FOLDER, OPTIONAL, Machine, known_machines, load_machine
 from hf_axonn.planner.memory import local_parameters, memory
 from hf_axonn.planner.model.catalog import FAMILIES, GPT_VOCAB, GPTS, load_shape
-from hf_axonn.planner.model.shapes import ModelShape, Step
-from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.model.dense import DenseShape, Step
+from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.predict import layout_of, predict, refusal, step_of
 from hf_axonn.planner.search import grids
 from hf_axonn.planner.time import compute
 from hf_axonn.planner.time.links import Links
 from hf_axonn.planner.time.paper import Layer, layer_times, network_time, rank_grids, strides
 from hf_axonn.planner.time.schedules import of_engine
-from hf_axonn.planner.traffic.ledger import Key, Volume, sent_bytes
+from hf_axonn.planner.traffic.ledger import LedgerKey, Volume, sent_bytes
 from hf_axonn.planner.traffic.volumes import volumes
 from hf_axonn.topology.grid import Grid
 from tests.benchmarks.planner import planning, published
@@ -46,7 +46,7 @@ TOY = Machine(
     intra_step=1e-6,
     inter_step=5e-6,
 )
-LLAMA = ModelShape(layers=4, hidden=1024, heads=16, kv_heads=8, intermediate=2816, vocab=32000)
+LLAMA = DenseShape(layers=4, hidden=1024, heads=16, kv_heads=8, intermediate=2816, vocab=32000)
 JOB = Job(shape=LLAMA, machine=TOY, sequences=64, seq=512)
 SOME = [Grid(data=16), Grid(z=16), Grid(x=4, data=4), Grid(y=4, z=4), Grid(data=2, z=2, y=2, x=2), Grid(x=16)]
 
@@ -72,7 +72,7 @@ def test_a_transposed_layer_swaps_x_and_y():
 
 def test_equation_6_sums_layers_and_equation_7_gives_bandwidths():
     """One layer of a GPT, hidden 8, z = 8 on nodes of 4: all over inter / min(4, 1) = 40 GB/s."""
-    shape = ModelShape(layers=3, hidden=8, heads=2, intermediate=32, vocab=9, gated=False)
+    shape = DenseShape(layers=3, hidden=8, heads=2, intermediate=32, vocab=9, gated=False)
     weights = 8 * 24 + 8 * 8 + 2 * 8 * 32
     assert network_time(shape, TOY, Grid(z=8), 1024) == pytest.approx(3 * 2 * 2 * 7 * weights / 8 / 40e9)
     assert strides(Grid(y=2, x=4, z=8, data=3)) == {"y": 1, "x": 2, "z": 8, "pipe": 64, "data": 64}
@@ -110,7 +110,7 @@ def test_seconds_of_collectives_by_hand():
     world = links.seconds("all_to_all", ("data", "x"), 8e6)
     assert world == pytest.approx(10e-6 + 11e-6 + 7e6 * (4 / 7) * 4 / 40e9)
     assert links.seconds("all_reduce", ("y", "z"), 1e9) == 0.0
-    assert links.of(Key("forward", "all_gather", ("x",)), Volume(1, 10**6)) == pytest.approx(43e-6)
+    assert links.of(LedgerKey("forward", "all_gather", ("x",)), Volume(1, 10**6)) == pytest.approx(43e-6)
 
 
 def test_a_small_all_reduce_over_many_nodes_goes_by_a_tree():
@@ -221,7 +221,7 @@ def test_seconds_by_axes_are_those_of_the_ledger_of_a_step(grid, checkpointing):
 
 def test_parameters_without_a_gradient_are_held_as_well():
     grid = Grid(z=2, y=2, x=2)
-    stack = Stack(runs=LLAMA.runs, hidden=LLAMA.hidden, vocab=LLAMA.vocab, final=LLAMA.final)
+    stack = ModelShape(runs=LLAMA.runs, hidden=LLAMA.hidden, vocab=LLAMA.vocab, final=LLAMA.final)
     assert local_parameters(stack, grid) == local_parameters(LLAMA, grid)
     assert local_parameters(replace(stack, idle=(1000, 7)), grid) == local_parameters(stack, grid) + 126  # 1007 / 8
 
@@ -526,7 +526,7 @@ def test_the_last_layers_are_kept():
     """As the engine keeps them: of two narrow and two wide layers the wide ones, in traffic, seconds and memory."""
     wide = replace(LLAMA, intermediate=4 * LLAMA.intermediate)
     sizes = {"hidden": LLAMA.hidden, "vocab": LLAMA.vocab, "final": LLAMA.final}
-    shape = Stack(runs=((LLAMA.kinds[0][0], 2), (wide.kinds[0][0], 2)), **sizes)
+    shape = ModelShape(runs=((LLAMA.kinds[0][0], 2), (wide.kinds[0][0], 2)), **sizes)
     grid, job = Grid(z=4), replace(JOB, checkpointing=False, micro_batches=1)
     alone = {2: replace(job, shape=wide), 4: replace(job, shape=LLAMA)}
     found = [predict(replace(job, shape=shape, keep_gathered=count), grid) for count in (0, 2, 4)]

@@ -17,9 +17,9 @@ from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
 from hf_axonn.losses import head_chunks
-from hf_axonn.planner.model.shapes import ModelShape, Step
+from hf_axonn.planner.model.dense import DenseShape, Step
 from hf_axonn.planner.traffic import volumes as arithmetic
-from hf_axonn.planner.traffic.ledger import Key, Ledger, Volume
+from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey, Volume
 from hf_axonn.planner.traffic.volumes import volumes
 from hf_axonn.topology.grid import Grid
 from tests.helpers.equality import rows_of
@@ -29,9 +29,9 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.traffic_counter import count_traffic
 
 
-LLAMA = ModelShape(layers=2, hidden=48, heads=12, kv_heads=6, head_dim=4, intermediate=40, vocab=131)
+LLAMA = DenseShape(layers=2, hidden=48, heads=12, kv_heads=6, head_dim=4, intermediate=40, vocab=131)
 SMOLLM2 = replace(LLAMA, hidden=36, heads=9, kv_heads=3, tied=True)
-FOUR_BITS = ModelShape(layers=2, hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=256, vocab=131)
+FOUR_BITS = DenseShape(layers=2, hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=256, vocab=131)
 ROWS, SEQ = 8, 7
 
 
@@ -40,7 +40,7 @@ class Case:
     """A tiny model with the numbers that describe it, and how it is trained."""
 
     kind: str
-    shape: ModelShape
+    shape: DenseShape
     step: dict = field(default_factory=dict)
     changes: dict = field(default_factory=dict)
     config: dict = field(default_factory=dict)
@@ -174,8 +174,8 @@ def phases_and_axes():
 
 def test_a_counter_sees_what_is_issued_inside_and_nothing_else():
     (outer, inner), *_ = run_ranks(phases_and_axes, 4)
-    assert inner == {Key("gradients", "all_gather", ("z", "x")): Volume(1, 24)}
+    assert inner == {LedgerKey("gradients", "all_gather", ("z", "x")): Volume(1, 24)}
     assert outer == {
-        Key("forward", "all_gather", ("x",)): Volume(1, 24),
-        Key("forward", "all_gather", ("z", "x")): Volume(1, 24),
+        LedgerKey("forward", "all_gather", ("x",)): Volume(1, 24),
+        LedgerKey("forward", "all_gather", ("z", "x")): Volume(1, 24),
     }

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn.cli.main import main
 from hf_axonn.planner.model.catalog import FAMILIES, shape_from_config
-from hf_axonn.planner.model.stack import Block, Experts, LinearShape, UnshardedModule
+from hf_axonn.planner.model.shapes import BlockShape, ExpertsShape, LinearShape, UnshardedModule
 from hf_axonn.profiling.read_shape import built_shape, read_shape
 
 
@@ -55,7 +55,7 @@ def test_a_mixture_by_hand():
     shape = built_shape(config.to_dict())
     ((layer, count),) = shape.runs
     attention, experts = layer.parts
-    assert count == 3 and attention.query == 6 and isinstance(experts, Experts)
+    assert count == 3 and attention.query == 6 and isinstance(experts, ExpertsShape)
     assert (experts.number, experts.chosen, experts.weights) == (4, 2, (LinearShape(48, 48), LinearShape(48, 24)))
     assert layer.routed == 4 and not shape.features  # a router works on whole tokens
     linears = 2 * 48 * 48 + 2 * 48 * 24
@@ -71,7 +71,7 @@ def test_layers_that_differ_are_runs():
     shape = built_shape(AutoConfig.for_model("deepseek_v3", **sizes).to_dict())
     (dense, one), (sparse, two) = shape.runs
     assert (one, two, shape.depth) == (1, 2, 3) and shape.kinds[0] == (sparse, 2)
-    assert len(dense.parts) == 2 and [type(part) for part in sparse.parts] == [Block, Experts, Block]
+    assert len(dense.parts) == 2 and [type(part) for part in sparse.parts] == [BlockShape, ExpertsShape, BlockShape]
     latent = dense.parts[0]
     assert (latent.down, latent.rotary) == ((LinearShape(24, 48), LinearShape(16, 48)), 8)
     assert (latent.query_features, latent.value_features) == (6 * 16, 6 * 8)

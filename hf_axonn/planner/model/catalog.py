@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_axonn.planner.json_file import read_json
-from hf_axonn.planner.model.shapes import ModelShape
+from hf_axonn.planner.model.dense import DenseShape
 
 
 # layers, hidden, heads. Source: branch gordon-bell-perlmutter of axonn-ai/Megatron-AxoNN; 320b and 640b: recalled
@@ -94,10 +94,10 @@ ALIASES = {
 }
 
 
-def gpt(name: str) -> ModelShape:
+def gpt(name: str) -> DenseShape:
     """A GPT of the paper: MLP of four times the hidden size, LayerNorm, biases, embedding and head tied."""
     layers, hidden, heads = GPTS[name]
-    return ModelShape(
+    return DenseShape(
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -113,7 +113,7 @@ def gpt(name: str) -> ModelShape:
     )
 
 
-def load_shape(model: str) -> ModelShape:
+def load_shape(model: str) -> DenseShape:
     """The shape of a model.
 
     Args:
@@ -134,7 +134,7 @@ def load_shape(model: str) -> ModelShape:
     return read_json(path, "config", shape_from_config)
 
 
-def shape_from_config(config: dict[str, Any]) -> ModelShape:
+def shape_from_config(config: dict[str, Any]) -> DenseShape:
     """The shape of a config.json's contents.
 
     Raises:
@@ -173,7 +173,7 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     hidden, layers = size("hidden"), size("layers")
     traits["windows"] = _windows(config, kind, layers)
     traits["context"] = next((config[key] for key in ALIASES["positions"] if isinstance(config.get(key), int)), 0)
-    return ModelShape(
+    return DenseShape(
         layers=layers,
         hidden=hidden,
         heads=size("heads"),

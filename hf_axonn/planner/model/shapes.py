@@ -1,208 +1,353 @@
-"""A dense decoder in a few numbers, and a training step."""
+"""A decoder as the engine shards it (architectures/plan.py), in plain numbers: layers, and in them blocks and experts.
+
+ModelShape     runs of decoder layers that are alike, and what stands around them
+LayerShape     the parts of one decoder layer, its norms, and every parameter
+BlockShape     attention or MLP: column layers and the row layer that ends it; latent attention makes latents first
+ExpertsShape   the experts of a mixture
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
-from itertools import groupby
+from typing import NamedTuple
 
-from hf_axonn.planner.model.stack import Block, Layer, LinearShape, Stack, Table, Weight
-from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.weight_kind import WeightKind
 
 
-SMALLEST_PART = 1 / 64  # as gathered.SMALLEST_PART
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape(Stack):
-    """A decoder-only transformer, all layers alike: attention and an MLP.
-
-    Args:
-        layers, hidden, heads, intermediate, vocab: sizes of the full model.
-        kv_heads: key and value heads; None: as many as `heads`.
-        head_dim: width of a head; None: hidden / heads.
-        gated: whether the MLP multiplies two column layers (gate and up), or has one.
-        qkv_bias, out_bias, mlp_bias: biases of q, k, v; of o; of both kinds of MLP layers.
-        packed_qkv, packed_mlp: q, k, v are one Linear; gate and up are one Linear.
-        layer_norm: LayerNorm with weight and bias, else RMSNorm with a weight.
-        norms_per_layer: norms on the residual stream of one layer.
-        qk_norm: RMSNorms [head_dim] of each query and key head.
-        positions: rows of a learned position embedding [positions, hidden]; 0 for none.
-        offset_positions: whether the class of the embedding shifts its positions, so that it is not a plain one.
-        windows: of each layer, tokens that its attention looks back over at most; 0: all before. Empty: all 0.
-        drops: whether features are dropped after the MLP (their mask is saved, so recomputation goes to the end).
-        tied, head_bias, ends_full, context: as in `Stack`.
-    Raises:
-        ValueError: a size is below 1, kv_heads does not divide heads, or windows are not as many as layers.
-    """
-
-    runs: tuple[tuple[Layer, int], ...] = field(init=False, repr=False)
-    centered: bool = field(init=False, repr=False)
-    final: tuple[int, ...] = field(init=False, repr=False)
-    tables: tuple[Table, ...] = field(init=False, repr=False)
-    layers: int
-    heads: int
-    intermediate: int
-    kv_heads: int | None = None
-    head_dim: int | None = None
-    gated: bool = True
-    qkv_bias: bool = False
-    out_bias: bool = False
-    mlp_bias: bool = False
-    packed_qkv: bool = False
-    packed_mlp: bool = False
-    layer_norm: bool = False
-    norms_per_layer: int = 2
-    qk_norm: bool = False
-    positions: int = 0
-    offset_positions: bool = False
-    windows: tuple[int, ...] = ()
-    drops: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("layers", "hidden", "heads", "intermediate", "vocab", "kv", "width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, but a model has at least 1 of it.")
-        if self.heads % self.kv:
-            raise ValueError(f"{self.kv} kv heads do not divide {self.heads} query heads: use a divisor.")
-        if self.windows and len(self.windows) != self.layers:
-            raise ValueError(f"{len(self.windows)} windows are not those of {self.layers} layers.")
-        # The fields of Stack that follow from these numbers. The class is frozen, and each needs those before it.
-        object.__setattr__(self, "centered", self.layer_norm)
-        object.__setattr__(self, "final", (self.hidden,) * (2 if self.layer_norm else 1))
-        windows = groupby(self.windows or (0,) * self.layers)
-        object.__setattr__(self, "runs", tuple((self._layer(window), len(list(run))) for window, run in windows))
-        object.__setattr__(self, "tables", self._tables())
-
-    @property
-    def kv(self) -> int:
-        """Number of kv heads."""
-        return self.heads if self.kv_heads is None else self.kv_heads
-
-    @property
-    def width(self) -> int:
-        """Features of a head."""
-        return self.hidden // self.heads if self.head_dim is None else self.head_dim
-
-    def _tables(self) -> tuple[Table, ...]:
-        """Of positions: as the vocabulary if they are many, gathered if they are not few (parallel/install.py)."""
-        if not self.positions:
-            return ()
-        largest = max(weight.elements for weight in self.runs[0][0].weights)
-        small = self.positions * self.hidden < SMALLEST_PART * max(largest, self.vocab * self.hidden)
-        plain = not self.offset_positions and 4 * self.positions >= self.vocab
-        return (
-            Table(
-                WeightKind.VOCABULARY if plain else WeightKind.REPLICATED if small else WeightKind.GATHERED,
-                self.positions,
-            ),
-        )
-
-    @cached_property
-    def attention(self) -> Block:
-        """The attention block of a layer."""
-        query, kv = self.heads * self.width, self.kv * self.width
-        rows = [query + 2 * kv] if self.packed_qkv else [query, kv, kv]
-        return Block(
-            columns=tuple(LinearShape(size, self.hidden, self.qkv_bias) for size in rows),
-            segments=(("query", "kv", "kv"),) if self.packed_qkv else (("query",), ("kv",), ("kv",)),
-            row=LinearShape(self.hidden, query, self.out_bias),
-            query=self.heads,
-            kv=self.kv,
-        )
-
-    @cached_property
-    def mlp(self) -> Block:
-        """The MLP of a layer."""
-        count = 2 if self.gated else 1
-        packed = self.gated and self.packed_mlp
-        rows = [count * self.intermediate] if packed else [self.intermediate] * count
-        return Block(
-            columns=tuple(LinearShape(size, self.hidden, self.mlp_bias) for size in rows),
-            segments=(("own",) * count,) if packed else (("own",),) * count,
-            row=LinearShape(self.hidden, self.intermediate, self.mlp_bias),
-        )
-
-    def _layer(self, window: int) -> Layer:
-        """Any one of the layers with this window."""
-        blocks = (replace(self.attention, window=window), self.mlp)
-        replicated = [linear.rows for block in blocks for linear in block.linears if linear.bias]
-        replicated += self.norms_per_layer * list(self.final) + ([self.width] * 2 if self.qk_norm else [])
-        weights: list[Weight] = []
-        for block in blocks:
-            weights += [Weight(WeightKind.COLUMN, linear.rows, linear.cols) for linear in block.columns]
-            weights.append(Weight(WeightKind.ROW, block.row.rows, block.row.cols))
-        return Layer(
-            parts=blocks,
-            norms=self.norms_per_layer,
-            weights=tuple(weights),
-            replicated=tuple(replicated),
-            # Two norms stand before the blocks; where there are more, one comes after the MLP and saves its input.
-            ends=None if self.norms_per_layer > 2 or self.drops else 1,
-        )
-
-
-BLOCK = 64  # numbers of 4 bits that share a scale
-# What a frozen base may be -> bytes of a block of its layers' Linears: codes, and a scale of 4 bytes or of 1.
-BASES = {"full": 0, "4bit": 36, "4bit-double": 33}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One optimizer step, as one (data, z) position of the grid sees it.
-
-    Args:
-        rows, seq: samples of a micro-batch at one (data, z) position, and tokens a sample, padding included.
-        micro_batches: forward and backward passes before the optimizer steps.
-        compute_bytes: bytes an element of activations and gathered weights (2 for bf16).
-        param_bytes: bytes an element of parameters and of their gradients (4 for fp32 master weights).
-        residual_bytes: bytes an element of the residual stream (`residual_dtype`); None: those of parameters, as it
-            begins as the rows of the embedding.
-        reduce_bytes: bytes an element of `reduce_dtype`.
-        checkpointing: whether every layer runs again in backward (not reentrant, which is Transformers' default).
-        kept_layers: number of layers whose gathered weights are kept from forward to backward (`keep_gathered`).
-        keeps_recomputed: whether a layer that runs again keeps what it gathers then (`keep_gathered: recomputed`).
-        lora: rank of the adapters of every Linear of the layers, which alone are trained, in float32; 0: none, all of
-            the model is trained.
-        counted: whether the number of kept tokens is known beforehand (num_items_in_batch, as Trainer passes it).
-        block_bytes: of 64 numbers of the layers' Linears, where these are frozen in 4 bits (`BASES`); 0: they are as
-            other parameters.
-    """
+class LinearShape(NamedTuple):
+    """A Linear's weight [rows, cols] = [out_features, in_features], and whether it has a bias [rows]."""
 
     rows: int
-    seq: int
-    micro_batches: int = 1
-    compute_bytes: int = 2
-    param_bytes: int = 4
-    reduce_bytes: int = 4
-    residual_bytes: int | None = None
-    checkpointing: bool = False
-    kept_layers: int = 0
-    keeps_recomputed: bool = True
-    lora: int = 0
-    counted: bool = False
-    block_bytes: int = 0
+    cols: int
+    bias: bool = False
 
-    def stored(self, elements: int) -> int:
-        """Bytes of so many numbers of the layers' Linears."""
-        return elements * self.block_bytes // BLOCK if self.block_bytes else elements * self.param_bytes
 
-    def gathered(self, elements: int) -> int:
-        """Bytes that they travel in."""
-        return elements * self.block_bytes // BLOCK if self.block_bytes else elements * self.compute_bytes
+@dataclass(frozen=True, kw_only=True)
+class BlockShape:
+    """Attention or MLP.
+
+    Args:
+        columns, segments: its projections (queries first), and what the output of each consists of
+            (topology/heads.py).
+        row: the projection that ends it.
+        query, kv: numbers of heads; 0 for an MLP.
+        head_norms: norms over all features of a projection: which of `columns`, and whether it is a LayerNorm.
+        down: latent attention: the Linears that make latents of full activations.
+        rotary: latent attention: features of a latent that go to every head.
+        window: tokens that attention looks back over at most (sliding window); 0: all before.
+    """
+
+    columns: tuple[LinearShape, ...]
+    segments: tuple[tuple[str, ...], ...]
+    row: LinearShape
+    query: int = 0
+    kv: int = 0
+    head_norms: tuple[tuple[int, bool], ...] = ()
+    down: tuple[LinearShape, ...] = ()
+    rotary: int = 0
+    window: int = 0
+
+    def keys(self, seq: float) -> float:
+        """Keys that a query of a sequence attends to, in the mean, under a causal mask."""
+        if not self.window or self.window >= seq:
+            return seq / 2
+        return self.window - self.window**2 / (2 * seq)
 
     @property
-    def stream_bytes(self) -> int:
-        """Bytes an element of the residual stream."""
-        return self.param_bytes if self.residual_bytes is None else self.residual_bytes
+    def gated(self) -> bool:
+        """Whether an MLP multiplies two column layers (gate and up), or has one."""
+        return sum(linear.rows for linear in self.columns) == 2 * self.row.cols
 
     @property
-    def tokens(self) -> int:
-        """Tokens of a micro-batch at one (data, z) position."""
-        return self.rows * self.seq
+    def packed(self) -> bool:
+        """Whether one Linear makes several things."""
+        return any(len(segments) > 1 for segments in self.segments)
 
-    def padded(self, grid: Grid) -> int:
-        """Tokens after padding to a multiple of x * y."""
-        parts = grid.x * grid.y
-        return -(-self.tokens // parts) * parts
+    @property
+    def value_features(self) -> int:
+        """Features that attention hands to its row layer, of all query heads."""
+        return self.row.cols
+
+    @cached_property
+    def query_features(self) -> int:
+        """Features of all query heads."""
+        return self.row.cols if self.packed else self.columns[0].rows
+
+    @cached_property
+    def kv_features(self) -> int:
+        """Features of all keys and values, each kv head once."""
+        return (self.query_features + self.value_features) // self.query * self.kv
+
+    @property
+    def linears(self) -> tuple[LinearShape, ...]:
+        """All its Linears."""
+        return (*self.down, *self.columns, self.row)
+
+    def groups(self) -> list[tuple[WeightKind, tuple[LinearShape, ...]]]:
+        """(kind, Linears) of each product: the columns share one, but each of those of latents has its own."""
+        columns = [(linear,) for linear in self.columns] if self.down else [self.columns]
+        found = [(WeightKind.LINEAR, (linear,)) for linear in self.down]
+        return [*found, *((WeightKind.COLUMN, linears) for linears in columns), (WeightKind.ROW, (self.row,))]
+
+    def flops(self) -> int:
+        """Multiplications and additions a token that its weights ask for."""
+        return 2 * sum(linear.rows * linear.cols for linear in self.linears)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsShape:
+    """The experts of one layer (layers/moe.py).
+
+    Args:
+        number: E, of the full model.
+        chosen: experts that work on a token.
+        weights: [A, B] of each parameter [E, A, B].
+        routing: dtype of the weights of the choices: wide (float32) or compute.
+        sorted: whether they are handed all tokens, one expert after another (Llama 4).
+    """
+
+    number: int
+    chosen: int
+    weights: tuple[LinearShape, ...]
+    routing: str = "wide"
+    sorted: bool = False
+
+    def groups(self) -> list[tuple[WeightKind, tuple[LinearShape, ...]]]:
+        """As of `BlockShape`: they are gathered together."""
+        return [(WeightKind.EXPERTS, self.weights)]
+
+    def flops(self) -> int:
+        """Multiplications and additions a token that its weights ask for: those of the chosen experts."""
+        return 2 * self.chosen * sum(weight.rows * weight.cols for weight in self.weights)
+
+
+class LinearCall(NamedTuple):
+    """A Linear on its own, called once.
+
+    Args:
+        linear: its shape.
+        inputs: how many it gets for each token.
+        narrow: whether autocast has narrowed them before, else they come in the dtype of parameters.
+        backward: whether the output takes part in backward, and whether the input does.
+    """
+
+    linear: LinearShape
+    inputs: Fraction = Fraction(1)
+    narrow: bool = False
+    backward: tuple[bool, bool] = (True, True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnshardedModule:
+    """A module whose activations are full: the same on every rank of (x, y).
+
+    Args:
+        calls: its Linears in the order in which they are called.
+        taken: full tensors that are gathered from the ranks' tokens for it; 0 where activations are full anyway.
+        narrow: whether its output is in the compute dtype, else in that of parameters.
+    """
+
+    calls: tuple[LinearCall, ...]
+    taken: int = 1
+    narrow: bool = True
+
+    def groups(self) -> list[tuple[WeightKind, tuple[LinearShape, ...]]]:
+        """As of `BlockShape`."""
+        return [(WeightKind.LINEAR, (call.linear,)) for call in self.calls]
+
+    def flops(self) -> int:
+        """Multiplications and additions a token that its weights ask for."""
+        return int(2 * sum(call.inputs * call.linear.rows * call.linear.cols for call in self.calls))
+
+
+class WeightShape(NamedTuple):
+    """A sharded parameter [rows, cols] and its kind; `experts`: the first dim of one that is [experts, rows, cols]."""
+
+    kind: WeightKind
+    rows: int
+    cols: int
+    experts: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Of the full parameter."""
+        return self.experts * self.rows * self.cols
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """One decoder layer.
+
+    Args:
+        parts: in the order in which they run.
+        norms: norms on the residual stream.
+        weights: every parameter that is sharded, in the order of the model.
+        replicated: elements of every other parameter, in the order of the model.
+        gathered: (rows, cols, whether ranks do different work with them) of parameters that are full while their
+            module runs (layers/gathered.py): large routers and kernels.
+        routed: features that routers make of a token, all together.
+        ends: index of the part after which nothing is saved for backward, so that a recomputation stops at its last
+            product; None where there is no such part, as where a norm follows the last one.
+    """
+
+    parts: tuple[BlockShape | ExpertsShape | UnshardedModule, ...]
+    norms: int
+    weights: tuple[WeightShape, ...]
+    replicated: tuple[int, ...]
+    gathered: tuple[tuple[int, int, bool], ...] = ()
+    routed: int = 0
+    ends: int | None = None
+
+    @cached_property
+    def blocks(self) -> tuple[BlockShape, ...]:
+        """Its attention and MLP blocks."""
+        return tuple(part for part in self.parts if isinstance(part, BlockShape))
+
+
+class TableShape(NamedTuple):
+    """An embedding beside that of tokens, of positions or types: its kind (vocabulary, gathered, replicated), its
+    rows, and whether all rows of the batch share what is looked up."""
+
+    kind: WeightKind
+    rows: int
+    shared: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A decoder-only model: `runs` of decoder layers that are alike, and what is around them.
+
+    Args:
+        runs: (layer, how many) in the order of the model
+        hidden, vocab: features of the residual stream, rows of the embedding
+        tied, head_bias: whether embedding and head are one weight; whether the head has a bias
+        centered, final: whether norms take off the mean (LayerNorm); elements of each parameter of the last one
+        tables: other embeddings [rows, hidden]
+        features: whether the residual stream takes the feature layout where y > 1
+        ends_full: whether the last layer hands on full activations, where the code after it is not known to work
+            token by token (architectures/plan.py); ends_narrow: in the compute dtype then, not that of parameters
+        loose: whether activations are full everywhere, Linear by Linear
+        outside: what runs after the layers, once
+        idle: elements of each parameter that is sharded and gets no gradient
+        begins, ends: whether it has the embeddings; whether it has the last norm, head and loss. What a rank of a
+            pipeline has is a ModelShape of its own (planner/stages.py)
+        context: tokens of a sequence that the config allows; 0: not said
+        notes: what a plan leaves out or only estimates, for its reader
+    """
+
+    runs: tuple[tuple[LayerShape, int], ...]
+    hidden: int
+    vocab: int
+    tied: bool = False
+    head_bias: bool = False
+    centered: bool = False
+    final: tuple[int, ...]
+    tables: tuple[TableShape, ...] = ()
+    features: bool = True
+    ends_full: bool = False
+    ends_narrow: bool = False
+    loose: bool = False
+    outside: LayerShape | None = None
+    idle: tuple[int, ...] = ()
+    begins: bool = True
+    ends: bool = True
+    context: int = 0
+    notes: tuple[str, ...] = ()
+
+    # A planner asks a thousand times.
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[LayerShape, int], ...]:
+        """(layer, how many) of every kind of layer, the most frequent first."""
+        found: Counter[LayerShape] = Counter()
+        for layer, count in self.runs:
+            found[layer] += count
+        return tuple(found.most_common())
+
+    @cached_property
+    def depth(self) -> int:
+        """Number of decoder layers."""
+        return sum(count for _, count in self.runs)
+
+    @cached_property
+    def everything(self) -> tuple[tuple[LayerShape, int], ...]:
+        """`runs`, and what is outside of them."""
+        return self.runs if self.outside is None else (*self.runs, (self.outside, 1))
+
+    @cached_property
+    def replicated(self) -> list[int]:
+        """Elements of every parameter that all ranks hold in full, in the order of the model."""
+        found = [table.rows * self.hidden for table in self.tables if table.kind == WeightKind.REPLICATED]
+        found = found if self.begins else []
+        for layer, count in self.everything:
+            found += count * layer.replicated
+        return [*found, *self.final, *([self.vocab] if self.head_bias else [])] if self.ends else found
+
+    @cached_property
+    def weights(self) -> list[WeightShape]:
+        """Every parameter that is sharded, in the order of the model."""
+        vocabulary = WeightShape(WeightKind.VOCABULARY, self.vocab, self.hidden)
+        found = [vocabulary]
+        found += [
+            WeightShape(table.kind, table.rows, self.hidden)
+            for table in self.tables
+            if table.kind != WeightKind.REPLICATED
+        ]
+        found = found if self.begins else []
+        for layer, count in self.everything:
+            found += count * layer.weights
+        return [*found, vocabulary] if self.has_head else found
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it has a weight for the head, beside that of the embedding."""
+        return self.ends and not (self.tied and self.begins)
+
+    def parameters(self) -> int:
+        """Elements of all parameters; tied ones once."""
+        return sum(weight.elements for weight in self.weights) + sum(self.replicated) + sum(self.idle)
+
+    def adapters(self, rank: int) -> list[int]:
+        """Elements of each of LoRA's A [rank, K] and B [N, rank] of every Linear of the layers' blocks."""
+        found = []
+        for layer, count in self.everything:
+            linears = [linear for block in layer.blocks for linear in block.linears]
+            found += count * [size for linear in linears for size in (rank * linear.cols, linear.rows * rank)]
+        return found
+
+    def flops(self, seq: int) -> int:
+        """Multiplications and additions a token of one forward pass of all decoder layers, attention in full
+        squares: twice what a causal mask leaves, and of a sliding window twice what it leaves."""
+        return self.weight_flops + self.attention_flops(seq)
+
+    @cached_property
+    def weight_flops(self) -> int:
+        """Those of products with weights."""
+        return sum(
+            count * (sum(part.flops() for part in layer.parts) + 2 * layer.routed * self.hidden)
+            for layer, count in self.everything
+        )
+
+    def attention_flops(self, seq: float) -> int:
+        """Those of attention."""
+        return sum(
+            count * round(4 * block.keys(seq) * (block.query_features + block.value_features))
+            for layer, count in self.everything
+            for block in layer.blocks
+            if block.query
+        )
+
+    def model_flops(self, seq: float, trained: float = 1) -> float:
+        """FLOP a token of a step that the model asks for, embedding rows and what runs again not counted: 6 a weight,
+        or 4 where it is not trained, and full squares of attention.
+
+        Source: PaLM (arXiv 2204.02311), appendix B.
+
+        Args:
+            seq: tokens of a sequence.
+            trained: share of the weights that are trained.
+        """
+        return (2 + trained) * (self.weight_flops + 2 * self.vocab * self.hidden) + 3 * self.attention_flops(seq)

@@ -21,8 +21,16 @@ from typing import NamedTuple
 
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.memory import ORIGIN
-from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, LinearShape, Stack, UnshardedModule
+from hf_axonn.planner.model.dense import Step
+from hf_axonn.planner.model.shapes import (
+    BlockShape,
+    ExpertsShape,
+    LayerShape,
+    LinearCall,
+    LinearShape,
+    ModelShape,
+    UnshardedModule,
+)
 from hf_axonn.planner.traffic.shares import heads_repeat, shard_shape
 from hf_axonn.topology.grid import Grid, ceil_div
 from hf_axonn.topology.weight_kind import WeightKind
@@ -94,7 +102,7 @@ class Compute:
 
     def __init__(
         self,
-        shape: Stack,
+        shape: ModelShape,
         machine: Machine,
         grid: Grid,
         step: Step,
@@ -107,12 +115,12 @@ class Compute:
         self.shape, self.machine, self.grid, self.step = shape, machine, grid, step
         self.stream_share = 1.0 if shape.loose else (1 if ours else grid.x) / (grid.x * grid.y)
 
-    def groups(self, layer: Layer) -> list[Group]:
+    def groups(self, layer: LayerShape) -> list[Group]:
         """The groups of a decoder layer in their order: q, k, v; o; up (and gate); down; or experts in one."""
         found: list[Group] = []
         blocks = max(1, len(layer.blocks))
         for part in layer.parts:
-            if isinstance(part, Experts):
+            if isinstance(part, ExpertsShape):
                 found.append(self.experts(part))
                 continue
             if isinstance(part, UnshardedModule):
@@ -144,7 +152,7 @@ class Compute:
                     found.append(Group(*products, *self.activation(part.row.cols, 5 if part.gated else 2)))
         return found
 
-    def alone(self, call: Call) -> Group:
+    def alone(self, call: LinearCall) -> Group:
         """A Linear on its own, and what its module does with its output, which all ranks of (x, y) repeat: taken to
         read and write it twice."""
         linear, tokens = call.linear, float(call.inputs) * self.step.tokens
@@ -153,7 +161,7 @@ class Compute:
         products = _sums(self._products(inner, outer, tokens), self._dequantized(WeightKind.LINEAR, [linear]))
         return Group(*products, seconds, 2 * seconds)
 
-    def experts(self, experts: Experts) -> Group:
+    def experts(self, experts: ExpertsShape) -> Group:
         """The experts of this rank, on as many tokens each as come to it if they spread evenly."""
         step, machine = self.step, self.machine
         own = ceil_div(experts.number, self.grid.x * self.grid.y)
@@ -175,7 +183,7 @@ class Compute:
         rest = self.moved(moved, 10)
         return Group(forward, input_gradient, weight_gradient, rest, 2 * rest)
 
-    def router(self, layer: Layer) -> tuple[float, float]:
+    def router(self, layer: LayerShape) -> tuple[float, float]:
         """Routers on this rank's own tokens: forward, backward."""
         if not layer.routed:
             return 0.0, 0.0
@@ -225,7 +233,7 @@ class Compute:
         machine = self.machine
         return max(kernels * machine.kernel, bytes_moved / (machine.memory_fraction * machine.memory_bandwidth))
 
-    def attention(self, block: Block, repeat: int) -> tuple[float, float]:
+    def attention(self, block: BlockShape, repeat: int) -> tuple[float, float]:
         """Rotation of q and k, and attention itself: forward, backward. `repeat`: ranks that do the same."""
         query, value, keys = block.query_features, block.value_features, block.kv_features / 2
         tokens = self.step.tokens * repeat / (self.grid.x * self.grid.y)

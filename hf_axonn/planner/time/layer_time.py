@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hf_axonn.planner.model.stack import Layer
+from hf_axonn.planner.model.shapes import LayerShape
 from hf_axonn.planner.time.compute import Compute
 from hf_axonn.planner.time.exposed import Overlaps, exposed
 from hf_axonn.planner.time.links import Links
@@ -26,7 +26,9 @@ class LayerTime(NamedTuple):
     hidden: float
 
 
-def layer_time(layer: Layer, travels: LayerTraffic, compute: Compute, overlaps: Overlaps, links: Links) -> LayerTime:
+def layer_time(
+    layer: LayerShape, travels: LayerTraffic, compute: Compute, overlaps: Overlaps, links: Links
+) -> LayerTime:
     """The seconds of a layer.
 
     Args:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.time.paper import strides
-from hf_axonn.planner.traffic.ledger import Key, Ledger, Volume
+from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey, Volume
 from hf_axonn.topology.axis_order import ORDER, check_order
 from hf_axonn.topology.grid import Grid
 
@@ -131,7 +131,7 @@ class Links:
         sent = payload if kind == "broadcast" else (p - 1) * payload
         return latency + cost * sent / ring.bandwidth
 
-    def of(self, key: Key, volume: Volume) -> float:
+    def of(self, key: LedgerKey, volume: Volume) -> float:
         """Seconds of an entry of a ledger."""
         return self.seconds(key.kind, key.axes, float(volume.payload), volume.calls)
 

@@ -25,8 +25,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hf_axonn.planner.machine import Machine
+from hf_axonn.planner.model.dense import DenseShape
 from hf_axonn.planner.model.shapes import ModelShape
-from hf_axonn.planner.model.stack import Stack
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid
 
@@ -83,13 +83,13 @@ def layer_times(layer: Layer, tokens: float, grid: Grid, beta: dict[str, float],
     )
 
 
-def decoder_layers(shape: Stack) -> list[Layer]:
+def decoder_layers(shape: ModelShape) -> list[Layer]:
     """A decoder layer as AxoNN shards it: q, k, v in one; o, transposed; up (and gate); down, transposed.
 
     Raises:
         ValueError: layers differ, or are not one attention and one MLP.
     """
-    if not isinstance(shape, ModelShape):
+    if not isinstance(shape, DenseShape):
         raise ValueError(
             "the paper's equations are of layers that are alike, of one attention and one MLP; this model has others: "
             "plan with the schedule hf_axonn."
@@ -102,7 +102,7 @@ def decoder_layers(shape: Stack) -> list[Layer]:
 
 
 def network_time(
-    shape: Stack, machine: Machine, grid: Grid, batch_tokens: int, *, counting: str = "equations"
+    shape: ModelShape, machine: Machine, grid: Grid, batch_tokens: int, *, counting: str = "equations"
 ) -> float:
     """Equation (6): seconds of communication of all decoder layers in one step.
 
@@ -131,7 +131,7 @@ def network_time(
 
 
 def rank_grids(
-    shape: Stack,
+    shape: ModelShape,
     machine: Machine,
     grids: list[Grid],
     batch_tokens: int,

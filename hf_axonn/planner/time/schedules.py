@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import Block, Experts, Layer, Stack
+from hf_axonn.planner.model.dense import Step
+from hf_axonn.planner.model.shapes import BlockShape, ExpertsShape, LayerShape, ModelShape
 from hf_axonn.planner.time.links import Links
 from hf_axonn.planner.time.paper import decoder_layers
 from hf_axonn.planner.traffic.ledger import Ledger
@@ -88,7 +88,7 @@ class Traffic:
         checkpointing: whether layers run again.
     """
 
-    layers: tuple[tuple[Layer, LayerTraffic, int], ...]
+    layers: tuple[tuple[LayerShape, LayerTraffic, int], ...]
     rest: Ledger
     gradients: Ledger
     checkpointing: bool
@@ -119,7 +119,7 @@ class Traffic:
         return {axes: seconds for axes, seconds in found.items() if seconds}
 
 
-def of_engine(shape: Stack, grid: Grid, step: Step, layout: str) -> Traffic:
+def of_engine(shape: ModelShape, grid: Grid, step: Step, layout: str) -> Traffic:
     """The engine's own collectives, see planner/traffic/volumes.py."""
     account = Account(shape, grid, step, layout)
     kept, layers = step.kept_layers, []
@@ -136,7 +136,7 @@ def of_engine(shape: Stack, grid: Grid, step: Step, layout: str) -> Traffic:
     return Traffic(tuple(layers), rest, account.gradients(), step.checkpointing)
 
 
-def layer_of_engine(account: Account, layer: Layer, *, kept: bool) -> LayerTraffic:
+def layer_of_engine(account: Account, layer: LayerShape, *, kept: bool) -> LayerTraffic:
     """What the engine sends for one decoder layer and micro-batch. `kept`: as of `LayerTraffic`."""
     step, grid = account.step, account.grid
     ledger = account.layer(layer)
@@ -151,13 +151,13 @@ def layer_of_engine(account: Account, layer: Layer, *, kept: bool) -> LayerTraff
             ledger.add("backward", "reduce_scatter", (axis,), -payload, -1)
 
     for part in layer.parts:
-        if isinstance(part, Experts):
+        if isinstance(part, ExpertsShape):
             of_experts.add(len(elements))
             once.append(len(elements))
             elements.append(account.of_experts(part))
             hidden.append(None)
             continue
-        of_columns, of_row = account.beside_weight_gradients(part) if isinstance(part, Block) else (0, 0)
+        of_columns, of_row = account.beside_weight_gradients(part) if isinstance(part, BlockShape) else (0, 0)
         for kind, linears in part.groups():
             elements.append(account.travels(kind, linears))
             payloads = {WeightKind.ROW: of_row, WeightKind.COLUMN: of_columns}
@@ -175,7 +175,7 @@ def layer_of_engine(account: Account, layer: Layer, *, kept: bool) -> LayerTraff
     return LayerTraffic(gathers, reduces, True, ledger, hidden, tuple(once), kept)
 
 
-def of_axonn(shape: Stack, grid: Grid, step: Step) -> Traffic:
+def of_axonn(shape: ModelShape, grid: Grid, step: Step) -> Traffic:
     """Equations (1) to (5): all-reduces after every product, bf16 over z, fp32 over data.
 
     Under checkpointing forward all-reduces run again; the weights that were gathered for the recomputation serve

@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import Block, Call, Experts, Layer, LinearShape, Stack, UnshardedModule
-from hf_axonn.planner.traffic.ledger import Key, Ledger
+from hf_axonn.planner.model.dense import Step
+from hf_axonn.planner.model.shapes import (
+    BlockShape,
+    ExpertsShape,
+    LayerShape,
+    LinearCall,
+    LinearShape,
+    ModelShape,
+    UnshardedModule,
+)
+from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey
 from hf_axonn.planner.traffic.shares import own_experts, shard_shape
 from hf_axonn.topology.grid import Grid, GridPosition, ceil_div
 from hf_axonn.topology.heads import Heads, exchanged_features, is_own_slice
@@ -23,7 +31,7 @@ INDEX_BYTES = 8  # of the number of an expert
 class LayerAccount:
     """The sizes that all entries share, and the collectives of a layer. Arguments as `volumes.volumes`."""
 
-    def __init__(self, shape: Stack, grid: Grid, step: Step, layout: str, rank: int = 0) -> None:
+    def __init__(self, shape: ModelShape, grid: Grid, step: Step, layout: str, rank: int = 0) -> None:
         if layout not in RESIDUAL_LAYOUTS:
             raise ValueError(
                 f"layout is {layout!r}, but the residual stream is divided by {' or by '.join(RESIDUAL_LAYOUTS)}."
@@ -38,7 +46,7 @@ class LayerAccount:
         # Statistics and the loss are at least float32; gradients are reduced in the wider of their and reduce_dtype.
         self.wide = max(step.compute_bytes, 4)
 
-    def layer(self, layer: Layer, *, kept: bool = False, once: bool = False) -> Ledger:
+    def layer(self, layer: LayerShape, *, kept: bool = False, once: bool = False) -> Ledger:
         """One decoder layer, forward and backward. `kept`: its gathered weights live until backward is done. `once`:
         it does not run again under checkpointing."""
         first, again = Ledger(self.grid), Ledger(self.grid)  # what runs once; what checkpointing runs again
@@ -48,7 +56,7 @@ class LayerAccount:
         for index, part in enumerate(layer.parts):
             # Adapters come after the product of their Linear, so that all of it runs again.
             last = first if index == layer.ends and not self.step.lora else again
-            if isinstance(part, Experts):
+            if isinstance(part, ExpertsShape):
                 self.experts(again, last, part)
             elif isinstance(part, UnshardedModule):
                 self.unsharded(again, last, part)
@@ -66,12 +74,12 @@ class LayerAccount:
                     total.add(key.phase, key.kind, key.axes, -volume.payload, -volume.calls)
             else:
                 for part in layer.parts:
-                    if isinstance(part, Experts):
+                    if isinstance(part, ExpertsShape):
                         self.gathers(
                             total, "backward", -self.of_experts(part) * self.step.compute_bytes, -len(part.weights)
                         )
         if kept:
-            total.entries.pop(Key("backward", "all_gather", ("z",)), None)
+            total.entries.pop(LedgerKey("backward", "all_gather", ("z",)), None)
         return total
 
     def both(
@@ -82,7 +90,7 @@ class LayerAccount:
             if kind is not None:
                 into.add(phase, kind, over, elements * self.step.compute_bytes)
 
-    def block(self, ledger: Ledger, last: Ledger, block: Block) -> None:
+    def block(self, ledger: Ledger, last: Ledger, block: BlockShape) -> None:
         """An attention block or an MLP. What follows its last matmul goes to `last`: a recomputation stops there."""
         grid, both = self.grid, self.both
         heads = Heads.divide(block.query, block.kv, self.place) if block.query else None
@@ -129,7 +137,7 @@ class LayerAccount:
         if not self.by_features:
             both(last, "all_to_all", "all_to_all", ("y",), stream)
 
-    def latents(self, ledger: Ledger, block: Block, axes: tuple[str, ...]) -> None:
+    def latents(self, ledger: Ledger, block: BlockShape, axes: tuple[str, ...]) -> None:
         """Latent attention up to its columns: full activations, Linears on their own, full latents
         (layers/latent_attention.py)."""
         grid, both = self.grid, self.both
@@ -164,7 +172,7 @@ class LayerAccount:
             ends = last if index == len(module.calls) - 1 else ledger
             self.call(ledger, ends, call)
 
-    def call(self, ledger: Ledger, last: Ledger, call: Call) -> None:
+    def call(self, ledger: Ledger, last: Ledger, call: LinearCall) -> None:
         """A Linear on its own. What follows its product goes to `last`."""
         linear, inputs = call.linear, int(self.tokens * call.inputs)
         output, input_ = call.backward
@@ -178,7 +186,7 @@ class LayerAccount:
             self.full_input(ledger, inputs * ceil_div(linear.cols, self.grid.y) * size)
         self.full_output(last, inputs * ceil_div(linear.rows, self.grid.x))
 
-    def experts(self, ledger: Ledger, last: Ledger, experts: Experts) -> None:
+    def experts(self, ledger: Ledger, last: Ledger, experts: ExpertsShape) -> None:
         """The experts of a layer. What follows their work goes to `last`."""
         step, parts = self.step, self.grid.x * self.grid.y
         each = self.of_experts(experts)
@@ -224,11 +232,11 @@ class LayerAccount:
                 ledger.add("backward", "reduce_scatter", (axis,), block)
             block *= getattr(self.grid, axis)
 
-    def routing(self, experts: Experts) -> int:
+    def routing(self, experts: ExpertsShape) -> int:
         """Bytes of the weight of a choice."""
         return self.step.compute_bytes if experts.routing == "compute" else self.wide
 
-    def of_experts(self, experts: Experts) -> int:
+    def of_experts(self, experts: ExpertsShape) -> int:
         """Elements of one rank's shards of all experts' weights, padded over z."""
         own = own_experts(experts.number, self.grid, self.here)
         return sum(own * rows * ceil_div(cols, self.grid.z) for rows, cols, _ in experts.weights)
@@ -250,7 +258,7 @@ class LayerAccount:
             self.gathers(ledger, phase, self.step.gathered(elements), 1)
         self.reduces(ledger, elements, self.step.compute_bytes)
 
-    def adapters(self, ledger: Ledger, block: Block, axes: tuple[str, ...]) -> None:
+    def adapters(self, ledger: Ledger, block: BlockShape, axes: tuple[str, ...]) -> None:
         """LoRA on the Linears of a block (parallel/adapters/lora.py): sums of [T, rank]. Of latents: not counted."""
         if not self.step.lora or block.down:
             return
@@ -262,7 +270,7 @@ class LayerAccount:
         ledger.add("forward", "all_reduce", axes, payload)
         ledger.add("backward", "all_reduce", ("x", "y"), payload)
 
-    def beside_weight_gradients(self, block: Block) -> list[int]:
+    def beside_weight_gradients(self, block: BlockShape) -> list[int]:
         """Payloads of the reduce-scatters that run while the weight gradients of a block's two groups are computed.
 
         Over x of its columns, over y of its row; 0 where there is none: where the backward of a row layer is an

@@ -43,7 +43,7 @@ def sent_bytes(kind: str, ranks: int, payload: int | Fraction) -> Fraction:
     return factor * payload
 
 
-class Key(NamedTuple):
+class LedgerKey(NamedTuple):
     """What an entry is for: when (PHASES), which collective (KINDS), and along which axes its ranks differ."""
 
     phase: str
@@ -59,7 +59,7 @@ class Volume(NamedTuple):
 
 
 class Ledger:
-    """The collectives of one rank on a grid, added up by `Key`.
+    """The collectives of one rank on a grid, added up by `LedgerKey`.
 
     `axes` of a key are those longer than 1, in the order of AXES: a group of all ranks on data=2, x=2 is
     ("data", "x"), as is any other group of the same ranks. What has one rank costs nothing and is not entered.
@@ -67,13 +67,13 @@ class Ledger:
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
-        self.entries: dict[Key, Volume] = {}
+        self.entries: dict[LedgerKey, Volume] = {}
 
     def add(self, phase: str, kind: str, axes: Collection[str], payload: int | Fraction, calls: int = 1) -> None:
         """Enter `calls` collectives whose payloads are `payload` bytes in all."""
         axes = tuple([axis for axis in AXES if axis in axes and getattr(self.grid, axis) > 1])
         if axes and calls:
-            key = Key(phase, kind, axes)
+            key = LedgerKey(phase, kind, axes)
             before = self.entries.get(key, Volume(0, 0))
             self.entries[key] = Volume(before.calls + calls, before.payload + payload)
 
@@ -91,7 +91,7 @@ class Ledger:
 
     def chosen(
         self, *, phase: str | None = None, kind: str | None = None, axes: tuple[str, ...] | None = None
-    ) -> Iterator[tuple[Key, Volume]]:
+    ) -> Iterator[tuple[LedgerKey, Volume]]:
         """The entries that match all that is given."""
         for key, volume in self.entries.items():
             if phase in (None, key.phase) and kind in (None, key.kind) and axes in (None, key.axes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from math import prod
 
-from hf_axonn.planner.model.stack import Block, LinearShape, Weight
+from hf_axonn.planner.model.shapes import BlockShape, LinearShape, WeightShape
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.local_slices import slices_at
 from hf_axonn.topology.weight_kind import SHARDED_DIMS, WeightKind
@@ -31,14 +31,14 @@ def own_experts(number: int, grid: Grid, here: dict[str, int]) -> int:
     return _local_shape(WeightKind.EXPERTS, (number,), (grid.y, grid.x), (here["y"], here["x"]))[0]
 
 
-def own_elements(weight: Weight, grid: Grid, here: dict[str, int]) -> int:
+def own_elements(weight: WeightShape, grid: Grid, here: dict[str, int]) -> int:
     """Elements of a parameter on the rank at `here`."""
     experts = (weight.experts,) if weight.kind == WeightKind.EXPERTS else ()
     sizes, coordinates = (grid.y, grid.x, grid.z), (here["y"], here["x"], here["z"])
     return prod(_local_shape(weight.kind, (*experts, weight.rows, weight.cols), sizes, coordinates))
 
 
-def heads_repeat(block: Block, grid: Grid) -> int:
+def heads_repeat(block: BlockShape, grid: Grid) -> int:
     """Ranks that compute the same attention because the heads do not divide, see topology/heads.py."""
     if block.query % (grid.x * grid.y) == 0:
         return 1

@@ -12,8 +12,8 @@ Legend: T = tokens of a (data, z) position padded to a multiple of x * y; H = hi
 
 from __future__ import annotations
 
-from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import LinearShape, Stack
+from hf_axonn.planner.model.dense import Step
+from hf_axonn.planner.model.shapes import LinearShape, ModelShape
 from hf_axonn.planner.traffic.layer_volumes import LayerAccount
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.shares import own_elements
@@ -25,7 +25,7 @@ CHUNK_LOGITS = 2**26  # as loss.CHUNK_LOGITS
 BUCKET_BYTES = 32 * 2**20  # as gradients.BUCKET_BYTES
 
 
-def volumes(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", rank: int = 0) -> Ledger:
+def volumes(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", rank: int = 0) -> Ledger:
     """The collectives of one optimizer step.
 
     Args:
@@ -53,7 +53,7 @@ def volumes(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", rank
     return total
 
 
-def layer_volumes(shape: Stack, grid: Grid, step: Step, *, layout: str = "token", rank: int = 0) -> Ledger:
+def layer_volumes(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", rank: int = 0) -> Ledger:
     """The collectives of one decoder layer (the most frequent) and one micro-batch, forward and backward. Arguments as
     `volumes`."""
     return Account(shape, grid, step, layout, rank).layer(shape.kinds[0][0])

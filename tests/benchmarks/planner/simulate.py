@@ -47,8 +47,8 @@ from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.layers.moe import Experts
 from hf_axonn.planner.memory import memory
 from hf_axonn.planner.model.catalog import GPT_POSITIONS, GPT_VOCAB, GPTS
-from hf_axonn.planner.model.shapes import Step
-from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.model.dense import Step
+from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.predict import layout_of
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.volumes import volumes
@@ -79,7 +79,7 @@ class Case:
     lora: int = 0
 
     @cached_property
-    def shape(self) -> Stack:
+    def shape(self) -> ModelShape:
         """The model as the planner reads its config."""
         return shape_of(self.config.to_dict())
 

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid, __version__, parallelize
 from hf_axonn.distributed.mesh import grid_mesh
-from hf_axonn.planner.model.stack import Stack
+from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.predict import layout_of
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.volumes import volumes
@@ -53,7 +53,7 @@ class Found:
     why: str = ""
 
 
-def shape_of(config: transformers.PreTrainedConfig) -> Stack:
+def shape_of(config: transformers.PreTrainedConfig) -> ModelShape:
     """The planner's shape of a config's model."""
     with torch.device("meta"):
         return found_shape(AutoModelForCausalLM.from_config(config))
@@ -72,7 +72,7 @@ def counted(config: transformers.PreTrainedConfig, grid: Grid, *, checkpointing:
         return case, train(model, case, ids, torch.ones((), dtype=torch.int64)).ledger
 
 
-def differences(config: transformers.PreTrainedConfig, shape: Stack, grid: Grid) -> list[str]:
+def differences(config: transformers.PreTrainedConfig, shape: ModelShape, grid: Grid) -> list[str]:
     """Where the engine sends what the planner does not say."""
     lines = []
     for checkpointing in (False, True):

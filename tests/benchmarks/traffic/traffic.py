@@ -25,8 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn import AxonnConfig, Grid, __version__, parallelize, sync_gradients
 from hf_axonn.architectures.plan import plan_for
-from hf_axonn.planner.model.shapes import ModelShape, Step
-from hf_axonn.planner.traffic.ledger import Key, Ledger, Volume
+from hf_axonn.planner.model.dense import DenseShape, Step
+from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey, Volume
 from hf_axonn.planner.traffic.volumes import layer_volumes, volumes
 from tests.benchmarks.traffic.forms import all_reduce_form, megatron
 from tests.helpers.ranks import all_grids, run_ranks
@@ -39,7 +39,7 @@ LAYERS = 4
 # each of 29 Linears and one for each of 10 replicated gradients.
 AXONN_CALLS = 300
 STEP = Step(rows=4, seq=32, compute_bytes=4)
-GATED = ModelShape(layers=LAYERS, hidden=96, heads=16, intermediate=256, vocab=256)
+GATED = DenseShape(layers=LAYERS, hidden=96, heads=16, intermediate=256, vocab=256)
 PLAIN = replace(
     GATED, intermediate=384, gated=False, layer_norm=True, qkv_bias=True, out_bias=True, mlp_bias=True, tied=True
 )
@@ -59,7 +59,7 @@ FALLBACKS = {
 }
 
 
-def build(kind: str, shape: ModelShape, layers: int) -> torch.nn.Module:
+def build(kind: str, shape: DenseShape, layers: int) -> torch.nn.Module:
     """A random model of this shape."""
     config = AutoConfig.for_model(
         kind,
@@ -88,7 +88,7 @@ def is_counted(name: str) -> bool:
     return plan_for(build(*MODELS[name], 1)).reason is None
 
 
-def count_step(kind: str, shape: ModelShape, grid: Grid, layout: str, layers: int) -> dict[Key, Volume]:
+def count_step(kind: str, shape: DenseShape, grid: Grid, layout: str, layers: int) -> dict[LedgerKey, Volume]:
     """What this rank issues in the second step: the first has yet to learn what to gather ahead."""
     config = AxonnConfig(grid=grid, layout=layout if grid.y > 1 else "auto")
     model, _ = parallelize(build(kind, shape, layers), grid, config=config)
@@ -102,7 +102,7 @@ def count_step(kind: str, shape: ModelShape, grid: Grid, layout: str, layers: in
     return counter.ledger.entries
 
 
-def count_steps() -> dict[tuple, dict[Key, Volume]]:
+def count_steps() -> dict[tuple, dict[LedgerKey, Volume]]:
     """By (model, grid, layout, layers). Runs on every rank."""
     found = {}
     for name, grid in itertools.product(MODELS, all_grids(WORLD)):
@@ -117,7 +117,7 @@ def count_steps() -> dict[tuple, dict[Key, Volume]]:
     return found
 
 
-def ledger_of(grid: Grid, entries: dict[Key, Volume]) -> Ledger:
+def ledger_of(grid: Grid, entries: dict[LedgerKey, Volume]) -> Ledger:
     ledger = Ledger(grid)
     ledger.entries = dict(entries)
     return ledger
@@ -135,7 +135,7 @@ def layer_counted(counts: dict, name: str, grid: Grid, layout: str) -> Ledger:
     return ledger
 
 
-def norm_bytes(shape: ModelShape, grid: Grid, layout: str, step: Step = STEP) -> Fraction:
+def norm_bytes(shape: DenseShape, grid: Grid, layout: str, step: Step = STEP) -> Fraction:
     """Bytes of a layer's norms: those of the layer less those of one without norms."""
     without = layer_volumes(replace(shape, norms_per_layer=0), grid, step, layout=layout)
     return layer_volumes(shape, grid, step, layout=layout).sent() - without.sent()

@@ -20,7 +20,7 @@ from functools import lru_cache
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.model.catalog import load_shape, shape_from_config
-from hf_axonn.planner.model.shapes import ModelShape
+from hf_axonn.planner.model.dense import DenseShape
 from hf_axonn.planner.predict import Prediction, predict
 from hf_axonn.planner.search import plan
 from hf_axonn.topology.axis_order import ORDER
@@ -69,7 +69,7 @@ class Cost:
     disk_bytes: float = 0.0
 
 
-def shape_of(recipe: Recipe, model: Model) -> ModelShape:
+def shape_of(recipe: Recipe, model: Model) -> DenseShape:
     """The sizes of a model.
 
     Raises:
@@ -82,7 +82,7 @@ def shape_of(recipe: Recipe, model: Model) -> ModelShape:
     return load_shape(str(model.checkpoint))
 
 
-def parameters_of(shape: ModelShape) -> int:
+def parameters_of(shape: DenseShape) -> int:
     """Weights of a model, a head that is the embedding counted once."""
     layers = sum(
         count * (sum(w.elements for w in layer.weights) + sum(layer.replicated)) for layer, count in shape.runs
@@ -90,7 +90,7 @@ def parameters_of(shape: ModelShape) -> int:
     return layers + sum(shape.final) + (1 if shape.tied else 2) * shape.vocab * shape.hidden
 
 
-def forward_flops(shape: ModelShape, length: int) -> float:
+def forward_flops(shape: DenseShape, length: int) -> float:
     """FLOP of a token in one forward pass over rows of `length` tokens."""
     return shape.weight_flops + 2 * shape.vocab * shape.hidden + shape.attention_flops(length)
 
@@ -231,7 +231,7 @@ class Passes:
         return self.flops / (EFFICIENCY * speed) + self.layers * LAYER_SECONDS + self.steps * STEP_SECONDS
 
 
-def depth(shape: ModelShape) -> int:
+def depth(shape: DenseShape) -> int:
     """Decoder layers of a model."""
     return sum(count for _, count in shape.runs)
 
