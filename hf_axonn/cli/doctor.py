@@ -20,12 +20,12 @@ from hf_axonn.compat.versions import NEEDED, OPTIONAL, bounds, check_versions, o
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.command import read_launch_file, write_temporary
 from hf_axonn.launch.launch_file import SECTION, Launch, check_spelling, resolve
+from hf_axonn.planner.dense import Step
 from hf_axonn.planner.from_settings import DTYPE_BYTES, SEQUENCE, too_long
 from hf_axonn.planner.machine import known_machines, load_machine
 from hf_axonn.planner.memory import RESERVE, Memory, memory
-from hf_axonn.planner.model.dense import Step
-from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.pipelined import memory_of_rank
+from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.stages import stages_of
 from hf_axonn.profiling.read_shape import shape_of
 from hf_axonn.topology.grid import Grid

@@ -24,13 +24,13 @@ from hf_axonn.cli.plan_report import in_short, inline, number_of, pasted, sizes
 from hf_axonn.compat.arguments import with_reason
 from hf_axonn.config import PRECISIONS
 from hf_axonn.launch.launch_file import core_count, gpu_count
+from hf_axonn.planner.catalog import GPTS
 from hf_axonn.planner.from_settings import SEQUENCE, batch_of, number, too_long, usual_seq
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import known_machines, load_machine, machine_of_gpus
-from hf_axonn.planner.model.catalog import GPTS
-from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.search import GridRanking, plan
 from hf_axonn.planner.settings import EXACT
+from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.profiling.read_shape import read_shape
 from hf_axonn.topology.grid import Grid
 

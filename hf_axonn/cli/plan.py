@@ -20,15 +20,15 @@ from typing import Any
 from hf_axonn.cli.plan_report import cost, doubts, header, lines, number_of, sweep_lines
 from hf_axonn.compat.arguments import with_reason
 from hf_axonn.planner import confidence, settings
+from hf_axonn.planner.catalog import GPTS
+from hf_axonn.planner.dense import BASES
 from hf_axonn.planner.from_settings import PRECISION_BYTES, SEQUENCE, batch_of, make_job, number, pipe_sizes, usual_seq
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import known_machines
-from hf_axonn.planner.model.catalog import GPTS
-from hf_axonn.planner.model.dense import BASES
-from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.pipelined import Pipelined
 from hf_axonn.planner.predict import Prediction
 from hf_axonn.planner.search import GridRanking, grids, plan, sweep
+from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.time.paper import rank_grids
 from hf_axonn.profiling.read_shape import read_shape
 from hf_axonn.topology.axis_order import written

@@ -12,7 +12,7 @@ from hf_axonn.planner.job import Job
 from hf_axonn.planner.memory import RESERVE
 from hf_axonn.planner.predict import Prediction, predict, reorder
 from hf_axonn.planner.search import GridRanking, alternatives
-from hf_axonn.planner.traffic.shares import heads_repeat
+from hf_axonn.planner.shapes import heads_repeat
 from hf_axonn.topology.axis_order import ORDER, written
 from hf_axonn.topology.grid import Grid
 

@@ -36,7 +36,7 @@ from hf_axonn.engine.parameter_counts import num_parameters
 from hf_axonn.engine.state import parallel_state
 from hf_axonn.monitoring.waits import WaitTimer
 from hf_axonn.planner.machine import peak_tflops as peak_of
-from hf_axonn.planner.model.shapes import ModelShape
+from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.profiling.read_shape import shape_of
 
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, NamedTuple
 
+from hf_axonn.planner.catalog import load_shape
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
-from hf_axonn.planner.model.catalog import load_shape
-from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.search import plan
+from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.topology.axis_order import ORDER, check_order, written
 from hf_axonn.topology.grid import divisors
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_axonn.planner.dense import BASES
 from hf_axonn.planner.machine import Machine
-from hf_axonn.planner.model.dense import BASES
-from hf_axonn.planner.model.shapes import ModelShape
+from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.time.pipeline import PIPELINES
 
 

@@ -12,15 +12,17 @@ Source: AxoNN (arXiv 2502.08145), section on the performance model, for what is 
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from hf_axonn.planner.json_file import read_json
 from hf_axonn.planner.traffic.ledger import KINDS
 
 
+Made = TypeVar("Made")
 FOLDER = Path(__file__).with_name("machines")
 NUMBERS = ("gpus_per_node", "peak_tflops", "gemm_tflops", "memory_gib", "memory_gbs", "units", "inter_gbs")
 REQUIRED = (*NUMBERS, "intra_gbs", "latency_us")
@@ -213,6 +215,22 @@ def load_machine(name: str) -> Machine:
             "`hf-axonn bench-links` writes for the machine it runs on."
         )
     return read_json(path, "machine file", machine_from_mapping)
+
+
+def read_json(path: Path, kind: str, make: Callable[[Any], Made]) -> Made:
+    """What `make` makes of the contents of a JSON file.
+
+    Raises:
+        ValueError: the file cannot be read, or `make` refuses it; the message names the kind of file and its path.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the {kind} {path} cannot be read: {error}") from None
+    try:
+        return make(content)
+    except ValueError as error:
+        raise ValueError(f"the {kind} {path}: {error}") from None
 
 
 def machine_from_mapping(text: Any) -> Machine:

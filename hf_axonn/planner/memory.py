@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from hf_axonn.planner.model.dense import Step
-from hf_axonn.planner.model.shapes import (
+from hf_axonn.planner.dense import Step
+from hf_axonn.planner.shapes import (
     BlockShape,
     ExpertsShape,
     LayerShape,
@@ -31,8 +31,11 @@ from hf_axonn.planner.model.shapes import (
     ModelShape,
     UnshardedModule,
     WeightShape,
+    heads_repeat,
+    own_elements,
+    own_experts,
+    shard_shape,
 )
-from hf_axonn.planner.traffic.shares import heads_repeat, own_elements, own_experts, shard_shape
 from hf_axonn.planner.traffic.volumes import BUCKET_BYTES, CHUNK_LOGITS
 from hf_axonn.topology.grid import Grid, ceil_div
 from hf_axonn.topology.weight_kind import WeightKind

@@ -19,15 +19,14 @@ import functools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from hf_axonn.planner.dense import Step
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.memory import Memory, kept_bytes, memory
-from hf_axonn.planner.model.dense import Step
-from hf_axonn.planner.model.shapes import LayerShape, ModelShape
+from hf_axonn.planner.shapes import LayerShape, ModelShape
 from hf_axonn.planner.stages import ModelStages, StageShape, stages_of
 from hf_axonn.planner.time.compute import Compute
-from hf_axonn.planner.time.exposed import Overlaps, behind_backward
-from hf_axonn.planner.time.layer_time import LayerTime, layer_time
+from hf_axonn.planner.time.exposed import LayerTime, Overlaps, behind_backward, layer_time
 from hf_axonn.planner.time.links import Links
 from hf_axonn.planner.time.pipeline import StageTime, Timeline, estimate, in_flight, pipeline_time
 from hf_axonn.planner.time.schedules import layer_of_engine

@@ -20,14 +20,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
+from hf_axonn.planner.dense import BASES, BLOCK, Step
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.memory import RESERVE, Memory, memory
-from hf_axonn.planner.model.dense import BASES, BLOCK, Step
-from hf_axonn.planner.model.shapes import ExpertsShape, LinearShape, ModelShape
 from hf_axonn.planner.pipelined import Pipelined, held_by_ranks, least, pipelined
+from hf_axonn.planner.shapes import ExpertsShape, LinearShape, ModelShape
 from hf_axonn.planner.time.compute import Compute
-from hf_axonn.planner.time.exposed import Overlaps, behind_backward
-from hf_axonn.planner.time.layer_time import layer_time
+from hf_axonn.planner.time.exposed import Overlaps, behind_backward, layer_time
 from hf_axonn.planner.time.links import Links
 from hf_axonn.planner.time.schedules import LayerSeconds, Traffic, of_axonn, of_engine
 from hf_axonn.planner.ways import no_way, ways

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import NamedTuple
 
-from hf_axonn.planner.model.shapes import LayerShape, ModelShape
+from hf_axonn.planner.shapes import LayerShape, ModelShape
 from hf_axonn.topology.stages import divide_layers
 
 

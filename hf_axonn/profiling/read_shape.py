@@ -13,8 +13,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hf_axonn.planner.model.catalog import FAMILIES, load_shape, shape_from_config
-from hf_axonn.planner.model.shapes import ModelShape
+from hf_axonn.planner.catalog import FAMILIES, load_shape, shape_from_config
+from hf_axonn.planner.shapes import ModelShape
 
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

@@ -1,6 +1,6 @@
 """The planner's numbers of a model that is there: its plan, its parameters, and what it does when it runs.
 
-    found_shape(model)     the ModelShape (planner/model/shapes.py) of a model on the meta device
+    found_shape(model)     the ModelShape (planner/shapes.py) of a model on the meta device
 
 The shape is taken only where it has as many parameters as the model, so that what it cannot express is refused and not
 guessed.
@@ -24,7 +24,7 @@ from hf_axonn.architectures.weight_kinds import weight_kinds
 from hf_axonn.compat.transformers import has_causal_lm_loss, input_embedding, output_embedding, text_config
 from hf_axonn.engine.linears import is_linear, linear_size
 from hf_axonn.layers.moe import expert_weights, is_experts
-from hf_axonn.planner.model.shapes import (
+from hf_axonn.planner.shapes import (
     BlockShape,
     ExpertsShape,
     LayerShape,

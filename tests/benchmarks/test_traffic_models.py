@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_axonn import Grid
-from hf_axonn.planner.model.shapes import ExpertsShape, UnshardedModule
+from hf_axonn.planner.shapes import ExpertsShape, UnshardedModule
 from tests.benchmarks.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.benchmarks.traffic import models as traffic_models
 

@@ -10,11 +10,11 @@ import yaml
 
 from hf_axonn.cli.main import main
 from hf_axonn.config import AxonnConfig
+from hf_axonn.planner.catalog import load_shape
+from hf_axonn.planner.dense import DenseShape
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.memory import kept_bytes, memory
-from hf_axonn.planner.model.catalog import load_shape
-from hf_axonn.planner.model.dense import DenseShape
 from hf_axonn.planner.predict import predict, reorder, step_of
 from hf_axonn.planner.search import PIPES, grids, plan
 from hf_axonn.planner.settings import EXACT, fixed, keeping

@@ -12,14 +12,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn.planner import confidence
+from hf_axonn.planner.catalog import FAMILIES, GPT_VOCAB, GPTS, load_shape
+from hf_axonn.planner.dense import DenseShape, Step
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import FACTORS, FOLDER, OPTIONAL, Machine, known_machines, load_machine
 from hf_axonn.planner.memory import local_parameters, memory
-from hf_axonn.planner.model.catalog import FAMILIES, GPT_VOCAB, GPTS, load_shape
-from hf_axonn.planner.model.dense import DenseShape, Step
-from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.predict import layout_of, predict, refusal, step_of
 from hf_axonn.planner.search import grids
+from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.time import compute
 from hf_axonn.planner.time.links import Links
 from hf_axonn.planner.time.paper import Layer, layer_times, network_time, rank_grids, strides

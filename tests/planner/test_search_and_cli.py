@@ -17,10 +17,10 @@ from hf_axonn.cli.main import main
 from hf_axonn.cli.plan_report import sizes
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.launch_file import resolve
+from hf_axonn.planner.catalog import load_shape
 from hf_axonn.planner.from_settings import batch_of, number, resolve_auto
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import FOLDER, load_machine, peak_tflops
-from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.predict import predict
 from hf_axonn.planner.search import alternatives, divisors, factorizations, grids, other_order, plan, sweep
 from hf_axonn.planner.settings import EXACT, GAIN, ROUNDING, as_text, keeping

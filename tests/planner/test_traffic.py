@@ -17,7 +17,7 @@ from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
 from hf_axonn.losses import head_chunks
-from hf_axonn.planner.model.dense import DenseShape, Step
+from hf_axonn.planner.dense import DenseShape, Step
 from hf_axonn.planner.traffic import volumes as arithmetic
 from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey, Volume
 from hf_axonn.planner.traffic.volumes import volumes

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from hf_axonn.planner.model.dense import DenseShape, Step
+from hf_axonn.planner.dense import DenseShape, Step
 from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey, Volume, sent_bytes
 from hf_axonn.planner.traffic.volumes import BUCKET_BYTES, buckets, layer_volumes, volumes
 from hf_axonn.topology.grid import Grid

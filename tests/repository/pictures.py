@@ -33,9 +33,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from hf_axonn import AxonnConfig, Grid, goldfish_mask, parallelize
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.distributed.mesh import grid_mesh
+from hf_axonn.planner.catalog import load_shape
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
-from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.predict import layout_of, step_of
 from hf_axonn.planner.time.compute import Compute, Group
 from hf_axonn.planner.time.links import Links

@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+from hf_axonn.planner.dense import Step
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.memory import ORIGIN
-from hf_axonn.planner.model.dense import Step
-from hf_axonn.planner.model.shapes import (
+from hf_axonn.planner.shapes import (
     BlockShape,
     ExpertsShape,
     LayerShape,
@@ -30,8 +30,9 @@ from hf_axonn.planner.model.shapes import (
     LinearShape,
     ModelShape,
     UnshardedModule,
+    heads_repeat,
+    shard_shape,
 )
-from hf_axonn.planner.traffic.shares import heads_repeat, shard_shape
 from hf_axonn.topology.grid import Grid, ceil_div
 from hf_axonn.topology.weight_kind import WeightKind
 

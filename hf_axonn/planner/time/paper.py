@@ -24,9 +24,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from hf_axonn.planner.dense import DenseShape
 from hf_axonn.planner.machine import Machine
-from hf_axonn.planner.model.dense import DenseShape
-from hf_axonn.planner.model.shapes import ModelShape
+from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.topology.axis_order import ORDER
 from hf_axonn.topology.grid import Grid
 

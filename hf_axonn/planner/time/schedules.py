@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from hf_axonn.planner.model.dense import Step
-from hf_axonn.planner.model.shapes import BlockShape, ExpertsShape, LayerShape, ModelShape
+from hf_axonn.planner.dense import Step
+from hf_axonn.planner.shapes import BlockShape, ExpertsShape, LayerShape, ModelShape
 from hf_axonn.planner.time.links import Links
 from hf_axonn.planner.time.paper import decoder_layers
 from hf_axonn.planner.traffic.ledger import Ledger

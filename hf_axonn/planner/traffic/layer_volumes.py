@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_axonn.planner.model.dense import Step
-from hf_axonn.planner.model.shapes import (
+from hf_axonn.planner.dense import Step
+from hf_axonn.planner.shapes import (
     BlockShape,
     ExpertsShape,
     LayerShape,
@@ -16,9 +16,10 @@ from hf_axonn.planner.model.shapes import (
     LinearShape,
     ModelShape,
     UnshardedModule,
+    own_experts,
+    shard_shape,
 )
 from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey
-from hf_axonn.planner.traffic.shares import own_experts, shard_shape
 from hf_axonn.topology.grid import Grid, GridPosition, ceil_div
 from hf_axonn.topology.heads import Heads, exchanged_features, is_own_slice
 from hf_axonn.topology.weight_kind import WeightKind

@@ -12,11 +12,10 @@ Legend: T = tokens of a (data, z) position padded to a multiple of x * y; H = hi
 
 from __future__ import annotations
 
-from hf_axonn.planner.model.dense import Step
-from hf_axonn.planner.model.shapes import LinearShape, ModelShape
+from hf_axonn.planner.dense import Step
+from hf_axonn.planner.shapes import LinearShape, ModelShape, own_elements
 from hf_axonn.planner.traffic.layer_volumes import LayerAccount
 from hf_axonn.planner.traffic.ledger import Ledger
-from hf_axonn.planner.traffic.shares import own_elements
 from hf_axonn.topology.grid import Grid, ceil_div
 from hf_axonn.topology.weight_kind import WeightKind
 

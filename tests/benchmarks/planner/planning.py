@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from hf_axonn.planner.catalog import load_shape
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import Machine, load_machine
-from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.search import GridRanking, plan
 from hf_axonn.planner.settings import EXACT
 from hf_axonn.planner.time.paper import network_time

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hf_axonn.planner import confidence
+from hf_axonn.planner.dense import DenseShape
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
-from hf_axonn.planner.model.dense import DenseShape
 from hf_axonn.planner.predict import predict
 from hf_axonn.topology.grid import Grid
 from tests.benchmarks.peers.contenders import grid_name, parse_grid

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hf_axonn.planner.catalog import load_shape
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
-from hf_axonn.planner.model.catalog import load_shape
 from hf_axonn.planner.predict import Prediction
 from hf_axonn.planner.search import plan
 from hf_axonn.planner.settings import EXACT

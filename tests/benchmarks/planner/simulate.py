@@ -45,11 +45,11 @@ from hf_axonn import Grid, __version__, parallelize
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.layers.moe import Experts
+from hf_axonn.planner.catalog import GPT_POSITIONS, GPT_VOCAB, GPTS
+from hf_axonn.planner.dense import Step
 from hf_axonn.planner.memory import memory
-from hf_axonn.planner.model.catalog import GPT_POSITIONS, GPT_VOCAB, GPTS
-from hf_axonn.planner.model.dense import Step
-from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.predict import layout_of
+from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.volumes import volumes
 from hf_axonn.profiling.read_shape import shape_of

@@ -13,7 +13,7 @@ T tokens a (data, z) position, Linear [N, K]; every collective is a ring (hf_axo
 
 from __future__ import annotations
 
-from hf_axonn.planner.model.dense import DenseShape, LinearShape, Step
+from hf_axonn.planner.dense import DenseShape, LinearShape, Step
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.topology.grid import Grid
 

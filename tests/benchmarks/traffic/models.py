@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid, __version__, parallelize
 from hf_axonn.distributed.mesh import grid_mesh
-from hf_axonn.planner.model.shapes import ModelShape
 from hf_axonn.planner.predict import layout_of
+from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.volumes import volumes
 from hf_axonn.profiling.trace import found_shape

@@ -17,10 +17,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from hf_axonn.planner.catalog import load_shape, shape_from_config
+from hf_axonn.planner.dense import DenseShape
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
-from hf_axonn.planner.model.catalog import load_shape, shape_from_config
-from hf_axonn.planner.model.dense import DenseShape
 from hf_axonn.planner.predict import Prediction, predict
 from hf_axonn.planner.search import plan
 from hf_axonn.topology.axis_order import ORDER

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_axonn.planner.json_file import read_json
-from hf_axonn.planner.model.dense import DenseShape
+from hf_axonn.planner.dense import DenseShape
+from hf_axonn.planner.machine import read_json
 
 
 # layers, hidden, heads. Source: branch gordon-bell-perlmutter of axonn-ai/Megatron-AxoNN; 320b and 640b: recalled

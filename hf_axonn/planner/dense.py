@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
 
-from hf_axonn.planner.model.shapes import BlockShape, LayerShape, LinearShape, ModelShape, TableShape, WeightShape
+from hf_axonn.planner.shapes import BlockShape, LayerShape, LinearShape, ModelShape, TableShape, WeightShape
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.weight_kind import WeightKind
 
