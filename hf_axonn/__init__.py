@@ -51,7 +51,6 @@ _MOVED = {
     "grid": "topology.grid",
     "perf": "planner",
     "perf.models": "planner.catalog",
-    "perf.paper": "planner.time.paper",
     "perf.volumes": "planner.traffic.volumes",
     "trl": "goldfish.sft",
 }

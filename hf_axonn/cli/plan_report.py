@@ -10,7 +10,7 @@ from hf_axonn.planner import confidence, settings
 from hf_axonn.planner.from_settings import too_long
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.memory import RESERVE
-from hf_axonn.planner.predict import Prediction, predict, reorder
+from hf_axonn.planner.predict import Prediction, predict
 from hf_axonn.planner.search import GridRanking, alternatives
 from hf_axonn.planner.shapes import heads_repeat
 from hf_axonn.topology.axis_order import ORDER, written
@@ -53,7 +53,6 @@ def header(job: Job, gpus: str) -> str:
         f"{number_of(job.sequences, 'sequence')} of {job.seq:,} tokens a step"
         + (f", LoRA of rank {job.lora}" if job.lora else "")
         + {"full": "", "4bit": " on 4 bits", "4bit-double": " on 4 bits, double quantization"}[job.base]
-        + ("" if job.schedule == "hf_axonn" else f", schedule {job.schedule}")
     )
 
 
@@ -199,7 +198,7 @@ def doubts(found: GridRanking) -> list[str]:
             f"{ranks} ranks of x and y compute the same attention, as the heads of the model do not divide among them"
         )
     if best.order != ORDER:
-        gain = 1 - best.total / reorder(best, ORDER).total
+        gain = 1 - best.total / best.reorder(ORDER).total
         text.append(
             f"its axes lie on the machine in the order {', '.join(written(best.order, best.grid))} (the fastest links "
             f"first), which takes {gain:.0%} less than the engine's own, {', '.join(written(ORDER, best.grid))}"

@@ -7,7 +7,6 @@ from functools import cached_property
 from itertools import groupby
 
 from hf_axonn.planner.shapes import BlockShape, LayerShape, LinearShape, ModelShape, TableShape, WeightShape
-from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.weight_kind import WeightKind
 
 
@@ -141,68 +140,3 @@ class DenseShape(ModelShape):
             # Two norms stand before the blocks; where there are more, one comes after the MLP and saves its input.
             ends=None if self.norms_per_layer > 2 or self.drops else 1,
         )
-
-
-BLOCK = 64  # numbers of 4 bits that share a scale
-# What a frozen base may be -> bytes of a block of its layers' Linears: codes, and a scale of 4 bytes or of 1.
-BASES = {"full": 0, "4bit": 36, "4bit-double": 33}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One optimizer step, as one (data, z) position of the grid sees it.
-
-    Args:
-        rows, seq: samples of a micro-batch at one (data, z) position, and tokens a sample, padding included.
-        micro_batches: forward and backward passes before the optimizer steps.
-        compute_bytes: bytes an element of activations and gathered weights (2 for bf16).
-        param_bytes: bytes an element of parameters and of their gradients (4 for fp32 master weights).
-        residual_bytes: bytes an element of the residual stream (`residual_dtype`); None: those of parameters, as it
-            begins as the rows of the embedding.
-        reduce_bytes: bytes an element of `reduce_dtype`.
-        checkpointing: whether every layer runs again in backward (not reentrant, which is Transformers' default).
-        kept_layers: number of layers whose gathered weights are kept from forward to backward (`keep_gathered`).
-        keeps_recomputed: whether a layer that runs again keeps what it gathers then (`keep_gathered: recomputed`).
-        lora: rank of the adapters of every Linear of the layers, which alone are trained, in float32; 0: none, all of
-            the model is trained.
-        counted: whether the number of kept tokens is known beforehand (num_items_in_batch, as Trainer passes it).
-        block_bytes: of 64 numbers of the layers' Linears, where these are frozen in 4 bits (`BASES`); 0: they are as
-            other parameters.
-    """
-
-    rows: int
-    seq: int
-    micro_batches: int = 1
-    compute_bytes: int = 2
-    param_bytes: int = 4
-    reduce_bytes: int = 4
-    residual_bytes: int | None = None
-    checkpointing: bool = False
-    kept_layers: int = 0
-    keeps_recomputed: bool = True
-    lora: int = 0
-    counted: bool = False
-    block_bytes: int = 0
-
-    def stored(self, elements: int) -> int:
-        """Bytes of so many numbers of the layers' Linears."""
-        return elements * self.block_bytes // BLOCK if self.block_bytes else elements * self.param_bytes
-
-    def gathered(self, elements: int) -> int:
-        """Bytes that they travel in."""
-        return elements * self.block_bytes // BLOCK if self.block_bytes else elements * self.compute_bytes
-
-    @property
-    def stream_bytes(self) -> int:
-        """Bytes an element of the residual stream."""
-        return self.param_bytes if self.residual_bytes is None else self.residual_bytes
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a micro-batch at one (data, z) position."""
-        return self.rows * self.seq
-
-    def padded(self, grid: Grid) -> int:
-        """Tokens after padding to a multiple of x * y."""
-        parts = grid.x * grid.y
-        return -(-self.tokens // parts) * parts

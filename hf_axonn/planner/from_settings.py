@@ -219,7 +219,7 @@ def resolve_auto(
     if best.job.keep_gathered != job.keep_gathered:
         resolved["keep_gathered"] = best.job.keep_gathered
     if best.pipelined:
-        resolved["schedule"], resolved["stages_per_rank"] = best.job.way
+        resolved["schedule"], resolved["stages_per_rank"] = best.job.pipeline_schedule
         resolved["stage_layers"] = [len(layers) for layers in best.pipelined.stages.layers]
     kept = f", keep_gathered {best.job.keep_gathered}" if "keep_gathered" in resolved else ""
     lying = "" if best.order == ORDER else f" with its axes in the order {', '.join(written(best.order, best.grid))}"

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from hf_axonn.planner.dense import Step
 from hf_axonn.planner.shapes import (
     BlockShape,
     ExpertsShape,
@@ -36,6 +35,7 @@ from hf_axonn.planner.shapes import (
     own_experts,
     shard_shape,
 )
+from hf_axonn.planner.step import Step
 from hf_axonn.planner.traffic.volumes import BUCKET_BYTES, CHUNK_LOGITS
 from hf_axonn.topology.grid import Grid, ceil_div
 from hf_axonn.topology.weight_kind import WeightKind
@@ -228,7 +228,7 @@ def _gathered(shape: ModelShape, grid: Grid, step: Step, gloo: bool) -> int:
                 size for size, part in zip(groups, _parts(layer), strict=True) if not isinstance(part, ExpertsShape)
             ]
             made = sum(linears) if step.checkpointing and step.keeps_recomputed else max(linears, default=0)
-            arriving = 2 * experts * step.compute_bytes + 2 * step.gathered(sum(linears))
+            arriving = 2 * experts * step.compute_bytes + 2 * step.sent(sum(linears))
             layers = max(layers, arriving + made * step.compute_bytes)
             continue
         layers = max(layers, 2 * sum(groups) * step.compute_bytes)

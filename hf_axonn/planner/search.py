@@ -20,18 +20,10 @@ import math
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from hf_axonn.planner.candidate import Candidate
 from hf_axonn.planner.job import Job
-from hf_axonn.planner.predict import (
-    Prediction,
-    fastest_way,
-    fewest_micro_batches,
-    played,
-    predict,
-    predict_with,
-    refusal,
-    reorder,
-)
-from hf_axonn.planner.settings import keeping, variants
+from hf_axonn.planner.predict import Prediction, fastest_pipeline, predict, predict_candidate, refusal
+from hf_axonn.planner.settings import keep_weights, variants
 from hf_axonn.topology.axis_order import ORDER, check_order, written
 from hf_axonn.topology.grid import Grid, divisors
 
@@ -143,36 +135,39 @@ def plan(
         if grid.pipe == 1:
             prediction = _fastest(jobs, grid, order or ORDER)
         else:
-            found = fastest_way(jobs, grid, order or ORDER, limit=FAR * least)
+            found = fastest_pipeline(jobs, grid, order or ORDER, limit=FAR * least)
             if found is None:
                 continue
             prediction = found
         (ranked if prediction.fits else too_big).append(prediction)
         least = min(least, prediction.total) if prediction.fits else least
     ranked.sort(key=lambda entry: (entry.total, str(entry.grid)))
-    ranked = [keeping(entry, free) for entry in ranked[: 3 * CONTENDERS]] + ranked[3 * CONTENDERS :]
+    ranked = [keep_weights(entry, free) for entry in ranked[: 3 * CONTENDERS]] + ranked[3 * CONTENDERS :]
     ranked.sort(key=lambda entry: (entry.total, str(entry.grid)))
     if order is None:
         ranked[:CONTENDERS] = map(in_best_order, ranked[:CONTENDERS])
-    ranked[: 2 * CONTENDERS] = map(played, ranked[: 2 * CONTENDERS])
+    ranked[: 2 * CONTENDERS] = [entry.simulate() for entry in ranked[: 2 * CONTENDERS]]
     ranked[: 2 * CONTENDERS] = sorted(ranked[: 2 * CONTENDERS], key=lambda entry: entry.total)
     too_big.sort(key=lambda entry: (entry.memory.total, str(entry.grid)))
     return GridRanking(job=job, gpus=gpus, ranked=tuple(ranked), too_big=tuple(too_big), impossible=tuple(impossible))
 
 
 def _fastest(jobs: list[Job], grid: Grid, order: tuple[str, ...]) -> Prediction:
-    """The prediction of the job that is fastest on a grid, of those that fit it; of the smallest where none fits."""
-    needs = [(job, *fewest_micro_batches(job, grid)) for job in jobs]
-    fitting = [need for need in needs if need[2].fits(need[0].machine.memory)]
+    """Return the fastest job on a grid, of those that fit it; the smallest where none fits."""
+    candidates = [Candidate.fewest(job, grid) for job in jobs]
+    fitting = [candidate for candidate in candidates if candidate.fits]
     if not fitting:
-        job, count, needed = min(needs, key=lambda need: need[2].total)
-        return predict_with(job, grid, count, needed, order=order)
+        return predict_candidate(min(candidates, key=lambda candidate: candidate.memory.total), order)
     # To compute the same again only takes time, unless it makes for fewer micro-batches.
-    saved = {(replace(job, checkpointing=True), count) for job, count, _ in fitting if not job.checkpointing}
+    slower = {
+        (replace(candidate.job, checkpointing=True), candidate.micro_batches)
+        for candidate in fitting
+        if not candidate.job.checkpointing
+    }
     entries = [
-        predict_with(job, grid, count, needed, order=order)
-        for job, count, needed in fitting
-        if (job, count) not in saved
+        predict_candidate(candidate, order)
+        for candidate in fitting
+        if (candidate.job, candidate.micro_batches) not in slower
     ]
     return min(entries, key=lambda entry: entry.total)
 
@@ -187,7 +182,7 @@ def other_order(prediction: Prediction) -> Prediction:
     if prediction.grid.pipe > 1:  # what travels along pipe and data is little, or once a step
         ends = (("pipe", "data"), ("data", "pipe"))
         orders = ((*inner, *outer) for inner in itertools.permutations(("y", "x", "z")) for outer in ends)
-    return min([prediction, *(reorder(prediction, order) for order in orders)], key=lambda entry: entry.total)
+    return min([prediction, *(prediction.reorder(order) for order in orders)], key=lambda entry: entry.total)
 
 
 def in_best_order(prediction: Prediction) -> Prediction:

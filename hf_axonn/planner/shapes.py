@@ -310,6 +310,10 @@ class ModelShape:
         """Whether it has a weight for the head, beside that of the embedding."""
         return self.ends and not (self.tied and self.begins)
 
+    def layout(self, grid: Grid) -> str:
+        """The layout of the residual stream that the engine takes, feature or token."""
+        return "feature" if self.features and grid.y > 1 else "token"
+
     def parameters(self) -> int:
         """Elements of all parameters; tied ones once."""
         return sum(weight.elements for weight in self.weights) + sum(self.replicated) + sum(self.idle)

@@ -5,7 +5,8 @@ from fractions import Fraction
 
 import pytest
 
-from hf_axonn.planner.dense import DenseShape, Step
+from hf_axonn.planner.dense import DenseShape
+from hf_axonn.planner.step import Step
 from hf_axonn.planner.traffic.volumes import layer_volumes
 from hf_axonn.topology.grid import Grid
 from tests.benchmarks.traffic.forms import all_reduce_form, megatron

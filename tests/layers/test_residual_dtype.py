@@ -12,8 +12,9 @@ from accelerate.state import AcceleratorState
 
 from hf_axonn import AxonnPlugin, Grid, parallelize
 from hf_axonn.config import AxonnConfig
-from hf_axonn.planner.dense import DenseShape, Step
+from hf_axonn.planner.dense import DenseShape
 from hf_axonn.planner.memory import memory
+from hf_axonn.planner.step import Step
 from tests.helpers.equality import Case, worst_ratio
 from tests.helpers.float64 import relative_errors
 from tests.helpers.models import tiny_batch, tiny_model, unplanned_model

@@ -7,7 +7,7 @@ import pytest
 
 from hf_axonn.planner.time.compute import Group
 from hf_axonn.planner.time.exposed import Overlaps, exposed
-from hf_axonn.planner.time.schedules import LayerSeconds
+from hf_axonn.planner.time.layer_traffic import LayerSeconds
 
 
 def backward(windows, *, apart):

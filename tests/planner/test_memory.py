@@ -8,9 +8,10 @@ import pytest
 from transformers import AutoConfig
 
 from hf_axonn.layers import moe
-from hf_axonn.planner.dense import DenseShape, Step
+from hf_axonn.planner.dense import DenseShape
 from hf_axonn.planner.memory import FOREIGN_BYTES, _saved_by_experts, local_parameters, memory
 from hf_axonn.planner.shapes import ExpertsShape
+from hf_axonn.planner.step import Step
 from hf_axonn.profiling.read_shape import built_shape
 from hf_axonn.topology.grid import Grid
 from tests.planner.test_predict import LLAMA, SOME

@@ -23,7 +23,7 @@ from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import FOLDER, load_machine, peak_tflops
 from hf_axonn.planner.predict import predict
 from hf_axonn.planner.search import alternatives, divisors, factorizations, grids, other_order, plan, sweep
-from hf_axonn.planner.settings import EXACT, GAIN, ROUNDING, as_text, keeping
+from hf_axonn.planner.settings import EXACT, GAIN, ROUNDING, as_text, keep_weights
 from hf_axonn.profiling import bench_links, timings
 from hf_axonn.profiling.read_shape import read_shape, shape_of
 from hf_axonn.topology.axis_order import ORDER, written
@@ -331,14 +331,16 @@ def test_weights_are_kept_where_they_fit_and_help():
     slow = replace(load_machine("perlmutter").scaled(bandwidth=0.05), memory=20 * 2**30)
     job = replace(JOB, machine=slow, sequences=512)
     entry = predict(job, Grid(z=64))
-    found = keeping(entry, ("keep_gathered",))
+    found = keep_weights(entry, ("keep_gathered",))
     count = found.job.kept_layers
     assert 0 < count < job.shape.depth and found.fits and found.total < (1 - GAIN) * entry.total
     assert not predict(replace(found.job, keep_gathered=count + 1), found.grid).fits
     roomy = replace(job, machine=replace(slow, memory=2**40))
-    assert keeping(predict(roomy, Grid(z=64)), EXACT).job.keep_gathered == "all"
-    assert keeping(entry, ("checkpointing",)) is entry  # fixed
-    assert keeping(predict(job, Grid(data=4, x=16)), EXACT).job.keep_gathered == "recomputed"  # nothing is gathered
+    assert keep_weights(predict(roomy, Grid(z=64)), EXACT).job.keep_gathered == "all"
+    assert keep_weights(entry, ("checkpointing",)) is entry  # fixed
+    assert (
+        keep_weights(predict(job, Grid(data=4, x=16)), EXACT).job.keep_gathered == "recomputed"
+    )  # nothing is gathered
 
 
 def test_the_answer_counts_days_and_overlaps(capsys):
@@ -393,23 +395,14 @@ def test_sequences_are_as_long_as_the_window_allows(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize(
-    "words", ["--paper --gpus 8 --price 1", "--paper --gpus 8 --tokens 1B", "--sweep 1..8 --overlap"]
-)
-def test_options_without_effect_are_refused(words, capsys):
-    assert main([*COMMAND, *words.split()]) == 2
+def test_options_without_effect_are_refused(capsys):
+    assert main([*COMMAND, "--sweep", "1..8", "--overlap"]) == 2
     assert "leave one of them out" in capsys.readouterr().err
 
 
 def test_sizes_of_pipe_that_divide_nothing(capsys):
     assert main([*COMMAND, "--gpus", "64", "--pipe", "3"]) == 1
     assert "no grid of 64 GPUs is possible: no size of pipe to plan with divides 64" in capsys.readouterr().out
-
-
-def test_the_paper_mode_ranks_by_communication(capsys):
-    assert main([*COMMAND, "--gpus", "16", "--paper", "--json"]) == 0
-    times = [entry["communication_seconds"] for entry in json.loads(capsys.readouterr().out)]
-    assert times == sorted(times) and len(times) == 10
 
 
 @pytest.mark.parametrize(
@@ -425,7 +418,7 @@ def test_the_paper_mode_ranks_by_communication(capsys):
         (["--gpus", "8", "--fix", "checkpointing=yes"], "checkpointing is on, off."),
         (["--gpus", "8", "--fix", "keep_gathered=some"], "keep_gathered is recomputed, none, all, a number."),
         (["--gpus", "8", "--fix", "micro_batches"], "micro_batches is a number."),
-        (["--gpus", "8", "--lora", "8", "--paper"], "--lora is planned for this engine alone"),
+        (["--gpus", "8", "--lora", "8", "--pipe", "2"], "--pipe is not planned with --lora"),
         (["--gpus", "8", "--base", "4bit"], "--base 4bit goes with --lora RANK"),
         (["--gpus", "8", "--attention", "flash9"], "no speed of the attention kernel 'flash9'"),
         (["--gpus", "8", "--machine", "nowhere"], "there is no machine 'nowhere'"),

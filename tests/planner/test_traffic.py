@@ -1,4 +1,4 @@
-"""The collectives of real training steps, counted, are those of perf/volumes.py: to the call and to the byte."""
+"""The collectives of real training steps, counted, are those of planner/traffic/volumes.py, to the call and byte."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine import gradient_sync as gradients
 from hf_axonn.engine.gradient_sync import sync_gradients, syncing
 from hf_axonn.losses import head_chunks
-from hf_axonn.planner.dense import DenseShape, Step
+from hf_axonn.planner.dense import DenseShape
+from hf_axonn.planner.step import Step
 from hf_axonn.planner.traffic import volumes as arithmetic
 from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey, Volume
 from hf_axonn.planner.traffic.volumes import volumes
@@ -49,7 +50,7 @@ class Case:
 
     @property
     def four_bit(self) -> bool:
-        return "block_bytes" in self.step
+        return "base" in self.step
 
 
 CASES = {
@@ -58,18 +59,18 @@ CASES = {
         "llama", replace(LLAMA, kv_heads=12), {"checkpointing": True}, {"num_key_value_heads": 12}, ahead=True
     ),
     "checkpointing, a third gather": Case(
-        "llama", LLAMA, {"checkpointing": True, "keeps_recomputed": False}, config={"keep_gathered": "none"}
+        "llama", LLAMA, {"checkpointing": True, "keep_gathered": "none"}, config={"keep_gathered": "none"}
     ),
     "9 heads, tied": Case("smollm2", SMOLLM2),
     "biases, bfloat16": Case("qwen2", replace(LLAMA, qkv_bias=True), {"compute_bytes": 2}, autocast=True),
     "norms of heads, kept weights": Case(
-        "qwen3", replace(LLAMA, qk_norm=True), {"kept_layers": 1, "counted": True}, config={"keep_gathered": 1}
+        "qwen3", replace(LLAMA, qk_norm=True), {"keep_gathered": 1, "counted": True}, config={"keep_gathered": 1}
     ),
     "LoRA": Case("llama", LLAMA, {"lora": 3, "micro_batches": 2}),
     "LoRA, checkpointing": Case("llama", LLAMA, {"lora": 3, "checkpointing": True}),
-    "LoRA on 4 bits": Case("llama", FOUR_BITS, {"lora": 3, "block_bytes": 36}, WIDE),
+    "LoRA on 4 bits": Case("llama", FOUR_BITS, {"lora": 3, "base": "4bit"}, WIDE),
     "LoRA on 4 bits, double, checkpointing": Case(
-        "llama", FOUR_BITS, {"lora": 3, "block_bytes": 33, "checkpointing": True}, WIDE
+        "llama", FOUR_BITS, {"lora": 3, "base": "4bit-double", "checkpointing": True}, WIDE
     ),
 }
 GRIDS = {
@@ -91,7 +92,7 @@ def layouts_on(grid: Grid) -> tuple[str, ...]:
 def counted(case: Case, grid: Grid, layout: str) -> Ledger:
     """The second optimizer step of a model on a grid: the first has yet to learn what to gather ahead."""
     if case.four_bit:
-        double = case.step["block_bytes"] == 33
+        double = case.step["base"] == "4bit-double"
         model = quantized_model(case.kind, dtype=torch.float32, double=double, **case.changes).train()
     else:
         model = tiny_model(case.kind, dtype=torch.float32, **case.changes).train()

@@ -6,7 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from hf_axonn.planner.dense import DenseShape, Step
+from hf_axonn.planner.dense import DenseShape
+from hf_axonn.planner.step import Step
 from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey, Volume, sent_bytes
 from hf_axonn.planner.traffic.volumes import BUCKET_BYTES, buckets, layer_volumes, volumes
 from hf_axonn.topology.grid import Grid
@@ -83,7 +84,7 @@ def test_checkpointing_repeats_the_forward_pass_up_to_its_last_matmul():
     assert again.calls(phase="forward") == once.calls(phase="forward") == 16
     # Not again: the last reduce-scatter over x and the last all-to-all over y; and backward gathers no weights.
     assert again.calls(phase="backward") - once.calls(phase="backward") == 14 - 4
-    third = layer_volumes(LLAMA, grid, Step(rows=4, seq=32, checkpointing=True, keeps_recomputed=False))
+    third = layer_volumes(LLAMA, grid, Step(rows=4, seq=32, checkpointing=True, keep_gathered="none"))
     assert third.calls(phase="backward") - once.calls(phase="backward") == 14
 
 

@@ -90,7 +90,6 @@ def test_what_pickles_and_documents_of_the_first_version_name_is_found(tmp_path)
         "from hf_axonn.gradients import syncing\n"
         "from hf_axonn.failures import failures_told\n"
         "from hf_axonn.perf.volumes import volumes\n"
-        "from hf_axonn.perf.paper import network_time\n"
         "from hf_axonn.perf import models\n"
         "from hf_axonn_eval.report import plot, terminal_table\n"
         "assert models.FAMILIES\n"

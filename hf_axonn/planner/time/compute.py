@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from hf_axonn.planner.dense import Step
 from hf_axonn.planner.machine import Machine
 from hf_axonn.planner.memory import ORIGIN
 from hf_axonn.planner.shapes import (
@@ -33,6 +32,7 @@ from hf_axonn.planner.shapes import (
     heads_repeat,
     shard_shape,
 )
+from hf_axonn.planner.step import Step
 from hf_axonn.topology.grid import Grid, ceil_div
 from hf_axonn.topology.weight_kind import WeightKind
 
@@ -91,30 +91,39 @@ def _sums(one: tuple[float, float, float], other: tuple[float, float, float]) ->
 
 
 class Compute:
-    """What one rank of a grid computes in a micro-batch.
+    """Seconds that one rank of a grid computes in a micro-batch.
 
     Args:
-        shape, machine, grid, step: which.
-        ours: whether the schedule is our engine's, whose products are many and whose ranks repeat attention where
-            heads do not divide. In AxoNN's there is one product for each group of Linears, ranks of y repeat attention
-            and ranks of x norms and residuals.
+        shape, machine, grid, step: the model, where it runs, and the step.
         attention: name of the attention kernel, of those of the machine; None: its first.
     """
 
     def __init__(
-        self,
-        shape: ModelShape,
-        machine: Machine,
-        grid: Grid,
-        step: Step,
-        *,
-        ours: bool = True,
-        attention: str | None = None,
+        self, shape: ModelShape, machine: Machine, grid: Grid, step: Step, *, attention: str | None = None
     ) -> None:
-        self.ours = ours
         self.attention_rates = machine.attention_rates(attention)
         self.shape, self.machine, self.grid, self.step = shape, machine, grid, step
-        self.stream_share = 1.0 if shape.loose else (1 if ours else grid.x) / (grid.x * grid.y)
+        self.stream_share = 1.0 if shape.loose else 1 / (grid.x * grid.y)
+
+    def repeats(self, block: BlockShape) -> int:
+        """Ranks that compute the same attention."""
+        return heads_repeat(block, self.grid)
+
+    def row_dims(self, block: BlockShape, repeat: int) -> tuple[list[int], list[int]]:
+        """In and out features of the products of a row layer on one rank.
+
+        A row layer whose input is full, because heads are not divided over y, multiplies it at once.
+        """
+        parts = self.grid.y if repeat == 1 else 1
+        inner = ceil_div(ceil_div(block.row.cols, self.grid.x), parts)
+        return [inner] * parts, [ceil_div(block.row.rows, self.grid.y)]
+
+    def column_dims(self, kind: WeightKind, linears: Sequence[LinearShape]) -> tuple[list[int], list[int]]:
+        """In and out features of the products of column layers, or of a Linear on its own, on one rank."""
+        outer = [ceil_div(linear.rows, self.grid.x) for linear in linears]
+        if kind == WeightKind.COLUMN:
+            outer = self.grid.y * [ceil_div(rows, self.grid.y) for rows in outer]
+        return [ceil_div(linears[0].cols, self.grid.y)], outer
 
     def groups(self, layer: LayerShape) -> list[Group]:
         """The groups of a decoder layer in their order: q, k, v; o; up (and gate); down; or experts in one."""
@@ -127,22 +136,14 @@ class Compute:
             if isinstance(part, UnshardedModule):
                 found += [self.alone(call) for call in part.calls]
                 continue
-            y, x = self.grid.y, self.grid.x
-            repeat = (heads_repeat(part, self.grid) if self.ours else y) if part.query else 1
+            repeat = self.repeats(part) if part.query else 1
             for kind, linears in part.groups():
                 adapters = _sums(self._adapters(kind, linears), self._dequantized(kind, linears))
                 if kind == WeightKind.ROW:
-                    # A row layer whose input is full, because heads are not divided over y, multiplies it at once.
-                    parts = y if self.ours and repeat == 1 else 1
-                    inner, outer = [ceil_div(ceil_div(part.row.cols, x), parts)] * parts, [ceil_div(part.row.rows, y)]
-                    products = _sums(self._products(inner, outer), adapters)
+                    products = _sums(self._products(*self.row_dims(part, repeat)), adapters)
                     found.append(Group(*products, *self.stream(layer.norms / blocks)))
                     continue
-                if self.ours and kind == WeightKind.COLUMN:
-                    outer = y * [ceil_div(ceil_div(linear.rows, x), y) for linear in linears]
-                else:
-                    outer = [sum(ceil_div(linear.rows, x) for linear in linears)]
-                products = _sums(self._products([ceil_div(linears[0].cols, y)], outer), adapters)
+                products = _sums(self._products(*self.column_dims(kind, linears)), adapters)
                 if kind == WeightKind.LINEAR:  # its latent is full, and so is the input of the norm that follows
                     found.append(Group(*products, *self._norm(linears[0].rows)))
                 elif part.down and linears[0] != part.columns[-1]:
@@ -225,7 +226,7 @@ class Compute:
         if not step.block_bytes:
             return 0.0, 0.0, 0.0
         elements = sum(math.prod(shard_shape(kind, linear, self.grid, ORIGIN)) for linear in linears)
-        seconds = self.moved(3 * step.gathered(elements) + elements * step.compute_bytes, 4 * len(linears))
+        seconds = self.moved(3 * step.sent(elements) + elements * step.compute_bytes, 4 * len(linears))
         kept = self.grid.z > 1 and step.checkpointing and step.keeps_recomputed
         return seconds, 0.0 if kept else seconds, 0.0
 

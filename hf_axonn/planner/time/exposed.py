@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from hf_axonn.planner.shapes import LayerShape
 from hf_axonn.planner.time.compute import Compute, Group
+from hf_axonn.planner.time.layer_traffic import LayerSeconds, LayerTraffic
 from hf_axonn.planner.time.links import Links
-from hf_axonn.planner.time.schedules import LayerSeconds, LayerTraffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ def exposed(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ...], grou
     return Exposed(forward_z, backward_z, exposed_xy, slack, hidden, first_z, layer.forward)
 
 
-def behind_backward(overlaps: Overlaps, averages: float, slack: float) -> float:
+def hide_averages(overlaps: Overlaps, averages: float, slack: float) -> float:
     """Seconds of the averages over data that hide behind the last backward pass, of which `slack` has nothing beside
     it. AxoNN averages after that pass: sync_gradients waits for one all-reduce a parameter."""
     early = overlaps.all_gather and overlaps.reduce_scatter and overlaps.layer_ahead

@@ -23,10 +23,18 @@ from functools import cached_property
 from typing import NamedTuple
 
 from hf_axonn.planner.machine import Machine
-from hf_axonn.planner.time.paper import strides
 from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey, Volume
 from hf_axonn.topology.axis_order import ORDER, check_order
 from hf_axonn.topology.grid import Grid
+
+
+def strides(grid: Grid, order: tuple[str, ...] = ORDER) -> dict[str, int]:
+    """Ranks between neighbours along each axis, P_i: the product of the sizes of the axes further in."""
+    found, stride = {}, 1
+    for axis in order:
+        found[axis] = stride
+        stride *= getattr(grid, axis)
+    return found
 
 
 class Ring(NamedTuple):
@@ -131,10 +139,10 @@ class Links:
         sent = payload if kind == "broadcast" else (p - 1) * payload
         return latency + cost * sent / ring.bandwidth
 
-    def of(self, key: LedgerKey, volume: Volume) -> float:
+    def entry_seconds(self, key: LedgerKey, volume: Volume) -> float:
         """Seconds of an entry of a ledger."""
         return self.seconds(key.kind, key.axes, float(volume.payload), volume.calls)
 
-    def all_of(self, ledger: Ledger, phase: str | None = None) -> float:
+    def ledger_seconds(self, ledger: Ledger, phase: str | None = None) -> float:
         """Seconds of all entries of a ledger, or of those of one phase."""
-        return math.fsum(self.of(key, volume) for key, volume in ledger.chosen(phase=phase))
+        return math.fsum(self.entry_seconds(key, volume) for key, volume in ledger.chosen(phase=phase))

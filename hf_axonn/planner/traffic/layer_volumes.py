@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hf_axonn.planner.dense import Step
 from hf_axonn.planner.shapes import (
     BlockShape,
     ExpertsShape,
@@ -19,6 +18,7 @@ from hf_axonn.planner.shapes import (
     own_experts,
     shard_shape,
 )
+from hf_axonn.planner.step import Step
 from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey
 from hf_axonn.topology.grid import Grid, GridPosition, ceil_div
 from hf_axonn.topology.heads import Heads, exchanged_features, is_own_slice
@@ -178,11 +178,11 @@ class LayerAccount:
         linear, inputs = call.linear, int(self.tokens * call.inputs)
         output, input_ = call.backward
         elements = self.travels(WeightKind.LINEAR, [linear])
-        self.gathers(ledger, "forward", self.step.gathered(elements), 1)
+        self.gathers(ledger, "forward", self.step.sent(elements), 1)
         if output:
             self.reduces(ledger, elements, self.step.compute_bytes)
         if output and input_:
-            self.gathers(ledger, "backward", self.step.gathered(elements), 1)
+            self.gathers(ledger, "backward", self.step.sent(elements), 1)
             size = self.step.compute_bytes if call.narrow else self.step.param_bytes
             self.full_input(ledger, inputs * ceil_div(linear.cols, self.grid.y) * size)
         self.full_output(last, inputs * ceil_div(linear.rows, self.grid.x))
@@ -256,7 +256,7 @@ class LayerAccount:
         """The weights of one product, in one collective: gathered in both passes, their gradients reduced."""
         elements = self.travels(kind, linears)
         for phase in ("forward", "backward"):
-            self.gathers(ledger, phase, self.step.gathered(elements), 1)
+            self.gathers(ledger, phase, self.step.sent(elements), 1)
         self.reduces(ledger, elements, self.step.compute_bytes)
 
     def adapters(self, ledger: Ledger, block: BlockShape, axes: tuple[str, ...]) -> None:

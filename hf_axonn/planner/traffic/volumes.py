@@ -12,8 +12,8 @@ Legend: T = tokens of a (data, z) position padded to a multiple of x * y; H = hi
 
 from __future__ import annotations
 
-from hf_axonn.planner.dense import Step
 from hf_axonn.planner.shapes import LinearShape, ModelShape, own_elements
+from hf_axonn.planner.step import Step
 from hf_axonn.planner.traffic.layer_volumes import LayerAccount
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.topology.grid import Grid, ceil_div
@@ -36,7 +36,7 @@ def volumes(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token",
     Raises:
         ValueError: an unknown layout, or the rank is not on the grid.
     """
-    account = Account(shape, grid, step, layout, rank)
+    account = StepAccount(shape, grid, step, layout, rank)
     micro_batch = account.embedding()
     kept = step.kept_layers  # the last ones
     for layer, count in reversed(shape.runs):
@@ -55,10 +55,10 @@ def volumes(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token",
 def layer_volumes(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", rank: int = 0) -> Ledger:
     """The collectives of one decoder layer (the most frequent) and one micro-batch, forward and backward. Arguments as
     `volumes`."""
-    return Account(shape, grid, step, layout, rank).layer(shape.kinds[0][0])
+    return StepAccount(shape, grid, step, layout, rank).layer(shape.kinds[0][0])
 
 
-class Account(LayerAccount):
+class StepAccount(LayerAccount):
     """The layers, and one method for each other part of the model. Arguments as `volumes`."""
 
     def embedding(self) -> Ledger:

@@ -13,7 +13,9 @@ T tokens a (data, z) position, Linear [N, K]; every collective is a ring (hf_axo
 
 from __future__ import annotations
 
-from hf_axonn.planner.dense import DenseShape, LinearShape, Step
+from hf_axonn.planner.dense import DenseShape
+from hf_axonn.planner.shapes import LinearShape
+from hf_axonn.planner.step import Step
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.topology.grid import Grid
 

@@ -5,8 +5,8 @@
 
 A type is built tiny (tiny_configs.py), its shape is found on the meta device, and one rank of a grid trains two steps
 in bf16 autocast on torch's `fake` process group, in which collectives return at once and leave what was there. The
-collectives of the second step have to be those of perf/volumes.py, each kind, axis and byte, with checkpointing and
-without. Exit code 1: they differ for a type of which the planner notes nothing.
+collectives of the second step have to be those of planner/traffic/volumes.py, each kind, axis and byte, with
+checkpointing and without. Exit code 1: they differ for a type of which the planner notes nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_axonn import Grid, __version__, parallelize
 from hf_axonn.distributed.mesh import grid_mesh
-from hf_axonn.planner.predict import layout_of
 from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.volumes import volumes
@@ -77,7 +76,7 @@ def differences(config: transformers.PreTrainedConfig, shape: ModelShape, grid: 
     lines = []
     for checkpointing in (False, True):
         case, ledger = counted(config, grid, checkpointing=checkpointing)
-        sent, said = ledger.entries, volumes(shape, grid, case.step, layout=layout_of(shape, grid)).entries
+        sent, said = ledger.entries, volumes(shape, grid, case.step, layout=shape.layout(grid)).entries
         lines += [
             f"{'checkpointing, ' * checkpointing}{key.phase} {key.kind} over {'+'.join(key.axes)}: "
             f"counted {sent.get(key)}, said {said.get(key)}"

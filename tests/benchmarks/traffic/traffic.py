@@ -25,7 +25,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn import AxonnConfig, Grid, __version__, parallelize, sync_gradients
 from hf_axonn.architectures.plan import plan_for
-from hf_axonn.planner.dense import DenseShape, Step
+from hf_axonn.planner.dense import DenseShape
+from hf_axonn.planner.step import Step
 from hf_axonn.planner.traffic.ledger import Ledger, LedgerKey, Volume
 from hf_axonn.planner.traffic.volumes import layer_volumes, volumes
 from tests.benchmarks.traffic.forms import all_reduce_form, megatron

@@ -1,7 +1,4 @@
-"""What travels in a step, group by group, for the engine's schedule and for AxoNN's.
-
-    of_engine    the collectives of planner/traffic/volumes.py
-    of_axonn     equations (1) to (5) of the paper, every all-reduce at once
+"""Traffic of a step by layers and groups of weights: the collectives of planner/traffic/volumes.py.
 
 A decoder layer has groups of weights that are gathered and multiplied together: q, k, v; o; up (and gate); down;
 the experts of a mixture are one, and so is each Linear that makes latents. Payloads as in planner/traffic/ledger.py,
@@ -11,15 +8,13 @@ bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import NamedTuple
 
-from hf_axonn.planner.dense import Step
 from hf_axonn.planner.shapes import BlockShape, ExpertsShape, LayerShape, ModelShape
+from hf_axonn.planner.step import Step
 from hf_axonn.planner.time.links import Links
-from hf_axonn.planner.time.paper import decoder_layers
 from hf_axonn.planner.traffic.ledger import Ledger
-from hf_axonn.planner.traffic.volumes import Account
+from hf_axonn.planner.traffic.volumes import StepAccount
 from hf_axonn.topology.grid import Grid
 from hf_axonn.topology.weight_kind import WeightKind
 
@@ -70,8 +65,8 @@ class LayerTraffic:
             gathers=[links.seconds("all_gather", ("z",), payload) for payload in self.gathers],
             reduces=[links.seconds("reduce_scatter", ("z",), payload, bool(payload)) for payload in self.reduces],
             gathers_again=self.gathers_again,
-            forward=sum(links.of(key, volume) for key, volume in entries if key.phase == "forward"),
-            backward=sum(links.of(key, volume) for key, volume in entries if key.phase != "forward"),
+            forward=sum(links.entry_seconds(key, volume) for key, volume in entries if key.phase == "forward"),
+            backward=sum(links.entry_seconds(key, volume) for key, volume in entries if key.phase != "forward"),
             hidden=[links.seconds(each[0], (each[1],), each[2]) if each else 0.0 for each in self.hidden],
             kept=self.kept,
         )
@@ -102,7 +97,7 @@ class Traffic:
 
         def enter_ledger(ledger: Ledger, times: int) -> None:
             for key, volume in ledger.entries.items():
-                enter(key.axes, times * links.of(key, volume))
+                enter(key.axes, times * links.entry_seconds(key, volume))
 
         for _, traffic, count in self.layers:
             layer, times = traffic.seconds(links), count * micro_batches
@@ -119,16 +114,16 @@ class Traffic:
         return {axes: seconds for axes, seconds in found.items() if seconds}
 
 
-def of_engine(shape: ModelShape, grid: Grid, step: Step, layout: str) -> Traffic:
+def step_traffic(shape: ModelShape, grid: Grid, step: Step, layout: str) -> Traffic:
     """The engine's own collectives, see planner/traffic/volumes.py."""
-    account = Account(shape, grid, step, layout)
+    account = StepAccount(shape, grid, step, layout)
     kept, layers = step.kept_layers, []
     for layer, count in reversed(shape.runs):  # kept: the last ones
         held = min(kept, count)
         kept -= held
         for keeps, number in ((True, held), (False, count - held)):
             if number:
-                layers.append((layer, layer_of_engine(account, layer, kept=keeps), number))
+                layers.append((layer, layer_traffic(account, layer, kept=keeps), number))
     rest = account.embedding()
     if shape.outside is not None:
         rest.include(account.layer(shape.outside, once=True))
@@ -136,7 +131,7 @@ def of_engine(shape: ModelShape, grid: Grid, step: Step, layout: str) -> Traffic
     return Traffic(tuple(layers), rest, account.gradients(), step.checkpointing)
 
 
-def layer_of_engine(account: Account, layer: LayerShape, *, kept: bool) -> LayerTraffic:
+def layer_traffic(account: StepAccount, layer: LayerShape, *, kept: bool) -> LayerTraffic:
     """What the engine sends for one decoder layer and micro-batch. `kept`: as of `LayerTraffic`."""
     step, grid = account.step, account.grid
     ledger = account.layer(layer)
@@ -168,43 +163,7 @@ def layer_of_engine(account: Account, layer: LayerShape, *, kept: bool) -> Layer
         once = list(range(len(elements)))
     size = max(step.compute_bytes, step.reduce_bytes)
     gathers: list[float] = [
-        count * step.compute_bytes if index in of_experts else step.gathered(count)
-        for index, count in enumerate(elements)
+        count * step.compute_bytes if index in of_experts else step.sent(count) for index, count in enumerate(elements)
     ]
     reduces: list[float] = [0 if step.lora else count * size for count in elements]
     return LayerTraffic(gathers, reduces, True, ledger, hidden, tuple(once), kept)
-
-
-def of_axonn(shape: ModelShape, grid: Grid, step: Step) -> Traffic:
-    """Equations (1) to (5): all-reduces after every product, bf16 over z, fp32 over data.
-
-    Under checkpointing forward all-reduces run again; the weights that were gathered for the recomputation serve
-    backward too (so does the authors' script count). Embedding, head and loss are not in the paper's model: their
-    gradients travel over data and z as all weights do, their activations are all-reduced once each way.
-    """
-    ledger, size = Ledger(grid), step.compute_bytes
-    gathers: list[float] = []
-    hidden: list[tuple[str, str, float] | None] = []
-    shards = grid.x * grid.y * grid.z
-    weights = Fraction(0)
-    for layer in decoder_layers(shape):
-        weights += shape.depth * Fraction(layer.k * layer.n, shards)
-        gathers.append(layer.k * layer.n * size / shards)
-        inner, outer = ("x", "y") if layer.transposed else ("y", "x")  # the axes that shard k and n
-        forward = Fraction(step.tokens * layer.n * size, getattr(grid, outer))
-        ledger.add("forward", "all_reduce", (inner,), forward)
-        if step.checkpointing:
-            ledger.add("backward", "all_reduce", (inner,), forward)
-        backward = step.tokens * layer.k * size / getattr(grid, inner)
-        hidden.append(("all_reduce", outer, backward) if getattr(grid, outer) > 1 else None)
-    rest, gradients = Ledger(grid), Ledger(grid)
-    stream = step.tokens * shape.hidden * size
-    for phase in ("forward", "backward"):
-        rest.add(phase, "all_reduce", ("x", "y"), stream)
-    vocabulary = Fraction(shape.vocab * shape.hidden, shards)
-    rest.add("forward", "all_gather", ("z",), vocabulary * size)
-    rest.add("backward", "reduce_scatter", ("z",), vocabulary * size)
-    gradients.add("gradients", "all_reduce", ("data",), 4 * (weights + vocabulary), 4 * shape.depth)
-    traffic = LayerTraffic(gathers, gathers, False, ledger, hidden)
-    layers = tuple((layer, traffic, count) for layer, count in shape.kinds)
-    return Traffic(layers, rest, gradients, step.checkpointing)
