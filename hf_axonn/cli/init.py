@@ -25,7 +25,7 @@ from hf_axonn.compat.arguments import with_reason
 from hf_axonn.config import PRECISIONS
 from hf_axonn.launch.launch_file import core_count, gpu_count
 from hf_axonn.planner.catalog import GPTS
-from hf_axonn.planner.from_settings import SEQUENCE, batch_of, number, too_long, usual_seq
+from hf_axonn.planner.from_settings import SEQUENCE, choose_batch, number, too_long, usual_seq
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import known_machines, load_machine, machine_of_gpus
 from hf_axonn.planner.search import GridRanking, plan
@@ -122,7 +122,7 @@ def run_init(options: argparse.Namespace) -> int:
     shape = read_shape(model) if devices.machine and model else None
     seq = _answer(options.seq, "tokens of a sequence", usual_seq(shape) if shape else SEQUENCE, number, asks)
     tokens = _answer(options.batch_tokens, "tokens of a step", ROWS * processes * seq, number, asks)
-    batch = batch_of(tokens, seq, processes)
+    batch = choose_batch(tokens, seq, processes)
     said = [f"{batch.note}."] if batch.note else []
     if shape and devices.machine:
         found = planned(shape, devices.machine, batch.sequences, seq, processes, precision)

@@ -20,7 +20,15 @@ from hf_axonn.cli.plan_report import cost, doubts, header, lines, sweep_lines
 from hf_axonn.compat.arguments import with_reason
 from hf_axonn.planner import confidence, settings
 from hf_axonn.planner.catalog import GPTS
-from hf_axonn.planner.from_settings import PRECISION_BYTES, SEQUENCE, batch_of, make_job, number, pipe_sizes, usual_seq
+from hf_axonn.planner.from_settings import (
+    PRECISION_BYTES,
+    SEQUENCE,
+    choose_batch,
+    make_job,
+    number,
+    pipe_sizes,
+    usual_seq,
+)
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import known_machines
 from hf_axonn.planner.pipelined import Pipelined
@@ -122,7 +130,7 @@ def run_plan(options: argparse.Namespace) -> int:
     shape = read_shape(options.model)
     options.seq = options.seq or usual_seq(shape)
     tokens = options.batch_tokens or options.batch_sequences * options.seq
-    batch = batch_of(tokens, options.seq, counts[0] if options.weak else counts[-1])
+    batch = choose_batch(tokens, options.seq, counts[0] if options.weak else counts[-1])
     if batch.note:
         print(f"note: {batch.note}", file=sys.stderr)
     texts = [*options.fix, *(["checkpointing=off"] if options.no_checkpointing else [])]

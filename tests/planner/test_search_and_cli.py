@@ -18,7 +18,7 @@ from hf_axonn.cli.plan_report import sizes
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.launch_file import resolve
 from hf_axonn.planner.catalog import load_shape
-from hf_axonn.planner.from_settings import batch_of, number, resolve_auto
+from hf_axonn.planner.from_settings import choose_batch, number, resolve_auto
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import FOLDER, load_machine, peak_tflops
 from hf_axonn.planner.predict import predict
@@ -170,13 +170,15 @@ def test_what_is_no_number(text):
     ],
 )
 def test_a_batch_becomes_sequences_that_divide_well(tokens, seq, gpus, sequences, note):
-    assert batch_of(tokens, seq, gpus) == (sequences, note)
+    assert choose_batch(tokens, seq, gpus) == (sequences, note)
 
 
 def test_ordinary_batches_lose_nothing():
     """4M tokens of 4,096 on 64 H100 took 131 s a step as 977 sequences, on y=8, x=8."""
     job = replace(JOB, shape=load_shape("gpt-10b"), machine=load_machine("dgx-h100"), seq=4096)
-    given, even = (plan(replace(job, sequences=count), 64).best for count in (batch_of(4_000_000, 4096, 64)[0], 1024))
+    given, even = (
+        plan(replace(job, sequences=count), 64).best for count in (choose_batch(4_000_000, 4096, 64)[0], 1024)
+    )
     assert given.total == even.total
     assert plan(replace(job, sequences=977), 64).best.total > 5 * even.total
 
