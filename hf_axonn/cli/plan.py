@@ -1,4 +1,4 @@
-"""`hf-axonn plan`: which grid for a model, a machine and a number of GPUs; and `hf-axonn bench-links`.
+"""`hf-axonn plan`, the grid for a model, a machine and a number of GPUs, and `hf-axonn bench-links`.
 
     hf-axonn plan --model CONFIG|DIR|gpt-80b --machine frontier --gpus 8192 --batch-tokens 16.8M --seq 2048
     hf-axonn plan ... --sweep 512..32768       one line for each power of two
@@ -173,7 +173,7 @@ def _job(options: argparse.Namespace, shape: ModelShape, sequences: int, fixed: 
 
 
 def _plan(options: argparse.Namespace, job: Job) -> int:
-    """The grids of one number of GPUs."""
+    """Plan for one number of GPUs."""
     found = plan(job, options.gpus, free=options.free, pipes=options.pipes)
     if options.json:
         print(json.dumps(as_json(found, options), indent=2))
@@ -187,7 +187,7 @@ def _plan(options: argparse.Namespace, job: Job) -> int:
 
 
 def _sweep(options: argparse.Namespace, job: Job, counts: list[int]) -> int:
-    """The best grid of each of several numbers of GPUs."""
+    """Plan for several numbers of GPUs."""
     plans = sweep(job, counts, weak=options.weak, free=options.free, pipes=options.pipes)
     if options.json:
         print(json.dumps([as_json(found, options, 1) for found in plans], indent=2))
@@ -202,7 +202,7 @@ def _sweep(options: argparse.Namespace, job: Job, counts: list[int]) -> int:
 
 
 def _gpu_counts(text: str) -> list[int]:
-    """FIRST..LAST as numbers of GPUs, each twice the one before."""
+    """Read FIRST..LAST as numbers of GPUs, each twice the one before."""
     first, dots, last = text.partition("..")
     if not (dots and first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
         raise ValueError(f"--sweep is {text!r}: write the first and last number of GPUs, 512..32768.")
@@ -210,7 +210,7 @@ def _gpu_counts(text: str) -> list[int]:
 
 
 def as_json(found: GridRanking, options: argparse.Namespace, top: int | None = None) -> dict[str, Any]:
-    """A plan as JSON, with `top` grids, those of --top by default."""
+    """Return a plan as JSON, with `top` grids, those of --top by default."""
     return {
         "machine": found.job.machine.name,
         "gpus": found.gpus,
@@ -225,7 +225,7 @@ def as_json(found: GridRanking, options: argparse.Namespace, top: int | None = N
 
 
 def entry_json(entry: Prediction, options: argparse.Namespace) -> dict[str, Any]:
-    """A prediction as JSON: seconds, bytes, FLOP/s, and what the training costs."""
+    """Return a prediction as JSON: seconds, bytes, FLOP/s, and what the training costs."""
     return {
         "grid": entry.grid.as_dict(),
         "order": written(entry.order, entry.grid),
@@ -248,7 +248,7 @@ def entry_json(entry: Prediction, options: argparse.Namespace) -> dict[str, Any]
 
 
 def pipeline_json(found: Pipelined) -> dict[str, Any]:
-    """How a pipeline lies, as JSON: layers of each stage, shares, seconds."""
+    """Return a pipeline as JSON: layers of each stage, shares, seconds."""
     return {
         "stages_per_rank": found.stages.per_rank,
         "layers": [len(stage) for stage in found.stages.layers],
@@ -261,7 +261,7 @@ def pipeline_json(found: Pipelined) -> dict[str, Any]:
 
 
 def plot_plan(found: GridRanking, file: str, top: int) -> None:
-    """Stacked bars: what the step of each of the first grids is made of."""
+    """Draw stacked bars: the parts of a step on each of the first grids."""
     pyplot = _pyplot()
     entries = found.ranked[:top]
     piped = any(entry.pipelined for entry in entries)
@@ -284,7 +284,7 @@ def plot_plan(found: GridRanking, file: str, top: int) -> None:
 
 
 def plot_sweep(plans: list[GridRanking], file: str, *, weak: bool) -> None:
-    """PFLOP/s of all GPUs, and TFLOP/s of one, against the number of GPUs."""
+    """Draw PFLOP/s of all GPUs, and TFLOP/s of one, against the number of GPUs."""
     pyplot = _pyplot()
     bests = [found.best for found in plans if found.ranked]
     counts = [best.grid.size for best in bests]

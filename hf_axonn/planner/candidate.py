@@ -71,7 +71,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank fits the machine's GPU."""
+        """True if every rank fits the machine's GPU."""
         return all(needed.fits(self.job.machine.memory) for needed in self.needs)
 
     @cached_property

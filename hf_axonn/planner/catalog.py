@@ -1,4 +1,4 @@
-"""Which model: the GPTs of AxoNN's paper by name, or the config.json of a dense family; others:
+"""Finds a model: a GPT of AxoNN's paper by its name, or a dense family by its config.json. Models of other types:
 hf_axonn/profiling/read_shape.py.
 
 Plain Python: a config is read as JSON, no torch and no Transformers. What a config does not say (whether the MLP is
@@ -33,7 +33,7 @@ GPT_VOCAB = 50304  # the vocabulary of GPT-2, padded as Megatron-LM does
 GPT_POSITIONS = 2048
 
 LLAMA: dict[str, Any] = {}
-# What a model type is beyond the numbers of its config. A key of the config (attention_bias, mlp_bias) holds over it.
+# Traits of a model type beyond its config's numbers. A key of the config (attention_bias, mlp_bias) holds over them.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -95,7 +95,7 @@ ALIASES = {
 
 
 def gpt(name: str) -> DenseShape:
-    """A GPT of the paper: MLP of four times the hidden size, LayerNorm, biases, embedding and head tied."""
+    """Make a GPT of the paper: MLP of four times the hidden size, LayerNorm, biases, embedding and head tied."""
     layers, hidden, heads = GPTS[name]
     return DenseShape(
         layers=layers,
@@ -114,7 +114,7 @@ def gpt(name: str) -> DenseShape:
 
 
 def load_shape(model: str) -> DenseShape:
-    """The shape of a model.
+    """Load the shape of a model.
 
     Args:
         model: a name of GPTS, a config.json, or a directory with one.
@@ -135,7 +135,7 @@ def load_shape(model: str) -> DenseShape:
 
 
 def shape_from_config(config: dict[str, Any]) -> DenseShape:
-    """The shape of a config.json's contents.
+    """Read the shape of a config.json's contents.
 
     Raises:
         ValueError: a type that is not in FAMILIES, or a size that is missing.

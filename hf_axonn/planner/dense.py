@@ -1,4 +1,4 @@
-"""A dense decoder in a few numbers, and a training step."""
+"""A dense decoder in a few numbers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class DenseShape(ModelShape):
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
 
     def _tables(self) -> tuple[TableShape, ...]:
-        """Of positions: as the vocabulary if they are many, gathered if they are not few (parallel/install.py)."""
+        """Table of positions: as the vocabulary if it is large, gathered if it is not small (parallel/install.py)."""
         if not self.positions:
             return ()
         largest = max(weight.elements for weight in self.runs[0][0].weights)
@@ -124,7 +124,7 @@ class DenseShape(ModelShape):
         )
 
     def _layer(self, window: int) -> LayerShape:
-        """Any one of the layers with this window."""
+        """The layer with this window."""
         blocks = (replace(self.attention, window=window), self.mlp)
         replicated = [linear.rows for block in blocks for linear in block.linears if linear.bias]
         replicated += self.norms_per_layer * list(self.final) + ([self.width] * 2 if self.qk_norm else [])

@@ -99,13 +99,13 @@ class Memory(NamedTuple):
         return found | {name: getattr(self, name) for name in rest} | {"total": self.total}
 
     def fits(self, capacity: float) -> bool:
-        """Whether it leaves RESERVE of `capacity` bytes."""
+        """True if it leaves RESERVE of `capacity` bytes."""
         return self.total <= (1 - RESERVE) * capacity
 
 
 def local_parameters(shape: ModelShape, grid: Grid) -> int:
     """Elements of parameters on rank 0."""
-    layers = sum(count * _sharded(layer.weights, grid) for layer, count in shape.everything)
+    layers = sum(count * _count_sharded(layer.weights, grid) for layer, count in shape.everything)
     rest = [_vocabulary(shape)] * (shape.begins + shape.has_head)
     rest += [
         WeightShape(table.kind, table.rows, shape.hidden)
@@ -113,7 +113,7 @@ def local_parameters(shape: ModelShape, grid: Grid) -> int:
         if shape.begins and table.kind != WeightKind.REPLICATED
     ]
     idle = ceil_div(sum(shape.idle), grid.x * grid.y * grid.z)
-    return layers + _sharded(rest, grid) + sum(shape.replicated) + idle
+    return layers + _count_sharded(rest, grid) + sum(shape.replicated) + idle
 
 
 def _linears(shape: ModelShape, grid: Grid) -> int:
@@ -132,16 +132,16 @@ def _vocabulary(shape: ModelShape) -> WeightShape:
     return WeightShape(WeightKind.VOCABULARY, shape.vocab, shape.hidden)
 
 
-def _sharded(weights: Iterable[WeightShape], grid: Grid) -> int:
+def _count_sharded(weights: Iterable[WeightShape], grid: Grid) -> int:
     """Elements of weights on rank 0."""
     return sum(own_elements(weight, grid, ORIGIN) for weight in weights)
 
 
 def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", gloo: bool = False) -> Memory:
-    """What rank 0 holds.
+    """Bytes that rank 0 holds.
 
     Args:
-        shape, grid, step: which.
+        shape, grid, step: the model, the grid and the step.
         layout: of the residual stream, token or feature.
         gloo: whether the backend is gloo, where large gradients are averaged in place and not in buckets, a
             reduce-scatter receives all blocks before it adds them up (distributed/collectives.py), and a rank has the
@@ -149,12 +149,12 @@ def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", 
     """
     base = local_parameters(shape, grid)
     linears = _linears(shape, grid) if step.block_bytes else 0
-    weights = (base - linears) * step.param_bytes + step.stored(linears)
+    weights = (base - linears) * step.param_bytes + step.weight_bytes(linears)
     adapters = sum(shape.adapters(step.lora))
     trained, size = (adapters, ADAPTER_BYTES) if step.lora else (base, step.param_bytes)
     gradients = trained * size
     embedding = [_vocabulary(shape)] if shape.begins and not shape.tied else []
-    last = _sharded([*shape.runs[0][0].weights, *embedding], grid)
+    last = _count_sharded([*shape.runs[0][0].weights, *embedding], grid)
     last *= 0 if step.lora else step.param_bytes
     saved, layer, reduced = _activations(shape, grid, step, layout, gloo)
     layer += reduced * (2 if gloo else 1)
@@ -164,7 +164,7 @@ def memory(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token", 
         parameters=base + adapters,
         trained=trained,
         states=weights + adapters * ADAPTER_BYTES + gradients + trained * MOMENT_BYTES,
-        gathered=_gathered(shape, grid, step, gloo),
+        gathered=_gathered_bytes(shape, grid, step, gloo),
         activations=saved,
         layer=layer,
         logits=logits,
@@ -196,7 +196,7 @@ def _groups(layer: LayerShape, grid: Grid) -> list[int]:
 
 
 def _parts(layer: LayerShape) -> list[BlockShape | ExpertsShape | UnshardedModule]:
-    """The part that each of the `_groups` is of."""
+    """The part that each of `_groups` belongs to."""
     return [part for part in layer.parts for _ in part.groups()]
 
 
@@ -210,7 +210,7 @@ def kept_bytes(shape: ModelShape, grid: Grid, step: Step) -> int:
     return total
 
 
-def _gathered(shape: ModelShape, grid: Grid, step: Step, gloo: bool) -> int:
+def _gathered_bytes(shape: ModelShape, grid: Grid, step: Step, gloo: bool) -> int:
     gradient = 0 if step.lora else max(step.compute_bytes, step.reduce_bytes)
     most = layers = 0
     for layer, _ in shape.kinds:
@@ -228,7 +228,7 @@ def _gathered(shape: ModelShape, grid: Grid, step: Step, gloo: bool) -> int:
                 size for size, part in zip(groups, _parts(layer), strict=True) if not isinstance(part, ExpertsShape)
             ]
             made = sum(linears) if step.checkpointing and step.keeps_recomputed else max(linears, default=0)
-            arriving = 2 * experts * step.compute_bytes + 2 * step.sent(sum(linears))
+            arriving = 2 * experts * step.compute_bytes + 2 * step.gather_bytes(sum(linears))
             layers = max(layers, arriving + made * step.compute_bytes)
             continue
         layers = max(layers, 2 * sum(groups) * step.compute_bytes)
@@ -245,13 +245,13 @@ def _gathered(shape: ModelShape, grid: Grid, step: Step, gloo: bool) -> int:
 
 
 def _activations(shape: ModelShape, grid: Grid, step: Step, layout: str, gloo: bool) -> tuple[float, float, float]:
-    """What forward saves, what one layer makes again in backward, and the largest that is reduced meanwhile."""
+    """Bytes that forward saves, that one layer makes again in backward, and of the largest gradient in reduction."""
     parts = 1 if shape.loose else grid.x * grid.y
-    own = step.padded(grid) * shape.hidden / parts
+    own = step.padded_tokens(grid) * shape.hidden / parts
     last = _saved_by_norm(shape, step) * own if shape.ends else 0.0  # the norm before the head
     if step.lora:  # PEFT makes the embedding's output a leaf, which lives
         last += step.tokens * shape.hidden * step.param_bytes
-    saved = {layer: _saved(shape, layer, grid, step, layout, gloo) for layer, _ in shape.kinds}
+    saved = {layer: _saved_by_layer(shape, layer, grid, step, layout, gloo) for layer, _ in shape.kinds}
     # Gradients of an input before they are reduced. Other gradients take the place of what is saved and used up.
     at_work = max((_at_work(shape, part, grid, step) for layer in saved for part in layer.parts), default=0.0)
     if step.checkpointing:
@@ -268,9 +268,9 @@ def _saved_by_norm(shape: ModelShape, step: Step, *, own: bool = False) -> int:
     return step.param_bytes + (0 if shape.centered or step.lora else step.stream_bytes)
 
 
-def _saved(shape: ModelShape, layer: LayerShape, grid: Grid, step: Step, layout: str, gloo: bool) -> float:
+def _saved_by_layer(shape: ModelShape, layer: LayerShape, grid: Grid, step: Step, layout: str, gloo: bool) -> float:
     """Bytes that forward saves of one layer, all of its activations."""
-    tokens, parts = step.padded(grid), 1 if shape.loose else grid.x * grid.y
+    tokens, parts = step.padded_tokens(grid), 1 if shape.loose else grid.x * grid.y
     feature = layout == "feature" and grid.y > 1
     saved = tokens * shape.hidden / parts * layer.norms * _saved_by_norm(shape, step, own=feature)
     saved += 4 * tokens / (grid.x if feature else parts) * 2
@@ -296,17 +296,17 @@ def _saved(shape: ModelShape, layer: LayerShape, grid: Grid, step: Step, layout:
 
 
 def _saved_by_adapters(block: BlockShape, grid: Grid, step: Step) -> float:
-    """PEFT casts the input of every adapter by itself: each but one of those of a block's entrance is saved once more,
-    and what attention hands on. Between A and B rank features of all tokens."""
+    """Bytes for adapters. PEFT casts the input of each by itself: those of a block's entrance but one are saved once
+    more, and attention's output. Between A and B rank features of all tokens."""
     inputs = sum(linear.cols for linear in block.columns[1:]) / grid.y
     inputs += block.row.cols / (grid.x * grid.y) if block.query else 0
-    return step.padded(grid) * (inputs + step.lora * len(block.linears)) * step.compute_bytes
+    return step.padded_tokens(grid) * (inputs + step.lora * len(block.linears)) * step.compute_bytes
 
 
 def _saved_by_attention(shape: ModelShape, block: BlockShape, grid: Grid, step: Step) -> float:
     """Queries, keys, values and what attention makes of them; the row layer's input where y gathers it; what norms
     over all heads are given."""
-    tokens, parts, compute = step.padded(grid), grid.x * grid.y, step.compute_bytes
+    tokens, parts, compute = step.padded_tokens(grid), grid.x * grid.y, step.compute_bytes
     repeat = heads_repeat(block, grid)
     query, kv = block.query_features, block.kv_features
     saved = (query + block.value_features + kv) * tokens / parts * repeat * compute
@@ -323,7 +323,7 @@ def _saved_by_attention(shape: ModelShape, block: BlockShape, grid: Grid, step: 
 def _saved_by_latents(block: BlockShape, grid: Grid, step: Step) -> float:
     """Inputs of all Linears; latents before and after their norms; full keys, in which every head has the rotary
     part, beside what they were made of; queries, values and what attention makes of them."""
-    tokens, parts, compute = step.padded(grid), grid.x * grid.y, step.compute_bytes
+    tokens, parts, compute = step.padded_tokens(grid), grid.x * grid.y, step.compute_bytes
     repeat = heads_repeat(block, grid)
     inputs = sum(linear.cols for linear in (*block.down, *block.columns)) / grid.y
     latents = 2 * sum(linear.rows for linear in block.down)
@@ -335,9 +335,9 @@ def _saved_by_latents(block: BlockShape, grid: Grid, step: Step) -> float:
 
 
 def _saved_by_experts(shape: ModelShape, experts: ExpertsShape, grid: Grid, step: Step, gloo: bool) -> float:
-    """Of each (token, choice) that comes to this rank, choices evenly spread: its hidden states, what the experts make
-    of them, and the result before it is weighted. Where the pairs of other ranks are taken along, of all pairs."""
-    pairs = step.padded(grid) * (experts.number if experts.sorted else experts.chosen)
+    """Bytes of the pairs (token, choice) that come to this rank, choices evenly spread: hidden states, what experts
+    make of them, and results before they are weighted. Of all pairs where those of other ranks are taken along."""
+    pairs = step.padded_tokens(grid) * (experts.number if experts.sorted else experts.chosen)
     inner = [
         max(rows, cols) if shape.hidden == min(rows, cols) else min(rows, cols) for rows, cols, _ in experts.weights
     ]
@@ -356,7 +356,7 @@ def _saved_by_call(call: LinearCall, grid: Grid, step: Step) -> float:
 
 def _at_work(shape: ModelShape, part: BlockShape | ExpertsShape | UnshardedModule, grid: Grid, step: Step) -> float:
     """Bytes of the largest gradient of an input before it is reduced."""
-    tokens, compute = step.padded(grid), step.compute_bytes
+    tokens, compute = step.padded_tokens(grid), step.compute_bytes
     if isinstance(part, ExpertsShape):
         return tokens * shape.hidden * compute if grid.x * grid.y > 1 else 0.0
     if isinstance(part, UnshardedModule):
@@ -368,21 +368,21 @@ def _at_work(shape: ModelShape, part: BlockShape | ExpertsShape | UnshardedModul
 
 
 def _embedding(shape: ModelShape, grid: Grid, step: Step) -> float:
-    """At the end of backward: the full gradient of the embedding's output, twice; and over z that of its weight, and
-    what is made of it for the reduction."""
+    """Bytes at the end of backward: the full gradient of the embedding's output, twice; and over z that of its weight,
+    and its copy for the reduction."""
     if not shape.begins:
         return 0.0
-    tokens, size = step.padded(grid), step.param_bytes
+    tokens, size = step.padded_tokens(grid), step.param_bytes
     vocab = ceil_div(ceil_div(shape.vocab, grid.y), grid.x)
     weight = vocab * shape.hidden * (size + max(size, step.reduce_bytes)) if grid.z > 1 and not step.lora else 0
     return 2 * tokens * shape.hidden * size + weight
 
 
 def _logits(shape: ModelShape, grid: Grid, step: Step) -> tuple[float, float]:
-    """What the loss needs while it is computed, and what it leaves for backward: the gradients of the head."""
+    """Bytes of the loss while it is computed, and those that it leaves for backward: the gradients of the head."""
     if not shape.ends:
         return 0.0, 0.0
-    tokens, parts, compute = step.padded(grid), grid.x * grid.y, step.compute_bytes
+    tokens, parts, compute = step.padded_tokens(grid), grid.x * grid.y, step.compute_bytes
     wide, casts = max(4, compute), compute != step.param_bytes
     vocab = ceil_div(ceil_div(shape.vocab, grid.y), grid.x)
     chunk = min(CHUNK_LOGITS, tokens * vocab)

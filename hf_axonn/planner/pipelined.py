@@ -174,7 +174,7 @@ def _pass_times(candidate: Candidate, order: tuple[str, ...]) -> PassTimes:
     alone = Grid(z=grid.z, y=grid.y, x=grid.x) if inside else grid
     step = replace(candidate.step, micro_batches=1)
     each = _micro_batch(job.shape, job.machine, alone, step, order, overlaps, job.attention, candidate.layout)
-    own = step.padded(grid) * job.shape.hidden // (grid.x * grid.y)
+    own = step.padded_tokens(grid) * job.shape.hidden // (grid.x * grid.y)
     hops = Links(job.machine, grid, order).hops("pipe", own * step.stream_bytes)
     parts = [_stage_time(each, part, step) for part in stages.parts]
     between = [hops[index % grid.pipe] for index in range(len(stages.layers) - 1)]

@@ -78,7 +78,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank fits the machine's GPU."""
+        """True if every rank fits the machine's GPU."""
         return self.candidate.fits
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Which grid: every legal one, ranked by predicted time.
+"""Ranks every legal grid by predicted time.
 
     plan(job, gpus)      -> GridRanking: what fits, fastest first; what does not, and why
     sweep(job, counts)   -> the best grid of each number of GPUs: strong or weak scaling
@@ -28,9 +28,9 @@ from hf_axonn.topology.axis_order import ORDER, check_order, written
 from hf_axonn.topology.grid import Grid, divisors
 
 
-OFF = 0.2  # how far bandwidth or the speed of products may be off, when the first two places are compared
+OFF = 0.2  # error of bandwidth or of the speed of products, when the first two places are compared
 CONTENDERS = 10  # places that get an order of their own, and among which a slower or faster machine may choose anew
-PIPES = (1,)  # sizes of the axis pipe that are planned unless others are asked for
+PIPES = (1,)  # sizes of the axis pipe that are planned by default
 FAR = 1.5
 GAIN = 0.01  # what another order of axes than the engine's own has to save
 
@@ -40,7 +40,7 @@ class GridRanking:
     """The grids of a job on a number of GPUs.
 
     Args:
-        job, gpus: of what.
+        job, gpus: the job, and the number of GPUs.
         ranked: grids that fit, the fastest first; of those with a pipeline the ones that are not FAR behind.
         too_big: grids that do not fit a GPU's memory, the smallest first.
         impossible: grids over which the batch cannot be divided, with the reason.
@@ -64,7 +64,7 @@ class GridRanking:
         raise ValueError(self.why_none())
 
     def why_none(self) -> str:
-        """Why no grid is left."""
+        """Return why no grid is left."""
         if self.too_big:
             least = self.too_big[0]
             needs, has = least.memory.total / 2**30, self.job.machine.memory / 2**30
@@ -79,7 +79,7 @@ class GridRanking:
 
 
 def factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Every way to write `number` as an ordered product of `parts` factors."""
+    """Yield every way to write `number` as an ordered product of `parts` factors."""
     if parts == 1:
         yield (number,)
         return
@@ -89,7 +89,7 @@ def factorizations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def grids(gpus: int, pipes: Iterable[int] = (1,)) -> list[Grid]:
-    """Every grid of so many ranks with these sizes of pipe."""
+    """List every grid of `gpus` ranks with these sizes of pipe."""
     return [
         Grid(data=data, pipe=pipe, z=z, y=y, x=x)
         for pipe in pipes
@@ -109,7 +109,7 @@ def plan(
     """Rank all grids of `gpus` ranks.
 
     Args:
-        job, gpus: of what.
+        job, gpus: what is trained, and on how many GPUs.
         order: of the axes on the machine, from the innermost on, for all grids; None: chosen for the first ones.
         free: settings of the job that each grid may choose (planner/settings.py).
         pipes: sizes of the axis pipe; None: any.
@@ -173,7 +173,7 @@ def _fastest(jobs: list[Job], grid: Grid, order: tuple[str, ...]) -> Prediction:
 
 
 def other_order(prediction: Prediction) -> Prediction:
-    """The same grid with its axes in the order that is fastest on the machine; the engine's own where none is."""
+    """Return the same grid with its axes in the fastest order on the machine; its own where none is faster."""
     long_axes = [axis for axis in ORDER if getattr(prediction.grid, axis) > 1]
     short = [axis for axis in ORDER if axis not in long_axes]
     orders: Iterable[tuple[str, ...]] = (
@@ -186,15 +186,15 @@ def other_order(prediction: Prediction) -> Prediction:
 
 
 def in_best_order(prediction: Prediction) -> Prediction:
-    """The same grid in the order that is fastest, or in its own where that gains less than GAIN."""
+    """Return the same grid in the fastest order, or in its own where that gains less than GAIN."""
     better = other_order(prediction)
     return better if better.total < (1 - GAIN) * prediction.total else prediction
 
 
 def alternatives(found: GridRanking) -> list[tuple[str, Prediction]]:
-    """The first place if links or products were OFF slower or faster, among the CONTENDERS first.
+    """Return the first place if links or products were OFF slower or faster, among the CONTENDERS first.
 
-    Where these are not one grid, the order of the first places hangs on numbers that are not known well enough.
+    Where these are not one grid, the order of the first places depends on numbers that are not known well enough.
     """
     first = found.ranked[:CONTENDERS]
     answers = []
@@ -204,7 +204,7 @@ def alternatives(found: GridRanking) -> list[tuple[str, Prediction]]:
         ("products 20% slower", {"gemm": 1 - OFF}),
         ("products 20% faster", {"gemm": 1 + OFF}),
     ):
-        machine = found.job.machine.scaled(**changes)
+        machine = found.job.machine.scale(**changes)
         again = [
             predict(replace(each.job, machine=machine, micro_batches=each.micro_batches), each.grid, order=each.order)
             for each in first
@@ -222,7 +222,7 @@ def sweep(
     free: Collection[str] = (),
     pipes: Collection[int] | None = PIPES,
 ) -> list[GridRanking]:
-    """Plans for several numbers of GPUs.
+    """Plan for several numbers of GPUs.
 
     Args:
         job: the batch is that of every plan; with `weak`, that of the first one, and grows with the GPUs.

@@ -1,4 +1,4 @@
-"""Settings that a plan may choose beside the grid, and how they are written.
+"""Settings that a plan may choose beside the grid, and their texts.
 
     checkpointing     on, off: whether layers run again in backward
     keep_gathered     recomputed, none, all or a number of layers (config.py)
@@ -30,12 +30,12 @@ from hf_axonn.planner.time.pipeline import PIPELINES
 
 EXACT = ("checkpointing", "keep_gathered", "micro_batches", "pipeline", "stages_per_rank")
 ROUNDING = ("reduce_dtype", "residual_dtype")
-GAIN = 0.01  # what keeping gathered weights has to save, as it takes memory
+GAIN = 0.01  # share that keeping gathered weights has to save, as it takes memory
 BF16 = 2
 
 
 def variants(job: Job, free: Collection[str]) -> list[Job]:
-    """The job with every choice of the free settings but those that depend on memory."""
+    """Return the job with every choice of the free settings but those that depend on memory."""
     choices: list[list[dict[str, Any]]] = [
         [{"checkpointing": False}, {"checkpointing": True}] if "checkpointing" in free else [{}],
         [{}, {"reduce_bytes": BF16}] if "reduce_dtype" in free else [{}],
@@ -67,7 +67,7 @@ def keep_weights(entry: Prediction, free: Collection[str]) -> Prediction:
 
 
 def as_text(job: Job) -> dict[str, str]:
-    """The settings of a job as they are written here."""
+    """Return the texts of a job's settings."""
     return {
         "checkpointing": "on" if job.checkpointing else "off",
         "keep_gathered": str(job.keep_gathered),
@@ -78,7 +78,7 @@ def as_text(job: Job) -> dict[str, str]:
 
 
 def parse_fixed(texts: Iterable[str]) -> dict[str, Any]:
-    """Fields of a Job of NAME=VALUE texts.
+    """Parse NAME=VALUE texts to fields of a Job.
 
     Raises:
         ValueError: no such setting, or no such value of it.

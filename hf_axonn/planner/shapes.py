@@ -1,4 +1,4 @@
-"""A decoder as the engine shards it (architectures/plan.py), in plain numbers: layers, and in them blocks and experts.
+"""A decoder as the engine shards it (architectures/plan.py), in plain numbers, and a rank's share of it.
 
 ModelShape     runs of decoder layers that are alike, and what stands around them
 LayerShape     the parts of one decoder layer, its norms, and every parameter
@@ -62,12 +62,12 @@ class BlockShape:
 
     @property
     def gated(self) -> bool:
-        """Whether an MLP multiplies two column layers (gate and up), or has one."""
+        """True if an MLP multiplies two column layers (gate and up), False if it has one."""
         return sum(linear.rows for linear in self.columns) == 2 * self.row.cols
 
     @property
     def packed(self) -> bool:
-        """Whether one Linear makes several things."""
+        """True if one Linear makes several projections."""
         return any(len(segments) > 1 for segments in self.segments)
 
     @property
@@ -120,7 +120,7 @@ class ExpertsShape:
     sorted: bool = False
 
     def groups(self) -> list[tuple[WeightKind, tuple[LinearShape, ...]]]:
-        """As of `BlockShape`: they are gathered together."""
+        """(kind, weights) of the one group: they are gathered together."""
         return [(WeightKind.EXPERTS, self.weights)]
 
     def flops(self) -> int:
@@ -159,7 +159,7 @@ class UnshardedModule:
     narrow: bool = True
 
     def groups(self) -> list[tuple[WeightKind, tuple[LinearShape, ...]]]:
-        """As of `BlockShape`."""
+        """(kind, Linears) of each product."""
         return [(WeightKind.LINEAR, (call.linear,)) for call in self.calls]
 
     def flops(self) -> int:
@@ -177,7 +177,7 @@ class WeightShape(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Of the full parameter."""
+        """Elements of the full parameter."""
         return self.experts * self.rows * self.cols
 
 
@@ -261,7 +261,7 @@ class ModelShape:
     context: int = 0
     notes: tuple[str, ...] = ()
 
-    # A planner asks a thousand times.
+    # A search reads these a thousand times.
 
     @cached_property
     def kinds(self) -> tuple[tuple[LayerShape, int], ...]:
@@ -307,7 +307,7 @@ class ModelShape:
 
     @property
     def has_head(self) -> bool:
-        """Whether it has a weight for the head, beside that of the embedding."""
+        """True if it has a weight for the head beside that of the embedding."""
         return self.ends and not (self.tied and self.begins)
 
     def layout(self, grid: Grid) -> str:
@@ -333,14 +333,14 @@ class ModelShape:
 
     @cached_property
     def weight_flops(self) -> int:
-        """Those of products with weights."""
+        """`flops` of products with weights."""
         return sum(
             count * (sum(part.flops() for part in layer.parts) + 2 * layer.routed * self.hidden)
             for layer, count in self.everything
         )
 
     def attention_flops(self, seq: float) -> int:
-        """Those of attention."""
+        """`flops` of attention."""
         return sum(
             count * round(4 * block.keys(seq) * (block.query_features + block.value_features))
             for layer, count in self.everything
@@ -361,7 +361,7 @@ class ModelShape:
         return (2 + trained) * (self.weight_flops + 2 * self.vocab * self.hidden) + 3 * self.attention_flops(seq)
 
 
-# A search asks for the same shapes again and again.
+# A search reads the same shapes again and again.
 @functools.lru_cache(maxsize=65536)
 def _local_shape(
     kind: WeightKind, shape: tuple[int, ...], sizes: tuple[int, ...], here: tuple[int, ...]
@@ -389,7 +389,7 @@ def own_elements(weight: WeightShape, grid: Grid, here: dict[str, int]) -> int:
 
 
 def heads_repeat(block: BlockShape, grid: Grid) -> int:
-    """Ranks that compute the same attention because the heads do not divide, see topology/heads.py."""
+    """Number of ranks that compute the same attention because the heads do not divide, see topology/heads.py."""
     if block.query % (grid.x * grid.y) == 0:
         return 1
     return grid.y if block.query % grid.x == 0 else grid.x * grid.y

@@ -76,7 +76,7 @@ def layer_costs(shape: ModelShape, seq: int) -> tuple[list[float], float]:
     return costs, 2.0 * shape.vocab * shape.hidden
 
 
-@functools.lru_cache(maxsize=1024)  # a search asks for the same ones again and again
+@functools.lru_cache(maxsize=1024)  # a search divides the same ones again and again
 def divide_model(shape: ModelShape, ranks: int, per_rank: int, seq: int) -> ModelStages:
     """Divide the layers of a model into stages.
 

@@ -52,7 +52,7 @@ class StepSettings:
 
     @property
     def keeps_recomputed(self) -> bool:
-        """Whether a layer that runs again keeps what it gathers then."""
+        """True if a layer that runs again keeps what it gathers then."""
         return self.keep_gathered == "recomputed"
 
     @property
@@ -80,11 +80,11 @@ class Step(StepSettings):
     micro_batches: int = 1
     counted: bool = False
 
-    def stored(self, elements: int) -> int:
+    def weight_bytes(self, elements: int) -> int:
         """Bytes that elements of the layers' Linears take in memory."""
         return elements * self.block_bytes // BLOCK if self.block_bytes else elements * self.param_bytes
 
-    def sent(self, elements: int) -> int:
+    def gather_bytes(self, elements: int) -> int:
         """Bytes that elements of the layers' Linears take in a gather."""
         return elements * self.block_bytes // BLOCK if self.block_bytes else elements * self.compute_bytes
 
@@ -93,7 +93,7 @@ class Step(StepSettings):
         """Tokens of a micro-batch at one (data, z) position."""
         return self.rows * self.seq
 
-    def padded(self, grid: Grid) -> int:
+    def padded_tokens(self, grid: Grid) -> int:
         """Tokens after padding to a multiple of x * y."""
         parts = grid.x * grid.y
         return -(-self.tokens // parts) * parts

@@ -1,6 +1,6 @@
-"""The planner's numbers of a model that is there: its plan, its parameters, and what it does when it runs.
+"""Traces the planner's numbers of a built model: its sharding plan, its parameters, and what runs in which order.
 
-    found_shape(model)     the ModelShape (planner/shapes.py) of a model on the meta device
+    trace_shape(model)   -> the ModelShape (planner/shapes.py) of a model on the meta device
 
 The shape is taken only where it has as many parameters as the model, so that what it cannot express is refused and not
 guessed.
@@ -39,8 +39,8 @@ from hf_axonn.profiling.layer_probe import TOKENS, LayerProbe, LayerTrace, probe
 from hf_axonn.topology.weight_kind import WeightKind
 
 
-def found_shape(model: PreTrainedModel) -> ModelShape:
-    """The shape of a model on the meta device, which is unchanged.
+def trace_shape(model: PreTrainedModel) -> ModelShape:
+    """Trace the shape of a model on the meta device, which is unchanged.
 
     Raises:
         ValueError: the model cannot be run without values, or does what no shape can say.
@@ -54,7 +54,7 @@ def found_shape(model: PreTrainedModel) -> ModelShape:
         raise ValueError("its embedding or its head is not a plain one.")
     if not has_causal_lm_loss(model):
         raise ValueError("its loss is not that of Transformers' causal LMs.")
-    layers = plan.layers if not plan.reason else _checkpointed(model)
+    layers = plan.layers if not plan.reason else _find_checkpointed(model)
     if not layers:
         raise ValueError("it has no decoder layers.")
     layout = choose_layout(model, plan, y=2, wanted="auto")
@@ -102,7 +102,7 @@ def _alone(model: nn.Module, plan: ShardingPlan, kinds: dict[int, WeightKind]) -
 
 
 def _notes(model: nn.Module, plan: ShardingPlan, alone: set[str]) -> Iterator[str]:
-    """What of a model is only estimated, or left out."""
+    """Yield notes on what a plan only estimates of a model, or leaves out."""
     names = {module: name for name, module in model.named_modules()}
     read = sorted({names[linear].rpartition(".")[2] for reader in find_readers(model)[0] for linear in reader.read})
     read = [name for name in read if any(path.endswith(f".{name}") for path in alone)]
@@ -121,7 +121,7 @@ def _notes(model: nn.Module, plan: ShardingPlan, alone: set[str]) -> Iterator[st
         )
 
 
-def _checkpointed(model: nn.Module) -> list[str]:
+def _find_checkpointed(model: nn.Module) -> list[str]:
     """Names of the layers that gradient checkpointing runs again, where a plan knows of none."""
     found: list[str] = []
     for name, module in model.named_modules():
@@ -141,7 +141,7 @@ def _runs(layers: list[LayerShape]) -> list[tuple[LayerShape, int]]:
 
 
 class _Finder:
-    """What is found of a model's layers.
+    """Finds the shapes of a model's layers.
 
     Attributes:
         idle: elements of parameters that are sharded and get no gradient.
@@ -192,7 +192,7 @@ class _Finder:
                 yield TableShape(kind, rows, self.probe.ran.get(name) == TOKENS)
 
     def outside(self, trace: LayerTrace) -> LayerShape | None:
-        """What has parameters outside of the layers, but for the vocabulary, the head and the table of positions."""
+        """Modules with parameters outside of the layers, but for vocabulary, head and the table of positions."""
         names = [
             path
             for path, module in self.modules.items()
@@ -272,7 +272,7 @@ class _Finder:
         return _experts(self.modules[name], trace.routing.get(name), chosen)
 
     def _window(self, module: nn.Module) -> int:
-        """What attention looks back over: its own number, or that of all layers where the config has but one."""
+        """Sliding window of attention: its own, or that of all layers where the config has but one; 0 for none."""
         config = text_config(self.model)
         everywhere = None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
         return getattr(module, "sliding_window", everywhere) or 0

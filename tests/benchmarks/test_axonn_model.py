@@ -92,7 +92,7 @@ def test_more_bandwidth_and_faster_products_are_never_slower():
     for grid in (grid for grid in grids(16) if not refusal(JOB, grid)):
         before = predict_axonn(JOB, grid)
         for changes in ({"bandwidth": 2.0}, {"bandwidth": 1.1}, {"gemm": 2.0}):
-            after = predict_axonn(replace(JOB, machine=TOY.scaled(**changes)), grid)
+            after = predict_axonn(replace(JOB, machine=TOY.scale(**changes)), grid)
             assert after.total <= before.total * (1 + 1e-12), (grid, changes)
 
 

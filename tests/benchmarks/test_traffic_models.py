@@ -58,7 +58,7 @@ def test_a_model_is_as_it_was_after_it_was_looked_at():
     with torch.device("meta"):
         model = traffic_models.AutoModelForCausalLM.from_config(tiny_config("codegen"))
     before, loss = [*model.modules()], model.loss_function
-    shape = traffic_models.found_shape(model.eval())
+    shape = traffic_models.trace_shape(model.eval())
     assert any(isinstance(part, UnshardedModule) for layer, _ in shape.runs for part in layer.parts)
     assert [*model.modules()] == before and model.loss_function is loss and not model.training
     assert not any(

@@ -12,7 +12,7 @@ from hf_axonn.planner.dense import DenseShape
 from hf_axonn.planner.memory import FOREIGN_BYTES, _saved_by_experts, local_parameters, memory
 from hf_axonn.planner.shapes import ExpertsShape
 from hf_axonn.planner.step import Step
-from hf_axonn.profiling.read_shape import built_shape
+from hf_axonn.profiling.read_shape import build_shape
 from hf_axonn.topology.grid import Grid
 from tests.planner.test_predict import LLAMA, SOME
 
@@ -64,7 +64,7 @@ def test_on_gloo_the_largest_reduction_of_a_mixture_is_there_twice(grid):
     """That of the gradient of all tokens [rows * seq, hidden] in bf16, which experts give."""
     sizes = dict(hidden_size=48, intermediate_size=24, num_hidden_layers=2, num_attention_heads=6, vocab_size=131)
     sizes |= dict(num_key_value_heads=3, num_local_experts=4, max_position_embeddings=64)
-    shape, step = built_shape(AutoConfig.for_model("mixtral", **sizes).to_dict()), Step(rows=3, seq=8)
+    shape, step = build_shape(AutoConfig.for_model("mixtral", **sizes).to_dict()), Step(rows=3, seq=8)
     found = [memory(shape, grid, step, gloo=gloo).layer for gloo in (False, True)]
     assert found[1] - found[0] == (3 * 8 * 48 * 2 if grid.x * grid.y > 1 else 0)
 
@@ -74,7 +74,7 @@ def test_few_pairs_of_other_ranks_are_taken_along_on_gpus():
     assert FOREIGN_BYTES == moe.FOREIGN_BYTES
     sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=4, vocab_size=131)
     sizes |= dict(num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64)
-    shape, step = built_shape(AutoConfig.for_model("mixtral", **sizes).to_dict()), Step(rows=3, seq=8)
+    shape, step = build_shape(AutoConfig.for_model("mixtral", **sizes).to_dict()), Step(rows=3, seq=8)
     few = FOREIGN_BYTES // (2 * 8 * 16 * 2) * 2  # rows, half of whose two pairs are of the other rank
     for rows, grid, gloo, pairs, features in (
         (few, Grid(x=2), False, 2, 2 * 16 + 2 * 48),

@@ -110,7 +110,7 @@ def test_weight_gradients_that_come_later_keep_what_they_need():
 
 def test_gathers_are_made_once_a_step_if_they_are_kept():
     grid = Grid(pipe=2, z=8)
-    job = replace(JOB, micro_batches=8, machine=load_machine("dgx-a100@100").scaled(bandwidth=0.05))
+    job = replace(JOB, micro_batches=8, machine=load_machine("dgx-a100@100").scale(bandwidth=0.05))
     again, once = (predict(replace(job, keep_gathered=keep), grid) for keep in ("none", "all"))
     assert once.seconds["exposed z"] < 0.75 * again.seconds["exposed z"]
     stack = again.pipelined.held

@@ -156,7 +156,7 @@ def test_what_travels_is_what_the_engine_sends(grid):
     whole = volumes(LLAMA, grid, step, layout=LLAMA.layout(grid))
     assert {axes for axes, volume in sent.items() if volume} == {key.axes for key in whole.entries}
     for axes, volume in sent.items():
-        assert volume == whole.sent(axes=axes), axes
+        assert volume == whole.bytes_sent(axes=axes), axes
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])
@@ -195,9 +195,9 @@ def test_more_bandwidth_and_faster_products_are_never_slower():
             continue
         before = predict(JOB, grid)
         for changes in ({"bandwidth": 2.0}, {"bandwidth": 1.1}, {"gemm": 2.0}):
-            after = predict(replace(JOB, machine=TOY.scaled(**changes)), grid)
+            after = predict(replace(JOB, machine=TOY.scale(**changes)), grid)
             assert after.total <= before.total * (1 + 1e-12), (grid, changes)
-        assert predict(replace(JOB, machine=TOY.scaled(bandwidth=0.5)), grid).total >= before.total * (1 - 1e-12)
+        assert predict(replace(JOB, machine=TOY.scale(bandwidth=0.5)), grid).total >= before.total * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("capacity", [2**40, 2**30], ids=["roomy", "tight"])
@@ -482,7 +482,7 @@ def test_the_last_layers_are_kept():
         steps = [(each.job.shape, grid, Candidate(each.job, grid, 1).step) for each in (fewer, more, none, two)]
         held = [memory(*each).activations for each in steps]
         assert held[1] - held[0] == held[3] - held[2] > 0
-        sent = [volumes(*each).sent(axes=("z",)) for each in steps]
+        sent = [volumes(*each).bytes_sent(axes=("z",)) for each in steps]
         assert sent[0] - sent[1] == sent[2] - sent[3] > 0
 
 

@@ -327,7 +327,7 @@ def test_free_settings_are_chosen_and_fixed_ones_kept():
 
 def test_weights_are_kept_where_they_fit_and_help():
     """Links so slow that gathers are exposed: as many layers keep theirs as fit, and one more would not."""
-    slow = replace(load_machine("perlmutter").scaled(bandwidth=0.05), memory=20 * 2**30)
+    slow = replace(load_machine("perlmutter").scale(bandwidth=0.05), memory=20 * 2**30)
     job = replace(JOB, machine=slow, sequences=512)
     entry = predict(job, Grid(z=64))
     found = keep_weights(entry, ("keep_gathered",))

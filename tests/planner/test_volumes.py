@@ -43,10 +43,10 @@ def test_a_ledger_adds_up_by_phase_kind_and_long_axes():
         LedgerKey("gradients", "all_reduce", ("data", "x")): Volume(1, 12),
     }
     assert ledger.calls() == 4 and ledger.calls(axes=("x",)) == 3
-    assert ledger.sent(phase="forward") == 120 and ledger.sent(phase="gradients") == 20
+    assert ledger.bytes_sent(phase="forward") == 120 and ledger.bytes_sent(phase="gradients") == 20
     double = Ledger(ledger.grid)
     double.include(ledger, times=2)
-    assert double.calls() == 8 and double.sent() == 2 * ledger.sent() == 280
+    assert double.calls() == 8 and double.bytes_sent() == 2 * ledger.bytes_sent() == 280
     assert len(ledger.lines()) == 3 and "data+x" in ledger.lines()[-1]
 
 
@@ -59,11 +59,11 @@ def test_a_layer_sends_what_design_says(grid, kv_heads):
     unit = Fraction(STEP.tokens * 96 * STEP.compute_bytes)
     for layout, all_to_alls in (("token", Fraction(8, grid.y)), ("feature", 0)):
         ledger = layer_volumes(shape, grid, STEP, layout=layout)
-        statistics = ledger.sent(kind="all_reduce")
+        statistics = ledger.bytes_sent(kind="all_reduce")
         on_y = unit / grid.x * Fraction(grid.y - 1, grid.y) * (20 + 4 * share + all_to_alls)
         on_x = unit / grid.y * Fraction(grid.x - 1, grid.x) * 8
-        assert ledger.sent(axes=("y",)) - statistics == on_y
-        assert ledger.sent(axes=("x",)) == on_x
+        assert ledger.bytes_sent(axes=("y",)) - statistics == on_y
+        assert ledger.bytes_sent(axes=("x",)) == on_x
         assert (statistics > 0) == (layout == "feature" and grid.y > 1)
 
 
@@ -72,9 +72,9 @@ def test_z_moves_weights_three_times_and_x_y_divide_them():
     ledger = layer_volumes(LLAMA, grid, STEP)
     weights = sum(weight.elements for weight in LLAMA.weights[1:8])
     block = weights // 16
-    assert ledger.sent(kind="all_gather", axes=("z",), phase="forward") == 3 * block * 2
-    assert ledger.sent(kind="all_gather", axes=("z",), phase="backward") == 3 * block * 2
-    assert ledger.sent(kind="reduce_scatter", axes=("z",)) == 3 * block * 4
+    assert ledger.bytes_sent(kind="all_gather", axes=("z",), phase="forward") == 3 * block * 2
+    assert ledger.bytes_sent(kind="all_gather", axes=("z",), phase="backward") == 3 * block * 2
+    assert ledger.bytes_sent(kind="reduce_scatter", axes=("z",)) == 3 * block * 4
 
 
 def test_checkpointing_repeats_the_forward_pass_up_to_its_last_matmul():
@@ -92,8 +92,8 @@ def test_micro_batches_repeat_everything_but_the_averaging_of_gradients():
     grid = Grid(data=2, z=2, y=2)
     one, three = (volumes(LLAMA, grid, Step(rows=4, seq=32, micro_batches=count)) for count in (1, 3))
     for phase in ("forward", "backward"):
-        assert three.sent(phase=phase) == 3 * one.sent(phase=phase) > 0
-    assert three.sent(phase="gradients") == one.sent(phase="gradients") > 0
+        assert three.bytes_sent(phase=phase) == 3 * one.bytes_sent(phase=phase) > 0
+    assert three.bytes_sent(phase="gradients") == one.bytes_sent(phase="gradients") > 0
 
 
 def test_kv_heads_that_do_not_divide_are_exchanged():
@@ -116,7 +116,7 @@ def test_parts_of_packed_projections_are_exchanged():
 def test_ranks_differ_where_sizes_do_not_divide():
     shape = DenseShape(layers=1, hidden=20, heads=4, intermediate=13, vocab=7)
     grid = Grid(z=3, y=2, x=2)
-    sent = [volumes(shape, grid, STEP, rank=rank).sent(axes=("z",)) for rank in range(grid.size)]
+    sent = [volumes(shape, grid, STEP, rank=rank).bytes_sent(axes=("z",)) for rank in range(grid.size)]
     assert max(sent) == sent[0] > min(sent)
 
 
@@ -124,10 +124,10 @@ def test_a_model_of_640_billion_parameters_takes_no_time():
     shape = DenseShape(layers=192, hidden=16384, heads=128, intermediate=65536, vocab=50257, gated=False)
     assert 6.1e11 < shape.parameters() < 6.3e11
     ledger = volumes(shape, Grid(data=16, z=128, y=2, x=8), Step(rows=1, seq=2048, checkpointing=True))
-    assert ledger.sent(axes=("data",)) > 0
+    assert ledger.bytes_sent(axes=("data",)) > 0
     # Each rank holds 1 / (x * y * z) of the sharded parameters, and averages them over data in float32.
     block = sum(weight.elements for weight in shape.weights) / (8 * 2 * 128)
-    assert float(ledger.sent(axes=("data",))) == pytest.approx(2 * 15 / 16 * block * 4, rel=1e-3)
+    assert float(ledger.bytes_sent(axes=("data",))) == pytest.approx(2 * 15 / 16 * block * 4, rel=1e-3)
 
 
 def test_buckets_hold_32_mib_and_do_not_divide_a_gradient():

@@ -59,7 +59,7 @@ class LayerTraffic:
     kept: bool = False
 
     def seconds(self, links: Links) -> LayerSeconds:
-        """On a machine."""
+        """Seconds of the collectives on a machine."""
         entries = self.ledger.entries.items()
         return LayerSeconds(
             gathers=[links.seconds("all_gather", ("z",), payload) for payload in self.gathers],
@@ -74,10 +74,10 @@ class LayerTraffic:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What travels in a step.
+    """Payloads of a step's collectives.
 
     Args:
-        layers: (a kind of decoder layer, what travels for one in a micro-batch, how many such layers).
+        layers: (a kind of decoder layer, payloads of one in a micro-batch, number of such layers).
         rest: of embedding, head and loss, one micro-batch.
         gradients: after the last one.
         checkpointing: whether layers run again.
@@ -115,7 +115,7 @@ class Traffic:
 
 
 def step_traffic(shape: ModelShape, grid: Grid, step: Step, layout: str) -> Traffic:
-    """The engine's own collectives, see planner/traffic/volumes.py."""
+    """Payloads of a step of the engine."""
     account = StepAccount(shape, grid, step, layout)
     kept, layers = step.kept_layers, []
     for layer, count in reversed(shape.runs):  # kept: the last ones
@@ -132,7 +132,7 @@ def step_traffic(shape: ModelShape, grid: Grid, step: Step, layout: str) -> Traf
 
 
 def layer_traffic(account: StepAccount, layer: LayerShape, *, kept: bool) -> LayerTraffic:
-    """What the engine sends for one decoder layer and micro-batch. `kept`: as of `LayerTraffic`."""
+    """Payloads of one decoder layer and micro-batch. `kept`: as in `LayerTraffic`."""
     step, grid = account.step, account.grid
     ledger = account.layer(layer)
     elements: list[int] = []
@@ -149,7 +149,7 @@ def layer_traffic(account: StepAccount, layer: LayerShape, *, kept: bool) -> Lay
         if isinstance(part, ExpertsShape):
             of_experts.add(len(elements))
             once.append(len(elements))
-            elements.append(account.of_experts(part))
+            elements.append(account.expert_elements(part))
             hidden.append(None)
             continue
         of_columns, of_row = account.beside_weight_gradients(part) if isinstance(part, BlockShape) else (0, 0)
@@ -163,7 +163,8 @@ def layer_traffic(account: StepAccount, layer: LayerShape, *, kept: bool) -> Lay
         once = list(range(len(elements)))
     size = max(step.compute_bytes, step.reduce_bytes)
     gathers: list[float] = [
-        count * step.compute_bytes if index in of_experts else step.sent(count) for index, count in enumerate(elements)
+        count * step.compute_bytes if index in of_experts else step.gather_bytes(count)
+        for index, count in enumerate(elements)
     ]
     reduces: list[float] = [0 if step.lora else count * size for count in elements]
     return LayerTraffic(gathers, reduces, True, ledger, hidden, tuple(once), kept)

@@ -40,8 +40,8 @@ def strides(grid: Grid, order: tuple[str, ...] = ORDER) -> dict[str, int]:
 class Ring(NamedTuple):
     """A group of ranks as the machine sees it.
 
-    ranks, nodes: how many, and on how many nodes; stride: ranks between neighbours; bandwidth: bytes/s of the ring;
-    scatter: bytes/s of a rank that sends to all others.
+    ranks, nodes: number of ranks, and of the nodes that they lie on; stride: ranks between neighbours; bandwidth:
+    bytes/s of the ring; scatter: bytes/s of a rank that sends to all others.
     """
 
     ranks: int
@@ -55,7 +55,7 @@ class Links:
     """The groups of a grid on a machine.
 
     Args:
-        machine, grid: which.
+        machine, grid: the machine, and the sizes of the axes.
         order: axes from the innermost (consecutive ranks) to the outermost. The engine's is ORDER.
     Raises:
         ValueError: the order does not name each axis once.

@@ -1,4 +1,4 @@
-"""Which collectives one rank issues for one decoder layer and one micro-batch: a method for each part of a layer.
+"""Collectives that one rank issues for one decoder layer and one micro-batch: a method for each part of a layer.
 
 What is computed where stands beside each entry. Legend as in volumes.py.
 """
@@ -42,7 +42,7 @@ class LayerAccount:
         self.here = grid.coordinates(rank)
         self.place = GridPosition(grid, self.here)
         self.tokens = step.tokens
-        self.padded = step.padded(grid)
+        self.padded = step.padded_tokens(grid)
         self.hidden_y = ceil_div(shape.hidden, grid.y)
         # Statistics and the loss are at least float32; gradients are reduced in the wider of their and reduce_dtype.
         self.wide = max(step.compute_bytes, 4)
@@ -60,7 +60,7 @@ class LayerAccount:
             if isinstance(part, ExpertsShape):
                 self.experts(again, last, part)
             elif isinstance(part, UnshardedModule):
-                self.unsharded(again, last, part)
+                self.unsharded_module(again, last, part)
             else:
                 self.block(again, last, part)
         total = Ledger(self.grid)
@@ -77,7 +77,10 @@ class LayerAccount:
                 for part in layer.parts:
                     if isinstance(part, ExpertsShape):
                         self.gathers(
-                            total, "backward", -self.of_experts(part) * self.step.compute_bytes, -len(part.weights)
+                            total,
+                            "backward",
+                            -self.expert_elements(part) * self.step.compute_bytes,
+                            -len(part.weights),
                         )
         if kept:
             total.entries.pop(LedgerKey("backward", "all_gather", ("z",)), None)
@@ -153,16 +156,16 @@ class LayerAccount:
         both(ledger, None, "all_reduce", axes, self.tokens * block.rotary)
 
     def full_input(self, ledger: Ledger, payload: int) -> None:
-        """Into a product whose input is full: its gradient is gathered over y and summed over x."""
+        """The entry of a product whose input is full: its gradient is gathered over y and summed over x."""
         ledger.add("backward", "all_gather", ("y",), payload)
         ledger.add("backward", "all_reduce", ("x",), payload)
 
     def full_output(self, ledger: Ledger, elements: int) -> None:
-        """Out of a Linear on its own: sums over y, features of all ranks of x."""
+        """The exit of a Linear on its own: sums over y, features of all ranks of x."""
         self.both(ledger, "all_reduce", None, ("y",), elements)
         self.both(ledger, "all_gather", None, ("x",), elements)
 
-    def unsharded(self, ledger: Ledger, last: Ledger, module: UnshardedModule) -> None:
+    def unsharded_module(self, ledger: Ledger, last: Ledger, module: UnshardedModule) -> None:
         """Linears on their own, on full activations. What follows the last one goes to `last`."""
         own, step = self.padded // (self.grid.x * self.grid.y) * self.shape.hidden, self.step
         if module.taken:  # gather_tokens before, take_tokens after
@@ -178,11 +181,11 @@ class LayerAccount:
         linear, inputs = call.linear, int(self.tokens * call.inputs)
         output, input_ = call.backward
         elements = self.travels(WeightKind.LINEAR, [linear])
-        self.gathers(ledger, "forward", self.step.sent(elements), 1)
+        self.gathers(ledger, "forward", self.step.gather_bytes(elements), 1)
         if output:
             self.reduces(ledger, elements, self.step.compute_bytes)
         if output and input_:
-            self.gathers(ledger, "backward", self.step.sent(elements), 1)
+            self.gathers(ledger, "backward", self.step.gather_bytes(elements), 1)
             size = self.step.compute_bytes if call.narrow else self.step.param_bytes
             self.full_input(ledger, inputs * ceil_div(linear.cols, self.grid.y) * size)
         self.full_output(last, inputs * ceil_div(linear.rows, self.grid.x))
@@ -190,7 +193,7 @@ class LayerAccount:
     def experts(self, ledger: Ledger, last: Ledger, experts: ExpertsShape) -> None:
         """The experts of a layer. What follows their work goes to `last`."""
         step, parts = self.step, self.grid.x * self.grid.y
-        each = self.of_experts(experts)
+        each = self.expert_elements(experts)
         for phase in ("forward", "backward"):
             self.gathers(ledger, phase, each * step.compute_bytes, len(experts.weights))
         self.reduces(ledger, each, step.compute_bytes, len(experts.weights))
@@ -237,17 +240,17 @@ class LayerAccount:
         """Bytes of the weight of a choice."""
         return self.step.compute_bytes if experts.routing == "compute" else self.wide
 
-    def of_experts(self, experts: ExpertsShape) -> int:
+    def expert_elements(self, experts: ExpertsShape) -> int:
         """Elements of one rank's shards of all experts' weights, padded over z."""
         own = own_experts(experts.number, self.grid, self.here)
         return sum(own * rows * ceil_div(cols, self.grid.z) for rows, cols, _ in experts.weights)
 
     def gathers(self, ledger: Ledger, phase: str, payload: int, calls: int) -> None:
-        """Weights that are gathered over z."""
+        """Gathers of weights over z."""
         ledger.add(phase, "all_gather", ("z",), payload, calls)
 
     def reduces(self, ledger: Ledger, elements: int, size: int, calls: int = 1) -> None:
-        """Gradients of `size` bytes an element that are reduced over z, unless adapters alone are trained."""
+        """Reductions over z of gradients of `size` bytes an element, unless adapters alone are trained."""
         if not self.step.lora:
             payload = elements * max(size, self.step.reduce_bytes)
             ledger.add("backward", "reduce_scatter", ("z",), payload, calls)
@@ -256,7 +259,7 @@ class LayerAccount:
         """The weights of one product, in one collective: gathered in both passes, their gradients reduced."""
         elements = self.travels(kind, linears)
         for phase in ("forward", "backward"):
-            self.gathers(ledger, phase, self.step.sent(elements), 1)
+            self.gathers(ledger, phase, self.step.gather_bytes(elements), 1)
         self.reduces(ledger, elements, self.step.compute_bytes)
 
     def adapters(self, ledger: Ledger, block: BlockShape, axes: tuple[str, ...]) -> None:
@@ -288,12 +291,13 @@ class LayerAccount:
         return sum(ceil_div(rows, self.grid.z) * cols for rows, cols in shapes)
 
     def norms(self, ledger: Ledger, count: int) -> None:
-        """In the feature layout a norm merges its statistics over y."""
+        """Norms: in the feature layout they merge their statistics over y."""
         for _ in range(count if self.by_features else 0):
             self.statistics(ledger, ("y",), self.padded // self.grid.x, self.shape.centered)
 
     def statistics(self, ledger: Ledger, axes: tuple[str, ...], tokens: int, centered: bool) -> None:
-        """Of a norm whose features lie on several ranks: mean square, or mean and squared deviation, of each token."""
+        """Statistics of a norm whose features lie on several ranks: mean square, or mean and squared deviation, of
+        each token."""
         size = tokens * (2 if centered else 1) * self.wide
         for phase, kind in (("forward", "all_gather" if centered else "all_reduce"), ("backward", "all_reduce")):
             ledger.add(phase, kind, axes, size)

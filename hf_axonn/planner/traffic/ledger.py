@@ -1,4 +1,4 @@
-"""An account of collectives: what one rank issues in one optimizer step, and how many bytes it sends for it.
+"""A ledger of the collectives that one rank issues in one optimizer step, and of the bytes that it sends for them.
 
 The payload of a collective, in bytes, is what the code hands to it; a ring (all-gather, reduce-scatter, all-reduce)
 or a pairwise exchange (all-to-all) of p ranks makes every rank send
@@ -44,7 +44,7 @@ def sent_bytes(kind: str, ranks: int, payload: int | Fraction) -> Fraction:
 
 
 class LedgerKey(NamedTuple):
-    """What an entry is for: when (PHASES), which collective (KINDS), and along which axes its ranks differ."""
+    """Key of an entry: phase (PHASES), kind of collective (KINDS), and the axes along which its ranks differ."""
 
     phase: str
     kind: str
@@ -52,7 +52,7 @@ class LedgerKey(NamedTuple):
 
 
 class Volume(NamedTuple):
-    """How many collectives, and their payloads added up, in bytes."""
+    """Number of collectives, and their payloads added up, in bytes."""
 
     calls: int
     payload: int | Fraction
@@ -101,7 +101,7 @@ class Ledger:
         """Number of collectives; arguments as `chosen`."""
         return sum(volume.calls for _, volume in self.chosen(**which))
 
-    def sent(self, **which: Any) -> Fraction:
+    def bytes_sent(self, **which: Any) -> Fraction:
         """Bytes that this rank sends; arguments as `chosen`."""
         entries = self.chosen(**which)
         return sum(

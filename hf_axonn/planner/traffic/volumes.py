@@ -1,4 +1,4 @@
-"""Which collectives one rank issues in a training step, and how many bytes it sends: exact, and without running it.
+"""Collectives that one rank issues in a training step, and the bytes that it sends: exact, and without running it.
 
     volumes(shape, grid, step)          -> Ledger of one optimizer step
     layer_volumes(shape, grid, step)    -> Ledger of one decoder layer and one micro-batch, forward and backward
@@ -32,7 +32,7 @@ def volumes(shape: ModelShape, grid: Grid, step: Step, *, layout: str = "token",
         grid: sizes of the axes.
         step: the batch and the dtypes.
         layout: token or feature, how the residual stream is divided (docs/algorithm.md); at y = 1 they are one.
-        rank: whose; where sizes do not divide, the first ranks hold most, so rank 0 is the busiest.
+        rank: the rank that issues them; where sizes do not divide, the first ranks hold most, rank 0 is the busiest.
     Raises:
         ValueError: an unknown layout, or the rank is not on the grid.
     """
@@ -118,9 +118,9 @@ class StepAccount(LayerAccount):
         return ledger
 
     def gradients(self) -> Ledger:
-        """sync_gradients: who has a gradient, sharded gradients over data, replicated ones over the world.
+        """sync_gradients: flags of present gradients, sharded gradients over data, replicated ones over the world.
 
-        With as many flags as parameters and buckets over data. Buckets fill up from the last parameter to the first.
+        One flag for each parameter and each bucket over data. Buckets fill up from the last parameter to the first.
         """
         ledger, world = Ledger(self.grid), ("data", "z", "x", "y")
         size, replicated, every = self.step.param_bytes, self.shape.replicated, self.shape.weights
@@ -141,7 +141,7 @@ class StepAccount(LayerAccount):
 
 
 def buckets(sizes: list[int]) -> int:
-    """How many buckets of BUCKET_BYTES gradients of these bytes fill; a gradient is never divided."""
+    """Number of buckets of BUCKET_BYTES that gradients of these bytes fill; a gradient is never divided."""
     count, filled = 0, 0
     for size in sizes:
         if not count or filled + size > BUCKET_BYTES:

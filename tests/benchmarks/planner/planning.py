@@ -81,8 +81,8 @@ def script_seconds(model: str, machine: str, sequences: int, grid: Grid) -> floa
 
 
 def job_of(point: Point, **changes: float) -> Job:
-    """The job of a published run; `changes` scale the machine (`Machine.scaled`)."""
-    machine = load_machine(point.machine).scaled(**changes)
+    """The job of a published run; `changes` scale the machine (`Machine.scale`)."""
+    machine = load_machine(point.machine).scale(**changes)
     return Job(shape=load_shape(point.model), machine=machine, sequences=SEQUENCES, seq=SEQ)
 
 

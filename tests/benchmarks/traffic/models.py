@@ -29,7 +29,7 @@ from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.traffic.ledger import Ledger
 from hf_axonn.planner.traffic.volumes import volumes
-from hf_axonn.profiling.trace import found_shape
+from hf_axonn.profiling.trace import trace_shape
 from tests.benchmarks.architectures.tiny_configs import MODEL_TYPES, tiny_config
 from tests.benchmarks.checkpoint.big_load import read_grid
 from tests.benchmarks.planner.simulate import Case, train, world
@@ -55,7 +55,7 @@ class Found:
 def shape_of(config: transformers.PreTrainedConfig) -> ModelShape:
     """The planner's shape of a config's model."""
     with torch.device("meta"):
-        return found_shape(AutoModelForCausalLM.from_config(config))
+        return trace_shape(AutoModelForCausalLM.from_config(config))
 
 
 def counted(config: transformers.PreTrainedConfig, grid: Grid, *, checkpointing: bool) -> tuple[Case, Ledger]:

@@ -139,12 +139,12 @@ def layer_counted(counts: dict, name: str, grid: Grid, layout: str) -> Ledger:
 def norm_bytes(shape: DenseShape, grid: Grid, layout: str, step: Step = STEP) -> Fraction:
     """Bytes of a layer's norms: those of the layer less those of one without norms."""
     without = layer_volumes(replace(shape, norms_per_layer=0), grid, step, layout=layout)
-    return layer_volumes(shape, grid, step, layout=layout).sent() - without.sent()
+    return layer_volumes(shape, grid, step, layout=layout).bytes_sent() - without.bytes_sent()
 
 
 def activation_bytes(ledger: Ledger) -> Fraction:
     """Bytes of a layer that are not weights."""
-    return ledger.sent() - ledger.sent(axes=("z",))
+    return ledger.bytes_sent() - ledger.bytes_sent(axes=("z",))
 
 
 def layer_table(counts: dict, name: str) -> list[str]:
@@ -173,8 +173,8 @@ def layer_table(counts: dict, name: str) -> list[str]:
         for label, how, ledger, norms in forms:
             total = activation_bytes(ledger) - norms
             lines.append(
-                f"{grid!s:<20} {label:<21} {how:<9} {int(ledger.sent(axes=('y',)) - norms):>9,} "
-                f"{int(ledger.sent(axes=('x',))):>9,} {int(norms):>6,} {int(total):>9,} "
+                f"{grid!s:<20} {label:<21} {how:<9} {int(ledger.bytes_sent(axes=('y',)) - norms):>9,} "
+                f"{int(ledger.bytes_sent(axes=('x',))):>9,} {int(norms):>6,} {int(total):>9,} "
                 f"{float(total / activation_bytes(fused)):>7.3f} {float(total / activation_bytes(single)):>7.3f} "
                 f"{ledger.calls() - ledger.calls(axes=('z',)):>6}"
             )
@@ -195,7 +195,7 @@ def fallback_table() -> list[str]:
         ratios = []
         for layout in layouts_on(grid):
             ledger = layer_volumes(shape, grid, STEP, layout=layout)
-            ratios.append(float((ledger.sent() - norm_bytes(shape, grid, layout)) / fused))
+            ratios.append(float((ledger.bytes_sent() - norm_bytes(shape, grid, layout)) / fused))
         lines.append(f"{what:<52} {ratios[0]:>7.3f} {ratios[1]:>8.3f} {ledger.calls():>6}")
     return [*lines, ""]
 
@@ -210,7 +210,7 @@ def step_table(counts: dict, name: str) -> list[str]:
     for grid in all_grids(WORLD):
         for layout in layouts_on(grid):
             ledger = ledger_of(grid, counts[name, grid, layout, LAYERS])
-            sent = [int(ledger.sent(phase=phase)) for phase in ("forward", "backward", "gradients")]
+            sent = [int(ledger.bytes_sent(phase=phase)) for phase in ("forward", "backward", "gradients")]
             numbers = " ".join(f"{value:>12,}" for value in (*sent, sum(sent)))
             lines.append(f"{grid!s:<20} {layout if grid.y > 1 else '-':<8} {ledger.calls():>6} {numbers}")
     return [*lines, ""]
@@ -239,9 +239,12 @@ def check_claims(counts: dict) -> tuple[list[str], bool]:
     wrong, checked, step = [], 0, replace(STEP, seq=2048)
     for shape, x, y in itertools.product((GATED, PLAIN), (1, 2, 4, 8, 16), (1, 2, 4, 8, 16)):
         shape, grid = replace(shape, hidden=2048, heads=256, intermediate=8192), Grid(x=x, y=y)
-        ours = layer_volumes(shape, grid, step, layout="feature").sent()
+        ours = layer_volumes(shape, grid, step, layout="feature").bytes_sent()
         checked += 1
-        if ours - norm_bytes(shape, grid, "feature", step) != all_reduce_form(shape, grid, step, fused=True).sent():
+        if (
+            ours - norm_bytes(shape, grid, "feature", step)
+            != all_reduce_form(shape, grid, step, fused=True).bytes_sent()
+        ):
             wrong.append(str(grid))
     claims.append((f"the same by arithmetic, {checked} cases of up to 256 ranks, gated and plain", wrong))
 
