@@ -50,7 +50,7 @@ _MOVED = {
     "gradients": "engine.gradient_sync",
     "grid": "topology.grid",
     "perf": "planner",
-    "perf.models": "planner.catalog",
+    "perf.models": "planner.dense",
     "perf.volumes": "planner.traffic.volumes",
     "trl": "goldfish.sft",
 }

@@ -24,7 +24,7 @@ from hf_axonn.cli.plan_report import in_short, inline, number_of, section_lines,
 from hf_axonn.compat.arguments import with_reason
 from hf_axonn.config import PRECISIONS
 from hf_axonn.launch.launch_file import core_count, gpu_count
-from hf_axonn.planner.catalog import GPTS
+from hf_axonn.planner.dense import GPTS
 from hf_axonn.planner.from_settings import SEQUENCE, choose_batch, number, too_long, usual_seq
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import known_machines, load_machine, machine_of_gpus

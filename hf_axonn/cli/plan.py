@@ -19,7 +19,7 @@ from typing import Any
 from hf_axonn.cli.plan_report import cost, doubts, header, lines, sweep_lines
 from hf_axonn.compat.arguments import with_reason
 from hf_axonn.planner import confidence, settings
-from hf_axonn.planner.catalog import GPTS
+from hf_axonn.planner.dense import GPTS
 from hf_axonn.planner.from_settings import (
     PRECISION_BYTES,
     SEQUENCE,

@@ -82,7 +82,7 @@ class Memory(NamedTuple):
         work = self.gathered + self.layer
         loss = early + saved + self.logits
         begin = early + saved + work
-        # Where as many buckets are in flight as may be, so many gradients are there, and as many activations are not.
+        # With all buckets in flight, their bytes of gradients are there, and the activations of their layers are not.
         middle = 0.0
         if self.buckets < self.gradients - self.last:
             middle = max(early, self.buckets) + self.buckets + work
@@ -304,8 +304,8 @@ def _saved_by_adapters(block: BlockShape, grid: Grid, step: Step) -> float:
 
 
 def _saved_by_attention(shape: ModelShape, block: BlockShape, grid: Grid, step: Step) -> float:
-    """Queries, keys, values and what attention makes of them; the row layer's input where y gathers it; what norms
-    over all heads are given."""
+    """Bytes of queries, keys, values and attention's output; of the row layer's input where y gathers it; of the input
+    of norms over all heads."""
     tokens, parts, compute = step.padded_tokens(grid), grid.x * grid.y, step.compute_bytes
     repeat = heads_repeat(block, grid)
     query, kv = block.query_features, block.kv_features
@@ -321,8 +321,8 @@ def _saved_by_attention(shape: ModelShape, block: BlockShape, grid: Grid, step: 
 
 
 def _saved_by_latents(block: BlockShape, grid: Grid, step: Step) -> float:
-    """Inputs of all Linears; latents before and after their norms; full keys, in which every head has the rotary
-    part, beside what they were made of; queries, values and what attention makes of them."""
+    """Bytes of the inputs of all Linears; latents before and after their norms; full keys, in which every head has the
+    rotary part, beside what they were made of; queries, values and attention's output."""
     tokens, parts, compute = step.padded_tokens(grid), grid.x * grid.y, step.compute_bytes
     repeat = heads_repeat(block, grid)
     inputs = sum(linear.cols for linear in (*block.down, *block.columns)) / grid.y
@@ -349,7 +349,7 @@ def _saved_by_experts(shape: ModelShape, experts: ExpertsShape, grid: Grid, step
 
 
 def _saved_by_call(call: LinearCall, grid: Grid, step: Step) -> float:
-    """The input of a Linear on its own, and twice its output, in full: as it is, and as its module goes on with it."""
+    """Bytes of the input of a Linear on its own, and of its full output twice: as it is, and as its module uses it."""
     features = call.linear.cols / grid.y + 2 * call.linear.rows
     return float(call.inputs) * step.tokens * features * step.compute_bytes
 

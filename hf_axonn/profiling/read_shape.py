@@ -1,6 +1,6 @@
 """Reads the planner's numbers of any model: by its config, or from its modules, built without weights.
 
-    read_shape("DIR")          load_shape of catalog.py; a type that is not in its FAMILIES is built
+    read_shape("DIR")          load_shape of planner/dense.py; a type that is not in its FAMILIES is built
     read_shape("org/model")    the config of a model on the hub
 
 The model is built on the meta device, which takes no memory, and its shape is found there (trace.py).
@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hf_axonn.planner.catalog import FAMILIES, load_shape, shape_from_config
+from hf_axonn.planner.dense import FAMILIES, load_shape, shape_from_config
 from hf_axonn.planner.shapes import ModelShape
 
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hf_axonn.planner.catalog import load_shape
-from hf_axonn.planner.dense import DenseShape
+from hf_axonn.planner.dense import DenseShape, load_shape
 from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.predict import predict, predict_candidate, refusal
 from hf_axonn.planner.search import grids

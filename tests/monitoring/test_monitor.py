@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from hf_axonn import Grid, Monitor
 from hf_axonn.monitoring import monitor as monitor_module
 from hf_axonn.monitoring.monitor import tokens_and_squares
-from hf_axonn.planner.catalog import shape_from_config
+from hf_axonn.planner.dense import shape_from_config
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
 from tests.accelerator.test_accelerator_training import new_accelerator

@@ -11,8 +11,7 @@ import yaml
 from hf_axonn.cli.main import main
 from hf_axonn.config import AxonnConfig
 from hf_axonn.planner.candidate import Candidate
-from hf_axonn.planner.catalog import load_shape
-from hf_axonn.planner.dense import DenseShape
+from hf_axonn.planner.dense import DenseShape, load_shape
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.memory import kept_bytes, memory

@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn.planner import confidence
 from hf_axonn.planner.candidate import Candidate
-from hf_axonn.planner.catalog import FAMILIES, GPT_VOCAB, GPTS, load_shape
-from hf_axonn.planner.dense import DenseShape
+from hf_axonn.planner.dense import FAMILIES, GPT_VOCAB, GPTS, DenseShape, load_shape
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import FACTORS, FOLDER, OPTIONAL, Machine, known_machines, load_machine
 from hf_axonn.planner.memory import local_parameters, memory

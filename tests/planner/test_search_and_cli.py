@@ -16,7 +16,7 @@ from hf_axonn.cli.main import main
 from hf_axonn.cli.plan_report import sizes
 from hf_axonn.config import AxonnConfig
 from hf_axonn.launch.launch_file import resolve
-from hf_axonn.planner.catalog import load_shape
+from hf_axonn.planner.dense import load_shape
 from hf_axonn.planner.from_settings import choose_batch, number, resolve_auto
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import FOLDER, load_machine, peak_tflops

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_axonn.cli.main import main
-from hf_axonn.planner.catalog import FAMILIES, shape_from_config
+from hf_axonn.planner.dense import FAMILIES, shape_from_config
 from hf_axonn.planner.shapes import BlockShape, ExpertsShape, LinearShape, UnshardedModule
 from hf_axonn.profiling.read_shape import build_shape, read_shape
 

@@ -34,7 +34,7 @@ from hf_axonn import AxonnConfig, Grid, goldfish_mask, parallelize
 from hf_axonn.distributed.collectives import observe
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.planner.candidate import Candidate
-from hf_axonn.planner.catalog import load_shape
+from hf_axonn.planner.dense import load_shape
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.time.compute import Group

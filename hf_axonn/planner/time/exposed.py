@@ -80,7 +80,7 @@ def exposed_seconds(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ..
         again = [0.0] * len(groups)
     elif runs_again:  # what recomputation has gathered and keeps
         again = [0.0 if index in once else seconds for index, seconds in enumerate(gathers)]
-    travels = sum(gathers) * (2 if runs_again else 1) + sum(reduces)
+    travels = sum(gathers) + sum(reduces) + (sum(gathers) if runs_again else 0.0)
     if overlaps.layer_ahead:  # all groups of the layer are one window
         lists = (gathers, reduces, again, forward, backward)
         gathers, reduces, again, forward, backward = ([sum(seconds)] for seconds in lists)
@@ -88,7 +88,7 @@ def exposed_seconds(overlaps: Overlaps, layer: LayerSeconds, once: tuple[int, ..
     beside = share if overlaps.all_gather else 0.0
     following = gathers[1:] + gathers[:1]  # travels beside the compute of the group before
     first_z = sum(travel - beside * min(travel, room) for travel, room in zip(following, forward, strict=True))
-    forward_z = first_z * (2 if runs_again else 1)  # a recomputed layer gathers once more, in the same order
+    forward_z = first_z + (first_z if runs_again else 0.0)  # a recomputed layer gathers once more, in the same order
     # Backward goes from the last group to the first: while group g computes, the weights of g - 1 come and the
     # gradients of g + 1 leave.
     count = len(forward)

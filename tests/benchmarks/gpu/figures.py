@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_axonn import Grid
-from hf_axonn.planner.catalog import shape_from_config
+from hf_axonn.planner.dense import shape_from_config
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import Machine, load_machine, machine_from_mapping
 from hf_axonn.planner.predict import predict

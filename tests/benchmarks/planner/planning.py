@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from hf_axonn.planner.catalog import load_shape
+from hf_axonn.planner.dense import load_shape
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import Machine, load_machine
 from hf_axonn.planner.search import GridRanking, plan

@@ -34,7 +34,7 @@ import torch  # noqa: E402
 import transformers  # noqa: E402
 
 from hf_axonn import __version__  # noqa: E402
-from hf_axonn.planner.catalog import shape_from_config  # noqa: E402
+from hf_axonn.planner.dense import shape_from_config  # noqa: E402
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine  # noqa: E402
 from hf_axonn.planner.predict import Prediction, predict  # noqa: E402

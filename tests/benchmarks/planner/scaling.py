@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_axonn.planner.catalog import load_shape
+from hf_axonn.planner.dense import load_shape
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.predict import Prediction

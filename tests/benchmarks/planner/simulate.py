@@ -45,7 +45,7 @@ from hf_axonn import Grid, __version__, parallelize
 from hf_axonn.distributed.mesh import grid_mesh
 from hf_axonn.engine.gradient_sync import syncing
 from hf_axonn.layers.moe import Experts
-from hf_axonn.planner.catalog import GPT_POSITIONS, GPT_VOCAB, GPTS
+from hf_axonn.planner.dense import GPT_POSITIONS, GPT_VOCAB, GPTS
 from hf_axonn.planner.memory import memory
 from hf_axonn.planner.shapes import ModelShape
 from hf_axonn.planner.step import Step

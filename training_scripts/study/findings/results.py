@@ -18,7 +18,7 @@ import numpy as np
 
 from hf_axonn import GoldfishConfig
 from hf_axonn.goldfish.mask import HASHES
-from hf_axonn.planner.catalog import load_shape
+from hf_axonn.planner.dense import load_shape
 from hf_axonn_eval import Sample, SampleResult, read_run, read_samples, token_masks
 from hf_axonn_eval.analysis.goldfish_tokens import TokenMasks
 from hf_axonn_eval.data.jsonl import json_lines

@@ -17,8 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hf_axonn.planner.catalog import load_shape, shape_from_config
-from hf_axonn.planner.dense import DenseShape
+from hf_axonn.planner.dense import DenseShape, load_shape, shape_from_config
 from hf_axonn.planner.job import Job
 from hf_axonn.planner.machine import load_machine
 from hf_axonn.planner.predict import Prediction, predict
