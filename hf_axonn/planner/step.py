@@ -68,7 +68,7 @@ class StepSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Step(StepSettings):
-    """One optimizer step, as one (data, z) position of the grid sees it.
+    """One optimizer step, as one (data, z) position of the grid sees it: `StepSettings`, and those below.
 
     Args:
         rows: samples of a micro-batch at one (data, z) position.
