@@ -24,8 +24,8 @@ class LayerSeconds(NamedTuple):
 
     gathers, reduces: over z, of each group, one pass; gathers_again: whether recomputation gathers once more; kept:
         whether the first gather serves backward and recomputation, too.
-    forward, backward: over x and y, what nothing hides (with recomputation: its share is in backward).
-    hidden: over x or y, of each group, what runs beside its weight gradient.
+    forward, backward: over x and y, those that nothing hides (with recomputation: its share is in backward).
+    hidden: over x or y, of each group, those that run beside its weight gradient.
     """
 
     gathers: list[float]
@@ -132,12 +132,12 @@ def step_traffic(shape: ModelShape, grid: Grid, step: Step, layout: str) -> Traf
 
 
 def layer_traffic(account: StepAccount, layer: LayerShape, *, kept: bool) -> LayerTraffic:
-    """Payloads of one decoder layer and micro-batch. `kept`: as in `LayerTraffic`."""
+    """Payloads of the engine for one decoder layer and micro-batch. `kept`: as in `LayerTraffic`."""
     step, grid = account.step, account.grid
     ledger = account.layer(layer)
     elements: list[int] = []
+    gathers: list[float] = []
     once: list[int] = []
-    of_experts: set[int] = set()
     hidden: list[tuple[str, str, float] | None] = []
 
     def hide(axis: str, payload: int) -> None:
@@ -147,14 +147,15 @@ def layer_traffic(account: StepAccount, layer: LayerShape, *, kept: bool) -> Lay
 
     for part in layer.parts:
         if isinstance(part, ExpertsShape):
-            of_experts.add(len(elements))
             once.append(len(elements))
             elements.append(account.expert_elements(part))
+            gathers.append(elements[-1] * step.compute_bytes)
             hidden.append(None)
             continue
         of_columns, of_row = account.beside_weight_gradients(part) if isinstance(part, BlockShape) else (0, 0)
         for kind, linears in part.groups():
-            elements.append(account.travels(kind, linears))
+            elements.append(account.shard_elements(kind, linears))
+            gathers.append(step.gather_bytes(elements[-1]))
             payloads = {WeightKind.ROW: of_row, WeightKind.COLUMN: of_columns}
             hide("y" if kind == WeightKind.ROW else "x", payloads.get(kind, 0))
     for key in [key for key in ledger.entries if key.axes == ("z",)]:
@@ -162,9 +163,5 @@ def layer_traffic(account: StepAccount, layer: LayerShape, *, kept: bool) -> Lay
     if step.keeps_recomputed:
         once = list(range(len(elements)))
     size = max(step.compute_bytes, step.reduce_bytes)
-    gathers: list[float] = [
-        count * step.compute_bytes if index in of_experts else step.gather_bytes(count)
-        for index, count in enumerate(elements)
-    ]
     reduces: list[float] = [0 if step.lora else count * size for count in elements]
     return LayerTraffic(gathers, reduces, True, ledger, hidden, tuple(once), kept)

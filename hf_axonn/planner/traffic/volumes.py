@@ -227,7 +227,7 @@ class StepAccount:
         """A Linear on its own. What follows its product goes to `last`."""
         linear, inputs = call.linear, int(self.tokens * call.inputs)
         output, input_ = call.backward
-        elements = self.travels(WeightKind.LINEAR, [linear])
+        elements = self.shard_elements(WeightKind.LINEAR, [linear])
         self.gathers(ledger, "forward", self.step.gather_bytes(elements), 1)
         if output:
             self.reduces(ledger, elements, self.step.compute_bytes)
@@ -273,7 +273,7 @@ class StepAccount:
         """A parameter that is full while its module runs, in its own dtype; autograd keeps it. `partial`: the axes
         whose ranks do different work with it."""
         size, linear = self.step.param_bytes, LinearShape(rows, cols)
-        stored = self.travels(WeightKind.GATHERED, [linear])
+        stored = self.shard_elements(WeightKind.GATHERED, [linear])
         ledger.add("forward", "all_gather", ("z",), stored * size)
         self.reduces(ledger, stored, size)
         block = ceil_div(ceil_div(rows, self.grid.y), self.grid.x) * cols * size
@@ -304,7 +304,7 @@ class StepAccount:
 
     def weights(self, ledger: Ledger, kind: WeightKind, linears: Sequence[LinearShape]) -> None:
         """The weights of one product, in one collective: gathered in both passes, their gradients reduced."""
-        elements = self.travels(kind, linears)
+        elements = self.shard_elements(kind, linears)
         for phase in ("forward", "backward"):
             self.gathers(ledger, phase, self.step.gather_bytes(elements), 1)
         self.reduces(ledger, elements, self.step.compute_bytes)
@@ -332,7 +332,7 @@ class StepAccount:
         found = [self.padded // self.grid.x * self.hidden_y * (not block.down), self.padded * inner * divided]
         return [elements * self.step.compute_bytes for elements in found]
 
-    def travels(self, kind: WeightKind, linears: Sequence[LinearShape]) -> int:
+    def shard_elements(self, kind: WeightKind, linears: Sequence[LinearShape]) -> int:
         """Elements of one rank's shards, padded over z."""
         shapes = (shard_shape(kind, linear, self.grid, self.here) for linear in linears)
         return sum(ceil_div(rows, self.grid.z) * cols for rows, cols in shapes)
@@ -354,7 +354,7 @@ class StepAccount:
         ledger, size = Ledger(self.grid), self.step.param_bytes
         if not self.shape.begins:
             return ledger
-        weight = self.travels(WeightKind.VOCABULARY, [LinearShape(self.shape.vocab, self.shape.hidden)])
+        weight = self.shard_elements(WeightKind.VOCABULARY, [LinearShape(self.shape.vocab, self.shape.hidden)])
         ledger.add("forward", "all_gather", ("z",), weight * size)
         self.reduces(ledger, weight, size)
         ledger.add("forward", "all_reduce", ("x", "y"), self.tokens * self.shape.hidden * size)
@@ -362,7 +362,7 @@ class StepAccount:
             if table.kind == WeightKind.GATHERED:
                 self.gathered_parameter(ledger, table.rows, self.shape.hidden)
             elif table.kind == WeightKind.VOCABULARY:
-                weight = self.travels(WeightKind.VOCABULARY, [LinearShape(table.rows, self.shape.hidden)])
+                weight = self.shard_elements(WeightKind.VOCABULARY, [LinearShape(table.rows, self.shape.hidden)])
                 ledger.add("forward", "all_gather", ("z",), weight * size)
                 self.reduces(ledger, weight, size)
                 looked_up = self.step.seq if table.shared else self.tokens
@@ -389,7 +389,7 @@ class StepAccount:
         elif self.by_features:  # back to full tokens
             for phase in ("forward", "backward"):
                 ledger.add(phase, "all_to_all", ("y",), self.padded // grid.x * self.hidden_y * step.stream_bytes)
-        weight = self.travels(WeightKind.VOCABULARY, [LinearShape(shape.vocab, shape.hidden)])
+        weight = self.shard_elements(WeightKind.VOCABULARY, [LinearShape(shape.vocab, shape.hidden)])
         ledger.add("forward", "all_gather", ("z",), weight * size)
         self.reduces(ledger, weight, self.wide)
         parts = grid.x * grid.y
